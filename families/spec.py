@@ -1,0 +1,239 @@
+"""The types a model family is described with, and the checks that need no model.
+
+A family is data. Where real code differs between families (packing latents into tokens, position ids), the family file
+holds a named function and a field here points to it. Nothing in this file imports torch at run time.
+
+Shape legend: B batch, C latent channels, F latent frames (1 for images), H/W latent height and width after packing,
+S tokens, D width of the text states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """One list of transformer blocks; the family lists them in execution order, and a split may cut between any two.
+
+    Args:
+        name: fqn of the ModuleList in the diffusers model.
+        text_modules: fnmatch patterns, relative to the block, of the linears that run over text tokens only.
+        is_joint: whether the other linears run over text and image tokens together (True) or image tokens only.
+    """
+
+    name: str
+    text_modules: tuple[str, ...] = ()
+    is_joint: bool = False
+
+
+@dataclass(frozen=True)
+class LatentSpec:
+    """Geometry of the latents the transformer is trained on, after the family's own packing and normalisation.
+
+    Args:
+        channels: C of a normalised latent as it is cached, [C, F, H, W].
+        spatial_stride: pixels per latent cell along height and width, packing included.
+        frame_stride: video frames per latent frame after the first; 1 for image families.
+        size_multiple: height and width in pixels must be multiples of this.
+        normalisation_version: part of the cache key; raise it when encode_latents changes its result.
+        num_tokens_per_cell: transformer tokens per latent cell (1/4 where the model packs 2x2 cells itself).
+    """
+
+    channels: int
+    spatial_stride: int
+    frame_stride: int = 1
+    size_multiple: int = 16
+    normalisation_version: int = 1
+    num_tokens_per_cell: float = 1.0
+
+    def num_tokens(self, height: int, width: int, frames: int = 1) -> int:
+        """Image tokens of one sample; height and width in pixels, frames in video frames."""
+        latent_frames = 1 + (frames - 1) // self.frame_stride
+        cells = latent_frames * (height // self.spatial_stride) * (width // self.spatial_stride)
+        return int(cells * self.num_tokens_per_cell)
+
+
+@dataclass(frozen=True)
+class TextEncoderSpec:
+    """One text encoder of a family and what is kept of its output; caching/encode.py holds the function per kind.
+
+    Args:
+        kind: "chat_hidden_states": chat template, several hidden states side by side, [S, len(layers) * D].
+            "last_hidden_state": plain tokens, last hidden state, [S, D]. "pooled": CLIP's pooled output, [D].
+        folder, tokenizer_folder: sub-folders of a diffusers model folder.
+        output: name of the cached tensor, and of the argument the family's make_inputs reads.
+        max_length: tokens, padded to this length.
+        layers: indices into hidden_states, for chat_hidden_states.
+        system_prompt: first message of the chat template; None for none.
+        template_options: extra keyword arguments of apply_chat_template.
+        zero_padding: whether states of padding tokens are set to zero after encoding.
+    """
+
+    kind: Literal["chat_hidden_states", "last_hidden_state", "pooled"]
+    folder: str
+    tokenizer_folder: str
+    output: str
+    max_length: int
+    layers: tuple[int, ...] = ()
+    system_prompt: str | None = None
+    template_options: Mapping[str, Any] = _NOTHING
+    zero_padding: bool = False
+
+
+@dataclass(frozen=True)
+class ShiftRule:
+    """How sampled timesteps t in [0, 1] (1 = noise) are moved towards noise: t' = s t / (1 + (s - 1) t).
+
+    kind "none": s = 1. "constant": s = value. "resolution": s = exp(mu), mu linear in image tokens through the two
+    points in mu_at ((tokens, mu), (tokens, mu)), extrapolated outside them.
+    """
+
+    kind: Literal["none", "constant", "resolution"]
+    value: float = 1.0
+    mu_at: tuple[tuple[float, float], tuple[float, float]] = ((256.0, 0.5), (4096.0, 1.15))
+
+    def factor(self, num_tokens: int) -> float:
+        """The factor s for a sample with this many image tokens."""
+        if self.kind == "none":
+            return 1.0
+        if self.kind == "constant":
+            return self.value
+        (x0, y0), (x1, y1) = self.mu_at
+        return math.exp(y0 + (num_tokens - x0) * (y1 - y0) / (x1 - x0))
+
+
+TimestepSampling = Literal["uniform", "logit_normal", "sigmoid"]
+
+
+@dataclass(frozen=True)
+class TimestepSpec:
+    """Default timestep sampling of a family and its named shift presets."""
+
+    sampling: TimestepSampling
+    shift: str
+    shift_presets: Mapping[str, ShiftRule]
+
+    def __post_init__(self) -> None:
+        if self.shift not in self.shift_presets:
+            raise ValueError(f"default shift {self.shift!r} is not among the presets {sorted(self.shift_presets)}")
+
+
+@dataclass(frozen=True)
+class Rename:
+    """One row of the table between original and diffusers names.
+
+    A row names a module prefix (then every parameter below it follows) or a whole tensor name; "{}" stands for a number.
+
+    Args:
+        original: name in the original (and ComfyUI's) checkpoint.
+        diffusers: one name, or several whose tensors the original stacks along dim 0 in this order.
+        swap_halves: dim 0 is [a | b] in one layout and [b | a] in the other.
+        aliases: further original spellings accepted when reading, never written.
+    """
+
+    original: str
+    diffusers: tuple[str, ...]
+    swap_halves: bool = False
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One published size of a family.
+
+    Args:
+        name: as the user writes it, e.g. "flux2-dev".
+        transformer_config: keyword arguments of the diffusers transformer class.
+        vae_config: keyword arguments of the diffusers VAE class, for single-file VAEs.
+        text_encoders: what conditions this variant.
+        training_guidance: value of the embedded guidance while training; None where the model has no guidance input.
+        sigma_range: timesteps this variant is trained on, (0, 1) unless it is one expert of a pair.
+        timesteps: overrides the family's, where a variant's makers chose otherwise.
+    """
+
+    name: str
+    transformer_config: Mapping[str, Any]
+    text_encoders: tuple[TextEncoderSpec, ...]
+    vae_config: Mapping[str, Any] = _NOTHING
+    training_guidance: float | None = None
+    sigma_range: tuple[float, float] = (0.0, 1.0)
+    timesteps: TimestepSpec | None = None
+    latent: LatentSpec | None = None
+
+
+# make_inputs(latents [B, C, F, H, W], sigma [B], text, guidance) -> keyword arguments of the transformer's forward.
+MakeInputs = Callable[["torch.Tensor", "torch.Tensor", Mapping[str, "torch.Tensor"], "float | None"], dict[str, Any]]
+# read_prediction(output tensor, latents [B, C, F, H, W]) -> prediction with the shape of latents.
+ReadPrediction = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
+# encode_latents(vae, pixels [B, 3, F, height, width] in -1..1) -> normalised latents [B, C, F, H, W], float32.
+EncodeLatents = Callable[[Any, "torch.Tensor"], "torch.Tensor"]
+# decode_latents(vae, normalised latents [B, C, F, H, W]) -> pixels [B, 3, F, height, width].
+DecodeLatents = Callable[[Any, "torch.Tensor"], "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Everything the rest of the pack needs to know about one architecture.
+
+    Args:
+        name: registry name. title: as people write it.
+        transformer_class, vae_class: class names in diffusers.
+        block_lists: in execution order; a split may cut between any two blocks.
+        tail: fqns of the modules after the last block; they stay at home.
+        keep_full_precision: fnmatch patterns of module fqns that are never quantized.
+        lora_targets: fnmatch patterns of the linears LoRA adapts by default; matched against nn.Linear modules only.
+        latent, timesteps: geometry and noise schedule in training.
+        prediction_target: "velocity" is noise - data, what the model predicts at sigma t, x_t = (1-t) data + t noise.
+        variants: published sizes, the default first.
+        renames: between original and diffusers names; every parameter of the model is covered.
+        original_prefixes: prefixes an original single file may carry in front of every name.
+        modelspec_architecture, ss_base_model_version: what LoRA metadata calls this family.
+        make_inputs, read_prediction, encode_latents, decode_latents: see the aliases above.
+    """
+
+    name: str
+    title: str
+    transformer_class: str
+    vae_class: str
+    block_lists: tuple[BlockList, ...]
+    tail: tuple[str, ...]
+    keep_full_precision: tuple[str, ...]
+    lora_targets: tuple[str, ...]
+    latent: LatentSpec
+    timesteps: TimestepSpec
+    variants: tuple[Variant, ...]
+    renames: tuple[Rename, ...]
+    modelspec_architecture: str
+    ss_base_model_version: str
+    make_inputs: MakeInputs
+    read_prediction: ReadPrediction
+    encode_latents: EncodeLatents
+    decode_latents: DecodeLatents
+    prediction_target: Literal["velocity"] = "velocity"
+    original_prefixes: tuple[str, ...] = field(default=("model.diffusion_model.", "diffusion_model.", ""))
+
+    def variant(self, name: str) -> Variant:
+        """The variant of this name.
+
+        Raises: ValueError that lists the variants there are.
+        """
+        for variant in self.variants:
+            if variant.name == name:
+                return variant
+        raise ValueError(f"{self.title} has no variant {name!r}; it has {', '.join(v.name for v in self.variants)}")
+
+    def timesteps_of(self, variant: Variant) -> TimestepSpec:
+        return variant.timesteps or self.timesteps
+
+    def latent_of(self, variant: Variant) -> LatentSpec:
+        return variant.latent or self.latent

@@ -1,0 +1,1 @@
+"""Checkpoint files: recognised from their header, loaded block by block onto the devices a placement names."""

@@ -1,0 +1,1 @@
+"""Where tensors live and how they travel."""

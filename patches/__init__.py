@@ -1,0 +1,1 @@
+"""How someone else's module is changed and restored."""

@@ -1,0 +1,1 @@
+"""The training job: runs from a plain config, without the host."""

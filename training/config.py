@@ -1,0 +1,341 @@
+"""The job a user describes, as frozen dataclasses, and its TOML form.
+
+Every section rejects unknown keys and contradictions when it is built, so the code below need not check again. The same
+config is what the nodes assemble, what `devicebridge train job.toml` reads and what a LoRA's metadata records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tomlkit
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+_STRICT = ConfigDict(extra="forbid")
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ModelConfig:
+    """What to train.
+
+    Args:
+        path: diffusers folder (pipeline or transformer), single-file checkpoint, or one shard of several.
+        family, variant: "" recognises them from the file.
+        dtype: type of the frozen weights in memory.
+        quantize: "none", or "fp8" for weight-only float8 of the linears the family allows (LoRA is left alone).
+    """
+
+    path: str
+    family: str = ""
+    variant: str = ""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    quantize: Literal["none", "fp8"] = "none"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class SplitConfig:
+    """Which devices hold the blocks.
+
+    Args:
+        devices: in execution order, the first is home (embedders, tail, loss); () takes every GPU, or the CPU.
+        balance: "bytes" equalises memory, "time" equalises estimated compute, "manual" cuts at split_at.
+        split_at: for manual, the index of the first block of each further device, counted over all block lists.
+        memory_limit_gb: per device, decimal GB for weights; () means what is free.
+    """
+
+    devices: tuple[str, ...] = ()
+    balance: Literal["bytes", "time", "manual"] = "bytes"
+    split_at: tuple[int, ...] = ()
+    memory_limit_gb: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.balance == "manual") != bool(self.split_at):
+            raise ValueError('split_at belongs to balance = "manual", and manual needs it')
+        if self.devices and self.split_at and len(self.split_at) != len(self.devices) - 1:
+            raise ValueError(
+                f"split_at has {len(self.split_at)} cuts for {len(self.devices)} devices; "
+                f"give {len(self.devices) - 1}, the first block of each device after the first"
+            )
+        if self.memory_limit_gb and self.devices and len(self.memory_limit_gb) != len(self.devices):
+            raise ValueError(
+                f"memory_limit_gb has {len(self.memory_limit_gb)} values for {len(self.devices)} devices; give one each"
+            )
+
+
+@dataclass(frozen=True, config=_STRICT)
+class LoraSettings:
+    """The adapter. targets are fnmatch patterns of linear layers; () takes the family's.
+
+    dtype is that of the trained weights; float32 trains more steadily at small learning rates.
+    """
+
+    rank: Positive = 16
+    alpha: Annotated[float, Field(gt=0)] = 16.0
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    dora: bool = False
+    targets: tuple[str, ...] = ()
+    dtype: Literal["bfloat16", "float32"] = "float32"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class FolderConfig:
+    """One dataset folder: images with captions of the same name (.txt) and optional masks (name_mask.png)."""
+
+    path: str
+    repeats: Positive = 1
+
+
+@dataclass(frozen=True, config=_STRICT)
+class DataConfig:
+    """The images.
+
+    Args:
+        folders: dataset folders.
+        resolutions: pixels; each image is used once per resolution, at an area of about resolution squared.
+        max_aspect_ratio: widest bucket, long side over short side.
+        bucket_step: bucket sides are multiples of this many pixels; 0 takes the family's smallest.
+        caption_dropout: probability that a sample is trained with the empty caption.
+        use_masks: weigh the loss by name_mask.png where it exists.
+    """
+
+    folders: tuple[FolderConfig, ...]
+    resolutions: tuple[Positive, ...] = (512,)
+    max_aspect_ratio: Annotated[float, Field(ge=1.0)] = 2.0
+    bucket_step: Annotated[int, Field(ge=0)] = 0
+    caption_dropout: Fraction = 0.0
+    use_masks: bool = True
+
+
+@dataclass(frozen=True, config=_STRICT)
+class CacheConfig:
+    """Captions and latents computed once.
+
+    Args:
+        folder: cache folder; "" puts it into the output folder.
+        text_encoders: folder that holds the text encoder folders; "" takes the model folder.
+        vae: VAE folder or single file; "" takes the model folder.
+        text_device, vae_device: where they run.
+        dtype: type the encoders compute in; results are stored in the same type, latents in float32.
+    """
+
+    folder: str = ""
+    text_encoders: str = ""
+    vae: str = ""
+    text_device: str = "cpu"
+    vae_device: str = ""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ObjectiveConfig:
+    """Flow matching. Empty strings and None take the family's default.
+
+    Args:
+        timestep_sampling: "uniform", "logit_normal" or "sigmoid" (logistic of a normal scaled by sigmoid_scale).
+        shift: name of one of the family's presets, or a number.
+        guidance: embedded guidance value while training, for models that have the input.
+    """
+
+    timestep_sampling: Literal["", "uniform", "logit_normal", "sigmoid"] = ""
+    shift: str | float = ""
+    logit_mean: float = 0.0
+    logit_std: Annotated[float, Field(gt=0)] = 1.0
+    sigmoid_scale: Annotated[float, Field(gt=0)] = 1.0
+    guidance: float | None = None
+
+
+@dataclass(frozen=True, config=_STRICT)
+class OptimizerConfig:
+    """name: "adamw", "adamw8bit" or the dotted name of an optimizer class; options are its keyword arguments."""
+
+    name: str = "adamw"
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ScheduleConfig:
+    """Learning rate over the steps, after warmup_steps of linear rise; min_factor is the end of cosine and linear."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    min_factor: Fraction = 0.0
+
+
+@dataclass(frozen=True, config=_STRICT)
+class EvaluationConfig:
+    """Loss on a held-out folder at fixed timestep quantiles with fixed noise; folder "" turns it off.
+
+    every_steps 0 evaluates before the first and after the last step only.
+    """
+
+    folder: str = ""
+    every_steps: Annotated[int, Field(ge=0)] = 0
+    quantiles: tuple[Fraction, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    seed: int = 0
+
+
+@dataclass(frozen=True, config=_STRICT)
+class LoopConfig:
+    """The loop: steps are optimizer steps; batch_size is per forward, accumulation forwards make one step."""
+
+    steps: Positive
+    batch_size: Positive = 1
+    accumulation: Positive = 1
+    clip_norm: Annotated[float, Field(ge=0)] = 1.0
+    seed: int = 0
+    gradient_checkpointing: bool = True
+
+
+@dataclass(frozen=True, config=_STRICT)
+class OutputConfig:
+    """Where results go and how often the full state is saved.
+
+    Args:
+        folder: run folder: checkpoints, events, TensorBoard scalars, the LoRA.
+        name: file name of the LoRA, without extension.
+        save_every_steps: 0 saves at the end and when stopped only.
+        keep_last: checkpoints kept.
+        lora_layout: "original" names load in ComfyUI for every family; "diffusers" is for diffusers and peft.
+        lora_dtype: type of the tensors in the LoRA file.
+    """
+
+    folder: str
+    name: str = "lora"
+    save_every_steps: Annotated[int, Field(ge=0)] = 0
+    keep_last: Positive = 2
+    lora_layout: Literal["original", "diffusers"] = "original"
+    lora_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.name or Path(self.name).name != self.name or self.name in {".", ".."}:
+            raise ValueError(f"output.name is a plain file name without folders, not {self.name!r}")
+
+
+@dataclass(frozen=True, config=_STRICT)
+class JobConfig:
+    """One training job."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: LoopConfig
+    output: OutputConfig
+    split: SplitConfig = Field(default_factory=SplitConfig)
+    lora: LoraSettings = Field(default_factory=LoraSettings)
+    cache: CacheConfig = Field(default_factory=CacheConfig)
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+
+
+# Settings that change neither what is trained nor in which order; everything else must match for --resume.
+FREE_ON_RESUME = frozenset(
+    {
+        "output.save_every_steps",
+        "output.keep_last",
+        "output.tensorboard",
+        "output.lora_layout",
+        "output.lora_dtype",
+        "output.name",
+        "evaluation.every_steps",
+        "cache.text_device",
+    }
+)
+
+_ADAPTER = TypeAdapter(JobConfig)
+
+
+def make_job(values: dict[str, Any]) -> JobConfig:
+    """Build a job from nested plain values, e.g. parsed TOML or JSON.
+
+    Raises: ValueError with one line per problem, each naming its key as "section.key".
+    """
+    try:
+        return _ADAPTER.validate_python(values)
+    except ValidationError as error:
+        lines = [_describe(problem) for problem in error.errors()]
+        raise ValueError("the job config has problems:\n" + "\n".join(f"  {line}" for line in lines)) from error
+
+
+def _describe(problem: Any) -> str:
+    key = ".".join(str(part) for part in problem["loc"]) or "job"
+    if problem["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
+        return f"{key}: there is no such key"
+    if problem["type"] in {"missing", "missing_argument"}:
+        return f"{key}: is required"
+    return f"{key}: {problem['msg'].removeprefix('Value error, ')} (found {problem['input']!r})"
+
+
+def job_to_dict(job: JobConfig) -> dict[str, Any]:
+    """Plain nested values; make_job of them gives an equal job."""
+    return json.loads(json.dumps(dataclasses.asdict(job)))  # type: ignore[call-overload]
+
+
+def load_job(path: str | Path) -> JobConfig:
+    """Read a TOML job. Relative paths in it are taken relative to the file's folder.
+
+    Raises: ValueError naming the file, for TOML errors and config problems alike.
+    """
+    path = Path(path)
+    try:
+        values = tomlkit.parse(path.read_text(encoding="utf-8")).unwrap()
+        return make_job(_anchor_paths(values, path.resolve().parent))
+    except (tomlkit.exceptions.ParseError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def save_job(job: JobConfig, path: str | Path) -> None:
+    """Write the job as TOML; load_job reads it back equal when its paths are absolute."""
+    from .checkpoint import write_atomically
+
+    text = tomlkit.dumps(_without_none(job_to_dict(job)))
+    write_atomically(Path(path), text.encode("utf-8"))
+
+
+def differing_keys(old: JobConfig, new: JobConfig) -> list[str]:
+    """ "section.key: old -> new" for every setting that differs and matters to a resumed run."""
+    before, after = _flatten(job_to_dict(old)), _flatten(job_to_dict(new))
+    keys = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k)]
+    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if k not in FREE_ON_RESUME]
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _without_none(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {k: _without_none(v) for k, v in values.items() if v is not None}
+    return values
+
+
+_PATH_KEYS = (("model", "path"), ("cache", "folder"), ("cache", "text_encoders"), ("cache", "vae"))
+_PATH_KEYS += (("evaluation", "folder"), ("output", "folder"))
+
+
+def _anchor_paths(values: dict[str, Any], base: Path) -> dict[str, Any]:
+    def anchor(section: Any, key: str) -> None:
+        if isinstance(section, dict) and isinstance(section.get(key), str) and section[key]:
+            section[key] = str((base / Path(section[key]).expanduser()).resolve())
+
+    for section, key in _PATH_KEYS:
+        anchor(values.get(section), key)
+    folders = values.get("data", {}).get("folders", []) if isinstance(values.get("data"), dict) else []
+    for folder in folders if isinstance(folders, list) else []:
+        anchor(folder, "path")
+    return values
