@@ -15,6 +15,8 @@ import tomlkit
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from ..files import write_atomically
+
 _STRICT = ConfigDict(extra="forbid")
 Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -27,14 +29,15 @@ class ModelConfig:
     Args:
         path: diffusers folder (pipeline or transformer), single-file checkpoint, or one shard of several.
         family, variant: "" recognises them from the file.
-        dtype: type of the frozen weights in memory.
+        dtype: type of the frozen weights in memory and of the computation; files of any type are converted. float16 is
+            not offered: its range is too small for the gradients of these models without loss scaling.
         quantize: "none", or "fp8" for weight-only float8 of the linears the family allows (LoRA is left alone).
     """
 
     path: str
     family: str = ""
     variant: str = ""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantize: Literal["none", "fp8"] = "none"
 
 
@@ -295,8 +298,6 @@ def load_job(path: str | Path) -> JobConfig:
 
 def save_job(job: JobConfig, path: str | Path) -> None:
     """Write the job as TOML; load_job reads it back equal when its paths are absolute."""
-    from .checkpoint import write_atomically
-
     text = tomlkit.dumps(_without_none(job_to_dict(job)))
     write_atomically(Path(path), text.encode("utf-8"))
 
@@ -324,8 +325,14 @@ def _without_none(values: Any) -> Any:
     return values
 
 
-_PATH_KEYS = (("model", "path"), ("cache", "folder"), ("cache", "text_encoders"), ("cache", "vae"))
-_PATH_KEYS += (("evaluation", "folder"), ("output", "folder"))
+_PATH_KEYS = (
+    ("model", "path"),
+    ("cache", "folder"),
+    ("cache", "text_encoders"),
+    ("cache", "vae"),
+    ("evaluation", "folder"),
+    ("output", "folder"),
+)
 
 
 def _anchor_paths(values: dict[str, Any], base: Path) -> dict[str, Any]:

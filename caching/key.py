@@ -1,0 +1,182 @@
+"""What a cache entry is called: a hash of everything that decides its content, and of nothing else.
+
+Same inputs, same key: a renamed image, a moved encoder folder, another device or a second run find their entries
+again. Changed inputs, new key: a caption, a setting of the text encoder, a weight, the resize or crop, the type, or
+our own code where it changes a result (`TEXT_VERSION`, `IMAGE_VERSION`, the family's `normalisation_version`).
+
+The device is left out on purpose: the same encoder on a CPU and a GPU rounds differently but computes the same thing.
+
+Fingerprints of weights. Hashing the 48 GB of a text encoder takes minutes of disk time before every job, so large files
+are sampled: the size, the whole safetensors header (every name, type, shape and offset) and `_SAMPLE_BYTES` at the
+start, the middle and the end of every tensor. Fine-tuning, merging, quantizing or swapping a tensor changes it nearly
+everywhere, so three samples per tensor see it. What they can miss is an edit by hand of single numbers in between.
+Files up to `_WHOLE_FILE_BYTES`, which includes most VAEs and the CLIP encoders, are hashed in full.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from ..families.spec import LatentSpec, TextEncoderSpec
+
+if TYPE_CHECKING:
+    import torch
+
+# Raise when our own code changes what it computes from the same inputs.
+TEXT_VERSION = 1
+IMAGE_VERSION = 1
+
+_WHOLE_FILE_BYTES = 512 * 2**20
+_SAMPLE_BYTES = 4096
+_CHUNK_BYTES = 2**20
+_SETTINGS_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken"})
+
+
+def text_key(
+    text: str,
+    spec: TextEncoderSpec,
+    *,
+    encoder_fingerprint: str,
+    tokenizer_fingerprint: str,
+    dtype: torch.dtype,
+) -> str:
+    """Key of what one text encoder makes of one text.
+
+    Args:
+        text: the caption as the tokenizer gets it, so that cleaning it differently gives another key.
+        spec: all of it is in the key.
+        encoder_fingerprint, tokenizer_fingerprint: from folder_fingerprint.
+        dtype: type the encoder computes in.
+    """
+    return _digest(
+        {
+            "what": "text",
+            "version": TEXT_VERSION,
+            "text": text,
+            "spec": spec,
+            "encoder": encoder_fingerprint,
+            "tokenizer": tokenizer_fingerprint,
+            "dtype": str(dtype),
+        }
+    )
+
+
+def joint_key(parts: list[str]) -> str:
+    """Key of the entry that holds several encoders' results for one caption."""
+    return _digest({"what": "joint", "parts": parts})
+
+
+def latent_key(
+    image_fingerprint: str,
+    resize: tuple[int, int],
+    crop: tuple[int, int, int, int],
+    *,
+    family: str,
+    latent: LatentSpec,
+    vae_fingerprint: str,
+    dtype: torch.dtype,
+) -> str:
+    """Key of the latents of one image, resized and cropped.
+
+    Args:
+        image_fingerprint: file_fingerprint of the image; its name and place are not part of the key.
+        resize: (height, width) in pixels. crop: (top, left, height, width) in pixels.
+        family: name; families that share a VAE normalise its latents differently.
+        latent: only normalisation_version matters.
+        dtype: type the VAE computes in.
+    """
+    return _digest(
+        {
+            "what": "latents",
+            "version": IMAGE_VERSION,
+            "image": image_fingerprint,
+            "resize": resize,
+            "crop": crop,
+            "family": family,
+            "normalisation_version": latent.normalisation_version,
+            "vae": vae_fingerprint,
+            "dtype": str(dtype),
+        }
+    )
+
+
+def settings_fingerprint(settings: Any) -> str:
+    """Hash of plain values, mappings and dataclasses, whatever the order of their keys."""
+    return _digest(settings)
+
+
+def file_fingerprint(path: str | Path) -> str:
+    """Hash of a file's bytes: all of them, or a sample for large safetensors (see the top of this file).
+
+    Raises: OSError if it cannot be read; ValueError for a large safetensors file with a broken header.
+    """
+    path = Path(path)
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if path.suffix == ".safetensors" and size > _WHOLE_FILE_BYTES:
+            return _sample(file, size)
+        digest = hashlib.sha256()
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+        return digest.hexdigest()
+
+
+def folder_fingerprint(path: str | Path) -> str:
+    """Hash of the weights, configs and tokenizer files lying directly in a folder, by name and content.
+
+    Other files (a README, weights in other formats) are never read by us and do not count.
+
+    Raises: ValueError if the folder is missing or holds no such file.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder; give one with config and safetensors files")
+    files = [f for f in sorted(path.iterdir()) if f.is_file() and _counts(f)]
+    if not files:
+        raise ValueError(f"{path} holds neither safetensors nor config files")
+    return _digest({file.name: file_fingerprint(file) for file in files})
+
+
+def _counts(file: Path) -> bool:
+    is_known = file.suffix in _SETTINGS_SUFFIXES or file.suffix == ".safetensors"
+    return is_known and not file.name.startswith(".")
+
+
+def _sample(file: BinaryIO, size: int) -> str:
+    length = int.from_bytes(file.read(8), "little")
+    if length > size - 8:
+        raise ValueError(f"{file.name} is no whole safetensors file: its header should be {length} bytes long")
+    header = file.read(length)
+    digest = hashlib.sha256(f"sampled {size} ".encode() + header)
+    tensors = {name: info for name, info in json.loads(header).items() if name != "__metadata__"}
+    for info in sorted(tensors.values(), key=lambda info: info["data_offsets"]):
+        start, end = (8 + length + offset for offset in info["data_offsets"])
+        last = max(start, end - _SAMPLE_BYTES)
+        for position in sorted({start, (start + last) // 2, last}):
+            file.seek(position)
+            digest.update(file.read(min(_SAMPLE_BYTES, end - position)))
+    return digest.hexdigest()
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON knows it; refuses what has no one spelling, rather than hashing its address."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    raise TypeError(f"a key is made of plain values, not of {type(value).__name__}")

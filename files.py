@@ -1,0 +1,89 @@
+"""Writing a file so that a reader sees the old content or the new one, never half of it.
+
+The new content goes into a temporary file in the same folder (a rename is atomic only inside one file system), is
+flushed to the disk, and then takes the name in one step. The folder is flushed as well, because the rename itself lives
+there; without that a power cut can undo it. Whoever dies half-way leaves a temporary file behind and the old one whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+TEMPORARY_SUFFIX = ".tmp"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` by these bytes; missing folders are made.
+
+    Raises: OSError if the disk refuses; the old file is then still there.
+    """
+    with _replacing(path) as temporary, open(temporary, "xb") as file:
+        file.write(data)
+
+
+def save_tensors_atomically(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Replace `path` by a safetensors file; missing folders are made.
+
+    Args:
+        tensors: on any device; copied to the CPU and made contiguous. Two names must not share memory.
+        metadata: strings for the file's header.
+    Raises: OSError if the disk refuses; the old file is then still there.
+    """
+    from safetensors.torch import save
+
+    plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+    write_atomically(path, _with_sorted_metadata(save(plain, metadata=dict(metadata) if metadata else None)))
+
+
+def _with_sorted_metadata(data: bytes) -> bytes:
+    """The same safetensors file with its metadata in order: the library writes it in another order in every process,
+    and equal results should be equal files. The header stays padded to 8 bytes, so the tensors stay aligned."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    if "__metadata__" in header:
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A fresh name next to `path`; what was written there takes the place of `path` when the block ends well."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+    try:
+        yield temporary
+        _flush(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk holds the names in this folder; a no-op on Windows, which orders renames itself."""
+    if os.name != "nt":
+        _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    """Wait until the disk holds what was written to this file, or renamed in this folder."""
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,125 @@
+"""Node: compute captions and latents once, before training."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from . import host
+from .fields import AUTO, make_part, read_auto
+from .host import io
+from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
+from .view import JobView
+
+DEFAULT_FOLDER = "devicebridge/cache"
+
+
+class CacheCaptionsAndLatents(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="DeviceBridgeCacheCaptionsAndLatents",
+            display_name="Cache Captions and Latents",
+            category="DeviceBridge/training",
+            description="Encodes every caption and image once and keeps the results on disk, so that neither text "
+            "encoder nor VAE is in memory while training. What is there already is not computed again; Cancel keeps "
+            "what is done.",
+            search_aliases=["encode dataset", "precompute", "text encoder cache", "latent cache"],
+            is_output_node=True,
+            inputs=[
+                ModelSocket.Input("model", tooltip="The model that will be trained; it decides what is encoded how."),
+                DatasetSocket.Input("dataset", tooltip="The images and captions."),
+                io.String.Input(
+                    "text_encoders",
+                    default="",
+                    placeholder="in the model folder",
+                    tooltip="Folder that holds text_encoder and tokenizer folders: a name in models/text_encoders, or "
+                    "a full path. Empty takes the model folder; needed when the model is a single file.",
+                ),
+                io.String.Input(
+                    "vae",
+                    default="",
+                    placeholder="in the model folder",
+                    tooltip="VAE folder or file: a name in models/vae, or a full path. Empty takes the model folder; "
+                    "needed when the model is a single file.",
+                ),
+                io.String.Input(
+                    "text_device",
+                    default="cpu",
+                    tooltip="Device of the text encoder, such as cpu or cuda:0. The encoders are large: the CPU is "
+                    "slow but always has room, and each caption is encoded only once.",
+                ),
+                io.String.Input(
+                    "vae_device",
+                    default=AUTO,
+                    tooltip="Device of the VAE, such as cuda:0; auto takes the model's first device.",
+                ),
+                io.Combo.Input(
+                    "dtype",
+                    options=["bfloat16", "float16", "float32"],
+                    default="bfloat16",
+                    advanced=True,
+                    tooltip="Number type that text encoder and VAE compute in. Some VAEs give black images in float16.",
+                ),
+                io.String.Input(
+                    "cache_folder",
+                    default=DEFAULT_FOLDER,
+                    advanced=True,
+                    tooltip="Where results are kept, inside ComfyUI's output folder. One folder may serve any number "
+                    "of models and datasets.",
+                ),
+            ],
+            outputs=[DatasetSocket.Output("cached", display_name="dataset", tooltip="The same dataset, encoded.")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs: Any) -> float:
+        """Always looks again: the cache may have been deleted, and a complete one is passed quickly."""
+        return float("nan")
+
+    @classmethod
+    def execute(
+        cls,
+        model: TrainingModel,
+        dataset: TrainingDataset,
+        text_encoders: str,
+        vae: str,
+        text_device: str,
+        vae_device: str,
+        dtype: str,
+        cache_folder: str,
+    ) -> io.NodeOutput:
+        from ..caching.encode import Stopped
+        from ..training.config import CacheConfig, JobConfig, LoopConfig, OutputConfig
+        from ..training.events import EventLog
+        from ..training.job import cache_job, check_job
+
+        folder = host.folder_in_output(cache_folder, "cache_folder")
+        cache = make_part(
+            CacheConfig,
+            folder=str(folder),
+            text_encoders=host.find_component("text_encoders", text_encoders),
+            vae=host.find_component("vae", vae),
+            text_device=text_device.strip() or "cpu",
+            vae_device=read_auto(vae_device),
+            dtype=dtype,
+        )
+        job = JobConfig(
+            model=model.model,
+            split=model.split,
+            data=dataset.data,
+            evaluation=dataset.evaluation,
+            cache=cache,
+            train=LoopConfig(steps=1),
+            output=OutputConfig(folder=str(folder)),
+        )
+        view = JobView(cls.hidden.unique_id)
+        with host.training_allowed(), host.host_memory_freed(), EventLog(folder, view) as events:
+            try:
+                data, _ = cache_job(check_job(job), events, view.is_cancelled)
+            except Stopped:
+                view.show_text("Cancelled. What was encoded is kept; run again to continue.")
+                host.cancel()
+        view.show_text(f"{len(data.samples)} samples are encoded")
+        return io.NodeOutput(dataclasses.replace(dataset, cache=cache))

@@ -1,0 +1,159 @@
+"""Node: folders of images with captions, and how they are used."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from . import host
+from .fields import folder_state, make_part, read_list
+from .host import io
+from .types import DatasetSocket, TrainingDataset
+
+if TYPE_CHECKING:
+    from ..training.config import DataConfig, EvaluationConfig
+
+
+class TrainingDatasetNode(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="DeviceBridgeTrainingDataset",
+            display_name="Training Dataset",
+            category="DeviceBridge/training",
+            description="A folder of images, each with a caption in a .txt file of the same name and, where wanted, a "
+            "mask in name_mask.png. Chain several of these nodes to train on several folders.",
+            search_aliases=["image folder", "captions", "buckets"],
+            inputs=[
+                io.String.Input(
+                    "folder",
+                    default="",
+                    placeholder="my_images",
+                    tooltip="Name of a folder in ComfyUI's input folder, or a full path.",
+                ),
+                io.Int.Input(
+                    "repeats",
+                    default=1,
+                    min=1,
+                    max=10000,
+                    tooltip="How often each image of this folder is used per epoch. Matters when folders of different "
+                    "size are mixed.",
+                ),
+                io.String.Input(
+                    "resolutions",
+                    default="512",
+                    tooltip="Size in pixels; images are scaled to about this squared, keeping their shape. Several, "
+                    "such as 512, 768, use each image once per size.",
+                ),
+                io.Float.Input(
+                    "caption_dropout",
+                    default=0.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="Probability that an image is trained with the empty caption. 0.05 to 0.1 helps a LoRA "
+                    "that is used with guidance.",
+                ),
+                io.Boolean.Input(
+                    "use_masks",
+                    default=True,
+                    tooltip="Weigh the loss by name_mask.png (white counts, black does not) where that file exists.",
+                ),
+                io.String.Input(
+                    "evaluation_folder",
+                    default="",
+                    tooltip="Images kept out of training, on which the loss is measured before and after: a folder in "
+                    "ComfyUI's input folder, or a full path. Empty measures nothing.",
+                ),
+                io.Int.Input(
+                    "evaluate_every",
+                    default=0,
+                    min=0,
+                    max=1000000,
+                    advanced=True,
+                    tooltip="Also measure every so many steps; 0 only before and after. Matters with an evaluation "
+                    "folder, and takes time.",
+                ),
+                io.Float.Input(
+                    "max_aspect_ratio",
+                    default=2.0,
+                    min=1.0,
+                    max=8.0,
+                    step=0.1,
+                    advanced=True,
+                    tooltip="Longest side over shortest side; images beyond it are cropped to it.",
+                ),
+                io.Int.Input(
+                    "bucket_step",
+                    default=0,
+                    min=0,
+                    max=1024,
+                    advanced=True,
+                    tooltip="Sides become multiples of this many pixels; 0 takes the smallest the model allows. A "
+                    "larger step puts images of different shape into one batch, at the price of more cropping.",
+                ),
+                DatasetSocket.Input(
+                    "previous",
+                    optional=True,
+                    tooltip="Another dataset, whose folders come first. Every setting but folder and repeats is then "
+                    "taken from this node.",
+                ),
+            ],
+            outputs=[DatasetSocket.Output("dataset", tooltip="The images and how they are used.")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def fingerprint_inputs(cls, folder: str, evaluation_folder: str, **others: Any) -> Any:
+        """Changed files run the node again, which an unchanged folder name would not."""
+        names = [name for name in (folder, evaluation_folder) if name]
+        return [folder_state(host.folder_in_input(name, "folder")) for name in names]
+
+    @classmethod
+    def execute(
+        cls,
+        folder: str,
+        repeats: int,
+        resolutions: str,
+        caption_dropout: float,
+        use_masks: bool,
+        evaluation_folder: str,
+        evaluate_every: int,
+        max_aspect_ratio: float,
+        bucket_step: int,
+        previous: TrainingDataset | None = None,
+    ) -> io.NodeOutput:
+        from ..training.config import DataConfig, EvaluationConfig, FolderConfig
+
+        earlier = previous.data.folders if previous else ()
+        own = make_part(FolderConfig, path=str(host.folder_in_input(folder, "folder")), repeats=repeats)
+        held_out = str(host.folder_in_input(evaluation_folder, "evaluation_folder")) if evaluation_folder else ""
+        data = make_part(
+            DataConfig,
+            folders=(*earlier, own),
+            resolutions=read_list(resolutions, int, "resolutions"),
+            max_aspect_ratio=max_aspect_ratio,
+            bucket_step=bucket_step,
+            caption_dropout=caption_dropout,
+            use_masks=use_masks,
+        )
+        evaluation = make_part(EvaluationConfig, folder=held_out, every_steps=evaluate_every)
+        host.NodeView(cls.hidden.unique_id).show_text(_describe(data, evaluation))
+        return io.NodeOutput(TrainingDataset(data, evaluation))
+
+
+def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
+    """Reads every image's header, so that a broken one is named at once.
+
+    Raises: ValueError naming every unreadable image.
+    """
+    from ..families.spec import LatentSpec
+    from ..training.config import FolderConfig
+    from ..training.data import scan_folders
+
+    latent = LatentSpec(channels=16, spatial_stride=16)  # no model is known here; only the images are looked at
+    text = f"{len(scan_folders(data, latent))} samples per epoch"
+    if evaluation.folder:
+        held_out = dataclasses.replace(data, folders=(FolderConfig(evaluation.folder),))
+        text += f", {len(scan_folders(held_out, latent))} for evaluation"
+    return text

@@ -1,0 +1,78 @@
+"""Turning what a user typed into text fields into parts of a job config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+AUTO = "auto"
+
+
+def read_list(text: str, kind: Callable[[str], T], what: str) -> tuple[T, ...]:
+    """Comma-separated values; empty text gives ().
+
+    Raises: ValueError that shows the part which is no such value.
+    """
+    values = []
+    for part in (part.strip() for part in text.split(",")):
+        if not part:
+            continue
+        try:
+            values.append(kind(part))
+        except ValueError as error:
+            raise ValueError(f"{what}: {part!r} in {text!r} is no {_KIND_NAMES.get(kind, 'value')}") from error
+    return tuple(values)
+
+
+_KIND_NAMES: dict[Callable[[str], object], str] = {int: "whole number", float: "number"}
+
+
+def read_patterns(text: str) -> tuple[str, ...]:
+    """One pattern per line or between commas; empty text gives ()."""
+    return tuple(part.strip() for line in text.splitlines() for part in line.split(",") if part.strip())
+
+
+def read_auto(text: str) -> str:
+    """The text, or "" for "auto" and for an empty field: what the config calls its default."""
+    text = text.strip()
+    return "" if text.lower() == AUTO else text
+
+
+def read_number_or_name(text: str) -> float | str:
+    """A number where the text is one, else the text; "" for "auto"."""
+    text = read_auto(text)
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def folder_state(folder: Path) -> list[tuple[str, int, int]]:
+    """Name, size in bytes and time of change of every file below a folder, sorted: equal while nothing changed."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            status = path.stat()
+            found.append((path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns))
+    return found
+
+
+def make_part(kind: Callable[..., T], **values: Any) -> T:
+    """One section of a job config.
+
+    Raises: ValueError with one line per setting that the section refuses.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        lines = [f"{_setting(problem)}{problem['msg'].removeprefix('Value error, ')}" for problem in error.errors()]
+        raise ValueError("\n".join(lines)) from error
+
+
+def _setting(problem: Any) -> str:
+    name = ".".join(str(part) for part in problem["loc"])
+    return f"{name} {problem['input']!r}: " if name else ""

@@ -1,0 +1,227 @@
+"""ComfyUI as the nodes see it. No other module of the pack imports anything of the host's.
+
+Only `comfy_api` is imported with this file; it is what schemas are made of. Everything else of the host is asked for
+inside a function, because it may set up devices. Names from sockets become paths here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from comfy_api.v0_0_2 import ComfyExtension, io
+
+__all__ = [
+    "ComfyExtension",
+    "NodeView",
+    "cancel",
+    "find_component",
+    "find_model",
+    "folder_in_input",
+    "folder_in_output",
+    "host_memory_freed",
+    "io",
+    "list_models",
+    "output_entry",
+    "send_event",
+    "training_allowed",
+]
+
+_log = logging.getLogger(__name__)
+USE_PATH = "[path below]"
+EVENT_NAME = "devicebridge.event"
+
+
+class NodeView:
+    """What a running node shows on itself, and whether its user has pressed Cancel.
+
+    Nothing here raises when the user cancels: the host's own progress bar would, in the middle of a training step.
+    """
+
+    def __init__(self, node_id: str | None) -> None:
+        from comfy.utils import ProgressBar
+
+        self.node_id = str(node_id) if node_id is not None else ""
+        self._bar = ProgressBar(1, node_id=self.node_id or None)
+
+    def show_progress(self, done: int, total: int) -> None:
+        from comfy.model_management import InterruptProcessingException, interrupt_current_processing
+
+        try:
+            self._bar.update_absolute(done, max(total, 1))
+        except InterruptProcessingException:
+            interrupt_current_processing(True)  # the bar took the request away; is_cancelled must still see it
+
+    def show_text(self, text: str) -> None:
+        """Text on the node, replacing what was there."""
+        from server import PromptServer
+
+        if self.node_id:
+            PromptServer.instance.send_progress_text(text, self.node_id)
+
+    def is_cancelled(self) -> bool:
+        from comfy.model_management import processing_interrupted
+
+        return processing_interrupted()
+
+
+def cancel() -> NoReturn:
+    """End the running prompt the way Cancel does; the queue shows it as interrupted, not as failed."""
+    from comfy.model_management import InterruptProcessingException, interrupt_current_processing
+
+    interrupt_current_processing(False)  # answered now; left set, it would stop the next thing that polls
+    raise InterruptProcessingException()
+
+
+def send_event(data: Mapping[str, Any]) -> None:
+    """Send plain data to the browser that queued the prompt, as a websocket message of type `devicebridge.event`."""
+    from server import PromptServer
+
+    server = PromptServer.instance
+    server.send_sync(EVENT_NAME, dict(data), server.client_id)
+
+
+@contextmanager
+def training_allowed() -> Iterator[None]:
+    """Leave the inference mode that the host runs every node in; parameters made inside can have gradients."""
+    import torch
+
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+@contextmanager
+def host_memory_freed() -> Iterator[None]:
+    """Take the host's own models out of device memory; it loads them again when a node needs them."""
+    from comfy.model_management import soft_empty_cache, unload_all_models
+
+    unload_all_models()
+    soft_empty_cache()
+    try:
+        yield
+    finally:
+        soft_empty_cache()
+
+
+def list_models() -> list[str]:
+    """Names of checkpoint files in models/diffusion_models and of model folders in models/diffusers, sorted."""
+    import folder_paths
+
+    files = folder_paths.get_filename_list("diffusion_models")
+    checkpoints = [name for name in files if name.endswith((".safetensors", ".sft"))]
+    return sorted(checkpoints) + sorted(_diffusers_folders())
+
+
+def find_model(name: str, path: str) -> Path:
+    """The checkpoint a loader names: an entry of list_models, or a path of the user's own.
+
+    Raises: ValueError if there is no such file or folder.
+    """
+    import folder_paths
+
+    if name == USE_PATH:
+        return _existing(Path(path).expanduser(), "model") if path.strip() else _refuse_empty_path()
+    found = folder_paths.get_full_path("diffusion_models", name) or _diffusers_folders().get(name)
+    if found is None:
+        raise ValueError(
+            f"model {name!r} is neither in models/diffusion_models nor in models/diffusers; found there: "
+            f"{', '.join(list_models()) or 'nothing'}"
+        )
+    return Path(found)
+
+
+def _refuse_empty_path() -> NoReturn:
+    raise ValueError(
+        f"the model is {USE_PATH!r}, but path is empty; give the path of a checkpoint file or model folder"
+    )
+
+
+def _diffusers_folders() -> dict[str, str]:
+    """Name -> path of every folder under models/diffusers that holds a whole diffusers model."""
+    import folder_paths
+
+    found: dict[str, str] = {}
+    for base in folder_paths.get_folder_paths("diffusers"):
+        for folder, subfolders, files in os.walk(base, followlinks=True):
+            if "model_index.json" in files:
+                found.setdefault(os.path.relpath(folder, base).replace(os.sep, "/"), folder)
+                subfolders.clear()
+    return found
+
+
+def find_component(kind: str, name: str) -> str:
+    """Path of a VAE or text encoder: a name inside models/<kind>, or a full path; "" stays "".
+
+    Raises: ValueError if there is nothing of that name.
+    """
+    import folder_paths
+
+    name = name.strip()
+    if not name:
+        return ""
+    path = Path(name).expanduser()
+    if path.is_absolute():
+        return str(_existing(path, kind))
+    candidates = [_inside(Path(base), name, kind) for base in folder_paths.get_folder_paths(kind)]
+    for candidate in candidates:
+        if candidate.exists():
+            return str(candidate)
+    raise ValueError(f"{kind} {name!r} is not there; looked for {', '.join(map(str, candidates))}")
+
+
+def folder_in_input(name: str, what: str) -> Path:
+    """A folder to read from: a name inside the host's input folder, or a full path.
+
+    Raises: ValueError if it is no folder, or if a relative name leads out of the input folder.
+    """
+    import folder_paths
+
+    path = Path(name.strip()).expanduser()
+    if not name.strip():
+        raise ValueError(f"{what} is empty; give the name of a folder in ComfyUI's input folder, or a full path")
+    if not path.is_absolute():
+        path = _inside(Path(folder_paths.get_input_directory()), name.strip(), what)
+    if not path.is_dir():
+        raise ValueError(f"{what} {name!r} is no folder: looked for {path}")
+    return path
+
+
+def folder_in_output(name: str, what: str) -> Path:
+    """A folder to write to, always inside the host's output folder; not made yet.
+
+    Raises: ValueError for a name that leads elsewhere.
+    """
+    import folder_paths
+
+    return _inside(Path(folder_paths.get_output_directory()), name.strip(), what)
+
+
+def _inside(base: Path, name: str, what: str) -> Path:
+    """base/name without following links, so that a linked folder inside base counts as inside."""
+    normal_base = os.path.normpath(base)
+    path = os.path.normpath(os.path.join(normal_base, name))
+    drive, _ = os.path.splitdrive(name)
+    if drive or path == normal_base or not path.startswith(normal_base + os.sep):
+        raise ValueError(f"{what} {name!r} leads out of {normal_base}; give the name of something inside it")
+    return Path(path)
+
+
+def _existing(path: Path, what: str) -> Path:
+    if not path.exists():
+        raise ValueError(f"{what} {str(path)!r} does not exist")
+    return path
+
+
+def output_entry(path: Path) -> dict[str, str] | None:
+    """How the host's history names a file of its output folder; None for a file elsewhere."""
+    import folder_paths
+
+    base = Path(folder_paths.get_output_directory())
+    if not path.is_relative_to(base):
+        return None
+    inner = path.relative_to(base)
+    return {"filename": inner.name, "subfolder": inner.parent.as_posix().removeprefix("."), "type": "output"}

@@ -1,0 +1,86 @@
+"""How a job's events look on a node: a bar, one line of text, and the same events for the browser."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from . import host
+
+if TYPE_CHECKING:
+    from ..training.events import Event
+
+_TEXT_INTERVAL_S = 0.25
+_PHASES = {
+    "captions": "Encoding captions",
+    "latents": "Encoding images",
+    "loading": "Loading the model onto its devices",
+    "training": "Training",
+}
+
+
+class JobView(host.NodeView):
+    """Listens to a job; an object of this class is what `on_event` takes.
+
+    Every event is also sent to the browser as {"node", "kind", "step", "total", "values"}, see docs/events.md.
+    """
+
+    def __init__(self, node_id: str | None) -> None:
+        super().__init__(node_id)
+        self._last_text_s = 0.0
+        self._seconds_per_step = 0.0
+
+    def __call__(self, event: Event) -> None:
+        host.send_event(
+            {
+                "node": self.node_id,
+                "kind": event.kind,
+                "step": event.step,
+                "total": event.total,
+                "values": dict(event.values),
+            }
+        )
+        if event.kind in {"progress", "step"}:
+            self.show_progress(event.step, event.total)
+        self._show_line(event)
+
+    def _show_line(self, event: Event) -> None:
+        text = self._line(event)
+        now = time.monotonic()
+        is_last = event.step == event.total
+        if text and (event.kind == "phase" or is_last or now - self._last_text_s >= _TEXT_INTERVAL_S):
+            self._last_text_s = now
+            self.show_text(text)
+
+    def _line(self, event: Event) -> str:
+        values = event.values
+        if event.kind == "phase":
+            text = _PHASES.get(values["name"], values["name"])
+            return f"{text}: {values['placement']}" if values.get("placement") else text
+        if event.kind == "progress":
+            return f"{values['what']} {event.step}/{event.total}"
+        if event.kind == "step":
+            return self._step_line(event.step, event.total, values["loss"], values["elapsed_s"])
+        if event.kind == "eval":
+            return f"Step {event.step}/{event.total}: evaluation loss {values['loss']:.5f}"
+        return ""
+
+    def _step_line(self, step: int, total: int, loss: float, elapsed_s: float) -> str:
+        """The speed is smoothed over about ten steps, so that the time left does not jump."""
+        self._seconds_per_step = elapsed_s if not self._seconds_per_step else self._smoothed(elapsed_s)
+        left_s = (total - step) * self._seconds_per_step
+        return (
+            f"Step {step}/{total}: loss {loss:.5f}, {self._seconds_per_step:.2f} s/step, "
+            f"about {describe_duration(left_s)} left"
+        )
+
+    def _smoothed(self, elapsed_s: float) -> float:
+        return 0.9 * self._seconds_per_step + 0.1 * elapsed_s
+
+
+def describe_duration(seconds: float) -> str:
+    """ "45 s", "12 min" or "3 h 05 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,211 @@
+"""One model over several devices: every block computes where its weights are, activations travel, weights do not.
+
+How a forward runs. The model's own forward computes embeddings, modulation, rotary tables and context once, at home,
+and passes them into every block. So every block, not only the first of a device, gets a pre-hook that brings its
+arguments to its device. Copies are remembered for the length of one forward, keyed by the source tensor, so a loop
+constant crosses once per device and not once per block. The last block hands its output home in a post-hook: tails
+that mix free parameters with the stream (Wan's scale_shift_table) give no module to hook before. The tail's own
+pre-hook stays for models that skip their last block.
+
+What is remembered and for how long. One forward of one thread owns one memory of copies; it is dropped when the forward
+ends or raises. Each entry keeps its source alive (an id is only unique among the living), carries the source's version
+(a tensor changed in place is copied again) and the grad mode (a copy made under no_grad, as reentrant checkpointing
+does, must not serve a block that needs gradients). When gradient checkpointing recomputes a block, no forward is
+running: the hooks fire, move, and remember nothing.
+
+Gradient checkpointing should go through `BlockSplit.checkpoint`. torch saves the random state of those devices it finds
+among a block's arguments; before the first block of a device they are all elsewhere, so dropout would be drawn anew in
+the recomputation and the gradient silently wrong. `checkpoint` moves the arguments first, which also saves the copies
+of the recomputation.
+
+Gradients need nothing of ours: a copy between devices is an autograd node whose backward copies the gradient back.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from ..families.spec import ModelFamily
+from ..patches.hooks import HookSet, map_tensors
+from ..patches.lora import is_lora_name, place_lora_with_base
+from .placement import Placement, block_names
+
+_log = logging.getLogger(__name__)
+
+_CopyKey = tuple[int, torch.device, bool]
+
+
+class _Forward(threading.local):
+    """The copies made for the forward this thread is running; None between forwards."""
+
+    copies: dict[_CopyKey, tuple[torch.Tensor, int | None, torch.Tensor]] | None = None
+
+
+class BlockSplit:
+    """Handle of a model split over devices; made by apply_block_split."""
+
+    def __init__(self, model: nn.Module, family: ModelFamily, placement: Placement) -> None:
+        self.placement = placement
+        self._model = model
+        self._block_devices = {
+            model.get_submodule(name): device for name, device in zip(placement.blocks, placement.devices, strict=True)
+        }
+        self._tail = [model.get_submodule(name) for name in family.tail]
+        self._residents = _residents(model, placement)
+        self._found_on = [(module, _device_of(module)) for module, _ in self._residents]
+        self._forward = _Forward()
+        self._placing = threading.Lock()
+        self._hooks = HookSet()
+
+    @property
+    def home(self) -> torch.device:
+        return self.placement.home
+
+    def attach(self) -> None:
+        """Move every module to its device and register the hooks."""
+        for module, device in self._residents:
+            _move_module(module, device)
+        self._hooks.before(self._model, self._start)
+        for block, device in self._block_devices.items():
+            self._hooks.before(block, self._make_enter(device))
+        last_block = self._model.get_submodule(self.placement.blocks[-1])
+        self._hooks.after(last_block, self._bring_output_home)
+        for module in self._tail:
+            self._hooks.before(module, self._make_enter(self.home))
+        self._hooks.after(self._model, self._bring_output_home)
+        self._hooks.after(self._model, self._finish, also_on_error=True)
+
+    def remove(self) -> None:
+        """Take the hooks off and move every module back to where it was found; a second call is a no-op."""
+        if not self._hooks:
+            return
+        self._hooks.remove()
+        self._forward.copies = None
+        for module, device in self._found_on:
+            _move_module(module, device)
+
+    def checkpoint(self, block: nn.Module, *args: Any) -> Any:
+        """Run a block without keeping its activations; for diffusers' enable_gradient_checkpointing.
+
+        The block is one of the placement's, args are its positional arguments on any device.
+        """
+        moved = self._move(args, self._block_devices[block])
+        return torch.utils.checkpoint.checkpoint(block.__call__, *moved, use_reentrant=False)
+
+    def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_residents()
+        self._forward.copies = {}
+        return self._move((args, kwargs), self.home)
+
+    def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._forward.copies = None
+
+    def _make_enter(self, device: torch.device) -> Any:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._move((args, kwargs), device)
+
+        return enter
+
+    def _bring_output_home(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return self._move(output, self.home)
+
+    def _move(self, value: Any, device: torch.device) -> Any:
+        return map_tensors(value, lambda tensor: self._copy(tensor, device))
+
+    def _copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The tensor on device: itself, this forward's earlier copy, or a new one; backward returns the gradient."""
+        if tensor.device == device or (tensor.device.type == "cpu" and tensor.ndim == 0):
+            return tensor  # a 0-dim CPU tensor mixes with every device
+        copies = self._forward.copies
+        if copies is None:
+            return _to_device(tensor, device)
+        key = (id(tensor), device, torch.is_grad_enabled())
+        version = None if tensor.is_inference() else tensor._version
+        known = copies.get(key)
+        if known is None or known[1] != version:
+            known = copies[key] = (tensor, version, _to_device(tensor, device))
+        return known[2]
+
+    def _check_residents(self) -> None:
+        """Bring LoRA weights that were injected or loaded elsewhere to the layer they adapt.
+
+        Raises: RuntimeError if a weight of the base is not where the placement put it.
+        """
+        if all(p.device == device for module, device in self._residents for p in module.parameters()):
+            return
+        with self._placing:
+            moved = place_lora_with_base(self._model)
+            _log.info("moved %d LoRA modules to the device of the layer they adapt", moved)
+            for name, parameter in self._model.named_parameters():
+                expected = self.placement.device_of(name)
+                if parameter.device != expected and is_lora_name(name):
+                    parameter.data = parameter.data.to(expected)
+                elif parameter.device != expected:
+                    raise RuntimeError(
+                        f"{name} belongs on {expected} and was found on {parameter.device}: the model was moved after "
+                        "it was split. Call remove() on the split before moving the model, and split it again"
+                    )
+
+
+def apply_block_split(model: nn.Module, family: ModelFamily, placement: Placement) -> BlockSplit:
+    """Put each block on its device, everything else at home, and hook the model so that one forward runs over all.
+
+    Modules already in place are not moved. The model is used as before, from home or any other device; its output is at
+    home. Works under autograd, gradient checkpointing and no_grad, and from several threads at once. handle.remove()
+    restores the model as it was found, places included.
+
+    Raises: ValueError if the placement names other blocks than the model has.
+    """
+    expected = block_names(model, family)
+    if placement.blocks != expected:
+        raise ValueError(
+            f"the placement is for {len(placement.blocks)} blocks ({placement.blocks[0]} ...), this "
+            f"{type(model).__name__} has {len(expected)} ({expected[0]} ...); plan it for this model"
+        )
+    split = BlockSplit(model, family, placement)
+    split.attach()
+    return split
+
+
+def _residents(model: nn.Module, placement: Placement) -> list[tuple[nn.Module, torch.device]]:
+    """Modules that together hold every parameter and buffer but the model's own, each with its device."""
+    lists = {name.partition(".")[0] for name in placement.blocks}
+    home = [(child, placement.home) for name, child in model.named_children() if name not in lists]
+    blocks = [(model.get_submodule(n), d) for n, d in zip(placement.blocks, placement.devices, strict=True)]
+    own = [(_OwnTensors(model), placement.home)]
+    return [*own, *home, *blocks]
+
+
+class _OwnTensors(nn.Module):
+    """Stands for the parameters and buffers a module holds itself, not its children's; shares them, owns nothing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_parameters"] = module._parameters
+        self.__dict__["_buffers"] = module._buffers
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        return tensor.device
+    return None
+
+
+def _move_module(module: nn.Module, device: torch.device | None) -> None:
+    if device is None:
+        return
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(tensor.device != device for tensor in tensors):
+        module.to(device)
+
+
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # Between accelerators of one kind the copy is ordered on both streams; to the host it would not be.
+    return tensor.to(device, non_blocking=tensor.device.type == device.type != "cpu")

@@ -1,0 +1,159 @@
+"""The devices of this machine: which exist, what memory they have, their random state. Nothing is asked at import."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+def device_module(device: torch.device) -> ModuleType | None:
+    """torch.cuda, torch.xpu, ... for a device; None for the CPU."""
+    return None if device.type == "cpu" else torch.get_device_module(device.type)
+
+
+def available_devices() -> list[torch.device]:
+    """Every accelerator torch can use here, in torch's order; [] on a machine without one."""
+    if not torch.accelerator.is_available():
+        return []
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def find_devices(names: Sequence[str]) -> list[torch.device]:
+    """The devices a user named, in that order; () stands for every accelerator, or the CPU where there is none.
+
+    Raises: ValueError for a name that is no device, does not exist here or is given twice; it lists what exists.
+    """
+    if not names:
+        return available_devices() or [CPU]
+    devices = [find_device(name) for name in names]
+    if len(set(devices)) != len(devices):
+        raise ValueError(f"devices {', '.join(names)} name one device twice; name each once")
+    return devices
+
+
+def find_device(name: str) -> torch.device:
+    """One device by name; "cuda" alone means its first.
+
+    Raises: ValueError as find_devices.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"{name!r} is no device name; here there are {_existing()}") from error
+    if device.type == "cpu":
+        return CPU
+    index = device.index or 0
+    if index >= _device_count(device):
+        raise ValueError(f"device {name!r} does not exist on this machine; here there are {_existing()}")
+    return torch.device(device.type, index)
+
+
+def _device_count(device: torch.device) -> int:
+    module = getattr(torch, device.type, None)
+    if module is None or not hasattr(module, "device_count"):
+        return 0
+    return module.device_count() if module.is_available() else 0
+
+
+def _existing() -> str:
+    return ", ".join(str(device) for device in [CPU, *available_devices()])
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes a new allocation could take, this process's cached blocks included; None where torch cannot tell."""
+    module = device_module(device)
+    if module is None:
+        return _host_available_bytes()
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, _ = module.mem_get_info(device)
+    return free + module.memory_reserved(device) - module.memory_allocated(device)
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """Memory of the device in bytes; None where torch cannot tell."""
+    module = device_module(device)
+    if module is None or not hasattr(module, "mem_get_info"):
+        return None
+    return module.mem_get_info(device)[1]
+
+
+def _host_available_bytes() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def memory_in_use(devices: Iterable[torch.device]) -> dict[str, dict[str, float]]:
+    """Decimal GB per accelerator: {"cuda:0": {"allocated": 12.3, "peak": 14.0}}; the CPU is left out."""
+    report = {}
+    for device in devices:
+        module = device_module(device)
+        if module is not None and hasattr(module, "max_memory_allocated"):
+            allocated, peak = module.memory_allocated(device), module.max_memory_allocated(device)
+            report[str(device)] = {"allocated": allocated / 1e9, "peak": peak / 1e9}
+    return report
+
+
+def release_cached_memory() -> None:
+    """Collect garbage and hand cached blocks back to the accelerator's driver; changes no tensor."""
+    gc.collect()
+    for device in available_devices():
+        module = device_module(device)
+        if module is not None and hasattr(module, "empty_cache"):
+            module.empty_cache()
+            return
+
+
+def synchronize(devices: Iterable[torch.device]) -> None:
+    """Wait until everything queued on these devices is done; the CPU needs no waiting."""
+    for device in devices:
+        module = device_module(device)
+        if module is not None:
+            module.synchronize(device)
+
+
+def random_states(devices: Iterable[torch.device]) -> dict[str, torch.Tensor]:
+    """State of the default generator of the CPU and of every device named, as uint8 tensors."""
+    states = {"cpu": torch.get_rng_state()}
+    for device in devices:
+        module = device_module(device)
+        if module is not None:
+            states[str(device)] = module.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: dict[str, torch.Tensor]) -> None:
+    """Put back what random_states returned.
+
+    Raises: ValueError for the state of a device that does not exist here.
+    """
+    for name, state in states.items():
+        if name == "cpu":
+            torch.set_rng_state(state)
+            continue
+        device = find_device(name)
+        module = device_module(device)
+        assert module is not None
+        module.set_rng_state(state, device)
+
+
+def has_peer_access(source: torch.device, target: torch.device) -> bool | None:
+    """Whether source can read target's memory directly; None where torch cannot tell."""
+    module: Any = device_module(source)
+    if module is None or source.type != target.type or not hasattr(module, "can_device_access_peer"):
+        return None
+    return source == target or module.can_device_access_peer(source, target)

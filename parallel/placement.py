@@ -1,0 +1,229 @@
+"""Which block lives on which device: pure arithmetic, no GPU and no weights needed.
+
+Blocks keep their execution order and each device holds one consecutive run of them, so activations cross a border at
+most num_devices - 1 times per forward. The first device is home: it also holds the embedders and the tail.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from ..families.spec import BlockList, ModelFamily
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One device per block.
+
+    Args:
+        blocks: fqns in execution order. [num_blocks]
+        devices: where each lives. [num_blocks]
+        home: where everything else lives.
+    """
+
+    blocks: tuple[str, ...]
+    devices: tuple[torch.device, ...]
+    home: torch.device
+
+    def __post_init__(self) -> None:
+        if len(self.blocks) != len(self.devices):
+            raise ValueError(f"{len(self.blocks)} blocks and {len(self.devices)} devices; give one device per block")
+
+    @cached_property
+    def _device_by_block(self) -> dict[str, torch.device]:
+        return dict(zip(self.blocks, self.devices, strict=True))
+
+    @property
+    def used_devices(self) -> tuple[torch.device, ...]:
+        """Home first, then the others in the order they are reached."""
+        return tuple(dict.fromkeys((self.home, *self.devices)))
+
+    def device_of(self, fqn: str) -> torch.device:
+        """Device of a module or parameter by its name in the model: its block's, else home."""
+        parts = fqn.split(".")
+        for length in range(1, len(parts) + 1):
+            device = self._device_by_block.get(".".join(parts[:length]))
+            if device is not None:
+                return device
+        return self.home
+
+    def describe(self) -> str:
+        """One line for a log: "cuda:0: 20 blocks, cuda:1: 36 blocks"."""
+        counts = {device: self.devices.count(device) for device in self.used_devices}
+        return ", ".join(f"{device}: {count} blocks" for device, count in counts.items())
+
+
+def block_names(model: nn.Module, family: ModelFamily) -> tuple[str, ...]:
+    """fqns of all blocks in execution order.
+
+    Raises: ValueError if the model lacks one of the family's block lists.
+    """
+    names: list[str] = []
+    for block_list in family.block_lists:
+        container = getattr(model, block_list.name, None)
+        if not isinstance(container, nn.ModuleList):
+            lists = [name for name, child in model.named_children() if isinstance(child, nn.ModuleList)]
+            raise ValueError(
+                f"{family.title} has its blocks in {block_list.name!r}; this {type(model).__name__} has the module "
+                f"lists {', '.join(lists) or 'none'}"
+            )
+        names += [f"{block_list.name}.{index}" for index in range(len(container))]
+    return tuple(names)
+
+
+def plan_placement(
+    blocks: Sequence[str],
+    devices: Sequence[torch.device],
+    *,
+    block_cost: Sequence[float],
+    home_cost: float = 0.0,
+    block_bytes: Sequence[int] | None = None,
+    home_bytes: int = 0,
+    budget_bytes: Mapping[torch.device, int | None] | None = None,
+) -> Placement:
+    """Cut the blocks into consecutive runs, one per device, so that the most loaded device has the least to carry.
+
+    Args:
+        blocks: fqns in execution order. [num_blocks]
+        devices: in execution order, the first is home. Each gets at least one block while there are enough.
+        block_cost: what is balanced, bytes or FLOPs per block. [num_blocks]
+        home_cost: what home carries besides its blocks, in the same unit.
+        block_bytes, home_bytes: weights, checked against the budget; the cost is taken for bytes if left out.
+        budget_bytes: bytes of weights each device may hold; None or absent is unlimited.
+    Raises: ValueError if no cut fits the budgets; it names need and limit in GB.
+    """
+    sizes = [int(cost) for cost in block_cost] if block_bytes is None else list(block_bytes)
+    if not devices:
+        raise ValueError("a placement needs at least one device; none was given")
+    if not blocks or len(blocks) != len(block_cost) or len(blocks) != len(sizes):
+        raise ValueError(f"{len(blocks)} blocks, {len(block_cost)} costs and {len(sizes)} sizes; give one of each")
+    used = list(devices[: len(blocks)])
+    limits = [(budget_bytes or {}).get(device) for device in used]
+    cuts = _best_cuts(list(block_cost), sizes, limits, float(home_cost), home_bytes)
+    if cuts is None:
+        raise ValueError(_does_not_fit(used, limits, sizes, home_bytes))
+    placed = [device for device, (start, end) in zip(used, cuts, strict=True) for _ in range(start, end)]
+    return Placement(tuple(blocks), tuple(placed), used[0])
+
+
+def _best_cuts(
+    cost: list[float], sizes: list[int], limits: list[int | None], home_cost: float, home_bytes: int
+) -> list[tuple[int, int]] | None:
+    """Runs [start, end) per device with the smallest maximum cost that fit the limits; None if there are none.
+
+    Dynamic programme over (devices used, blocks placed): num_devices * num_blocks² steps. Of cuts with the same maximum
+    the later one wins: home holds activations of front and tail as well, so it is not given more than it must.
+    """
+    num_blocks = len(cost)
+    cost_before = _prefix_sums(cost)
+    bytes_before = _prefix_sums(sizes)
+
+    def load(stage: int, start: int, end: int) -> float | None:
+        size = bytes_before[end] - bytes_before[start] + (home_bytes if stage == 0 else 0)
+        limit = limits[stage]
+        if limit is not None and size > limit:
+            return None
+        return cost_before[end] - cost_before[start] + (home_cost if stage == 0 else 0.0)
+
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # per stage: blocks placed -> (max cost, start)
+    for stage in range(len(limits)):
+        options: dict[int, tuple[float, int]] = {}
+        for start, (so_far, _) in best[-1].items():
+            for end in range(start + 1, num_blocks - (len(limits) - 1 - stage) + 1):
+                here = load(stage, start, end)
+                if here is None:
+                    continue
+                worst = max(so_far, here)
+                if end not in options or worst < options[end][0]:
+                    options[end] = (worst, start)
+        best.append(options)
+    if num_blocks not in best[-1]:
+        return None
+    cuts, end = [], num_blocks
+    for stage in range(len(limits), 0, -1):
+        start = best[stage][end][1]
+        cuts.append((start, end))
+        end = start
+    return cuts[::-1]
+
+
+def _prefix_sums(values: Sequence[float]) -> list[float]:
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums
+
+
+def _does_not_fit(devices: list[torch.device], limits: list[int | None], sizes: list[int], home_bytes: int) -> str:
+    need = (sum(sizes) + home_bytes) / 1e9
+    shares = ", ".join(
+        f"{device} {'unlimited' if limit is None else f'{limit / 1e9:.2f} GB'}"
+        for device, limit in zip(devices, limits, strict=True)
+    )
+    return (
+        f"the weights need {need:.2f} GB in all ({home_bytes / 1e9:.2f} GB of them on {devices[0]}, besides blocks of "
+        f"{max(sizes) / 1e9:.2f} GB at most) and no cut fits the limits: {shares}. Raise memory_limit_gb, name another "
+        "device, or quantize the base"
+    )
+
+
+def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at: Sequence[int]) -> Placement:
+    """Cut where the user says: split_at[i] is the first block of devices[i + 1].
+
+    Raises: ValueError if a cut is out of range or out of order; it says what would work.
+    """
+    if len(split_at) != len(devices) - 1:
+        raise ValueError(
+            f"split_at has {len(split_at)} cuts for {len(devices)} devices; give {max(len(devices) - 1, 0)}"
+        )
+    bounds = [0, *split_at, len(blocks)]
+    if any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        raise ValueError(
+            f"split_at {list(split_at)} leaves a device without blocks; the model has {len(blocks)} blocks, so "
+            f"the cuts must rise and lie between 1 and {len(blocks) - 1}"
+        )
+    placed = [d for d, a, b in zip(devices, bounds, bounds[1:], strict=False) for _ in range(a, b)]
+    return Placement(tuple(blocks), tuple(placed), devices[0])
+
+
+def parameter_bytes(model: nn.Module, blocks: Sequence[str], element_size: int) -> tuple[list[int], int]:
+    """Bytes of each block and of everything else if every parameter took element_size bytes. Works on meta tensors."""
+    sizes = [_numel(model.get_submodule(name)) * element_size for name in blocks]
+    return sizes, _numel(model) * element_size - sum(sizes)
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def estimate_block_flops(
+    model: nn.Module, family: ModelFamily, num_image_tokens: int, num_text_tokens: int
+) -> list[float]:
+    """Floating-point operations of one forward of each block, in execution order, batch 1. Works on meta tensors.
+
+    Linears cost 2 * weights * tokens they see; attention over all tokens is counted alike for every block (4 S² D),
+    which is exact for joint attention and only shifts all blocks equally elsewhere.
+    """
+    flops: list[float] = []
+    for block_list in family.block_lists:
+        for block in getattr(model, block_list.name):
+            flops.append(_block_flops(block, block_list, num_image_tokens, num_text_tokens))
+    return flops
+
+
+def _block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:
+    all_tokens = num_image_tokens + num_text_tokens
+    linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    width = min((module.in_features for module in linears.values()), default=0)  # D; the others read wider states
+    total = 4.0 * all_tokens**2 * width
+    for name, module in linears.items():
+        is_text = any(fnmatch.fnmatchcase(name, pattern) for pattern in block_list.text_modules)
+        tokens = num_text_tokens if is_text else all_tokens if block_list.is_joint else num_image_tokens
+        total += 2.0 * module.weight.numel() * tokens
+    return total

@@ -1,0 +1,172 @@
+"""Several emulated cards on a CPU build of torch, with real numbers, forward and backward.
+
+A tensor subclass holds CPU data and reports the device `lazy:k`. Every operation is checked the way a CUDA build would
+(tensors of two devices do not mix; 0-dim CPU tensors and CPU indices do) and then run on the CPU data, so a split model
+computes real numbers and a missing bridge raises. Copies between devices are listed with their sizes.
+
+Why `lazy`: torch registers a device guard for that type and the autograd engine runs it on the CPU queue, so backward
+works over several devices. The types `cuda` and `privateuseone` abort in the engine; `meta` lets mixed in-place
+operations pass with garbage. Not emulated: streams, peer access, low-precision kernels, speed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+aten = torch.ops.aten
+DEVICE_TYPE = "lazy"
+CARDS = tuple(torch.device(DEVICE_TYPE, index) for index in range(4))
+
+_COPIES_BETWEEN_DEVICES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default, aten.copy.default}
+_RETURNS_HOST_VALUE = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
+_TAKES_INDICES = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+
+
+@dataclass(frozen=True)
+class Copy:
+    source: torch.device
+    target: torch.device
+    num_bytes: int
+    shape: tuple[int, ...]
+
+
+class EmulatedTensor(torch.Tensor):
+    """CPU data that claims to be on an emulated card."""
+
+    data_on_cpu: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, device: torch.device) -> EmulatedTensor:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            data.shape,
+            dtype=data.dtype,
+            layout=data.layout,
+            device=device,
+            strides=data.stride(),
+            storage_offset=data.storage_offset(),
+        )
+        self.data_on_cpu = data
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    __hash__ = torch.Tensor.__hash__
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __repr__(self) -> str:
+        return f"EmulatedTensor({self.device}, {tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {}, [])
+
+
+class EmulatedCards(TorchDispatchMode):
+    """While active, factories and copies aimed at `lazy:k` make emulated tensors, and copies are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[Copy] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        target = kwargs.get("device")
+        is_ours = target is not None and torch.device(target).type == DEVICE_TYPE
+        if is_ours or any(isinstance(x, EmulatedTensor) for x in tree_iter((args, kwargs))):
+            return _run(func, args, kwargs, self.copies)
+        return func(*args, **kwargs)
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any], copies: list[Copy]) -> Any:
+    tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
+    devices = _devices(func, tensors)
+    if len(devices) > 1 and func not in _COPIES_BETWEEN_DEVICES:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{devices[0]} and {devices[1]}! (emulated; {func})"
+        )
+    target = _target(func, args, kwargs, devices, tensors)
+    _count(func, args, target, copies)
+    plain_kwargs = {k: v for k, v in kwargs.items() if k not in {"device", "pin_memory", "non_blocking"}}
+    if "device" in kwargs:
+        plain_kwargs["device"] = torch.device("cpu")
+    out = func(*_plain(args), **_plain(plain_kwargs))
+    if func in _RETURNS_HOST_VALUE:
+        return out
+    if _is_in_place(func):
+        return kwargs.get("out", args[0])
+    if target.type == "cpu":
+        return out
+    return tree_map(lambda x: EmulatedTensor(x, target) if isinstance(x, torch.Tensor) else x, out)
+
+
+def _plain(tree: Any) -> Any:
+    return tree_map(lambda x: x.data_on_cpu if isinstance(x, EmulatedTensor) else x, tree)
+
+
+def _is_in_place(func: Any) -> bool:
+    returns = func._schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+
+
+def _devices(func: Any, tensors: list[torch.Tensor]) -> list[torch.device]:
+    found: dict[torch.device, None] = {}
+    for position, tensor in enumerate(tensors):
+        mixes = tensor.device.type == "cpu" and (tensor.ndim == 0 or (func in _TAKES_INDICES and position > 0))
+        if not mixes:
+            found[tensor.device] = None
+    return list(found)
+
+
+def _target(
+    func: Any, args: Any, kwargs: dict[str, Any], devices: list[torch.device], tensors: list[torch.Tensor]
+) -> torch.device:
+    if kwargs.get("device") is not None:
+        target = torch.device(kwargs["device"])
+        return torch.device(DEVICE_TYPE, target.index or 0) if target.type == DEVICE_TYPE else target
+    if func is aten.copy_.default:
+        return args[0].device
+    if devices:
+        return devices[0]
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _count(func: Any, args: Any, target: torch.device, copies: list[Copy]) -> None:
+    moved = {aten._to_copy.default: 0, aten.copy_.default: 1}.get(func)
+    if moved is not None and args[moved].device != target:
+        tensor = args[moved]
+        copies.append(Copy(tensor.device, target, tensor.numel() * tensor.element_size(), tuple(tensor.shape)))
+
+
+@contextlib.contextmanager
+def emulated_cards(num_cards: int = 2) -> Iterator[EmulatedCards]:
+    """A machine with this many emulated cards: `torch.device("lazy:k")` works, and `torch.lazy` is their module."""
+    module = types.SimpleNamespace(
+        _initialized=False,
+        is_available=lambda: True,
+        current_device=lambda: 0,
+        device_count=lambda: num_cards,
+        device=lambda index: contextlib.nullcontext(),
+        synchronize=lambda *device: None,
+        get_rng_state=lambda *device: torch.get_rng_state(),
+        set_rng_state=lambda state, *device: torch.set_rng_state(state),
+    )
+    with mock.patch.object(torch, DEVICE_TYPE, module, create=True), EmulatedCards() as cards:
+        yield cards
+
+
+def on_cpu(value: torch.Tensor) -> torch.Tensor:
+    """The numbers of a tensor, wherever it is, as an ordinary CPU tensor without history."""
+    value = value.detach()
+    return value.data_on_cpu if isinstance(value, EmulatedTensor) else value

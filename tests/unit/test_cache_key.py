@@ -1,0 +1,178 @@
+"""Keys: same inputs, same key; changed inputs, new key."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from devicebridge.caching import key as key_module
+from devicebridge.caching.key import file_fingerprint, folder_fingerprint, joint_key, latent_key, text_key
+from devicebridge.families.spec import LatentSpec, TextEncoderSpec
+from safetensors.torch import load_file, save_file
+
+SPEC = TextEncoderSpec(
+    kind="chat_hidden_states",
+    folder="text_encoder",
+    tokenizer_folder="tokenizer",
+    output="states",
+    max_length=512,
+    layers=(10, 20, 30),
+    system_prompt="You are",
+    template_options={"add_generation_prompt": False, "other": [1, 2]},
+)
+TEXT = {"encoder_fingerprint": "e", "tokenizer_fingerprint": "t", "dtype": torch.bfloat16}
+LATENT = {"family": "example", "latent": LatentSpec(16, 8), "vae_fingerprint": "v", "dtype": torch.bfloat16}
+
+SPEC_CHANGES = {
+    "kind": "pooled",
+    "folder": "text_encoder_2",
+    "tokenizer_folder": "tokenizer_2",
+    "output": "pooled",
+    "max_length": 256,
+    "layers": (10, 20, 29),
+    "system_prompt": None,
+    "template_options": {"add_generation_prompt": True, "other": [1, 2]},
+    "zero_padding": True,
+}
+
+
+def test_every_field_of_the_spec_is_in_the_text_key():
+    assert SPEC_CHANGES.keys() == {field.name for field in dataclasses.fields(TextEncoderSpec)}
+    keys = {text_key("a", SPEC, **TEXT)}
+    keys |= {text_key("a", dataclasses.replace(SPEC, **{name: new}), **TEXT) for name, new in SPEC_CHANGES.items()}
+    assert len(keys) == 1 + len(SPEC_CHANGES)
+
+
+def test_text_fingerprints_type_and_version_are_in_the_text_key(monkeypatch):
+    keys = {text_key("a", SPEC, **TEXT), text_key("a ", SPEC, **TEXT), text_key("A", SPEC, **TEXT)}
+    for change in ({"encoder_fingerprint": "x"}, {"tokenizer_fingerprint": "x"}, {"dtype": torch.float32}):
+        keys.add(text_key("a", SPEC, **{**TEXT, **change}))
+    monkeypatch.setattr(key_module, "TEXT_VERSION", 99)
+    keys.add(text_key("a", SPEC, **TEXT))
+    assert len(keys) == 7
+
+
+def test_the_order_in_which_options_were_written_does_not_matter():
+    turned = dataclasses.replace(SPEC, template_options={"other": [1, 2], "add_generation_prompt": False})
+    assert text_key("a", turned, **TEXT) == text_key("a", SPEC, **TEXT)
+
+
+def test_everything_about_an_image_is_in_the_latent_key(monkeypatch):
+    plan = ("i", (64, 96), (0, 16, 64, 64))
+    keys = {latent_key(*plan, **LATENT), latent_key("j", *plan[1:], **LATENT)}
+    keys.add(latent_key("i", (64, 97), plan[2], **LATENT))
+    keys.add(latent_key("i", plan[1], (0, 17, 64, 64), **LATENT))
+    for change in (
+        {"family": "other"},
+        {"latent": LatentSpec(16, 8, normalisation_version=2)},
+        {"vae_fingerprint": "x"},
+        {"dtype": torch.float32},
+    ):
+        keys.add(latent_key(*plan, **{**LATENT, **change}))
+    monkeypatch.setattr(key_module, "IMAGE_VERSION", 99)
+    keys.add(latent_key(*plan, **LATENT))
+    assert len(keys) == 9
+
+
+def test_joint_keys_tell_parts_and_their_order():
+    assert len({joint_key(["ab", "cd"]), joint_key(["cd", "ab"]), joint_key(["ab"]), joint_key(["abcd"])}) == 4
+
+
+def test_a_key_is_the_same_in_another_process():
+    """Python's own hash differs between processes; ours must not."""
+    script = (
+        "import importlib.util, sys, torch\n"
+        "spec = importlib.util.spec_from_file_location('bootstrap', sys.argv[1])\n"
+        "bootstrap = importlib.util.module_from_spec(spec); spec.loader.exec_module(bootstrap); bootstrap.load_pack()\n"
+        "from devicebridge.caching.key import text_key\n"
+        "from devicebridge.families.spec import TextEncoderSpec\n"
+        "spec = TextEncoderSpec('pooled', 'f', 't', 'o', 7, template_options={'b': 1, 'a': 2})\n"
+        "print(text_key('ä', spec, encoder_fingerprint='e', tokenizer_fingerprint='t', dtype=torch.float16))\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script, str(root / "bootstrap.py")],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    here = text_key(
+        "ä",
+        TextEncoderSpec("pooled", "f", "t", "o", 7, template_options={"a": 2, "b": 1}),
+        encoder_fingerprint="e",
+        tokenizer_fingerprint="t",
+        dtype=torch.float16,
+    )
+    assert found == {here + "\n"}
+
+
+def test_what_has_no_plain_spelling_is_refused():
+    with pytest.raises(TypeError, match="plain values"):
+        text_key("a", dataclasses.replace(SPEC, template_options={"x": object()}), **TEXT)
+
+
+def _model_folder(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text('{"layers": 2}')
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(64, 64, generator=generator) for name in ("one", "two", "three")}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("whole_file_bytes", [key_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
+def test_a_folder_is_told_by_its_content(tmp_path, monkeypatch, whole_file_bytes):
+    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
+    folder = _model_folder(tmp_path / "text_encoder")
+    before = folder_fingerprint(folder)
+    (folder / "README.md").write_text("read me")
+    (folder / ".hidden.json").write_text("{}")
+    (folder / "onnx").mkdir()
+    os.utime(folder / "config.json", (1, 1))
+    assert folder_fingerprint(folder) == before
+    shutil.move(folder, tmp_path / "elsewhere")
+    assert folder_fingerprint(tmp_path / "elsewhere") == before
+    (tmp_path / "elsewhere" / "config.json").write_text('{"layers": 3}')
+    assert folder_fingerprint(tmp_path / "elsewhere") != before
+
+
+@pytest.mark.parametrize("whole_file_bytes", [key_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
+@pytest.mark.parametrize("name", ["one", "two", "three"])
+def test_changing_any_tensor_changes_the_fingerprint(tmp_path, monkeypatch, whole_file_bytes, name):
+    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
+    folder = _model_folder(tmp_path / "text_encoder")
+    before = folder_fingerprint(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = tensors[name] * 1.001
+    save_file(tensors, folder / "model.safetensors")
+    assert folder_fingerprint(folder) != before
+
+
+def test_the_sample_reads_both_ends_and_the_middle_of_each_tensor(tmp_path, monkeypatch):
+    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", 0)
+    file = tmp_path / "x.safetensors"
+    fingerprints = set()
+    for index in (None, 0, 2**14 // 2 + 100, 2**14 - 1):
+        values = torch.zeros(2**14)
+        if index is not None:
+            values[index] = 1
+        save_file({"values": values, "other": torch.zeros(3)}, file)
+        fingerprints.add(file_fingerprint(file))
+    assert len(fingerprints) == 4
+
+
+def test_folders_without_a_model_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="not a folder"):
+        folder_fingerprint(tmp_path / "missing")
+    with pytest.raises(ValueError, match="neither safetensors nor config"):
+        folder_fingerprint(tmp_path)

@@ -1,0 +1,202 @@
+"""The store: an entry comes back bitwise, and nothing that is not whole is ever used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from devicebridge import files
+from devicebridge.caching.store import CacheStore
+from safetensors.torch import load_file, save_file
+
+KEY = "ab" * 32
+OTHER = "cd" * 32
+
+
+def _tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "states": torch.randn(7, 5, generator=generator).to(torch.bfloat16),
+        "pooled": torch.randn(3, generator=generator),
+        "count": torch.tensor(4),
+        "empty": torch.zeros(0, 2),
+    }
+
+
+def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def test_an_entry_comes_back_bitwise(tmp_path):
+    store = CacheStore(tmp_path)
+    assert KEY not in store and store.get(KEY) is None
+    store.put(KEY, _tensors())
+    assert KEY in store and _same(store.get(KEY), _tensors())
+    assert store.path(KEY) == tmp_path / "ab" / f"{KEY}.safetensors"
+    assert _same(CacheStore(tmp_path).get(KEY), load_file(store.path(KEY)))  # an ordinary safetensors file
+
+
+def test_a_slice_of_a_batch_and_a_transposed_tensor_are_stored_by_value(tmp_path):
+    store, batch = CacheStore(tmp_path), torch.arange(24.0).reshape(2, 3, 4)
+    store.put(KEY, {"row": batch[1], "turned": batch[0].T})
+    assert _same(store.get(KEY), {"row": batch[1].clone(), "turned": batch[0].T.contiguous()})
+
+
+def test_what_get_returns_is_independent_of_the_file(tmp_path):
+    store = CacheStore(tmp_path)
+    store.put(KEY, _tensors())
+    found = store.get(KEY)
+    store.path(KEY).write_bytes(b"")
+    assert _same(found, _tensors())
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 100, -1])
+def test_a_torn_file_is_a_miss_and_is_written_over(tmp_path, keep):
+    store = CacheStore(tmp_path)
+    store.put(KEY, _tensors())
+    whole = store.path(KEY).read_bytes()
+    store.path(KEY).write_bytes(whole[:keep])
+    assert KEY not in store and store.get(KEY) is None
+    store.put(KEY, _tensors())
+    assert store.path(KEY).read_bytes() == whole
+
+
+def test_no_single_damaged_byte_is_ever_used(tmp_path):
+    """Flip each byte in turn: the entry must be a miss, or come back unharmed (padding, the order of header keys)."""
+    store = CacheStore(tmp_path)
+    tensors = {"states": torch.arange(6, dtype=torch.float32)}
+    store.put(KEY, tensors)
+    whole = store.path(KEY).read_bytes()
+    misses = 0
+    for position in range(len(whole)):
+        store.path(KEY).write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])
+        found = store.get(KEY)
+        misses += found is None
+        assert found is None or _same(found, tensors), f"byte {position} of {len(whole)}"
+    assert misses > 0.9 * len(whole)
+
+
+def test_damaged_data_stops_being_called_whole_once_it_was_read(tmp_path):
+    store = CacheStore(tmp_path)
+    store.put(KEY, _tensors())
+    whole = bytearray(store.path(KEY).read_bytes())
+    whole[-1] ^= 1
+    store.path(KEY).write_bytes(whole)
+    assert store.get(KEY) is None and KEY not in store
+
+
+def test_bytes_after_the_end_and_foreign_safetensors_are_misses(tmp_path):
+    store = CacheStore(tmp_path)
+    store.put(KEY, _tensors())
+    with open(store.path(KEY), "ab") as file:
+        file.write(b"x")
+    assert KEY not in store
+    save_file({"states": torch.zeros(2)}, store.path(KEY))
+    assert KEY not in store and store.get(KEY) is None
+
+
+def test_a_link_reads_as_its_parts_and_falls_with_them(tmp_path):
+    store, joint = CacheStore(tmp_path), "ef" * 32
+    store.put(KEY, {"states": torch.ones(2)})
+    store.link(joint, [KEY, OTHER])
+    assert joint not in store and store.get(joint) is None
+    store.put(OTHER, {"pooled": torch.zeros(3)})
+    assert joint in store and _same(store.get(joint), {"states": torch.ones(2), "pooled": torch.zeros(3)})
+    store.path(KEY).write_bytes(b"torn")
+    assert joint not in store and store.get(joint) is None
+
+
+def test_keys_cannot_leave_the_folder(tmp_path):
+    for key in ("../../etc/passwd", "AB" * 32, "ab/cd", "", "ab"):
+        with pytest.raises(ValueError, match="hexadecimal"):
+            CacheStore(tmp_path).path(key)
+
+
+def test_empty_entries_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no tensors"):
+        CacheStore(tmp_path).put(KEY, {})
+
+
+def test_writers_of_one_key_do_not_disturb_each_other_or_readers(tmp_path):
+    store, broken = CacheStore(tmp_path), []
+    store.put(KEY, _tensors())
+
+    def write():
+        for _ in range(20):
+            store.put(KEY, _tensors())
+
+    def read():
+        for _ in range(60):
+            found = store.get(KEY)
+            if found is None or not _same(found, _tensors()):
+                broken.append(found)
+
+    threads = [threading.Thread(target=work) for work in (write, write, write, read, read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not broken
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [f"{KEY}.safetensors"]
+
+
+def test_a_failed_write_leaves_the_old_entry_and_no_temporary_file(tmp_path, monkeypatch):
+    store = CacheStore(tmp_path)
+    store.put(KEY, _tensors())
+
+    def refuse(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        store.put(KEY, _tensors(seed=1))
+    assert _same(store.get(KEY), _tensors())
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
+
+
+def test_a_process_killed_before_the_rename_leaves_the_old_entry(tmp_path):
+    store = CacheStore(tmp_path)
+    store.put(KEY, _tensors())
+    script = (
+        "import os, sys, importlib.util, torch\n"
+        "spec = importlib.util.spec_from_file_location('files', sys.argv[1])\n"
+        "files = importlib.util.module_from_spec(spec); spec.loader.exec_module(files)\n"
+        "os.replace = lambda *args: os._exit(9)\n"
+        "files.save_tensors_atomically(files.Path(sys.argv[2]), {'states': torch.zeros(9)})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, files.__file__, str(store.path(KEY))], check=False)
+    assert done.returncode == 9
+    assert len(list((tmp_path / "ab").iterdir())) == 2  # the dead writer's temporary file lies beside it
+    assert _same(store.get(KEY), _tensors())
+
+
+def test_write_atomically_replaces_bytes_and_makes_folders(tmp_path):
+    path = tmp_path / "deep" / "file.json"
+    files.write_atomically(path, b"one")
+    files.write_atomically(path, b"two")
+    assert path.read_bytes() == b"two" and list(path.parent.iterdir()) == [path]
+
+
+def test_content_is_flushed_before_the_rename_and_the_folder_after(tmp_path, monkeypatch):
+    order = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(descriptor):
+        order.append("fsync folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "fsync file")
+        real_fsync(descriptor)
+
+    def replace(source, target):
+        order.append("rename")
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    files.write_atomically(tmp_path / "file", b"x")
+    expected = ["fsync file", "rename", "fsync folder"] if sys.platform == "linux" else ["fsync file", "rename"]
+    assert [step for step in order if sys.platform == "linux" or step != "fsync folder"] == expected

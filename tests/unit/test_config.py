@@ -1,0 +1,80 @@
+"""The job config: strict, and the same in TOML and as dataclasses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from devicebridge.training.config import differing_keys, job_to_dict, load_job, make_job, save_job
+
+MINIMAL = {
+    "model": {"path": "/models/a"},
+    "data": {"folders": [{"path": "/data/cats", "repeats": 2}]},
+    "train": {"steps": 10},
+    "output": {"folder": "/runs/a"},
+}
+
+
+def _with(section, **values):
+    job = copy.deepcopy(MINIMAL)
+    job.setdefault(section, {}).update(values)
+    return job
+
+
+def test_toml_round_trip(tmp_path):
+    job = make_job(
+        _with("split", devices=["cuda:0", "cuda:1"], balance="manual", split_at=[3])
+        | {"optimizer": {"name": "adamw", "options": {"betas": [0.9, 0.95], "eps": 1e-8}}, "objective": {"shift": 3.0}}
+    )
+    save_job(job, tmp_path / "job.toml")
+    assert load_job(tmp_path / "job.toml") == job
+    assert make_job(job_to_dict(job)) == job
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("train", {"stpes": 3}, r"train\.stpes: there is no such key"),
+        ("lora", {"rank": 0}, r"lora\.rank: .*greater than 0.*found 0"),
+        ("model", {"quantize": "int3"}, r"model\.quantize"),
+        ("split", {"balance": "manual"}, "manual needs it"),
+        ("split", {"devices": ["a", "b"], "balance": "manual", "split_at": [1, 2]}, "give 1, the first block"),
+        ("output", {"name": "../x"}, "plain file name"),
+        ("data", {"caption_dropout": 1.5}, r"data\.caption_dropout"),
+        ("nonsense", {"a": 1}, r"nonsense: there is no such key"),
+    ],
+)
+def test_problems_are_named(section, values, message):
+    with pytest.raises(ValueError, match=message):
+        make_job(_with(section, **values))
+
+
+def test_missing_keys_are_named():
+    with pytest.raises(ValueError, match=r"train\.steps: is required"):
+        make_job(MINIMAL | {"train": {}})
+
+
+def test_several_problems_come_at_once():
+    with pytest.raises(ValueError, match=r"(?s)(?=.*lora\.rank)(?=.*train\.colour)"):
+        make_job(_with("lora", rank=-1) | {"train": {"steps": 1, "colour": "red"}})
+
+
+def test_relative_paths_start_at_the_file(tmp_path):
+    (tmp_path / "job.toml").write_text(
+        '[model]\npath = "m"\n[[data.folders]]\npath = "d"\n[train]\nsteps = 1\n[output]\nfolder = "out"\n'
+    )
+    job = load_job(tmp_path / "job.toml")
+    assert job.model.path == str(tmp_path / "m") and job.data.folders[0].path == str(tmp_path / "d")
+    assert job.output.folder == str(tmp_path / "out") and job.cache.folder == ""
+
+
+def test_broken_toml_names_the_file(tmp_path):
+    (tmp_path / "job.toml").write_text("[model\n")
+    with pytest.raises(ValueError, match=r"job\.toml"):
+        load_job(tmp_path / "job.toml")
+
+
+def test_differences_that_matter_on_resume():
+    old = make_job(MINIMAL)
+    assert differing_keys(old, make_job(_with("output", save_every_steps=5, keep_last=7))) == []
+    assert differing_keys(old, make_job(_with("lora", rank=8))) == ["lora.rank: 16 -> 8"]

@@ -1,0 +1,110 @@
+"""Hooks attach and detach without a trace, and map_tensors reaches every tensor a block can be handed."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import pytest
+import torch
+from devicebridge.patches.hooks import HookSet, map_tensors
+from torch import nn
+
+Named = collections.namedtuple("Named", "first second")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    shift: torch.Tensor
+    name: str
+
+
+@dataclasses.dataclass
+class Open:
+    gate: torch.Tensor
+
+
+class Slotted:
+    __slots__ = ("data", "frames")
+
+    def __init__(self, data: torch.Tensor, frames: int) -> None:
+        self.data, self.frames = data, frames
+
+
+class Ordinary:
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+ONE = torch.ones(2)
+TWO = torch.full((2,), 2.0)
+
+
+def test_map_tensors_reaches_every_container():
+    value = {
+        "tuple": (ONE, 3),
+        "named": Named(ONE, "x"),
+        "list": [ONE, [ONE]],
+        "frozen": Frozen(ONE, "n"),
+        "open": Open(ONE),
+        "slotted": Slotted(ONE, 5),
+        "ordered": collections.OrderedDict(a=ONE),
+        "none": None,
+    }
+    out = map_tensors(value, double)
+    assert torch.equal(out["tuple"][0], TWO) and out["tuple"][1] == 3
+    assert isinstance(out["named"], Named) and torch.equal(out["named"].first, TWO) and out["named"].second == "x"
+    assert torch.equal(out["list"][0], TWO) and torch.equal(out["list"][1][0], TWO)
+    assert torch.equal(out["frozen"].shift, TWO) and out["frozen"].name == "n"
+    assert torch.equal(out["open"].gate, TWO)
+    assert torch.equal(out["slotted"].data, TWO) and out["slotted"].frames == 5
+    assert isinstance(out["ordered"], collections.OrderedDict) and torch.equal(out["ordered"]["a"], TWO)
+    assert out["none"] is None
+
+
+def test_map_tensors_leaves_the_original_alone():
+    frozen, slotted, inner = Frozen(ONE, "n"), Slotted(ONE, 5), [ONE]
+    map_tensors([frozen, slotted, inner], double)
+    assert frozen.shift is ONE and slotted.data is ONE and inner == [ONE]
+
+
+def test_what_does_not_change_keeps_its_identity():
+    cache = Ordinary(ONE)
+    value = ([ONE], {"a": ONE}, Frozen(ONE, "n"), Slotted(ONE, 1), cache)
+    assert map_tensors(value, lambda tensor: tensor) is value
+    assert map_tensors((ONE, cache), double)[1] is cache  # ordinary objects are passed through
+
+
+def test_hook_set_is_outermost_and_leaves_no_trace():
+    layer = nn.Linear(2, 2)
+    before = {name: dict(value) for name, value in vars(layer).items() if name.endswith("hooks")}
+    order = []
+    layer.register_forward_pre_hook(lambda module, args: order.append("theirs"))
+    hooks = HookSet()
+    hooks.before(layer, lambda module, args, kwargs: (order.append("ours"), (args, kwargs))[1])
+    hooks.after(layer, lambda module, args, kwargs, output: order.append("after"))
+    layer(ONE)
+    assert order == ["ours", "theirs", "after"] and len(hooks) == 2
+    hooks.remove()
+    hooks.remove()
+    order.clear()
+    layer(ONE)
+    assert order == ["theirs"]
+    layer._forward_pre_hooks.clear()
+    assert {name: dict(value) for name, value in vars(layer).items() if name.endswith("hooks")} == before
+
+
+def test_after_hook_also_runs_when_the_forward_raises():
+    class Failing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("inside")
+
+    seen, module, hooks = [], Failing(), HookSet()
+    hooks.after(module, lambda module, args, kwargs, output: seen.append(1), also_on_error=True)
+    with pytest.raises(KeyError, match="inside"):
+        module(ONE)
+    assert seen == [1]

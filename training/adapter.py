@@ -1,0 +1,91 @@
+"""LoRA on a family's linears: attached with PEFT, named, saved. patches/lora.py answers which weights are LoRA."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..families.spec import ModelFamily
+from ..patches.lora import assert_lora_intact, lora_parameters, place_lora_with_base, resolve_targets
+from .config import LoraSettings
+
+_ADAPTER = "default"
+_PARAMETER = re.compile(rf"^(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_magnitude_vector)\.{_ADAPTER}\.weight$")
+_SUFFIX = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude_vector": "dora_scale"}
+
+
+@dataclass(frozen=True)
+class LoraHandle:
+    """A LoRA attached to a model; made by apply_lora."""
+
+    model: nn.Module
+    targets: tuple[str, ...]
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The trained parameters by fqn, in the model's order."""
+        return lora_parameters(self.model)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The adapter on the CPU: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out]."""
+        return {_file_name(name): parameter.detach().cpu() for name, parameter in self.parameters().items()}
+
+    def load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Put saved tensors back, bit for bit.
+
+        Raises: ValueError if they are not exactly this adapter's; names the first difference.
+        """
+        parameters = {_file_name(name): parameter for name, parameter in self.parameters().items()}
+        if parameters.keys() != tensors.keys():
+            differing = sorted(parameters.keys() ^ tensors.keys())
+            raise ValueError(f"the saved LoRA is not of this job: {len(differing)} names differ, first {differing[0]}")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(tensors[name].to(parameter.device))
+
+    def remove(self) -> None:
+        """Put the plain linears back; what was trained is lost unless tensors() was kept."""
+        for name in self.targets:
+            parent, _, child = name.rpartition(".")
+            wrapper = self.model.get_submodule(name)
+            setattr(self.model.get_submodule(parent), child, wrapper.base_layer)
+        if hasattr(self.model, "peft_config"):
+            del self.model.peft_config
+
+
+def _file_name(parameter_name: str) -> str:
+    match = _PARAMETER.match(parameter_name)
+    assert match is not None, parameter_name
+    return f"{match['module']}.{_SUFFIX[match['kind']]}"
+
+
+def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *, seed: int) -> LoraHandle:
+    """Attach a fresh LoRA in place: A random, B zero, so the model's output does not change yet.
+
+    A is drawn on the CPU from seed alone, so it is the same however the model is split. Every LoRA weight is in
+    settings.dtype, on the device of the layer it adapts, and the only thing that requires gradients afterwards.
+
+    Raises: ValueError for target patterns that match no linear.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets = resolve_targets(model, settings.targets or family.lora_targets)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT only divides by the rank; fractions work
+        lora_dropout=settings.dropout,
+        use_dora=settings.dora,
+        target_modules="|".join(re.escape(name) for name in targets),
+    )
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
+    place_lora_with_base(model)
+    dtype = getattr(torch, settings.dtype)
+    for parameter in lora_parameters(model).values():
+        parameter.data = parameter.data.to(dtype)
+    assert_lora_intact(model)
+    return LoraHandle(model, tuple(targets))

@@ -1,0 +1,76 @@
+"""Cached samples as batches: latents, text states and masks, ready for the transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..caching.store import CacheStore
+from .data import Sample, load_mask
+
+
+@dataclass(frozen=True)
+class LoadedBatch:
+    """One forward's worth of data on the CPU.
+
+    Args:
+        latents: clean and normalised, float32. [B, C, F, H, W]
+        text: what the text encoders left, by name. [B, S, D] or [B, D]
+        mask: loss weight per latent cell, or None. [B, 1, 1, H, W]
+        num_tokens: image tokens of one sample.
+    """
+
+    latents: torch.Tensor
+    text: Mapping[str, torch.Tensor]
+    mask: torch.Tensor | None
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class CachedSamples:
+    """Samples with the cache entries that hold their latents and captions.
+
+    Args:
+        samples: what the entries are of. latent_keys: one per sample.
+        text_keys: by caption; the empty caption is always among them.
+        use_masks: whether masks of samples that have one weigh the loss.
+        tokens_per_cell: image tokens per latent cell.
+    """
+
+    store: CacheStore
+    samples: Sequence[Sample]
+    latent_keys: Sequence[str]
+    text_keys: Mapping[str, str]
+    use_masks: bool
+    tokens_per_cell: float
+
+    def load(self, indices: Sequence[int], drop_caption: Sequence[bool]) -> LoadedBatch:
+        """Read the samples of one batch; all must be of one bucket.
+
+        Raises: RuntimeError if an entry is gone from the cache.
+        """
+        latents = torch.stack([self._entry(self.latent_keys[i])["latents"] for i in indices])
+        captions = ["" if drop else self.samples[i].caption for i, drop in zip(indices, drop_caption, strict=True)]
+        texts = [self._entry(self.text_keys[caption]) for caption in captions]
+        text = {name: torch.stack([entry[name] for entry in texts]) for name in texts[0]}
+        num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
+        return LoadedBatch(latents, text, self._masks(indices, latents), num_tokens)
+
+    def _masks(self, indices: Sequence[int], latents: torch.Tensor) -> torch.Tensor | None:
+        if not self.use_masks or not any(self.samples[i].mask_path for i in indices):
+            return None
+        height, width = latents.shape[-2:]
+        full = torch.ones(1, 1, height, width)
+        return torch.stack(
+            [load_mask(self.samples[i], (height, width)) if self.samples[i].mask_path else full for i in indices]
+        )
+
+    def _entry(self, key: str) -> dict[str, torch.Tensor]:
+        entry = self.store.get(key)
+        if entry is None:
+            raise RuntimeError(
+                f"cache entry {key[:16]} is gone from {self.store.folder}; start the job again to refill it"
+            )
+        return entry

@@ -1,0 +1,411 @@
+"""A whole job, from a config to a LoRA file: check, cache captions, cache latents, load, train, save.
+
+Everything that can be refused is refused by check_job, which reads headers and images but no weights. The text encoder
+and the VAE are gone before the transformer is loaded. The same functions serve the command line and the nodes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..assembly import Assembled, assemble_for_training
+from ..caching.encode import Stopped, encode_captions, encode_images
+from ..caching.store import CacheStore
+from ..families.spec import ModelFamily, Variant
+from ..files import save_tensors_atomically
+from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
+from ..loading.lora_file import lora_to_diffusers, lora_to_original
+from ..parallel.devices import find_device, find_devices, free_bytes, release_cached_memory
+from ..parallel.placement import (
+    Placement,
+    block_names,
+    estimate_block_flops,
+    parameter_bytes,
+    plan_manual,
+    plan_placement,
+)
+from ..version import VERSION
+from .adapter import LoraHandle, apply_lora
+from .batches import CachedSamples
+from .checkpoint import TrainingState, list_checkpoints, load_checkpoint
+from .config import DataConfig, FolderConfig, JobConfig, differing_keys, job_to_dict, make_job
+from .data import BatchOrder, Sample, dataset_fingerprint, scan_folders
+from .events import EventLog, Listener
+from .loop import Trainer, checkpoint_folder
+from .objective import NoiseSchedule, make_noise_schedule
+
+_log = logging.getLogger(__name__)
+
+
+def never() -> bool:
+    """A should_stop for jobs nobody stops."""
+    return False
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """A checked job: what will be loaded where, and what it will be trained on."""
+
+    job: JobConfig
+    info: CheckpointInfo
+    variant: Variant
+    placement: Placement
+    schedule: NoiseSchedule
+    samples: tuple[Sample, ...]
+    eval_samples: tuple[Sample, ...]
+    fingerprint: str
+
+    @property
+    def family(self) -> ModelFamily:
+        return self.info.family
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """How a job ended.
+
+    Args:
+        status: "finished", or "stopped" before its last step.
+        step: optimizer steps done.
+        lora_path: the LoRA file, None if the job was stopped before training began.
+        lora: its tensors as saved, on the CPU.
+        losses: training loss of every step, resumed ones included.
+        eval_before, eval_after: evaluation loss before the first and after the last step done, None without a folder.
+        checkpoint: the newest full state, to resume from.
+        resume_hint: how to continue; "" when finished.
+    """
+
+    status: str
+    step: int
+    lora_path: Path | None
+    lora: dict[str, torch.Tensor]
+    losses: list[float]
+    eval_before: float | None
+    eval_after: float | None
+    checkpoint: Path | None
+    resume_hint: str
+
+
+def check_job(job: JobConfig) -> JobPlan:
+    """Everything that can be refused before weights are loaded.
+
+    Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
+        or settings that contradict the model.
+    """
+    info = read_checkpoint(job.model.path, job.model.family, job.model.variant)
+    variant = info.variant or info.family.variants[0]
+    if job.objective.guidance is not None and variant.training_guidance is None:
+        raise ValueError(f"objective.guidance is set, but {variant.name} has no guidance input; remove the setting")
+    schedule = make_noise_schedule(job.objective, info.family, variant)
+    placement = plan_job_placement(job, info, variant)
+    latent = info.family.latent_of(variant)
+    samples = tuple(scan_folders(job.data, latent))
+    eval_samples: tuple[Sample, ...] = ()
+    if job.evaluation.folder:
+        eval_samples = tuple(scan_folders(_evaluation_data(job), latent))
+    return JobPlan(job, info, variant, placement, schedule, samples, eval_samples, dataset_fingerprint(samples))
+
+
+def _evaluation_data(job: JobConfig) -> DataConfig:
+    return DataConfig(
+        folders=(FolderConfig(job.evaluation.folder),),
+        resolutions=job.data.resolutions,
+        max_aspect_ratio=job.data.max_aspect_ratio,
+        bucket_step=job.data.bucket_step,
+        use_masks=job.data.use_masks,
+    )
+
+
+def plan_job_placement(job: JobConfig, info: CheckpointInfo, variant: Variant) -> Placement:
+    """Which block goes where, from sizes alone.
+
+    Raises: ValueError if it does not fit or the cuts are impossible.
+    """
+    devices = find_devices(job.split.devices)
+    model = make_empty_transformer(info)
+    blocks = block_names(model, info.family)
+    if job.split.balance == "manual":
+        return plan_manual(blocks, devices, job.split.split_at)
+    element_size = getattr(torch, job.model.dtype).itemsize
+    block_bytes, home_bytes = parameter_bytes(model, blocks, element_size)
+    cost: list[float] = list(map(float, block_bytes))
+    home_cost = float(home_bytes)
+    if job.split.balance == "time":
+        resolution = max(job.data.resolutions)
+        num_image_tokens = info.family.latent_of(variant).num_tokens(resolution, resolution)
+        num_text_tokens = max(encoder.max_length for encoder in variant.text_encoders)
+        cost = estimate_block_flops(model, info.family, num_image_tokens, num_text_tokens)
+        home_cost = 0.0
+    return plan_placement(
+        blocks,
+        devices,
+        block_cost=cost,
+        home_cost=home_cost,
+        block_bytes=block_bytes,
+        home_bytes=home_bytes,
+        budget_bytes=_budgets(job, devices),
+    )
+
+
+def _budgets(job: JobConfig, devices: list[torch.device]) -> dict[torch.device, int | None]:
+    if job.split.memory_limit_gb:
+        if len(job.split.memory_limit_gb) != len(devices):
+            raise ValueError(
+                f"memory_limit_gb has {len(job.split.memory_limit_gb)} values, but the devices are "
+                f"{', '.join(map(str, devices))}; give one each"
+            )
+        return {device: int(gb * 1e9) for device, gb in zip(devices, job.split.memory_limit_gb, strict=True)}
+    return {device: free_bytes(device) for device in devices}
+
+
+def cache_job(
+    plan: JobPlan, events: EventLog, should_stop: Callable[[], bool] = never
+) -> tuple[CachedSamples, CachedSamples | None]:
+    """Compute the captions and latents that the cache does not hold yet; returns training and evaluation data.
+
+    The text encoder is freed before the VAE is loaded, and the VAE before this returns.
+
+    Raises: Stopped when should_stop() became true; what was done stays in the cache.
+    """
+    job, settings = plan.job, plan.job.cache
+    store = CacheStore(Path(settings.folder) if settings.folder else Path(job.output.folder) / "cache")
+    dtype = getattr(torch, settings.dtype)
+    everything = [*plan.samples, *plan.eval_samples]
+
+    def progress(done: int, total: int, what: str) -> None:
+        events.emit("progress", done, total, what=what)
+
+    events.emit("phase", name="captions")
+    text_keys = encode_captions(
+        sorted({"", *(sample.caption for sample in everything)}),
+        plan.variant.text_encoders,
+        _component_folder(plan, settings.text_encoders, "text_encoders"),
+        device=find_device(settings.text_device),
+        dtype=dtype,
+        store=store,
+        on_progress=progress,
+        should_stop=should_stop,
+    )
+    events.emit("phase", name="latents")
+    requests = [sample.image_request() for sample in everything]
+    latent_keys = encode_images(
+        requests,
+        plan.family,
+        plan.variant,
+        Path(settings.vae) if settings.vae else _component_folder(plan, "", "vae") / "vae",
+        device=find_device(settings.vae_device) if settings.vae_device else plan.placement.home,
+        dtype=dtype,
+        store=store,
+        on_progress=progress,
+        should_stop=should_stop,
+    )
+    release_cached_memory()
+
+    def cached(samples: tuple[Sample, ...]) -> CachedSamples:
+        keys = [latent_keys[sample.image_request()] for sample in samples]
+        tokens_per_cell = plan.family.latent_of(plan.variant).num_tokens_per_cell
+        return CachedSamples(store, samples, keys, text_keys, job.data.use_masks, tokens_per_cell)
+
+    return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
+
+
+def _component_folder(plan: JobPlan, setting: str, key: str) -> Path:
+    if setting:
+        return Path(setting)
+    if plan.info.pipeline_folder is None:
+        raise ValueError(
+            f"{plan.job.model.path} holds a transformer only; name the {key.replace('_', ' ')} with cache.{key} "
+            "(a diffusers model folder has them)"
+        )
+    return plan.info.pipeline_folder
+
+
+def find_state(plan: JobPlan, *, resume: bool) -> TrainingState | None:
+    """The newest checkpoint of the job's folder if it is to be resumed, None for a fresh start.
+
+    Raises: ValueError if there is none to resume, if it was made with other settings or data (names what differs), or
+        if a fresh start would mix with the checkpoints of an earlier run.
+    """
+    folder = checkpoint_folder(plan.job)
+    found = list_checkpoints(folder)
+    if not resume:
+        if found:
+            raise ValueError(
+                f"{folder} holds the checkpoints of an earlier run, up to {found[-1].name}; resume it, or choose "
+                "another output folder"
+            )
+        return None
+    if not found:
+        raise ValueError(f"there is no checkpoint in {folder} to resume from; start the job without resume")
+    state = load_checkpoint(found[-1])
+    differing = differing_keys(make_job(state.facts["config"]), plan.job)
+    if state.facts["dataset"] != plan.fingerprint:
+        differing.append("data: images, captions or masks have changed")
+    if differing:
+        lines = "\n".join(f"  {line}" for line in differing)
+        raise ValueError(
+            f"{found[-1]} was made with other settings, so continuing it would not be the same run:\n{lines}\n"
+            "Set them back to resume, or start anew in another output folder"
+        )
+    return state
+
+
+def run_job(
+    job: JobConfig,
+    *,
+    resume: bool = False,
+    on_event: Listener | None = None,
+    should_stop: Callable[[], bool] = never,
+) -> TrainingResult:
+    """Run a job to its end, or until should_stop() is true between two steps; the state is saved in both cases.
+
+    Raises: ValueError for a job that cannot be run as written, before weights are loaded.
+    """
+    plan = check_job(job)
+    folder = Path(job.output.folder)
+    state = find_state(plan, resume=resume)
+    with EventLog(folder, on_event, tensorboard=job.output.tensorboard) as events:
+        try:
+            train_data, eval_data = cache_job(plan, events, should_stop)
+        except Stopped:
+            hint = "captions and latents done so far are kept; start the job again to continue"
+            events.emit("stopped", hint=hint)
+            return TrainingResult("stopped", 0, None, {}, [], None, None, None, hint)
+        trainer = _make_trainer(plan, train_data, eval_data, events)
+        if state is not None:
+            trainer.restore(state)
+        events.emit("phase", name="training")
+        is_finished = trainer.run(should_stop)
+        return _conclude(plan, trainer, is_finished)
+
+
+def _make_trainer(
+    plan: JobPlan, train_data: CachedSamples, eval_data: CachedSamples | None, events: EventLog
+) -> Trainer:
+    job = plan.job
+    events.emit("phase", name="loading", placement=plan.placement.describe())
+    assembled = assemble(plan)
+    assert isinstance(assembled.adapter, LoraHandle)
+    lora = assembled.adapter
+    return Trainer(
+        job=job,
+        family=plan.family,
+        variant=plan.variant,
+        model=assembled.model,
+        lora=lora,
+        schedule=plan.schedule,
+        train_data=train_data,
+        eval_data=eval_data,
+        order=BatchOrder(
+            plan.samples,
+            batch_size=job.train.batch_size,
+            seed=job.train.seed,
+            caption_dropout=job.data.caption_dropout,
+        ),
+        fingerprint=plan.fingerprint,
+        devices=plan.placement.used_devices,
+        events=events,
+        save_lora=lambda path: save_lora(plan, lora, path),
+    )
+
+
+def assemble(plan: JobPlan) -> Assembled:
+    """Load the model of a checked job onto its devices, with its LoRA."""
+    job = plan.job
+    return assemble_for_training(
+        plan.info,
+        plan.family,
+        plan.placement,
+        dtype=getattr(torch, job.model.dtype),
+        quantize=job.model.quantize,
+        attach_adapter=lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed),
+        gradient_checkpointing=job.train.gradient_checkpointing,
+    )
+
+
+def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingResult:
+    path = save_lora(plan, trainer.lora, Path(plan.job.output.folder))
+    trainer.events.emit("saved", trainer.step, plan.job.train.steps, path=str(path))
+    hint = ""
+    if not is_finished:
+        hint = (
+            f"stopped after step {trainer.step} of {plan.job.train.steps}; start the same job with resume to continue"
+        )
+        trainer.events.emit("stopped", trainer.step, plan.job.train.steps, hint=hint)
+    steps = sorted(trainer.evaluations)
+    return TrainingResult(
+        status="finished" if is_finished else "stopped",
+        step=trainer.step,
+        lora_path=path,
+        lora=lora_file_tensors(plan, trainer.lora),
+        losses=list(trainer.losses),
+        eval_before=trainer.evaluations[steps[0]] if steps else None,
+        eval_after=trainer.evaluations[steps[-1]] if steps else None,
+        checkpoint=checkpoint_folder(plan.job) / f"step-{trainer.step:06d}",
+        resume_hint=hint,
+    )
+
+
+def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor]:
+    """The LoRA as the job's layout and type name it."""
+    output = plan.job.output
+    convert = lora_to_original if output.lora_layout == "original" else lora_to_diffusers
+    tensors = convert(plan.family, lora.tensors(), plan.job.lora.alpha, plan.job.lora.rank)
+    dtype = getattr(torch, output.lora_dtype)
+    # alpha stays float32: a rounded one would change the strength of the whole layer
+    return {name: t if name.endswith(".alpha") else t.to(dtype) for name, t in tensors.items()}
+
+
+def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path) -> Path:
+    """Write the LoRA with its metadata to folder/<output.name>.safetensors, atomically."""
+    path = folder / f"{plan.job.output.name}.safetensors"
+    save_tensors_atomically(path, lora_file_tensors(plan, lora), lora_metadata(plan))
+    return path
+
+
+def lora_metadata(plan: JobPlan) -> dict[str, str]:
+    """What the file says of itself: ss_* as other trainers write it, modelspec, and our config.
+
+    No paths and no dates: they would tell about the user's machine, and make equal results unequal files.
+    """
+    job = plan.job
+    resolution = max(job.data.resolutions)
+    return {
+        "format": "pt",
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.architecture": f"{plan.family.modelspec_architecture}/lora",
+        "modelspec.implementation": "diffusers",
+        "modelspec.title": job.output.name,
+        "modelspec.resolution": f"{resolution}x{resolution}",
+        "modelspec.prediction_type": plan.family.prediction_target,
+        "ss_base_model_version": plan.family.ss_base_model_version,
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": str(job.lora.rank),
+        "ss_network_alpha": str(job.lora.alpha),
+        "ss_learning_rate": str(job.optimizer.learning_rate),
+        "ss_optimizer": job.optimizer.name,
+        "ss_lr_scheduler": job.schedule.name,
+        "ss_max_train_steps": str(job.train.steps),
+        "ss_seed": str(job.train.seed),
+        "ss_num_train_images": str(len(plan.samples)),
+        "devicebridge_version": VERSION,
+        "devicebridge_variant": plan.variant.name,
+        "devicebridge_config": json.dumps(_without_places(job_to_dict(job)), sort_keys=True),
+    }
+
+
+def _without_places(config: dict[str, Any]) -> dict[str, Any]:
+    """The config without what belongs to one machine: folders become names, devices and saving cadence go."""
+    config["model"]["path"] = Path(config["model"]["path"]).name
+    config["data"]["folders"] = [{**folder, "path": Path(folder["path"]).name} for folder in config["data"]["folders"]]
+    config["evaluation"]["folder"] = Path(config["evaluation"]["folder"]).name
+    for section in ("split", "cache", "output"):
+        del config[section]
+    return config

@@ -1,0 +1,110 @@
+"""Flow matching: which noise level a sample is trained at, what the model should predict there, and the loss.
+
+With t in [0, 1] and 1 = noise, x_t = (1 - t) x + t e and the target is the velocity e - x. A timestep is drawn as a
+quantile u of a base distribution (uniform, or the logistic function of a normal), then shifted towards noise:
+t' = s t / (1 + (s - 1) t). Drawing quantiles makes one code serve training (u random), evaluation (u fixed) and the
+experts of Wan 2.2 (u restricted so that t' stays in the expert's range).
+
+Everything random is drawn on the CPU from a generator seeded by what it is for (seed, step, ...), so a run is the same
+on one device and on several, and a resumed run continues as if it had not been interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..families.spec import ModelFamily, ShiftRule, TimestepSampling, Variant
+from .config import ObjectiveConfig
+
+
+def make_generator(*position: int | float | str) -> torch.Generator:
+    """A CPU generator whose stream depends on position (seed, what for, step, ...) and on nothing else."""
+    digest = hashlib.sha256(repr(position).encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+@dataclass(frozen=True)
+class NoiseSchedule:
+    """Maps quantiles to timesteps for one job."""
+
+    sampling: TimestepSampling
+    shift: ShiftRule
+    mean: float
+    std: float
+    sigma_range: tuple[float, float]
+
+    def sigmas(self, quantiles: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Timesteps in sigma_range for quantiles in (0, 1), float64 to float32. [B] -> [B]
+
+        num_tokens: image tokens of the samples, for resolution-dependent shifts.
+        """
+        factor = self.shift.factor(num_tokens)
+        low, high = (self._quantile_of(sigma, factor) for sigma in self.sigma_range)
+        u = low + (high - low) * quantiles.double()
+        base = u if self.sampling == "uniform" else torch.sigmoid(self.mean + self.std * torch.special.ndtri(u))
+        return (factor * base / (1 + (factor - 1) * base)).float()
+
+    def _quantile_of(self, sigma: float, factor: float) -> float:
+        """Where a timestep lies in the shifted distribution, 0..1."""
+        base = sigma / (factor - (factor - 1) * sigma)
+        if self.sampling == "uniform" or base in (0.0, 1.0):
+            return base
+        return 0.5 * (1 + math.erf((math.log(base / (1 - base)) - self.mean) / self.std / math.sqrt(2)))
+
+
+def make_noise_schedule(settings: ObjectiveConfig, family: ModelFamily, variant: Variant) -> NoiseSchedule:
+    """The job's schedule: its settings, else the family's defaults.
+
+    Raises: ValueError for an unknown shift preset; it lists the family's.
+    """
+    spec = family.timesteps_of(variant)
+    sampling = settings.timestep_sampling or spec.sampling
+    is_sigmoid = sampling == "sigmoid"
+    return NoiseSchedule(
+        sampling=sampling,
+        shift=_find_shift(settings.shift, spec.shift, dict(spec.shift_presets), family.title),
+        mean=0.0 if is_sigmoid else settings.logit_mean,
+        std=settings.sigmoid_scale if is_sigmoid else settings.logit_std,
+        sigma_range=variant.sigma_range,
+    )
+
+
+def _find_shift(asked: str | float, default: str, presets: dict[str, ShiftRule], title: str) -> ShiftRule:
+    if not isinstance(asked, str):
+        if asked <= 0:
+            raise ValueError(f"a shift factor must be positive, not {asked}; 1 is no shift")
+        return ShiftRule("constant", float(asked))
+    name = asked or default
+    if name not in presets:
+        raise ValueError(f"{title} has no shift preset {name!r}; give a number or one of {', '.join(presets)}")
+    return presets[name]
+
+
+def draw_quantiles(batch_size: int, generator: torch.Generator) -> torch.Tensor:
+    """One quantile per sample, uniform in (0, 1), float64. [B]"""
+    return torch.rand(batch_size, generator=generator, dtype=torch.float64).clamp(1e-6, 1 - 1e-6)
+
+
+def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
+    """x_t for clean latents and noise, all float32. [B, C, F, H, W], sigmas [B]"""
+    t = sigmas.view(-1, *[1] * (latents.ndim - 1))
+    return (1 - t) * latents + t * noise
+
+
+def flow_matching_loss(
+    prediction: torch.Tensor, latents: torch.Tensor, noise: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Mean squared error to the velocity noise - latents, computed in float32. [B, C, F, H, W] -> scalar
+
+    mask: weight per latent cell, [B, 1, 1, H, W] in 0..1; the loss is the weighted mean, so a small mask does not
+        weaken the step. A sample whose mask is all zero contributes nothing.
+    """
+    error = (prediction.float() - (noise - latents).float()).square()
+    if mask is None:
+        return error.mean()
+    weight = mask.to(error.device, torch.float32).expand_as(error)
+    return (error * weight).sum() / weight.sum().clamp_min(1e-8)

@@ -1,0 +1,53 @@
+"""The versions this pack was tested with: one place for the doctor, the documentation and the continuous tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TestedRange:
+    """Versions first to last were tested, both included, compared by as many parts as they name ("2.13" covers 2.13.1).
+
+    Args:
+        needed_for: what does not work without the package, in a user's words.
+    """
+
+    first: str
+    last: str
+    needed_for: str
+
+    __test__ = False  # a test runner takes a class named Test... for tests
+
+    def covers(self, version: str) -> bool:
+        """Whether a version such as "2.13.0+cpu" lies in the range."""
+        found = _numbers(version)
+        first, last = _numbers(self.first), _numbers(self.last)
+        return first <= found[: len(first)] and found[: len(last)] <= last
+
+    def __str__(self) -> str:
+        return self.first if self.first == self.last else f"{self.first} to {self.last}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    numbers = []
+    for part in version.split("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+TESTED: dict[str, TestedRange] = {
+    "python": TestedRange("3.10", "3.13", "everything"),
+    "torch": TestedRange("2.11", "2.13", "everything"),
+    "diffusers": TestedRange("0.42", "0.42", "loading and training models"),
+    "peft": TestedRange("0.21", "0.21", "LoRA training"),
+    "transformers": TestedRange("5", "5", "encoding captions"),
+    "safetensors": TestedRange("0.8", "0.8", "reading and writing every file"),
+    "accelerate": TestedRange("1.15", "1.15", "building models without memory"),
+    "torchao": TestedRange("0.18", "0.18", "fp8 quantization"),
+    "pydantic": TestedRange("2.14", "2.14", "job configs"),
+    "tomlkit": TestedRange("0.15", "0.15", "job files"),
+}
