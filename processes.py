@@ -32,6 +32,8 @@ class Running:
     def __init__(self, process: subprocess.Popen[str], stop_timeout_s: float) -> None:
         self._process = process
         self._stop_timeout_s = stop_timeout_s
+        self._is_stopped = False
+        self._is_stopped = False
 
     def __enter__(self) -> Running:
         return self
@@ -51,10 +53,17 @@ class Running:
         except subprocess.TimeoutExpired:
             return None
 
+    def terminate(self) -> None:
+        """Ask the whole group to end, without waiting."""
+        self._signal_group(kill=False)
+
     def stop(self) -> None:
-        """Ask the whole group to end, then end it; a no-op once nothing of the group is left."""
+        """Ask the whole group to end, then end it; a second call is a no-op."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
         if self.exit_code is None:
-            self._signal_group(kill=False)
+            self.terminate()
             self.wait(self._stop_timeout_s)
         self._signal_group(kill=True)
         self._process.wait()

@@ -1,11 +1,10 @@
 """Loading a family's VAE from a diffusers folder or from the single files that ComfyUI uses, offline and completely.
 
-A single file carries the names its makers gave. diffusers converts most through `from_single_file`, which needs a
-config folder (it would download one) and says nothing when weights are missing; we write that folder from the
-variant's `vae_config`, and look for parameters that were left empty. It has no conversion for AutoencoderKLFlux2
-(checked in 0.42.1), so the names of that file are translated here. They are those of the latent diffusion VAE, with
-three habits of their own: the up blocks count from the last one run, attention layers are 1x1 convolutions, and the
-quantization convolutions lie inside encoder and decoder.
+A single file carries the names its makers gave. Those of latent diffusion VAEs (FLUX.1, FLUX.2) are translated here,
+because diffusers has no conversion for AutoencoderKLFlux2 (checked in 0.42.1); they have three habits of their own: the
+up blocks count from the last one run, attention layers are 1x1 convolutions, and FLUX.2 keeps the quantization
+convolutions inside encoder and decoder. All others go through diffusers' from_single_file, which would download a config
+unless it gets a folder with one; we write it from the variant's `vae_config`. A file that fits only in part is refused.
 """
 
 from __future__ import annotations
@@ -89,13 +88,16 @@ def _load_file(family: ModelFamily, variant: Variant | None, file: Path, dtype: 
     vae_class = getattr(diffusers, family.vae_class)
     config = dict(_config_of(family, variant))
     tensors = load_file(file)
-    if "bn.running_mean" in tensors:
-        vae = vae_class.from_config(config)
+    if "encoder.conv_in.weight" not in tensors:
+        return _from_single_file(vae_class, {**config, "_class_name": family.vae_class}, file, tensors, dtype)
+    vae = vae_class.from_config(config)
+    try:
         missing, unexpected = vae.load_state_dict(ldm_to_diffusers(tensors), strict=False)
-        _refuse(file, "lacks", [name for name in missing if not name.endswith("num_batches_tracked")])
-        _refuse(file, "has unknown", unexpected)
-        return vae.to(dtype)
-    return _from_single_file(vae_class, {**config, "_class_name": family.vae_class}, file, tensors, dtype)
+    except RuntimeError as error:  # shapes
+        raise _misfit(file, family.vae_class, error) from error
+    _refuse(file, "lacks", [name for name in missing if not name.endswith("num_batches_tracked")])
+    _refuse(file, "has unknown", unexpected)
+    return vae.to(dtype)
 
 
 def _from_single_file(
@@ -107,12 +109,18 @@ def _from_single_file(
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
             vae = vae_class.from_single_file(tensors, config=folder, torch_dtype=dtype, local_files_only=True)
-        except SingleFileComponentError as error:
-            raise ValueError(
-                f"{file} holds no {config['_class_name']}; give the file published with the model"
-            ) from error
+        except (SingleFileComponentError, NotImplementedError, ValueError) as error:
+            # NotImplementedError is how it meets weights that are missing: they cannot be copied.
+            raise _misfit(file, config["_class_name"], error) from error
     _refuse(file, "lacks", [name for name, parameter in vae.named_parameters() if parameter.is_meta])
     return vae
+
+
+def _misfit(file: Path, vae_class: str, error: Exception) -> ValueError:
+    reason = str(error).splitlines()[-1].strip()
+    return ValueError(
+        f"{file} does not hold the weights of {vae_class} ({reason}); give the VAE file or folder published with the model"
+    )
 
 
 def _refuse(source: Path, how: str, names: Sequence[str]) -> None:

@@ -12,13 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
-
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class TextEncoderSpec:
     max_length: int
     layers: tuple[int, ...] = ()
     system_prompt: str | None = None
-    template_options: Mapping[str, Any] = _NOTHING
+    template_options: Mapping[str, Any] = field(default_factory=dict)
     zero_padding: bool = False
 
 
@@ -164,7 +161,7 @@ class Variant:
     name: str
     transformer_config: Mapping[str, Any]
     text_encoders: tuple[TextEncoderSpec, ...]
-    vae_config: Mapping[str, Any] = _NOTHING
+    vae_config: Mapping[str, Any] = field(default_factory=dict)
     training_guidance: float | None = None
     sigma_range: tuple[float, float] = (0.0, 1.0)
     timesteps: TimestepSpec | None = None

@@ -6,7 +6,7 @@ from typing import Any
 
 from .host import io
 
-_handle: Any = None  # the fix changes torch for the whole process, so there is at most one
+_handle: Any = None  # the fix changes diffusers for the whole process, so there is at most one
 
 
 class RingLseFix(io.ComfyNode):
@@ -16,9 +16,9 @@ class RingLseFix(io.ComfyNode):
             node_id="DeviceBridgeRingLseFix",
             display_name="ROCm LSE Fix (ring attention)",
             category="DeviceBridge/fixes",
-            description="Corrects the ring attention of diffusers 0.37 to 0.39, which merges partial results wrongly with "
-            "torch 2.9 and newer (first seen on AMD GPUs). It holds for the whole ComfyUI process until turned off, and "
-            "changes nothing where the installed diffusers is right, as 0.40 and newer are.",
+            description="Corrects the ring attention of diffusers 0.37 to 0.39, which merges partial results "
+            "wrongly with torch 2.9 and newer (first seen on AMD GPUs). It holds for the whole ComfyUI process until "
+            "turned off, and changes nothing where the installed diffusers is right, as 0.40 and newer are.",
             search_aliases=["amd", "rocm", "context parallel", "ring attention"],
             is_output_node=True,
             is_experimental=True,

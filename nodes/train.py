@@ -123,7 +123,7 @@ def _main_inputs() -> list[io.Input]:
             "longer.",
         ),
         io.Int.Input(
-            "seed",
+            "random_seed",  # one called seed would be changed after every run by the interface, and resume refuse
             default=0,
             min=0,
             max=0x7FFFFFFFFFFFFFFF,
@@ -305,7 +305,8 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, settings: dict[str,
         cache=dataset.cache or config.CacheConfig(folder=str(host.folder_in_output(DEFAULT_FOLDER, "cache"))),
         train=make_part(
             config.LoopConfig,
-            **_pick(settings, "steps", "batch_size", "accumulation", "clip_norm", "seed", "gradient_checkpointing"),
+            **_pick(settings, "steps", "batch_size", "accumulation", "clip_norm", "gradient_checkpointing"),
+            seed=settings["random_seed"],
         ),
         lora=make_part(
             config.LoraSettings,

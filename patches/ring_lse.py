@@ -16,8 +16,8 @@ The fix copies nothing of diffusers. It wraps the attention op that is handed to
 the rank which the version test expects. What unified attention exchanges gets its trailing dim where it is exchanged.
 Places that test the rank are left alone. It can be deleted once the pack requires diffusers 0.40.
 
-Not fixed: the backward of ring attention before 0.40 uses the local keys and values in every iteration, so gradients
-are wrong there. This fix is for running models; train without ring, or with diffusers 0.40.
+Not fixed: the backward of ring attention before 0.40 is broken in other ways (every iteration differentiates the local
+keys and values; with `_native_flash` it mostly stops with an error about shapes). Train with diffusers 0.40 or newer.
 
 Legend: B batch, S tokens, N heads, H head dim.
 """

@@ -1,6 +1,6 @@
 """Run the type checker on the backend rooms, under the pack's import name whatever its folder is called.
 
-mypy finds a package by its folder's name, so it looks at a temporary folder in which the name `devicebridge` points here.
+mypy finds a package by its folder's name, so it looks at a temporary folder in which `devicebridge` points here.
 """
 
 from __future__ import annotations

@@ -154,10 +154,18 @@ def _pack_composite(key: str, value: Any, tensors: dict[str, torch.Tensor]) -> d
     return {
         "class": f"{cls.__module__}:{cls.__qualname__}",
         "names": names,
-        "context": context,
+        "context": [_pack_dtype(item) for item in context],
         "shape": list(value.shape),
         "stride": list(value.stride()),
     }
+
+
+def _pack_dtype(item: Any) -> Any:
+    return {"dtype": str(item).removeprefix("torch.")} if isinstance(item, torch.dtype) else item
+
+
+def _unpack_dtype(item: Any) -> Any:
+    return getattr(torch, item["dtype"]) if isinstance(item, dict) else item
 
 
 def _unpack(key: str, description: dict[str, Any], device: torch.device, tensors: dict[str, torch.Tensor]) -> Any:
@@ -175,5 +183,8 @@ def _unpack(key: str, description: dict[str, Any], device: torch.device, tensors
     parts = {part: tensors[f"{key}.{part}"].to(target) for part in description["names"]}
     cls = getattr(importlib.import_module(module), name)
     return cls.__tensor_unflatten__(
-        parts, description["context"], torch.Size(description["shape"]), tuple(description["stride"])
+        parts,
+        [_unpack_dtype(item) for item in description["context"]],
+        torch.Size(description["shape"]),
+        tuple(description["stride"]),
     )

@@ -1,8 +1,8 @@
 """Runs diffusers' own ring attention on CPU ranks and prints, as one line of JSON, how far it is from plain attention.
 
 Started by test_ring_lse.py with the diffusers to examine first on PYTHONPATH. For every phase (before the fix, with it,
-after removing it) and every case the result is {"difference": largest absolute difference of output and LSE over all
-ranks} or {"error": text}. Shapes: B batch, S tokens (all ranks), N heads, H head dim.
+after removing it) and every case the result is {"out": largest absolute difference of the output over all ranks,
+"lse": that of the log-sum-exp} or {"error": text}. Shapes: B batch, S tokens (all ranks), N heads, H head dim.
 """
 
 from __future__ import annotations
@@ -120,16 +120,16 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
 
 def run_case(case: Case, rank: int) -> dict[str, Any]:
     try:
-        outcome: float | str = difference_from_plain_attention(case, rank)
+        outcome: dict[str, Any] = difference_from_plain_attention(case, rank)
     except (RuntimeError, ValueError) as error:  # the same on every rank: the merge is local
-        outcome = f"{type(error).__name__}: {error}"
+        outcome = {"error": f"{type(error).__name__}: {error}"}
     outcomes: list[Any] = [None] * case.world_size
     dist.all_gather_object(outcomes, outcome)
-    errors = [text for text in outcomes if isinstance(text, str)]
-    return {"error": errors[0]} if errors else {"difference": max(outcomes)}
+    failed = [found for found in outcomes if "error" in found]
+    return failed[0] if failed else {name: max(found[name] for found in outcomes) for name in outcome}
 
 
-def difference_from_plain_attention(case: Case, rank: int) -> float:
+def difference_from_plain_attention(case: Case, rank: int) -> dict[str, float]:
     torch.manual_seed(0)
     shape = (1, sum(case.tokens), case.heads, case.head_dim)
     query, key, value = (torch.randn(shape) for _ in range(3))
@@ -137,12 +137,8 @@ def difference_from_plain_attention(case: Case, rank: int) -> float:
     config = make_parallel_config(case, rank)
     with flash_on_cpu(case):
         out, lse = dispatch._native_flash_attention(*shards, return_lse=True, _parallel_config=config)
-    expected_out, expected_lse = plain_attention(query, key, value)
-    differences = [
-        (found - expected.split(case.tokens, dim=1)[rank]).abs().max().item()
-        for found, expected in ((out, expected_out), (lse, expected_lse))
-    ]
-    return max(differences)
+    expected_out, expected_lse = (t.split(case.tokens, dim=1)[rank] for t in plain_attention(query, key, value))
+    return {"out": (out - expected_out).abs().max().item(), "lse": (lse - expected_lse).abs().max().item()}
 
 
 def plain_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,205 @@
+"""What the bridge costs: LoRA training steps of full-size FLUX.2 on one GPU and split over two, interleaved in one run.
+
+    python benchmarks/bridge_cost.py [--out results.json]
+
+Random weights; no checkpoint is needed. Both models live in memory at once (two GPUs of 140 GB, or fewer --layers) and
+take turns step by step, so that clocks and neighbours affect both alike. First, at full width and few layers, the split
+must give bitwise the output, loss and LoRA gradients of one GPU. Prints ratios first, then JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_spec = importlib.util.spec_from_file_location("devicebridge_bootstrap", ROOT / "bootstrap.py")
+assert _spec is not None and _spec.loader is not None
+_bootstrap = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_bootstrap)
+_bootstrap.load_pack()
+
+import diffusers  # noqa: E402
+import peft  # noqa: E402
+import torch  # noqa: E402
+from devicebridge.families.registry import find_family  # noqa: E402
+from devicebridge.parallel.block_split import apply_block_split  # noqa: E402
+from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement  # noqa: E402
+from devicebridge.training.adapter import apply_lora  # noqa: E402
+from devicebridge.training.config import LoraSettings  # noqa: E402
+from torch import nn  # noqa: E402
+
+FAMILY = find_family("flux2")
+VARIANT = FAMILY.variant("flux2-dev")
+
+
+def make_model(layers: tuple[int, int], devices: list[torch.device], rank: int, seed: int = 0) -> tuple[Any, Any, Any]:
+    """A FLUX.2 transformer with random bf16 weights and a LoRA over these devices -> (model, split, parameters)."""
+    config = dict(VARIANT.transformer_config) | {"num_layers": layers[0], "num_single_layers": layers[1]}
+    with torch.device("meta"):
+        model = diffusers.Flux2Transformer2DModel(**config).to(torch.bfloat16)
+    blocks = block_names(model, FAMILY)
+    sizes, home = parameter_bytes(model, blocks, 2)
+    placement = plan_placement(blocks, devices, block_cost=sizes, home_cost=home)
+    _materialize(model, placement, seed)
+    split = apply_block_split(model, FAMILY, placement)
+    lora = apply_lora(model, FAMILY, LoraSettings(rank=rank, alpha=rank, dtype="bfloat16"), seed=seed)
+    for parameter in lora.parameters().values():  # B starts at zero, which would hide a wrong gradient of A
+        _fill(parameter, torch.Generator(parameter.device).manual_seed(seed + parameter.numel()))
+    model.train()
+    model.enable_gradient_checkpointing(split.checkpoint)
+    return model, split, list(lora.parameters().values())
+
+
+def _materialize(model: nn.Module, placement: Any, seed: int) -> None:
+    for index, (name, parameter) in enumerate(list(model.named_parameters())):
+        parent, _, leaf = name.rpartition(".")
+        device = placement.device_of(name)
+        data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        _fill(data, torch.Generator(device).manual_seed(seed * 100_003 + index))
+        if parameter.ndim == 1:
+            data.add_(1.0)  # norms
+        setattr(model.get_submodule(parent), leaf, nn.Parameter(data, requires_grad=False))
+
+
+@torch.no_grad()
+def _fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
+    tensor.normal_(0, 0.02, generator=generator)
+
+
+def make_batch(side: int, device: torch.device, seed: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """Inputs of one 16 * side pixels square sample and its target."""
+    g = torch.Generator().manual_seed(seed)
+    latents = torch.randn(1, 128, 1, side, side, generator=g).to(device, torch.bfloat16)
+    states = torch.randn(1, 512, 15360, generator=g).to(device, torch.bfloat16)
+    sigma = torch.rand(1, generator=g).to(device)
+    inputs = FAMILY.make_inputs(latents, sigma, {VARIANT.text_encoders[0].output: states}, 1.0)
+    return inputs, torch.randn(1, 128, 1, side, side, generator=g).to(device)
+
+
+def loss_of(model: Any, batch: tuple[dict[str, Any], torch.Tensor]) -> torch.Tensor:
+    inputs, target = batch
+    prediction = FAMILY.read_prediction(model(**inputs, return_dict=False)[0], target)
+    return (prediction.float() - target).square().mean()
+
+
+def check_equal(rank: int) -> dict[str, Any]:
+    """Output, loss and every LoRA gradient at full width, one GPU against two: bitwise."""
+    results = []
+    for devices in ([torch.device("cuda:0")], [torch.device("cuda:0"), torch.device("cuda:1")]):
+        model, _, parameters = make_model((2, 4), devices, rank)
+        batch = make_batch(32, devices[0], 7)
+        loss_of(model, batch).backward()  # the first call of a process may pick other matrix kernels: warm up
+        for parameter in parameters:
+            parameter.grad = None
+        loss = loss_of(model, batch)
+        loss.backward()
+        with torch.no_grad():
+            output = model(**batch[0], return_dict=False)[0]
+        results.append((loss.item(), output.cpu(), [parameter.grad.cpu() for parameter in parameters]))
+        del model, parameters
+        torch.cuda.empty_cache()
+    one, two = results
+    gradients = sum(torch.equal(a, b) for a, b in zip(one[2], two[2], strict=True))
+    return {
+        "loss_equal": one[0] == two[0],
+        "output_bitwise_equal": torch.equal(one[1], two[1]),
+        "gradients_bitwise_equal": f"{gradients} of {len(one[2])}",
+        "gradient_norm": float(sum(g.float().square().sum() for g in one[2]) ** 0.5),
+    }
+
+
+def measure(layers: tuple[int, int], side: int, rank: int, rounds: int) -> dict[str, Any]:
+    """Seconds per training step, one GPU and split in turns, and GB per card of each."""
+    runs = {}
+    for name, devices in (("one_gpu", ["cuda:0"]), ("split", ["cuda:0", "cuda:1"])):
+        before = [torch.cuda.memory_allocated(i) for i in range(2)]
+        model, split, parameters = make_model(layers, [torch.device(d) for d in devices], rank)
+        weights = [(torch.cuda.memory_allocated(i) - before[i]) / 1e9 for i in range(2)]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-5)
+        runs[name] = {"model": model, "optimizer": optimizer, "weights_gb": weights, "times": [], "peak_gb": None}
+        runs[name]["placement"] = split.placement.describe()
+    for round_index in range(rounds + 1):
+        for run in runs.values():
+            _step(run, side, round_index, is_warm_up=round_index == 0)
+    medians = {name: statistics.median(run["times"]) for name, run in runs.items()}
+    report: dict[str, Any] = {"split_over_one_gpu": medians["split"] / medians["one_gpu"]}
+    for name, run in runs.items():
+        report[name] = {
+            "s_per_step_median": medians[name],
+            "s_per_step_min_max": [min(run["times"]), max(run["times"])],
+            "weights_gb": run["weights_gb"],
+            "step_peak_above_resident_gb": run["peak_gb"],
+            "placement": run["placement"],
+            "last_loss": run["loss"],
+        }
+    return report
+
+
+def _step(run: dict[str, Any], side: int, seed: int, *, is_warm_up: bool) -> None:
+    batch = make_batch(side, torch.device("cuda:0"), seed)
+    for index in range(2):
+        torch.cuda.synchronize(index)
+        torch.cuda.reset_peak_memory_stats(index)
+    resident = [torch.cuda.memory_allocated(index) for index in range(2)]
+    start = time.perf_counter()
+    loss = loss_of(run["model"], batch)
+    loss.backward()
+    run["optimizer"].step()
+    run["optimizer"].zero_grad(set_to_none=True)
+    for index in range(2):
+        torch.cuda.synchronize(index)
+    if not is_warm_up:
+        run["times"].append(time.perf_counter() - start)
+    run["peak_gb"] = [(torch.cuda.max_memory_allocated(i) - resident[i]) / 1e9 for i in range(2)]
+    run["loss"] = loss.item()
+
+
+def commit() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs=2, default=(8, 48), help="double and single blocks")
+    parser.add_argument("--resolution", type=int, default=512)
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    report = {"equality_full_width_2_double_4_single": check_equal(options.rank)}
+    report["training_step"] = measure(tuple(options.layers), options.resolution // 16, options.rank, options.rounds)
+    report["setup"] = {
+        "model": "FLUX.2-dev shape, {} double + {} single blocks, random bf16 weights".format(*options.layers),
+        "resolution": options.resolution,
+        "batch": 1,
+        "rank": options.rank,
+        "cards": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "diffusers": diffusers.__version__,
+            "peft": peft.__version__,
+        },
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+    }
+    print(f"split / one GPU: {report['training_step']['split_over_one_gpu']:.4f}")
+    text = json.dumps(report, indent=2)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

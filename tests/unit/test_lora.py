@@ -1,0 +1,229 @@
+"""Which weights are LoRA, which layers LoRA adapts, and whether it is fit to train."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devicebridge.patches.lora import (
+    assert_lora_intact,
+    is_lora_name,
+    lora_parameters,
+    name_without_wrapper,
+    place_lora_with_base,
+    resolve_targets,
+)
+from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+TARGETS = ("*.to_q", "*.to_out.0")
+
+
+class Attention(nn.Module):
+    def __init__(self, has_list: bool) -> None:
+        super().__init__()
+        self.to_q = nn.Linear(8, 8)
+        self.norm_q = nn.LayerNorm(8)
+        # The same name is a ModuleList in one kind of block and a linear in the other, as in FLUX.2.
+        self.to_out = nn.ModuleList([nn.Linear(8, 8), nn.Dropout(0.0)]) if has_list else nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm_q(self.to_q(x))
+        return self.to_out[0](x) if isinstance(self.to_out, nn.ModuleList) else self.to_out(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.joint = nn.ModuleList(Attention(has_list=True) for _ in range(2))
+        self.image = nn.ModuleList(Attention(has_list=False) for _ in range(1))
+        self.embed = nn.Embedding(4, 8)
+        self.requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in [*self.joint, *self.image]:
+            x = block(x)
+        return x
+
+
+def attach(model: nn.Module, targets: list[str] | None = None, **options) -> nn.Module:
+    targets = targets or resolve_targets(model, TARGETS)
+    return inject_adapter_in_model(LoraConfig(r=2, target_modules=targets, **options), model)
+
+
+class Wrapped(nn.Module):
+    """LoRA injected by somebody else: the layer under `original`, the factors as bare parameters."""
+
+    def __init__(self, original: nn.Linear) -> None:
+        super().__init__()
+        self.original = original
+        self.lora_down = nn.Parameter(torch.randn(2, original.in_features))
+        self.lora_up = nn.Parameter(torch.randn(original.out_features, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.original(x) + x @ self.lora_down.T @ self.lora_up.T
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("blocks.0.to_q.lora_A.default.weight", True),
+        ("blocks.0.to_q.lora_magnitude_vector.default.weight", True),
+        ("embed.lora_embedding_A.default", True),
+        ("to_q.lora_layer.down.weight", True),
+        ("diffusion_model.blocks.0.q.lora_B.weight", True),
+        ("blocks.0.to_q.dora_scale", True),
+        ("blocks.0.to_q.base_layer.weight", False),
+        ("blocks.0.flora_A.weight", False),
+        ("blocks.0.explora.weight", False),
+        ("", False),
+    ],
+)
+def test_lora_is_known_by_its_name(name, expected):
+    assert is_lora_name(name) is expected
+
+
+def test_lora_parameters_are_exactly_what_peft_added_in_order():
+    model = Model()
+    base = {id(parameter) for parameter in model.parameters()}
+    attach(model, use_dora=True)
+    added = [name for name, parameter in model.named_parameters() if id(parameter) not in base]
+    assert list(lora_parameters(model)) == added
+    assert len(added) == 5 * 3  # five linears, each with A, B and DoRA's magnitude
+
+
+def test_targets_are_exact_names_and_the_same_after_lora_was_attached():
+    model = Model()
+    expected = ["joint.0.to_q", "joint.0.to_out.0", "joint.1.to_q", "joint.1.to_out.0", "image.0.to_q"]
+    assert resolve_targets(model, TARGETS) == expected
+    attach(model)
+    assert resolve_targets(model, TARGETS) == expected
+    assert resolve_targets(model, ("*",)) == [*expected, "image.0.to_out"]  # no lora_A, no base_layer
+    model.image[0].to_out = Wrapped(model.image[0].to_out)
+    assert resolve_targets(model, ("image.*",)) == ["image.0.to_q", "image.0.to_out"]
+
+
+def test_patterns_that_match_nothing_are_named_with_what_they_match_instead():
+    model = Model()
+    with pytest.raises(ValueError, match=r"'joint.*.to_out' \(matches ModuleList\); '\*.to_k'") as error:
+        resolve_targets(model, ("*.to_q", "joint.*.to_out", "*.to_k"))
+    assert "'*.to_q'" not in str(error.value)
+    with pytest.raises(ValueError, match=r"'\*.TO_Q'"):
+        resolve_targets(model, ("*.TO_Q",))
+
+
+def test_names_lose_their_wrapper():
+    assert name_without_wrapper("a.to_q.base_layer.weight") == "a.to_q.weight"
+    assert name_without_wrapper("a.to_q.original") == "a.to_q"
+    assert name_without_wrapper("a.to_q") == "a.to_q"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fresh_lora_is_intact(dtype):
+    model = attach(Model().to(dtype))
+    assert_lora_intact(model)
+
+
+def test_a_model_without_lora_is_refused():
+    with pytest.raises(RuntimeError, match=r"has no LoRA weight. Right order: load, quantize"):
+        assert_lora_intact(Model())
+
+
+def test_frozen_lora_is_refused_and_the_first_offenders_are_named():
+    model = attach(Model())
+    for parameter in lora_parameters(model).values():
+        parameter.requires_grad_(False)
+    names = list(lora_parameters(model))
+    with pytest.raises(RuntimeError) as error:
+        assert_lora_intact(model)
+    assert f"10 of 10 LoRA weights cannot train: {names[0]} is frozen, {names[1]} is frozen" in str(error.value)
+    assert names[3] not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_lora_of_a_dtype_that_cannot_train_is_refused(dtype):
+    model = attach(Model())
+    lora_a = model.joint[1].to_q.lora_A["default"]
+    lora_a.weight = nn.Parameter(lora_a.weight.detach().to(dtype), requires_grad=False)
+    with pytest.raises(
+        RuntimeError, match=rf"1 of 10 .*joint.1.to_q.lora_A.default.weight has dtype {dtype}".replace("torch.", "")
+    ):
+        assert_lora_intact(model)
+
+
+def test_a_base_weight_that_would_train_is_refused():
+    model = attach(Model())
+    model.embed.weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"1 weights outside LoRA would be trained: embed.weight"):
+        assert_lora_intact(model)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_lora_follows_the_layer_it_adapts(use_dora):
+    model = attach(Model(), use_dora=use_dora)
+    ids = torch.tensor([0, 3, 1])
+    expected = model(ids).detach()
+    with emulated_cards():
+        model.joint[0].to(CARDS[0])
+        model.joint[1].to(CARDS[1])
+        for name in ("lora_A", "lora_B"):
+            model.joint[1].to_q.get_submodule(name).to(CARDS[0])  # strayed to another card
+        model.joint[0].to_q.lora_B.to("cpu")
+        model.image[0].to_q.base_layer.to(CARDS[1])  # the layer moved, its LoRA did not
+        model.image[0].to_out.to(CARDS[1])
+        model.image[0].norm_q.to(CARDS[1])
+
+        moved = place_lora_with_base(model)
+
+        assert moved == (6 if use_dora else 5)
+        for name, parameter in lora_parameters(model).items():
+            owner = model.get_submodule(name.partition(".lora_")[0])
+            assert parameter.device == owner.base_layer.weight.device, name
+        assert isinstance(model.image[0].to_q.lora_A["default"].weight.data, EmulatedTensor)
+        assert_lora_intact(model)  # an emulated card's tensor is as good as any
+        assert place_lora_with_base(model) == 0
+        x = model.embed(ids)
+        for block, card in ((model.joint[0], CARDS[0]), (model.joint[1], CARDS[1]), (model.image[0], CARDS[1])):
+            x = block(x.to(card))
+    torch.testing.assert_close(on_cpu(x), expected)
+
+
+def test_lora_of_other_wrappers_follows_too():
+    model = Model()
+    model.joint[0].to_q = Wrapped(model.joint[0].to_q)
+    layer = model.image[0].to_q  # LoRA hung onto the layer itself
+    layer.add_module("lora_A", nn.Linear(8, 2))
+    layer.register_parameter("lora_scale", nn.Parameter(torch.ones(())))
+    down = model.joint[0].to_q.lora_down.detach().clone()
+    with emulated_cards():
+        model.joint[0].to_q.original.to(CARDS[1])
+        layer._parameters["weight"] = nn.Parameter(layer.weight.to(CARDS[0]), requires_grad=False)
+        assert place_lora_with_base(model) == 4
+        assert model.joint[0].to_q.lora_down.device == CARDS[1]
+        assert model.joint[0].to_q.lora_up.requires_grad
+        assert isinstance(model.joint[0].to_q.lora_up, nn.Parameter)
+        assert layer.lora_A.weight.device == layer.lora_scale.device == CARDS[0]
+        assert torch.equal(on_cpu(model.joint[0].to_q.lora_down), down)
+
+
+def test_parameters_in_place_keep_their_identity():
+    model = attach(Model())
+    before = {name: id(parameter) for name, parameter in lora_parameters(model).items()}
+    assert place_lora_with_base(model) == 0
+    assert {name: id(parameter) for name, parameter in lora_parameters(model).items()} == before
+
+
+@pytest.mark.parametrize("part", ["base_layer", "lora_A"])
+def test_meta_on_one_side_is_refused(part):
+    model = attach(Model())
+    model.joint[0].to_q.get_submodule(part).to("meta")
+    with pytest.raises(RuntimeError, match=r"joint.0.to_q.lora_A is on .*meta holds no numbers"):
+        place_lora_with_base(model)
+
+
+def test_a_model_wholly_on_meta_is_left_alone():
+    with torch.device("meta"):
+        model = attach(Model())
+    assert place_lora_with_base(model) == 0
