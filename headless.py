@@ -157,16 +157,18 @@ def _find_nodes(graph: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _set_input(node: dict[str, Any], input_name: str, value: Any, name: str) -> None:
-    if "class_type" in node:
-        inputs, place = node["inputs"], input_name
-        found = input_name in inputs
-    else:
-        widgets = [entry["name"] for entry in node.get("inputs", []) if "widget" in entry]
-        found = input_name in widgets and len(widgets) == len(node.get("widgets_values", []))
-        inputs, place = node.get("widgets_values"), widgets.index(input_name) if found else None
-    if not found:
+    """In the saved form values are a list in the order of the widgets, and beside it, since 2026, a table by name."""
+    if "class_type" in node and input_name in node["inputs"]:
+        node["inputs"][input_name] = value
+        return
+    named = node.get("widgets_values_named", {})
+    widgets = list(named) or [entry["name"] for entry in node.get("inputs", []) if "widget" in entry]
+    values = node.get("widgets_values", [])
+    if input_name not in widgets or len(widgets) != len(values):
         raise ValueError(f"{name}: the node has no such input that can be set")
-    inputs[place] = value
+    values[widgets.index(input_name)] = value
+    if named:
+        named[input_name] = value
 
 
 # ---- what is installed ----

@@ -33,7 +33,6 @@ class Running:
         self._process = process
         self._stop_timeout_s = stop_timeout_s
         self._is_stopped = False
-        self._is_stopped = False
 
     def __enter__(self) -> Running:
         return self

@@ -136,7 +136,8 @@ def _encode_chat(encoder: TextEncoder, text: str) -> torch.Tensor:
     rendered = render_chat(encoder.tokenizer, caption, encoder.spec)
     # Most templates write the first token themselves; PixtralProcessor tells it the same way.
     begin = encoder.tokenizer.bos_token
-    tokens = _tokenize(encoder, rendered, add_special_tokens=not (begin and rendered.startswith(begin)))
+    writes_begin = bool(begin) and rendered.startswith(begin)
+    tokens = _tokenize(encoder, rendered, caption=text, add_special_tokens=not writes_begin)
     output = call_accepting(
         encoder.model.forward,
         required={**tokens, "output_hidden_states": True},
@@ -149,7 +150,7 @@ def _encode_chat(encoder: TextEncoder, text: str) -> torch.Tensor:
 
 def _encode_last(encoder: TextEncoder, text: str) -> torch.Tensor:
     """[S, D]; see FluxPipeline._get_t5_prompt_embeds and, with zero_padding, WanPipeline._get_t5_prompt_embeds."""
-    tokens = _tokenize(encoder, text)
+    tokens = _tokenize(encoder, text, caption=text)
     if not encoder.spec.zero_padding:
         del tokens["attention_mask"]
         return call_accepting(encoder.model.forward, required=tokens).last_hidden_state[0]
@@ -160,7 +161,7 @@ def _encode_last(encoder: TextEncoder, text: str) -> torch.Tensor:
 
 def _encode_pooled(encoder: TextEncoder, text: str) -> torch.Tensor:
     """[D]; see FluxPipeline._get_clip_prompt_embeds."""
-    tokens = _tokenize(encoder, text)
+    tokens = _tokenize(encoder, text, caption=text)
     return call_accepting(encoder.model.forward, required={"input_ids": tokens["input_ids"]}).pooler_output[0]
 
 
@@ -169,18 +170,15 @@ _ENCODE: Mapping[str, Callable[[TextEncoder, str], torch.Tensor]] = MappingProxy
 )
 
 
-def _tokenize(encoder: TextEncoder, text: str, add_special_tokens: bool = True) -> dict[str, torch.Tensor]:
-    """input_ids and attention_mask [1, S] on the encoder's device; warns when the text does not fit."""
+def _tokenize(
+    encoder: TextEncoder, text: str, *, caption: str, add_special_tokens: bool = True
+) -> dict[str, torch.Tensor]:
+    """input_ids and attention_mask [1, S] on the encoder's device; warns when the caption does not fit."""
     spec, tokenizer = encoder.spec, encoder.tokenizer
     length = len(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
     if length > spec.max_length:
-        logger.warning(
-            "%s reads %d tokens and %s has %d: its end is cut off",
-            spec.folder,
-            spec.max_length,
-            _shorten(text),
-            length,
-        )
+        message = "%s reads %d tokens and the caption %s needs %d: its end is cut off"
+        logger.warning(message, spec.folder, spec.max_length, _shorten(caption), length)
     tokens = tokenizer(
         text,
         padding="max_length",

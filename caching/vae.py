@@ -1,10 +1,11 @@
 """Loading a family's VAE from a diffusers folder or from the single files that ComfyUI uses, offline and completely.
 
 A single file carries the names its makers gave. Those of latent diffusion VAEs (FLUX.1, FLUX.2) are translated here,
-because diffusers has no conversion for AutoencoderKLFlux2 (checked in 0.42.1); they have three habits of their own: the
-up blocks count from the last one run, attention layers are 1x1 convolutions, and FLUX.2 keeps the quantization
-convolutions inside encoder and decoder. All others go through diffusers' from_single_file, which would download a config
-unless it gets a folder with one; we write it from the variant's `vae_config`. A file that fits only in part is refused.
+because diffusers has no conversion for AutoencoderKLFlux2 (checked in 0.42.1); they have three habits of their own:
+the up blocks count from the last one run, attention layers are 1x1 convolutions, and FLUX.2 keeps the quantization
+convolutions inside encoder and decoder. All others go through diffusers' from_single_file, which would download a
+config unless it gets a folder with one; we write it from the variant's `vae_config`. A file that fits only in part is
+refused.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ def load_vae(family: ModelFamily, variant: Variant | None, path: str | Path, dty
     Args:
         variant: whose vae_config describes a single file; None takes the family's first.
         path: VAE folder, pipeline folder with a `vae` folder in it, or single safetensors file.
+        dtype: of the parameters. Buffers stay float32: FLUX.2 normalises latents by running statistics kept in them.
     Raises: ValueError if the path holds no VAE of this family's class, or not all of its weights.
     """
     source = find_vae(path)
-    vae = _load_folder(family, source, dtype) if source.is_dir() else _load_file(family, variant, source, dtype)
+    vae = _load_folder(family, source) if source.is_dir() else _load_file(family, variant, source)
+    for parameter in vae.parameters():
+        parameter.data = parameter.data.to(dtype)
     return vae.requires_grad_(False).eval()
 
 
@@ -68,20 +72,20 @@ def _class_name(config: Path) -> str | None:
     return json.loads(config.read_text(encoding="utf-8")).get("_class_name")
 
 
-def _load_folder(family: ModelFamily, folder: Path, dtype: torch.dtype) -> Any:
+def _load_folder(family: ModelFamily, folder: Path) -> Any:
     import diffusers
 
     found = _class_name(folder / "config.json")
     if found != family.vae_class:
         raise ValueError(f"{folder} is an {found}; {family.title} needs an {family.vae_class}")
     vae, report = getattr(diffusers, family.vae_class).from_pretrained(
-        str(folder), torch_dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        str(folder), torch_dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
     )
     _refuse(folder, "lacks", report["missing_keys"])
     return vae
 
 
-def _load_file(family: ModelFamily, variant: Variant | None, file: Path, dtype: torch.dtype) -> Any:
+def _load_file(family: ModelFamily, variant: Variant | None, file: Path) -> Any:
     import diffusers
     from safetensors.torch import load_file
 
@@ -89,7 +93,7 @@ def _load_file(family: ModelFamily, variant: Variant | None, file: Path, dtype: 
     config = dict(_config_of(family, variant))
     tensors = load_file(file)
     if "encoder.conv_in.weight" not in tensors:
-        return _from_single_file(vae_class, {**config, "_class_name": family.vae_class}, file, tensors, dtype)
+        return _from_single_file(vae_class, {**config, "_class_name": family.vae_class}, file, tensors)
     vae = vae_class.from_config(config)
     try:
         missing, unexpected = vae.load_state_dict(ldm_to_diffusers(tensors), strict=False)
@@ -97,29 +101,28 @@ def _load_file(family: ModelFamily, variant: Variant | None, file: Path, dtype: 
         raise _misfit(file, family.vae_class, error) from error
     _refuse(file, "lacks", [name for name in missing if not name.endswith("num_batches_tracked")])
     _refuse(file, "has unknown", unexpected)
-    return vae.to(dtype)
+    return vae
 
 
-def _from_single_file(
-    vae_class: Any, config: Mapping[str, Any], file: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype
-) -> Any:
+def _from_single_file(vae_class: Any, config: Mapping[str, Any], file: Path, tensors: dict[str, torch.Tensor]) -> Any:
     from diffusers.loaders.single_file_utils import SingleFileComponentError
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
-            vae = vae_class.from_single_file(tensors, config=folder, torch_dtype=dtype, local_files_only=True)
+            vae = vae_class.from_single_file(tensors, config=folder, torch_dtype=torch.float32, local_files_only=True)
         except (SingleFileComponentError, NotImplementedError, ValueError) as error:
-            # NotImplementedError is how it meets weights that are missing: they cannot be copied.
             raise _misfit(file, config["_class_name"], error) from error
     _refuse(file, "lacks", [name for name, parameter in vae.named_parameters() if parameter.is_meta])
     return vae
 
 
 def _misfit(file: Path, vae_class: str, error: Exception) -> ValueError:
-    reason = str(error).splitlines()[-1].strip()
+    # NotImplementedError is how from_single_file meets missing weights: they are still on meta and cannot be copied.
+    reason = "weights are missing" if isinstance(error, NotImplementedError) else str(error).splitlines()[-1].strip()
     return ValueError(
-        f"{file} does not hold the weights of {vae_class} ({reason}); give the VAE file or folder published with the model"
+        f"{file} does not hold the weights of the {vae_class} asked for ({reason}); "
+        "give the VAE file or folder published with the model"
     )
 
 
@@ -150,15 +153,17 @@ _LDM_NAMES: tuple[tuple[str, str], ...] = (
 
 def ldm_to_diffusers(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors under diffusers' names; a file that has those already comes back as it is."""
+    if not any(name.startswith("encoder.down.") for name in tensors):
+        return dict(tensors)
     levels = [int(match[1]) for name in tensors if (match := re.match(r"decoder\.up\.(\d+)\.", name))]
     return dict(_to_diffusers(name, tensor, max(levels, default=0)) for name, tensor in tensors.items())
 
 
-def _to_diffusers(name: str, tensor: torch.Tensor, last_level: int) -> tuple[str, torch.Tensor]:
-    level = re.match(r"decoder\.up\.(\d+)\.", name)
+def _to_diffusers(original: str, tensor: torch.Tensor, last_level: int) -> tuple[str, torch.Tensor]:
+    name = original
     for pattern, replacement in _LDM_NAMES:
         name = re.sub(pattern, replacement, name)
-    if level:
+    if level := re.match(r"decoder\.up\.(\d+)\.", original):
         name = name.replace("UP", str(last_level - int(level[1])))
-    is_convolution = ".attentions." in name and tensor.ndim == 4  # 1x1, where diffusers has a linear
+    is_convolution = ".mid.attn_1." in original and tensor.ndim == 4  # 1x1, where diffusers has a linear
     return name, tensor[:, :, 0, 0] if is_convolution else tensor

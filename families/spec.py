@@ -26,11 +26,13 @@ class BlockList:
         name: fqn of the ModuleList in the diffusers model.
         text_modules: fnmatch patterns, relative to the block, of the linears that run over text tokens only.
         is_joint: whether the other linears run over text and image tokens together (True) or image tokens only.
+        sample_modules: patterns of the linears that see one vector per sample and no tokens, such as modulation.
     """
 
     name: str
     text_modules: tuple[str, ...] = ()
     is_joint: bool = False
+    sample_modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,19 +131,21 @@ class TimestepSpec:
 class Rename:
     """One row of the table between original and diffusers names.
 
-    A row names a module prefix (then every parameter below it follows) or a whole tensor name; "{}" stands for a number.
+    A row names a module (then every parameter below it follows) or a whole tensor name; "{}" stands for a number.
 
     Args:
         original: name in the original (and ComfyUI's) checkpoint.
         diffusers: one name, or several whose tensors the original stacks along dim 0 in this order.
         swap_halves: dim 0 is [a | b] in one layout and [b | a] in the other.
         aliases: further original spellings accepted when reading, never written.
+        proportions: relative heights of the stacked tensors; () where all are equal.
     """
 
     original: str
     diffusers: tuple[str, ...]
     swap_halves: bool = False
     aliases: tuple[str, ...] = ()
+    proportions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,9 @@ class Variant:
         text_encoders: what conditions this variant.
         training_guidance: value of the embedded guidance while training; None where the model has no guidance input.
         sigma_range: timesteps this variant is trained on, (0, 1) unless it is one expert of a pair.
-        timesteps: overrides the family's, where a variant's makers chose otherwise.
+        timesteps, latent: override the family's, where a variant's makers chose otherwise.
+        transformer_folder: where it lies in a diffusers model folder; the second expert of a pair lies elsewhere.
+        caution: what to know before training it; logged when the variant is chosen.
     """
 
     name: str
@@ -166,6 +172,8 @@ class Variant:
     sigma_range: tuple[float, float] = (0.0, 1.0)
     timesteps: TimestepSpec | None = None
     latent: LatentSpec | None = None
+    transformer_folder: str = "transformer"
+    caution: str = ""
 
 
 # make_inputs(latents [B, C, F, H, W], sigma [B], text, guidance) -> keyword arguments of the transformer's forward.

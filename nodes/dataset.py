@@ -107,7 +107,10 @@ class TrainingDatasetNode(io.ComfyNode):
     def fingerprint_inputs(cls, folder: str, evaluation_folder: str, **others: Any) -> Any:
         """Changed files run the node again, which an unchanged folder name would not."""
         names = [name for name in (folder, evaluation_folder) if name]
-        return [folder_state(host.folder_in_input(name, "folder")) for name in names]
+        try:
+            return [folder_state(host.folder_in_input(name, "folder")) for name in names]
+        except ValueError as error:
+            return str(error)  # execute says it where the user sees it; here the host would only log a traceback
 
     @classmethod
     def execute(

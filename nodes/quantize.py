@@ -19,7 +19,7 @@ class Quantize(io.ComfyNode):
             "weights, norms and embeddings keep their precision.",
             search_aliases=["fp8", "float8", "torchao"],
             inputs=[
-                ModelSocket.Input("model", tooltip="The model to train."),
+                ModelSocket.Input("model", tooltip="The model to train, from Load Model for Training Across GPUs."),
                 io.Combo.Input(
                     "quantize",
                     options=["fp8", "none"],

@@ -68,7 +68,7 @@ class TrainLora(io.ComfyNode):
 
 def _main_inputs() -> list[io.Input]:
     return [
-        ModelSocket.Input("model", tooltip="The model to train."),
+        ModelSocket.Input("model", tooltip="The model to train, from Load Model for Training Across GPUs."),
         DatasetSocket.Input("dataset", tooltip="The images; encoded first if they are not yet."),
         io.String.Input(
             "name",

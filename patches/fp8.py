@@ -18,7 +18,8 @@ Traps this file exists for, all seen with torchao 0.18:
 - quantize_ without filter_fn also converts the linears inside LoRA, freezes them, and says nothing.
 - A quantized weight accepts requires_grad_(True), runs a backward without error and never gets a gradient.
 - A row of zeros has scale 0, and 0 / 0 fills it with NaN. We give such rows scale 1.
-- Float8WeightOnlyConfig changes torch._inductor's settings for the whole process unless set_inductor_config is False.
+- Float8WeightOnlyConfig changes torch._inductor's settings for the whole process (in older releases the precision of
+  float32 matmuls too) unless set_inductor_config is False.
 - model.to(dtype) after quantizing: quantized weights keep their compute dtype while biases, norms and LoRA change,
   and the next forward fails with mixed dtypes. Cast before; move with model.to(device) only.
 - peft cannot merge a LoRA into a float8 weight; keep it unmerged, or merge before quantizing.
@@ -51,7 +52,6 @@ from .lora import (
     is_torchao_tensor,
     lora_parameters,
     matches_any,
-    name_without_wrapper,
 )
 
 _log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def apply_fp8(model: nn.Module, family: ModelFamily) -> Fp8Handle:
     """Replace the frozen linear weights of model by float8, each on the device it is on, in place.
 
     LoRA may be attached already or later; its parameters stay the same objects with the same bytes. Converted weights
-    are frozen. Patterns in family.keep_full_precision match a module, or one it is inside of, by its name before LoRA.
+    are frozen. Patterns in family.keep_full_precision match a module or one it is inside of.
     The cost is one pass over the weights and, for a moment, float32 copies of the largest.
 
     Raises: ValueError if the model is quantized already, or the family leaves nothing to quantize; RuntimeError if
@@ -203,7 +203,7 @@ def _treatment(fqn: str, module: nn.Module, family: ModelFamily) -> str:
         return LORA
     if not isinstance(module, nn.Linear):
         return NOT_LINEAR
-    parts = name_without_wrapper(fqn).split(".")
+    parts = fqn.split(".")  # every module above counts, so a wrapper's "base_layer" at the end does no harm
     lineage = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
     return KEPT if any(matches_any(name, family.keep_full_precision) for name in lineage) else QUANTIZED
 

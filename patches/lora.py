@@ -5,7 +5,7 @@ lora_embedding_A, lora_magnitude_vector; diffusers' older lora_layer; kohya's lo
 The name survives what its class, dtype and device do not, and a name is all there is in a state dict.
 
 Names in this file are those of the model before LoRA: peft puts the adapted layer one level down (`to_q` becomes
-`to_q.base_layer`), other wrappers call it `original`. `name_without_wrapper` takes that level out again, so that a
+`to_q.base_layer`), other wrappers call it `original`. `resolve_targets` takes that level out again, so that a
 family's patterns mean the same layer before and after LoRA was attached.
 """
 
@@ -33,11 +33,6 @@ def is_lora_name(fqn: str) -> bool:
     return any(_is_lora_part(part) for part in fqn.split("."))
 
 
-def name_without_wrapper(fqn: str) -> str:
-    """The fqn an adapted layer, or a weight of it, had before LoRA was attached: "a.to_q.base_layer" -> "a.to_q"."""
-    return ".".join(part for part in fqn.split(".") if part not in _WRAPPED)
-
-
 def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Every LoRA parameter by fqn, in named_parameters order, which is the same on every rank."""
     return {name: parameter for name, parameter in model.named_parameters() if is_lora_name(name)}
@@ -54,7 +49,7 @@ def resolve_targets(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     Raises: ValueError naming the patterns that match no linear, and what they match instead.
     """
     modules = {name: module for name, module in model.named_modules() if name and not is_lora_name(name)}
-    linears = [name_without_wrapper(name) for name, module in modules.items() if isinstance(module, nn.Linear)]
+    linears = [_without_wrapper(name) for name, module in modules.items() if isinstance(module, nn.Linear)]
     unused = [pattern for pattern in patterns if not any(matches_any(name, (pattern,)) for name in linears)]
     if unused:
         raise ValueError(
@@ -122,6 +117,11 @@ def is_torchao_tensor(tensor: torch.Tensor) -> bool:
 
 def _is_lora_part(part: str) -> bool:
     return part.startswith("lora_") or part == "dora_scale"
+
+
+def _without_wrapper(fqn: str) -> str:
+    """The fqn an adapted layer, or a weight of it, had before LoRA was attached: "a.to_q.base_layer" -> "a.to_q"."""
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPED)
 
 
 def _fault(parameter: nn.Parameter) -> str:

@@ -85,7 +85,7 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     place_lora_with_base(model)
     dtype = getattr(torch, settings.dtype)
-    for parameter in lora_parameters(model).values():
-        parameter.data = parameter.data.to(dtype)
+    for name in lora_parameters(model):
+        model.get_submodule(name.rpartition(".")[0]).to(dtype)
     assert_lora_intact(model)
     return LoraHandle(model, tuple(targets))

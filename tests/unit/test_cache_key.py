@@ -171,6 +171,16 @@ def test_the_sample_reads_both_ends_and_the_middle_of_each_tensor(tmp_path, monk
     assert len(fingerprints) == 4
 
 
+@pytest.mark.parametrize("whole_file_bytes", [key_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
+def test_names_and_shapes_count_as_well_as_bytes(tmp_path, monkeypatch, whole_file_bytes):
+    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
+    fingerprints = set()
+    for tensors in ({"a": torch.zeros(4, 2)}, {"b": torch.zeros(4, 2)}, {"a": torch.zeros(2, 4)}):
+        save_file(tensors, tmp_path / "x.safetensors")
+        fingerprints.add(file_fingerprint(tmp_path / "x.safetensors"))
+    assert len(fingerprints) == 3
+
+
 def test_folders_without_a_model_are_refused(tmp_path):
     with pytest.raises(ValueError, match="not a folder"):
         folder_fingerprint(tmp_path / "missing")

@@ -7,18 +7,26 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch._inductor.config as inductor
 from devicebridge.patches import fp8
 from devicebridge.patches.fp8 import KEPT, LORA, NOT_LINEAR, QUANTIZED, apply_fp8
-from devicebridge.patches.lora import assert_lora_intact, is_lora_name, lora_parameters, resolve_targets
+from devicebridge.patches.lora import (
+    assert_lora_intact,
+    is_lora_name,
+    lora_parameters,
+    place_lora_with_base,
+    resolve_targets,
+)
+from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from diffusers import Flux2Transformer2DModel
-from peft import LoraConfig
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torchao.quantization import Float8Tensor, Float8WeightOnlyConfig, quantize_
 
-# 3 mantissa bits: error variance step^2 / 12 with step 1/8, weight energy E[m^2] of a mantissa m in [1, 2), 3 / (2 ln 2)
-# where mantissas are log-uniform: 32.2 dB. Other mantissa distributions move that by about 1 dB; 1 dB more for chance.
+# 3 mantissa bits: error variance step^2 / 12 with step 1/8, against the energy of a mantissa m in [1, 2), which is
+# E[m^2] = 3 / (2 ln 2) when log-uniform: 32.2 dB. Uniform mantissas give 32.5, normal weights measure 32; hence 1 dB.
 DB_EXPECTED = 10 * math.log10(3 / (2 * math.log(2)) / ((1 / 8) ** 2 / 12))
-DB_TOLERANCE = 2.0
+DB_TOLERANCE = 1.0
 
 
 @dataclass(frozen=True)
@@ -102,6 +110,12 @@ def contents(model: nn.Module) -> dict[str, bytes]:
     return found
 
 
+def hold(parameter: nn.Parameter) -> nn.Module:
+    holder = nn.Module()
+    holder.register_parameter("p", parameter)
+    return holder
+
+
 def signal_to_noise(exact: torch.Tensor, found: torch.Tensor) -> float:
     """dB."""
     exact, found = exact.double(), found.double()
@@ -119,26 +133,29 @@ def test_unfiltered_quantize_freezes_lora_without_a_word():
         assert_lora_intact(model)
     for parameter in caught:
         parameter.requires_grad_(True)  # accepted, and of no use
-    run(model).float().square().mean().backward()
+    inputs = make_inputs()
+    inputs["hidden_states"].requires_grad_(True)  # something must, or not even a backward would run
+    model(**inputs, return_dict=False)[0].float().square().mean().backward()
+    assert inputs["hidden_states"].grad is not None
     assert all(parameter.grad is None for parameter in caught)
     with pytest.raises(RuntimeError, match="was quantized to Float8Tensor"):
         assert_lora_intact(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"use_dora": True}], ids=str)
 @pytest.mark.parametrize("lora_first", [False, True], ids=["quantize first", "LoRA first"])
-def test_both_orders_train_lora_and_leave_the_base_alone(lora_first, dtype):
+def test_both_orders_train_lora_and_leave_the_base_alone(lora_first, options):
     model = make_model()
     if lora_first:
-        attach_lora(model, dtype)
-    lora_before = {name: (id(p), p.dtype, contents(p_holder(p))) for name, p in lora_parameters(model).items()}
+        attach_lora(model, **options)
+    lora_before = {name: (id(p), p.dtype, contents(hold(p))) for name, p in lora_parameters(model).items()}
     handle = apply_fp8(model, Family())
-    assert {n: (id(p), p.dtype, contents(p_holder(p))) for n, p in lora_parameters(model).items()} == lora_before
+    assert {n: (id(p), p.dtype, contents(hold(p))) for n, p in lora_parameters(model).items()} == lora_before
     if not lora_first:
-        attach_lora(model, dtype)
+        attach_lora(model, **options)
         assert type(model.transformer_blocks[0].attn.to_q).__name__ == "TorchaoLoraLinear"
     assert_lora_intact(model)
-    assert handle.report.num_quantized == 16
+    assert handle.report.num_quantized == 14
 
     before = contents(model)
     train(model, num_steps=2)
@@ -146,12 +163,6 @@ def test_both_orders_train_lora_and_leave_the_base_alone(lora_first, dtype):
     changed = {name for name in before if before[name] != after[name]}
     assert changed == set(lora_parameters(model))
     assert any(".qdata" in name for name in before)
-
-
-def p_holder(parameter: nn.Parameter) -> nn.Module:
-    holder = nn.Module()
-    holder.register_parameter("p", parameter)
-    return holder
 
 
 def test_both_orders_give_the_same_losses():
@@ -188,7 +199,7 @@ def test_the_report_accounts_for_every_layer_and_byte():
     assert {"norm_out.linear", "proj_out", "x_embedder"} <= set(groups[KEPT].names)
     assert all(is_lora_name(name) for name in groups[LORA].names) and len(groups[LORA].names) == 12
     assert report.num_skipped == sum(len(groups[r].names) for r in (LORA, KEPT, NOT_LINEAR))
-    assert "16 linears to float8" in report.summary()
+    assert "14 linears to float8" in report.summary()
 
 
 def test_kept_layers_are_kept_under_a_wrapper_too():
@@ -241,21 +252,54 @@ def test_a_large_range_within_a_row_survives():
     torch.testing.assert_close(model[0].weight.dequantize(), weight, rtol=1 / 16 + 1e-6, atol=0)
 
 
-def test_settings_of_the_process_are_left_alone():
-    import torch._inductor.config as inductor
+class TwoCards(nn.Module):
+    """Two layers that may be on two cards; the activations travel."""
 
-    before = (
-        inductor.coordinate_descent_tuning,
-        inductor.force_fuse_int_mm_with_mul,
-        torch.get_float32_matmul_precision(),
-    )
-    apply_fp8(make_model(), Family())
-    after = (
-        inductor.coordinate_descent_tuning,
-        inductor.force_fuse_int_mm_with_mul,
-        torch.get_float32_matmul_precision(),
-    )
-    assert before == after
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(32, 16), nn.Linear(16, 8)
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.second):
+            x = layer(x.to(next(layer.parameters()).device)).tanh()
+        return x
+
+
+@pytest.mark.parametrize("lora_first", [False, True], ids=["quantize first", "LoRA first"])
+def test_a_split_model_is_quantized_where_it_is_and_trains(lora_first):
+    def quantized_with_lora(model: nn.Module) -> nn.Module:
+        config = LoraConfig(r=2, target_modules=["first", "second"], init_lora_weights=False)
+        steps = [lambda: apply_fp8(model, Family()), lambda: inject_adapter_in_model(config, model)]
+        for step in reversed(steps) if lora_first else steps:
+            torch.manual_seed(1)
+            step()
+        return model
+
+    def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+        model(torch.linspace(-1, 1, 96).reshape(3, 32)).square().sum().backward()
+        return {name: on_cpu(p.grad) for name, p in lora_parameters(model).items()}
+
+    expected = gradients(quantized_with_lora(TwoCards()))
+    with emulated_cards():
+        model = TwoCards()
+        model.first.to(CARDS[0])
+        model.second.to(CARDS[1])
+        quantized_with_lora(model)
+        for layer, card in ((model.first, CARDS[0]), (model.second, CARDS[1])):
+            weight = layer.base_layer.weight
+            assert weight.device == weight.qdata.device == weight.scale.device == card
+        assert place_lora_with_base(model) == 0
+        torch.testing.assert_close(gradients(model), expected)
+
+
+def test_settings_of_the_process_are_left_alone():
+    with inductor.patch(coordinate_descent_tuning=False, force_fuse_int_mm_with_mul=False):
+        precision = torch.get_float32_matmul_precision()
+        apply_fp8(make_model(), Family())
+        assert not inductor.coordinate_descent_tuning and not inductor.force_fuse_int_mm_with_mul
+        assert torch.get_float32_matmul_precision() == precision
 
 
 def test_a_frozen_lora_is_quantized_around_and_stays_frozen():
@@ -269,7 +313,7 @@ def test_a_frozen_lora_is_quantized_around_and_stays_frozen():
 
 def test_removal_is_refused_with_a_way_out():
     handle = apply_fp8(make_model(), Family())
-    with pytest.raises(RuntimeError, match=r'undo float8 on 16 layers.*load the model again with quantize = "none"'):
+    with pytest.raises(RuntimeError, match=r'undo float8 on 14 layers.*load the model again with quantize = "none"'):
         handle.remove()
 
 
@@ -277,7 +321,7 @@ def test_a_second_quantization_is_refused():
     model = make_model()
     apply_fp8(model, Family())
     before = contents(model)
-    with pytest.raises(ValueError, match=r"16 weights of this Flux2.* are quantized already .*Float8Tensor\)"):
+    with pytest.raises(ValueError, match=r"14 weights of this Flux2.* are quantized already .*Float8Tensor\)"):
         apply_fp8(model, Family())
     assert contents(model) == before
 

@@ -8,7 +8,6 @@ from devicebridge.patches.lora import (
     assert_lora_intact,
     is_lora_name,
     lora_parameters,
-    name_without_wrapper,
     place_lora_with_base,
     resolve_targets,
 )
@@ -112,12 +111,6 @@ def test_patterns_that_match_nothing_are_named_with_what_they_match_instead():
     assert "'*.to_q'" not in str(error.value)
     with pytest.raises(ValueError, match=r"'\*.TO_Q'"):
         resolve_targets(model, ("*.TO_Q",))
-
-
-def test_names_lose_their_wrapper():
-    assert name_without_wrapper("a.to_q.base_layer.weight") == "a.to_q.weight"
-    assert name_without_wrapper("a.to_q.original") == "a.to_q"
-    assert name_without_wrapper("a.to_q") == "a.to_q"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -86,7 +86,8 @@ def load(folder: Path, source: str) -> ModuleType:
 
 @pytest.fixture
 def use_dispatch(tmp_path, monkeypatch):
-    """Put a module of this source in the place of diffusers'."""
+    """Put a module of this source in the place of diffusers', with bookkeeping of its own."""
+    monkeypatch.setattr(ring_lse, "_fix", ring_lse._SharedFix())
 
     def use(source: str) -> ModuleType:
         module = load(tmp_path, source)
@@ -119,6 +120,14 @@ def test_does_nothing_on_the_installed_diffusers_and_says_so():
     assert before == during == snapshot(installed)
     assert not handle.is_needed
     assert "decides by the rank of the LSE in TemplatedRingAttention" in handle.reason
+
+
+def test_torch_gives_the_trailing_dim_to_cudnn_only():
+    """The registered shapes hold for every backend that implements the op: the fault is not ROCm's."""
+    query = torch.empty(1, 3, 6, 8, device="meta", dtype=torch.bfloat16)  # [B, N, S, H]
+    assert torch.ops.aten._scaled_dot_product_flash_attention(query, query, query)[1].shape == (1, 3, 6)
+    cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention(query, query, query, None, True)
+    assert cudnn[1].shape == (1, 3, 6, 1)
 
 
 def test_importing_the_file_changes_nothing_and_does_not_import_diffusers():

@@ -118,11 +118,12 @@ def _wan_name(key: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
 
 
 def _assert_same_weights(loaded, vae, dtype=torch.float32):
-    ours, theirs = loaded.state_dict(), vae.state_dict()
+    ours, theirs, parameters = loaded.state_dict(), vae.state_dict(), dict(vae.named_parameters())
     assert ours.keys() == theirs.keys()
     for name in theirs:
-        expected = theirs[name].to(dtype) if theirs[name].is_floating_point() else theirs[name]
-        assert torch.equal(ours[name], expected), name
+        expected = theirs[name].to(dtype) if name in parameters else theirs[name]
+        assert ours[name].dtype == expected.dtype and torch.equal(ours[name], expected), name
+    assert loaded.dtype == dtype
     assert not loaded.training and not any(parameter.requires_grad for parameter in loaded.parameters())
 
 

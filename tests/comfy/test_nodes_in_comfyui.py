@@ -1,0 +1,171 @@
+"""The pack inside a real ComfyUI: it loads quickly and quietly, and its sockets do not change by accident."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.tests.comfy.server import ROOT, Messages, Server
+from devicebridge.tests.comfy_host import comfy_python
+from PIL import Image
+from safetensors.torch import save_file
+
+pytestmark = pytest.mark.comfy
+
+GOLDEN = ROOT / "tests" / "assets" / "object_info.json"
+EXAMPLE = ROOT / "example_workflows" / "train_lora_demo.json"
+EXAMPLE_API = ROOT / "tests" / "assets" / "train_lora_demo_api.json"
+
+
+@pytest.fixture(scope="module")
+def object_info(server: Server) -> dict[str, Any]:
+    found = server.get("/object_info")
+    return {name: info for name, info in found.items() if info["python_module"] == "custom_nodes.devicebridge"}
+
+
+def _without_words(info: dict[str, Any]) -> dict[str, Any]:
+    """What a saved workflow depends on; texts may improve."""
+    inputs = {
+        group: {name: _entry_without_words(entry) for name, entry in entries.items()}
+        for group, entries in info["input"].items()
+    }
+    kept = ("input_order", "output", "output_name", "output_is_list", "output_node", "display_name", "category")
+    return {"input": inputs, **{key: info[key] for key in kept}}
+
+
+def _entry_without_words(entry: list[Any]) -> list[Any]:
+    kind, *rest = entry
+    return [kind, *({k: v for k, v in options.items() if k not in {"tooltip", "placeholder"}} for options in rest)]
+
+
+def test_sockets_are_as_released(object_info: dict[str, Any]) -> None:
+    """Saved workflows hold values by position: only optional inputs and outputs at the end may be added.
+
+    For a wanted change run with UPDATE_GOLDEN=1 and look at what git says has changed.
+    """
+    found = {name: _without_words(info) for name, info in sorted(object_info.items())}
+    if os.environ.get("UPDATE_GOLDEN"):
+        GOLDEN.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    assert found == json.loads(GOLDEN.read_text(encoding="utf-8"))
+
+
+def test_every_input_and_output_has_a_tooltip(object_info: dict[str, Any]) -> None:
+    assert len(object_info) == 6
+    for name, info in object_info.items():
+        groups = (info["input"].get(group, {}) for group in ("required", "optional"))
+        inputs = {key: entry for group in groups for key, entry in group.items()}
+        assert inputs and all(entry[1].get("tooltip") for entry in inputs.values()), name
+        assert all(info["output_tooltips"]), name
+        assert info["description"], name
+
+
+def test_every_node_has_a_help_page(server: Server, object_info: dict[str, Any]) -> None:
+    for name, info in object_info.items():
+        assert server.get(f"/extensions/devicebridge/docs/{name}.md").startswith(f"# {info['display_name']}\n")
+
+
+def test_loading_the_pack_takes_at_most_half_a_second(server: Server) -> None:
+    log = server.log.read_text(encoding="utf-8")
+    assert "IMPORT FAILED" not in log
+    found = re.search(r"([\d.]+) seconds: \S*custom_nodes/devicebridge", log)
+    assert found, log[-2000:]
+    assert float(found[1]) <= 0.5
+
+
+def test_loading_the_pack_touches_no_gpu_and_no_heavy_package(comfyui: Path) -> None:
+    code = """
+import asyncio, importlib.util, sys
+import torch, comfy_api.latest
+before = set(sys.modules)
+spec = importlib.util.spec_from_file_location("bootstrap", sys.argv[1])
+bootstrap = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bootstrap)
+pack = bootstrap.load_pack()
+extension = asyncio.run(pack.comfy_entrypoint())
+for node in asyncio.run(extension.get_node_list()):
+    node.GET_NODE_INFO_V1()
+heavy = {"diffusers", "peft", "torchao", "transformers", "accelerate"} & (set(sys.modules) - before)
+assert not heavy, heavy
+assert not torch.cuda.is_initialized()
+print("quiet")
+"""
+    command = [str(comfy_python(comfyui)), "-c", code, str(ROOT / "bootstrap.py")]
+    environment = {**os.environ, "PYTHONPATH": str(comfyui)}
+    done = subprocess.run(command, cwd=comfyui, capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.strip().endswith("quiet"), done.stderr
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _images(server: Server) -> None:
+    """The folder that the example names."""
+    folder = server.base / "input" / "my_images"
+    folder.mkdir()
+    Image.new("RGB", (64, 64)).save(folder / "one.png")
+    (folder / "one.txt").write_text("one", encoding="utf-8")
+
+
+def _example_graph(**values: Any) -> dict[str, Any]:
+    """The example in API form; values by "<type without prefix>.<input>" as "Type__input"."""
+    graph = json.loads(EXAMPLE_API.read_text(encoding="utf-8"))
+    for name, value in values.items():
+        kind, _, key = name.partition("__")
+        (node,) = (node for node in graph.values() if node["class_type"] == f"DeviceBridge{kind}")
+        assert key in node["inputs"]
+        node["inputs"][key] = value
+    return graph
+
+
+def test_a_file_that_is_no_model_is_refused_by_name(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "holiday.safetensors"
+    save_file({"some.tensor": torch.zeros(2)}, path)
+    finished = server.run(_example_graph(LoadModelForTraining__path=str(path)))
+    assert finished.status == "error"
+    assert "holiday.safetensors" in finished.error and "some.tensor" in finished.error
+
+
+def test_a_path_that_is_not_there_is_refused(server: Server) -> None:
+    finished = server.run(_example_graph(LoadModelForTraining__path="/nowhere/model"))
+    assert (finished.status, finished.error.strip()) == ("error", "model '/nowhere/model' does not exist")
+
+
+def test_a_model_that_is_not_in_the_list_is_refused_before_anything_runs(server: Server) -> None:
+    answer = server.post("/prompt", {"prompt": _example_graph(LoadModelForTraining__model="elsewhere.safetensors")})
+    errors = [error for node in answer["node_errors"].values() for error in node["errors"]]
+    assert any(error["type"] == "value_not_in_list" for error in errors)
+
+
+def test_the_fix_reports_its_status(server: Server) -> None:
+    graph = {"1": {"class_type": "DeviceBridgeRingLseFix", "inputs": {"enabled": True}}}
+    with Messages(server.port, "status") as messages:
+        server.queue(graph, "status")
+        kinds = dict(messages.until_done())
+    assert "execution_success" in kinds
+    (text,) = kinds["executed"]["output"]["text"]
+    assert re.match("(Active|Not needed): diffusers ", text)
+
+
+def test_the_example_is_in_the_template_browser(server: Server) -> None:
+    assert "train_lora_demo" in server.get("/api/workflow_templates")["devicebridge"]
+
+
+def test_the_example_means_its_api_twin(server: Server) -> None:
+    """comfy-cli turns the saved form into the API form as the browser does, from this server's sockets."""
+    if shutil.which("comfy") is None:
+        pytest.skip("needs comfy-cli: pip install comfy-cli")
+    command = ["comfy", "--skip-prompt", "run", "--print-prompt", "--json", "--workflow", str(EXAMPLE)]
+    command += ["--host", "127.0.0.1", "--port", str(server.port)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    (prompt,) = (event["prompt"] for event in events if event["type"] == "prompt_preview")
+
+    def plain(graph: dict[str, Any]) -> dict[str, Any]:
+        return {key: (node["class_type"], node["inputs"]) for key, node in graph.items()}
+
+    assert plain(prompt) == plain(json.loads(EXAMPLE_API.read_text(encoding="utf-8")))

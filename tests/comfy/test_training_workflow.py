@@ -1,0 +1,299 @@
+"""Training through a real ComfyUI: the same LoRA as from the command line, and Cancel that loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devicebridge import headless
+from devicebridge.tests.comfy.server import ROOT, Finished, Messages, Server
+from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.tiny_pipeline import VARIANT, save_tiny_dataset, save_tiny_pipeline
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.comfy
+
+EXAMPLE = ROOT / "example_workflows" / "train_lora_demo.json"
+EXAMPLE_API = ROOT / "tests" / "assets" / "train_lora_demo_api.json"
+
+JOB = """
+[model]
+path = "{model}"
+variant = "{variant}"
+dtype = "float32"
+[split]
+devices = ["cpu"]
+[data]
+folders = [{{path = "{data}"}}]
+resolutions = [64]
+[train]
+steps = {steps}
+[lora]
+rank = 2
+alpha = 2.0
+[optimizer]
+learning_rate = 0.01
+[cache]
+dtype = "float32"
+[output]
+folder = "{folder}"
+name = "{name}"
+tensorboard = false
+"""
+
+
+@pytest.fixture(scope="session")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_pipeline(tmp_path_factory.mktemp("models") / "tiny_klein")
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_dataset(tmp_path_factory.mktemp("data") / "tiny_images")
+
+
+def _settings(pipeline: Path, dataset: Path, **train: Any) -> dict[str, Any]:
+    """Values for the example workflow that make it a quick one."""
+    values = {
+        "LoadModelForTraining.path": str(pipeline),
+        "LoadModelForTraining.variant": VARIANT,
+        "LoadModelForTraining.devices": "cpu",
+        "LoadModelForTraining.dtype": "float32",
+        "TrainingDataset.folder": str(dataset),
+        "TrainingDataset.resolutions": "64",
+        "CacheCaptionsAndLatents.dtype": "float32",
+        "TrainLora.rank": 2,
+        "TrainLora.alpha": 2.0,
+        "TrainLora.learning_rate": 0.01,
+        **{f"TrainLora.{name}": value for name, value in train.items()},
+    }
+    return {f"DeviceBridge{name}": value for name, value in values.items()}
+
+
+@pytest.fixture
+def graph(pipeline: Path, dataset: Path) -> Callable[..., dict[str, Any]]:
+    """Makes the example's API form with these settings of the train node."""
+
+    def make(**train: Any) -> dict[str, Any]:
+        return headless.set_values(headless.read_workflow(EXAMPLE_API), _settings(pipeline, dataset, **train))
+
+    return make
+
+
+def _succeed(finished: Finished) -> Finished:
+    assert finished.status == "success", finished.error
+    return finished
+
+
+def _run_folder(server: Server, name: str) -> Path:
+    return server.base / "output" / "devicebridge" / name
+
+
+def _read_events(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "events.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def _wait_for_step(folder: Path, step: int) -> None:
+    end = time.monotonic() + 180
+    while time.monotonic() < end:
+        if any(event["kind"] == "step" and event["step"] >= step for event in _read_events(folder)):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} was not reached; {_read_events(folder)[-3:]}")
+
+
+def _run_command_line(comfyui: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """`devicebridge ...` with ComfyUI's Python, so that both sides compute with the same packages."""
+    code = (
+        "import importlib.util, sys; "
+        "spec = importlib.util.spec_from_file_location('bootstrap', sys.argv[1]); "
+        "bootstrap = importlib.util.module_from_spec(spec); spec.loader.exec_module(bootstrap); bootstrap.load_pack(); "
+        "from devicebridge.cli import main; raise SystemExit(main(sys.argv[2:]))"
+    )
+    command = [str(comfy_python(comfyui)), "-c", code, str(ROOT / "bootstrap.py"), *arguments]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
+
+
+def test_the_lora_is_byte_for_byte_that_of_the_command_line(
+    server: Server, comfyui: Path, graph: Any, pipeline: Path, dataset: Path, tmp_path: Path
+) -> None:
+    finished = _succeed(server.run(graph(name="same", steps=4)))
+    job = tmp_path / "job.toml"
+    folder = tmp_path / "run"
+    job.write_text(
+        JOB.format(model=pipeline, variant=VARIANT, data=dataset, steps=4, folder=folder, name="same"),
+        encoding="utf-8",
+    )
+    done = _run_command_line(comfyui, "train", str(job))
+    assert done.returncode == 0, done.stderr
+    ours = _run_folder(server, "same") / "same.safetensors"
+    assert ours.read_bytes() == (folder / "same.safetensors").read_bytes()
+    train_output = next(output for output in finished.outputs.values() if "lora" in output)
+    assert train_output["lora"] == [
+        {"filename": "same.safetensors", "subfolder": "devicebridge/same", "type": "output"}
+    ]
+
+
+def test_the_cores_nodes_take_the_outputs(server: Server, graph: Any) -> None:
+    """Save LoRA Weights writes our tensors with the steps in the name, Plot Loss Graph draws."""
+    finished = _succeed(server.run(graph(name="core", steps=5)))
+    (saved,) = (server.base / "output" / "loras").glob("my_lora_5_steps_*.safetensors")
+    ours = load_file(_run_folder(server, "core") / "core.safetensors")
+    theirs = load_file(saved)
+    assert ours.keys() == theirs.keys() and ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert any("images" in output for output in finished.outputs.values())
+
+
+def test_progress_texts_and_events_reach_the_browser(server: Server, graph: Any) -> None:
+    with Messages(server.port, "watcher") as messages:
+        server.queue(graph(name="watched", steps=3), "watcher")
+        received = messages.until_done()
+    texts = [data for kind, data in received if kind == "text"]
+    assert any(text.startswith("Step 3/3: loss ") and "s/step" in text for text in texts), texts
+    events = [data for kind, data in received if kind == "devicebridge.event"]
+    assert [event["step"] for event in events if event["kind"] == "step"] == [1, 2, 3]
+    bars = [(data["value"], data["max"]) for kind, data in received if kind == "progress"]
+    assert (3, 3) in bars
+
+
+def test_cancel_leaves_a_checkpoint_that_continues_exactly(server: Server, graph: Any) -> None:
+    steps = 60
+    _succeed(server.run(graph(name="whole", steps=steps)))
+    folder = _run_folder(server, "cancelled")
+    with Messages(server.port, "canceller") as messages:
+        prompt = server.queue(graph(name="cancelled", steps=steps), "canceller")
+        _wait_for_step(folder, 2)
+        server.post("/interrupt", {"prompt_id": prompt})
+        received = messages.until_done()
+    assert received[-1][0] == "execution_interrupted", "the queue shows it as interrupted, not as failed"
+    texts = [data for kind, data in received if kind == "text"]
+    assert "everything is saved. Turn on resume and run again to continue." in texts[-1]
+    done = max(event["step"] for event in _read_events(folder) if event["kind"] == "step")
+    assert 2 <= done < steps
+    assert (folder / "checkpoints" / f"step-{done:06d}").is_dir()
+
+    _succeed(server.run(graph(name="cancelled", steps=steps, resume=True)))
+    whole = load_file(_run_folder(server, "whole") / "whole.safetensors")
+    resumed = load_file(folder / "cancelled.safetensors")
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    losses = {name: _losses(_run_folder(server, name)) for name in ("whole", "cancelled")}
+    assert losses["cancelled"] == losses["whole"] and len(losses["whole"]) == steps
+
+
+def _losses(folder: Path) -> list[float]:
+    return [event["values"]["loss"] if "values" in event else event["loss"] for event in _steps(folder)]
+
+
+def _steps(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in _read_events(folder) if event["kind"] == "step"]
+
+
+def test_resume_with_other_settings_is_refused_and_names_them(server: Server, graph: Any) -> None:
+    _succeed(server.run(graph(name="changed", steps=2)))
+    finished = server.run(graph(name="changed", steps=2, learning_rate=0.5, resume=True))
+    assert finished.status == "error"
+    assert "optimizer.learning_rate: 0.01 -> 0.5" in finished.error
+
+
+def test_a_cached_dataset_is_not_encoded_again(server: Server, graph: Any) -> None:
+    _succeed(server.run(graph(name="first", steps=1)))
+    cache = server.base / "output" / "devicebridge" / "cache"
+    before = {path: path.stat().st_mtime_ns for path in cache.rglob("*.safetensors")}
+    _succeed(server.run(graph(name="second", steps=1)))
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.safetensors")} == before and before
+
+
+def test_the_metadata_says_how_it_was_made_and_nothing_of_the_machine(server: Server, graph: Any) -> None:
+    _succeed(server.run(graph(name="described", steps=1)))
+    with safe_open(_run_folder(server, "described") / "described.safetensors", "pt") as file:
+        metadata = file.metadata()
+    assert metadata["devicebridge_variant"] == VARIANT
+    assert str(server.base) not in json.dumps(metadata)
+
+
+# ---- without a browser ----
+
+
+@pytest.fixture
+def _comfy_cli() -> None:
+    if shutil.which("comfy") is None:
+        pytest.skip("needs comfy-cli: pip install comfy-cli")
+
+
+@pytest.mark.usefixtures("_comfy_cli")
+def test_comfy_cli_runs_the_example(server: Server, pipeline: Path, dataset: Path, tmp_path: Path) -> None:
+    values = _settings(pipeline, dataset, name="by_cli", steps=2)
+    workflow = tmp_path / "workflow.json"
+    workflow.write_text(json.dumps(headless.set_values(headless.read_workflow(EXAMPLE), values)), encoding="utf-8")
+    command = ["comfy", "--skip-prompt", "run", "--wait", "--json", "--workflow", str(workflow), "--timeout", "240"]
+    command += ["--host", "127.0.0.1", "--port", str(server.port)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert "by_cli.safetensors" in done.stdout
+    assert (_run_folder(server, "by_cli") / "by_cli.safetensors").is_file()
+
+
+@pytest.mark.usefixtures("_comfy_cli")
+def test_devicebridge_run_starts_runs_and_stops(comfyui: Path, pipeline: Path, dataset: Path, tmp_path: Path) -> None:
+    """The pack is in no custom_nodes folder here; the run makes it visible."""
+    lines: list[str] = []
+    result = headless.run_workflow(
+        EXAMPLE,
+        comfyui=comfyui,
+        base=tmp_path,
+        on_progress=lines.append,
+        values=_settings(pipeline, dataset, name="headless", steps=3),
+        server_arguments=["--disable-api-nodes"],
+    )
+    assert (result.exit_code, result.message) == (0, "")
+    lora = tmp_path / "output" / "devicebridge" / "headless" / "headless.safetensors"
+    assert lora in result.outputs and all(path.is_file() for path in result.outputs)
+    assert "Train LoRA Across GPUs 3/3" in lines
+
+
+@pytest.mark.usefixtures("_comfy_cli")
+def test_a_timeout_of_devicebridge_run_leaves_a_checkpoint(
+    comfyui: Path, pipeline: Path, dataset: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "output" / "devicebridge" / "late"
+    reached = threading.Thread(target=_wait_for_step, args=(folder, 1))
+    reached.start()
+    result = headless.run_workflow(
+        EXAMPLE,
+        comfyui=comfyui,
+        base=tmp_path,
+        timeout_s=20.0,
+        values=_settings(pipeline, dataset, name="late", steps=1_000_000),
+        server_arguments=["--disable-api-nodes"],
+    )
+    reached.join()
+    assert result.exit_code == 124
+    done = max(event["step"] for event in _steps(folder))
+    assert (folder / "checkpoints" / f"step-{done:06d}").is_dir()
+
+
+@pytest.mark.usefixtures("_comfy_cli")
+def test_devicebridge_run_passes_on_failure_and_its_reason(comfyui: Path, tmp_path: Path) -> None:
+    result = headless.run_workflow(
+        EXAMPLE,
+        comfyui=comfyui,
+        base=tmp_path,
+        values={"DeviceBridgeLoadModelForTraining.path": "/nowhere/model"},
+        server_arguments=["--disable-api-nodes"],
+    )
+    assert result.exit_code == 1
+    assert "/nowhere/model" in result.message or "my_images" in result.message

@@ -1,0 +1,187 @@
+"""A stand-in for the parts of ComfyUI that the nodes touch, so that they can be tested where no ComfyUI is.
+
+It knows the schema classes we use and refuses any keyword it does not know, as the real ones do. What the nodes do to
+the host is recorded on the object that `install` returns.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+_COMMON = {"id", "display_name", "optional", "tooltip", "advanced"}
+_WIDGET = _COMMON | {"default"}
+_INPUT_OPTIONS = {
+    "COMBO": _WIDGET | {"options"},
+    "STRING": _WIDGET | {"multiline", "placeholder"},
+    "INT": _WIDGET | {"min", "max", "step"},
+    "FLOAT": _WIDGET | {"min", "max", "step", "round"},
+    "BOOLEAN": _WIDGET,
+}
+
+
+class InterruptProcessingException(BaseException):
+    """As the host's, not an Exception."""
+
+
+@dataclass
+class FakeHost:
+    """What happened to the host, and what it will say."""
+
+    root: Path
+    is_interrupted: bool = False
+    texts: list[str] = field(default_factory=list)
+    progress: list[tuple[int, int]] = field(default_factory=list)
+    messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+
+
+def _socket_type(io_type: str) -> type:
+    class Input:
+        def __init__(self, id: str, *positional: Any, **options: Any) -> None:
+            unknown = set(options) - _INPUT_OPTIONS.get(io_type, _COMMON)
+            assert not unknown, f"{io_type} input {id} has unknown options {unknown}"
+            assert not positional
+            self.id, self.io_type, self.options = id, io_type, options
+
+    class Output:
+        def __init__(self, id: str | None = None, display_name: str | None = None, tooltip: str | None = None) -> None:
+            self.id, self.io_type, self.tooltip = id, io_type, tooltip
+            self.display_name = display_name or id
+
+    return type(io_type, (), {"Input": Input, "Output": Output, "io_type": io_type})
+
+
+@dataclass
+class Schema:
+    node_id: str
+    display_name: str
+    category: str
+    inputs: list[Any]
+    outputs: list[Any]
+    description: str = ""
+    hidden: list[Any] = field(default_factory=list)
+    search_aliases: list[str] = field(default_factory=list)
+    is_output_node: bool = False
+    is_experimental: bool = False
+
+
+class NodeOutput:
+    def __init__(self, *args: Any, ui: dict[str, Any] | None = None) -> None:
+        self.args, self.ui = args, ui
+
+
+class ComfyNode:
+    hidden = SimpleNamespace(unique_id="7")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, root: Path) -> FakeHost:
+    """Put the stand-in into sys.modules until the test ends, with its folders under root; forgets our own nodes."""
+    host = FakeHost(root)
+    for name in (
+        "input",
+        "output",
+        "models/diffusion_models",
+        "models/diffusers",
+        "models/vae",
+        "models/text_encoders",
+    ):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    modules = {
+        "comfy_api": ModuleType("comfy_api"),
+        "comfy_api.v0_0_2": _api(),
+        "comfy": ModuleType("comfy"),
+        "comfy.utils": _utils(host),
+        "comfy.model_management": _model_management(host),
+        "server": _server(host),
+        "folder_paths": _folder_paths(host),
+    }
+    for name in [name for name in sys.modules if name.startswith("devicebridge.nodes")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    modules["comfy"].utils = modules["comfy.utils"]  # type: ignore[attr-defined]
+    modules["comfy"].model_management = modules["comfy.model_management"]  # type: ignore[attr-defined]
+    return host
+
+
+def _api() -> ModuleType:
+    module = ModuleType("comfy_api.v0_0_2")
+    kinds = {"Combo": "COMBO", "String": "STRING", "Int": "INT", "Float": "FLOAT", "Boolean": "BOOLEAN"}
+    kinds |= {"AnyType": "*", "LoraModel": "LORA_MODEL", "LossMap": "LOSS_MAP"}
+    module.io = SimpleNamespace(  # type: ignore[attr-defined]
+        **{name: _socket_type(io_type) for name, io_type in kinds.items()},
+        Custom=_socket_type,
+        Schema=Schema,
+        NodeOutput=NodeOutput,
+        ComfyNode=ComfyNode,
+        Input=object,
+        Hidden=SimpleNamespace(unique_id="UNIQUE_ID"),
+    )
+    module.ComfyExtension = type("ComfyExtension", (), {})  # type: ignore[attr-defined]
+    return module
+
+
+def _utils(host: FakeHost) -> ModuleType:
+    class ProgressBar:
+        """Raises when the user has cancelled, and forgets the request, as the host's does through its hook."""
+
+        def __init__(self, total: int, node_id: str | None = None) -> None:
+            self.total = total
+
+        def update_absolute(self, value: int, total: int | None = None) -> None:
+            if host.is_interrupted:
+                host.is_interrupted = False
+                raise InterruptProcessingException
+            host.progress.append((value, total or self.total))
+
+    module = ModuleType("comfy.utils")
+    module.ProgressBar = ProgressBar  # type: ignore[attr-defined]
+    return module
+
+
+def _model_management(host: FakeHost) -> ModuleType:
+    def interrupt(value: bool = True) -> None:
+        host.is_interrupted = value
+
+    module = ModuleType("comfy.model_management")
+    module.InterruptProcessingException = InterruptProcessingException  # type: ignore[attr-defined]
+    module.interrupt_current_processing = interrupt  # type: ignore[attr-defined]
+    module.processing_interrupted = lambda: host.is_interrupted  # type: ignore[attr-defined]
+    module.unload_all_models = lambda: host.calls.append("unload")  # type: ignore[attr-defined]
+    module.soft_empty_cache = lambda: host.calls.append("empty cache")  # type: ignore[attr-defined]
+    return module
+
+
+def _server(host: FakeHost) -> ModuleType:
+    module = ModuleType("server")
+    instance = SimpleNamespace(
+        client_id="browser",
+        send_progress_text=lambda text, node_id: host.texts.append(text),
+        send_sync=lambda kind, data, client: host.messages.append((kind, data)),
+    )
+    module.PromptServer = SimpleNamespace(instance=instance)  # type: ignore[attr-defined]
+    return module
+
+
+def _folder_paths(host: FakeHost) -> ModuleType:
+    def names(kind: str) -> list[str]:
+        base = host.root / "models" / kind
+        return sorted(path.relative_to(base).as_posix() for path in base.rglob("*") if path.is_file())
+
+    def full_path(kind: str, name: str) -> str | None:
+        path = host.root / "models" / kind / name
+        return str(path) if path.is_file() else None
+
+    module = ModuleType("folder_paths")
+    module.get_filename_list = names  # type: ignore[attr-defined]
+    module.get_full_path = full_path  # type: ignore[attr-defined]
+    module.get_folder_paths = lambda kind: [str(host.root / "models" / kind)]  # type: ignore[attr-defined]
+    module.get_input_directory = lambda: str(host.root / "input")  # type: ignore[attr-defined]
+    module.get_output_directory = lambda: str(host.root / "output")  # type: ignore[attr-defined]
+    return module

@@ -1,0 +1,84 @@
+"""The doctor: right about versions, and never ill itself."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+
+import pytest
+from devicebridge import doctor, headless
+from devicebridge.versions import TESTED, TestedRange
+
+
+@pytest.fixture(autouse=True)
+def _no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*arguments: object) -> None:
+        raise RuntimeError("none")
+
+    monkeypatch.setattr(headless, "find_comfyui", missing)
+    monkeypatch.setattr(headless, "find_comfy_cli", missing)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "version", "is_covered"),
+    [
+        ("2.11", "2.13", "2.13.0+cpu", True),
+        ("2.11", "2.13", "2.11.1", True),
+        ("2.11", "2.13", "2.14.0.dev20261101+rocm7", False),
+        ("2.11", "2.13", "2.10.2", False),
+        ("2.11", "2.13", "2.9.0", False),
+        ("5", "5", "5.23.0", True),
+        ("5", "5", "4.57.1", False),
+        ("3.10", "3.13", "3.9.18", False),
+        ("0.42", "0.42", "0.42.0rc1", True),
+    ],
+)
+def test_versions_are_compared_by_the_parts_named(first: str, last: str, version: str, is_covered: bool) -> None:
+    assert TestedRange(first, last, "").covers(version) is is_covered
+
+
+def test_facts_are_plain_and_the_report_shows_them() -> None:
+    facts = doctor.collect()
+    assert json.loads(json.dumps(facts)) == facts
+    text = doctor.report(facts)
+    for name, found in facts["versions"].items():
+        assert name in text and found["found"] in text
+    assert facts["devices"][-1]["name"] == "cpu"
+    assert "no  devicebridge run (ComfyUI workflows without a browser): no ComfyUI was found" in text
+
+
+def test_nothing_installed_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    facts = doctor.collect()
+    assert [feature["works"] for feature in facts["features"]] == [False] * len(facts["features"])
+    text = doctor.report(facts)
+    assert "torch cannot be imported" in text
+    assert "diffusers    missing         needed for loading and training models" in text
+    assert set(TESTED) >= {"torch", "diffusers", "peft", "torchao", "transformers", "safetensors", "python"}
+
+
+def test_a_torch_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    facts = doctor.collect()
+    assert facts["torch_build"].startswith("cannot be imported")
+    assert "no  LoRA training: torch cannot be imported" in doctor.report(facts)
+
+
+def test_an_untested_version_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0")
+    assert "not tested; tested: 0.42" in doctor.report(doctor.collect())
+
+
+def test_a_split_is_promised_only_with_two_gpus() -> None:
+    gpu = {"name": "cuda:0"}
+    versions = {name: {"found": "1"} for name in TESTED}
+    one = {"versions": versions, "devices": [gpu, {"name": "cpu"}]}
+    two = {"versions": versions, "devices": [gpu, {"name": "cuda:1"}, {"name": "cpu"}]}
+    judges = dict(doctor._FEATURES)
+    assert judges["LoRA training split over GPUs"](one) == "needs two GPUs or more; torch finds 1"
+    assert judges["LoRA training split over GPUs"](two) == ""
+    assert judges["LoRA training on a GPU"](one) == ""

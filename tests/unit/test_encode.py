@@ -1,0 +1,370 @@
+"""Encoding through the cache: only what is missing is computed, once, and what is done stays done."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import shutil
+import weakref
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from devicebridge.caching import encode
+from devicebridge.caching.encode import ImageRequest, Stopped, encode_captions, encode_images, load_vae, read_pixels
+from devicebridge.caching.store import CacheStore
+from devicebridge.caching.text_encoder import load_text_encoder, prepare_text
+from devicebridge.families.spec import (
+    BlockList,
+    LatentSpec,
+    ModelFamily,
+    ShiftRule,
+    TextEncoderSpec,
+    TimestepSpec,
+    Variant,
+)
+from devicebridge.tests.toy_encoders import save_tiny_text_encoder
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+CLIP = TextEncoderSpec("pooled", "text_encoder", "tokenizer", "pooled", 24)
+T5 = TextEncoderSpec("last_hidden_state", "text_encoder_2", "tokenizer_2", "text_states", 24)
+QWEN3 = TextEncoderSpec(
+    "chat_hidden_states", "text_encoder_3", "tokenizer_3", "chat_states", 48, (1, 2), None, {"enable_thinking": False}
+)
+SPECS = (CLIP, T5, QWEN3)
+CAPTIONS = [f"a picture of {number} cats" for number in range(10)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick():
+    """One thread (tiny matrices only wait for more), and nothing old for the collector to walk through."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.freeze()
+    yield
+    gc.unfreeze()
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def encoders(tmp_path):
+    folder = tmp_path / "encoders"
+    for kind, spec in (("clip", CLIP), ("t5", T5), ("qwen3", QWEN3)):
+        save_tiny_text_encoder(
+            folder, kind, 16, 2, encoder_name=spec.folder, tokenizer_name=spec.tokenizer_folder, max_length=24
+        )
+    return folder
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """What was loaded, in order, and whether an earlier model was still alive by then."""
+    loaded, models = [], []
+
+    def remember(name, model):
+        gc.collect()
+        loaded.append((name, sum(reference() is not None for reference in models)))
+        models.append(weakref.ref(model))
+
+    def load_encoder_and_tell(spec, *args):
+        encoder = load_text_encoder(spec, *args)
+        remember(spec.folder, encoder.model)
+        return encoder
+
+    def load_vae_and_tell(*args):
+        vae = load_vae(*args)
+        remember("vae", vae)
+        return vae
+
+    monkeypatch.setattr(encode, "load_text_encoder", load_encoder_and_tell)
+    monkeypatch.setattr(encode, "load_vae", load_vae_and_tell)
+    return loaded
+
+
+class _Counter:
+    """Counts progress, and can ask to stop after some steps."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.calls: list[tuple[int, int, str]] = []
+        self.stop_after = stop_after
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        self.calls.append((done, total, what))
+
+    def should_stop(self) -> bool:
+        return self.stop_after is not None and bool(self.calls) and self.calls[-1][0] >= self.stop_after
+
+
+def _encode(captions, encoders, store, specs=SPECS, dtype=torch.float32, stop_after=None):
+    """(caption -> key, number of states computed)."""
+    counter = _Counter(stop_after)
+    keys = encode_captions(captions, specs, encoders, "cpu", dtype, store, counter, counter.should_stop)
+    assert counter.calls[-1][:2] == (counter.calls[-1][1],) * 2  # the count ends at the total
+    return keys, len(counter.calls) - len(specs)
+
+
+def test_entries_hold_every_encoders_states(encoders, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    keys, computed = _encode(CAPTIONS, encoders, store, dtype=torch.bfloat16)
+    assert computed == 30 and list(keys) == CAPTIONS and len(set(keys.values())) == 10
+    for caption, key in keys.items():
+        entry = store.get(key)
+        assert {name: tuple(states.shape) for name, states in entry.items()} == {
+            "pooled": (16,),
+            "text_states": (24, 16),
+            "chat_states": (48, 32),
+        }
+        for spec in SPECS:
+            expected = load_text_encoder(spec, encoders, "cpu", torch.bfloat16).encode(prepare_text(caption, spec))
+            assert torch.equal(entry[spec.output], expected) and entry[spec.output].dtype == torch.bfloat16
+
+
+def test_all_captions_together_equal_each_alone(encoders, tmp_path):
+    together, alone = CacheStore(tmp_path / "together"), CacheStore(tmp_path / "alone")
+    keys, _ = _encode(CAPTIONS, encoders, together)
+    for caption in reversed(CAPTIONS):
+        key = _encode([caption], encoders, alone)[0][caption]
+        assert key == keys[caption]
+        ours, theirs = together.get(key), alone.get(key)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_second_run_loads_nothing_and_returns_the_same_bytes(encoders, tmp_path, loads):
+    store = CacheStore(tmp_path / "cache")
+    keys, _ = _encode(CAPTIONS, encoders, store)
+    files = {path: path.read_bytes() for path in store.folder.rglob("*.safetensors")}
+    assert [name for name, _ in loads] == [spec.folder for spec in SPECS]
+    again, computed = _encode(CAPTIONS, encoders, store)
+    assert again == keys and computed == 0 and len(loads) == 3
+    assert {path: path.read_bytes() for path in store.folder.rglob("*.safetensors")} == files
+
+
+def test_one_encoder_at_a_time_is_in_memory(encoders, tmp_path, loads):
+    _encode(CAPTIONS, encoders, CacheStore(tmp_path / "cache"))
+    assert [alive for _, alive in loads] == [0, 0, 0]
+
+
+def test_equal_captions_are_encoded_once(encoders, tmp_path):
+    keys, computed = _encode(["a", "b", "a", "a"], encoders, CacheStore(tmp_path / "cache"), specs=(CLIP,))
+    assert computed == 2 and set(keys) == {"a", "b"}
+    cleaned = dataclasses.replace(T5, zero_padding=True)  # "a " and "a" are one text for it
+    keys, computed = _encode(["a", " a "], encoders, CacheStore(tmp_path / "cache"), specs=(cleaned,))
+    assert computed == 1 and keys["a"] == keys[" a "]
+
+
+def test_editing_one_caption_of_ten_computes_one(encoders, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    _encode(CAPTIONS, encoders, store)
+    keys, computed = _encode([*CAPTIONS[:4], "another text", *CAPTIONS[5:]], encoders, store)
+    assert computed == len(SPECS) and "another text" in keys
+
+
+def test_a_torn_entry_is_computed_again(encoders, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    keys, _ = _encode(CAPTIONS, encoders, store, specs=(CLIP,))
+    path = store.path(keys[CAPTIONS[3]])
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert _encode(CAPTIONS, encoders, store, specs=(CLIP,)) == (keys, 1)
+    assert path.read_bytes() == whole
+
+
+def test_a_changed_weight_recomputes_that_encoder_only(encoders, tmp_path, loads):
+    store = CacheStore(tmp_path / "cache")
+    before, _ = _encode(CAPTIONS, encoders, store)
+    file = encoders / T5.folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["encoder.final_layer_norm.weight"][0] += 0.01
+    save_file(tensors, file, metadata={"format": "pt"})
+    after, computed = _encode(CAPTIONS, encoders, store)
+    assert computed == 10 and [name for name, _ in loads[3:]] == [T5.folder]
+    assert not set(before.values()) & set(after.values())
+    old, new = store.get(before[CAPTIONS[0]]), store.get(after[CAPTIONS[0]])
+    assert torch.equal(old["pooled"], new["pooled"]) and not torch.equal(old["text_states"], new["text_states"])
+
+
+def test_any_changed_setting_computes_again(encoders, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    captions = CAPTIONS[:2]
+    assert _encode(captions, encoders, store, specs=(QWEN3,))[1] == 2
+    for change in (
+        {"layers": (2, 1)},
+        {"max_length": 40},
+        {"system_prompt": "look"},
+        {"template_options": {"enable_thinking": False, "add_generation_prompt": True}},
+    ):
+        assert _encode(captions, encoders, store, specs=(dataclasses.replace(QWEN3, **change),))[1] == 2, change
+    assert _encode(captions, encoders, store, specs=(QWEN3,), dtype=torch.bfloat16)[1] == 2
+    settings = encoders / QWEN3.tokenizer_folder / "tokenizer_config.json"
+    settings.write_text(settings.read_text() + "\n")
+    assert _encode(captions, encoders, store, specs=(QWEN3,))[1] == 2
+
+
+def test_moved_encoders_hit(encoders, tmp_path, loads):
+    store = CacheStore(tmp_path / "cache")
+    keys, _ = _encode(CAPTIONS, encoders, store)
+    moved = shutil.move(encoders, tmp_path / "moved")
+    assert _encode(CAPTIONS, moved, store) == (keys, 0)
+
+
+@pytest.mark.parametrize("stop_after", [0, 4, 13])
+def test_stopping_keeps_what_is_done_and_frees_the_encoder(encoders, tmp_path, loads, stop_after):
+    store = CacheStore(tmp_path / "cache")
+    with pytest.raises(Stopped, match=f"stopped after {stop_after} of 30 captions; these are kept"):
+        _encode(CAPTIONS, encoders, store, stop_after=stop_after)
+    assert len(list(store.folder.rglob("*.safetensors"))) == stop_after
+    _, computed = _encode(CAPTIONS, encoders, store)
+    assert computed == 30 - stop_after
+    assert all(alive == 0 for _, alive in loads)
+
+
+def test_folders_that_are_missing_are_named(encoders, tmp_path):
+    with pytest.raises(ValueError, match=r"elsewhere.*text_encoder is not a folder"):
+        _encode(CAPTIONS, tmp_path / "elsewhere", CacheStore(tmp_path / "cache"))
+
+
+# --- images ----------------------------------------------------------------------------------------------------------
+
+
+def _encode_latents(vae, pixels):
+    assert pixels.ndim == 5 and pixels.shape[:3] == (1, 3, 1)
+    return vae.encode(pixels[:, :, 0]).latent_dist.mode()[:, :, None] * 2 - 1  # in the VAE's type
+
+
+def _family(encode_latents=_encode_latents, version: int = 1) -> ModelFamily:
+    return ModelFamily(
+        name="example",
+        title="Example",
+        transformer_class="",
+        vae_class="AutoencoderKL",
+        block_lists=(BlockList("blocks"),),
+        tail=(),
+        keep_full_precision=(),
+        lora_targets=(),
+        latent=LatentSpec(4, 2, normalisation_version=version),
+        timesteps=TimestepSpec("uniform", "none", {"none": ShiftRule("none")}),
+        variants=(Variant("small", {}, ()),),
+        renames=(),
+        modelspec_architecture="",
+        ss_base_model_version="",
+        make_inputs=None,
+        read_prediction=None,
+        encode_latents=encode_latents,
+        decode_latents=None,
+    )
+
+
+@pytest.fixture
+def vae_folder(tmp_path):
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    vae = diffusers.AutoencoderKL(block_out_channels=[4, 8], norm_num_groups=2, latent_channels=4, **blocks)
+    vae.save_pretrained(tmp_path / "vae")
+    return tmp_path / "vae"
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Ten requests for ten different pictures."""
+    requests, generator = [], np.random.default_rng(0)
+    for number in range(10):
+        path = tmp_path / f"{number}.png"
+        Image.fromarray(generator.integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(path)
+        requests.append(ImageRequest(str(path), (18, 20), (1, 2, 16, 16)))
+    return requests
+
+
+def _encode_images(requests, vae_folder, store, family=None, dtype=torch.float32, stop_after=None):
+    """(request -> key, number of latents computed)."""
+    family, counter = family or _family(), _Counter(stop_after)
+    keys = encode_images(
+        requests, family, family.variants[0], vae_folder, "cpu", dtype, store, counter, counter.should_stop
+    )
+    assert counter.calls[-1][:2] == (counter.calls[-1][1],) * 2
+    return keys, len(counter.calls) - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latents_are_what_the_familys_encoder_makes(vae_folder, images, tmp_path, dtype):
+    store = CacheStore(tmp_path / "cache")
+    keys, computed = _encode_images(images, vae_folder, store, dtype=dtype)
+    assert computed == 10
+    vae = diffusers.AutoencoderKL.from_pretrained(vae_folder, torch_dtype=dtype)
+    for request, key in keys.items():
+        (latents,) = store.get(key).values()
+        assert latents.shape == (4, 1, 8, 8) and latents.dtype == torch.float32
+        with torch.no_grad():
+            expected = _encode_latents(vae, read_pixels(request)[None, :, None].to(dtype))[0].float()
+        assert torch.equal(latents, expected)
+
+
+def test_a_second_run_loads_no_vae(vae_folder, images, tmp_path, loads):
+    store = CacheStore(tmp_path / "cache")
+    keys, _ = _encode_images(images, vae_folder, store)
+    assert _encode_images(images, vae_folder, store) == (keys, 0)
+    assert loads == [("vae", 0)]
+
+
+def test_renamed_moved_and_touched_images_hit(vae_folder, images, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    keys, _ = _encode_images(images, vae_folder, store)
+    (tmp_path / "elsewhere").mkdir()
+    moved = [
+        dataclasses.replace(request, path=shutil.copyfile(request.path, f"{tmp_path}/elsewhere/{number}.bild"))
+        for number, request in enumerate(images)
+    ]
+    after, computed = _encode_images(moved, shutil.move(vae_folder, tmp_path / "another_vae"), store)
+    assert computed == 0 and list(after.values()) == list(keys.values())
+
+
+def test_only_what_changed_is_computed_again(vae_folder, images, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    _encode_images(images, vae_folder, store)
+    Image.new("RGB", (24, 20), "red").save(images[2].path)
+    assert _encode_images(images, vae_folder, store)[1] == 1
+    cropped = [*images[:5], dataclasses.replace(images[5], crop=(0, 2, 16, 16)), *images[6:]]
+    assert _encode_images(cropped, vae_folder, store)[1] == 1
+    resized = [*images[:5], dataclasses.replace(images[5], resize=(19, 20)), *images[6:]]
+    assert _encode_images(resized, vae_folder, store)[1] == 1
+    assert _encode_images(images, vae_folder, store, family=_family(version=2))[1] == 10
+    assert _encode_images(images, vae_folder, store, dtype=torch.bfloat16)[1] == 10
+    tensors = load_file(vae_folder / "diffusion_pytorch_model.safetensors")
+    tensors["encoder.conv_in.bias"] += 0.1
+    save_file(tensors, vae_folder / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
+    assert _encode_images(images, vae_folder, store)[1] == 10
+
+
+def test_one_file_under_two_names_is_encoded_once(vae_folder, images, tmp_path):
+    copy = shutil.copyfile(images[0].path, tmp_path / "copy.png")
+    requests = [images[0], dataclasses.replace(images[0], path=str(copy)), images[0]]
+    keys, computed = _encode_images(requests, vae_folder, CacheStore(tmp_path / "cache"))
+    assert computed == 1 and len(keys) == 2 and len(set(keys.values())) == 1
+
+
+def test_an_image_that_cannot_be_read_is_named_and_the_others_are_kept(vae_folder, images, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    (tmp_path / "6.png").write_text("not a picture")
+    with pytest.raises(ValueError, match=r"6\.png cannot be read as an image"):
+        _encode_images(images, vae_folder, store)
+    assert len(list(store.folder.rglob("*.safetensors"))) == 6
+    (tmp_path / "6.png").unlink()
+    with pytest.raises(ValueError, match=r"6\.png cannot be read"):
+        _encode_images(images, vae_folder, store)
+
+
+def test_stopping_keeps_the_latents_that_are_done(vae_folder, images, tmp_path, loads):
+    store = CacheStore(tmp_path / "cache")
+    with pytest.raises(Stopped, match="stopped after 7 of 10 images"):
+        _encode_images(images, vae_folder, store, stop_after=7)
+    assert _encode_images(images, vae_folder, store)[1] == 3
+    assert loads == [("vae", 0), ("vae", 0)]
+
+
+def test_latents_that_are_not_finite_are_refused(vae_folder, images, tmp_path):
+    family = _family(lambda vae, pixels: _encode_latents(vae, pixels) / 0)
+    store = CacheStore(tmp_path / "cache")
+    with pytest.raises(RuntimeError, match=r"latents of .*0\.png are not finite.*bfloat16"):
+        _encode_images(images, vae_folder, store, family=family)
+    assert not store.folder.exists()

@@ -1,0 +1,109 @@
+"""Every published size, at full size, split over two fake cards: no numbers, but every operation's devices are checked.
+
+FakeTensorMode on the device type `lazy` runs FLUX.2's forward in about a second and raises on a missing bridge. The
+model and its LoRA are built on meta and their parameters replaced by fake ones: Module.to fails inside the mode.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import diffusers
+import pytest
+import torch
+from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel.block_split import apply_block_split
+from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement
+from devicebridge.training.adapter import apply_lora
+from devicebridge.training.config import LoraSettings
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+CARDS = [torch.device("lazy", index) for index in range(2)]
+VARIANTS = [(family.name, variant.name) for family in FAMILIES.values() for variant in family.variants]
+
+
+def _build(family, variant, *, lora):
+    """The full-size model on meta, bf16, with a rank 32 LoRA if asked; its placement by bytes."""
+    with torch.device("meta"):
+        model = getattr(diffusers, family.transformer_class)(**dict(variant.transformer_config)).to(torch.bfloat16)
+    names = block_names(model, family)
+    sizes, home = parameter_bytes(model, names, 2)
+    placement = plan_placement(names, CARDS, block_cost=sizes, home_cost=home)
+    if lora:
+        apply_lora(model, family, LoraSettings(rank=32, dtype="bfloat16"), seed=0)
+    return model, placement
+
+
+def _place_fakes(model, placement):
+    for name, parameter in list(model.named_parameters()):
+        owner, _, leaf = name.rpartition(".")
+        fake = torch.empty(parameter.shape, dtype=parameter.dtype, device=placement.device_of(name))
+        model.get_submodule(owner)._parameters[leaf] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        fake = torch.empty(buffer.shape, dtype=buffer.dtype, device=placement.device_of(name))
+        model.get_submodule(owner)._buffers[leaf] = fake
+
+
+def _inputs(family, variant, side, num_text_tokens=512):
+    latent = family.latent_of(variant)
+    latents = torch.empty(1, latent.channels, 1, side, side, dtype=torch.bfloat16, device=CARDS[0])
+    widths = {"prompt_embeds": _text_width(variant)}
+    text = {}
+    for encoder in variant.text_encoders:
+        is_pooled = encoder.kind == "pooled"
+        shape = (1, variant.transformer_config["pooled_projection_dim"]) if is_pooled else (1, num_text_tokens)
+        width = () if is_pooled else (widths.get(encoder.output, _text_width(variant)),)
+        text[encoder.output] = torch.empty(*shape, *width, dtype=torch.bfloat16, device=CARDS[0])
+    sigma = torch.empty(1, device=CARDS[0])
+    return family.make_inputs(latents, sigma, text, variant.training_guidance), latents
+
+
+def _text_width(variant):
+    return variant.transformer_config.get("joint_attention_dim") or variant.transformer_config["text_dim"]
+
+
+@pytest.fixture
+def device_module():
+    """Checkpointing looks a device type's module up as torch.<type>."""
+    with mock.patch.object(torch, "lazy", torch.cpu, create=True):
+        yield
+
+
+@pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)
+def test_forward_of_every_variant(family_name, variant_name):
+    family = FAMILIES[family_name]
+    variant = family.variant(variant_name)
+    model, placement = _build(family, variant, lora=False)
+    with FakeTensorMode(), torch.no_grad():
+        _place_fakes(model, placement)
+        split = apply_block_split(model, family, placement)
+        inputs, latents = _inputs(family, variant, 32)
+        output = family.read_prediction(model(**inputs, return_dict=False)[0], latents)
+        assert output.shape == latents.shape and output.device == CARDS[0]
+        assert {p.device for p in model.parameters()} == set(CARDS)
+        last = model.get_submodule(placement.blocks[-1])
+        last._forward_pre_hooks.clear()
+        with pytest.raises(RuntimeError, match="same device"):
+            model(**inputs, return_dict=False)
+        assert split.home == CARDS[0]
+
+
+@pytest.mark.parametrize("family_name", sorted(FAMILIES))
+def test_training_step_of_every_family(family_name, device_module):
+    family = FAMILIES[family_name]
+    variant = family.variants[0]
+    model, placement = _build(family, variant, lora=True)
+    with FakeTensorMode():
+        _place_fakes(model, placement)
+        split = apply_block_split(model, family, placement)
+        model.train()
+        model.enable_gradient_checkpointing(split.checkpoint)
+        inputs, latents = _inputs(family, variant, 32)
+        output = family.read_prediction(model(**inputs, return_dict=False)[0], latents)
+        output.float().square().mean().backward()
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        assert trained and all(p.grad is not None and p.grad.device == p.device for p in trained.values())
+        assert {p.device for p in trained.values()} == set(CARDS)
+        torch.optim.AdamW(trained.values(), lr=1e-4, foreach=False).step()

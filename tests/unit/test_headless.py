@@ -1,0 +1,274 @@
+"""Running workflows, against a make-believe ComfyUI and comfy-cli that are real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from devicebridge import headless
+
+FAKE_SERVER = """
+import json, os, sys, pathlib
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+here = pathlib.Path(__file__).parent
+(here / "arguments.json").write_text(json.dumps(sys.argv[1:]))
+(here / "server.pid").write_text(str(os.getpid()))
+if (here / "broken").exists():
+    sys.exit("no module named aiohttp")
+running = [1]
+OUTPUTS = {"3": {"images": [{"filename": "x.png", "subfolder": "sub", "type": "output"},
+                            {"filename": "t.png", "subfolder": "", "type": "temp"}], "text": ["hello"]}}
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        answers = {"/system_stats": {}, "/history": {"id": {"outputs": OUTPUTS}}, "/queue": {"queue_running": running}}
+        body = json.dumps(answers[self.path]).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self):
+        running.clear()
+        (here / "interrupted").write_text(self.path)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+FAKE_CLIENT = """#!{python}
+import json, os, pathlib, sys, time
+here = pathlib.Path(__file__).parent
+(here / "client.json").write_text(json.dumps(sys.argv[1:]))
+workflow = pathlib.Path(sys.argv[sys.argv.index("--workflow") + 1])
+(here / "workflow.json").write_text(workflow.read_text())
+print(json.dumps({{"type": "executing", "node": "3", "title": "Train"}}), flush=True)
+for done in (1, 2, 3):
+    print(json.dumps({{"type": "progress", "node": "3", "completed": done, "total": 3}}), flush=True)
+{ending}
+"""
+SUCCEEDS = 'print(json.dumps({"type": "envelope", "error": None}))'
+FAILS = """
+error = {"message": "Workflow has 1 validation error(s)", "details": {"node_errors": [
+    {"node_id": "5", "class_type": "Loader", "message": "Value not in list", "details": "model: 'x'"}]}}
+print(json.dumps({"type": "envelope", "error": error}))
+sys.exit(1)
+"""
+HANGS = "time.sleep(60)"
+
+
+@pytest.fixture
+def comfyui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that looks like ComfyUI and runs with our Python; torch is not asked for a GPU."""
+    folder = tmp_path / "ComfyUI"
+    (folder / "comfy").mkdir(parents=True)
+    (folder / "main.py").write_text(FAKE_SERVER)
+    monkeypatch.setattr(headless, "_has_accelerator", lambda python: False)
+    return folder
+
+
+def _install_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> Path:
+    client = tmp_path / "bin" / "comfy"
+    client.parent.mkdir(exist_ok=True)
+    client.write_text(FAKE_CLIENT.format(python=sys.executable, ending=textwrap.dedent(ending)))
+    client.chmod(client.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(headless, "_comfy_cli", lambda: client)
+    return client.parent
+
+
+def _workflow(tmp_path: Path) -> Path:
+    path = tmp_path / "workflow.json"
+    path.write_text(json.dumps({"3": {"class_type": "Train", "inputs": {"steps": 5, "model": ["1", 0]}}}))
+    return path
+
+
+def _is_alive(pid_file: Path) -> bool:
+    try:
+        os.kill(int(pid_file.read_text()), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+posix_only = pytest.mark.skipif(os.name == "nt", reason="the make-believe client is a script with a shebang")
+
+
+@posix_only
+def test_a_run_reports_progress_and_outputs_and_stops_the_server(
+    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bin_folder = _install_client(tmp_path, monkeypatch, SUCCEEDS)
+    lines: list[str] = []
+    result = headless.run_workflow(
+        _workflow(tmp_path), comfyui=comfyui, on_progress=lines.append, values={"Train.steps": 9}
+    )
+    assert (result.exit_code, result.message) == (0, "")
+    assert result.outputs == [comfyui / "output" / "sub" / "x.png"]
+    assert lines == [f"starting ComfyUI in {comfyui}", "Train", "Train 1/3", "Train 3/3"]
+    assert json.loads((bin_folder / "workflow.json").read_text())["3"]["inputs"]["steps"] == 9
+    assert {"--wait", "--skip-prompt", "--json"} <= set(json.loads((bin_folder / "client.json").read_text()))
+    assert not _is_alive(comfyui / "server.pid")
+    assert not (comfyui / "interrupted").exists()
+
+
+@posix_only
+def test_the_server_gets_the_pack_the_cpu_and_nothing_of_the_users(
+    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install_client(tmp_path, monkeypatch, SUCCEEDS)
+    headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, server_arguments=["--disable-api-nodes"])
+    arguments = json.loads((comfyui / "arguments.json").read_text())
+    assert {"--cpu", "--extra-model-paths-config", "--disable-auto-launch", "--disable-api-nodes"} <= set(arguments)
+    assert arguments[arguments.index("--listen") + 1] == "127.0.0.1"
+    assert "--base-directory" not in arguments, "models and outputs are the user's own"
+
+
+@posix_only
+def test_an_error_passes_on_its_exit_code_and_says_which_node(
+    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install_client(tmp_path, monkeypatch, FAILS)
+    result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui)
+    assert result.exit_code == 1
+    assert result.message == "Workflow has 1 validation error(s)\nLoader Value not in list model: 'x'"
+    assert not _is_alive(comfyui / "server.pid")
+
+
+@posix_only
+def test_a_timeout_cancels_the_prompt_before_the_server_stops(
+    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install_client(tmp_path, monkeypatch, HANGS)
+    result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, timeout_s=1.0)
+    assert result.exit_code == 124
+    assert result.message == "cancelled: not done after 1 s"
+    assert (comfyui / "interrupted").read_text() == "/interrupt"
+    assert not _is_alive(comfyui / "server.pid")
+
+
+@posix_only
+def test_ctrl_c_cancels_the_prompt_before_the_server_stops(
+    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install_client(tmp_path, monkeypatch, HANGS)
+
+    def press(line: str) -> None:
+        if line == "Train 3/3":
+            raise KeyboardInterrupt
+
+    result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, on_progress=press)
+    assert (result.exit_code, result.message) == (130, "cancelled")
+    assert (comfyui / "interrupted").exists()
+    assert not _is_alive(comfyui / "server.pid")
+
+
+@posix_only
+def test_a_server_that_does_not_start_says_why(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install_client(tmp_path, monkeypatch, SUCCEEDS)
+    (comfyui / "broken").touch()
+    with pytest.raises(RuntimeError, match="no module named aiohttp"):
+        headless.run_workflow(_workflow(tmp_path), comfyui=comfyui)
+
+
+def test_without_comfyui_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("COMFYUI_PATH", raising=False)
+    monkeypatch.setattr(headless, "_ask_comfy_cli", lambda: None)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    with pytest.raises(RuntimeError, match="--comfyui or COMFYUI_PATH.*comfy install"):
+        headless.find_comfyui()
+    with pytest.raises(RuntimeError, match=str(tmp_path / "nowhere")):
+        headless.find_comfyui(tmp_path / "nowhere")
+
+
+def test_without_comfy_cli_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headless, "_comfy_cli", lambda: None)
+    with pytest.raises(RuntimeError, match="pip install comfy-cli"):
+        headless.find_comfy_cli()
+
+
+def test_comfyui_is_found_in_order(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headless, "_ask_comfy_cli", lambda: comfyui)
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "gone"))
+    assert headless.find_comfyui().folder == comfyui
+    other = tmp_path / "other"
+    (other / "comfy").mkdir(parents=True)
+    (other / "main.py").touch()
+    monkeypatch.setenv("COMFYUI_PATH", str(other))
+    assert headless.find_comfyui().folder == other
+    assert headless.find_comfyui(comfyui).folder == comfyui
+
+
+def test_comfyuis_own_python_is_used(tmp_path: Path) -> None:
+    assert headless.find_python(tmp_path) == Path(sys.executable)
+    own = tmp_path / ".venv" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert headless.find_python(tmp_path) == own
+
+
+def test_an_installed_copy_of_the_pack_is_recognised(tmp_path: Path) -> None:
+    assert not headless._has_pack(tmp_path / "missing")
+    (tmp_path / "some_pack").mkdir()
+    (tmp_path / "some_pack" / "pyproject.toml").write_text('name = "other"')
+    assert not headless._has_pack(tmp_path)
+    (tmp_path / "ComfyUI-DeviceBridge").symlink_to(headless.ROOT)
+    assert headless._has_pack(tmp_path)
+
+
+SAVED_FORM = {
+    "nodes": [
+        {
+            "id": 3,
+            "type": "Train",
+            "inputs": [
+                {"name": "model", "link": 1},
+                {"name": "steps", "widget": {"name": "steps"}},
+                {"name": "name", "widget": {"name": "name"}},
+            ],
+            "widgets_values": [5, "lora"],
+        }
+    ],
+    "links": [],
+}
+
+
+@pytest.mark.parametrize("node", ["3", "Train"])
+def test_values_are_set_in_the_saved_form(node: str) -> None:
+    changed = headless.set_values(SAVED_FORM, {f"{node}.name": "other"})
+    assert changed["nodes"][0]["widgets_values"] == [5, "other"]
+    assert SAVED_FORM["nodes"][0]["widgets_values"] == [5, "lora"]
+
+
+def test_values_are_set_in_the_shipped_example_in_list_and_table() -> None:
+    example = headless.read_workflow(headless.ROOT / "example_workflows" / "train_lora_demo.json")
+    changed = headless.set_values(example, {"DeviceBridgeTrainLora.steps": 3, "SaveLoRA.prefix": "x"})
+    train = next(node for node in changed["nodes"] if node["type"] == "DeviceBridgeTrainLora")
+    assert train["widgets_values_named"]["steps"] == 3
+    assert train["widgets_values"] == list(train["widgets_values_named"].values())
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("9.steps", "no node '9'"), ("3.model", "no such input"), ("3.x", "no such")]
+)
+def test_a_value_for_nothing_is_refused(name: str, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        headless.set_values(SAVED_FORM, {name: 1})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"1": {"inputs": {}}}', '"text"'])
+def test_a_file_that_is_no_workflow_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "w.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="w.json is no workflow"):
+        headless.read_workflow(path)
+    with pytest.raises(ValueError, match="there is no workflow"):
+        headless.read_workflow(tmp_path / "missing.json")

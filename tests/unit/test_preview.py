@@ -1,0 +1,137 @@
+"""The sampler steps as diffusers' scheduler does; the sheet shows every image where it belongs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from devicebridge.families.flux2 import FLUX2
+from devicebridge.training.objective import make_generator
+from devicebridge.training.preview import euler_sigmas, sample_images, save_image_grid, to_images
+from PIL import Image
+
+LATENT_SHAPE = (8, 1, 3, 5)
+
+
+@pytest.fixture(scope="module")
+def model():
+    from diffusers import Flux2Transformer2DModel
+
+    torch.manual_seed(0)
+    return Flux2Transformer2DModel(
+        in_channels=8,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        joint_attention_dim=6,
+        timestep_guidance_channels=16,
+        axes_dims_rope=(2, 2, 2, 2),
+    )
+
+
+@pytest.fixture
+def text():
+    return {"prompt_embeds": torch.randn(1, 4, 6, generator=torch.Generator().manual_seed(1))}
+
+
+def _sample(model, text, **options):
+    settings = {"num_images": 2, "steps": 5, "shift_factor": 2.5, "seed": 3, "guidance": 1.5}
+    settings |= {"home": torch.device("cpu"), "dtype": torch.float32}
+    return sample_images(model, FLUX2, text, LATENT_SHAPE, **settings | options)
+
+
+def _scheduler(steps, shift):
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps))
+    return scheduler
+
+
+@pytest.mark.parametrize("steps", [1, 4, 30])
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_the_timesteps_are_those_of_diffusers(steps, shift):
+    torch.testing.assert_close(euler_sigmas(steps, shift), _scheduler(steps, shift).sigmas, atol=1e-6, rtol=0)
+
+
+def test_the_result_is_that_of_diffusers_scheduler(model, text):
+    """The reference packs tokens and positions by itself and lets the scheduler step."""
+    expected = torch.stack([torch.randn(*LATENT_SHAPE, generator=make_generator(3, "preview", i)) for i in range(2)])
+    channels, _, height, width = LATENT_SHAPE
+    ids = torch.tensor([[0, row, column, 0] for row in range(height) for column in range(width)])[None]
+    scheduler = _scheduler(5, 2.5)
+    for timestep in scheduler.timesteps:
+        tokens = torch.stack([sample.reshape(channels, -1).T for sample in expected])
+        with torch.no_grad():
+            (velocity,) = model.eval()(
+                hidden_states=tokens,
+                encoder_hidden_states=text["prompt_embeds"].repeat(2, 1, 1),
+                timestep=timestep.expand(2) / 1000,
+                guidance=torch.full((2,), 1.5),
+                img_ids=ids,
+                txt_ids=torch.tensor([[[0, 0, 0, i] for i in range(4)]]),
+                return_dict=False,
+            )
+        velocity = torch.stack([sample.T.reshape(LATENT_SHAPE) for sample in velocity])
+        expected = scheduler.step(velocity, timestep, expected, return_dict=False)[0]
+    result = _sample(model, text)
+    assert result.shape == (2, *LATENT_SHAPE) and result.dtype == torch.float32
+    torch.testing.assert_close(result, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_an_image_depends_on_the_seed_and_not_on_its_neighbours(model, text):
+    two, three = _sample(model, text), _sample(model, text, num_images=3)
+    torch.testing.assert_close(two, three[:2], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(two[0], two[1], atol=0.1)
+    assert not torch.allclose(two, _sample(model, text, seed=4), atol=0.1)
+
+
+def test_captions_may_differ_per_image(model, text):
+    both = {"prompt_embeds": torch.cat([text["prompt_embeds"], -text["prompt_embeds"]])}
+    result = _sample(model, both)
+    torch.testing.assert_close(result[0], _sample(model, text)[0], atol=1e-5, rtol=1e-5)
+    assert not torch.equal(result[1], _sample(model, text)[1])
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_the_model_is_left_as_it_was(model, text, is_training):
+    model.train(is_training)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modes = []
+    hook = model.proj_out.register_forward_hook(lambda *_: modes.append((model.training, torch.is_grad_enabled())))
+    result = _sample(model, text)
+    hook.remove()
+    assert modes == [(False, False)] * 5 and not result.requires_grad
+    assert all(module.training == is_training for module in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_pixels_become_images_of_the_same_colours():
+    pixels = torch.tensor([-1.0, 0.0, 1.0]).view(1, 3, 1, 1, 1).expand(1, 3, 2, 4, 6).clone()
+    pixels[0, :, 0, 0, 0] = torch.tensor([-7.0, 7.0, 0.5])
+    (image,) = to_images(pixels)
+    assert image.size == (6, 4)
+    assert image.getpixel((1, 1)) == (0, 128, 255)
+    assert image.getpixel((0, 0)) == (0, 255, 191)
+
+
+def test_a_sheet_shows_every_image_in_its_row(tmp_path):
+    def plain(colour, size=(8, 8)):
+        return Image.new("RGB", size, colour)
+
+    rows = [("first", [plain("red"), plain("lime")]), ("second", [plain("blue", (8, 4))])]
+    save_image_grid(tmp_path / "new" / "sheet.png", rows, side=40)
+    sheet = np.asarray(Image.open(tmp_path / "new" / "sheet.png").convert("RGB")).astype(int)
+
+    def place(colour):
+        rows, columns = np.nonzero((sheet == colour).all(-1))
+        return rows.min(), columns.min(), np.ptp(rows) + 1, np.ptp(columns) + 1
+
+    red, lime, blue = place((255, 0, 0)), place((0, 255, 0)), place((0, 0, 255))
+    assert red[2:] == lime[2:] == (40, 40) and blue[2:] == (20, 40)
+    assert red[0] == lime[0] and red[1] + 40 < lime[1]
+    assert blue[0] > red[0] + 40 and blue[1] == red[1]
+    dark = (sheet.sum(-1) < 200).any(axis=1)
+    assert dark[: red[0]].any() and dark[red[0] + 40 : blue[0]].any(), "the text stands over its row"

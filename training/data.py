@@ -1,0 +1,442 @@
+"""The images a LoRA is trained on: which there are, how each is cut to a bucket, and in which order they come.
+
+A dataset is one or more ordinary folders: name.png (or .jpg, .jpeg, .webp, .bmp) with its caption in name.txt and,
+where wanted, a loss mask in name_mask.png. Sub-folders and hidden files are not looked at.
+
+Batches need images of one size, so a sample is resized and cropped to a bucket: a size of about resolution squared
+pixels whose sides the model accepts. Of a resolution's buckets an image gets the one of the nearest aspect ratio, is
+resized to cover it, and loses what overhangs in equal parts on both sides.
+
+Nothing random is carried along. Whatever is drawn (the order of an epoch, whether a caption is dropped) is a hash of
+the seed, the epoch and the position, so where a run stands is two integers, and it continues alike with any version of
+any library.
+
+Sizes are (height, width) in pixels, after EXIF rotation; H, W are latent height and width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from ..caching.key import file_fingerprint, settings_fingerprint
+from ..families.spec import LatentSpec
+from .config import DataConfig, FolderConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PilImage
+
+    from ..caching.encode import ImageRequest
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_MASK_END = "_mask"
+_MAX_NAMES = 5  # file names spelt out in a warning
+_MASK_SHAPE_TOLERANCE = 0.02  # mask and image may differ by this much in aspect ratio: sizes get rounded
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image as it is trained on.
+
+    Args:
+        path: image file.
+        caption: "" where there is none.
+        mask_path: loss mask, or None.
+        resize: size of the whole image after resizing.
+        crop: (top, left, height, width) in pixels, inside `resize`.
+        bucket: size of what is left; samples of one bucket can share a batch.
+    """
+
+    path: str
+    caption: str
+    mask_path: str | None
+    resize: tuple[int, int]
+    crop: tuple[int, int, int, int]
+    bucket: tuple[int, int]
+
+    def image_request(self) -> ImageRequest:
+        """The pixels to encode; equal for samples that differ in caption or mask only."""
+        from ..caching.encode import ImageRequest
+
+        return ImageRequest(self.path, self.resize, self.crop)
+
+
+# --- folders to samples ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """One image file as found: caption None without a caption file, size None if unreadable, and all that is wrong."""
+
+    path: Path
+    mask: Path | None
+    size: tuple[int, int] | None
+    caption: str | None
+    problems: tuple[str, ...]
+
+
+def scan_folders(config: DataConfig, latent: LatentSpec) -> list[Sample]:
+    """Every image of every folder as samples: by file name, each image at each resolution, each `repeats` times.
+
+    All images and masks are decoded once, so that a broken file is found now and not hours later; that costs some
+    milliseconds per megapixel and core. One warning each says how many captions are missing and how many images are
+    smaller than their bucket and so upscaled.
+
+    Raises: ValueError for a folder that is missing or holds no image; for files that cannot be used, naming all of
+        them with the reason; for a resolution below the model's smallest side.
+    """
+    from PIL import Image
+
+    step = math.lcm(latent.size_multiple, config.bucket_step or 1)
+    choices = [make_buckets(resolution, step, config.max_aspect_ratio) for resolution in config.resolutions]
+    found = [(folder, *files) for folder in config.folders for files in _list_folder(folder, config.use_masks)]
+    Image.init()  # not thread-safe: in two threads at once, one would not know the formats yet
+    with ThreadPoolExecutor() as pool:
+        pictures = list(pool.map(lambda entry: _inspect(entry[1], entry[2]), found))
+    _refuse_problems(pictures)
+    samples = []
+    for (folder, _, _), picture in zip(found, pictures, strict=True):
+        for buckets in choices:
+            samples += [_make_sample(picture, buckets)] * folder.repeats
+    _warn_of_missing_captions(pictures)
+    _warn_of_small_images(pictures, samples)
+    return samples
+
+
+def _list_folder(folder: FolderConfig, use_masks: bool) -> list[tuple[Path, Path | None]]:
+    """The images of a folder with their masks, sorted by name.
+
+    Raises: ValueError if there is no image; for a mask that is no PNG.
+    """
+    root = Path(folder.path)
+    if not root.is_dir():
+        raise ValueError(f"the dataset folder {root} does not exist; give a folder of images")
+    files = sorted((file for file in root.iterdir() if _is_image_name(file) and file.is_file()), key=lambda f: f.name)
+    images = [file for file in files if not _is_mask_name(file)]
+    masks = {file.stem.removesuffix(_MASK_END): file for file in files if _is_mask_name(file)}
+    stems = {image.stem for image in images}
+    for image in images:
+        if image.stem.endswith(_MASK_END) and image.stem.removesuffix(_MASK_END) in stems:
+            raise ValueError(f"{image} looks like a mask, which must be a PNG; save it as {image.stem}.png")
+    if orphans := [mask.name for stem, mask in masks.items() if stem not in stems]:
+        _log.warning(
+            "%s: %s not used: names ending in _mask.png are masks, and there is no image for %s",
+            root,
+            _names(orphans),
+            "it" if len(orphans) == 1 else "them",
+        )
+    if not images:
+        raise ValueError(
+            f"no images in {root}; looked for names ending in {', '.join(IMAGE_SUFFIXES)} (not in _mask.png, which are "
+            "masks), directly in the folder and not in its sub-folders"
+        )
+    return [(image, masks.get(image.stem) if use_masks else None) for image in images]
+
+
+def _is_image_name(file: Path) -> bool:
+    return file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".")
+
+
+def _is_mask_name(file: Path) -> bool:
+    return file.stem.endswith(_MASK_END) and file.suffix.lower() == ".png"
+
+
+def _inspect(path: Path, mask: Path | None) -> _Picture:
+    """Read everything about one image, keeping what is wrong instead of stopping at it."""
+    problems: list[str] = []
+
+    def attempt(read: Callable[[Path], _T], file: Path) -> _T | None:
+        try:
+            return read(file)
+        except ValueError as error:
+            problems.append(str(error))
+            return None
+
+    size = attempt(_read_size, path)
+    caption = attempt(_read_caption, path.with_suffix(".txt"))
+    mask_size = attempt(_read_mask_size, mask) if mask else None
+    if size and mask_size and abs(math.log(_aspect(mask_size) / _aspect(size))) > _MASK_SHAPE_TOLERANCE:
+        problems.append(
+            f"{mask}: is {mask_size[1]}x{mask_size[0]}, but its image is {size[1]}x{size[0]}; "
+            "a mask needs the shape of its image"
+        )
+    return _Picture(path, mask, size, caption, tuple(problems))
+
+
+def _read_size(path: Path) -> tuple[int, int]:
+    """Size of an image as read_pixels will see it; decodes all of it.
+
+    Raises: ValueError naming the file if it is broken.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            image.draft(
+                "RGB", (max(1, width // 8), max(1, height // 8))
+            )  # JPEG: all of the file is read, an eighth is computed
+            image.load()
+            is_turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path}: cannot be read as an image ({error})") from error
+    return (width, height) if is_turned else (height, width)
+
+
+def _read_caption(path: Path) -> str | None:
+    """The caption without blanks around it; None if there is no such file.
+
+    Raises: ValueError naming the file if it is not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig").strip()
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+
+
+def _read_mask_size(path: Path) -> tuple[int, int]:
+    mask = _read_mask(path)
+    if not mask.any():
+        raise ValueError(f"{path}: is all black, so nothing of its image would be trained")
+    return mask.shape[0], mask.shape[1]
+
+
+def _refuse_problems(pictures: Sequence[_Picture]) -> None:
+    bad = [picture for picture in pictures if picture.problems]
+    if bad:
+        lines = "\n".join(f"  {problem}" for picture in bad for problem in picture.problems)
+        raise ValueError(
+            f"{len(bad)} of {len(pictures)} images cannot be used; repair them or take them out of the dataset:\n"
+            + lines
+        )
+
+
+def _warn_of_missing_captions(pictures: Sequence[_Picture]) -> None:
+    missing = [picture.path.name for picture in pictures if picture.caption is None]
+    if missing:
+        _log.warning(
+            "%d of %d images have no caption file and are trained with an empty caption: %s; "
+            "write the caption of name.png into name.txt",
+            len(missing),
+            len(pictures),
+            _names(missing),
+        )
+
+
+def _warn_of_small_images(pictures: Sequence[_Picture], samples: Sequence[Sample]) -> None:
+    sizes = {str(picture.path): picture.size for picture in pictures}
+    small = dict.fromkeys(sample.path for sample in samples if _is_smaller(sizes[sample.path], sample.resize))
+    if small:
+        _log.warning(
+            "%d of %d images are smaller than the size they are trained at and are upscaled: %s; "
+            "lower data.resolutions or use larger images",
+            len(small),
+            len(sizes),
+            _names([Path(path).name for path in small]),
+        )
+
+
+def _is_smaller(size: tuple[int, int] | None, resize: tuple[int, int]) -> bool:
+    return size is not None and (size[0] < resize[0] or size[1] < resize[1])
+
+
+def _names(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# --- buckets ---------------------------------------------------------------------------------------------------------
+
+
+def make_buckets(resolution: int, step: int, max_aspect_ratio: float) -> list[tuple[int, int]]:
+    """Sizes of about resolution squared pixels, sides multiples of `step`, from square to the widest, both ways round.
+
+    Raises: ValueError if the resolution is below `step`.
+    """
+    if resolution < step:
+        raise ValueError(f"resolution {resolution} is below {step} pixels, the smallest side a bucket can have here")
+    square = step * round(resolution / step)
+    buckets = {(square, square)}
+    for width in range(step, int(resolution * math.sqrt(max_aspect_ratio)) + step, step):
+        height = max(step, step * round(resolution**2 / width / step))
+        if max(width, height) <= max_aspect_ratio * min(width, height):
+            buckets |= {(height, width), (width, height)}
+    return sorted(buckets)
+
+
+def choose_bucket(size: tuple[int, int], buckets: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """The bucket whose aspect ratio is nearest, as a factor."""
+    return min(buckets, key=lambda bucket: (abs(math.log(_aspect(bucket) / _aspect(size))), bucket))
+
+
+def plan_crop(size: tuple[int, int], bucket: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int, int, int]]:
+    """(resize, crop) for an image of this size: keep its shape, just cover the bucket, cut the middle out."""
+    height, width = size
+    scale = max(bucket[0] / height, bucket[1] / width)
+    resize = max(bucket[0], round(height * scale)), max(bucket[1], round(width * scale))
+    return resize, ((resize[0] - bucket[0]) // 2, (resize[1] - bucket[1]) // 2, *bucket)
+
+
+def _make_sample(picture: _Picture, buckets: Sequence[tuple[int, int]]) -> Sample:
+    assert picture.size is not None
+    bucket = choose_bucket(picture.size, buckets)
+    resize, crop = plan_crop(picture.size, bucket)
+    mask = str(picture.mask) if picture.mask else None
+    return Sample(str(picture.path), picture.caption or "", mask, resize, crop, bucket)
+
+
+def _aspect(size: tuple[int, int]) -> float:
+    return size[1] / size[0]
+
+
+# --- masks -----------------------------------------------------------------------------------------------------------
+
+
+def load_mask(sample: Sample, latent_hw: tuple[int, int]) -> torch.Tensor:
+    """The sample's mask on its latent grid, float32 in 0..1. [1, 1, H, W]
+
+    Every cell is the exact mean of the mask over the area the cell covers in the image, so the mask may have another
+    resolution than its image.
+    """
+    assert sample.mask_path is not None
+    mask = _read_mask(Path(sample.mask_path)).double()
+    top, left, height, width = sample.crop
+    rows = _cell_weights(mask.shape[0], sample.resize[0], top, height, latent_hw[0])
+    columns = _cell_weights(mask.shape[1], sample.resize[1], left, width, latent_hw[1])
+    return (rows @ mask @ columns.T).clamp(0, 1).float()[None, None]
+
+
+def _cell_weights(num_source: int, resized: int, start: int, length: int, num_cells: int) -> torch.Tensor:
+    """How much each of num_source pixels counts in each cell, when they are stretched to `resized` pixels of which
+    [start, start + length) is cut into num_cells. Rows add up to 1. [num_cells, num_source], float64"""
+    cells = torch.arange(num_cells + 1, dtype=torch.float64) / num_cells
+    edges = (start + length * cells) * num_source / resized
+    pixels = torch.arange(num_source, dtype=torch.float64)
+    overlap = torch.minimum(edges[1:, None], pixels + 1) - torch.maximum(edges[:-1, None], pixels)
+    return overlap.clamp_min(0) * resized * num_cells / (length * num_source)
+
+
+def _read_mask(path: Path) -> torch.Tensor:
+    """Brightness of the mask's pixels, 0 black to 1 white; transparency and colour profiles are not looked at. [h, w]
+
+    Raises: ValueError naming the file if it is broken.
+    """
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as file:
+            image: PilImage = ImageOps.exif_transpose(file)
+            is_16_bit = image.mode.startswith("I")
+            values = np.asarray(image if is_16_bit else image.convert("L"), dtype=np.float32)
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path}: cannot be read as a mask ({error})") from error
+    return torch.from_numpy(values / (65535 if is_16_bit else 255))
+
+
+# --- order -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Indices into the samples, all of one bucket, and which of them are trained with the empty caption. [B] each"""
+
+    indices: tuple[int, ...]
+    captions_dropped: tuple[bool, ...]
+
+
+class BatchOrder:
+    """An endless order of batches: every sample once per epoch, batches of one bucket, shuffled anew for every epoch.
+
+    Where a bucket's samples do not divide by the batch size, its last batch of the epoch is smaller; filling it up
+    would train some samples more often than others.
+
+    Args:
+        samples: what the indices count. batch_size: samples of a full batch.
+        seed: another seed is another order.
+        caption_dropout: probability, per sample and epoch, that its caption is dropped.
+    """
+
+    def __init__(self, samples: Sequence[Sample], *, batch_size: int, seed: int, caption_dropout: float = 0.0) -> None:
+        if not samples:
+            raise ValueError("there are no samples to train on; give a dataset with at least one image")
+        self._buckets = [sample.bucket for sample in samples]
+        self._batch_size = batch_size
+        self._seed = seed
+        self._caption_dropout = caption_dropout
+        self._epoch = 0
+        self._index = 0
+        self._batches = self.batches_of(0)
+
+    def next(self) -> Batch:
+        """The next batch; begins a new epoch where one ends."""
+        if self._index == len(self._batches):
+            self._epoch, self._index = self._epoch + 1, 0
+            self._batches = self.batches_of(self._epoch)
+        self._index += 1
+        return self._batches[self._index - 1]
+
+    def batches_of(self, epoch: int) -> list[Batch]:
+        """All batches of an epoch, in order."""
+        shuffled = sorted(range(len(self._buckets)), key=lambda i: self._draw("sample", epoch, i))
+        by_bucket: dict[tuple[int, int], list[int]] = {}
+        for index in shuffled:
+            by_bucket.setdefault(self._buckets[index], []).append(index)
+        size = self._batch_size
+        groups = [members[i : i + size] for members in by_bucket.values() for i in range(0, len(members), size)]
+        groups.sort(key=lambda group: self._draw("batch", epoch, group[0]))
+        return [Batch(tuple(group), tuple(self._is_dropped(epoch, i) for i in group)) for group in groups]
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the order stands: the epoch, and how many of its batches are done."""
+        return {"epoch": self._epoch, "index": self._index}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue behind the batches that were done.
+
+        Raises: ValueError for a position that this order does not have.
+        """
+        epoch, index = int(state["epoch"]), int(state["index"])
+        batches = self.batches_of(epoch)
+        if epoch < 0 or not 0 <= index <= len(batches):
+            raise ValueError(
+                f"cannot continue at batch {index} of epoch {epoch}: an epoch has {len(batches)} batches here; "
+                "the state is of another dataset or batch size"
+            )
+        self._epoch, self._index, self._batches = epoch, index, batches
+
+    def _is_dropped(self, epoch: int, index: int) -> bool:
+        return self._draw("caption", epoch, index) < self._caption_dropout
+
+    def _draw(self, what: str, epoch: int, index: int) -> float:
+        """A number in [0, 1) that depends on the arguments and the seed only, and looks uniform over them."""
+        digest = hashlib.sha256(f"{self._seed} {what} {epoch} {index}".encode()).digest()
+        return int.from_bytes(digest[:6], "big") / 2**48
+
+
+def dataset_fingerprint(samples: Sequence[Sample]) -> str:
+    """Hash of what is trained on, in order: image and mask bytes, captions, crops; not where the files lie.
+
+    Raises: OSError if a file has gone.
+    """
+    paths = dict.fromkeys(path for sample in samples for path in (sample.path, sample.mask_path) if path)
+    with ThreadPoolExecutor() as pool:
+        content = dict(zip(paths, pool.map(file_fingerprint, paths), strict=True))
+    return settings_fingerprint(
+        [[content[s.path], s.caption, s.mask_path and content[s.mask_path], s.resize, s.crop] for s in samples]
+    )
