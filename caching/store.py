@@ -20,7 +20,7 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..files import save_tensors_atomically
 
@@ -108,22 +108,30 @@ class CacheStore:
                 raise
 
 
-def _read_header(path: Path) -> dict[str, Any] | None:
+def _read_header(path: Path) -> dict[str, str] | None:
     """The metadata of an entry whose length is right, else None."""
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if size < _LENGTH_BYTES or length > size - _LENGTH_BYTES:
-                return _torn(path)
-            header = json.loads(file.read(length))
-            metadata = header.pop("__metadata__", {})
-            data_end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+            metadata = _parse_header(file)
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):  # not JSON, or not a safetensors header
-        return _torn(path)
-    return metadata if _is_ours(header, metadata) and size == _LENGTH_BYTES + length + data_end else _torn(path)
+        metadata = None
+    if metadata is None:
+        logger.warning("cache entry %s is torn or foreign and will be computed again", path)
+    return metadata
+
+
+def _parse_header(file: BinaryIO) -> dict[str, str] | None:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if length > size - _LENGTH_BYTES:
+        return None
+    header = json.loads(file.read(length))
+    metadata = header.pop("__metadata__", {})
+    data_end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    is_whole = size == _LENGTH_BYTES + length + data_end
+    return metadata if is_whole and _is_ours(header, metadata) else None
 
 
 def _is_ours(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bool:
@@ -138,12 +146,8 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor] | None:
 
     try:
         return load(path.read_bytes())
-    except SafetensorError:  # a flipped byte in the header that left its length right
+    except (SafetensorError, FileNotFoundError):  # a flipped byte in the header; or another process deleted it just now
         return None
-
-
-def _torn(path: Path) -> None:
-    logger.warning("cache entry %s is torn or foreign and will be computed again", path)
 
 
 def _parts(header: Mapping[str, str]) -> list[str]:
@@ -158,5 +162,5 @@ def _checksum(tensors: Mapping[str, torch.Tensor], text: str = "") -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         value = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode(), value)
-        value = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy(), value)
+        value = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, value)
     return f"{value:08x}"

@@ -1,99 +1,58 @@
-"""FLUX.1 (Black Forest Labs): joint text-image transformer, 19 double and 38 single blocks, modulation in every block.
+"""FLUX.1 (Black Forest Labs): double blocks with separate text and image weights, then single blocks over both.
 
-Weights: FLUX.1-dev and FLUX.1-schnell model cards. Layout: diffusers 0.42 `transformer_flux.py`, `pipeline_flux.py` and
-its single-file converter, read 2026-11-21.
-
-What is deliberately absent: Kontext, Fill and the control variants, whose inputs have further channels or tokens.
-schnell is distilled to few steps and has no guidance input; a LoRA trained on it without its adapter undoes that.
+Sizes and names: diffusers 0.42.1, FluxTransformer2DModel and convert_flux_transformer_checkpoint_to_diffusers; model
+cards of FLUX.1-dev and FLUX.1-schnell. The cached latents are the VAE's; the transformer's 2x2 packing happens in
+make_inputs. Kontext, Fill, Depth and Canny are not described: their extra inputs need more than a caption.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .spec import BlockList, LatentSpec, ModelFamily, Rename, ShiftRule, TextEncoderSpec, TimestepSpec, Variant
+import torch
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-if TYPE_CHECKING:
-    import torch
+from .spec import (
+    BlockList,
+    LatentSpec,
+    ModelFamily,
+    Rename,
+    ShiftRule,
+    TextEncoderSpec,
+    TimestepSpec,
+    Variant,
+)
 
-_ENCODERS = (
-    TextEncoderSpec(
-        kind="last_hidden_state",  # T5-XXL; padding tokens are kept as they come out, like in the pipeline
+_CLIP = TextEncoderSpec(
+    kind="pooled",
+    folder="text_encoder",
+    tokenizer_folder="tokenizer",
+    output="pooled_prompt_embeds",
+    max_length=77,
+)
+
+
+def _t5(max_length: int) -> TextEncoderSpec:
+    """T5-XXL; the padding is encoded unmasked, as in FluxPipeline."""
+    return TextEncoderSpec(
+        kind="last_hidden_state",
         folder="text_encoder_2",
         tokenizer_folder="tokenizer_2",
         output="prompt_embeds",
-        max_length=512,
-    ),
-    TextEncoderSpec(
-        kind="pooled",  # CLIP-L
-        folder="text_encoder",
-        tokenizer_folder="tokenizer",
-        output="pooled_prompt_embeds",
-        max_length=77,
-    ),
-)
+        max_length=max_length,
+    )
 
-_VAE = {
-    "in_channels": 3,
-    "out_channels": 3,
-    "latent_channels": 16,
-    "block_out_channels": (128, 256, 512, 512),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "layers_per_block": 2,
-    "norm_num_groups": 32,
-    "sample_size": 1024,
-    "scaling_factor": 0.3611,
-    "shift_factor": 0.1159,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-    "force_upcast": True,
+
+_SHIFTS = {
+    "none": ShiftRule("none"),
+    # dev's own scheduler: mu rises linearly with the packed tokens, 1.88 at 512x512 and 3.16 at 1024x1024.
+    "resolution": ShiftRule("resolution", mu_at=((256.0, 0.5), (4096.0, 1.15))),
+    "constant_3.16": ShiftRule("constant", 3.1582),  # the value at 1024x1024, for every size
 }
 
 
-def make_inputs(
-    latents: torch.Tensor, sigma: torch.Tensor, text: Mapping[str, torch.Tensor], guidance: float | None
-) -> dict[str, Any]:
-    """Arguments of FluxTransformer2DModel: 2x2 latent cells make a token; ids are (0, h, w) for images, 0 for text. The
-    timestep is sigma itself and guidance is raw; the model multiplies both by 1000."""
-    import torch
-
-    batch, channels, _, height, width = latents.shape
-    device = latents.device
-    cells = latents.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    rows, columns = torch.arange(height // 2, device=device), torch.arange(width // 2, device=device)
-    img_ids = torch.cartesian_prod(torch.arange(1, device=device), rows, columns)
-    return {
-        "hidden_states": cells.reshape(batch, (height // 2) * (width // 2), channels * 4),
-        "encoder_hidden_states": text["prompt_embeds"],
-        "pooled_projections": text["pooled_prompt_embeds"],
-        "timestep": sigma,
-        "guidance": None if guidance is None else torch.full((batch,), guidance, device=device),
-        "img_ids": img_ids.to(latents.dtype),
-        "txt_ids": torch.zeros(text["prompt_embeds"].shape[1], 3, device=device, dtype=latents.dtype),
-    }
-
-
-def read_prediction(output: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-    """Tokens [B, H/2 * W/2, 4C] back to [B, C, 1, H, W]."""
-    batch, channels, _, height, width = latents.shape
-    cells = output.view(batch, height // 2, width // 2, channels, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return cells.reshape(latents.shape)
-
-
-def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """VAE mode, then (z - shift_factor) * scaling_factor."""
-    latents = vae.encode(pixels[:, :, 0].to(vae.dtype)).latent_dist.mode().float()
-    return ((latents - vae.config.shift_factor) * vae.config.scaling_factor).unsqueeze(2)
-
-
-def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    latents = latents[:, :, 0].float() / vae.config.scaling_factor + vae.config.shift_factor
-    return vae.decode(latents.to(vae.dtype), return_dict=False)[0].float().unsqueeze(2)
-
-
-def _transformer(*, guidance: bool) -> dict[str, Any]:
+def _config(guidance: bool) -> dict[str, Any]:
     return {
         "patch_size": 1,
         "in_channels": 64,
@@ -108,8 +67,124 @@ def _transformer(*, guidance: bool) -> dict[str, Any]:
     }
 
 
-_DOUBLE = "transformer_blocks.{}."
-_SINGLE = "single_transformer_blocks.{}."
+_VAE = {
+    "in_channels": 3,
+    "out_channels": 3,
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "latent_channels": 16,
+    "sample_size": 1024,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+
+
+def make_inputs(
+    latents: torch.Tensor, sigma: torch.Tensor, text: Mapping[str, torch.Tensor], guidance: float | None
+) -> dict[str, Any]:
+    """Keyword arguments of the transformer, as FluxPipeline passes them.
+
+    Args:
+        latents: noisy, [B, C, 1, H, W]; each 2x2 patch becomes one token of 4 * C.
+        sigma: noise level in 0..1; the model multiplies by 1000 itself. [B]
+        text: prompt_embeds [B, S, D] and pooled_prompt_embeds [B, D].
+        guidance: embedded guidance, which the model multiplies by 1000 itself; None where it has no such input.
+    """
+    batch, _, frames, height, width = latents.shape
+    assert frames == 1, f"FLUX.1 makes images; these latents have {frames} frames"
+    states = text["prompt_embeds"]
+    device = latents.device
+    image_ids = torch.zeros(height // 2, width // 2, 3, device=device)
+    image_ids[..., 1] = torch.arange(height // 2, device=device)[:, None]
+    image_ids[..., 2] = torch.arange(width // 2, device=device)
+    return {
+        "hidden_states": pixel_unshuffle(latents[:, :, 0], 2).flatten(2).transpose(1, 2),
+        "encoder_hidden_states": states,
+        "pooled_projections": text["pooled_prompt_embeds"],
+        "timestep": sigma,
+        "guidance": None if guidance is None else torch.full((batch,), guidance, device=device),
+        "img_ids": image_ids.flatten(0, 1),
+        "txt_ids": torch.zeros(states.shape[1], 3, device=device),
+    }
+
+
+def read_prediction(output: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """Tokens back to cells: [B, H/2 * W/2, 4 * C] -> [B, C, 1, H, W]."""
+    batch, _, _, height, width = latents.shape
+    packed = output.transpose(1, 2).reshape(batch, -1, height // 2, width // 2)
+    return pixel_shuffle(packed, 2).unsqueeze(2)
+
+
+def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """[B, 3, 1, height, width] -> [B, C, 1, height / 8, width / 8], float32.
+
+    The mode of the distribution, as FluxKontextPipeline takes it: a sample would be drawn once and then repeated from
+    the cache.
+    """
+    assert pixels.shape[2] == 1, f"FLUX.1 makes images; these pixels have {pixels.shape[2]} frames"
+    latents = vae.encode(pixels[:, :, 0].to(vae.dtype)).latent_dist.mode().float()
+    return ((latents - vae.config.shift_factor) * vae.config.scaling_factor).unsqueeze(2)
+
+
+def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """The inverse of encode_latents, up to the VAE's loss: [B, C, 1, H, W] -> [B, 3, 1, height, width]."""
+    scaled = latents[:, :, 0].float() / vae.config.scaling_factor + vae.config.shift_factor
+    return vae.decode(scaled.to(vae.dtype)).sample.unsqueeze(2)
+
+
+_DOUBLE = "double_blocks.{}."
+_SINGLE = "single_blocks.{}."
+_TO_DOUBLE = "transformer_blocks.{}."
+_TO_SINGLE = "single_transformer_blocks.{}."
+
+
+def _norm(original: str, diffusers: str) -> Rename:
+    """A query or key norm: `scale` in the makers' files, `weight` in some that ComfyUI saved."""
+    return Rename(f"{original}.scale", (f"{diffusers}.weight",), aliases=(f"{original}.weight",))
+
+
+_RENAMES = (
+    Rename("img_in", ("x_embedder",)),
+    Rename("txt_in", ("context_embedder",)),
+    Rename("time_in.in_layer", ("time_text_embed.timestep_embedder.linear_1",)),
+    Rename("time_in.out_layer", ("time_text_embed.timestep_embedder.linear_2",)),
+    Rename("vector_in.in_layer", ("time_text_embed.text_embedder.linear_1",)),
+    Rename("vector_in.out_layer", ("time_text_embed.text_embedder.linear_2",)),
+    Rename("guidance_in.in_layer", ("time_text_embed.guidance_embedder.linear_1",)),
+    Rename("guidance_in.out_layer", ("time_text_embed.guidance_embedder.linear_2",)),
+    Rename(_DOUBLE + "img_mod.lin", (_TO_DOUBLE + "norm1.linear",)),
+    Rename(_DOUBLE + "txt_mod.lin", (_TO_DOUBLE + "norm1_context.linear",)),
+    Rename(_DOUBLE + "img_attn.qkv", (_TO_DOUBLE + "attn.to_q", _TO_DOUBLE + "attn.to_k", _TO_DOUBLE + "attn.to_v")),
+    Rename(
+        _DOUBLE + "txt_attn.qkv",
+        (_TO_DOUBLE + "attn.add_q_proj", _TO_DOUBLE + "attn.add_k_proj", _TO_DOUBLE + "attn.add_v_proj"),
+    ),
+    _norm(_DOUBLE + "img_attn.norm.query_norm", _TO_DOUBLE + "attn.norm_q"),
+    _norm(_DOUBLE + "img_attn.norm.key_norm", _TO_DOUBLE + "attn.norm_k"),
+    _norm(_DOUBLE + "txt_attn.norm.query_norm", _TO_DOUBLE + "attn.norm_added_q"),
+    _norm(_DOUBLE + "txt_attn.norm.key_norm", _TO_DOUBLE + "attn.norm_added_k"),
+    Rename(_DOUBLE + "img_attn.proj", (_TO_DOUBLE + "attn.to_out.0",)),
+    Rename(_DOUBLE + "txt_attn.proj", (_TO_DOUBLE + "attn.to_add_out",)),
+    Rename(_DOUBLE + "img_mlp.0", (_TO_DOUBLE + "ff.net.0.proj",)),
+    Rename(_DOUBLE + "img_mlp.2", (_TO_DOUBLE + "ff.net.2",)),
+    Rename(_DOUBLE + "txt_mlp.0", (_TO_DOUBLE + "ff_context.net.0.proj",)),
+    Rename(_DOUBLE + "txt_mlp.2", (_TO_DOUBLE + "ff_context.net.2",)),
+    Rename(_SINGLE + "modulation.lin", (_TO_SINGLE + "norm.linear",)),
+    Rename(
+        _SINGLE + "linear1",
+        (_TO_SINGLE + "attn.to_q", _TO_SINGLE + "attn.to_k", _TO_SINGLE + "attn.to_v", _TO_SINGLE + "proj_mlp"),
+        proportions=(1, 1, 1, 4),  # the class fixes mlp_ratio at 4
+    ),
+    Rename(_SINGLE + "linear2", (_TO_SINGLE + "proj_out",)),
+    _norm(_SINGLE + "norm.query_norm", _TO_SINGLE + "attn.norm_q"),
+    _norm(_SINGLE + "norm.key_norm", _TO_SINGLE + "attn.norm_k"),
+    Rename("final_layer.adaLN_modulation.1", ("norm_out.linear",), swap_halves=True),  # shift, scale | scale, shift
+    Rename("final_layer.linear", ("proj_out",)),
+)
 
 FLUX1 = ModelFamily(
     name="flux1",
@@ -119,102 +194,50 @@ FLUX1 = ModelFamily(
     block_lists=(
         BlockList(
             "transformer_blocks",
-            text_modules=("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out", "ff_context.*"),
+            text_modules=("attn.add_?_proj", "attn.to_add_out", "ff_context.*"),
+            sample_modules=("norm1.linear", "norm1_context.linear"),
         ),
-        BlockList("single_transformer_blocks", is_joint=True),
+        BlockList("single_transformer_blocks", is_joint=True, sample_modules=("norm.linear",)),
     ),
     tail=("norm_out", "proj_out"),
-    keep_full_precision=(
-        "x_embedder",
-        "context_embedder",
-        "time_text_embed.*",
-        "*norm*",  # the modulation linears are inside the norms here
-        "proj_out",  # the last layer; the single blocks' proj_out has a longer name and is quantized
-    ),
+    # "*norm*" includes the modulation inside the blocks, 3.2 of 11.9 billion weights: float8 then saves 8.6 GB, not
+    # 11.8. Their output scales and gates every token of a block, and they see one vector each, so speed is no reason.
+    keep_full_precision=("*norm*", "time_text_embed", "x_embedder", "context_embedder", "proj_out"),
+    # Modulation is not among them: it moves the style of everything, and few trainers adapt it.
     lora_targets=(
-        "*.attn.to_q",
-        "*.attn.to_k",
-        "*.attn.to_v",
-        "*.attn.to_out.0",
-        "*.attn.add_q_proj",
-        "*.attn.add_k_proj",
-        "*.attn.add_v_proj",
-        "*.attn.to_add_out",
-        "*.ff.net.0.proj",
-        "*.ff.net.2",
-        "*.ff_context.net.0.proj",
-        "*.ff_context.net.2",
+        "transformer_blocks.*.attn.to_[qkv]",
+        "transformer_blocks.*.attn.to_out.0",
+        "transformer_blocks.*.attn.add_[qkv]_proj",
+        "transformer_blocks.*.attn.to_add_out",
+        "transformer_blocks.*.ff.net.*",
+        "transformer_blocks.*.ff_context.net.*",
+        "single_transformer_blocks.*.attn.to_[qkv]",
         "single_transformer_blocks.*.proj_mlp",
         "single_transformer_blocks.*.proj_out",
     ),
     latent=LatentSpec(channels=16, spatial_stride=8, size_multiple=16, num_tokens_per_cell=0.25),
-    timesteps=TimestepSpec(
-        sampling="logit_normal",
-        # The schedule FLUX.1-dev was trained and is sampled with: mu linear in packed tokens.
-        shift="resolution",
-        shift_presets={
-            "none": ShiftRule("none"),
-            "resolution": ShiftRule("resolution", mu_at=((256.0, 0.5), (4096.0, 1.15))),
-            "constant-3": ShiftRule("constant", 3.0),
-        },
-    ),
+    timesteps=TimestepSpec(sampling="logit_normal", shift="resolution", shift_presets=_SHIFTS),
     variants=(
-        # 1.0 is what trainers use for the distilled guidance input; inference uses about 3.5.
-        Variant("flux1-dev", _transformer(guidance=True), _ENCODERS, vae_config=_VAE, training_guidance=1.0),
-        Variant("flux1-schnell", _transformer(guidance=False), _ENCODERS, vae_config=_VAE),
-    ),
-    renames=(
-        Rename("img_in", ("x_embedder",)),
-        Rename("txt_in", ("context_embedder",)),
-        Rename("time_in.in_layer", ("time_text_embed.timestep_embedder.linear_1",)),
-        Rename("time_in.out_layer", ("time_text_embed.timestep_embedder.linear_2",)),
-        Rename("vector_in.in_layer", ("time_text_embed.text_embedder.linear_1",)),
-        Rename("vector_in.out_layer", ("time_text_embed.text_embedder.linear_2",)),
-        Rename("guidance_in.in_layer", ("time_text_embed.guidance_embedder.linear_1",)),
-        Rename("guidance_in.out_layer", ("time_text_embed.guidance_embedder.linear_2",)),
-        Rename("final_layer.linear", ("proj_out",)),
-        # (shift, scale) in the original, (scale, shift) in diffusers
-        Rename("final_layer.adaLN_modulation.1", ("norm_out.linear",), swap_halves=True),
-        Rename("double_blocks.{}.img_mod.lin", (_DOUBLE + "norm1.linear",)),
-        Rename("double_blocks.{}.txt_mod.lin", (_DOUBLE + "norm1_context.linear",)),
-        Rename(
-            "double_blocks.{}.img_attn.qkv",
-            (_DOUBLE + "attn.to_q", _DOUBLE + "attn.to_k", _DOUBLE + "attn.to_v"),
+        Variant(
+            name="flux1-dev",
+            transformer_config=_config(guidance=True),
+            text_encoders=(_CLIP, _t5(512)),
+            vae_config=_VAE,
+            # dev is guidance-distilled; trainers embed 1.0 (diffusion-pipe, ai-toolkit, FluxTrainer), so that the LoRA
+            # need not learn guidance.
+            training_guidance=1.0,
         ),
-        Rename(
-            "double_blocks.{}.txt_attn.qkv",
-            (_DOUBLE + "attn.add_q_proj", _DOUBLE + "attn.add_k_proj", _DOUBLE + "attn.add_v_proj"),
-        ),
-        Rename("double_blocks.{}.img_attn.proj", (_DOUBLE + "attn.to_out.0",)),
-        Rename("double_blocks.{}.txt_attn.proj", (_DOUBLE + "attn.to_add_out",)),
-        Rename("double_blocks.{}.img_mlp.0", (_DOUBLE + "ff.net.0.proj",)),
-        Rename("double_blocks.{}.img_mlp.2", (_DOUBLE + "ff.net.2",)),
-        Rename("double_blocks.{}.txt_mlp.0", (_DOUBLE + "ff_context.net.0.proj",)),
-        Rename("double_blocks.{}.txt_mlp.2", (_DOUBLE + "ff_context.net.2",)),
-        *(
-            Rename(
-                f"double_blocks.{{}}.{stream}_attn.norm.{kind}_norm.scale",
-                (f"{_DOUBLE}attn.norm_{added}{kind[0]}.weight",),
-                aliases=(f"double_blocks.{{}}.{stream}_attn.norm.{kind}_norm.weight",),
-            )
-            for stream, added in (("img", ""), ("txt", "added_"))
-            for kind in ("query", "key")
-        ),
-        Rename("single_blocks.{}.modulation.lin", (_SINGLE + "norm.linear",)),
-        Rename(
-            "single_blocks.{}.linear1",
-            (_SINGLE + "attn.to_q", _SINGLE + "attn.to_k", _SINGLE + "attn.to_v", _SINGLE + "proj_mlp"),
-        ),
-        Rename("single_blocks.{}.linear2", (_SINGLE + "proj_out",)),
-        *(
-            Rename(
-                f"single_blocks.{{}}.norm.{kind}_norm.scale",
-                (f"{_SINGLE}attn.norm_{kind[0]}.weight",),
-                aliases=(f"single_blocks.{{}}.norm.{kind}_norm.weight",),
-            )
-            for kind in ("query", "key")
+        Variant(
+            name="flux1-schnell",
+            transformer_config=_config(guidance=False),
+            text_encoders=(_CLIP, _t5(256)),  # the length it was made for; FluxPipeline allows no more
+            vae_config=_VAE,
+            # Its scheduler has no shift (shift 1, no dynamic shifting).
+            timesteps=TimestepSpec(sampling="logit_normal", shift="none", shift_presets=_SHIFTS),
+            caution="schnell is step-distilled, and training it undoes that: images in four steps will get worse",
         ),
     ),
+    renames=_RENAMES,
     modelspec_architecture="flux-1-dev",
     ss_base_model_version="flux1",
     make_inputs=make_inputs,

@@ -1,28 +1,36 @@
-"""FLUX.2 (Black Forest Labs): joint text-image transformer, 8 double and 48 single blocks in dev, shared modulation.
+"""FLUX.2 (Black Forest Labs): double blocks with separate text and image weights, then single blocks over both.
 
-Weights: FLUX.2-dev and FLUX.2-klein model cards. Layout: diffusers 0.42 `transformer_flux2.py`, `pipeline_flux2.py`,
-`pipeline_flux2_klein.py`, and its single-file converter, read 2026-11-21.
-
-What is deliberately absent: reference images (editing) and klein's key-value cache; training here is text to image.
-The distilled klein checkpoints load like the base ones, which have the same shapes; train the base ones, a LoRA of a
-distilled model does not learn what distillation removed.
+Sizes and names: diffusers 0.42.1, scripts/convert_flux2_to_diffusers.py and Flux2Transformer2DModel; the model card of
+FLUX.2-dev. Differences from FLUX.1 that matter here: no biases; modulation is computed once for all blocks, so it is not
+inside them; latents are patchified and normalised before they are noised; positions have four axes (t, h, w, l).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .spec import BlockList, LatentSpec, ModelFamily, Rename, ShiftRule, TextEncoderSpec, TimestepSpec, Variant
+import torch
+from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-if TYPE_CHECKING:
-    import torch
+from .spec import (
+    BlockList,
+    LatentSpec,
+    ModelFamily,
+    Rename,
+    ShiftRule,
+    TextEncoderSpec,
+    TimestepSpec,
+    Variant,
+)
 
-_SYSTEM_PROMPT = (  # the line break inside is part of it: diffusers and ComfyUI have it
+# diffusers' pipelines/flux2/system_messages.py; the line break is part of it (some trainers have a space there).
+_SYSTEM_MESSAGE = (
     "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
     "relationships, object\nattribution and actions without speculation."
 )
 
+# Flux2Pipeline: no generation prompt, the padding goes through the language model, the transformer sees no mask.
 _MISTRAL = TextEncoderSpec(
     kind="chat_hidden_states",
     folder="text_encoder",
@@ -30,9 +38,11 @@ _MISTRAL = TextEncoderSpec(
     output="prompt_embeds",
     max_length=512,
     layers=(10, 20, 30),
-    system_prompt=_SYSTEM_PROMPT,
+    system_prompt=_SYSTEM_MESSAGE,
+    template_options={"add_generation_prompt": False},
 )
 
+# Flux2KleinPipeline: no system message, an empty thinking section, and the assistant's turn begun.
 _QWEN3 = TextEncoderSpec(
     kind="chat_hidden_states",
     folder="text_encoder",
@@ -43,73 +53,32 @@ _QWEN3 = TextEncoderSpec(
     template_options={"add_generation_prompt": True, "enable_thinking": False},
 )
 
-_VAE = {
-    "in_channels": 3,
-    "out_channels": 3,
-    "latent_channels": 32,
-    "block_out_channels": (128, 256, 512, 512),
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "sample_size": 1024,
+# Trainers disagree about the shift, from 1.88 to 7.56 at 1024x1024. The default is FLUX.1's rule on the number of tokens
+# the transformer sees, which gives 3.16 there (musubi-tuner, OneTrainer).
+_SHIFTS = {
+    "none": ShiftRule("none"),
+    "resolution": ShiftRule("resolution", mu_at=((256.0, 0.5), (4096.0, 1.15))),
+    "diffusion_pipe_3.0": ShiftRule("constant", 3.0),  # its documented config
+    "diffsynth_2.23": ShiftRule("constant", 2.2255),  # exp(0.8), at every size
+    # compute_empirical_mu of the reference sampler at 50 steps, which is linear in tokens up to 4300; it asks for more
+    # noise than training needs (7.56 at 1024x1024) and is here for comparisons.
+    "bfl_inference_50_steps": ShiftRule("resolution", mu_at=((256.0, 1.62161), (4096.0, 2.02335))),
 }
 
+_VAE = {
+    "latent_channels": 32,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+    "batch_norm_eps": 1e-4,
+}
 
-def make_inputs(
-    latents: torch.Tensor, sigma: torch.Tensor, text: Mapping[str, torch.Tensor], guidance: float | None
-) -> dict[str, Any]:
-    """Arguments of Flux2Transformer2DModel. Position ids are (t, h, w, l): (0, h, w, 0) for images, (0, 0, 0, l) for
-    text. The timestep is sigma itself and guidance is raw; the model multiplies both by 1000."""
-    import torch
-
-    batch, _, _, height, width = latents.shape
-    states = text["prompt_embeds"]
-    device = latents.device
-    zero = torch.arange(1, device=device)
-    rows, columns = torch.arange(height, device=device), torch.arange(width, device=device)
-    positions = torch.arange(states.shape[1], device=device)
-    img_ids = torch.cartesian_prod(zero, rows, columns, zero).expand(batch, -1, -1)
-    txt_ids = torch.cartesian_prod(zero, zero, zero, positions).expand(batch, -1, -1)
-    return {
-        "hidden_states": latents.flatten(2).transpose(1, 2),
-        "encoder_hidden_states": states,
-        "timestep": sigma,
-        "guidance": None if guidance is None else torch.full((batch,), guidance, device=device),
-        "img_ids": img_ids,
-        "txt_ids": txt_ids,
-    }
+_KLEIN_CAUTION = (
+    "klein exists as a base model and step-distilled, with equal shapes; train the base model, and use the LoRA with "
+    "either: training the distilled one undoes its distillation"
+)
 
 
-def read_prediction(output: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-    """Tokens [B, H * W, C] back to [B, C, 1, H, W]."""
-    return output.transpose(1, 2).reshape(latents.shape)
-
-
-def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """VAE mode, 2x2 patches into channels, then the VAE's running BatchNorm statistics with its own eps."""
-    mean, std = _latent_statistics(vae)
-    latents = vae.encode(pixels[:, :, 0].to(vae.dtype)).latent_dist.mode().float()
-    batch, channels, height, width = latents.shape
-    latents = latents.view(batch, channels, height // 2, 2, width // 2, 2).permute(0, 1, 3, 5, 2, 4)
-    latents = latents.reshape(batch, channels * 4, height // 2, width // 2)
-    return ((latents - mean) / std).unsqueeze(2)
-
-
-def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    mean, std = _latent_statistics(vae)
-    latents = latents[:, :, 0].float() * std + mean
-    batch, channels, height, width = latents.shape
-    latents = latents.reshape(batch, channels // 4, 2, 2, height, width).permute(0, 1, 4, 2, 5, 3)
-    latents = latents.reshape(batch, channels // 4, height * 2, width * 2)
-    return vae.decode(latents.to(vae.dtype), return_dict=False)[0].float().unsqueeze(2)
-
-
-def _latent_statistics(vae: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    mean = vae.bn.running_mean.float().view(1, -1, 1, 1)
-    variance = vae.bn.running_var.float().view(1, -1, 1, 1)
-    return mean, (variance + vae.config.batch_norm_eps).sqrt()
-
-
-def _transformer(heads: int, layers: int, single_layers: int, text_width: int, *, guidance: bool) -> dict[str, Any]:
+def _config(layers: int, single_layers: int, heads: int, text_width: int, guidance: bool) -> dict[str, Any]:
     return {
         "patch_size": 1,
         "in_channels": 128,
@@ -117,7 +86,7 @@ def _transformer(heads: int, layers: int, single_layers: int, text_width: int, *
         "num_single_layers": single_layers,
         "attention_head_dim": 128,
         "num_attention_heads": heads,
-        "joint_attention_dim": text_width,
+        "joint_attention_dim": text_width,  # three layers side by side
         "timestep_guidance_channels": 256,
         "mlp_ratio": 3.0,
         "axes_dims_rope": (32, 32, 32, 32),
@@ -127,8 +96,114 @@ def _transformer(heads: int, layers: int, single_layers: int, text_width: int, *
     }
 
 
-_DOUBLE = "transformer_blocks.{}."
-_SINGLE = "single_transformer_blocks.{}."
+def make_inputs(
+    latents: torch.Tensor, sigma: torch.Tensor, text: Mapping[str, torch.Tensor], guidance: float | None
+) -> dict[str, Any]:
+    """Keyword arguments of the transformer, as Flux2Pipeline passes them.
+
+    Args:
+        latents: noisy, [B, C, 1, H, W].
+        sigma: noise level in 0..1; the model multiplies by 1000 itself. [B]
+        text: prompt_embeds [B, S, D].
+        guidance: embedded guidance, which the model multiplies by 1000 itself; None where it has no such input.
+    """
+    batch, _, frames, height, width = latents.shape
+    assert frames == 1, f"FLUX.2 makes images; these latents have {frames} frames"
+    states = text["prompt_embeds"]
+    device = latents.device
+    rows = torch.arange(height, device=device).repeat_interleave(width)
+    columns = torch.arange(width, device=device).repeat(height)
+    zeros = torch.zeros_like(rows)
+    image_ids = torch.stack([zeros, rows, columns, zeros], dim=-1)
+    text_ids = torch.zeros(states.shape[1], 4, dtype=image_ids.dtype, device=device)
+    text_ids[:, 3] = torch.arange(states.shape[1], device=device)
+    return {
+        "hidden_states": latents.flatten(2).transpose(1, 2),
+        "encoder_hidden_states": states,
+        "timestep": sigma,
+        "guidance": None if guidance is None else torch.full((batch,), guidance, device=device),
+        "img_ids": image_ids.expand(batch, -1, -1),
+        "txt_ids": text_ids.expand(batch, -1, -1),
+    }
+
+
+def read_prediction(output: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """Tokens back to cells: [B, H*W, C] -> [B, C, 1, H, W]."""
+    return output.transpose(1, 2).reshape(latents.shape)
+
+
+def _batch_norm_statistics(vae: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation of patchified latents, float32, [1, C, 1, 1]; they are part of the VAE's weights."""
+    mean = vae.bn.running_mean.to(device, torch.float32)
+    variance = vae.bn.running_var.to(device, torch.float32)
+    return mean.view(1, -1, 1, 1), torch.sqrt(variance + vae.config.batch_norm_eps).view(1, -1, 1, 1)
+
+
+def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """[B, 3, 1, height, width] -> [B, 4 * latent_channels, 1, height / 16, width / 16], float32.
+
+    The mode of the distribution, as Flux2Pipeline takes for reference images: a sample would be drawn once and then
+    repeated from the cache. Each 2x2 patch becomes one cell, and cells are normalised by the VAE's batch norm.
+    """
+    assert pixels.shape[2] == 1, f"FLUX.2 makes images; these pixels have {pixels.shape[2]} frames"
+    latents = vae.encode(pixels[:, :, 0].to(vae.dtype)).latent_dist.mode().float()
+    cells = pixel_unshuffle(latents, 2)
+    mean, std = _batch_norm_statistics(vae, cells.device)
+    return ((cells - mean) / std).unsqueeze(2)
+
+
+def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """The inverse of encode_latents, up to the VAE's loss: [B, C, 1, H, W] -> [B, 3, 1, height, width]."""
+    mean, std = _batch_norm_statistics(vae, latents.device)
+    cells = latents[:, :, 0].float() * std + mean
+    return vae.decode(pixel_shuffle(cells, 2).to(vae.dtype)).sample.unsqueeze(2)
+
+
+_DOUBLE = "double_blocks.{}."
+_SINGLE = "single_blocks.{}."
+_TO_DOUBLE = "transformer_blocks.{}."
+_TO_SINGLE = "single_transformer_blocks.{}."
+
+
+def _norm(original: str, diffusers: str) -> Rename:
+    """A query or key norm: `scale` in the makers' files, `weight` in some that ComfyUI saved."""
+    return Rename(f"{original}.scale", (f"{diffusers}.weight",), aliases=(f"{original}.weight",))
+
+
+_RENAMES = (
+    Rename("img_in", ("x_embedder",)),
+    Rename("txt_in", ("context_embedder",)),
+    Rename("time_in.in_layer", ("time_guidance_embed.timestep_embedder.linear_1",)),
+    Rename("time_in.out_layer", ("time_guidance_embed.timestep_embedder.linear_2",)),
+    Rename("guidance_in.in_layer", ("time_guidance_embed.guidance_embedder.linear_1",)),
+    Rename("guidance_in.out_layer", ("time_guidance_embed.guidance_embedder.linear_2",)),
+    Rename("double_stream_modulation_img.lin", ("double_stream_modulation_img.linear",)),
+    Rename("double_stream_modulation_txt.lin", ("double_stream_modulation_txt.linear",)),
+    Rename("single_stream_modulation.lin", ("single_stream_modulation.linear",)),
+    Rename(_DOUBLE + "img_attn.qkv", (_TO_DOUBLE + "attn.to_q", _TO_DOUBLE + "attn.to_k", _TO_DOUBLE + "attn.to_v")),
+    Rename(
+        _DOUBLE + "txt_attn.qkv",
+        (_TO_DOUBLE + "attn.add_q_proj", _TO_DOUBLE + "attn.add_k_proj", _TO_DOUBLE + "attn.add_v_proj"),
+    ),
+    _norm(_DOUBLE + "img_attn.norm.query_norm", _TO_DOUBLE + "attn.norm_q"),
+    _norm(_DOUBLE + "img_attn.norm.key_norm", _TO_DOUBLE + "attn.norm_k"),
+    _norm(_DOUBLE + "txt_attn.norm.query_norm", _TO_DOUBLE + "attn.norm_added_q"),
+    _norm(_DOUBLE + "txt_attn.norm.key_norm", _TO_DOUBLE + "attn.norm_added_k"),
+    Rename(_DOUBLE + "img_attn.proj", (_TO_DOUBLE + "attn.to_out.0",)),
+    Rename(_DOUBLE + "txt_attn.proj", (_TO_DOUBLE + "attn.to_add_out",)),
+    Rename(_DOUBLE + "img_mlp.0", (_TO_DOUBLE + "ff.linear_in",)),
+    Rename(_DOUBLE + "img_mlp.2", (_TO_DOUBLE + "ff.linear_out",)),
+    Rename(_DOUBLE + "txt_mlp.0", (_TO_DOUBLE + "ff_context.linear_in",)),
+    Rename(_DOUBLE + "txt_mlp.2", (_TO_DOUBLE + "ff_context.linear_out",)),
+    Rename(_SINGLE + "linear1", (_TO_SINGLE + "attn.to_qkv_mlp_proj",)),  # fused in both layouts
+    Rename(_SINGLE + "linear2", (_TO_SINGLE + "attn.to_out",)),
+    _norm(_SINGLE + "norm.query_norm", _TO_SINGLE + "attn.norm_q"),
+    _norm(_SINGLE + "norm.key_norm", _TO_SINGLE + "attn.norm_k"),
+    Rename("final_layer.adaLN_modulation.1", ("norm_out.linear",), swap_halves=True),  # shift, scale | scale, shift
+    Rename("final_layer.linear", ("proj_out",)),
+)
+
+_TIMESTEPS = TimestepSpec(sampling="logit_normal", shift="resolution", shift_presets=_SHIFTS)
 
 FLUX2 = ModelFamily(
     name="flux2",
@@ -136,112 +211,61 @@ FLUX2 = ModelFamily(
     transformer_class="Flux2Transformer2DModel",
     vae_class="AutoencoderKLFlux2",
     block_lists=(
-        BlockList(
-            "transformer_blocks",
-            text_modules=("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out", "ff_context.*"),
-        ),
+        BlockList("transformer_blocks", text_modules=("attn.add_?_proj", "attn.to_add_out", "ff_context.*")),
         BlockList("single_transformer_blocks", is_joint=True),
     ),
     tail=("norm_out", "proj_out"),
+    # Everything outside the blocks (2.3 % of FLUX.2-dev), for each of these acts on every token or every block at once.
     keep_full_precision=(
+        "*norm*",
+        "time_guidance_embed",
+        "double_stream_modulation_*",
+        "single_stream_modulation",
         "x_embedder",
         "context_embedder",
-        "time_guidance_embed.*",
-        "*_stream_modulation*",  # one linear each for all blocks: small, and every block depends on it
-        "*norm*",
         "proj_out",
     ),
+    # Not among them: modulation and embedders, for ComfyUI's loader knows those only under their original names, and
+    # seven of FLUX.2's are skipped in silence under diffusers' names.
     lora_targets=(
-        "*.attn.to_q",
-        "*.attn.to_k",
-        "*.attn.to_v",
-        "*.attn.to_out.0",
-        "*.attn.add_q_proj",
-        "*.attn.add_k_proj",
-        "*.attn.add_v_proj",
-        "*.attn.to_add_out",
-        "*.ff.linear_in",
-        "*.ff.linear_out",
-        "*.ff_context.linear_in",
-        "*.ff_context.linear_out",
+        "transformer_blocks.*.attn.to_[qkv]",
+        "transformer_blocks.*.attn.to_out.0",
+        "transformer_blocks.*.attn.add_[qkv]_proj",
+        "transformer_blocks.*.attn.to_add_out",
+        "transformer_blocks.*.ff.linear_*",
+        "transformer_blocks.*.ff_context.linear_*",
         "single_transformer_blocks.*.attn.to_qkv_mlp_proj",
-        "single_transformer_blocks.*.attn.to_out",  # a linear here; in the double blocks a ModuleList of that name
+        "single_transformer_blocks.*.attn.to_out",
     ),
     latent=LatentSpec(channels=128, spatial_stride=16, size_multiple=16),
-    timesteps=TimestepSpec(
-        sampling="logit_normal",
-        # Trainers disagree at 1024²: musubi-tuner and OneTrainer 3.16 (resolution-dependent), diffusion-pipe 3.0 as
-        # documented, DiffSynth 2.23, inference 7.56. The resolution rule is the one the model was described with, and
-        # most trainers' results were made near it.
-        shift="resolution",
-        shift_presets={
-            "none": ShiftRule("none"),
-            "resolution": ShiftRule("resolution", mu_at=((256.0, 0.5), (4096.0, 1.15))),
-            "diffusion-pipe": ShiftRule("constant", 3.0),
-            "diffsynth": ShiftRule("constant", 2.2255),  # exp(0.8)
-            "inference": ShiftRule("constant", 7.54),  # exp(2.02), too noisy for most training
-        },
-    ),
+    timesteps=_TIMESTEPS,
     variants=(
         Variant(
-            "flux2-dev",
-            _transformer(48, 8, 48, 15360, guidance=True),
-            (_MISTRAL,),
+            name="flux2-dev",
+            transformer_config=_config(8, 48, 48, 15360, guidance=True),
+            text_encoders=(_MISTRAL,),
             vae_config=_VAE,
-            # Guidance is an input of the distilled model; 1.0 (no guidance) is what every trainer but one uses.
+            # dev is guidance-distilled. Trainers embed 1.0 (diffusion-pipe, musubi-tuner, DiffSynth, OneTrainer), so
+            # that the LoRA need not learn guidance; diffusers' script has 3.5.
             training_guidance=1.0,
         ),
-        Variant("flux2-klein-4b", _transformer(24, 5, 20, 7680, guidance=False), (_QWEN3,), vae_config=_VAE),
-        Variant("flux2-klein-9b", _transformer(32, 8, 24, 12288, guidance=False), (_QWEN3,), vae_config=_VAE),
-    ),
-    renames=(
-        Rename("img_in", ("x_embedder",)),
-        Rename("txt_in", ("context_embedder",)),
-        Rename("time_in.in_layer", ("time_guidance_embed.timestep_embedder.linear_1",)),
-        Rename("time_in.out_layer", ("time_guidance_embed.timestep_embedder.linear_2",)),
-        Rename("guidance_in.in_layer", ("time_guidance_embed.guidance_embedder.linear_1",)),
-        Rename("guidance_in.out_layer", ("time_guidance_embed.guidance_embedder.linear_2",)),
-        Rename("double_stream_modulation_img.lin", ("double_stream_modulation_img.linear",)),
-        Rename("double_stream_modulation_txt.lin", ("double_stream_modulation_txt.linear",)),
-        Rename("single_stream_modulation.lin", ("single_stream_modulation.linear",)),
-        Rename("final_layer.linear", ("proj_out",)),
-        # (shift, scale) in the original, (scale, shift) in diffusers
-        Rename("final_layer.adaLN_modulation.1", ("norm_out.linear",), swap_halves=True),
-        Rename(
-            "double_blocks.{}.img_attn.qkv",
-            (_DOUBLE + "attn.to_q", _DOUBLE + "attn.to_k", _DOUBLE + "attn.to_v"),
+        Variant(
+            name="flux2-klein-4b",
+            transformer_config=_config(5, 20, 24, 7680, guidance=False),
+            text_encoders=(_QWEN3,),
+            vae_config=_VAE,
+            caution=_KLEIN_CAUTION,
         ),
-        Rename(
-            "double_blocks.{}.txt_attn.qkv",
-            (_DOUBLE + "attn.add_q_proj", _DOUBLE + "attn.add_k_proj", _DOUBLE + "attn.add_v_proj"),
-        ),
-        Rename("double_blocks.{}.img_attn.proj", (_DOUBLE + "attn.to_out.0",)),
-        Rename("double_blocks.{}.txt_attn.proj", (_DOUBLE + "attn.to_add_out",)),
-        Rename("double_blocks.{}.img_mlp.0", (_DOUBLE + "ff.linear_in",)),
-        Rename("double_blocks.{}.img_mlp.2", (_DOUBLE + "ff.linear_out",)),
-        Rename("double_blocks.{}.txt_mlp.0", (_DOUBLE + "ff_context.linear_in",)),
-        Rename("double_blocks.{}.txt_mlp.2", (_DOUBLE + "ff_context.linear_out",)),
-        *(
-            Rename(
-                f"double_blocks.{{}}.{stream}_attn.norm.{kind}_norm.scale",
-                (f"{_DOUBLE}attn.norm_{added}{kind[0]}.weight",),
-                aliases=(f"double_blocks.{{}}.{stream}_attn.norm.{kind}_norm.weight",),
-            )
-            for stream, added in (("img", ""), ("txt", "added_"))
-            for kind in ("query", "key")
-        ),
-        Rename("single_blocks.{}.linear1", (_SINGLE + "attn.to_qkv_mlp_proj",)),
-        Rename("single_blocks.{}.linear2", (_SINGLE + "attn.to_out",)),
-        *(
-            Rename(
-                f"single_blocks.{{}}.norm.{kind}_norm.scale",
-                (f"{_SINGLE}attn.norm_{kind[0]}.weight",),
-                aliases=(f"single_blocks.{{}}.norm.{kind}_norm.weight",),
-            )
-            for kind in ("query", "key")
+        Variant(
+            name="flux2-klein-9b",
+            transformer_config=_config(8, 24, 32, 12288, guidance=False),
+            text_encoders=(_QWEN3,),
+            vae_config=_VAE,
+            caution=_KLEIN_CAUTION,
         ),
     ),
-    modelspec_architecture="flux-2",
+    renames=_RENAMES,
+    modelspec_architecture="Flux.2-dev",
     ss_base_model_version="flux2",
     make_inputs=make_inputs,
     read_prediction=read_prediction,

@@ -1,23 +1,30 @@
-"""Wan 2.1 and 2.2 text to video (Alibaba): video transformer with cross-attention to the text, 40 blocks in 14B.
+"""Wan 2.1 and 2.2 text-to-video (Alibaba): one list of blocks, self-attention over video, cross-attention to text.
 
-Weights: Wan2.1-T2V-1.3B/14B, Wan2.2-T2V-A14B and Wan2.2-TI2V-5B model cards. Layout: diffusers 0.42
-`transformer_wan.py`, `pipeline_wan.py` and its single-file converter, read 2026-11-21.
-
-Wan 2.2 A14B is two experts of the shape of 2.1-14B in two files: one for timesteps above 0.875, one below. Nothing in
-the file tells them from 2.1 or from each other, so the user names the variant.
-What is deliberately absent: image-to-video inputs (further channels, CLIP image states), VACE, Animate, S2V.
+Sizes and names: diffusers 0.42.1, scripts/convert_wan_to_diffusers.py and WanTransformer3DModel; model cards of
+Wan2.1-T2V, Wan2.2-T2V-A14B and Wan2.2-TI2V-5B. A14B is two transformers of 2.1's shape, one for high and one for low
+noise; nothing in a file tells them apart, so the user names the variant. Image-to-video, VACE, Animate and S2V are not
+described: their extra inputs need more than a caption.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .spec import BlockList, LatentSpec, ModelFamily, Rename, ShiftRule, TextEncoderSpec, TimestepSpec, Variant
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from .spec import (
+    BlockList,
+    LatentSpec,
+    ModelFamily,
+    Rename,
+    ShiftRule,
+    TextEncoderSpec,
+    TimestepSpec,
+    Variant,
+)
 
+# WanPipeline cuts the states to the caption's length and pads with zeros; the transformer sees no mask.
 _UMT5 = TextEncoderSpec(
     kind="last_hidden_state",
     folder="text_encoder",
@@ -27,46 +34,20 @@ _UMT5 = TextEncoderSpec(
     zero_padding=True,
 )
 
-_LATENT_5B = LatentSpec(channels=48, spatial_stride=16, frame_stride=4, size_multiple=32, num_tokens_per_cell=0.25)
+# Training shifts differ: 3 in musubi-tuner's guide, 5 in DiffSynth, the user's in diffusion-pipe. The default is the
+# lowest of them, which leaves the most steps for detail. The makers sample with 5 (3 at 480p), A14B with 12.
+_SHIFTS = {
+    "none": ShiftRule("none"),
+    "musubi_3.0": ShiftRule("constant", 3.0),
+    "diffsynth_5.0": ShiftRule("constant", 5.0),
+    "a14b_inference_12.0": ShiftRule("constant", 12.0),
+}
+
+# WanPipeline's boundary_ratio: noisier than this is the first expert's, the rest the second's.
+_A14B_BOUNDARY = 0.875
 
 
-def make_inputs(
-    latents: torch.Tensor, sigma: torch.Tensor, text: Mapping[str, torch.Tensor], guidance: float | None
-) -> dict[str, Any]:
-    """Arguments of WanTransformer3DModel. It makes patches and positions itself; the timestep is 0..1000, and stays
-    float32 because its embedding is computed from it directly."""
-    return {
-        "hidden_states": latents,
-        "timestep": sigma * 1000,
-        "encoder_hidden_states": text["prompt_embeds"],
-    }
-
-
-def read_prediction(output: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-    """The model answers in the shape of its input. [B, C, F, H, W]"""
-    return output
-
-
-def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """VAE mode, then (z - mean) / std per channel, with the numbers of the VAE's config."""
-    mean, std = _latent_statistics(vae, pixels.device)
-    latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode().float()
-    return (latents - mean) / std
-
-
-def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    mean, std = _latent_statistics(vae, latents.device)
-    return vae.decode((latents.float() * std + mean).to(vae.dtype), return_dict=False)[0].float()
-
-
-def _latent_statistics(vae: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1).to(device)
-    return mean, torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1).to(device)
-
-
-def _transformer(heads: int, layers: int, ffn: int, channels: int) -> dict[str, Any]:
+def _config(layers: int, heads: int, ffn_dim: int, channels: int = 16) -> dict[str, Any]:
     return {
         "patch_size": (1, 2, 2),
         "num_attention_heads": heads,
@@ -75,18 +56,214 @@ def _transformer(heads: int, layers: int, ffn: int, channels: int) -> dict[str, 
         "out_channels": channels,
         "text_dim": 4096,
         "freq_dim": 256,
-        "ffn_dim": ffn,
+        "ffn_dim": ffn_dim,
         "num_layers": layers,
         "cross_attn_norm": True,
         "qk_norm": "rms_norm_across_heads",
         "eps": 1e-6,
+        "image_dim": None,
+        "added_kv_proj_dim": None,
         "rope_max_seq_len": 1024,
+        "pos_embed_seq_len": None,
     }
 
 
-_14B = _transformer(40, 40, 13824, 16)
-_BOUNDARY = 0.875  # of the text-to-video pair; image-to-video switches at 0.9
+_14B = _config(40, 40, 13824)
+
+_VAE_21 = {"base_dim": 96, "z_dim": 16, "scale_factor_spatial": 8, "scale_factor_temporal": 4}
+
+_VAE_22 = {
+    "base_dim": 160,
+    "decoder_base_dim": 256,
+    "z_dim": 48,
+    "is_residual": True,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+    "scale_factor_temporal": 4,
+    # fmt: off
+    "latents_mean": (
+        -0.2289,
+        -0.0052,
+        -0.1323,
+        -0.2339,
+        -0.2799,
+        0.0174,
+        0.1838,
+        0.1557,
+        -0.1382,
+        0.0542,
+        0.2813,
+        0.0891,
+        0.1570,
+        -0.0098,
+        0.0375,
+        -0.1825,
+        -0.2246,
+        -0.1207,
+        -0.0698,
+        0.5109,
+        0.2665,
+        -0.2108,
+        -0.2158,
+        0.2502,
+        -0.2055,
+        -0.0322,
+        0.1109,
+        0.1567,
+        -0.0729,
+        0.0899,
+        -0.2799,
+        -0.1230,
+        -0.0313,
+        -0.1649,
+        0.0117,
+        0.0723,
+        -0.2839,
+        -0.2083,
+        -0.0520,
+        0.3748,
+        0.0152,
+        0.1957,
+        0.1433,
+        -0.2944,
+        0.3573,
+        -0.0548,
+        -0.1681,
+        -0.0667,
+    ),
+    "latents_std": (
+        0.4765,
+        1.0364,
+        0.4514,
+        1.1677,
+        0.5313,
+        0.4990,
+        0.4818,
+        0.5013,
+        0.8158,
+        1.0344,
+        0.5894,
+        1.0901,
+        0.6885,
+        0.6165,
+        0.8454,
+        0.4978,
+        0.5759,
+        0.3523,
+        0.7135,
+        0.6804,
+        0.5833,
+        1.4146,
+        0.8986,
+        0.5659,
+        0.7069,
+        0.5338,
+        0.4889,
+        0.4917,
+        0.4069,
+        0.4999,
+        0.6866,
+        0.4093,
+        0.5709,
+        0.6065,
+        0.6415,
+        0.4944,
+        0.5726,
+        1.2042,
+        0.5458,
+        1.6887,
+        0.3971,
+        1.0600,
+        0.3943,
+        0.5537,
+        0.5444,
+        0.4089,
+        0.7468,
+        0.7744,
+    ),
+    # fmt: on
+}
+
+
+def make_inputs(
+    latents: torch.Tensor, sigma: torch.Tensor, text: Mapping[str, torch.Tensor], guidance: float | None
+) -> dict[str, Any]:
+    """Keyword arguments of the transformer, as WanPipeline passes them.
+
+    TI2V-5B's pipeline gives every token a timestep of its own. For text-to-video they are all equal, and one per sample
+    means the same at a fraction of the memory.
+
+    Args:
+        latents: noisy, [B, C, F, H, W]; H and W even.
+        sigma: noise level in 0..1. [B]
+        text: prompt_embeds [B, S, D].
+        guidance: None; Wan has no such input.
+    """
+    assert guidance is None, "Wan has no guidance input"
+    return {"hidden_states": latents, "timestep": sigma * 1000.0, "encoder_hidden_states": text["prompt_embeds"]}
+
+
+def read_prediction(output: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """The model unpatchifies its output itself: [B, C, F, H, W] in and out."""
+    return output
+
+
+def _statistics(vae: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and standard deviation per channel, [1, C, 1, 1, 1], float32, from the VAE's config."""
+    shape = (1, -1, 1, 1, 1)
+    mean = torch.tensor(vae.config.latents_mean, device=device).view(shape)
+    return mean, torch.tensor(vae.config.latents_std, device=device).view(shape)
+
+
+def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """[B, 3, F, height, width] -> [B, C, 1 + (F - 1) / 4, height / stride, width / stride], float32.
+
+    The mode of the distribution, as WanImageToVideoPipeline takes it: a sample would be drawn once and then repeated
+    from the cache.
+    """
+    latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode().float()
+    mean, std = _statistics(vae, latents.device)
+    return (latents - mean) / std
+
+
+def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """The inverse of encode_latents, up to the VAE's loss: [B, C, F, H, W] -> [B, 3, frames, height, width]."""
+    mean, std = _statistics(vae, latents.device)
+    return vae.decode((latents.float() * std + mean).to(vae.dtype)).sample
+
+
 _BLOCK = "blocks.{}."
+
+_RENAMES = (
+    Rename("patch_embedding", ("patch_embedding",)),
+    Rename("text_embedding.0", ("condition_embedder.text_embedder.linear_1",)),
+    Rename("text_embedding.2", ("condition_embedder.text_embedder.linear_2",)),
+    Rename("time_embedding.0", ("condition_embedder.time_embedder.linear_1",)),
+    Rename("time_embedding.2", ("condition_embedder.time_embedder.linear_2",)),
+    Rename("time_projection.1", ("condition_embedder.time_proj",)),
+    Rename(_BLOCK + "self_attn.q", (_BLOCK + "attn1.to_q",)),
+    Rename(_BLOCK + "self_attn.k", (_BLOCK + "attn1.to_k",)),
+    Rename(_BLOCK + "self_attn.v", (_BLOCK + "attn1.to_v",)),
+    Rename(_BLOCK + "self_attn.o", (_BLOCK + "attn1.to_out.0",)),
+    Rename(_BLOCK + "self_attn.norm_q", (_BLOCK + "attn1.norm_q",)),
+    Rename(_BLOCK + "self_attn.norm_k", (_BLOCK + "attn1.norm_k",)),
+    Rename(_BLOCK + "cross_attn.q", (_BLOCK + "attn2.to_q",)),
+    Rename(_BLOCK + "cross_attn.k", (_BLOCK + "attn2.to_k",)),
+    Rename(_BLOCK + "cross_attn.v", (_BLOCK + "attn2.to_v",)),
+    Rename(_BLOCK + "cross_attn.o", (_BLOCK + "attn2.to_out.0",)),
+    Rename(_BLOCK + "cross_attn.norm_q", (_BLOCK + "attn2.norm_q",)),
+    Rename(_BLOCK + "cross_attn.norm_k", (_BLOCK + "attn2.norm_k",)),
+    # The original counts norms in the order they were written (norm3 comes second), diffusers as they run. The other
+    # two have no weights.
+    Rename(_BLOCK + "norm3", (_BLOCK + "norm2",)),
+    Rename(_BLOCK + "ffn.0", (_BLOCK + "ffn.net.0.proj",)),
+    Rename(_BLOCK + "ffn.2", (_BLOCK + "ffn.net.2",)),
+    Rename(_BLOCK + "modulation", (_BLOCK + "scale_shift_table",)),
+    Rename("head.modulation", ("scale_shift_table",)),
+    Rename("head.head", ("proj_out",)),
+)
 
 WAN = ModelFamily(
     name="wan",
@@ -94,68 +271,42 @@ WAN = ModelFamily(
     transformer_class="WanTransformer3DModel",
     vae_class="AutoencoderKLWan",
     block_lists=(BlockList("blocks", text_modules=("attn2.to_k", "attn2.to_v")),),
+    # The free parameter scale_shift_table mixes into the output between norm_out and proj_out; it lives at home too.
     tail=("norm_out", "proj_out"),
-    keep_full_precision=("patch_embedding", "condition_embedder.*", "*norm*", "proj_out"),
+    # What diffusers keeps out of low precision as well (_skip_layerwise_casting_patterns), and the last projection. The
+    # blocks' modulation is a bare parameter, which quantization does not touch.
+    keep_full_precision=("*norm*", "patch_embedding", "condition_embedder", "proj_out"),
     lora_targets=(
-        "*.attn1.to_q",
-        "*.attn1.to_k",
-        "*.attn1.to_v",
-        "*.attn1.to_out.0",
-        "*.attn2.to_q",
-        "*.attn2.to_k",
-        "*.attn2.to_v",
-        "*.attn2.to_out.0",
-        "*.ffn.net.0.proj",
-        "*.ffn.net.2",
+        "blocks.*.attn[12].to_[qkv]",
+        "blocks.*.attn[12].to_out.0",
+        "blocks.*.ffn.net.*",
     ),
     latent=LatentSpec(channels=16, spatial_stride=8, frame_stride=4, size_multiple=16, num_tokens_per_cell=0.25),
-    timesteps=TimestepSpec(
-        sampling="logit_normal",
-        # musubi-tuner's documentation says 3, DiffSynth trains at 5, inference of A14B uses 12. 3 leaves enough steps
-        # at low noise for detail, and an expert's range cuts the rest anyway.
-        shift="constant-3",
-        shift_presets={
-            "none": ShiftRule("none"),
-            "constant-3": ShiftRule("constant", 3.0),
-            "diffsynth": ShiftRule("constant", 5.0),
-            "inference": ShiftRule("constant", 12.0),
-        },
-    ),
+    timesteps=TimestepSpec(sampling="logit_normal", shift="musubi_3.0", shift_presets=_SHIFTS),
     variants=(
-        Variant("wan2.1-t2v-14b", _14B, (_UMT5,)),
-        Variant("wan2.1-t2v-1.3b", _transformer(12, 30, 8960, 16), (_UMT5,)),
-        Variant("wan2.2-t2v-a14b-high", _14B, (_UMT5,), sigma_range=(_BOUNDARY, 1.0)),
-        Variant("wan2.2-t2v-a14b-low", _14B, (_UMT5,), sigma_range=(0.0, _BOUNDARY)),
-        Variant("wan2.2-ti2v-5b", _transformer(24, 30, 14336, 48), (_UMT5,), latent=_LATENT_5B),
-    ),
-    renames=(
-        Rename("patch_embedding", ("patch_embedding",)),
-        Rename("time_embedding.0", ("condition_embedder.time_embedder.linear_1",)),
-        Rename("time_embedding.2", ("condition_embedder.time_embedder.linear_2",)),
-        Rename("time_projection.1", ("condition_embedder.time_proj",)),
-        Rename("text_embedding.0", ("condition_embedder.text_embedder.linear_1",)),
-        Rename("text_embedding.2", ("condition_embedder.text_embedder.linear_2",)),
-        Rename("head.head", ("proj_out",)),
-        Rename("head.modulation", ("scale_shift_table",)),
-        Rename("blocks.{}.modulation", (_BLOCK + "scale_shift_table",)),
-        # norm2 and norm3 are counted the other way round; the third has no weights
-        Rename("blocks.{}.norm3", (_BLOCK + "norm2",)),
-        *(
-            Rename(f"blocks.{{}}.{original}_attn.{name}", (f"{_BLOCK}{ours}.{to}",))
-            for original, ours in (("self", "attn1"), ("cross", "attn2"))
-            for name, to in (
-                ("q", "to_q"),
-                ("k", "to_k"),
-                ("v", "to_v"),
-                ("o", "to_out.0"),
-                ("norm_q", "norm_q"),
-                ("norm_k", "norm_k"),
-            )
+        Variant("wan2.1-t2v-14b", _14B, (_UMT5,), vae_config=_VAE_21),
+        Variant("wan2.1-t2v-1.3b", _config(30, 12, 8960), (_UMT5,), vae_config=_VAE_21),
+        Variant("wan2.2-t2v-a14b-high", _14B, (_UMT5,), vae_config=_VAE_21, sigma_range=(_A14B_BOUNDARY, 1.0)),
+        Variant(
+            "wan2.2-t2v-a14b-low",
+            _14B,
+            (_UMT5,),
+            vae_config=_VAE_21,
+            sigma_range=(0.0, _A14B_BOUNDARY),
+            transformer_folder="transformer_2",
         ),
-        Rename("blocks.{}.ffn.0", (_BLOCK + "ffn.net.0.proj",)),
-        Rename("blocks.{}.ffn.2", (_BLOCK + "ffn.net.2",)),
+        Variant(
+            "wan2.2-ti2v-5b",
+            _config(30, 24, 14336, channels=48),
+            (_UMT5,),
+            vae_config=_VAE_22,
+            latent=LatentSpec(
+                channels=48, spatial_stride=16, frame_stride=4, size_multiple=32, num_tokens_per_cell=0.25
+            ),
+        ),
     ),
-    modelspec_architecture="wan-video",
+    renames=_RENAMES,
+    modelspec_architecture="wan2.1",
     ss_base_model_version="wan",
     make_inputs=make_inputs,
     read_prediction=read_prediction,

@@ -1,65 +1,91 @@
-"""A whole diffusers model folder of the FLUX.2 klein kind with random weights, a few MB large, made offline."""
+"""A tiny but complete model folder of every family, a dataset to train on, and a job over both."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
+from devicebridge.families.registry import FAMILIES
+from devicebridge.tests.toy import TINY
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
+from devicebridge.training.config import JobConfig, make_job
 from PIL import Image
 
-VARIANT = "flux2-klein-4b"
-_TEXT_WIDTH = 16
-_NUM_TEXT_LAYERS = 27  # the variant reads hidden states 9, 18 and 27
+_PIPELINES = {"flux2": "Flux2Pipeline", "flux1": "FluxPipeline", "wan": "WanPipeline"}
+_KL = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4}
+_KL |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+_VAES: dict[str, dict[str, Any]] = {
+    "flux2": _KL,
+    "flux1": _KL | {"shift_factor": 0.1, "scaling_factor": 0.4, "use_quant_conv": False, "use_post_quant_conv": False},
+    "wan": {
+        "base_dim": 8,
+        "z_dim": 4,
+        "dim_mult": [1, 1, 1, 1],
+        "num_res_blocks": 1,
+        "latents_mean": [0.1, -0.1, 0.2, 0.0],
+        "latents_std": [1.1, 0.9, 1.0, 1.2],
+    },
+}
+_ENCODERS: dict[str, tuple[tuple[str, int, str, str], ...]] = {  # kind, layers, encoder folder, tokenizer folder
+    "flux2": (("mistral3", 31, "text_encoder", "tokenizer"),),
+    "flux1": (("clip", 2, "text_encoder", "tokenizer"), ("t5", 2, "text_encoder_2", "tokenizer_2")),
+    "wan": (("umt5", 2, "text_encoder", "tokenizer"),),
+}
 
 
-def save_tiny_pipeline(folder: Path, seed: int = 0) -> Path:
-    """Write transformer, VAE, text encoder, tokenizer and model_index.json; returns the folder."""
-    torch.manual_seed(seed)
-    transformer = diffusers.Flux2Transformer2DModel(
-        patch_size=1,
-        in_channels=128,
-        num_layers=2,
-        num_single_layers=4,
-        attention_head_dim=16,
-        num_attention_heads=4,
-        joint_attention_dim=3 * _TEXT_WIDTH,
-        timestep_guidance_channels=32,
-        axes_dims_rope=(4, 4, 4, 4),
-        guidance_embeds=False,
-    )
-    transformer.save_pretrained(folder / "transformer")
-    vae = diffusers.AutoencoderKLFlux2(
-        down_block_types=["DownEncoderBlock2D"] * 4,
-        up_block_types=["UpDecoderBlock2D"] * 4,
-        block_out_channels=[8, 8, 8, 8],
-        layers_per_block=1,
-        latent_channels=32,
-        norm_num_groups=4,
-        sample_size=32,
-    )
+def save_tiny_pipeline(folder: Path, family_name: str, seed: int = 0) -> Path:
+    """Write a diffusers model folder with random weights; every part is the real class."""
+    family = FAMILIES[family_name]
+    TINY[family_name].make_model(seed).save_pretrained(folder / "transformer")
+    torch.manual_seed(seed + 1)
+    vae = getattr(diffusers, family.vae_class)(**_VAES[family_name])
+    if family_name == "flux2":
+        vae.bn.running_mean.normal_(0, 0.1)
+        vae.bn.running_var.uniform_(0.5, 1.5)
     vae.save_pretrained(folder / "vae")
-    save_tiny_text_encoder(folder, "qwen3", _TEXT_WIDTH, _NUM_TEXT_LAYERS, max_length=512)
-    index = {
-        "_class_name": "Flux2KleinPipeline",
-        "_diffusers_version": "0.42.0",
-        "text_encoder": ["transformers", "Qwen3ForCausalLM"],
-        "tokenizer": ["transformers", "Qwen2Tokenizer"],
-        "transformer": ["diffusers", "Flux2Transformer2DModel"],
-        "vae": ["diffusers", "AutoencoderKLFlux2"],
-    }
-    (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    index: dict[str, Any] = {"_class_name": _PIPELINES[family_name], "vae": ["diffusers", family.vae_class]}
+    index["transformer"] = ["diffusers", family.transformer_class]
+    for kind, layers, encoder, tokenizer in _ENCODERS[family_name]:
+        save_tiny_text_encoder(
+            folder, kind, 16, layers, seed + 2, encoder_name=encoder, tokenizer_name=tokenizer, max_length=77
+        )
+    (folder / "model_index.json").write_text(json.dumps(index))
     return folder
 
 
-def save_tiny_dataset(folder: Path, count: int = 3) -> Path:
-    """Write a few 64 x 64 images with captions; returns the folder."""
+def save_tiny_dataset(folder: Path, num_images: int = 5, seed: int = 0) -> Path:
+    """Write image_N.png with image_N.txt, of two shapes, one with a mask."""
     folder.mkdir(parents=True, exist_ok=True)
-    generator = torch.Generator().manual_seed(0)
-    for index in range(count):
-        pixels = torch.randint(0, 256, (64, 64, 3), generator=generator, dtype=torch.uint8)
-        Image.fromarray(pixels.numpy()).save(folder / f"{index}.png")
-        (folder / f"{index}.txt").write_text(f"picture number {index}", encoding="utf-8")
+    generator = torch.Generator().manual_seed(seed)
+    for index in range(num_images):
+        height, width = (48, 32) if index % 3 == 2 else (40, 40)
+        pixels = torch.randint(0, 255, (height, width, 3), dtype=torch.uint8, generator=generator)
+        Image.fromarray(pixels.numpy()).save(folder / f"image_{index}.png")
+        (folder / f"image_{index}.txt").write_text(f"picture {index}")
+    Image.new("L", (40, 40), 128).save(folder / "image_0_mask.png")
     return folder
+
+
+def make_tiny_job(folder: Path, family_name: str = "flux2", **sections: dict[str, Any]) -> JobConfig:
+    """A job over folder/model and folder/data (made if missing) into folder/run; sections override its values."""
+    if not (folder / "model").exists():
+        save_tiny_pipeline(folder / "model", family_name)
+        save_tiny_dataset(folder / "data")
+        save_tiny_dataset(folder / "held_out", num_images=2, seed=9)
+    values: dict[str, Any] = {
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "data": {"folders": [{"path": str(folder / "data")}], "resolutions": [32]},
+        "split": {"devices": ["cpu"]},
+        "lora": {"rank": 4, "alpha": 4},
+        "cache": {"folder": str(folder / "cache"), "dtype": "float32"},
+        "optimizer": {"learning_rate": 1e-3},
+        "train": {"steps": 6, "batch_size": 2, "seed": 3},
+        "evaluation": {"folder": str(folder / "held_out"), "quantiles": [0.25, 0.75]},
+        "output": {"folder": str(folder / "run"), "save_every_steps": 2, "lora_dtype": "float32", "tensorboard": False},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return make_job(values)

@@ -1,82 +1,139 @@
-"""One tiny model of every family's real class: a row here, and every family test runs for the family."""
+"""One tiny model per family: the real diffusers class with random weights, so small that every test can afford it.
+
+Tests say `from devicebridge.tests.toy import TINY` and take a row by family name.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import diffusers
 import torch
-from devicebridge.families.registry import FAMILIES
+from devicebridge.families.registry import find_family
+from devicebridge.families.spec import ModelFamily
+
+_BATCH = 2
 
 
 @dataclass(frozen=True)
 class TinyFamily:
-    """A tiny config and the tensors that fit it.
+    """A tiny model of one family with inputs that fit it.
 
     Args:
-        transformer_config: for the family's class in diffusers; under 1 M parameters.
-        latent_shape: of one normalised latent, [C, F, H, W].
-        text_shapes: of one sample's text states, by name.
-        guidance: embedded guidance, None where the config has none.
-        copies_per_border: tensors that cross to the next device in one forward: the stream and the loop constants.
-        copies_home: tensors the last block hands home.
+        name: of the family.
+        transformer_config, vae_config: keyword arguments of the family's classes.
+        latent_shape: [C, F, H, W] of one sample.
+        text_shapes: of one sample's text tensors, by name.
+        guidance: None where this model has no guidance input.
+        copies_per_border: tensors that cross when half of the blocks live on a second device; constants count once.
+        copies_home: tensors that come back from there.
     """
 
-    family: str
+    name: str
     transformer_config: Mapping[str, Any]
+    vae_config: Mapping[str, Any]
     latent_shape: tuple[int, int, int, int]
     text_shapes: Mapping[str, tuple[int, ...]]
     guidance: float | None
     copies_per_border: int
-    copies_home: int = 1
+    copies_home: int
+    # changes to transformer_config that make the family's other kind of model, e.g. one without guidance
+    without_guidance: Mapping[str, Any] = field(default_factory=dict)
 
-    def make_model(self, seed: int = 0) -> torch.nn.Module:
-        torch.manual_seed(seed)
-        model = getattr(diffusers, FAMILIES[self.family].transformer_class)(**self.transformer_config)
-        return model.eval()
+    @property
+    def family(self) -> ModelFamily:
+        return find_family(self.name)
 
-    def make_latents(self, seed: int = 0, batch: int = 1) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1000 + seed)
-        return torch.randn(batch, *self.latent_shape, generator=generator)
+    def make_model(self, seed: int = 0, **changes: Any) -> torch.nn.Module:
+        """The transformer in float32 on the CPU, in eval mode; every parameter is random, norms and tables too."""
+        import diffusers
 
-    def make_text(self, seed: int = 0, batch: int = 1) -> dict[str, torch.Tensor]:
+        return _make_random(
+            getattr(diffusers, self.family.transformer_class), {**self.transformer_config, **changes}, seed
+        )
+
+    def make_vae(self, seed: int = 0) -> Any:
+        """The VAE in float32, with batch norm statistics that are not those of a fresh one."""
+        import diffusers
+
+        vae = _make_random(getattr(diffusers, self.family.vae_class), dict(self.vae_config), seed)
+        generator = torch.Generator().manual_seed(seed + 1)
+        for name, buffer in vae.named_buffers():
+            if buffer.is_floating_point():
+                noise = torch.randn(buffer.shape, generator=generator)
+                buffer.copy_(noise.abs() + 0.5 if name.endswith("var") else 0.3 * noise)
+        return vae
+
+    def make_latents(self, seed: int = 0, batch: int = _BATCH) -> torch.Tensor:
+        """[B, C, F, H, W]"""
+        return torch.randn(batch, *self.latent_shape, generator=torch.Generator().manual_seed(1000 + seed))
+
+    def make_text(self, seed: int = 0, batch: int = _BATCH) -> dict[str, torch.Tensor]:
+        """By name, [B, S, D] or [B, D]."""
         generator = torch.Generator().manual_seed(2000 + seed)
         return {name: torch.randn(batch, *shape, generator=generator) for name, shape in self.text_shapes.items()}
 
-    def make_inputs(self, seed: int = 0, batch: int = 1) -> dict[str, Any]:
-        sigma = torch.rand(batch, generator=torch.Generator().manual_seed(3000 + seed))
-        make = FAMILIES[self.family].make_inputs
-        return make(self.make_latents(seed, batch), sigma, self.make_text(seed, batch), self.guidance)
+    def make_sigma(self, seed: int = 0, batch: int = _BATCH) -> torch.Tensor:
+        """[B] in 0..1"""
+        return torch.rand(batch, generator=torch.Generator().manual_seed(3000 + seed))
+
+    def make_inputs(self, seed: int = 0, batch: int = _BATCH) -> dict[str, Any]:
+        """Keyword arguments of the transformer's forward."""
+        return self.family.make_inputs(
+            self.make_latents(seed, batch), self.make_sigma(seed, batch), self.make_text(seed, batch), self.guidance
+        )
 
 
-TINY = {
+def _make_random(model_class: Any, config: dict[str, Any], seed: int) -> Any:
+    """With the weights of a fresh model, exchanging two norms or dropping a bias would not show."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(**config).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.2 * torch.randn(parameter.shape))
+    return model
+
+
+_KL = {
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "block_out_channels": (8, 16),
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 4,
+    "sample_size": 32,
+}
+
+TINY: dict[str, TinyFamily] = {
     "flux2": TinyFamily(
-        family="flux2",
+        name="flux2",
         transformer_config={
-            "patch_size": 1,
             "in_channels": 16,
             "num_layers": 2,
-            "num_single_layers": 4,
+            "num_single_layers": 2,
             "attention_head_dim": 16,
             "num_attention_heads": 4,
             "joint_attention_dim": 24,
             "timestep_guidance_channels": 32,
             "axes_dims_rope": (4, 4, 4, 4),
         },
-        latent_shape=(16, 1, 4, 4),
-        text_shapes={"prompt_embeds": (6, 24)},
+        vae_config=_KL,
+        latent_shape=(16, 1, 4, 6),
+        text_shapes={"prompt_embeds": (5, 24)},
         guidance=1.0,
-        copies_per_border=4,  # stream, modulation, cos, sin
+        copies_per_border=4,  # hidden states, modulation, two rotary tables
+        copies_home=1,
+        without_guidance={"guidance_embeds": False},
     ),
     "flux1": TinyFamily(
-        family="flux1",
+        name="flux1",
         transformer_config={
-            "patch_size": 1,
             "in_channels": 16,
             "num_layers": 2,
-            "num_single_layers": 4,
+            "num_single_layers": 2,
             "attention_head_dim": 16,
             "num_attention_heads": 4,
             "joint_attention_dim": 24,
@@ -84,29 +141,42 @@ TINY = {
             "guidance_embeds": True,
             "axes_dims_rope": (4, 6, 6),
         },
-        latent_shape=(4, 1, 8, 8),
-        text_shapes={"prompt_embeds": (6, 24), "pooled_prompt_embeds": (12,)},
+        vae_config={**_KL, "scaling_factor": 0.3611, "shift_factor": 0.1159, "use_quant_conv": False},
+        latent_shape=(4, 1, 8, 12),
+        text_shapes={"prompt_embeds": (5, 24), "pooled_prompt_embeds": (12,)},
         guidance=1.0,
-        copies_per_border=5,  # image stream, text stream, temb, cos, sin
+        copies_per_border=5,  # two hidden states, time embedding, two rotary tables
         copies_home=2,
+        without_guidance={"guidance_embeds": False},
     ),
     "wan": TinyFamily(
-        family="wan",
+        name="wan",
         transformer_config={
-            "patch_size": (1, 2, 2),
-            "num_attention_heads": 2,
-            "attention_head_dim": 12,
+            "num_attention_heads": 4,
+            "attention_head_dim": 16,
             "in_channels": 4,
             "out_channels": 4,
-            "text_dim": 16,
+            "text_dim": 24,
             "freq_dim": 32,
-            "ffn_dim": 48,
+            "ffn_dim": 96,
             "num_layers": 4,
             "rope_max_seq_len": 32,
         },
-        latent_shape=(4, 2, 4, 4),
-        text_shapes={"prompt_embeds": (6, 16)},
+        vae_config={
+            "base_dim": 4,
+            "z_dim": 4,
+            "dim_mult": (1, 2),
+            "num_res_blocks": 1,
+            "temperal_downsample": (True,),
+            "latents_mean": (-0.76, 0.11, 0.97, -0.15),
+            "latents_std": (2.8, 1.5, 0.7, 1.2),
+            "scale_factor_spatial": 2,
+            "scale_factor_temporal": 2,
+        },
+        latent_shape=(4, 3, 4, 6),
+        text_shapes={"prompt_embeds": (5, 24)},
         guidance=None,
-        copies_per_border=5,  # stream, text, timestep projection, cos, sin
+        copies_per_border=5,  # hidden states, text states, modulation, two rotary tables
+        copies_home=1,
     ),
 }

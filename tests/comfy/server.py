@@ -19,6 +19,8 @@ from typing import Any
 from devicebridge import headless, processes
 
 ROOT = Path(__file__).resolve().parents[2]
+# One thread: tiny matrices only wait for more, and the command line must compute in the same order.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 ARGUMENTS = ["--cpu", "--disable-api-nodes", "--disable-auto-launch", "--database-url", "sqlite:///:memory:"]
 
 
@@ -91,10 +93,9 @@ def start_server(comfyui: Path, base: Path) -> Iterator[Server]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [headless.find_python(comfyui), "main.py", "--port", str(port), "--base-directory", base, *ARGUMENTS]
-    environment = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     log = base / "server.log"
     with log.open("wb") as output:
-        process = processes.start(command, folder=comfyui, environment=environment, output=output)
+        process = processes.start(command, folder=comfyui, environment=ENVIRONMENT, output=output)
         with process:
             server = Server(process, port, base, log)
             _wait_until_ready(server)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from devicebridge import headless
-from devicebridge.tests.comfy.server import ROOT, Finished, Messages, Server
+from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Messages, Server
 from devicebridge.tests.comfy_host import comfy_python
 from devicebridge.tests.tiny_pipeline import VARIANT, save_tiny_dataset, save_tiny_pipeline
 from safetensors import safe_open
@@ -80,6 +80,13 @@ def _settings(pipeline: Path, dataset: Path, **train: Any) -> dict[str, Any]:
     return {f"DeviceBridge{name}": value for name, value in values.items()}
 
 
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the servers that headless.run_workflow starts."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture
 def graph(pipeline: Path, dataset: Path) -> Callable[..., dict[str, Any]]:
     """Makes the example's API form with these settings of the train node."""
@@ -123,7 +130,7 @@ def _run_command_line(comfyui: Path, *arguments: str) -> subprocess.CompletedPro
         "from devicebridge.cli import main; raise SystemExit(main(sys.argv[2:]))"
     )
     command = [str(comfy_python(comfyui)), "-c", code, str(ROOT / "bootstrap.py"), *arguments]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **ENVIRONMENT}
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
 
 
@@ -171,7 +178,7 @@ def test_progress_texts_and_events_reach_the_browser(server: Server, graph: Any)
 
 
 def test_cancel_leaves_a_checkpoint_that_continues_exactly(server: Server, graph: Any) -> None:
-    steps = 60
+    steps = 30
     _succeed(server.run(graph(name="whole", steps=steps)))
     folder = _run_folder(server, "cancelled")
     with Messages(server.port, "canceller") as messages:
@@ -210,15 +217,15 @@ def test_resume_with_other_settings_is_refused_and_names_them(server: Server, gr
 
 
 def test_a_cached_dataset_is_not_encoded_again(server: Server, graph: Any) -> None:
-    _succeed(server.run(graph(name="first", steps=1)))
+    _succeed(server.run(graph(name="first", steps=2)))
     cache = server.base / "output" / "devicebridge" / "cache"
     before = {path: path.stat().st_mtime_ns for path in cache.rglob("*.safetensors")}
-    _succeed(server.run(graph(name="second", steps=1)))
+    _succeed(server.run(graph(name="second", steps=2)))
     assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.safetensors")} == before and before
 
 
 def test_the_metadata_says_how_it_was_made_and_nothing_of_the_machine(server: Server, graph: Any) -> None:
-    _succeed(server.run(graph(name="described", steps=1)))
+    _succeed(server.run(graph(name="described", steps=2)))
     with safe_open(_run_folder(server, "described") / "described.safetensors", "pt") as file:
         metadata = file.metadata()
     assert metadata["devicebridge_variant"] == VARIANT
