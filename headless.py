@@ -273,6 +273,7 @@ def _start_server(installed: ComfyUI, scratch: Path, arguments: Sequence[str]) -
     command: list[str | Path] = [installed.python, "main.py", "--listen", HOST, "--port", str(port)]
     command += ["--disable-auto-launch", "--database-url", "sqlite:///:memory:", "--temp-directory", scratch]
     if installed.base != installed.folder:
+        (installed.base / "custom_nodes").mkdir(parents=True, exist_ok=True)  # ComfyUI does not start without
         command += ["--base-directory", installed.base]
     if not _has_pack(installed.base / "custom_nodes"):
         command += ["--extra-model-paths-config", _make_pack_visible(scratch)]

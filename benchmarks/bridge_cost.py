@@ -10,14 +10,18 @@ must give bitwise the output, loss and LoRA gradients of one GPU. Prints ratios 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
+import os
 import platform
 import statistics
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the deterministic part; read when CUDA starts
 
 ROOT = Path(__file__).resolve().parent.parent
 _spec = importlib.util.spec_from_file_location("devicebridge_bootstrap", ROOT / "bootstrap.py")
@@ -36,6 +40,7 @@ from devicebridge.training.adapter import apply_lora  # noqa: E402
 from devicebridge.training.config import LoraSettings  # noqa: E402
 from torch import nn  # noqa: E402
 
+ONE, TWO = [torch.device("cuda:0")], [torch.device("cuda:0"), torch.device("cuda:1")]
 FAMILY = find_family("flux2")
 VARIANT = FAMILY.variant("flux2-dev")
 
@@ -91,37 +96,50 @@ def loss_of(model: Any, batch: tuple[dict[str, Any], torch.Tensor]) -> torch.Ten
 
 
 def check_equal(rank: int) -> dict[str, Any]:
-    """Output, loss and every LoRA gradient at full width, one GPU against two: bitwise."""
-    results = []
-    for devices in ([torch.device("cuda:0")], [torch.device("cuda:0"), torch.device("cuda:1")]):
-        model, _, parameters = make_model((2, 4), devices, rank)
-        batch = make_batch(32, devices[0], 7)
-        loss_of(model, batch).backward()  # the first call of a process may pick other matrix kernels: warm up
-        for parameter in parameters:
-            parameter.grad = None
-        loss = loss_of(model, batch)
-        loss.backward()
-        with torch.no_grad():
-            output = model(**batch[0], return_dict=False)[0]
-        results.append((loss.item(), output.cpu(), [parameter.grad.cpu() for parameter in parameters]))
-        del model, parameters
-        torch.cuda.empty_cache()
-    one, two = results
-    gradients = sum(torch.equal(a, b) for a, b in zip(one[2], two[2], strict=True))
+    """Output, loss and every LoRA gradient at full width, one GPU against two: bitwise.
+
+    The fastest attention backward adds up in no fixed order, so one GPU does not repeat its own gradients; torch's
+    deterministic algorithms are asked for here. The comparison of one GPU with itself shows that they are needed.
+    """
+    free = [_one_and_two(rank, devices)[2] for devices in (ONE, ONE)]
+    torch.use_deterministic_algorithms(True)
+    one, two = _one_and_two(rank, ONE), _one_and_two(rank, TWO)
+    torch.use_deterministic_algorithms(False)
     return {
         "loss_equal": one[0] == two[0],
         "output_bitwise_equal": torch.equal(one[1], two[1]),
-        "gradients_bitwise_equal": f"{gradients} of {len(one[2])}",
+        "gradients_bitwise_equal": _count_equal(one[2], two[2]),
+        "gradients_of_one_gpu_repeated_without_deterministic_algorithms": _count_equal(*free),
         "gradient_norm": float(sum(g.float().square().sum() for g in one[2]) ** 0.5),
     }
+
+
+def _count_equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> str:
+    return f"{sum(torch.equal(x, y) for x, y in zip(a, b, strict=True))} of {len(a)}"
+
+
+def _one_and_two(rank: int, devices: list[torch.device]) -> tuple[float, torch.Tensor, list[torch.Tensor]]:
+    """Loss, output and LoRA gradients of a model of full width and few layers on these devices."""
+    model, _, parameters = make_model((2, 4), devices, rank)
+    batch = make_batch(32, devices[0], 7)
+    loss_of(model, batch).backward()  # the first call of a process may pick other matrix kernels: warm up
+    for parameter in parameters:
+        parameter.grad = None
+    loss = loss_of(model, batch)
+    loss.backward()
+    with torch.no_grad():
+        output = model(**batch[0], return_dict=False)[0]
+    return loss.item(), output.cpu(), [parameter.grad.cpu() for parameter in parameters]
 
 
 def measure(layers: tuple[int, int], side: int, rank: int, rounds: int) -> dict[str, Any]:
     """Seconds per training step, one GPU and split in turns, and GB per card of each."""
     runs = {}
-    for name, devices in (("one_gpu", ["cuda:0"]), ("split", ["cuda:0", "cuda:1"])):
+    for name, devices in (("one_gpu", ONE), ("split", TWO)):
+        gc.collect()
+        torch.cuda.empty_cache()
         before = [torch.cuda.memory_allocated(i) for i in range(2)]
-        model, split, parameters = make_model(layers, [torch.device(d) for d in devices], rank)
+        model, split, parameters = make_model(layers, devices, rank)
         weights = [(torch.cuda.memory_allocated(i) - before[i]) / 1e9 for i in range(2)]
         optimizer = torch.optim.AdamW(parameters, lr=1e-5)
         runs[name] = {"model": model, "optimizer": optimizer, "weights_gb": weights, "times": [], "peak_gb": None}
@@ -166,7 +184,7 @@ def commit() -> str:
     found = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return found.stdout.strip() or "unknown"
+    return found.stdout.strip() or os.environ.get("DEVICEBRIDGE_COMMIT", "unknown")
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """FLUX.2 (Black Forest Labs): double blocks with separate text and image weights, then single blocks over both.
 
-Sizes and names: diffusers 0.42.1, scripts/convert_flux2_to_diffusers.py and Flux2Transformer2DModel; the model card of
-FLUX.2-dev. Differences from FLUX.1 that matter here: no biases; modulation is computed once for all blocks, so it is not
-inside them; latents are patchified and normalised before they are noised; positions have four axes (t, h, w, l).
+Sizes and names: diffusers 0.42.1, scripts/convert_flux2_to_diffusers.py and Flux2Transformer2DModel. Differences from
+FLUX.1 that matter here: no biases; modulation is computed once for all blocks, so it is not inside them; latents are
+patchified and normalised before they are noised; positions have four axes (t, h, w, l).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _QWEN3 = TextEncoderSpec(
     template_options={"add_generation_prompt": True, "enable_thinking": False},
 )
 
-# Trainers disagree about the shift, from 1.88 to 7.56 at 1024x1024. The default is FLUX.1's rule on the number of tokens
-# the transformer sees, which gives 3.16 there (musubi-tuner, OneTrainer).
+# Trainers disagree about the shift, from 1.88 to 7.56 at 1024x1024. The default is FLUX.1's rule on the number of
+# tokens the transformer sees, which gives 3.16 there (musubi-tuner, OneTrainer).
 _SHIFTS = {
     "none": ShiftRule("none"),
     "resolution": ShiftRule("resolution", mu_at=((256.0, 0.5), (4096.0, 1.15))),
@@ -215,7 +215,7 @@ FLUX2 = ModelFamily(
         BlockList("single_transformer_blocks", is_joint=True),
     ),
     tail=("norm_out", "proj_out"),
-    # Everything outside the blocks (2.3 % of FLUX.2-dev), for each of these acts on every token or every block at once.
+    # Everything outside the blocks (2.5 % of FLUX.2-dev), for each of these acts on every token or every block at once.
     keep_full_precision=(
         "*norm*",
         "time_guidance_embed",

@@ -1,76 +1,495 @@
-"""INTERIM: diffusers folders only. To be replaced by the full reader."""
+"""A transformer's checkpoint: recognised from its header, then read tensor by tensor onto the devices it will live on.
+
+What is read: a diffusers model folder or transformer folder, sharded or not; a single safetensors file or any one of a
+set of shards, under the makers' names or diffusers', with or without the prefix ComfyUI's files carry. Recognition uses
+names and shapes only, offline. A diffusers folder brings its own config, so any size works there; elsewhere the shapes
+must be those of a published variant.
+
+What is never done: guess. Every tensor of the file must have a place in the model and the other way round.
+
+Number types follow diffusers' from_pretrained, so that both give equal models: weights become the asked type, except
+those of the modules that the class itself lists in _keep_in_fp32_modules (of Wan: time embedder, norms with weights,
+modulation tables), which become float32.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
-from torch import nn
 
-from ..families.registry import FAMILIES
+from ..families.naming import find_by_diffusers, find_by_original
+from ..families.registry import FAMILIES, find_family
 from ..families.spec import ModelFamily, Variant
+from .header import FILE_ENDINGS, TensorRecord, describe_other, read_header, refuse_lora, refuse_quantized
 
+__all__ = ["CheckpointInfo", "TensorRecord", "load_transformer", "make_empty_transformer", "read_checkpoint"]
 
-@dataclass(frozen=True)
-class TensorRecord:
-    file: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
+_log = logging.getLogger(__name__)
+
+Layout = Literal["diffusers", "original"]
+
+_LAYOUTS: tuple[Layout, ...] = ("diffusers", "original")
+_SHARD = re.compile(r"^(?P<stem>.+)-(?P<index>\d+)-of-(?P<count>\d+)(?P<ending>\.\w+)$")
+_WEIGHTS = "diffusion_pytorch_model"
+_NUM_NAMED = 3  # offenders an error message names
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
+    """A recognised checkpoint.
+
+    Args:
+        path: as the user gave it.
+        variant: the published variant it is, or for a folder of its own size the one it resembles most; text encoders
+            and noise schedule are taken from there.
+        config: keyword arguments of the transformer class.
+        layout: whose names the file uses.
+        tensors: every tensor of the model by its diffusers name.
+        pipeline_folder: the diffusers model folder with text encoders and VAE, if the transformer lies in one.
+    """
+
     path: Path
     family: ModelFamily
     variant: Variant | None
     config: Mapping[str, Any]
-    layout: Literal["diffusers", "original"]
+    layout: Layout
     tensors: Mapping[str, TensorRecord]
     pipeline_folder: Path | None
 
 
+@dataclass(frozen=True)
+class _Source:
+    """What lies at a path: the weight files, and what its folder says about them."""
+
+    path: Path
+    files: tuple[Path, ...]
+    folder: Path
+    config: Mapping[str, Any] = field(default_factory=dict)  # config.json of a folder; {} for a bare file
+    pipeline_folder: Path | None = None
+    pipeline: Mapping[str, Any] = field(default_factory=dict)  # its model_index.json
+
+
+# --- recognising -----------------------------------------------------------------------------------------------------
+
+
 def read_checkpoint(path: str | Path, family: str = "", variant: str = "") -> CheckpointInfo:
-    path = Path(path)
-    pipeline = path if (path / "model_index.json").exists() else None
-    folder = path / "transformer" if pipeline else path
-    if not (folder / "config.json").exists():
-        raise ValueError(f"{path} is no diffusers folder")
-    config = json.loads((folder / "config.json").read_text())
-    cls = config.pop("_class_name")
-    found = next(f for f in FAMILIES.values() if f.transformer_class == cls)
-    config = {k: v for k, v in config.items() if not k.startswith("_")}
-    chosen = found.variant(variant) if variant else None
-    if chosen is None:
-        guided = config.get("guidance_embeds")
-        chosen = next((v for v in found.variants if bool(v.training_guidance is not None) == bool(guided)), None)
-    tensors = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as handle:
-            for key in handle.keys():
-                part = handle.get_slice(key)
-                tensors[key] = TensorRecord(file, key, tuple(part.get_shape()), part.get_dtype())
-    return CheckpointInfo(path, found, chosen, config, "diffusers", tensors, pipeline)
+    """Recognise a checkpoint from its header and config; reads no weights and no network.
+
+    Args:
+        path: model folder, transformer folder, single file, or one shard of several.
+        family, variant: "" recognises them. A variant is needed where several share their shapes and the first is not
+            meant (Wan 2.2's experts).
+    Raises: ValueError if it is no transformer of these families in full precision; it says what it is instead.
+    """
+    families = (find_family(family),) if family else tuple(FAMILIES.values())
+    wanted = _find_variant(variant, families)
+    source = _find_source(Path(path).expanduser(), wanted)
+    records: dict[str, TensorRecord] = {}
+    for file in source.files:
+        records.update(read_header(file))
+    refuse_lora(source.path, records)
+    records = _without_prefix(records)
+    refuse_quantized(source.path, records)
+    class_name = source.config.get("_class_name")
+    if any(class_name == each.transformer_class for each in FAMILIES.values()):
+        info = _read_folder(source, records, families)
+    else:
+        info = _read_by_names(source, records, families)
+    return _choose_variant(info, source, wanted)
 
 
-def make_empty_transformer(info: CheckpointInfo) -> nn.Module:
+def _find_variant(name: str, families: Sequence[ModelFamily]) -> Variant | None:
+    if not name:
+        return None
+    variants = [variant for family in families for variant in family.variants]
+    for variant in variants:
+        if variant.name == name:
+            return variant
+    raise ValueError(f"there is no variant {name!r}; the variants are {', '.join(v.name for v in variants)}")
+
+
+def _without_prefix(records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
+    """The transformer's tensors without ComfyUI's prefix; what else a bundled file holds (VAE, text encoders) goes."""
+    prefixes = dict.fromkeys(prefix for family in FAMILIES.values() for prefix in family.original_prefixes if prefix)
+    for prefix in prefixes:
+        found = {name[len(prefix) :]: record for name, record in records.items() if name.startswith(prefix)}
+        if found:
+            return found
+    return dict(records)
+
+
+def _read_folder(source: _Source, records: dict[str, TensorRecord], families: Sequence[ModelFamily]) -> CheckpointInfo:
+    """A diffusers folder: its config says what it is. The variant is chosen later."""
+    class_name = source.config["_class_name"]
+    family = next((family for family in families if family.transformer_class == class_name), None)
+    if family is None:
+        raise ValueError(f"{source.folder} holds a {class_name}, not a model of {families[0].title}")
+    config = {name: value for name, value in source.config.items() if not name.startswith("_")}
+    ignored = getattr(_class_of(family), "_keys_to_ignore_on_load_unexpected", None) or ()
+    tensors = {name: r for name, r in records.items() if not any(re.search(pattern, name) for pattern in ignored)}
+    differences = _differences(_expected_shapes(family, config), tensors)
+    if differences:
+        raise ValueError(f"the weights in {source.folder} do not fit its config.json: {differences}")
+    return CheckpointInfo(source.path, family, None, config, "diffusers", tensors, source.pipeline_folder)
+
+
+def _read_by_names(
+    source: _Source, records: dict[str, TensorRecord], families: Sequence[ModelFamily]
+) -> CheckpointInfo:
+    """A file without a config of ours: its names say which family, its shapes which variant."""
+    attempts = [_translate(records, family, layout) for family in families for layout in _LAYOUTS]
+    best = min(attempts, key=lambda attempt: len(attempt.unknown))
+    if best.unknown and len(best.unknown) > len(records) // 2 or not records:
+        raise ValueError(_nothing_known(source, records, families))
+    family = best.family
+    if best.unknown:
+        raise ValueError(
+            f"{source.path} resembles {family.title}, but {len(best.unknown)} of its {len(records)} tensors have no "
+            f"place there: {_first(best.unknown)}. Supported: {_names(family.variants)}"
+        )
+    differences = {
+        variant.name: _differences(_expected_shapes(family, variant.transformer_config), best.tensors)
+        for variant in family.variants
+    }
+    fitting = [variant for variant in family.variants if not differences[variant.name]]
+    if not fitting:
+        closest = min(family.variants, key=lambda variant: len(_misfits(family, variant, best.tensors)))
+        raise ValueError(
+            f"{source.path} is of {family.title}, but none of the supported models ({_names(family.variants)}). "
+            f"Against {closest.name}: {differences[closest.name]}. If it is a size of its own, give its diffusers "
+            "folder, which has a config"
+        )
+    config = dict(fitting[0].transformer_config)
+    return CheckpointInfo(source.path, family, fitting[0], config, best.layout, best.tensors, source.pipeline_folder)
+
+
+@dataclass(frozen=True)
+class _Translation:
+    """A file's tensors under diffusers names, and the names that have none, for one family and layout."""
+
+    family: ModelFamily
+    layout: Layout
+    tensors: dict[str, TensorRecord]
+    unknown: list[str]
+
+
+def _translate(records: Mapping[str, TensorRecord], family: ModelFamily, layout: Layout) -> _Translation:
+    tensors: dict[str, TensorRecord] = {}
+    unknown: list[str] = []
+    for name, record in records.items():
+        if layout == "diffusers":
+            pieces = {name: record} if find_by_diffusers(name, family.renames) else {}
+        else:
+            pieces = _pieces(name, record, family)
+        tensors.update(pieces)
+        if not pieces:
+            unknown.append(name)
+    return _Translation(family, layout, tensors, unknown)
+
+
+def _pieces(name: str, record: TensorRecord, family: ModelFamily) -> dict[str, TensorRecord]:
+    """The diffusers tensors that an original tensor holds; {} if the family does not know it."""
+    stack = find_by_original(name, family.renames)
+    if stack is None or not record.shape or record.shape[0] % sum(stack.proportions):
+        return {}
+    if len(stack.members) == 1:
+        return {stack.members[0]: replace(record, swap_halves=stack.swap_halves)}
+    bounds = stack.bounds(record.shape[0])
+    return {
+        member: replace(record, shape=(end - start, *record.shape[1:]), rows=(start, end))
+        for member, start, end in zip(stack.members, bounds, bounds[1:], strict=False)
+    }
+
+
+def _nothing_known(source: _Source, records: Mapping[str, TensorRecord], families: Sequence[ModelFamily]) -> str:
+    kind = describe_other(records)
+    class_name = source.config.get("_class_name")
+    found = f"is {kind}" if kind else f"holds {len(records)} tensors of no known model, such as {_first(records)}"
+    if class_name:
+        found += f" (its config.json says {class_name})"
+    supported = "; ".join(f"{family.title}: {_names(family.variants)}" for family in families)
+    return f"{source.path} {found}; give a transformer of {supported}"
+
+
+def _choose_variant(info: CheckpointInfo, source: _Source, wanted: Variant | None) -> CheckpointInfo:
+    """Settle which variant it is: the one asked for, else the first that fits what is known."""
+    possible = [v for v in info.family.variants if _same_config(info.family, v.transformer_config, info.config)]
+    if wanted is not None:
+        if possible and wanted not in possible or wanted not in info.family.variants:
+            raise ValueError(
+                f"{source.path} was given as {wanted.name}, but it is {_names(possible) or info.family.title}"
+            )
+        chosen = wanted
+    elif possible:
+        chosen = _likeliest(possible, source)
+        others = [variant for variant in possible if variant is not chosen]
+        if others:
+            _say_once(f"{source.path} is taken for {chosen.name}; it could also be {_names(others)}, then name it")
+    else:
+        chosen = max(info.family.variants, key=lambda v: _num_equal(info.family, v.transformer_config, info.config))
+        _say_once(f"{source.path} is a {info.family.title} of a size of its own; it is treated like {chosen.name}")
+    if chosen.caution and source.pipeline.get("is_distilled") is not False:
+        _say_once(f"{chosen.name}: {chosen.caution}")
+    return replace(info, variant=chosen)
+
+
+def _likeliest(possible: Sequence[Variant], source: _Source) -> Variant:
+    """By the boundary between two experts, if the model folder names one, and the folder the transformer lies in."""
+    boundary = source.pipeline.get("boundary_ratio")
+    if boundary is not None:
+        possible = [variant for variant in possible if boundary in variant.sigma_range] or possible
+    return next((variant for variant in possible if variant.transformer_folder == source.folder.name), possible[0])
+
+
+@functools.lru_cache(maxsize=256)
+def _say_once(message: str) -> None:
+    _log.warning(message)
+
+
+# --- files and folders -----------------------------------------------------------------------------------------------
+
+
+def _find_source(path: Path, wanted: Variant | None) -> _Source:
+    """The files a path means.
+
+    Raises: ValueError if there are none, or more than one model.
+    """
+    if path.is_dir():
+        if (path / "model_index.json").is_file():
+            return _find_in_pipeline(path, wanted)
+        return _find_in_folder(path, path)
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; give a model folder or a .safetensors file")
+    if path.name.startswith(_WEIGHTS) and (path.parent / "config.json").is_file():
+        return _find_in_folder(path, path.parent)
+    return _Source(path, _shards_of(path), path.parent)
+
+
+def _find_in_pipeline(path: Path, wanted: Variant | None) -> _Source:
+    folder = path / (wanted.transformer_folder if wanted else "transformer")
+    if not folder.is_dir():
+        raise ValueError(f"{path} has no {folder.name} folder; it has {_first(p.name for p in path.iterdir())}")
+    return _find_in_folder(path, folder)
+
+
+def _find_in_folder(path: Path, folder: Path) -> _Source:
+    """A folder with weights and perhaps a config, perhaps inside a model folder."""
+    config = _read_json(folder / "config.json")
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise ValueError(f"{folder} is quantized ({method}); use the model in bfloat16, float16 or float32")
+    pipeline = _read_json(folder.parent / "model_index.json")
+    if folder.name not in pipeline:
+        pipeline = {}
+    pipeline_folder = folder.parent if pipeline else None
+    return _Source(path, _weight_files(folder), folder, config, pipeline_folder, pipeline)
+
+
+def _weight_files(folder: Path) -> tuple[Path, ...]:
+    for index in (folder / f"{_WEIGHTS}.safetensors.index.json", *sorted(folder.glob("*.safetensors.index.json"))):
+        if index.is_file():
+            names = sorted(set(_read_json(index)["weight_map"].values()))
+            _refuse_missing(folder, [name for name in names if not (folder / name).is_file()])
+            return tuple(folder / name for name in names)
+    plain = folder / f"{_WEIGHTS}.safetensors"
+    if plain.is_file():
+        return (plain,)
+    found = sorted(file for ending in FILE_ENDINGS for file in folder.glob(f"*{ending}"))
+    sets = {_shards_of(file) for file in found}
+    if len(sets) == 1:
+        return sets.pop()
+    if sets:
+        raise ValueError(f"{folder} holds {len(sets)} models: {_first(file.name for file in found)}; name one of them")
+    others = [file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf")]
+    if others:
+        raise ValueError(f"{folder} holds {_first(others)}, which is not read; only safetensors files are")
+    raise ValueError(
+        f"{folder} holds no transformer weights; give a diffusers model folder (with model_index.json), its "
+        "transformer folder, or a .safetensors file"
+    )
+
+
+def _shards_of(file: Path) -> tuple[Path, ...]:
+    """All files of the set this one belongs to; itself if it belongs to none."""
+    match = _SHARD.match(file.name)
+    if match is None or match["ending"] not in FILE_ENDINGS:
+        return (file,)
+    width = len(match["index"])
+    names = [
+        f"{match['stem']}-{index:0{width}d}-of-{match['count']}{match['ending']}"
+        for index in range(1, int(match["count"]) + 1)
+    ]
+    _refuse_missing(file.parent, [name for name in names if not (file.parent / name).is_file()])
+    return tuple(file.parent / name for name in names)
+
+
+def _refuse_missing(folder: Path, names: Sequence[str]) -> None:
+    if names:
+        raise ValueError(f"{folder} lacks {len(names)} of the model's files: {_first(names)}; download them too")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """{} if there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}); download it again") from error
+
+
+# --- comparing -------------------------------------------------------------------------------------------------------
+
+
+def _class_of(family: ModelFamily) -> Any:
     import diffusers
+
+    return getattr(diffusers, family.transformer_class)
+
+
+def _plain(config: Mapping[str, Any]) -> str:
+    """A config as text, lists and tuples alike."""
+    return json.dumps(dict(config), sort_keys=True)
+
+
+def _expected_shapes(family: ModelFamily, config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+    return _shapes_of(family.transformer_class, _plain(config))
+
+
+@functools.lru_cache(maxsize=32)
+def _shapes_of(transformer_class: str, config: str) -> Mapping[str, tuple[int, ...]]:
+    import diffusers
+
+    with torch.device("meta"):
+        model = getattr(diffusers, transformer_class).from_config(json.loads(config))
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _misfits(family: ModelFamily, variant: Variant, tensors: Mapping[str, TensorRecord]) -> set[str]:
+    expected = _expected_shapes(family, variant.transformer_config)
+    return {n for n in expected.keys() | tensors.keys() if n not in tensors or expected.get(n) != tensors[n].shape}
+
+
+def _differences(expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, TensorRecord]) -> str:
+    """What keeps these tensors from being exactly the model's; "" if nothing does."""
+    missing = [name for name in expected if name not in tensors]
+    unexpected = [name for name in tensors if name not in expected]
+    mismatched = [
+        f"{name} is {list(tensors[name].shape)} and should be {list(shape)}"
+        for name, shape in expected.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    parts = (("missing", missing), ("unexpected", unexpected), ("mismatched", mismatched))
+    return "; ".join(f"{len(names)} {what}: {_first(names)}" for what, names in parts if names)
+
+
+def _with_defaults(family: ModelFamily, config: Mapping[str, Any]) -> dict[str, str]:
+    """Every argument of the class as text, lists and tuples alike."""
+    parameters = inspect.signature(_class_of(family).__init__).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    return {name: json.dumps(config.get(name, default)) for name, default in defaults.items()}
+
+
+def _num_equal(family: ModelFamily, one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+    a, b = _with_defaults(family, one), _with_defaults(family, other)
+    return sum(a[name] == b[name] for name in a)
+
+
+def _same_config(family: ModelFamily, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return _with_defaults(family, one) == _with_defaults(family, other)
+
+
+def _names(variants: Iterable[Variant]) -> str:
+    return ", ".join(variant.name for variant in variants)
+
+
+def _first(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:_NUM_NAMED]) + (f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else "")
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def make_empty_transformer(info: CheckpointInfo) -> torch.nn.Module:
+    """The transformer on meta, buffers included: sizes without weights, for planning."""
+    with torch.device("meta"):
+        return _class_of(info.family).from_config(dict(info.config))
+
+
+def load_transformer(
+    info: CheckpointInfo, device_of: Callable[[str], torch.device], dtype: torch.dtype
+) -> torch.nn.Module:
+    """The transformer with every parameter on its device, frozen and in eval mode.
+
+    One tensor is in host memory at a time, besides what the system keeps of the file. On the CPU too, weights are
+    copies, so that a file replaced later changes nothing.
+
+    Args:
+        device_of: from a parameter's or buffer's fqn to its device.
+        dtype: of the weights, except those the class keeps in float32.
+    Raises: ValueError if the file's tensors are not exactly the model's.
+    """
     from accelerate import init_empty_weights
 
+    # Buffers that no file holds (Wan's rotary tables) must be real; they are computed in the constructor.
     with init_empty_weights(include_buffers=False):
-        return getattr(diffusers, info.family.transformer_class)(**info.config)
+        model = _class_of(info.family).from_config(dict(info.config))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    differences = _differences(shapes, info.tensors)
+    if differences:
+        raise ValueError(f"{info.path} does not fit {info.family.title}: {differences}")
+    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    for file, names in _by_file(info.tensors).items():
+        _log.info("reading %d tensors from %s", len(names), file.name)
+        _load_file(model, file, {name: info.tensors[name] for name in names}, device_of, dtype, kept)
+    for name, buffer in list(model.named_buffers()):
+        owner, leaf = _owner(model, name)
+        owner._buffers[leaf] = buffer.to(device_of(name))
+    return model.requires_grad_(False).eval()
 
 
-def load_transformer(info: CheckpointInfo, device_of: Callable[[str], torch.device], dtype: torch.dtype) -> nn.Module:
-    model = make_empty_transformer(info)
-    for name, record in info.tensors.items():
-        owner, _, leaf = name.rpartition(".")
-        with safe_open(record.file, "pt") as handle:
-            data = handle.get_tensor(record.key).to(device=device_of(name), dtype=dtype)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(data, requires_grad=False))
-    return model.eval()
+def _by_file(tensors: Mapping[str, TensorRecord]) -> dict[Path, list[str]]:
+    files: dict[Path, list[str]] = {}
+    for name, record in tensors.items():
+        files.setdefault(record.file, []).append(name)
+    return files
+
+
+def _load_file(
+    model: torch.nn.Module,
+    file: Path,
+    records: Mapping[str, TensorRecord],
+    device_of: Callable[[str], torch.device],
+    dtype: torch.dtype,
+    kept_in_float32: Sequence[str],
+) -> None:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as reader:
+        for name, record in records.items():
+            tensor = reader.get_slice(record.key)[slice(*record.rows)] if record.rows else reader.get_tensor(record.key)
+            if record.swap_halves:
+                tensor = torch.cat(tensor.chunk(2)[::-1])
+            # diffusers' own test for which weights stay float32: a dotted part of the name, not a piece of text
+            is_kept = not set(kept_in_float32).isdisjoint(name.split("."))
+            tensor = tensor.to(device_of(name), torch.float32 if is_kept else dtype, copy=True)
+            owner, leaf = _owner(model, name)
+            if leaf in owner._parameters:
+                owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
+            else:
+                owner._buffers[leaf] = tensor
+
+
+def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    parent, _, leaf = name.rpartition(".")
+    return model.get_submodule(parent), leaf

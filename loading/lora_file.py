@@ -1,52 +1,220 @@
-"""INTERIM: LoRA names. To be replaced."""
+"""LoRA tensors under the names that files use, and back.
+
+Two layouts are written. "original" has the makers' names with ComfyUI's prefix, `diffusion_model.<name>.lora_A.weight`,
+`.lora_B.weight`, `.alpha` and, for DoRA, `.dora_scale` [out, 1]; ComfyUI loads every layer of every family from it.
+"diffusers" has `transformer.<fqn>...`, for diffusers' pipelines, with DoRA's magnitude as PEFT names it. The alpha is
+always written: a file without it is applied with strength 1, whatever it was trained with.
+
+Where the original stacks several diffusers layers (qkv), their LoRAs become one, block-diagonal:
+
+    [B_q 0  ] [A_q]     with A stacked, B on the diagonal, and alpha times the number n of stacked LoRAs, for the
+    [0   B_v] [A_v]     rank is n times larger and the strength alpha / rank stays.
+
+A layer that was not trained has no columns in B and zeros in its rows. With DoRA that would need its weights, whose row
+norms are its magnitude, and is refused.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from ..families.naming import Stack, find_by_diffusers, find_by_original, originals_of
 from ..families.spec import ModelFamily
+
+_ORIGINAL_PREFIX = "diffusion_model."
+_DIFFUSERS_PREFIX = "transformer."
+_A, _B, _ALPHA, _DORA = "lora_A.weight", "lora_B.weight", "alpha", "dora_scale"
+_MAGNITUDE = "lora_magnitude_vector"  # what PEFT, and so diffusers, calls dora_scale
+# Spellings other trainers use for the same things.
+_SPELLINGS = {
+    "lora_A.default.weight": _A,
+    "lora_B.default.weight": _B,
+    "lora_down.weight": _A,
+    "lora_up.weight": _B,
+    _MAGNITUDE: _DORA,
+}
+_SUFFIX = re.compile(rf"^(?P<module>.+)\.(?P<kind>{'|'.join(map(re.escape, (_A, _B, _ALPHA, _DORA, *_SPELLINGS)))})$")
+
+_Layer = dict[str, torch.Tensor]
+
+
+def check_original_layout(family: ModelFamily, modules: Iterable[str], dora: bool) -> None:
+    """Whether LoRAs of these linears (diffusers fqns) can be written in the original layout; cheap, before training.
+
+    Raises: ValueError naming what would have to be trained as well.
+    """
+    modules = list(modules)
+    trained = set(modules)
+    for stack in originals_of(modules, family.renames).values():
+        missing = [member for member in stack.members if member not in trained]
+        if dora and missing:
+            raise ValueError(
+                f"with DoRA, {stack.original} can be saved only if all of it is trained; {', '.join(missing)} is not "
+                'among the targets. Add it, or save with lora_layout = "diffusers"'
+            )
 
 
 def lora_to_original(
     family: ModelFamily, tensors: Mapping[str, torch.Tensor], alpha: float, rank: int
 ) -> dict[str, torch.Tensor]:
-    groups: dict[str, dict[int, str]] = {}
-    counts: dict[str, int] = {}
-    for name in tensors:
-        module = name.removesuffix(".lora_A.weight")
-        if module == name:
-            continue
-        for row in family.renames:
-            for position, pattern in enumerate(row.diffusers):
-                match = re.fullmatch(re.escape(pattern).replace(r"\{\}", r"(\d+)"), module)
-                if match:
-                    original = row.original.format(*match.groups())
-                    groups.setdefault(original, {})[position] = module
-                    counts[original] = len(row.diffusers)
-    out = {}
-    for original, members in groups.items():
-        if counts[original] == 1:
-            a, b, n = tensors[members[0] + ".lora_A.weight"], tensors[members[0] + ".lora_B.weight"], 1
-        else:
-            assert len(members) == counts[original]
-            order = [members[i] for i in sorted(members)]
-            a = torch.cat([tensors[m + ".lora_A.weight"] for m in order])
-            b = torch.block_diag(*[tensors[m + ".lora_B.weight"] for m in order])
-            n = len(order)
-        out[f"diffusion_model.{original}.lora_A.weight"] = a
-        out[f"diffusion_model.{original}.lora_B.weight"] = b
-        out[f"diffusion_model.{original}.alpha"] = torch.tensor(float(alpha * n))
-    return out
+    """The LoRA as ComfyUI loads it; see the top of this file.
+
+    Args:
+        tensors: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out], by diffusers fqn.
+        alpha, rank: strength is alpha / rank in all layers.
+    Returns: tensors of the given types, alphas float32 scalars, in the order of the model.
+    Raises: ValueError for DoRA on a part of a stacked layer, or a layer that is not of this family.
+    """
+    layers = _group(tensors)
+    _check_ranks(layers, rank)
+    check_original_layout(family, layers, any(_DORA in layer for layer in layers.values()))
+    written: dict[str, torch.Tensor] = {}
+    for stack in originals_of(layers, family.renames).values():
+        present = {member: layers[member] for member in stack.members if member in layers}
+        fused = _swap(_fuse(stack, present), stack)
+        written |= _with_names(_ORIGINAL_PREFIX + stack.original, fused, alpha * len(present), _DORA)
+    return written
 
 
 def lora_to_diffusers(
     family: ModelFamily, tensors: Mapping[str, torch.Tensor], alpha: float, rank: int
 ) -> dict[str, torch.Tensor]:
-    out = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
-    for name in tensors:
-        if name.endswith(".lora_A.weight"):
-            out[f"transformer.{name.removesuffix('.lora_A.weight')}.alpha"] = torch.tensor(float(alpha))
-    return out
+    """The LoRA as diffusers' pipelines load it: one entry per layer, nothing fused. Arguments as lora_to_original."""
+    layers = _group(tensors)
+    _check_ranks(layers, rank)
+    written: dict[str, torch.Tensor] = {}
+    for module, layer in layers.items():
+        written |= _with_names(_DIFFUSERS_PREFIX + module, layer, alpha, _MAGNITUDE)
+    return written
+
+
+def lora_from_file(
+    family: ModelFamily, tensors: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """The inverse of both layouts: each layer's change of its weight is exactly the file's.
+
+    A stacked LoRA that is block-diagonal comes apart into the LoRAs it was made of; another one gives every layer the
+    whole A and its rows of B. Layers whose B is zero throughout, inside a stack, are left out: they change nothing.
+
+    Returns: tensors by diffusers fqn as lora_to_original takes them, and alpha per fqn.
+    Raises: ValueError for names that belong to no linear of this family, naming the first few.
+    """
+    layers = _group({name: tensor for name, tensor in tensors.items() if _SUFFIX.match(name)})
+    unknown = [name for name in tensors if not _SUFFIX.match(name)]
+    result: dict[str, torch.Tensor] = {}
+    alphas: dict[str, float] = {}
+    for name, layer in layers.items():
+        found = _find(name, family)
+        if found is None or _A not in layer or _B not in layer:
+            unknown.append(name)
+            continue
+        stack, part = found
+        alpha = float(layer[_ALPHA]) if _ALPHA in layer else float(layer[_A].shape[0])
+        parts = {part: (layer, alpha)} if part else _split(stack, _swap(layer, stack), alpha)
+        for module, (own, own_alpha) in parts.items():
+            alphas[module] = own_alpha
+            result[f"{module}.{_A}"], result[f"{module}.{_B}"] = own[_A], own[_B]
+            if _DORA in own:
+                result[f"{module}.{_DORA}"] = own[_DORA].reshape(-1)
+    if unknown:
+        raise ValueError(
+            f"{len(unknown)} names of this LoRA belong to no linear layer of {family.title}: {', '.join(unknown[:3])}"
+        )
+    return result, alphas
+
+
+def _group(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Layer]:
+    """By module: {"lora_A.weight": ..., ...}."""
+    layers: dict[str, _Layer] = {}
+    for name, tensor in tensors.items():
+        match = _SUFFIX.match(name)
+        if match is None:
+            raise ValueError(f"{name} is no LoRA tensor; expected a name that ends in {_A}, {_B} or {_DORA}")
+        layers.setdefault(match["module"], {})[_SPELLINGS.get(match["kind"], match["kind"])] = tensor
+    return layers
+
+
+def _check_ranks(layers: Mapping[str, _Layer], rank: int) -> None:
+    for module, layer in layers.items():
+        if layer[_A].shape[0] != rank or layer[_B].shape[1] != rank:
+            raise ValueError(f"{module} has a LoRA of rank {layer[_A].shape[0]}, not {rank}")
+
+
+def _with_names(prefix: str, layer: _Layer, alpha: float, dora_name: str) -> dict[str, torch.Tensor]:
+    named = {f"{prefix}.{_A}": layer[_A].contiguous(), f"{prefix}.{_B}": layer[_B].contiguous()}
+    named[f"{prefix}.{_ALPHA}"] = torch.tensor(float(alpha), dtype=torch.float32)
+    if _DORA in layer:
+        column = layer[_DORA].reshape(-1, 1) if dora_name == _DORA else layer[_DORA].reshape(-1)
+        named[f"{prefix}.{dora_name}"] = column.contiguous()
+    return named
+
+
+def _fuse(stack: Stack, present: Mapping[str, _Layer]) -> _Layer:
+    """The LoRAs of a stack's members as one."""
+    if len(stack.members) == 1:
+        return next(iter(present.values()))
+    ranks = [layer[_A].shape[0] for layer in present.values()]
+    member, layer = next(iter(present.items()))
+    unit = layer[_B].shape[0] // stack.proportions[stack.members.index(member)]
+    num_rows = unit * sum(stack.proportions)
+    b = layer[_B].new_zeros(num_rows, sum(ranks))
+    for index, (member, layer) in enumerate(present.items()):
+        start, end = stack.rows_of(member, num_rows)
+        first = sum(ranks[:index])
+        b[start:end, first : first + ranks[index]] = layer[_B]
+    fused = {_A: torch.cat([layer[_A] for layer in present.values()]), _B: b}
+    if all(_DORA in layer for layer in present.values()):
+        fused[_DORA] = torch.cat([layer[_DORA].reshape(-1) for layer in present.values()])
+    return fused
+
+
+def _split(stack: Stack, layer: _Layer, alpha: float) -> dict[str, tuple[_Layer, float]]:
+    """The LoRAs of a stack's members, with their alphas."""
+    if len(stack.members) == 1:
+        return {stack.members[0]: (layer, alpha)}
+    bounds = stack.bounds(layer[_B].shape[0])
+    rows = {member: slice(bounds[i], bounds[i + 1]) for i, member in enumerate(stack.members)}
+    has_dora = _DORA in layer
+    # A magnitude rescales its layer even where B is zero, so with DoRA every member counts.
+    trained = [member for member in stack.members if has_dora or layer[_B][rows[member]].any()]
+    columns = _diagonal([layer[_B][rows[member]] for member in trained])
+    parts: dict[str, tuple[_Layer, float]] = {}
+    for member, own in zip(trained, columns, strict=True):
+        part = {_A: layer[_A][own], _B: layer[_B][rows[member], own]}
+        if has_dora:
+            part[_DORA] = layer[_DORA].reshape(-1)[rows[member]]
+        parts[member] = (part, alpha * part[_A].shape[0] / layer[_A].shape[0])
+    return parts
+
+
+def _diagonal(blocks: Sequence[torch.Tensor]) -> list[slice]:
+    """The columns of B that each block of rows uses: its own if B is block-diagonal in equal parts, else all."""
+    num_columns = blocks[0].shape[1] if blocks else 0
+    size, rest = divmod(num_columns, max(len(blocks), 1))
+    own = [slice(index * size, (index + 1) * size) for index in range(len(blocks))]
+    for block, columns in zip(blocks, own, strict=True):
+        outside = block.clone()
+        outside[:, columns] = 0
+        if rest or outside.any():
+            return [slice(0, num_columns)] * len(blocks)
+    return own
+
+
+def _swap(layer: _Layer, stack: Stack) -> _Layer:
+    """Exchange the halves of dim 0 where the layouts differ in it; its own inverse."""
+    if not stack.swap_halves:
+        return layer
+    return {kind: torch.cat(tensor.chunk(2)[::-1]) if kind in (_B, _DORA) else tensor for kind, tensor in layer.items()}
+
+
+def _find(name: str, family: ModelFamily) -> tuple[Stack, str] | None:
+    """The stack of a file's module name, and the diffusers name if the name is one; None for foreign names."""
+    if name.startswith(_DIFFUSERS_PREFIX):
+        module = name[len(_DIFFUSERS_PREFIX) :]
+        stack = find_by_diffusers(module, family.renames)
+        return None if stack is None else (stack, module)
+    stack = find_by_original(name.removeprefix(_ORIGINAL_PREFIX), family.renames)
+    return None if stack is None else (stack, "")

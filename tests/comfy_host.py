@@ -1,21 +1,53 @@
-"""Where ComfyUI is on this machine, for tests that need one."""
+"""Where a ComfyUI checkout and its Python are, for the tests that ask ComfyUI itself."""
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-import pytest
-from devicebridge import headless
+# What the tests import from a checkout needs these; a full install has more.
+_NEEDED = ("torch", "safetensors", "transformers", "einops", "comfy_kitchen", "aiohttp", "av")
 
 
-def find_comfyui() -> Path:
-    """ComfyUI's folder: COMFYUI_PATH, what `comfy which` says, or ~/comfy/ComfyUI; skips the test if there is none."""
-    try:
-        return headless.find_comfyui().folder
-    except RuntimeError:
-        pytest.skip("needs ComfyUI: set COMFYUI_PATH to its folder, or install it with comfy-cli")
+@functools.lru_cache(maxsize=1)
+def find_comfyui() -> Path | None:
+    """COMFYUI_PATH, else what comfy-cli calls the workspace, else ~/comfy/ComfyUI; None if none is a checkout."""
+    named = os.environ.get("COMFYUI_PATH")
+    if named:
+        return _checkout(Path(named))
+    return _checkout(_from_comfy_cli()) or _checkout(Path.home() / "comfy" / "ComfyUI")
 
 
-def comfy_python(folder: Path) -> Path:
-    """The Python that ComfyUI runs with: its own virtual environment's, else this one."""
-    return headless.find_python(folder)
+def comfy_python(checkout: Path) -> Path | None:
+    """The Python that runs this checkout: its own environment's, else ours if it has what ComfyUI needs."""
+    for name in (".venv", "venv"):
+        for python in (checkout / name / "bin" / "python", checkout / name / "Scripts" / "python.exe"):
+            if python.is_file():
+                return python
+    found = subprocess.run(
+        [sys.executable, "-c", f"import {', '.join(_NEEDED)}"], capture_output=True, timeout=120, check=False
+    )
+    return Path(sys.executable) if found.returncode == 0 else None
+
+
+def _checkout(path: Path | None) -> Path | None:
+    return path if path is not None and (path / "comfy" / "lora.py").is_file() else None
+
+
+def _from_comfy_cli() -> Path | None:
+    program = shutil.which("comfy")
+    if program is None:
+        return None
+    found = subprocess.run(
+        [program, "--json", "which"], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL, check=False
+    )
+    for line in found.stdout.splitlines():
+        if line.startswith("{"):
+            path = json.loads(line).get("data", {}).get("workspace_path")
+            return Path(path) if path else None
+    return None

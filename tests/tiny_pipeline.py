@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.tests.toy import TINY
@@ -15,19 +14,11 @@ from devicebridge.training.config import JobConfig, make_job
 from PIL import Image
 
 _PIPELINES = {"flux2": "Flux2Pipeline", "flux1": "FluxPipeline", "wan": "WanPipeline"}
-_KL = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "latent_channels": 4, "norm_num_groups": 4}
-_KL |= {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
-_VAES: dict[str, dict[str, Any]] = {
-    "flux2": _KL,
-    "flux1": _KL | {"shift_factor": 0.1, "scaling_factor": 0.4, "use_quant_conv": False, "use_post_quant_conv": False},
-    "wan": {
-        "base_dim": 8,
-        "z_dim": 4,
-        "dim_mult": [1, 1, 1, 1],
-        "num_res_blocks": 1,
-        "latents_mean": [0.1, -0.1, 0.2, 0.0],
-        "latents_std": [1.1, 0.9, 1.0, 1.2],
-    },
+# The tiny text encoders are 16 wide; FLUX.2 takes three of their layers side by side.
+_TEXT_WIDTHS: dict[str, dict[str, int]] = {
+    "flux2": {"joint_attention_dim": 48},
+    "flux1": {"joint_attention_dim": 16, "pooled_projection_dim": 16},
+    "wan": {"text_dim": 16},
 }
 _ENCODERS: dict[str, tuple[tuple[str, int, str, str], ...]] = {  # kind, layers, encoder folder, tokenizer folder
     "flux2": (("mistral3", 31, "text_encoder", "tokenizer"),),
@@ -39,13 +30,8 @@ _ENCODERS: dict[str, tuple[tuple[str, int, str, str], ...]] = {  # kind, layers,
 def save_tiny_pipeline(folder: Path, family_name: str, seed: int = 0) -> Path:
     """Write a diffusers model folder with random weights; every part is the real class."""
     family = FAMILIES[family_name]
-    TINY[family_name].make_model(seed).save_pretrained(folder / "transformer")
-    torch.manual_seed(seed + 1)
-    vae = getattr(diffusers, family.vae_class)(**_VAES[family_name])
-    if family_name == "flux2":
-        vae.bn.running_mean.normal_(0, 0.1)
-        vae.bn.running_var.uniform_(0.5, 1.5)
-    vae.save_pretrained(folder / "vae")
+    TINY[family_name].make_model(seed, **_TEXT_WIDTHS[family_name]).save_pretrained(folder / "transformer")
+    TINY[family_name].make_vae(seed + 1).save_pretrained(folder / "vae")
     index: dict[str, Any] = {"_class_name": _PIPELINES[family_name], "vae": ["diffusers", family.vae_class]}
     index["transformer"] = ["diffusers", family.transformer_class]
     for kind, layers, encoder, tokenizer in _ENCODERS[family_name]:

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 from devicebridge.tests.comfy.server import Server, start_server
-from devicebridge.tests.comfy_host import find_comfyui
+from devicebridge.tests.comfy_host import comfy_python, find_comfyui
 
 
 @pytest.fixture(scope="session")
 def comfyui() -> Path:
-    return find_comfyui()
+    """ComfyUI's folder, with a Python that can run it."""
+    folder = find_comfyui()
+    if folder is None or comfy_python(folder) is None:
+        pytest.skip("needs ComfyUI: set COMFYUI_PATH to its folder, or install it with comfy-cli")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from devicebridge import headless, processes
+from devicebridge import processes
+from devicebridge.tests.comfy_host import comfy_python
 
 ROOT = Path(__file__).resolve().parents[2]
 # One thread: tiny matrices only wait for more, and the command line must compute in the same order.
@@ -92,7 +93,9 @@ def start_server(comfyui: Path, base: Path) -> Iterator[Server]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [headless.find_python(comfyui), "main.py", "--port", str(port), "--base-directory", base, *ARGUMENTS]
+    python = comfy_python(comfyui)
+    assert python is not None
+    command = [python, "main.py", "--port", str(port), "--base-directory", base, *ARGUMENTS]
     log = base / "server.log"
     with log.open("wb") as output:
         process = processes.start(command, folder=comfyui, environment=ENVIRONMENT, output=output)

@@ -59,6 +59,15 @@ CASES = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """One thread: tiny convolutions only wait for more."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(params=CASES)
 def case(request):
     """(name, family, VAE with random weights)."""

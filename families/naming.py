@@ -1,0 +1,107 @@
+"""The mechanics of a family's rename table, which connects the names of the original checkpoint with diffusers'.
+
+A row connects one original module or tensor with one diffusers name, or with several whose tensors the original stacks
+along dim 0. Everything here is about names and row ranges; the tensors themselves are cut and stacked in loading.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .spec import Rename
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One original name and what it stands for.
+
+    Args:
+        original: name in the original layout.
+        members: diffusers names whose tensors lie below each other in it, in this order; mostly one.
+        proportions: relative heights of the members.
+        swap_halves: dim 0 is [a | b] in one layout and [b | a] in the other.
+    """
+
+    original: str
+    members: tuple[str, ...]
+    proportions: tuple[int, ...]
+    swap_halves: bool
+
+    def rows_of(self, member: str, num_rows: int) -> tuple[int, int]:
+        """Start and end row of a member in a stack of num_rows rows.
+
+        Raises: ValueError if num_rows cannot be cut in these proportions.
+        """
+        bounds = self.bounds(num_rows)
+        index = self.members.index(member)
+        return bounds[index], bounds[index + 1]
+
+    def bounds(self, num_rows: int) -> list[int]:
+        """First row of every member, and num_rows. [num_members + 1]
+
+        Raises: ValueError if num_rows cannot be cut in these proportions.
+        """
+        unit, rest = divmod(num_rows, sum(self.proportions))
+        if rest:
+            raise ValueError(
+                f"{self.original} has {num_rows} rows, which cannot be cut {':'.join(map(str, self.proportions))}"
+            )
+        return [unit * sum(self.proportions[:index]) for index in range(len(self.proportions) + 1)]
+
+
+def find_by_diffusers(name: str, renames: Sequence[Rename]) -> Stack | None:
+    """The stack a diffusers module or tensor belongs to; None if no row names it."""
+    for row in renames:
+        for pattern in row.diffusers:
+            match = _matcher(pattern).match(name)
+            if match:
+                return _make_stack(row, match)
+    return None
+
+
+def find_by_original(name: str, renames: Sequence[Rename]) -> Stack | None:
+    """The stack an original module or tensor is, under its main spelling; None if no row names it."""
+    for row in renames:
+        for pattern in (row.original, *row.aliases):
+            match = _matcher(pattern).match(name)
+            if match:
+                return _make_stack(row, match)
+    return None
+
+
+def originals_of(names: Iterable[str], renames: Sequence[Rename]) -> dict[str, Stack]:
+    """The stacks that hold these diffusers tensors or modules, by original name, in order of first appearance.
+
+    Raises: ValueError naming those no row names.
+    """
+    stacks: dict[str, Stack] = {}
+    unknown: list[str] = []
+    for name in names:
+        stack = find_by_diffusers(name, renames)
+        if stack is None:
+            unknown.append(name)
+        else:
+            stacks.setdefault(stack.original, stack)
+    if unknown:
+        raise ValueError(f"no row of the rename table names {', '.join(unknown[:3])} ({len(unknown)} names in all)")
+    return stacks
+
+
+def _make_stack(row: Rename, match: re.Match[str]) -> Stack:
+    *numbers, below = match.groups()
+    members = tuple(pattern.format(*numbers) + below for pattern in row.diffusers)
+    return Stack(
+        original=row.original.format(*numbers) + below,
+        members=members,
+        proportions=row.proportions or (1,) * len(members),
+        swap_halves=row.swap_halves,
+    )
+
+
+@functools.cache
+def _matcher(pattern: str) -> re.Pattern[str]:
+    """Matches the name itself and everything below it: numbers as groups, then what follows ("" or ".weight")."""
+    return re.compile(re.escape(pattern).replace(r"\{\}", r"(\d+)") + r"(|\..+)\Z")

@@ -1,0 +1,169 @@
+"""The header of a safetensors file: names, shapes and types of its tensors, read without touching the weights.
+
+A file is 8 bytes of header length, the header as JSON, then the data. Whatever is not such a file, or holds weights we
+cannot train on, is refused here by what it is, so that a user who picked the wrong file reads which one it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# Types a frozen base can be read from; the rest is quantized.
+FLOAT_TYPES = ("BF16", "F16", "F32", "F64")
+FILE_ENDINGS = (".safetensors", ".sft")
+
+_LARGEST_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+_SPELLED = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8", "U8": "packed 4-bit or uint8"}
+
+# What the first bytes say about files that are called safetensors and are not.
+_MAGIC = (
+    (b"GGUF", "a GGUF file; GGUF is not supported, use the bf16 safetensors file"),
+    (b"PK\x03\x04", "a pickle (saved by torch.save); pickles are not read, convert it to safetensors"),
+    (b"\x80\x02", "a pickle (saved by torch.save); pickles are not read, convert it to safetensors"),
+    (b"version https://git-lfs", "a Git LFS pointer, not the file itself; fetch it with git lfs pull"),
+    (b"<!DOCTYPE", "a web page, not the file itself; download it again"),
+    (b"<html", "a web page, not the file itself; download it again"),
+)
+_ENDINGS = {
+    ".gguf": "is a GGUF file; GGUF is not supported, use the bf16 safetensors file",
+    ".ckpt": "is a pickle; pickles are not read, convert it to safetensors",
+    ".pt": "is a pickle; pickles are not read, convert it to safetensors",
+    ".pth": "is a pickle; pickles are not read, convert it to safetensors",
+    ".bin": "is a pickle; pickles are not read, convert it to safetensors",
+}
+
+_LORA_NAME = re.compile(r"(\.|_)(lora_A|lora_down|lora\.down|hada_w1_a|lokr_w1|lokr_w1_a|oft_blocks)(\.|$)")
+_QUANTIZED_NAME = re.compile(
+    r"(^|\.)(scaled_fp8|scale_weight|scale_input|weight_scale|weight_scale_2|input_scale|comfy_quant|absmax|quant_map"
+    r"|quant_state\..+|weight_packed|qweight|qzeros)$"
+)
+# First match wins; each names what the file is, and the pattern of the names that tell.
+_OTHER_KINDS = tuple(
+    (what, re.compile(pattern))
+    for what, pattern in (
+        ("a Stable Diffusion checkpoint (UNet)", r"(^|\.)(input_blocks|output_blocks|down_blocks\.\d+\.resnets)\."),
+        ("a ControlNet", r"^(controlnet_|control_model\.|input_hint_block\.)"),
+        (
+            "a VAE",
+            r"^(vae\.|first_stage_model\.)?(encoder|decoder)\."
+            r"(conv_in|conv1|down|up|down_blocks|up_blocks|downsamples|upsamples)\.",
+        ),
+        (
+            "a text encoder",
+            r"^(text_model|text_projection|encoder\.block|shared|token_embedding|(language_model\.)?model\.layers"
+            r"|(language_model\.)?model\.embed_tokens|model\.language_model)\.",
+        ),
+        ("an image encoder", r"^(vision_model|visual)\."),
+    )
+)
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """Where one tensor lies and what it is.
+
+    Args:
+        file, key: of the tensor that is read.
+        shape: after rows were cut out.
+        dtype: as safetensors spells it, e.g. "BF16".
+        rows: start and end of the rows that are taken; None for all.
+        swap_halves: whether the two halves of dim 0 change places.
+    """
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    rows: tuple[int, int] | None = None
+    swap_halves: bool = False
+
+
+def read_header(file: Path) -> dict[str, TensorRecord]:
+    """The tensors of one safetensors file by name.
+
+    Raises: ValueError if it is something else, cut short or damaged; it says what was found.
+    """
+    if file.suffix in _ENDINGS:
+        raise ValueError(f"{file} {_ENDINGS[file.suffix]}")
+    size = os.path.getsize(file)
+    with open(file, "rb") as stream:
+        start = stream.read(64)
+        for magic, what in _MAGIC:
+            if start.startswith(magic):
+                raise ValueError(f"{file} is {what}")
+        length = int.from_bytes(start[:8], "little")
+        if size < 8 or length > _LARGEST_HEADER_BYTES:
+            raise ValueError(f"{file} ({size} bytes) is not a safetensors file; download it again")
+        stream.seek(8)
+        text = stream.read(length)
+    if len(text) < length:
+        raise ValueError(f"{file} is cut short inside its header: {size} bytes; download it again")
+    return _records(file, _parse(file, text), size - 8 - length)
+
+
+def _parse(file: Path, text: bytes) -> dict[str, dict]:
+    try:
+        header = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{file} is not a safetensors file: its header is no JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{file} is not a safetensors file: its header is a {type(header).__name__}")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _records(file: Path, header: Mapping[str, dict], num_data_bytes: int) -> dict[str, TensorRecord]:
+    records, end = {}, 0
+    for key, entry in header.items():
+        try:
+            records[key] = TensorRecord(file, key, tuple(entry["shape"]), entry["dtype"])
+            end = max(end, entry["data_offsets"][1])
+        except (KeyError, TypeError, IndexError) as error:
+            raise ValueError(f"{file} is not a safetensors file: its entry {key!r} is malformed") from error
+    if end != num_data_bytes:
+        state = "cut short" if end > num_data_bytes else "damaged"
+        raise ValueError(
+            f"{file} is {state}: its header promises {end} bytes of weights and it has {num_data_bytes}; download it "
+            "again"
+        )
+    return records
+
+
+def refuse_lora(path: Path, records: Mapping[str, TensorRecord]) -> None:
+    """Raises: ValueError if these are the tensors of a LoRA."""
+    found = [match for match in map(_LORA_NAME.search, records) if match]
+    if found:
+        raise ValueError(
+            f"{path} is a LoRA file: {len(found)} {found[0][2]} tensors; give the model it belongs to instead"
+        )
+
+
+def refuse_quantized(path: Path, records: Mapping[str, TensorRecord]) -> None:
+    """Raises: ValueError if some of these weights are quantized; it names the type and the count."""
+    quantized = [record for record in records.values() if record.dtype not in FLOAT_TYPES]
+    names = [name for name in records if _QUANTIZED_NAME.search(name)]
+    if not quantized and not names:
+        return
+    if quantized:
+        dtype = quantized[0].dtype
+        found = f"{len(quantized)} {_SPELLED.get(dtype, dtype)} tensors, e.g. {quantized[0].key}"
+    else:
+        found = f"{len(names)} quantization scales, e.g. {names[0]}"
+    raise ValueError(
+        f"{path} holds quantized weights ({found}); such checkpoints are not supported yet, use the bf16 file "
+        '(quantize = "fp8" converts it while loading)'
+    )
+
+
+def describe_other(records: Mapping[str, TensorRecord]) -> str:
+    """What a file of no supported family is, as far as its names tell; "" if they do not."""
+    for what, pattern in _OTHER_KINDS:
+        found = [name for name in records if pattern.search(name)]
+        if found:
+            return f"{what}: {len(found)} tensors such as {found[0]}"
+    return ""

@@ -1,0 +1,266 @@
+"""Whole jobs on tiny models: against a plain training loop, interrupted and resumed, killed, refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import diffusers
+import peft
+import pytest
+import torch
+from devicebridge.families.registry import FAMILIES
+from devicebridge.tests.emulated import emulated_cards
+from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.training.config import save_job
+from devicebridge.training.data import BatchOrder
+from devicebridge.training.events import EventLog
+from devicebridge.training.job import cache_job, check_job, run_job
+from devicebridge.training.objective import make_generator
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _plain_loop(job, steps):
+    """A trainer of one page: diffusers, PEFT, one device, nothing of ours but data order and random numbers."""
+    plan = check_job(job)
+    with EventLog(Path(job.output.folder) / "plain") as events:
+        data, _ = cache_job(plan, events)
+    family, variant = plan.family, plan.variant
+    model = getattr(diffusers, family.transformer_class).from_pretrained(Path(job.model.path) / "transformer")
+    model.requires_grad_(False)
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "transformer_blocks" in n]
+    names = names or [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("blocks.")]
+    targets = [n for n in names if "norm" not in n]
+    torch.manual_seed(job.train.seed)
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=job.lora.rank, lora_alpha=job.lora.alpha, target_modules="|".join(map(_escape, targets))),
+        model,
+    )
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=job.optimizer.learning_rate, weight_decay=0.01)
+    order = BatchOrder(plan.samples, batch_size=job.train.batch_size, seed=job.train.seed)
+    losses = []
+    for step in range(steps):
+        chosen = order.next()
+        batch = data.load(chosen.indices, chosen.captions_dropped)
+        generator = make_generator(job.train.seed, "train", step, 0)
+        u = torch.rand(len(chosen.indices), generator=generator, dtype=torch.float64)
+        noise = torch.randn(batch.latents.shape, generator=generator)
+        t = 1 / (1 + torch.exp(-torch.special.ndtri(u)))
+        shift = _shift(family.name, batch.num_tokens)
+        t = (shift * t / (1 + (shift - 1) * t)).float()
+        x = (1 - t).view(-1, 1, 1, 1, 1) * batch.latents + t.view(-1, 1, 1, 1, 1) * noise
+        output = model(**family.make_inputs(x, t, batch.text, variant.training_guidance), return_dict=False)[0]
+        error = (family.read_prediction(output, batch.latents) - (noise - batch.latents)) ** 2
+        weight = torch.ones_like(error) if batch.mask is None else batch.mask.expand_as(error)
+        loss = (error * weight).sum() / weight.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _escape(name):
+    return name.replace(".", r"\.")
+
+
+def _shift(family_name, num_tokens):
+    """The families' default shifts, from their publications."""
+    if family_name == "wan":
+        return 3.0
+    return math.exp(0.5 + (num_tokens - 256) * (1.15 - 0.5) / (4096 - 256))
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_fifty_steps_of_the_split_trainer_are_those_of_a_plain_loop(name, tmp_path):
+    job = make_tiny_job(
+        tmp_path,
+        name,
+        train={"steps": 50, "batch_size": 2, "seed": 3},
+        evaluation={"folder": ""},
+        output={"save_every_steps": 0},
+        split={"devices": ["lazy:0", "lazy:1"]},
+        cache={"vae_device": "cpu"},
+    )
+    expected = _plain_loop(dataclasses.replace(job, split=dataclasses.replace(job.split, devices=("cpu",))), 50)
+    with emulated_cards():
+        result = run_job(job)
+    assert result.step == 50 and len(set(result.losses)) == 50
+    assert result.losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_stopped_and_resumed_equals_uninterrupted(name, tmp_path):
+    straight = run_job(make_tiny_job(tmp_path, name, lora={"dropout": 0.3}, output={"folder": str(tmp_path / "a")}))
+    job = make_tiny_job(tmp_path, name, lora={"dropout": 0.3}, output={"folder": str(tmp_path / "b")})
+    seen = []
+    is_third_step_done = lambda: any(event.kind == "step" and event.step == 3 for event in seen)  # noqa: E731
+    stopped = run_job(job, on_event=seen.append, should_stop=is_third_step_done)
+    assert (stopped.status, stopped.step) == ("stopped", 3) and "resume" in stopped.resume_hint
+    resumed = run_job(job, resume=True)
+    assert (resumed.status, resumed.step) == ("finished", 6)
+    assert resumed.losses == straight.losses and resumed.eval_after == straight.eval_after
+    assert resumed.eval_before == straight.eval_before
+    assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
+
+
+def _start_training(job_file):
+    code = "import runpy, sys; sys.argv[0] = 'devicebridge'; "
+    code += f"runpy.run_path({str(ROOT / 'bootstrap.py')!r})['load_pack'](); "
+    code += "from devicebridge.cli import main; sys.exit(main())"
+    command = [sys.executable, "-u", "-c", code, "train", str(job_file)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+
+
+def _wait_for(process, text):
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return
+    raise AssertionError("".join(lines))
+
+
+@pytest.fixture(scope="module")
+def long_job(tmp_path_factory):
+    """A job of 14 steps that saves every 4, and the LoRA of its uninterrupted run in another process."""
+    folder = tmp_path_factory.mktemp("long")
+    sections = {"train": {"steps": 14, "batch_size": 2, "seed": 3}, "evaluation": {"folder": ""}}
+    job = make_tiny_job(folder, **sections, output={"folder": str(folder / "straight"), "save_every_steps": 4})
+    save_job(job, folder / "straight.toml")
+    process = _start_training(folder / "straight.toml")
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return folder, job
+
+
+def _interrupted(long_job, name, number):
+    folder, job = long_job
+    job = dataclasses.replace(job, output=dataclasses.replace(job.output, folder=str(folder / name)))
+    save_job(job, folder / f"{name}.toml")
+    process = _start_training(folder / f"{name}.toml")
+    _wait_for(process, "step 6/14")
+    process.send_signal(number)
+    rest, _ = process.communicate()
+    return folder, job, process.returncode, rest
+
+
+def test_kill_9_then_resume_gives_the_same_bytes(long_job):
+    folder, job, code, _ = _interrupted(long_job, "killed", signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    result = run_job(job, resume=True)
+    assert result.step == 14
+    assert result.lora_path.read_bytes() == (folder / "straight" / "lora.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_signals_finish_the_step_save_and_say_how_to_resume(long_job, number):
+    folder, job, code, output = _interrupted(long_job, f"signalled{number}", number)
+    assert code == 130 and "--resume" in output and "resume to continue" in output, output
+    assert (folder / f"signalled{number}" / "lora.safetensors").exists()
+    result = run_job(job, resume=True)
+    assert result.lora_path.read_bytes() == (folder / "straight" / "lora.safetensors").read_bytes()
+
+
+def test_resume_refuses_other_settings_and_names_them(tmp_path):
+    run_job(make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 2, "seed": 3}))
+    other = make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 1, "seed": 3}, lora={"rank": 8})
+    with pytest.raises(ValueError, match=r"(?s)lora\.rank: 4 -> 8.*train\.batch_size: 2 -> 1"):
+        run_job(other, resume=True)
+
+
+def test_resume_refuses_other_images(tmp_path):
+    job = make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 2, "seed": 3})
+    run_job(job)
+    (tmp_path / "data" / "image_1.txt").write_text("another caption")
+    with pytest.raises(ValueError, match="images, captions or masks have changed"):
+        run_job(job, resume=True)
+
+
+def test_a_fresh_start_does_not_mix_with_an_old_run(tmp_path):
+    job = make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 2, "seed": 3})
+    run_job(job)
+    with pytest.raises(ValueError, match="holds the checkpoints of an earlier run, up to step-000002"):
+        run_job(job)
+
+
+def test_resume_without_a_checkpoint_says_so(tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint in .* to resume from"):
+        run_job(make_tiny_job(tmp_path), resume=True)
+
+
+def test_settings_that_contradict_the_model_are_refused_before_loading(tmp_path):
+    with pytest.raises(ValueError, match="has no guidance input"):
+        check_job(make_tiny_job(tmp_path, "wan", objective={"guidance": 3.5}))
+
+
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+def test_lora_file_says_how_it_was_made_and_reads_back(layout, tmp_path):
+    job = make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 2, "seed": 3}, output={"lora_layout": layout})
+    result = run_job(job)
+    with safe_open(result.lora_path, "pt") as file:
+        metadata = file.metadata()
+    assert metadata["ss_network_dim"] == "4" and metadata["modelspec.architecture"].endswith("/lora")
+    config = json.loads(metadata["devicebridge_config"])
+    assert config["lora"]["rank"] == 4 and str(tmp_path) not in json.dumps(metadata)
+    tensors = load_file(result.lora_path)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in result.lora.items())
+    alphas = [name for name in tensors if name.endswith(".alpha")]
+    assert len(alphas) == sum(name.endswith(".lora_A.weight") for name in tensors)
+    from devicebridge.loading.lora_file import lora_from_file
+
+    trained = load_file(result.checkpoint / "adapter.safetensors")
+    back, _ = lora_from_file(FAMILIES["flux2"], tensors)
+    assert back.keys() == trained.keys() and all(torch.equal(back[name], trained[name]) for name in trained)
+
+
+def test_events_are_written_and_announced(tmp_path):
+    seen = []
+    result = run_job(make_tiny_job(tmp_path), on_event=seen.append)
+    written = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in written] == [event.kind for event in seen]
+    assert [line["loss"] for line in written if line["kind"] == "step"] == result.losses
+    phases = [line["name"] for line in written if line["kind"] == "phase"]
+    assert phases == ["captions", "latents", "loading", "training"]
+    assert [line["step"] for line in written if line["kind"] == "eval"] == [0, 6]
+
+
+def test_accumulation_is_the_mean_over_its_batches(tmp_path):
+    result = run_job(make_tiny_job(tmp_path, train={"steps": 1, "batch_size": 1, "accumulation": 3, "seed": 3}))
+    assert math.isfinite(result.losses[0]) and result.step == 1
+
+
+def test_quantized_base_trains_and_leaves_lora_alone(tmp_path):
+    result = run_job(make_tiny_job(tmp_path, model={"quantize": "fp8", "dtype": "bfloat16"}))
+    plain = run_job(
+        make_tiny_job(tmp_path, model={"dtype": "bfloat16"}, output={"folder": str(tmp_path / "plain_run")})
+    )
+    assert result.status == "finished" and result.losses != plain.losses
+    assert result.losses == pytest.approx(plain.losses, rel=0.02)
+
+
+def test_bad_loss_stops_before_the_weights_are_touched(tmp_path):
+    job = make_tiny_job(tmp_path, optimizer={"learning_rate": 1e30})
+    with pytest.raises(RuntimeError, match="the loss of step"):
+        run_job(job)
+
+
+def test_captions_are_encoded_once_for_two_jobs(tmp_path, monkeypatch):
+    run_job(make_tiny_job(tmp_path, train={"steps": 1}))
+    monkeypatch.setattr("devicebridge.caching.encode.load_text_encoder", None)
+    monkeypatch.setattr("devicebridge.caching.encode.load_vae", None)
+    second = run_job(make_tiny_job(tmp_path, train={"steps": 1}, output={"folder": str(tmp_path / "second")}))
+    assert second.status == "finished"
