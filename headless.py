@@ -139,18 +139,18 @@ def set_values(graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
         values: "<node id>.<input>" or "<node type>.<input>" -> value; a type stands for every node of that type.
     Raises: ValueError for a name that no node has.
     """
-    graph = copy.deepcopy(dict(graph))
+    changed = copy.deepcopy(dict(graph))
     for name, value in values.items():
         node_name, _, input_name = name.rpartition(".")
-        nodes = _find_nodes(graph, node_name)
+        nodes = _find_nodes(changed, node_name)
         if not nodes:
             raise ValueError(f"{name}: the workflow has no node {node_name!r}")
         for node in nodes:
             _set_input(node, input_name, value, name)
-    return graph
+    return changed
 
 
-def _find_nodes(graph: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def _find_nodes(graph: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     if "nodes" in graph:
         return [node for node in graph["nodes"] if name in {str(node["id"]), node["type"]}]
     return [node for node_id, node in graph.items() if name in {node_id, node["class_type"]}]
@@ -415,7 +415,17 @@ def _describe_error(error: Mapping[str, Any]) -> str:
 
 def _run_client(client: Path, workflow: Path, server: _Server, run: _ClientRun, timeout_s: float | None) -> int:
     """Queue the workflow and follow it; returns comfy-cli's exit code, 124 after timeout_s, 130 on Ctrl-C."""
-    command = [client, "--skip-prompt", "run", "--json", "--where", "local", "--workflow", workflow, "--wait"]
+    command: list[str | Path] = [
+        client,
+        "--skip-prompt",
+        "run",
+        "--json",
+        "--where",
+        "local",
+        "--workflow",
+        workflow,
+        "--wait",
+    ]
     command += ["--host", HOST, "--port", str(server.port), "--timeout", str(_SILENCE_TIMEOUT_S)]
     is_late = threading.Event()
     with processes.start(command, environment=_QUIET) as process:

@@ -33,5 +33,5 @@ class Quantize(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: TrainingModel, quantize: str) -> io.NodeOutput:
-        config = dataclasses.replace(model.model, quantize=quantize)  # type: ignore[type-var]
+        config = dataclasses.replace(model.model, quantize=quantize)  # type: ignore[arg-type]
         return io.NodeOutput(dataclasses.replace(model, model=config))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -149,6 +150,17 @@ def restore_random_states(states: dict[str, torch.Tensor]) -> None:
         module = device_module(device)
         assert module is not None
         module.set_rng_state(state, device)
+
+
+@contextmanager
+def own_random_states(devices: Sequence[torch.device], seed: int) -> Iterator[None]:
+    """Inside, the default generators of the CPU and these devices start from seed; outside, nothing has happened."""
+    before = random_states(devices)
+    try:
+        torch.manual_seed(seed)
+        yield
+    finally:
+        restore_random_states(before)
 
 
 def has_peer_access(source: torch.device, target: torch.device) -> bool | None:

@@ -22,7 +22,7 @@ from ..families.spec import ModelFamily, Variant
 from ..files import save_tensors_atomically
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
 from ..loading.lora_file import lora_to_diffusers, lora_to_original
-from ..parallel.devices import find_device, find_devices, free_bytes, release_cached_memory
+from ..parallel.devices import find_device, find_devices, free_bytes, own_random_states, release_cached_memory
 from ..parallel.placement import (
     Placement,
     block_names,
@@ -279,10 +279,11 @@ def run_job(
             events.emit("stopped", hint=hint)
             return TrainingResult("stopped", 0, None, {}, [], None, None, None, hint)
         trainer = _make_trainer(plan, train_data, eval_data, events)
-        if state is not None:
-            trainer.restore(state)
-        events.emit("phase", name="training")
-        is_finished = trainer.run(should_stop)
+        with own_random_states(trainer.devices, job.train.seed):  # dropout draws from them
+            if state is not None:
+                trainer.restore(state)
+            events.emit("phase", name="training")
+            is_finished = trainer.run(should_stop)
         return _conclude(plan, trainer, is_finished)
 
 

@@ -11,14 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from devicebridge import headless
+from devicebridge.families.flux2 import FLUX2
+from devicebridge.families.naming import originals_of
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Messages, Server
 from devicebridge.tests.comfy_host import comfy_python
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.comfy
 
@@ -160,6 +163,64 @@ def test_the_cores_nodes_take_the_outputs(server: Server, graph: Any) -> None:
     assert ours.keys() == theirs.keys() and ours
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert any("images" in output for output in finished.outputs.values())
+
+
+def _save_comfy_sized_pipeline(folder: Path) -> Path:
+    """A small FLUX.2 whose heads are as wide as ComfyUI takes for granted, in place of the tiny one."""
+    save_tiny_pipeline(folder, "flux2")
+    tiny = diffusers.Flux2Transformer2DModel.load_config(folder / "transformer")
+    sizes = {"in_channels": 128, "attention_head_dim": 128, "num_attention_heads": 1, "axes_dims_rope": [32] * 4}
+    torch.manual_seed(0)
+    transformer = diffusers.Flux2Transformer2DModel.from_config({**tiny, **sizes})
+    transformer.save_pretrained(folder / "transformer")
+    vae = diffusers.AutoencoderKLFlux2.load_config(folder / "vae")
+    diffusers.AutoencoderKLFlux2.from_config({**vae, "latent_channels": 32}).save_pretrained(folder / "vae")
+    return folder
+
+
+def _original_weights(transformer: Path) -> dict[str, torch.Tensor]:
+    """The transformer under its original names, as ComfyUI's own checkpoints have them."""
+    weights = load_file(transformer / "diffusion_pytorch_model.safetensors")
+    originals = {}
+    for name, stack in originals_of(weights, FLUX2.renames).items():
+        tensor = torch.cat([weights[member] for member in stack.members])
+        originals[name] = torch.cat(tensor.chunk(2)[::-1]).clone() if stack.swap_halves else tensor
+    return originals
+
+
+def test_the_trained_lora_changes_comfyuis_own_model_by_exactly_its_product(
+    server: Server, dataset: Path, tmp_path: Path
+) -> None:
+    """Load Diffusion Model, Load LoRA Model with our output, Save: every adapted weight moves by B A alpha / rank."""
+    pipeline = _save_comfy_sized_pipeline(tmp_path / "model")
+    weights = _original_weights(pipeline / "transformer")
+    models = server.base / "models" / "diffusion_models"
+    models.mkdir(parents=True, exist_ok=True)
+    save_file(weights, models / "small_flux2.safetensors")
+    settings = _settings(pipeline, dataset, name="applied", steps=3, lora_dtype="float32")
+    graph = headless.set_values(headless.read_workflow(EXAMPLE_API), settings)
+    (train,) = (key for key, node in graph.items() if node["class_type"] == "DeviceBridgeTrainLora")
+    unet = {"unet_name": "small_flux2.safetensors", "weight_dtype": "default"}
+    graph["101"] = {"class_type": "UNETLoader", "inputs": unet}
+    lora = {"model": ["101", 0], "lora": [train, 0], "strength_model": 1.0, "bypass": False}
+    graph["102"] = {"class_type": "LoraModelLoader", "inputs": lora}
+    graph["103"] = {"class_type": "ModelSave", "inputs": {"model": ["102", 0], "filename_prefix": "merged"}}
+    log_start = server.log.stat().st_size
+    _succeed(server.run(graph))
+    log = server.log.read_bytes()[log_start:].decode()
+    assert "lora key not loaded" not in log
+
+    (saved,) = (server.base / "output").glob("merged*.safetensors")
+    merged = {name.removeprefix("model.diffusion_model."): tensor for name, tensor in load_file(saved).items()}
+    tensors = load_file(_run_folder(server, "applied") / "applied.safetensors")
+    adapted = {name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")}
+    assert adapted
+    for module in adapted:
+        a, b = tensors[f"{module}.lora_A.weight"], tensors[f"{module}.lora_B.weight"]
+        change = b @ a * (tensors[f"{module}.alpha"] / a.shape[0])
+        name = f"{module.removeprefix('diffusion_model.')}.weight"
+        torch.testing.assert_close(merged[name].float(), weights[name] + change, rtol=1e-2, atol=2e-3)
+        assert change.abs().max() > 1e-2, "the change would be lost in the tolerance"
 
 
 def test_progress_texts_and_events_reach_the_browser(server: Server, graph: Any) -> None:

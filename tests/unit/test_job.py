@@ -264,3 +264,18 @@ def test_captions_are_encoded_once_for_two_jobs(tmp_path, monkeypatch):
     monkeypatch.setattr("devicebridge.caching.encode.load_vae", None)
     second = run_job(make_tiny_job(tmp_path, train={"steps": 1}, output={"folder": str(tmp_path / "second")}))
     assert second.status == "finished"
+
+
+def test_tensorboard_scalars_are_those_of_the_run(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    result = run_job(make_tiny_job(tmp_path, output={"tensorboard": True}))
+    written = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [scalar.value for scalar in written.Scalars("step/loss")] == pytest.approx(result.losses)
+    assert [scalar.step for scalar in written.Scalars("eval/loss")] == [0, 6]
+
+
+def test_a_job_leaves_the_random_state_of_its_process_alone(tmp_path):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    run_job(make_tiny_job(tmp_path, lora={"dropout": 0.2}, train={"steps": 1}))
+    assert torch.equal(torch.get_rng_state(), before)

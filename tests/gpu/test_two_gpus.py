@@ -1,0 +1,66 @@
+"""The same jobs on two real GPUs. Needs two CUDA or ROCm devices; skipped, with the reason, elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from devicebridge.families.registry import FAMILIES
+from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.training.job import run_job
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.device_count() < 2,
+        reason=f"needs two GPUs; torch sees {torch.cuda.device_count() if torch.cuda.is_available() else 0} here",
+    ),
+]
+
+NAMES = sorted(FAMILIES)
+LONGER = {"steps": 12, "batch_size": 2, "seed": 3}
+
+
+@pytest.fixture(autouse=True)
+def deterministic_algorithms():
+    """Attention's fastest backward adds up in no fixed order, on one GPU as on two."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def _run(folder, name, devices, run, resume=False, **sections):
+    sections["output"] = {"folder": str(folder / run)}
+    job = make_tiny_job(folder, name, split={"devices": devices}, train=LONGER, **sections)
+    return run_job(job, resume=resume)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_split_run_is_the_run_of_one_gpu_bit_for_bit(name, tmp_path):
+    one = _run(tmp_path, name, ["cuda:0"], "one", model={"dtype": "bfloat16"})
+    two = _run(tmp_path, name, ["cuda:0", "cuda:1"], "two", model={"dtype": "bfloat16"})
+    assert one.losses == two.losses and one.eval_after == two.eval_after
+    assert all(torch.equal(one.lora[key], two.lora[key]) for key in one.lora)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_resume_on_two_gpus_is_bit_for_bit(name, tmp_path):
+    devices, dropout = ["cuda:0", "cuda:1"], {"lora": {"dropout": 0.3}}
+    straight = _run(tmp_path, name, devices, "straight", **dropout)
+    job = make_tiny_job(
+        tmp_path, name, split={"devices": devices}, train=LONGER, output={"folder": str(tmp_path / "b")}, **dropout
+    )
+    seen = []
+    run_job(job, on_event=seen.append, should_stop=lambda: any(e.kind == "step" and e.step == 5 for e in seen))
+    resumed = run_job(dataclasses.replace(job), resume=True)
+    assert resumed.losses == straight.losses
+    assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_quantized_base_trains_on_two_gpus(name, tmp_path):
+    plain = _run(tmp_path, name, ["cuda:0", "cuda:1"], "plain", model={"dtype": "bfloat16"})
+    small = _run(tmp_path, name, ["cuda:0", "cuda:1"], "fp8", model={"dtype": "bfloat16", "quantize": "fp8"})
+    assert small.losses == pytest.approx(plain.losses, rel=0.03) and small.losses != plain.losses
+    assert torch.cuda.max_memory_allocated(1) > 0
