@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from devicebridge.families.naming import originals_of
 from devicebridge.families.registry import find_family
 from devicebridge.families.spec import ModelFamily
 
@@ -83,6 +84,15 @@ class TinyFamily:
         return self.family.make_inputs(
             self.make_latents(seed, batch), self.make_sigma(seed, batch), self.make_text(seed, batch), self.guidance
         )
+
+
+def stack_tensors(family: ModelFamily, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A diffusers state dict in the original layout, as the makers' files have it."""
+    original = {}
+    for name, stack in originals_of(tensors, family.renames).items():
+        tensor = torch.cat([tensors[member] for member in stack.members])
+        original[name] = torch.cat(tensor.chunk(2)[::-1]) if stack.swap_halves else tensor
+    return original
 
 
 def _make_random(model_class: Any, config: dict[str, Any], seed: int) -> Any:

@@ -71,7 +71,7 @@ def _unpack_flux2(tokens, latents):
 
 
 def _run_klein(tiny, model, latents, text, **options):
-    """This pipeline undoes normalisation and patches even for output_type latent; here normalisation is the identity."""
+    """This pipeline undoes normalisation and patches for output_type latent too; normalisation is the identity here."""
     vae = tiny.make_vae()
     vae.bn.running_mean.zero_()
     vae.bn.running_var.fill_(1 - vae.config.batch_norm_eps)

@@ -1,0 +1,119 @@
+"""The rename tables against diffusers' own converters, tensor by tensor."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from devicebridge.families.naming import Stack, find_by_diffusers, find_by_original, originals_of
+from devicebridge.families.registry import FAMILIES, find_family
+from devicebridge.families.spec import Rename
+from devicebridge.tests.toy import TINY, stack_tensors
+from diffusers.loaders.single_file_utils import (
+    convert_flux2_transformer_checkpoint_to_diffusers,
+    convert_flux_transformer_checkpoint_to_diffusers,
+    convert_wan_transformer_to_diffusers,
+)
+
+CONVERTERS = {
+    "flux2": convert_flux2_transformer_checkpoint_to_diffusers,
+    "flux1": convert_flux_transformer_checkpoint_to_diffusers,
+    "wan": convert_wan_transformer_to_diffusers,
+}
+VARIANTS = [(family.name, variant.name) for family in FAMILIES.values() for variant in family.variants]
+
+
+def _shapes(family, variant):
+    import diffusers
+
+    with torch.device("meta"):
+        model = getattr(diffusers, family.transformer_class)(**dict(variant.transformer_config))
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _thin_state_dict(shapes):
+    """Every tensor at full height and depth, one column wide: names and rows are all that conversion touches.
+
+    Bare tables ([1, 6, D]) keep their first two dims.
+    """
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape[0], *(1 if i > 1 or shape[0] > 1 else s for i, s in enumerate(shape[1:], 1)),
+                          generator=generator)
+        for name, shape in shapes.items()
+    }  # fmt: skip
+
+
+def _assert_equal(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)
+def test_every_published_checkpoint_converts_as_diffusers_converts_it(family_name, variant_name):
+    family = find_family(family_name)
+    tensors = _thin_state_dict(_shapes(family, family.variant(variant_name)))
+    original = stack_tensors(family, tensors)
+    assert len(original) < len(tensors) or family_name == "wan"
+    _assert_equal(CONVERTERS[family_name](copy.copy(original)), tensors)
+
+
+@pytest.mark.parametrize("name", ["flux2", "wan"])  # the FLUX.1 converter knows the published width only
+def test_a_tiny_model_converts_as_diffusers_converts_it(name):
+    tensors = TINY[name].make_model().state_dict()
+    _assert_equal(CONVERTERS[name](stack_tensors(FAMILIES[name], tensors)), dict(tensors))
+
+
+@pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)
+def test_the_table_names_every_tensor_once_both_ways(family_name, variant_name):
+    family = find_family(family_name)
+    shapes = _shapes(family, family.variant(variant_name))
+    stacks = originals_of(shapes, family.renames)
+    members = [member for stack in stacks.values() for member in stack.members]
+    assert sorted(members) == sorted(shapes)
+    for original, stack in stacks.items():
+        assert find_by_original(original, family.renames) == stack
+        heights = [shapes[member][0] for member in stack.members]
+        bounds = stack.bounds(sum(heights))
+        assert [end - start for start, end in zip(bounds, bounds[1:], strict=False)] == heights
+
+
+@pytest.mark.parametrize("name", ["flux2", "flux1"])
+def test_norms_are_found_under_both_spellings(name):
+    renames = FAMILIES[name].renames
+    for module in ("double_blocks.1.txt_attn.norm.key_norm", "single_blocks.0.norm.query_norm"):
+        assert find_by_original(f"{module}.scale", renames) == find_by_original(f"{module}.weight", renames) is not None
+        assert find_by_original(f"{module}.weight", renames).original == f"{module}.scale"
+
+
+def test_modules_and_tensors_are_found_alike():
+    renames = FAMILIES["flux1"].renames
+    module = find_by_diffusers("single_transformer_blocks.12.proj_mlp", renames)
+    assert module == Stack(
+        original="single_blocks.12.linear1",
+        members=tuple(f"single_transformer_blocks.12.{m}" for m in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")),
+        proportions=(1, 1, 1, 4),
+        swap_halves=False,
+    )
+    assert (
+        find_by_diffusers("single_transformer_blocks.12.proj_mlp.bias", renames).original
+        == "single_blocks.12.linear1.bias"
+    )
+    assert module.rows_of(module.members[3], 7 * 5) == (15, 35)
+    assert find_by_original("final_layer.adaLN_modulation.1", renames).swap_halves
+
+
+@pytest.mark.parametrize(
+    "name", ["double_blocks.x.img_mlp.0.weight", "img_in2.weight", "blocks.0.img_in.weight", "img_in.", "double_blocks"]
+)
+def test_names_that_only_resemble_are_not_found(name):
+    assert find_by_original(name, FAMILIES["flux2"].renames) is None
+
+
+def test_refusals_say_what_was_found():
+    with pytest.raises(ValueError, match=r"names controlnet_x_embedder.weight \(1 names"):
+        originals_of(["x_embedder.weight", "controlnet_x_embedder.weight"], FAMILIES["flux1"].renames)
+    stack = find_by_original("qkv.weight", (Rename("qkv", ("q", "k", "v")),))
+    with pytest.raises(ValueError, match="qkv.weight has 8 rows, which cannot be cut 1:1:1"):
+        stack.bounds(8)
