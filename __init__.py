@@ -1,7 +1,7 @@
 """ComfyUI-DeviceBridge: run and train diffusion transformers over several modest GPUs.
 
-ComfyUI loads this folder under whatever name it has; `pip install -e .` gives it the import name `devicebridge`. The body
-is guarded because a test runner may import this file loosely, without a package, where relative imports cannot work.
+ComfyUI loads this folder under whatever name it has; `pip install -e .` gives it the import name `devicebridge`. The
+body is guarded because a test runner may import this file loosely, without a package, where relative imports fail.
 """
 
 from __future__ import annotations

@@ -2,8 +2,11 @@
 
 Two layouts are written. "original" has the makers' names with ComfyUI's prefix, `diffusion_model.<name>.lora_A.weight`,
 `.lora_B.weight`, `.alpha` and, for DoRA, `.dora_scale` [out, 1]; ComfyUI loads every layer of every family from it.
-"diffusers" has `transformer.<fqn>...`, for diffusers' pipelines, with DoRA's magnitude as PEFT names it. The alpha is
-always written: a file without it is applied with strength 1, whatever it was trained with.
+"diffusers" has `transformer.<fqn>...`, for diffusers' pipelines, with DoRA's magnitude as PEFT names it.
+
+A file without alpha is applied with strength 1, whatever it was trained with, so the original layout always says it.
+The diffusers layout cannot: the loaders of Flux2Pipeline and WanPipeline refuse names without "lora" in them (seen in
+0.42.1). There, strength is multiplied into B.
 
 Where the original stacks several diffusers layers (qkv), their LoRAs become one, block-diagonal:
 
@@ -12,6 +15,10 @@ Where the original stacks several diffusers layers (qkv), their LoRAs become one
 
 A layer that was not trained has no columns in B and zeros in its rows. With DoRA that would need its weights, whose row
 norms are its magnitude, and is refused.
+
+A trap we cannot remove from here: DoRA is m (W + BA) / |W + BA|, row by row, in PEFT and in the paper. ComfyUI (v0.33.0,
+weight_decompose) divides by |W|. Who has the weights can write m |W| / |W + BA| into `.dora_scale`, which ComfyUI then
+applies exactly at strength 1; a loader that follows the paper would be wrong in turn.
 """
 
 from __future__ import annotations
@@ -75,19 +82,32 @@ def lora_to_original(
     for stack in originals_of(layers, family.renames).values():
         present = {member: layers[member] for member in stack.members if member in layers}
         fused = _swap(_fuse(stack, present), stack)
-        written |= _with_names(_ORIGINAL_PREFIX + stack.original, fused, alpha * len(present), _DORA)
+        prefix = _ORIGINAL_PREFIX + stack.original
+        written[f"{prefix}.{_A}"] = fused[_A].contiguous()
+        written[f"{prefix}.{_B}"] = fused[_B].contiguous()
+        written[f"{prefix}.{_ALPHA}"] = torch.tensor(float(alpha) * len(present), dtype=torch.float32)
+        if _DORA in fused:
+            written[f"{prefix}.{_DORA}"] = fused[_DORA].reshape(-1, 1).contiguous()
     return written
 
 
 def lora_to_diffusers(
     family: ModelFamily, tensors: Mapping[str, torch.Tensor], alpha: float, rank: int
 ) -> dict[str, torch.Tensor]:
-    """The LoRA as diffusers' pipelines load it: one entry per layer, nothing fused. Arguments as lora_to_original."""
+    """The LoRA as diffusers' pipelines load it: one entry per layer, nothing fused, strength in B.
+
+    Arguments as lora_to_original.
+    """
     layers = _group(tensors)
     _check_ranks(layers, rank)
+    originals_of(layers, family.renames)  # refuses layers of another family
     written: dict[str, torch.Tensor] = {}
     for module, layer in layers.items():
-        written |= _with_names(_DIFFUSERS_PREFIX + module, layer, alpha, _MAGNITUDE)
+        prefix = _DIFFUSERS_PREFIX + module
+        written[f"{prefix}.{_A}"] = layer[_A].contiguous()
+        written[f"{prefix}.{_B}"] = layer[_B] * (alpha / rank)
+        if _DORA in layer:
+            written[f"{prefix}.{_MAGNITUDE}"] = layer[_DORA].reshape(-1).contiguous()
     return written
 
 
@@ -98,6 +118,8 @@ def lora_from_file(
 
     A stacked LoRA that is block-diagonal comes apart into the LoRAs it was made of; another one gives every layer the
     whole A and its rows of B. Layers whose B is zero throughout, inside a stack, are left out: they change nothing.
+
+    Without an alpha in the file, alpha is the rank.
 
     Returns: tensors by diffusers fqn as lora_to_original takes them, and alpha per fqn.
     Raises: ValueError for names that belong to no linear of this family, naming the first few.
@@ -141,15 +163,6 @@ def _check_ranks(layers: Mapping[str, _Layer], rank: int) -> None:
     for module, layer in layers.items():
         if layer[_A].shape[0] != rank or layer[_B].shape[1] != rank:
             raise ValueError(f"{module} has a LoRA of rank {layer[_A].shape[0]}, not {rank}")
-
-
-def _with_names(prefix: str, layer: _Layer, alpha: float, dora_name: str) -> dict[str, torch.Tensor]:
-    named = {f"{prefix}.{_A}": layer[_A].contiguous(), f"{prefix}.{_B}": layer[_B].contiguous()}
-    named[f"{prefix}.{_ALPHA}"] = torch.tensor(float(alpha), dtype=torch.float32)
-    if _DORA in layer:
-        column = layer[_DORA].reshape(-1, 1) if dora_name == _DORA else layer[_DORA].reshape(-1)
-        named[f"{prefix}.{dora_name}"] = column.contiguous()
-    return named
 
 
 def _fuse(stack: Stack, present: Mapping[str, _Layer]) -> _Layer:

@@ -53,9 +53,29 @@ def test_leaving_the_block_ends_the_process_and_its_children(tmp_path: Path, man
     command = [sys.executable, "-c", PARENT, str(pid_file), manner]
     with pytest.raises(KeyboardInterrupt), processes.start(command, stop_timeout_s=0.5) as process:
         child = _wait_for(pid_file)
+        left = time.monotonic()
         raise KeyboardInterrupt
+    assert time.monotonic() - left < 20, "it ended by itself"
     assert process.exit_code is not None
     assert _ends(child)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
+def test_a_process_is_asked_before_it_is_ended(tmp_path: Path) -> None:
+    code = """
+import pathlib, signal, sys, time
+def save(number, frame):
+    pathlib.Path(sys.argv[2]).write_text("saved")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(sys.argv[1]).write_text("1")
+time.sleep(60)
+"""
+    ready, saved = tmp_path / "ready", tmp_path / "saved"
+    with processes.start([sys.executable, "-c", code, str(ready), str(saved)]) as process:
+        _wait_for(ready)
+    assert saved.read_text() == "saved"
+    assert process.exit_code == 0
 
 
 def test_lines_and_exit_code_come_back() -> None:
