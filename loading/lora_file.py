@@ -16,9 +16,9 @@ Where the original stacks several diffusers layers (qkv), their LoRAs become one
 A layer that was not trained has no columns in B and zeros in its rows. With DoRA that would need its weights, whose row
 norms are its magnitude, and is refused.
 
-A trap we cannot remove from here: DoRA is m (W + BA) / |W + BA|, row by row, in PEFT and in the paper. ComfyUI (v0.33.0,
-weight_decompose) divides by |W|. Who has the weights can write m |W| / |W + BA| into `.dora_scale`, which ComfyUI then
-applies exactly at strength 1; a loader that follows the paper would be wrong in turn.
+A trap we cannot remove from here: DoRA is m (W + BA) / |W + BA|, row by row, in PEFT and in the paper. ComfyUI
+(v0.33.0, weight_decompose) divides by |W|. Who has the weights can write m |W| / |W + BA| into `.dora_scale`, which
+ComfyUI then applies exactly at strength 1; a loader that follows the paper would be wrong in turn.
 """
 
 from __future__ import annotations

@@ -1,0 +1,181 @@
+"""A whole job at real size over two GPUs, from a checkpoint on disk to a LoRA file: does it run, where is the memory?
+
+    python benchmarks/whole_job.py [--variant flux2-dev] [--folder /scratch] [--out results.json]
+
+Writes a single-file checkpoint of the variant's full size with random bf16 weights in the makers' names, a VAE of the
+published shape, a text encoder of the right width and depth but few parameters, and four random 512² images; then runs
+the job a user would run. Needs as much free disk as the checkpoint (64 GB for FLUX.2-dev). Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_spec = importlib.util.spec_from_file_location("devicebridge_bootstrap", ROOT / "bootstrap.py")
+assert _spec is not None and _spec.loader is not None
+_bootstrap = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_bootstrap)
+_bootstrap.load_pack()
+
+import diffusers  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from devicebridge.families.naming import originals_of  # noqa: E402
+from devicebridge.families.registry import FAMILIES  # noqa: E402
+from devicebridge.families.spec import ModelFamily, Variant  # noqa: E402
+from devicebridge.tests.toy_encoders import save_tiny_text_encoder  # noqa: E402
+from devicebridge.training.config import make_job  # noqa: E402
+from devicebridge.training.events import Event  # noqa: E402
+from devicebridge.training.job import run_job  # noqa: E402
+from PIL import Image  # noqa: E402
+
+ENCODERS = {"flux2-dev": ("mistral3", 31), "flux2-klein-4b": ("qwen3", 28), "flux2-klein-9b": ("qwen3", 28)}
+
+
+def find(name: str) -> tuple[ModelFamily, Variant]:
+    for family in FAMILIES.values():
+        for variant in family.variants:
+            if variant.name == name:
+                return family, variant
+    raise ValueError(f"there is no variant {name!r}")
+
+
+def write_checkpoint(path: Path, family: ModelFamily, variant: Variant) -> int:
+    """A safetensors file in the original layout, one tensor in memory at a time; returns its bytes."""
+    with torch.device("meta"):
+        model = getattr(diffusers, family.transformer_class)(**dict(variant.transformer_config))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    stacks = originals_of(shapes, family.renames)
+    sizes = {}
+    for original, stack in stacks.items():
+        members = [shapes[member] for member in stack.members]
+        sizes[original] = (sum(shape[0] for shape in members), *members[0][1:])
+    header, offset = {}, 0
+    for name, shape in sizes.items():
+        num_bytes = 2 * torch.Size(shape).numel()
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
+        offset += num_bytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in sizes.items():
+            data = torch.randn(shape, device="cuda:0", dtype=torch.bfloat16).mul_(0.02)
+            if name.endswith(("scale", "norm.weight")):
+                data += 1
+            file.write(data.view(torch.uint8).cpu().numpy().tobytes() if data.ndim else b"")
+    return offset
+
+
+def write_text_encoder(folder: Path, variant: Variant) -> None:
+    """The real class, as wide and deep as the published one and thin everywhere else; random weights."""
+    kind, layers = ENCODERS[variant.name]
+    save_tiny_text_encoder(folder, kind, 16, layers, 0, max_length=512)
+    config = transformers.AutoConfig.from_pretrained(folder / "text_encoder")
+    text = getattr(config, "text_config", config)
+    text.hidden_size = variant.transformer_config["joint_attention_dim"] // 3
+    text.intermediate_size, text.num_attention_heads, text.num_key_value_heads, text.head_dim = 64, 4, 1, 64
+    model = getattr(transformers, config.architectures[0])(config).to(torch.bfloat16)
+    shutil.rmtree(folder / "text_encoder")
+    model.save_pretrained(folder / "text_encoder")
+
+
+def prepare(folder: Path, family: ModelFamily, variant: Variant) -> dict[str, Any]:
+    start = time.perf_counter()
+    num_bytes = write_checkpoint(folder / f"{variant.name}.safetensors", family, variant)
+    elapsed = time.perf_counter() - start
+    write_text_encoder(folder / "components", variant)
+    getattr(diffusers, family.vae_class)(**dict(variant.vae_config)).save_pretrained(folder / "components" / "vae")
+    (folder / "data").mkdir()
+    for index in range(4):
+        pixels = torch.randint(0, 255, (512, 512, 3), dtype=torch.uint8)
+        Image.fromarray(pixels.numpy()).save(folder / "data" / f"{index}.png")
+        (folder / "data" / f"{index}.txt").write_text(f"noise number {index}")
+    return {"checkpoint_gb": num_bytes / 1e9, "writing_it_s": elapsed}
+
+
+def run(folder: Path, variant: Variant, quantize: str, steps: int) -> dict[str, Any]:
+    job = make_job(
+        {
+            "model": {"path": str(folder / f"{variant.name}.safetensors"), "quantize": quantize},
+            "split": {"devices": ["cuda:0", "cuda:1"]},
+            "lora": {"rank": 32, "alpha": 32},
+            "data": {"folders": [{"path": str(folder / "data")}], "resolutions": [512]},
+            "cache": {
+                "folder": str(folder / "cache"),
+                "text_encoders": str(folder / "components"),
+                "vae": str(folder / "components" / "vae"),
+                "text_device": "cuda:0",
+            },
+            "train": {"steps": steps},
+            "output": {"folder": str(folder / f"run-{quantize}"), "tensorboard": False},
+        }
+    )
+    marks: list[tuple[float, Event]] = []
+    for index in range(2):
+        torch.cuda.reset_peak_memory_stats(index)
+    result = run_job(job, on_event=lambda event: marks.append((time.perf_counter(), event)))
+    phase = {event.values["name"]: moment for moment, event in marks if event.kind == "phase"}
+    seconds = [event.values["elapsed_s"] for _, event in marks if event.kind == "step"]
+    placement = next(event.values["placement"] for _, event in marks if "placement" in event.values)
+    return {
+        "quantize": quantize,
+        "status": result.status,
+        "placement": placement,
+        "captions_and_latents_s": phase["loading"] - phase["captions"],
+        "loading_s": phase["training"] - phase["loading"],
+        "s_per_step_median": statistics.median(seconds[2:]),
+        "peak_gb_per_card": [torch.cuda.max_memory_allocated(index) / 1e9 for index in range(2)],
+        "allocated_after_first_step_gb": next(dict(e.values) for _, e in marks if e.kind == "memory"),
+        "host_peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+        "lora_file_mb": result.lora_path.stat().st_size / 1e6 if result.lora_path else None,
+        "losses": result.losses,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", default="flux2-dev", choices=sorted(ENCODERS))
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    family, variant = find(options.variant)
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        report: dict[str, Any] = {"variant": variant.name, **prepare(folder, family, variant), "runs": []}
+        for quantize in ("none", "fp8"):
+            report["runs"].append(run(folder, variant, quantize, options.steps))
+            torch.cuda.empty_cache()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    report["setup"] = {
+        "cards": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "diffusers": diffusers.__version__,
+        },
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": os.environ.get("DEVICEBRIDGE_COMMIT", "unknown"),
+    }
+    text = json.dumps(report, indent=2)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
