@@ -168,8 +168,8 @@ def _does_not_fit(devices: list[torch.device], limits: list[int | None], sizes: 
     )
     return (
         f"the weights need {need:.2f} GB in all ({home_bytes / 1e9:.2f} GB of them on {devices[0]}, besides blocks of "
-        f"{max(sizes) / 1e9:.2f} GB at most) and no cut fits the limits: {shares}. Raise memory_limit_gb, name another "
-        "device, or quantize the base"
+        f"{max(sizes) / 1e9:.2f} GB at most) and no cut fits the limits: {shares}. Raise memory_limit_gb or name another "
+        "device"
     )
 
 
