@@ -168,8 +168,8 @@ def _does_not_fit(devices: list[torch.device], limits: list[int | None], sizes: 
     )
     return (
         f"the weights need {need:.2f} GB in all ({home_bytes / 1e9:.2f} GB of them on {devices[0]}, besides blocks of "
-        f"{max(sizes) / 1e9:.2f} GB at most) and no cut fits the limits: {shares}. Raise memory_limit_gb or name another "
-        "device"
+        f"{max(sizes) / 1e9:.2f} GB at most) and no cut fits the limits: {shares}. Raise memory_limit_gb or name "
+        "another device"
     )
 
 
@@ -223,7 +223,15 @@ def _block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int,
     width = min((module.in_features for module in linears.values()), default=0)  # D; the others read wider states
     total = 4.0 * all_tokens**2 * width
     for name, module in linears.items():
-        is_text = any(fnmatch.fnmatchcase(name, pattern) for pattern in block_list.text_modules)
-        tokens = num_text_tokens if is_text else all_tokens if block_list.is_joint else num_image_tokens
+        if _matches(name, block_list.sample_modules):
+            tokens = 1
+        elif _matches(name, block_list.text_modules):
+            tokens = num_text_tokens
+        else:
+            tokens = all_tokens if block_list.is_joint else num_image_tokens
         total += 2.0 * module.weight.numel() * tokens
     return total
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..families.spec import ModelFamily
-from ..patches.lora import assert_lora_intact, lora_parameters, place_lora_with_base, resolve_targets
+from ..patches.lora import assert_lora_intact, is_torchao_tensor, lora_parameters, place_lora_with_base, resolve_targets
 from .config import LoraSettings
 
 _ADAPTER = "default"
@@ -32,6 +33,18 @@ class LoraHandle:
         """The adapter on the CPU: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out]."""
         return {_file_name(name): parameter.detach().cpu() for name, parameter in self.parameters().items()}
 
+    def tensors_for_comfyui(self) -> dict[str, torch.Tensor]:
+        """As tensors(), with DoRA's magnitude restated so that ComfyUI computes the trained layer.
+
+        DoRA is m (W + sBA) / |W + sBA|, row by row; ComfyUI (0.33) divides by |W| instead. m |W| / |W + sBA| in place
+        of m makes both the same at strength 1. Without DoRA this is tensors().
+        """
+        tensors = self.tensors()
+        for name in [name for name in tensors if name.endswith(".dora_scale")]:
+            layer: Any = self.model.get_submodule(name.removesuffix(".dora_scale"))
+            tensors[name] = (tensors[name].float() * _norm_ratio(layer).cpu()).to(tensors[name].dtype)
+        return tensors
+
     def load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         """Put saved tensors back, bit for bit.
 
@@ -53,6 +66,15 @@ class LoraHandle:
             setattr(self.model.get_submodule(parent), child, wrapper.base_layer)
         if hasattr(self.model, "peft_config"):
             del self.model.peft_config
+
+
+@torch.no_grad()
+def _norm_ratio(layer: Any) -> torch.Tensor:
+    """|W| / |W + sBA| of each row of an adapted linear, float32. [out]"""
+    weight = layer.get_base_layer().weight
+    weight = (weight.dequantize() if is_torchao_tensor(weight) else weight).float()
+    a, b = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
+    return weight.norm(dim=1) / (weight + layer.scaling[_ADAPTER] * (b @ a)).norm(dim=1)
 
 
 def _file_name(parameter_name: str) -> str:

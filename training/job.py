@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..assembly import Assembled, assemble_for_training
 from ..caching.encode import Stopped, encode_captions, encode_images
@@ -21,7 +22,7 @@ from ..caching.store import CacheStore
 from ..families.spec import ModelFamily, Variant
 from ..files import save_tensors_atomically
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
-from ..loading.lora_file import lora_to_diffusers, lora_to_original
+from ..loading.lora_file import check_original_layout, lora_to_diffusers, lora_to_original
 from ..parallel.devices import find_device, find_devices, free_bytes, own_random_states, release_cached_memory
 from ..parallel.placement import (
     Placement,
@@ -31,6 +32,7 @@ from ..parallel.placement import (
     plan_manual,
     plan_placement,
 )
+from ..patches.lora import resolve_targets
 from ..version import VERSION
 from .adapter import LoraHandle, apply_lora
 from .batches import CachedSamples
@@ -104,7 +106,11 @@ def check_job(job: JobConfig) -> JobPlan:
     if job.objective.guidance is not None and variant.training_guidance is None:
         raise ValueError(f"objective.guidance is set, but {variant.name} has no guidance input; remove the setting")
     schedule = make_noise_schedule(job.objective, info.family, variant)
-    placement = plan_job_placement(job, info, variant)
+    model = make_empty_transformer(info)
+    targets = resolve_targets(model, job.lora.targets or info.family.lora_targets)
+    if job.output.lora_layout == "original":
+        check_original_layout(info.family, targets, job.lora.dora)
+    placement = plan_job_placement(job, info, variant, model)
     latent = info.family.latent_of(variant)
     samples = tuple(scan_folders(job.data, latent))
     eval_samples: tuple[Sample, ...] = ()
@@ -123,13 +129,12 @@ def _evaluation_data(job: JobConfig) -> DataConfig:
     )
 
 
-def plan_job_placement(job: JobConfig, info: CheckpointInfo, variant: Variant) -> Placement:
-    """Which block goes where, from sizes alone.
+def plan_job_placement(job: JobConfig, info: CheckpointInfo, variant: Variant, model: nn.Module) -> Placement:
+    """Which block goes where, from sizes alone; model may be empty.
 
     Raises: ValueError if it does not fit or the cuts are impossible.
     """
     devices = find_devices(job.split.devices)
-    model = make_empty_transformer(info)
     blocks = block_names(model, info.family)
     if job.split.balance == "manual":
         return plan_manual(blocks, devices, job.split.split_at)
@@ -357,8 +362,10 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
 def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor]:
     """The LoRA as the job's layout and type name it."""
     output = plan.job.output
-    convert = lora_to_original if output.lora_layout == "original" else lora_to_diffusers
-    tensors = convert(plan.family, lora.tensors(), plan.job.lora.alpha, plan.job.lora.rank)
+    is_original = output.lora_layout == "original"
+    convert = lora_to_original if is_original else lora_to_diffusers
+    trained = lora.tensors_for_comfyui() if is_original else lora.tensors()
+    tensors = convert(plan.family, trained, plan.job.lora.alpha, plan.job.lora.rank)
     dtype = getattr(torch, output.lora_dtype)
     # alpha stays float32: a rounded one would change the strength of the whole layer
     return {name: t if name.endswith(".alpha") else t.to(dtype) for name, t in tensors.items()}

@@ -218,8 +218,9 @@ def test_lora_file_says_how_it_was_made_and_reads_back(layout, tmp_path):
     assert config["lora"]["rank"] == 4 and str(tmp_path) not in json.dumps(metadata)
     tensors = load_file(result.lora_path)
     assert all(torch.equal(tensors[name], tensor) for name, tensor in result.lora.items())
-    alphas = [name for name in tensors if name.endswith(".alpha")]
-    assert len(alphas) == sum(name.endswith(".lora_A.weight") for name in tensors)
+    num_alphas = sum(name.endswith(".alpha") for name in tensors)
+    # in diffusers' layout alpha is multiplied into B: its loaders refuse names without "lora" in them
+    assert num_alphas == (sum(name.endswith(".lora_A.weight") for name in tensors) if layout == "original" else 0)
     from devicebridge.loading.lora_file import lora_from_file
 
     trained = load_file(result.checkpoint / "adapter.safetensors")
