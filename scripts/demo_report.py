@@ -1,0 +1,158 @@
+"""What a demo run learned, as two pictures: its loss, and images before and after with the same noise.
+
+    python scripts/demo_report.py RUN
+
+RUN holds job.toml and what it names. Prints the LoRA file, the loss plot and the pictures, one path per line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import torch
+from devicebridge.caching.encode import encode_captions
+from devicebridge.caching.image import read_pixels
+from devicebridge.caching.store import CacheStore
+from devicebridge.caching.vae import load_vae
+from devicebridge.families.spec import ModelFamily
+from devicebridge.loading.checkpoint import load_transformer
+from devicebridge.loading.lora_file import lora_from_file
+from devicebridge.training.config import load_job
+from devicebridge.training.job import JobPlan, check_job
+from devicebridge.training.preview import sample_images, save_image_grid, to_images
+from safetensors.torch import load_file
+from torch import nn
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PilImage
+
+CPU = torch.device("cpu")
+NUM_IMAGES = 6
+NUM_STEPS = 30
+SEED = 1
+
+
+# --- loss ------------------------------------------------------------------------------------------------------------
+
+
+def read_events(file: Path, kind: str) -> list[dict[str, Any]]:
+    """The run's events of one kind; of a step done twice, by a resumed run, the later."""
+    events = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return list({event["step"]: event for event in events if event["kind"] == kind}.values())
+
+
+def smooth(values: Sequence[float], keep: float = 0.95) -> list[float]:
+    """Exponential moving mean, corrected at its start where few values are known."""
+    smoothed, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        smoothed.append(total / weight)
+    return smoothed
+
+
+def plot_loss(events_file: Path, path: Path) -> None:
+    """Training loss, the same smoothed, and the evaluation loss over optimizer steps, as PNG."""
+    from matplotlib import pyplot
+
+    steps, evaluations = read_events(events_file, "step"), read_events(events_file, "eval")
+    numbers, losses = [event["step"] for event in steps], [event["loss"] for event in steps]
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(numbers, losses, color="0.8", linewidth=0.8, label="training loss")
+    axes.plot(numbers, smooth(losses), color="tab:blue", linewidth=2, label="training loss, smoothed")
+    points = [event["step"] for event in evaluations], [event["loss"] for event in evaluations]
+    axes.plot(*points, "o-", color="tab:red", label="loss on held-out photographs")
+    for step, loss in zip(*points, strict=True):
+        axes.annotate(f"{loss:.3f}", (step, loss), textcoords="offset points", xytext=(4, 7), color="tab:red")
+    axes.set(xlabel="optimizer step", ylabel="loss", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module, family: ModelFamily, file: Path) -> int:
+    """Add a LoRA file to the weights of the linears it names, in place; returns how many."""
+    tensors, alphas = lora_from_file(family, load_file(file))
+    for name, alpha in alphas.items():
+        down, up = tensors[f"{name}.lora_A.weight"].float(), tensors[f"{name}.lora_B.weight"].float()
+        linear = model.get_submodule(name)
+        linear.weight += (alpha / down.shape[0]) * (up @ down).to(linear.weight)
+    return len(alphas)
+
+
+def make_pictures(plan: JobPlan, lora: Path) -> list[tuple[str, list[PilImage]]]:
+    """Rows of training photographs, and of what the model makes of their caption without and with the LoRA."""
+    family, sample = plan.family, plan.samples[0]
+    folder = plan.info.pipeline_folder
+    assert folder is not None
+    vae = load_vae(family, plan.variant, folder, torch.float32)
+    shape = family.encode_latents(vae, read_pixels(sample.image_request())[None, :, None]).shape[1:]
+    model = load_transformer(plan.info, lambda name: CPU, torch.float32)
+    options = {
+        "num_images": NUM_IMAGES,
+        "steps": NUM_STEPS,
+        "shift_factor": plan.schedule.shift.factor(shape[-1] * shape[-2]),
+        "seed": SEED,
+        "guidance": plan.variant.training_guidance,
+        "home": CPU,
+        "dtype": torch.float32,
+    }
+
+    def draw() -> list[PilImage]:
+        with torch.no_grad():
+            latents = sample_images(model, family, read_text(plan, sample.caption), shape, **options)
+            return to_images(family.decode_latents(vae, latents))
+
+    photographs = [read_pixels(s.image_request())[None, :, None] for s in spread(plan.samples, NUM_IMAGES)]
+    before = draw()
+    merge_lora(model, family, lora)
+    return [
+        ("training photographs", to_images(torch.cat(photographs))),
+        (f'before: "{sample.caption}"', before),
+        ("after, same noise", draw()),
+    ]
+
+
+def spread(items: Sequence[Any], number: int) -> list[Any]:
+    """This many of the items, evenly from the first to the last."""
+    last, gaps = len(items) - 1, max(1, number - 1)
+    return [items[round(i * last / gaps)] for i in range(number)]
+
+
+def read_text(plan: JobPlan, caption: str) -> dict[str, torch.Tensor]:
+    """The caption's text states from the run's cache, for one image. [1, S, D]"""
+    settings = plan.job.cache
+    store = CacheStore(Path(settings.folder) if settings.folder else Path(plan.job.output.folder) / "cache")
+    folder = Path(settings.text_encoders) if settings.text_encoders else plan.info.pipeline_folder
+    assert folder is not None
+    dtype = getattr(torch, settings.dtype)
+    keys = encode_captions([caption], plan.variant.text_encoders, folder, CPU, dtype, store)
+    entry = store.get(keys[caption])
+    assert entry is not None
+    return {name: states[None] for name, states in entry.items()}
+
+
+def main(run: Path) -> None:
+    plan = check_job(load_job(run / "job.toml"))
+    folder = Path(plan.job.output.folder)
+    lora = folder / f"{plan.job.output.name}.safetensors"
+    loss, pictures = run / "loss.png", run / "before_after.png"
+    plot_loss(folder / "events.jsonl", loss)
+    save_image_grid(pictures, make_pictures(plan, lora), side=160)
+    for path in (lora, loss, pictures):
+        print(path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
