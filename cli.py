@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. A problem the user can mend is one message on stderr and code 2."""
     options = _make_parser().parse_args(arguments)
-    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    _set_up_logging(is_verbose=options.verbose)
     try:
         return options.command(options)
     except (ValueError, RuntimeError, OSError) as error:
@@ -29,6 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"devicebridge: {error}", file=sys.stderr)
         return 2
+
+
+def _set_up_logging(*, is_verbose: bool) -> None:
+    logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, format="%(levelname)s %(message)s")
+    if not is_verbose:  # torchao and diffusers warn at import of kernels that nobody here asked for
+        for name in ("torchao", "torch.utils._pytree", "diffusers"):
+            logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _make_parser() -> argparse.ArgumentParser:

@@ -3,7 +3,8 @@
     python scripts/demo_data.py FOLDER
 
 The subject is Chelsea, a cat (CC0, by Stefan van der Walt). FOLDER/train gets overlapping crops of her face at several
-scales, FOLDER/eval crops at other places and scales, each with a caption in a .txt file beside it.
+scales, FOLDER/eval crops at other places and scales, each with a caption in a .txt file beside it. All are of one
+photo, so the evaluation loss says how well the subject is learned, not how the LoRA would do on another cat.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def plot_loss(events_file: Path, path: Path) -> None:
     axes.plot(numbers, losses, color="0.8", linewidth=0.8, label="training loss")
     axes.plot(numbers, smooth(losses), color="tab:blue", linewidth=2, label="training loss, smoothed")
     points = [event["step"] for event in evaluations], [event["loss"] for event in evaluations]
-    axes.plot(*points, "o-", color="tab:red", label="loss on held-out photographs")
+    axes.plot(*points, "o-", color="tab:red", label="loss on held-out crops")
     for step, loss in zip(*points, strict=True):
         axes.annotate(f"{loss:.3f}", (step, loss), textcoords="offset points", xytext=(4, 7), color="tab:red")
     axes.set(xlabel="optimizer step", ylabel="loss", ylim=(0, None))
@@ -92,7 +92,7 @@ def merge_lora(model: nn.Module, family: ModelFamily, file: Path) -> int:
 
 
 def make_pictures(plan: JobPlan, lora: Path) -> list[tuple[str, list[PilImage]]]:
-    """Rows of training photographs, and of what the model makes of their caption without and with the LoRA."""
+    """Rows of training images, and of what the model makes of their caption without and with the LoRA."""
     family, sample = plan.family, plan.samples[0]
     folder = plan.info.pipeline_folder
     assert folder is not None
@@ -118,7 +118,7 @@ def make_pictures(plan: JobPlan, lora: Path) -> list[tuple[str, list[PilImage]]]
     before = draw()
     merge_lora(model, family, lora)
     return [
-        ("training photographs", to_images(torch.cat(photographs))),
+        ("training images", to_images(torch.cat(photographs))),
         (f'before: "{sample.caption}"', before),
         ("after, same noise", draw()),
     ]
