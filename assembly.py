@@ -20,7 +20,7 @@ AttachAdapter = Callable[[nn.Module], object]
 
 @dataclass(frozen=True)
 class Assembled:
-    """A model ready to train; split.remove() gives back an ordinary, unsplit model."""
+    """A model ready to train. split.remove() takes the bridge off; the blocks stay where the loader put them."""
 
     model: nn.Module
     split: BlockSplit

@@ -20,9 +20,7 @@ def load_pack() -> ModuleType:
     """Register this folder as the package `devicebridge` and return it; a second call returns the same module."""
     if NAME in sys.modules:
         return sys.modules[NAME]
-    spec = importlib.util.spec_from_file_location(
-        NAME, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
-    )
+    spec = importlib.util.spec_from_file_location(NAME, ROOT / "__init__.py", submodule_search_locations=[str(ROOT)])
     if spec is None or spec.loader is None:
         raise RuntimeError(f"cannot load the pack from {ROOT}")
     module = importlib.util.module_from_spec(spec)

@@ -249,7 +249,7 @@ def _advanced_inputs() -> list[io.Input]:
         ),
         io.Int.Input(
             "save_every",
-            default=0,
+            default=250,
             min=0,
             max=1000000,
             advanced=True,

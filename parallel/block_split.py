@@ -96,7 +96,7 @@ class BlockSplit:
 
         The block is one of the placement's, args are its positional arguments on any device.
         """
-        moved = self._move(args, self._block_devices[block])
+        moved = self._move(args, self._block_devices[block]) if self._hooks else args
         return torch.utils.checkpoint.checkpoint(block.__call__, *moved, use_reentrant=False)
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -154,10 +154,16 @@ def restore_random_states(states: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def own_random_states(devices: Sequence[torch.device], seed: int) -> Iterator[None]:
-    """Inside, the default generators of the CPU and these devices start from seed; outside, nothing has happened."""
+    """Inside, the default generators of the CPU and these devices start from seed, each device from another number;
+    outside, nothing has happened."""
     before = random_states(devices)
     try:
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        for index, device in enumerate(devices):
+            module = device_module(device)
+            if module is not None and hasattr(module, "manual_seed"):
+                with module.device(device):
+                    module.manual_seed(seed + index)
         yield
     finally:
         restore_random_states(before)

@@ -86,6 +86,7 @@ def plan_placement(
     block_bytes: Sequence[int] | None = None,
     home_bytes: int = 0,
     budget_bytes: Mapping[torch.device, int | None] | None = None,
+    capacity: Sequence[float | None] = (),
 ) -> Placement:
     """Cut the blocks into consecutive runs, one per device, so that the most loaded device has the least to carry.
 
@@ -96,6 +97,7 @@ def plan_placement(
         home_cost: what home carries besides its blocks, in the same unit.
         block_bytes, home_bytes: weights, checked against the budget; the cost is taken for bytes if left out.
         budget_bytes: bytes of weights each device may hold; None or absent is unlimited.
+        capacity: how much each device can carry, in any unit; loads are compared relative to it. () is all alike.
     Raises: ValueError if no cut fits the budgets; it names need and limit in GB.
     """
     sizes = [int(cost) for cost in block_cost] if block_bytes is None else list(block_bytes)
@@ -105,7 +107,8 @@ def plan_placement(
         raise ValueError(f"{len(blocks)} blocks, {len(block_cost)} costs and {len(sizes)} sizes; give one of each")
     used = list(devices[: len(blocks)])
     limits = [(budget_bytes or {}).get(device) for device in used]
-    cuts = _best_cuts(list(block_cost), sizes, limits, float(home_cost), home_bytes)
+    shares = [float(value or 1) for value in capacity[: len(used)]] or [1.0] * len(used)
+    cuts = _best_cuts(list(block_cost), sizes, limits, float(home_cost), home_bytes, shares)
     if cuts is None:
         raise ValueError(_does_not_fit(used, limits, sizes, home_bytes))
     placed = [device for device, (start, end) in zip(used, cuts, strict=True) for _ in range(start, end)]
@@ -113,7 +116,12 @@ def plan_placement(
 
 
 def _best_cuts(
-    cost: list[float], sizes: list[int], limits: list[int | None], home_cost: float, home_bytes: int
+    cost: list[float],
+    sizes: list[int],
+    limits: list[int | None],
+    home_cost: float,
+    home_bytes: int,
+    capacity: list[float],
 ) -> list[tuple[int, int]] | None:
     """Runs [start, end) per device with the smallest maximum cost that fit the limits; None if there are none.
 
@@ -129,7 +137,7 @@ def _best_cuts(
         limit = limits[stage]
         if limit is not None and size > limit:
             return None
-        return cost_before[end] - cost_before[start] + (home_cost if stage == 0 else 0.0)
+        return (cost_before[end] - cost_before[start] + (home_cost if stage == 0 else 0.0)) / capacity[stage]
 
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]  # per stage: blocks placed -> (max cost, start)
     for stage in range(len(limits)):
@@ -190,6 +198,27 @@ def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at
         )
     placed = [d for d, a, b in zip(devices, bounds, bounds[1:], strict=False) for _ in range(a, b)]
     return Placement(tuple(blocks), tuple(placed), devices[0])
+
+
+def check_budgets(
+    placement: Placement,
+    block_bytes: Sequence[int],
+    home_bytes: int,
+    budget_bytes: Mapping[torch.device, int | None],
+) -> None:
+    """Whether a placement made by hand fits.
+
+    Raises: ValueError naming the first device that would be overfull, its load and its limit in GB.
+    """
+    for device in placement.used_devices:
+        load = sum(size for size, place in zip(block_bytes, placement.devices, strict=True) if place == device)
+        load += home_bytes if device == placement.home else 0
+        limit = budget_bytes.get(device)
+        if limit is not None and load > limit:
+            raise ValueError(
+                f"split_at puts {load / 1e9:.2f} GB of weights on {device}, which may hold {limit / 1e9:.2f} GB; move "
+                "the cuts, raise memory_limit_gb, or let balance choose"
+            )
 
 
 def parameter_bytes(model: nn.Module, blocks: Sequence[str], element_size: int) -> tuple[list[int], int]:

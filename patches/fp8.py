@@ -128,7 +128,7 @@ def apply_fp8(model: nn.Module, family: ModelFamily) -> Fp8Handle:
     Raises: ValueError if the model is quantized already, or the family leaves nothing to quantize; RuntimeError if
         torchao is missing or too old, or did not leave the model as promised.
     """
-    torchao = _import_torchao()
+    torchao = import_torchao()
     _refuse_quantized(model)
     modules = _sort_modules(model, family)
     if not modules[QUANTIZED]:
@@ -155,7 +155,7 @@ def apply_fp8(model: nn.Module, family: ModelFamily) -> Fp8Handle:
     return Fp8Handle(report)
 
 
-def _import_torchao() -> ModuleType:
+def import_torchao() -> ModuleType:
     """torchao.quantization; imported here because it takes seconds and most jobs do without.
 
     Raises: RuntimeError naming the version found and the one needed.

@@ -91,7 +91,8 @@ def _map_dict(value: dict[Any, Any], change: Callable[[torch.Tensor], torch.Tens
     if not any(items[key] is not item for key, item in value.items()):
         return value
     fresh = copy.copy(value)
-    fresh.update(items)
+    for key, item in items.items():  # diffusers' and transformers' outputs are dicts that refuse update()
+        fresh[key] = item
     return fresh
 
 

@@ -25,11 +25,11 @@ if ! python -c "import torch" > /dev/null 2>&1; then
 fi
 
 install_pack() { # install_pack EXTRA: the pack, importable as devicebridge, with one of pyproject's extras
-    local stamp="$VIRTUAL_ENV/.devicebridge-$1"
-    if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ requirements.txt -nt "$stamp" ] ||
-        [ "$(cat "$stamp")" != "$ROOT" ]; then
+    local stamp="$VIRTUAL_ENV/.devicebridge-$1" here
+    here="$(cd / && python -c "import devicebridge; print(devicebridge.__path__[0])" 2> /dev/null || true)"
+    if [ "$here" != "$ROOT" ] || [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ requirements.txt -nt "$stamp" ]; then
         python -m pip install --quiet --editable ".[$1]"
-        echo "$ROOT" > "$stamp"
+        touch "$stamp"
     fi
 }
 export HF_HUB_OFFLINE=1 # nothing here may reach for a hub

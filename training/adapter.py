@@ -103,7 +103,7 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
     )
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed every GPU of the process
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     place_lora_with_base(model)
     dtype = getattr(torch, settings.dtype)

@@ -58,19 +58,30 @@ def save_checkpoint(folder: Path, state: TrainingState, keep_last: int) -> Path:
     sync_folder(working)
     _replace_folder(working, final)
     for old in list_checkpoints(folder)[:-keep_last]:
-        shutil.rmtree(old)
+        _discard(old)
+    _sweep(folder)
     return final
 
 
 def _replace_folder(working: Path, final: Path) -> None:
+    """Give working its final name. One that has it already is of the same step of the same run; it goes last."""
     if final.exists():
-        discarded = final.with_name(f".{final.name}.{os.getpid()}.old")
-        final.rename(discarded)
-        working.rename(final)
-        shutil.rmtree(discarded)
-    else:
-        working.rename(final)
+        _discard(final)
+    working.rename(final)
     sync_folder(final.parent)
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint so that it is either there and whole or not listed, whenever this is interrupted."""
+    hidden = path.with_name(f".{path.name}.{os.getpid()}.old")
+    path.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def _sweep(folder: Path) -> None:
+    """Delete what runs that were killed while saving have left."""
+    for path in folder.glob(".step-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

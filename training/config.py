@@ -107,8 +107,8 @@ class DataConfig:
         use_masks: weigh the loss by name_mask.png where it exists.
     """
 
-    folders: tuple[FolderConfig, ...]
-    resolutions: tuple[Positive, ...] = (512,)
+    folders: Annotated[tuple[FolderConfig, ...], Field(min_length=1)]
+    resolutions: Annotated[tuple[Positive, ...], Field(min_length=1)] = (512,)
     max_aspect_ratio: Annotated[float, Field(ge=1.0)] = 2.0
     bucket_step: Annotated[int, Field(ge=0)] = 0
     caption_dropout: Fraction = 0.0
@@ -181,7 +181,7 @@ class EvaluationConfig:
 
     folder: str = ""
     every_steps: Annotated[int, Field(ge=0)] = 0
-    quantiles: tuple[Fraction, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    quantiles: Annotated[tuple[Fraction, ...], Field(min_length=1)] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     seed: int = 0
 
 
@@ -204,7 +204,7 @@ class OutputConfig:
     Args:
         folder: run folder: checkpoints, events, TensorBoard scalars, the LoRA.
         name: file name of the LoRA, without extension.
-        save_every_steps: 0 saves at the end and when stopped only.
+        save_every_steps: how much a crash can cost; 0 saves at the end and when stopped only.
         keep_last: checkpoints kept.
         lora_layout: "original" names load in ComfyUI for every family; "diffusers" is for diffusers and peft.
         lora_dtype: type of the tensors in the LoRA file.
@@ -212,7 +212,7 @@ class OutputConfig:
 
     folder: str
     name: str = "lora"
-    save_every_steps: Annotated[int, Field(ge=0)] = 0
+    save_every_steps: Annotated[int, Field(ge=0)] = 250
     keep_last: Positive = 2
     lora_layout: Literal["original", "diffusers"] = "original"
     lora_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"

@@ -111,6 +111,7 @@ def scan_folders(config: DataConfig, latent: LatentSpec) -> list[Sample]:
             samples += [_make_sample(picture, buckets)] * folder.repeats
     _warn_of_missing_captions(pictures)
     _warn_of_small_images(pictures, samples)
+    _refuse_masks_outside(samples, latent)
     return samples
 
 
@@ -235,6 +236,17 @@ def _warn_of_missing_captions(pictures: Sequence[_Picture]) -> None:
             len(missing),
             len(pictures),
             _names(missing),
+        )
+
+
+def _refuse_masks_outside(samples: Sequence[Sample], latent: LatentSpec) -> None:
+    masked = {(sample.mask_path, sample.crop): sample for sample in samples if sample.mask_path}.values()
+    stride = latent.spatial_stride
+    empty = [s for s in masked if not load_mask(s, (s.bucket[0] // stride, s.bucket[1] // stride)).any()]
+    if empty:
+        raise ValueError(
+            f"{_names([str(s.mask_path) for s in empty])}: nothing white is left after cropping the image to its bucket, "
+            "so nothing of it would be trained; change the mask, or raise data.max_aspect_ratio"
         )
 
 

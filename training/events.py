@@ -5,7 +5,7 @@ Kinds and their values:
     progress  what                                   step of total within a phase (captions, latents)
     step      loss, learning_rate, elapsed_s         one optimizer step is done
     eval      loss                                   evaluation loss after this many steps
-    memory    allocated_gb and peak_gb per device    after the first step
+    memory    GB allocated and at peak, per device   after the first step
     saved     path                                   a file is complete on disk
     stopped   hint                                   the job was stopped and can be resumed
 """
@@ -79,6 +79,6 @@ def _make_scalar_writer(folder: Path) -> _ScalarWriter | None:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        _log.info("TensorBoard scalars are not written: the package is missing (pip install tensorboard)")
+        _log.warning("TensorBoard scalars are not written: the package is missing (pip install tensorboard)")
         return None
     return SummaryWriter(str(folder))

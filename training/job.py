@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from torch import nn
 
 from ..assembly import Assembled, assemble_for_training
 from ..caching.encode import Stopped, encode_captions, encode_images
+from ..caching.key import file_fingerprint, folder_fingerprint
 from ..caching.store import CacheStore
+from ..caching.vae import find_vae
 from ..families.spec import ModelFamily, Variant
 from ..files import save_tensors_atomically
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
@@ -27,11 +29,13 @@ from ..parallel.devices import find_device, find_devices, free_bytes, own_random
 from ..parallel.placement import (
     Placement,
     block_names,
+    check_budgets,
     estimate_block_flops,
     parameter_bytes,
     plan_manual,
     plan_placement,
 )
+from ..patches.fp8 import import_torchao
 from ..patches.lora import resolve_targets
 from ..version import VERSION
 from .adapter import LoraHandle, apply_lora
@@ -42,6 +46,7 @@ from .data import BatchOrder, Sample, dataset_fingerprint, scan_folders
 from .events import EventLog, Listener
 from .loop import Trainer, checkpoint_folder
 from .objective import NoiseSchedule, make_noise_schedule
+from .optimizer import make_optimizer
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +67,6 @@ class JobPlan:
     schedule: NoiseSchedule
     samples: tuple[Sample, ...]
     eval_samples: tuple[Sample, ...]
-    fingerprint: str
 
     @property
     def family(self) -> ModelFamily:
@@ -116,7 +120,45 @@ def check_job(job: JobConfig) -> JobPlan:
     eval_samples: tuple[Sample, ...] = ()
     if job.evaluation.folder:
         eval_samples = tuple(scan_folders(_evaluation_data(job), latent))
-    return JobPlan(job, info, variant, placement, schedule, samples, eval_samples, dataset_fingerprint(samples))
+    plan = JobPlan(job, info, variant, placement, schedule, samples, eval_samples)
+    _check_tools(plan)
+    return plan
+
+
+def _check_tools(plan: JobPlan) -> None:
+    """What the later parts of a job will need: optimizer, devices, encoders, quantization.
+
+    Raises: ValueError or RuntimeError as those parts would, hours later.
+    """
+    job = plan.job
+    make_optimizer([nn.Parameter(torch.zeros(1))], job.optimizer)
+    find_device(job.cache.text_device)
+    if job.cache.vae_device:
+        find_device(job.cache.vae_device)
+    encoders = _component_folder(plan, job.cache.text_encoders, "text_encoders")
+    for spec in plan.variant.text_encoders:
+        folder_fingerprint(encoders / spec.folder)
+        folder_fingerprint(encoders / spec.tokenizer_folder)
+    find_vae(_vae_path(plan))
+    if job.model.quantize == "fp8":
+        import_torchao()
+
+
+def _vae_path(plan: JobPlan) -> Path:
+    setting = plan.job.cache.vae
+    return Path(setting) if setting else _component_folder(plan, "", "vae") / "vae"
+
+
+def run_identity(plan: JobPlan) -> dict[str, Any]:
+    """Plain facts that a resumed run must share with the one it continues, beyond the config. Reads every image and
+    samples of the weights."""
+    files = sorted({record.file for record in plan.info.tensors.values()})
+    return {
+        "dataset": dataset_fingerprint(plan.samples),
+        "evaluation": dataset_fingerprint(plan.eval_samples) if plan.eval_samples else "",
+        "model": [file_fingerprint(file) for file in files],
+        "placement": [str(device) for device in plan.placement.devices],
+    }
 
 
 def _evaluation_data(job: JobConfig) -> DataConfig:
@@ -136,10 +178,14 @@ def plan_job_placement(job: JobConfig, info: CheckpointInfo, variant: Variant, m
     """
     devices = find_devices(job.split.devices)
     blocks = block_names(model, info.family)
-    if job.split.balance == "manual":
-        return plan_manual(blocks, devices, job.split.split_at)
     element_size = getattr(torch, job.model.dtype).itemsize
     block_bytes, home_bytes = parameter_bytes(model, blocks, element_size)
+    budgets = _budgets(job, devices)
+    if job.split.balance == "manual":
+        manual = plan_manual(blocks, devices, job.split.split_at)
+        check_budgets(manual, block_bytes, home_bytes, budgets)
+        return manual
+    capacity = [budgets[device] for device in devices]
     cost: list[float] = list(map(float, block_bytes))
     home_cost = float(home_bytes)
     if job.split.balance == "time":
@@ -148,6 +194,7 @@ def plan_job_placement(job: JobConfig, info: CheckpointInfo, variant: Variant, m
         num_text_tokens = max(encoder.max_length for encoder in variant.text_encoders)
         cost = estimate_block_flops(model, info.family, num_image_tokens, num_text_tokens)
         home_cost = 0.0
+        capacity = []  # every device is taken for equally fast
     return plan_placement(
         blocks,
         devices,
@@ -155,7 +202,8 @@ def plan_job_placement(job: JobConfig, info: CheckpointInfo, variant: Variant, m
         home_cost=home_cost,
         block_bytes=block_bytes,
         home_bytes=home_bytes,
-        budget_bytes=_budgets(job, devices),
+        budget_bytes=budgets,
+        capacity=capacity if all(capacity) else (),
     )
 
 
@@ -167,7 +215,13 @@ def _budgets(job: JobConfig, devices: list[torch.device]) -> dict[torch.device, 
                 f"{', '.join(map(str, devices))}; give one each"
             )
         return {device: int(gb * 1e9) for device, gb in zip(devices, job.split.memory_limit_gb, strict=True)}
-    return {device: free_bytes(device) for device in devices}
+    return {device: _usable_bytes(device) for device in devices}
+
+
+def _usable_bytes(device: torch.device) -> int | None:
+    """What is free, less a tenth on accelerators: a first guess at activations, LoRA and optimizer."""
+    free = free_bytes(device)
+    return free if free is None or device.type == "cpu" else int(0.9 * free)
 
 
 def cache_job(
@@ -204,7 +258,7 @@ def cache_job(
         requests,
         plan.family,
         plan.variant,
-        Path(settings.vae) if settings.vae else _component_folder(plan, "", "vae") / "vae",
+        _vae_path(plan),
         device=find_device(settings.vae_device) if settings.vae_device else plan.placement.home,
         dtype=dtype,
         store=store,
@@ -232,11 +286,20 @@ def _component_folder(plan: JobPlan, setting: str, key: str) -> Path:
     return plan.info.pipeline_folder
 
 
-def find_state(plan: JobPlan, *, resume: bool) -> TrainingState | None:
+_IDENTITY = {
+    "dataset": "data: images, captions or masks have changed",
+    "evaluation": "evaluation: images, captions or masks have changed",
+    "model": "model: the weights in the file have changed",
+}
+
+
+def find_state(plan: JobPlan, identity: dict[str, Any], *, resume: bool) -> TrainingState | None:
     """The newest checkpoint of the job's folder if it is to be resumed, None for a fresh start.
 
-    Raises: ValueError if there is none to resume, if it was made with other settings or data (names what differs), or
-        if a fresh start would mix with the checkpoints of an earlier run.
+    A run that was killed before its first checkpoint is resumed by starting it again, which gives the same result.
+
+    Raises: ValueError if it was made with other settings, data or weights (names what differs), or if a fresh start
+        would mix with the checkpoints of an earlier run.
     """
     folder = checkpoint_folder(plan.job)
     found = list_checkpoints(folder)
@@ -248,11 +311,13 @@ def find_state(plan: JobPlan, *, resume: bool) -> TrainingState | None:
             )
         return None
     if not found:
-        raise ValueError(f"there is no checkpoint in {folder} to resume from; start the job without resume")
+        _log.warning("there is no checkpoint in %s yet; the job starts from its first step", folder)
+        return None
     state = load_checkpoint(found[-1])
     differing = differing_keys(make_job(state.facts["config"]), plan.job)
-    if state.facts["dataset"] != plan.fingerprint:
-        differing.append("data: images, captions or masks have changed")
+    for name, what in _IDENTITY.items():
+        if state.facts[name] != identity[name]:
+            differing.append(what)
     if differing:
         lines = "\n".join(f"  {line}" for line in differing)
         raise ValueError(
@@ -275,7 +340,12 @@ def run_job(
     """
     plan = check_job(job)
     folder = Path(job.output.folder)
-    state = find_state(plan, resume=resume)
+    identity = run_identity(plan)
+    state = find_state(plan, identity, resume=resume)
+    if state is not None:  # planned from the memory that was free then; another cut would draw dropout elsewhere
+        devices = tuple(map(torch.device, state.facts["placement"]))
+        plan = replace(plan, placement=replace(plan.placement, devices=devices))
+        identity["placement"] = state.facts["placement"]
     with EventLog(folder, on_event, tensorboard=job.output.tensorboard) as events:
         try:
             train_data, eval_data = cache_job(plan, events, should_stop)
@@ -283,7 +353,7 @@ def run_job(
             hint = "captions and latents done so far are kept; start the job again to continue"
             events.emit("stopped", hint=hint)
             return TrainingResult("stopped", 0, None, {}, [], None, None, None, hint)
-        trainer = _make_trainer(plan, train_data, eval_data, events)
+        trainer = _make_trainer(plan, identity, train_data, eval_data, events)
         with own_random_states(trainer.devices, job.train.seed):  # dropout draws from them
             if state is not None:
                 trainer.restore(state)
@@ -293,7 +363,11 @@ def run_job(
 
 
 def _make_trainer(
-    plan: JobPlan, train_data: CachedSamples, eval_data: CachedSamples | None, events: EventLog
+    plan: JobPlan,
+    identity: dict[str, Any],
+    train_data: CachedSamples,
+    eval_data: CachedSamples | None,
+    events: EventLog,
 ) -> Trainer:
     job = plan.job
     events.emit("phase", name="loading", placement=plan.placement.describe())
@@ -315,7 +389,7 @@ def _make_trainer(
             seed=job.train.seed,
             caption_dropout=job.data.caption_dropout,
         ),
-        fingerprint=plan.fingerprint,
+        identity=identity,
         devices=plan.placement.used_devices,
         events=events,
         save_lora=lambda path: save_lora(plan, lora, path),
@@ -353,8 +427,8 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
         lora=lora_file_tensors(plan, trainer.lora),
         losses=list(trainer.losses),
         eval_before=trainer.evaluations[steps[0]] if steps else None,
-        eval_after=trainer.evaluations[steps[-1]] if steps else None,
-        checkpoint=checkpoint_folder(plan.job) / f"step-{trainer.step:06d}",
+        eval_after=trainer.evaluations.get(trainer.step),
+        checkpoint=next(reversed(list_checkpoints(checkpoint_folder(plan.job))), None),
         resume_hint=hint,
     )
 

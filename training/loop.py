@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ class Trainer:
     Args:
         model: split or not; its inputs may be anywhere, its output is at home.
         train_data, eval_data: cached samples; eval_data None evaluates nothing.
-        fingerprint: of the dataset, so that a checkpoint is not continued on other images.
+        identity: plain facts about model, data and placement, kept in checkpoints so that no other run continues them.
         devices: every device the model uses, home first.
         save_lora: writes the LoRA file for users into a folder and returns its path.
     """
@@ -52,7 +53,7 @@ class Trainer:
     train_data: CachedSamples
     eval_data: CachedSamples | None
     order: BatchOrder
-    fingerprint: str
+    identity: dict[str, Any]
     devices: tuple[torch.device, ...]
     events: EventLog
     save_lora: Callable[[Path], Path]
@@ -72,13 +73,16 @@ class Trainer:
         Either way the state is saved.
         """
         last = self.job.train.steps
-        self._evaluate_if_due(is_end=self.step >= last)
+        saved_at = self.step  # a resumed run stands on disk already; at step 0 there is nothing to lose
+        if not should_stop():
+            self._evaluate_if_due(is_end=self.step >= last)
         while self.step < last and not should_stop():
             self._timed_step()
             self._evaluate_if_due(is_end=self.step == last)
             if self._is_save_due():
                 self.save()
-        if not self._is_save_due() or self.step == 0:
+                saved_at = self.step
+        if saved_at != self.step:
             self.save()
         return self.step >= last
 
@@ -98,7 +102,7 @@ class Trainer:
     def train_step(self, learning_rate: float) -> float:
         """One optimizer step over `accumulation` batches; returns the mean loss.
 
-        Raises: RuntimeError if the loss is not finite, before the weights are touched.
+        Raises: RuntimeError if the loss or a gradient is not finite, before the weights are touched.
         """
         settings = self.job.train
         total = 0.0
@@ -110,13 +114,14 @@ class Trainer:
             loss = self._loss(batch, quantiles, generator) / settings.accumulation
             loss.backward()
             total += loss.item()
-        if not math.isfinite(total):
+        limit = settings.clip_norm or math.inf
+        norm = nn.utils.clip_grad_norm_(self._parameters, limit).item()
+        if not (math.isfinite(total) and math.isfinite(norm)):
             raise RuntimeError(
-                f"the loss of step {self.step + 1} is {total}; training stopped before it could spoil the LoRA. "
-                "Lower the learning rate, or resume from an earlier checkpoint"
+                f"step {self.step + 1} gave a loss of {total} and a gradient of length {norm}; training stopped before "
+                f"it could spoil the LoRA. The checkpoints in {checkpoint_folder(self.job)} are whole. Start anew with a "
+                "lower learning rate, in another output folder"
             )
-        if settings.clip_norm:
-            nn.utils.clip_grad_norm_(self._parameters, settings.clip_norm)
         set_learning_rate(self._optimizer, learning_rate)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
@@ -174,10 +179,10 @@ class Trainer:
         """Write a checkpoint of everything the run needs to continue, and a LoRA file users can load beside it."""
         facts = {
             "config": job_to_dict(self.job),
-            "dataset": self.fingerprint,
             "order": self.order.state_dict(),
             "losses": self.losses,
             "evaluations": {str(step): loss for step, loss in self.evaluations.items()},
+            **self.identity,
         }
         state = TrainingState(
             step=self.step,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Iterable
 
@@ -21,7 +22,9 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
     Raises: ValueError if the class cannot be found, is no optimizer, or rejects the options.
     """
     cls = _find_class(config.name)
-    options = {"lr": config.learning_rate, "weight_decay": config.weight_decay, **config.options}
+    options = {"lr": config.learning_rate, **config.options}
+    if "weight_decay" in inspect.signature(cls).parameters:
+        options.setdefault("weight_decay", config.weight_decay)
     try:
         return cls(list(parameters), **options)
     except TypeError as error:

@@ -66,6 +66,14 @@ def test_map_tensors_reaches_every_container():
     assert out["none"] is None
 
 
+def test_map_tensors_reaches_model_outputs():
+    from diffusers.models.modeling_outputs import Transformer2DModelOutput
+    from transformers.modeling_outputs import BaseModelOutput
+
+    assert torch.equal(map_tensors(Transformer2DModelOutput(sample=ONE), double).sample, TWO)
+    assert torch.equal(map_tensors(BaseModelOutput(last_hidden_state=ONE), double).last_hidden_state, TWO)
+
+
 def test_map_tensors_leaves_the_original_alone():
     frozen, slotted, inner = Frozen(ONE, "n"), Slotted(ONE, 5), [ONE]
     map_tensors([frozen, slotted, inner], double)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
 import os
@@ -197,9 +198,77 @@ def test_a_fresh_start_does_not_mix_with_an_old_run(tmp_path):
         run_job(job)
 
 
-def test_resume_without_a_checkpoint_says_so(tmp_path):
-    with pytest.raises(ValueError, match="no checkpoint in .* to resume from"):
-        run_job(make_tiny_job(tmp_path), resume=True)
+def test_resume_of_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, caplog):
+    straight = run_job(make_tiny_job(tmp_path, train={"steps": 2}))
+    resumed = run_job(make_tiny_job(tmp_path, train={"steps": 2}, output={"folder": str(tmp_path / "b")}), resume=True)
+    assert "starts from its first step" in caplog.text
+    assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
+
+
+def test_resume_refuses_other_weights_and_other_evaluation_images(tmp_path):
+    job = make_tiny_job(tmp_path, train={"steps": 2})
+    run_job(job)
+    (tmp_path / "held_out" / "image_1.txt").write_text("another caption")
+    with pytest.raises(ValueError, match="evaluation: images, captions or masks have changed"):
+        run_job(job, resume=True)
+    file = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match="model: the weights in the file have changed"):
+        run_job(job, resume=True)
+
+
+def test_a_bad_gradient_stops_before_the_weights_are_touched(tmp_path, monkeypatch):
+    job = make_tiny_job(tmp_path, output={"save_every_steps": 1})
+    ordinary = torch.Tensor.backward
+    calls = []
+
+    def spoil(loss):
+        ordinary(loss)
+        calls.append(1)
+        if len(calls) == 3:
+            raise_to_infinity()
+
+    def raise_to_infinity():
+        for tensor in gc.get_objects():
+            if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+                tensor.grad.fill_(math.inf)
+
+    monkeypatch.setattr(torch.Tensor, "backward", spoil)
+    with pytest.raises(RuntimeError, match="step 3 gave a loss of .* and a gradient of length"):
+        run_job(job)
+    saved = load_file(tmp_path / "run" / "checkpoints" / "step-000002" / "adapter.safetensors")
+    assert all(torch.isfinite(tensor).all() for tensor in saved.values())
+    assert not (tmp_path / "run" / "checkpoints" / "step-000003").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"optimizer": {"name": "prodigyopt.Nope"}}, "cannot be imported"),
+        ({"optimizer": {"options": {"speed": 1}}}, "does not take the options"),
+        ({"cache": {"vae_device": "cuda:7"}}, "cuda:7"),
+        ({"cache": {"vae": "/nonexistent"}}, "/nonexistent"),
+        ({"cache": {"text_encoders": "/nonexistent"}}, "/nonexistent"),
+        ({"lora": {"targets": ["*.nothing"]}}, "nothing"),
+    ],
+)
+def test_what_would_fail_late_is_refused_early(sections, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        check_job(make_tiny_job(tmp_path, **sections))
+
+
+def test_a_job_stopped_at_once_leaves_nothing_in_the_way(tmp_path):
+    job = make_tiny_job(tmp_path)
+    phases = []
+    stopped = run_job(
+        job,
+        on_event=lambda event: phases.append(event.values.get("name")),
+        should_stop=lambda: "training" in phases,
+    )
+    assert (stopped.status, stopped.step, stopped.checkpoint) == ("stopped", 0, None)
+    assert run_job(job).status == "finished"
 
 
 def test_settings_that_contradict_the_model_are_refused_before_loading(tmp_path):
@@ -255,7 +324,7 @@ def test_quantized_base_trains_and_leaves_lora_alone(tmp_path):
 
 def test_bad_loss_stops_before_the_weights_are_touched(tmp_path):
     job = make_tiny_job(tmp_path, optimizer={"learning_rate": 1e30})
-    with pytest.raises(RuntimeError, match="the loss of step"):
+    with pytest.raises(RuntimeError, match="gave a loss of"):
         run_job(job)
 
 

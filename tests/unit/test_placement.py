@@ -11,6 +11,7 @@ from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.placement import (
     Placement,
     block_names,
+    check_budgets,
     estimate_block_flops,
     parameter_bytes,
     plan_manual,
@@ -59,6 +60,19 @@ def test_plan_is_as_good_as_the_best_cut(seed):
     assert max(_loads(placement, cost, devices, home)) == expected
     assert list(placement.devices) == sorted(placement.devices, key=lambda device: device.index)
     assert set(placement.devices) == set(devices)
+
+
+def test_uneven_devices_are_filled_in_proportion():
+    placement = plan_placement([f"b.{i}" for i in range(30)], DEVICES[:2], block_cost=[1] * 30, capacity=[24, 12])
+    assert placement.devices.count(DEVICES[0]) == 20
+
+
+def test_a_cut_by_hand_must_fit_too():
+    placement = plan_manual(["b.0", "b.1", "b.2"], DEVICES[:2], [1])
+    sizes, limits = [3_000_000_000] * 3, {DEVICES[0]: 9_000_000_000, DEVICES[1]: 5_000_000_000}
+    with pytest.raises(ValueError, match=r"6\.00 GB of weights on cuda:1, which may hold 5\.00 GB"):
+        check_budgets(placement, sizes, 1_000_000_000, limits)
+    check_budgets(placement, sizes, 1_000_000_000, {})
 
 
 def test_more_devices_than_blocks_leaves_the_rest_empty():
