@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _set_up_logging(*, is_verbose: bool) -> None:
+    if not is_verbose:
+        os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")  # read when it is imported, later
     logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, format="%(levelname)s %(message)s")
     if not is_verbose:  # torchao and diffusers warn at import of kernels that nobody here asked for
         for name in ("torchao", "torch.utils._pytree", "diffusers"):
@@ -78,6 +81,8 @@ def _train(options: argparse.Namespace) -> int:
     job = load_job(options.job)
     with _stop_on_signal() as should_stop:
         result = run_job(job, resume=options.resume, on_event=_print_event, should_stop=should_stop)
+    if result.step >= job.train.steps and options.resume:
+        print(f"complete: {result.step} of {job.train.steps} steps are done")
     if result.eval_before is not None and result.eval_after is not None:
         print(f"evaluation loss: {result.eval_before:.6f} before, {result.eval_after:.6f} after {result.step} steps")
     if result.lora_path is not None:
@@ -143,7 +148,7 @@ def _stop_on_signal() -> Iterator[Callable[[], bool]]:
         nonlocal asked
         asked = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("stopping after this step, then saving", file=sys.stderr, flush=True)
+        print("stopping; what is done is saved", file=sys.stderr, flush=True)
 
     previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -48,12 +48,12 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"{name!r} is no device name; here there are {_existing()}") from error
+        raise ValueError(f"{name!r} is no device name; found here: {_existing()}") from error
     if device.type == "cpu":
         return CPU
     index = device.index or 0
     if index >= _device_count(device):
-        raise ValueError(f"device {name!r} does not exist on this machine; here there are {_existing()}")
+        raise ValueError(f"device {name!r} does not exist on this machine; found here: {_existing()}")
     return torch.device(device.type, index)
 
 

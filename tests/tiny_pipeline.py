@@ -13,28 +13,15 @@ from devicebridge.tests.toy_encoders import save_tiny_text_encoder
 from devicebridge.training.config import JobConfig, make_job
 from PIL import Image
 
-_PIPELINES = {"flux2": "Flux2Pipeline", "flux1": "FluxPipeline", "wan": "WanPipeline"}
-# The tiny text encoders are 16 wide; FLUX.2 takes three of their layers side by side.
-_TEXT_WIDTHS: dict[str, dict[str, int]] = {
-    "flux2": {"joint_attention_dim": 48},
-    "flux1": {"joint_attention_dim": 16, "pooled_projection_dim": 16},
-    "wan": {"text_dim": 16},
-}
-_ENCODERS: dict[str, tuple[tuple[str, int, str, str], ...]] = {  # kind, layers, encoder folder, tokenizer folder
-    "flux2": (("mistral3", 31, "text_encoder", "tokenizer"),),
-    "flux1": (("clip", 2, "text_encoder", "tokenizer"), ("t5", 2, "text_encoder_2", "tokenizer_2")),
-    "wan": (("umt5", 2, "text_encoder", "tokenizer"),),
-}
-
 
 def save_tiny_pipeline(folder: Path, family_name: str, seed: int = 0) -> Path:
     """Write a diffusers model folder with random weights; every part is the real class."""
-    family = FAMILIES[family_name]
-    TINY[family_name].make_model(seed, **_TEXT_WIDTHS[family_name]).save_pretrained(folder / "transformer")
-    TINY[family_name].make_vae(seed + 1).save_pretrained(folder / "vae")
-    index: dict[str, Any] = {"_class_name": _PIPELINES[family_name], "vae": ["diffusers", family.vae_class]}
+    family, tiny = FAMILIES[family_name], TINY[family_name]
+    tiny.make_model(seed, **tiny.encoder_widths).save_pretrained(folder / "transformer")
+    tiny.make_vae(seed + 1).save_pretrained(folder / "vae")
+    index: dict[str, Any] = {"_class_name": tiny.pipeline_class, "vae": ["diffusers", family.vae_class]}
     index["transformer"] = ["diffusers", family.transformer_class]
-    for kind, layers, encoder, tokenizer in _ENCODERS[family_name]:
+    for kind, layers, encoder, tokenizer in tiny.encoders:
         save_tiny_text_encoder(
             folder, kind, 16, layers, seed + 2, encoder_name=encoder, tokenizer_name=tokenizer, max_length=77
         )

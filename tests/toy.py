@@ -5,7 +5,8 @@ Tests say `from devicebridge.tests.toy import TINY` and take a row by family nam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,19 @@ class TinyFamily:
     guidance: float | None
     copies_per_border: int
     copies_home: int
+    # class names: diffusers' pipeline, ComfyUI's model; diffusers' single-file converter
+    pipeline_class: str
+    comfyui_class: str
+    converter: str
+    # text encoders of the tiny model folder: kind, layers, encoder folder, tokenizer folder; all 16 wide
+    encoders: tuple[tuple[str, int, str, str], ...]
+    # what the transformer's config says of the text's width when these encoders make it
+    encoder_widths: Mapping[str, int]
+    # LoRA targets beyond the usual ones, and some of the layers that the original stacks, not the first ones
+    more_targets: tuple[str, ...]
+    stack_parts: tuple[str, ...]
+    # the published default shift of the noise schedule, by image tokens
+    shift: Callable[[int], float]
     # changes to transformer_config that make the family's other kind of model, e.g. one without guidance
     without_guidance: Mapping[str, Any] = field(default_factory=dict)
 
@@ -107,6 +121,11 @@ def _make_random(model_class: Any, config: dict[str, Any], seed: int) -> Any:
     return model
 
 
+def _flux_shift(num_tokens: int) -> float:
+    """Of FLUX.1's makers, and of most trainers for FLUX.2: exp(mu), mu linear, 0.5 at 256 tokens, 1.15 at 4096."""
+    return math.exp(0.5 + (num_tokens - 256) * (1.15 - 0.5) / (4096 - 256))
+
+
 _KL = {
     "down_block_types": ("DownEncoderBlock2D",) * 2,
     "up_block_types": ("UpDecoderBlock2D",) * 2,
@@ -136,6 +155,14 @@ TINY: dict[str, TinyFamily] = {
         guidance=1.0,
         copies_per_border=4,  # hidden states, modulation, two rotary tables
         copies_home=1,
+        pipeline_class="Flux2Pipeline",
+        comfyui_class="Flux2",
+        converter="convert_flux2_transformer_checkpoint_to_diffusers",
+        encoders=(("mistral3", 31, "text_encoder", "tokenizer"),),
+        encoder_widths={"joint_attention_dim": 48},  # three layers side by side
+        more_targets=("norm_out.linear", "x_embedder"),
+        stack_parts=("*.attn.to_v", "*.attn.add_k_proj", "*.ff.linear_in"),
+        shift=_flux_shift,
         without_guidance={"guidance_embeds": False},
     ),
     "flux1": TinyFamily(
@@ -157,6 +184,14 @@ TINY: dict[str, TinyFamily] = {
         guidance=1.0,
         copies_per_border=5,  # two hidden states, time embedding, two rotary tables
         copies_home=2,
+        pipeline_class="FluxPipeline",
+        comfyui_class="Flux",
+        converter="convert_flux_transformer_checkpoint_to_diffusers",
+        encoders=(("clip", 2, "text_encoder", "tokenizer"), ("t5", 2, "text_encoder_2", "tokenizer_2")),
+        encoder_widths={"joint_attention_dim": 16, "pooled_projection_dim": 16},
+        more_targets=("norm_out.linear",),
+        stack_parts=("*.attn.to_k", "*.proj_mlp", "*.attn.add_v_proj"),
+        shift=_flux_shift,
         without_guidance={"guidance_embeds": False},
     ),
     "wan": TinyFamily(
@@ -188,5 +223,13 @@ TINY: dict[str, TinyFamily] = {
         guidance=None,
         copies_per_border=5,  # hidden states, text states, modulation, two rotary tables
         copies_home=1,
+        pipeline_class="WanPipeline",
+        comfyui_class="WAN21",
+        converter="convert_wan_transformer_to_diffusers",
+        encoders=(("umt5", 2, "text_encoder", "tokenizer"),),
+        encoder_widths={"text_dim": 16},
+        more_targets=("proj_out",),
+        stack_parts=("*.attn2.to_k", "*.ffn.net.2"),
+        shift=lambda num_tokens: 3.0,
     ),
 }

@@ -245,8 +245,8 @@ def _refuse_masks_outside(samples: Sequence[Sample], latent: LatentSpec) -> None
     empty = [s for s in masked if not load_mask(s, (s.bucket[0] // stride, s.bucket[1] // stride)).any()]
     if empty:
         raise ValueError(
-            f"{_names([str(s.mask_path) for s in empty])}: nothing white is left after cropping the image to its bucket, "
-            "so nothing of it would be trained; change the mask, or raise data.max_aspect_ratio"
+            f"{_names([str(s.mask_path) for s in empty])}: nothing white is left after cropping the image to its "
+            "bucket, so nothing of it would be trained; change the mask, or raise data.max_aspect_ratio"
         )
 
 

@@ -314,7 +314,10 @@ def find_state(plan: JobPlan, identity: dict[str, Any], *, resume: bool) -> Trai
         _log.warning("there is no checkpoint in %s yet; the job starts from its first step", folder)
         return None
     state = load_checkpoint(found[-1])
-    differing = differing_keys(make_job(state.facts["config"]), plan.job)
+    before = make_job(state.facts["config"])
+    differing = differing_keys(before, plan.job)
+    if before.schedule.name == "constant":  # then the steps done so far are the same in a longer or shorter run
+        differing = [line for line in differing if not line.startswith("train.steps:")]
     for name, what in _IDENTITY.items():
         if state.facts[name] != identity[name]:
             differing.append(what)

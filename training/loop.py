@@ -119,8 +119,8 @@ class Trainer:
         if not (math.isfinite(total) and math.isfinite(norm)):
             raise RuntimeError(
                 f"step {self.step + 1} gave a loss of {total} and a gradient of length {norm}; training stopped before "
-                f"it could spoil the LoRA. The checkpoints in {checkpoint_folder(self.job)} are whole. Start anew with a "
-                "lower learning rate, in another output folder"
+                f"it could spoil the LoRA. The checkpoints in {checkpoint_folder(self.job)} are whole. Start anew with "
+                "a lower learning rate, in another output folder"
             )
         set_learning_rate(self._optimizer, learning_rate)
         self._optimizer.step()

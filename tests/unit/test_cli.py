@@ -46,7 +46,7 @@ def test_mistakes_are_one_message_and_code_2(tmp_path, capsys):
 
 def test_a_device_that_does_not_exist_is_named(tmp_path, capsys):
     assert main(["check", _job_file(tmp_path, split={"devices": ["cuda:7"]})]) == 2
-    assert "device 'cuda:7' does not exist on this machine; here there are cpu" in capsys.readouterr().err
+    assert "device 'cuda:7' does not exist on this machine; found here: cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["flux2", "flux1", "wan"])

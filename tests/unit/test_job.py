@@ -19,6 +19,7 @@ import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.tests.toy import TINY
 from devicebridge.training.config import save_job
 from devicebridge.training.data import BatchOrder
 from devicebridge.training.events import EventLog
@@ -59,7 +60,7 @@ def _plain_loop(job, steps):
         u = torch.rand(len(chosen.indices), generator=generator, dtype=torch.float64)
         noise = torch.randn(batch.latents.shape, generator=generator)
         t = 1 / (1 + torch.exp(-torch.special.ndtri(u)))
-        shift = _shift(family.name, batch.num_tokens)
+        shift = TINY[family.name].shift(batch.num_tokens)
         t = (shift * t / (1 + (shift - 1) * t)).float()
         x = (1 - t).view(-1, 1, 1, 1, 1) * batch.latents + t.view(-1, 1, 1, 1, 1) * noise
         output = model(**family.make_inputs(x, t, batch.text, variant.training_guidance), return_dict=False)[0]
@@ -76,13 +77,6 @@ def _plain_loop(job, steps):
 
 def _escape(name):
     return name.replace(".", r"\.")
-
-
-def _shift(family_name, num_tokens):
-    """The families' default shifts, from their publications."""
-    if family_name == "wan":
-        return 3.0
-    return math.exp(0.5 + (num_tokens - 256) * (1.15 - 0.5) / (4096 - 256))
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -181,6 +175,18 @@ def test_resume_refuses_other_settings_and_names_them(tmp_path):
     other = make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 1, "seed": 3}, lora={"rank": 8})
     with pytest.raises(ValueError, match=r"(?s)lora\.rank: 4 -> 8.*train\.batch_size: 2 -> 1"):
         run_job(other, resume=True)
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path):
+    longer = {"steps": 4, "batch_size": 2, "seed": 3}
+    straight = run_job(make_tiny_job(tmp_path, train=longer, output={"folder": str(tmp_path / "straight")}))
+    run_job(make_tiny_job(tmp_path, train=longer | {"steps": 2}))
+    resumed = run_job(make_tiny_job(tmp_path, train=longer), resume=True)
+    assert resumed.step == 4 and resumed.losses == straight.losses
+    falling = {"schedule": {"name": "linear"}, "output": {"folder": str(tmp_path / "falling")}}
+    run_job(make_tiny_job(tmp_path, train=longer | {"steps": 2}, **falling))
+    with pytest.raises(ValueError, match="train.steps: 2 -> 4"):
+        run_job(make_tiny_job(tmp_path, train=longer, **falling), resume=True)
 
 
 def test_resume_refuses_other_images(tmp_path):

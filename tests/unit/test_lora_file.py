@@ -75,17 +75,9 @@ def _assert_close(ours, theirs):
         assert torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5), name
 
 
-EXTRA = {"flux2": ("norm_out.linear", "x_embedder"), "flux1": ("norm_out.linear",), "wan": ("proj_out",)}
-PARTS = {  # some of the layers that the original stacks, not the first ones
-    "flux2": ("*.attn.to_v", "*.attn.add_k_proj", "*.ff.linear_in"),
-    "flux1": ("*.attn.to_k", "*.proj_mlp", "*.attn.add_v_proj"),
-    "wan": ("*.attn2.to_k", "*.ffn.net.2"),
-}
-
-
 def _targets(name, which):
-    family = FAMILIES[name]
-    return {"default": family.lora_targets, "more": family.lora_targets + EXTRA[name], "parts": PARTS[name]}[which]
+    usual, tiny = FAMILIES[name].lora_targets, TINY[name]
+    return {"default": usual, "more": usual + tiny.more_targets, "parts": tiny.stack_parts}[which]
 
 
 @pytest.mark.parametrize("which", ["default", "more", "parts"])
@@ -147,12 +139,10 @@ def test_a_fused_lora_of_another_trainer_is_read_exactly(name):
 
 
 def _make_pipeline(name, model):
-    parts = {"flux2": ("text_encoder", "tokenizer"), "wan": ("text_encoder", "tokenizer")}
-    parts["flux1"] = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-    pipelines = {"flux2": "Flux2Pipeline", "flux1": "FluxPipeline", "wan": "WanPipeline"}
+    parts = [folder for encoder in TINY[name].encoders for folder in encoder[2:]]
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
-    return getattr(diffusers, pipelines[name])(
-        scheduler=scheduler, transformer=model, vae=None, **dict.fromkeys(parts[name])
+    return getattr(diffusers, TINY[name].pipeline_class)(
+        scheduler=scheduler, transformer=model, vae=None, **dict.fromkeys(parts)
     )
 
 
@@ -305,7 +295,7 @@ def comfyui_answers():
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_comfyui_maps_every_name_at_full_size(name, comfyui_answers):
     answer = comfyui_answers[name]
-    assert answer["class"] == {"flux2": "Flux2", "flux1": "Flux", "wan": "WAN21"}[name]
+    assert answer["class"] == TINY[name].comfyui_class
     native = {n.removeprefix("diffusion_model."): s for n, s in answer["weights"].items() if n.startswith("diffusion_")}
     checkpoint = _native_checkpoint(name)
     assert {n.replace("_norm.scale", "_norm.weight"): list(t.shape) for n, t in checkpoint.items()} == native

@@ -10,18 +10,13 @@ from devicebridge.families.naming import Stack, find_by_diffusers, find_by_origi
 from devicebridge.families.registry import FAMILIES, find_family
 from devicebridge.families.spec import Rename
 from devicebridge.tests.toy import TINY, stack_tensors
-from diffusers.loaders.single_file_utils import (
-    convert_flux2_transformer_checkpoint_to_diffusers,
-    convert_flux_transformer_checkpoint_to_diffusers,
-    convert_wan_transformer_to_diffusers,
-)
+from diffusers.loaders import single_file_utils
 
-CONVERTERS = {
-    "flux2": convert_flux2_transformer_checkpoint_to_diffusers,
-    "flux1": convert_flux_transformer_checkpoint_to_diffusers,
-    "wan": convert_wan_transformer_to_diffusers,
-}
 VARIANTS = [(family.name, variant.name) for family in FAMILIES.values() for variant in family.variants]
+
+
+def _converter(family_name):
+    return getattr(single_file_utils, TINY[family_name].converter)
 
 
 def _shapes(family, variant):
@@ -56,13 +51,13 @@ def test_every_published_checkpoint_converts_as_diffusers_converts_it(family_nam
     tensors = _thin_state_dict(_shapes(family, family.variant(variant_name)))
     original = stack_tensors(family, tensors)
     assert len(original) < len(tensors) or family_name == "wan"
-    _assert_equal(CONVERTERS[family_name](copy.copy(original)), tensors)
+    _assert_equal(_converter(family_name)(copy.copy(original)), tensors)
 
 
 @pytest.mark.parametrize("name", ["flux2", "wan"])  # the FLUX.1 converter knows the published width only
 def test_a_tiny_model_converts_as_diffusers_converts_it(name):
     tensors = TINY[name].make_model().state_dict()
-    _assert_equal(CONVERTERS[name](stack_tensors(FAMILIES[name], tensors)), dict(tensors))
+    _assert_equal(_converter(name)(stack_tensors(FAMILIES[name], tensors)), dict(tensors))
 
 
 @pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)
