@@ -188,8 +188,8 @@ def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at
     """
     if len(split_at) != len(devices) - 1:
         raise ValueError(
-            f"split_at {list(split_at)} has {len(split_at)} cuts for {', '.join(map(str, devices))}; it needs one cut less "
-            "than there are devices"
+            f"split_at {list(split_at)} has {len(split_at)} cuts for {', '.join(map(str, devices))}; it needs one cut "
+            "less than there are devices"
         )
     bounds = [0, *split_at, len(blocks)]
     if any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
