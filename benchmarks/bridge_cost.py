@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import json
 import os
 import platform
+import runpy
 import statistics
 import subprocess
 import time
@@ -24,11 +24,7 @@ from typing import Any
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the deterministic part; read when CUDA starts
 
 ROOT = Path(__file__).resolve().parent.parent
-_spec = importlib.util.spec_from_file_location("devicebridge_bootstrap", ROOT / "bootstrap.py")
-assert _spec is not None and _spec.loader is not None
-_bootstrap = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_bootstrap)
-_bootstrap.load_pack()
+runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import diffusers  # noqa: E402
 import peft  # noqa: E402

@@ -10,11 +10,11 @@ the job a user would run. Needs as much free disk as the checkpoint (64 GB for F
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
 import resource
+import runpy
 import shutil
 import statistics
 import tempfile
@@ -23,11 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_spec = importlib.util.spec_from_file_location("devicebridge_bootstrap", ROOT / "bootstrap.py")
-assert _spec is not None and _spec.loader is not None
-_bootstrap = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_bootstrap)
-_bootstrap.load_pack()
+runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import diffusers  # noqa: E402
 import torch  # noqa: E402

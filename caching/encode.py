@@ -22,7 +22,7 @@ from .store import CacheStore
 from .text_encoder import load_text_encoder, prepare_text
 from .vae import load_vae, vae_fingerprint
 
-__all__ = ["ImageRequest", "Stopped", "encode_captions", "encode_images", "load_vae", "read_pixels"]
+__all__ = ["ImageRequest", "Stopped", "encode_captions", "encode_images", "load_vae", "never", "read_pixels"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ def _say_nothing(done: int, total: int, what: str) -> None:
     pass
 
 
-def _never() -> bool:
+def never() -> bool:
+    """A should_stop for work that nobody stops."""
     return False
 
 
@@ -69,7 +70,7 @@ def encode_captions(
     dtype: torch.dtype,
     store: CacheStore,
     on_progress: OnProgress = _say_nothing,
-    should_stop: ShouldStop = _never,
+    should_stop: ShouldStop = never,
 ) -> dict[str, str]:
     """Have the states of every caption in the store, encoding those that are missing; equal captions once.
 
@@ -156,7 +157,7 @@ def encode_images(
     dtype: torch.dtype,
     store: CacheStore,
     on_progress: OnProgress = _say_nothing,
-    should_stop: ShouldStop = _never,
+    should_stop: ShouldStop = never,
 ) -> dict[ImageRequest, str]:
     """Have the normalised latents of every image in the store, encoding those that are missing; equal pixels once.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import collections
-import importlib.util
 import os
+import runpy
 from pathlib import Path
 
 import pytest
@@ -15,11 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # lets the GPU tests ask for deterministic algorithms
 
 ROOT = Path(__file__).resolve().parent.parent
-_spec = importlib.util.spec_from_file_location("devicebridge_bootstrap", ROOT / "bootstrap.py")
-assert _spec is not None and _spec.loader is not None
-_bootstrap = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_bootstrap)
-_bootstrap.load_pack()
+runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -304,9 +304,12 @@ def save_job(job: JobConfig, path: str | Path) -> None:
 
 def differing_keys(old: JobConfig, new: JobConfig) -> list[str]:
     """ "section.key: old -> new" for every setting that differs and matters to a resumed run."""
+    free = FREE_ON_RESUME
+    if old.schedule.name == "constant":  # the steps done so far are the same in a longer or shorter run
+        free = free | {"train.steps"}
     before, after = _flatten(job_to_dict(old)), _flatten(job_to_dict(new))
     keys = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k)]
-    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if k not in FREE_ON_RESUME]
+    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if k not in free]
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..assembly import Assembled, assemble_for_training
-from ..caching.encode import Stopped, encode_captions, encode_images
+from ..caching.encode import Stopped, encode_captions, encode_images, never
 from ..caching.key import file_fingerprint, folder_fingerprint
 from ..caching.store import CacheStore
 from ..caching.vae import find_vae
@@ -49,11 +49,6 @@ from .objective import NoiseSchedule, make_noise_schedule
 from .optimizer import make_optimizer
 
 _log = logging.getLogger(__name__)
-
-
-def never() -> bool:
-    """A should_stop for jobs nobody stops."""
-    return False
 
 
 @dataclass(frozen=True)
@@ -314,10 +309,7 @@ def find_state(plan: JobPlan, identity: dict[str, Any], *, resume: bool) -> Trai
         _log.warning("there is no checkpoint in %s yet; the job starts from its first step", folder)
         return None
     state = load_checkpoint(found[-1])
-    before = make_job(state.facts["config"])
-    differing = differing_keys(before, plan.job)
-    if before.schedule.name == "constant":  # then the steps done so far are the same in a longer or shorter run
-        differing = [line for line in differing if not line.startswith("train.steps:")]
+    differing = differing_keys(make_job(state.facts["config"]), plan.job)
     for name, what in _IDENTITY.items():
         if state.facts[name] != identity[name]:
             differing.append(what)
@@ -346,7 +338,7 @@ def run_job(
     identity = run_identity(plan)
     state = find_state(plan, identity, resume=resume)
     if state is not None:  # planned from the memory that was free then; another cut would draw dropout elsewhere
-        devices = tuple(map(torch.device, state.facts["placement"]))
+        devices = tuple(map(find_device, state.facts["placement"]))
         plan = replace(plan, placement=replace(plan.placement, devices=devices))
         identity["placement"] = state.facts["placement"]
     with EventLog(folder, on_event, tensorboard=job.output.tensorboard) as events:

@@ -107,10 +107,10 @@ class Trainer:
         settings = self.job.train
         total = 0.0
         for micro_step in range(settings.accumulation):
-            indices, drop = self._next_batch()
-            batch = self.train_data.load(indices, drop)
+            chosen = self.order.next()
+            batch = self.train_data.load(chosen.indices, chosen.captions_dropped)
             generator = make_generator(settings.seed, "train", self.step, micro_step)
-            quantiles = draw_quantiles(len(indices), generator)
+            quantiles = draw_quantiles(len(chosen.indices), generator)
             loss = self._loss(batch, quantiles, generator) / settings.accumulation
             loss.backward()
             total += loss.item()
@@ -126,10 +126,6 @@ class Trainer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return total
-
-    def _next_batch(self) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-        batch = self.order.next()
-        return tuple(batch.indices), tuple(batch.captions_dropped)
 
     def _loss(self, batch: LoadedBatch, quantiles: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Loss of one batch at these quantiles, with noise from the generator; a scalar at home, float32."""
