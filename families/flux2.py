@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
+from .native import FLUX
 from .spec import (
     BlockList,
     LatentSpec,
@@ -271,4 +272,5 @@ FLUX2 = ModelFamily(
     read_prediction=read_prediction,
     encode_latents=encode_latents,
     decode_latents=decode_latents,
+    native=(FLUX,),
 )

@@ -113,6 +113,96 @@ class ShiftRule:
 
 TimestepSampling = Literal["uniform", "logit_normal", "sigmoid"]
 
+Transport = Literal["stream", "relay"]
+
+
+@dataclass(frozen=True)
+class Follows:
+    """Where the blocks of a side list belong: each on the device of the main block it adds to.
+
+    Args:
+        main: the block list that is followed.
+        mapping: attribute of the model, a dict {index in main: index in the side list}; a side block runs right after
+            its main block, and its result is added to that block's output.
+    """
+
+    main: str
+    mapping: str
+
+
+@dataclass(frozen=True)
+class NativeModel:
+    """How one of ComfyUI's own model classes is laid out, as far as a split needs to know.
+
+    A row describes the class as it is; what a split does with it is decided elsewhere. Fully qualified names count from
+    the diffusion model.
+
+    Args:
+        class_name: of the diffusion model, e.g. "Flux".
+        module: where it is defined, e.g. "comfy.ldm.flux.model".
+        block_lists: ModuleLists or ModuleDicts in execution order; a name that is neither is itself one block. A list
+            that a smaller build of the class does not have is None or absent there if `optional` names it.
+        tail: modules after the last block; they stay at home. A ModuleList among them stands for its members. Names
+            that a build does not have are ignored.
+        transport: "stream" where activations may stay on a card until the next card's first block, since all that
+            happens between two blocks happens to the stream alone; else "relay": every foreign block's output goes
+            home. In both the last block's output goes home: some tails mix free parameters with it.
+        replace_keys: name in the keys (name, index) of patches_replace["dit"] -> block list that index counts in.
+        control_keys: keys of the `control` dict whose lists are read between blocks (UNets pop, others index).
+        patches_between: name in transformer_options["patches"] that the class calls between two blocks -> the keys of
+            the dict it passes that hold tensors, the stream first; the others are at home. A patch called with
+            positional tensors has ().
+        patches_inside: names that are called inside blocks: the patch sees tensors on the block's card, and what it
+            captured does not follow by itself.
+        hooks_children: blocks are never called as modules, a function walks their children; hooks go on those.
+        follows: block list -> the list whose devices it takes. Blocks of such lists are not placed themselves.
+        optional: block lists that not every build of the class has.
+        can_overlap: whether micro-batches may run interleaved. False where every block gets fresh tensors from home,
+            and in relay. Each micro-batch needs its own copy of the transformer_options dict: most classes write
+            block_index into the one they are given.
+        passed_by: names of arguments and dict keys that must not be entered when tensors are moved: the class, its
+            blocks and user patches share and change these objects.
+        refusal: why this class cannot be split at all; "" where it can.
+        text_modules, sample_modules: fnmatch patterns, relative to a block, of the linears that run over text tokens
+            only and of those that see one vector per sample; for estimates of computing time.
+        prefetches_blocks: the forward fetches weights of later blocks for the device its own tensors are on, unless
+            transformer_options["prefetch_dynamic_vbars"] is false.
+        note: what a reader should know, in a sentence.
+    """
+
+    class_name: str
+    module: str
+    block_lists: tuple[str, ...]
+    tail: tuple[str, ...]
+    transport: Transport
+    note: str
+    replace_keys: Mapping[str, str] = field(default_factory=dict)
+    control_keys: tuple[str, ...] = ()
+    patches_between: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    patches_inside: tuple[str, ...] = ()
+    hooks_children: bool = False
+    follows: Mapping[str, Follows] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()
+    can_overlap: bool = True
+    passed_by: tuple[str, ...] = ("transformer_options", "control")
+    refusal: str = ""
+    text_modules: tuple[str, ...] = ("*txt_*", "*context_block*", "*add_?_proj*", "*to_add_out*")
+    sample_modules: tuple[str, ...] = ("*mod*", "*adaLN*", "*adaln*", "*_mod.*")
+    prefetches_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        named = {*self.replace_keys.values(), *self.follows, *self.optional, *(f.main for f in self.follows.values())}
+        unknown = sorted(named - set(self.block_lists))
+        if unknown:
+            raise ValueError(f"{self.class_name} refers to {', '.join(unknown)}; its lists are {self.block_lists}")
+        if self.transport == "relay" and self.can_overlap:
+            raise ValueError(f"{self.class_name} goes home after every block, so can_overlap must be False")
+
+    @property
+    def main_lists(self) -> tuple[str, ...]:
+        """The lists whose blocks are placed; the others follow them."""
+        return tuple(name for name in self.block_lists if name not in self.follows)
+
 
 @dataclass(frozen=True)
 class TimestepSpec:
@@ -204,6 +294,7 @@ class ModelFamily:
         original_prefixes: prefixes an original single file may carry in front of every name.
         modelspec_architecture, ss_base_model_version: what LoRA metadata calls this family.
         make_inputs, read_prediction, encode_latents, decode_latents: see the aliases above.
+        native: ComfyUI's own classes of this architecture, as described in families/native.py.
     """
 
     name: str
@@ -226,6 +317,7 @@ class ModelFamily:
     decode_latents: DecodeLatents
     prediction_target: Literal["velocity"] = "velocity"
     original_prefixes: tuple[str, ...] = field(default=("model.diffusion_model.", "diffusion_model.", ""))
+    native: tuple[NativeModel, ...] = ()
 
     def variant(self, name: str) -> Variant:
         """The variant of this name.

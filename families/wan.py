@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .native import WAN_MODEL
 from .spec import (
     BlockList,
     LatentSpec,
@@ -312,4 +313,5 @@ WAN = ModelFamily(
     read_prediction=read_prediction,
     encode_latents=encode_latents,
     decode_latents=decode_latents,
+    native=(WAN_MODEL,),
 )

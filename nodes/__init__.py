@@ -8,6 +8,7 @@ from .host import ComfyExtension, io
 from .load import LoadModelForTraining
 from .quantize import Quantize
 from .ring_lse import RingLseFix
+from .split import LoadDiffusionModelSplit, SplitModel
 from .train import TrainLora
 
 NODES: tuple[type[io.ComfyNode], ...] = (
@@ -16,6 +17,8 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     TrainingDatasetNode,
     CacheCaptionsAndLatents,
     TrainLora,
+    SplitModel,
+    LoadDiffusionModelSplit,
     RingLseFix,
 )
 

@@ -1,24 +1,12 @@
 """One model over several devices: every block computes where its weights are, activations travel, weights do not.
 
-How a forward runs. The model's own forward computes embeddings, modulation, rotary tables and context once, at home,
-and passes them into every block. So every block, not only the first of a device, gets a pre-hook that brings its
-arguments to its device. Copies are remembered for the length of one forward, keyed by the source tensor, so a loop
-constant crosses once per device and not once per block. The last block hands its output home in a post-hook: tails
-that mix free parameters with the stream (Wan's scale_shift_table) give no module to hook before. The tail's own
-pre-hook stays for models that skip their last block.
-
-What is remembered and for how long. One forward of one thread owns one memory of copies; it is dropped when the forward
-ends or raises. Each entry keeps its source alive (an id is only unique among the living), carries the source's version
-(a tensor changed in place is copied again) and the grad mode (a copy made under no_grad, as reentrant checkpointing
-does, must not serve a block that needs gradients). When gradient checkpointing recomputes a block, no forward is
-running: the hooks fire, move, and remember nothing.
+A BlockSplit keeps the weights where the placement says and starts and ends the bridge's forward around the model's own;
+how activations reach the blocks, and what is remembered of them, is the bridge's (bridge.py).
 
 Gradient checkpointing should go through `BlockSplit.checkpoint`. torch saves the random state of those devices it finds
 among a block's arguments; before the first block of a device they are all elsewhere, so dropout would be drawn anew in
 the recomputation and the gradient silently wrong. `checkpoint` moves the arguments first, which also saves the copies
 of the recomputation.
-
-Gradients need nothing of ours: a copy between devices is an autograd node whose backward copies the gradient back.
 """
 
 from __future__ import annotations
@@ -33,19 +21,12 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ..families.spec import ModelFamily
-from ..patches.hooks import HookSet, map_tensors
+from ..patches.hooks import HookSet
 from ..patches.lora import is_lora_name, place_lora_with_base
+from .bridge import Bridge
 from .placement import Placement, block_names
 
 _log = logging.getLogger(__name__)
-
-_CopyKey = tuple[int, torch.device, bool]
-
-
-class _Forward(threading.local):
-    """The copies made for the forward this thread is running; None between forwards."""
-
-    copies: dict[_CopyKey, tuple[torch.Tensor, int | None, torch.Tensor]] | None = None
 
 
 class BlockSplit:
@@ -54,13 +35,13 @@ class BlockSplit:
     def __init__(self, model: nn.Module, family: ModelFamily, placement: Placement) -> None:
         self.placement = placement
         self._model = model
-        self._block_devices = {
+        blocks = {
             model.get_submodule(name): device for name, device in zip(placement.blocks, placement.devices, strict=True)
         }
-        self._tail = [model.get_submodule(name) for name in family.tail]
+        tail = [model.get_submodule(name) for name in family.tail]
+        self.bridge = Bridge(blocks, placement.home, tail=tail)
         self._residents = _residents(model, placement)
         self._found_on = [(module, _device_of(module)) for module, _ in self._residents]
-        self._forward = _Forward()
         self._placing = threading.Lock()
         self._hooks = HookSet()
 
@@ -73,12 +54,7 @@ class BlockSplit:
         for module, device in self._residents:
             _move_module(module, device)
         self._hooks.before(self._model, self._start)
-        for block, device in self._block_devices.items():
-            self._hooks.before(block, self._make_enter(device))
-        last_block = self._model.get_submodule(self.placement.blocks[-1])
-        self._hooks.after(last_block, self._bring_output_home)
-        for module in self._tail:
-            self._hooks.before(module, self._make_enter(self.home))
+        self.bridge.attach()
         self._hooks.after(self._model, self._bring_output_home)
         self._hooks.after(self._model, self._finish, also_on_error=True)
 
@@ -87,7 +63,8 @@ class BlockSplit:
         if not self._hooks:
             return
         self._hooks.remove()
-        self._forward.copies = None
+        self.bridge.remove()
+        self.bridge.end()
         for module, device in self._found_on:
             _move_module(module, device)
 
@@ -96,42 +73,20 @@ class BlockSplit:
 
         The block is one of the placement's, args are its positional arguments on any device.
         """
-        moved = self._move(args, self._block_devices[block]) if self._hooks else args
+        moved = self.bridge.move(args, self.bridge.blocks[block]) if self._hooks else args
         return torch.utils.checkpoint.checkpoint(block.__call__, *moved, use_reentrant=False)
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_residents()
-        self._forward.copies = {}
-        return self._move((args, kwargs), self.home)
+        self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
+        self.bridge.begin()
+        return self.bridge.move((args, kwargs), self.home)
 
     def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._forward.copies = None
-
-    def _make_enter(self, device: torch.device) -> Any:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self._move((args, kwargs), device)
-
-        return enter
+        self.bridge.end()
 
     def _bring_output_home(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return self._move(output, self.home)
-
-    def _move(self, value: Any, device: torch.device) -> Any:
-        return map_tensors(value, lambda tensor: self._copy(tensor, device))
-
-    def _copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """The tensor on device: itself, this forward's earlier copy, or a new one; backward returns the gradient."""
-        if tensor.device == device or (tensor.device.type == "cpu" and tensor.ndim == 0):
-            return tensor  # a 0-dim CPU tensor mixes with every device
-        copies = self._forward.copies
-        if copies is None:
-            return _to_device(tensor, device)
-        key = (id(tensor), device, torch.is_grad_enabled())
-        version = None if tensor.is_inference() else tensor._version
-        known = copies.get(key)
-        if known is None or known[1] != version:
-            known = copies[key] = (tensor, version, _to_device(tensor, device))
-        return known[2]
+        return self.bridge.move(output, self.home)
 
     def _check_residents(self) -> None:
         """Bring LoRA weights that were injected or loaded elsewhere to the layer they adapt.
@@ -204,8 +159,3 @@ def _move_module(module: nn.Module, device: torch.device | None) -> None:
     tensors = [*module.parameters(), *module.buffers()]
     if any(tensor.device != device for tensor in tensors):
         module.to(device)
-
-
-def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # Between accelerators of one kind the copy is ordered on both streams; to the host it would not be.
-    return tensor.to(device, non_blocking=tensor.device.type == device.type != "cpu")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.utils.hooks import RemovableHandle
 BeforeHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 # (module, args, kwargs, output) -> output, or None to leave it
 AfterHook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
+
+_PLAIN = frozenset({bool, int, float, str})  # most of what is no tensor; told apart quickly, since hooks run per block
 
 
 class HookSet:
@@ -46,27 +48,31 @@ class HookSet:
         self._handles.clear()
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(
+    value: Any, change: Callable[[torch.Tensor], torch.Tensor], passed_by: Collection[Any] = frozenset()
+) -> Any:
     """Apply change to every tensor inside value and return the result; nothing is modified in place.
 
     Descends into tuples, named tuples, lists, dicts, dataclasses and objects whose only state is `__slots__` (native
     models pass modulation and compressed timesteps that way). A container none of whose tensors changed is returned as
     the same object, so one that a model mutates on purpose (a key-value cache) keeps its identity while it can. Other
-    objects are passed through.
+    objects are passed through, and so is what a dict holds under the keys in passed_by.
     """
     if isinstance(value, torch.Tensor):
         return change(value)
+    if value is None or type(value) in _PLAIN:
+        return value
     if isinstance(value, tuple):
-        return _map_tuple(value, change)
+        return _map_tuple(value, change, passed_by)
     if isinstance(value, list):
-        items = [map_tensors(item, change) for item in value]
+        items = [map_tensors(item, change, passed_by) for item in value]
         return _refill(value, items) if _any_changed(value, items) else value
     if isinstance(value, dict):
-        return _map_dict(value, change)
+        return _map_dict(value, change, passed_by)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_attributes(value, [field.name for field in dataclasses.fields(value)], change)
+        return _map_attributes(value, [field.name for field in dataclasses.fields(value)], change, passed_by)
     slots = _slots(value)
-    return _map_attributes(value, slots, change) if slots else value
+    return _map_attributes(value, slots, change, passed_by) if slots else value
 
 
 def _any_changed(old: Any, new: list[Any]) -> bool:
@@ -79,16 +85,20 @@ def _refill(value: list[Any], items: list[Any]) -> list[Any]:
     return fresh
 
 
-def _map_tuple(value: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
-    items = [map_tensors(item, change) for item in value]
+def _map_tuple(
+    value: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor], passed_by: Collection[Any]
+) -> tuple[Any, ...]:
+    items = [map_tensors(item, change, passed_by) for item in value]
     if not _any_changed(value, items):
         return value
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def _map_dict(value: dict[Any, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> dict[Any, Any]:
-    items = {key: map_tensors(item, change) for key, item in value.items()}
-    if not any(items[key] is not item for key, item in value.items()):
+def _map_dict(
+    value: dict[Any, Any], change: Callable[[torch.Tensor], torch.Tensor], passed_by: Collection[Any]
+) -> dict[Any, Any]:
+    items = {key: map_tensors(item, change, passed_by) for key, item in value.items() if key not in passed_by}
+    if not any(value[key] is not item for key, item in items.items()):
         return value
     fresh = copy.copy(value)
     for key, item in items.items():  # diffusers' and transformers' outputs are dicts that refuse update()
@@ -108,10 +118,15 @@ def _as_tuple(slots: Any) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _map_attributes(value: Any, names: list[str], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    old = {name: getattr(value, name) for name in names if hasattr(value, name)}
-    new = {name: map_tensors(item, change) for name, item in old.items()}
-    changed = {name: item for name, item in new.items() if item is not old[name]}
+def _map_attributes(
+    value: Any, names: list[str], change: Callable[[torch.Tensor], torch.Tensor], passed_by: Collection[Any]
+) -> Any:
+    changed: dict[str, Any] = {}
+    for name in names:
+        old = getattr(value, name, None)
+        new = map_tensors(old, change, passed_by)
+        if new is not old:
+            changed[name] = new
     if not changed:
         return value
     fresh = copy.copy(value)

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 _COMMON = {"id", "display_name", "optional", "tooltip", "advanced"}
 _WIDGET = _COMMON | {"default"}
@@ -39,6 +40,7 @@ class FakeHost:
     progress: list[tuple[int, int]] = field(default_factory=list)
     messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
+    gpus: tuple[torch.device, ...] = ()
 
 
 def _socket_type(io_type: str) -> type:
@@ -113,7 +115,7 @@ def install(monkeypatch: pytest.MonkeyPatch, root: Path) -> FakeHost:
 def _api() -> ModuleType:
     module = ModuleType("comfy_api.v0_0_2")
     kinds = {"Combo": "COMBO", "String": "STRING", "Int": "INT", "Float": "FLOAT", "Boolean": "BOOLEAN"}
-    kinds |= {"AnyType": "*", "LoraModel": "LORA_MODEL", "LossMap": "LOSS_MAP"}
+    kinds |= {"AnyType": "*", "LoraModel": "LORA_MODEL", "LossMap": "LOSS_MAP", "Model": "MODEL"}
     module.io = SimpleNamespace(  # type: ignore[attr-defined]
         **{name: _socket_type(io_type) for name, io_type in kinds.items()},
         Custom=_socket_type,
@@ -154,6 +156,9 @@ def _model_management(host: FakeHost) -> ModuleType:
     module.interrupt_current_processing = interrupt  # type: ignore[attr-defined]
     module.processing_interrupted = lambda: host.is_interrupted  # type: ignore[attr-defined]
     module.unload_all_models = lambda: host.calls.append("unload")  # type: ignore[attr-defined]
+    module.get_torch_device = lambda: host.gpus[0] if host.gpus else torch.device("cpu")  # type: ignore[attr-defined]
+    module.get_all_torch_devices = lambda: list(host.gpus)  # type: ignore[attr-defined]
+    module.is_device_cpu = lambda device: device.type == "cpu"  # type: ignore[attr-defined]
     module.soft_empty_cache = lambda: host.calls.append("empty cache")  # type: ignore[attr-defined]
     return module
 

@@ -2,7 +2,8 @@
 
 A tensor subclass holds CPU data and reports the device `lazy:k`. Every operation is checked the way a CUDA build would
 (tensors of two devices do not mix; 0-dim CPU tensors and CPU indices do) and then run on the CPU data, so a split model
-computes real numbers and a missing bridge raises. Copies between devices are listed with their sizes.
+computes real numbers and a missing bridge raises. Copies between devices are listed with their sizes, and `live_bytes`
+says what a card holds.
 
 Why `lazy`: torch registers a device guard for that type and the autograd engine runs it on the CPU queue, so backward
 works over several devices. The types `cuda` and `privateuseone` abort in the engine; `meta` lets mixed in-place
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -21,10 +22,13 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 aten = torch.ops.aten
 DEVICE_TYPE = "lazy"
 CARDS = tuple(torch.device(DEVICE_TYPE, index) for index in range(4))
+
+_LIVE = WeakIdKeyDictionary()  # every emulated tensor that somebody still holds
 
 _COPIES_BETWEEN_DEVICES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default, aten.copy.default}
 _RETURNS_HOST_VALUE = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
@@ -56,6 +60,7 @@ class EmulatedTensor(torch.Tensor):
             storage_offset=data.storage_offset(),
         )
         self.data_on_cpu = data
+        _LIVE[self] = None
         return self
 
     def __init__(self, *args: Any) -> None:
@@ -69,7 +74,8 @@ class EmulatedTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {}, [])
+        out = _run_composite(func, args, kwargs or {})
+        return _run(func, args, kwargs or {}, []) if out is NotImplemented else out
 
 
 class EmulatedCards(TorchDispatchMode):
@@ -81,11 +87,21 @@ class EmulatedCards(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        target = kwargs.get("device")
-        is_ours = target is not None and torch.device(target).type == DEVICE_TYPE
-        if is_ours or any(isinstance(x, EmulatedTensor) for x in tree_iter((args, kwargs))):
-            return _run(func, args, kwargs, self.copies)
-        return func(*args, **kwargs)
+        if not any(_is_ours(x) for x in tree_iter((args, kwargs))):
+            return func(*args, **kwargs)
+        with self:  # under inference mode `to` and the like come here whole, with the device among the arguments
+            out = _run_composite(func, args, kwargs)
+        return _run(func, args, kwargs, self.copies) if out is NotImplemented else out
+
+
+def _is_ours(x: Any) -> bool:
+    return isinstance(x, EmulatedTensor) or (isinstance(x, (torch.device, str)) and str(x).startswith(DEVICE_TYPE))
+
+
+def _run_composite(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if func is aten._has_compatible_shallow_copy_type.default:
+        return False  # asked by Module.to under inference mode; the data lies beside the tensor
+    return func.decompose(*args, **kwargs)
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any], copies: list[Copy]) -> Any:
@@ -162,11 +178,37 @@ def emulated_cards(num_cards: int = 2) -> Iterator[EmulatedCards]:
         get_rng_state=lambda *device: torch.get_rng_state(),
         set_rng_state=lambda state, *device: torch.set_rng_state(state),
     )
-    with mock.patch.object(torch, DEVICE_TYPE, module, create=True), EmulatedCards() as cards:
+    with (
+        mock.patch.object(torch, DEVICE_TYPE, module, create=True),
+        mock.patch.object(torch, "tensor", _by_way_of_the_cpu(torch.tensor)),
+        mock.patch.object(torch, "as_tensor", _by_way_of_the_cpu(torch.as_tensor)),
+        EmulatedCards() as cards,
+    ):
         yield cards
+
+
+def _by_way_of_the_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A factory that no dispatch mode sees: its tensor is made on the CPU and then put on the card."""
+
+    def make_there(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if device is None or torch.device(device).type != DEVICE_TYPE:
+            return make(data, *args, device=device, **kwargs)
+        return make(data, *args, **kwargs).to(device)
+
+    return make_there
 
 
 def on_cpu(value: torch.Tensor) -> torch.Tensor:
     """The numbers of a tensor, wherever it is, as an ordinary CPU tensor without history."""
     value = value.detach()
     return value.data_on_cpu if isinstance(value, EmulatedTensor) else value
+
+
+def live_bytes(device: torch.device) -> int:
+    """Bytes of all storages of this emulated device that some tensor still holds; views count once."""
+    storages = {}
+    for tensor in list(_LIVE):
+        if tensor.device == device:
+            storage = tensor.data_on_cpu.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

@@ -11,20 +11,26 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from comfy_api.v0_0_2 import ComfyExtension, io
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "ComfyExtension",
     "NodeView",
     "cancel",
+    "find_checkpoint",
     "find_component",
     "find_model",
     "folder_in_input",
     "folder_in_output",
     "host_memory_freed",
     "io",
+    "list_checkpoints",
+    "list_gpus",
     "list_models",
     "output_entry",
     "send_event",
@@ -109,11 +115,39 @@ def host_memory_freed() -> Iterator[None]:
 
 def list_models() -> list[str]:
     """Names of checkpoint files in models/diffusion_models and of model folders in models/diffusers, sorted."""
+    checkpoints = [name for name in list_checkpoints() if name.endswith((".safetensors", ".sft"))]
+    return checkpoints + sorted(_diffusers_folders())
+
+
+def list_checkpoints() -> list[str]:
+    """Names of all files in models/diffusion_models, sorted."""
     import folder_paths
 
-    files = folder_paths.get_filename_list("diffusion_models")
-    checkpoints = [name for name in files if name.endswith((".safetensors", ".sft"))]
-    return sorted(checkpoints) + sorted(_diffusers_folders())
+    return sorted(folder_paths.get_filename_list("diffusion_models"))
+
+
+def find_checkpoint(name: str) -> Path:
+    """The file of a name of list_checkpoints.
+
+    Raises: ValueError if there is no such file.
+    """
+    import folder_paths
+
+    found = folder_paths.get_full_path("diffusion_models", name)
+    if found is None:
+        raise ValueError(
+            f"{name!r} is not in models/diffusion_models; found there: {', '.join(list_checkpoints()) or 'nothing'}"
+        )
+    return Path(found)
+
+
+def list_gpus() -> tuple[torch.device, ...]:
+    """Every GPU the host may use, its main one first; () on a machine without."""
+    import comfy.model_management as management
+
+    main = management.get_torch_device()
+    others = [device for device in management.get_all_torch_devices() if device != main]
+    return tuple(device for device in (main, *others) if not management.is_device_cpu(device))
 
 
 def find_model(name: str, path: str) -> Path:

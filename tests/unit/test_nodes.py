@@ -23,6 +23,8 @@ NODE_IDS = [
     "DeviceBridgeTrainingDataset",
     "DeviceBridgeCacheCaptionsAndLatents",
     "DeviceBridgeTrainLora",
+    "DeviceBridgeSplitModel",
+    "DeviceBridgeLoadDiffusionModelSplit",
     "DeviceBridgeRingLseFix",
 ]
 

@@ -1,0 +1,714 @@
+"""What splitting a native MODEL over two cards costs and gains in a real ComfyUI, against one card and core's own.
+
+    python benchmarks/native_split.py --comfyui ~/ComfyUI --case flux2 --case wan_cfg [--dynamic-vram] [--out out.json]
+
+Random weights of the published sizes; no checkpoint is needed. ComfyUI is started as its main.py does, as far as models
+need it (no server, no custom nodes), and every number comes from its stock sampler: euler through CFGGuider. Rivals
+take turns in one process, so that clocks and neighbours affect all alike; the first turn of each is thrown away. A step
+is timed from one sampler callback to the next with all cards synchronised, so loading is not in it.
+
+`--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
+comfy-aimdo all meet the wall a real card has. `--dynamic-vram` starts comfy-aimdo; that cannot be changed within a
+process. `--tiny` runs the same code with toy shapes on emulated cards on the CPU. Results are written after each case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--comfyui", default=os.environ.get("COMFYUI_PATH", "~/comfy/ComfyUI"))
+    parser.add_argument("--case", action="append", required=True, help="name of a case; may be repeated")
+    parser.add_argument("--dynamic-vram", action="store_true", help="with comfy-aimdo, as ComfyUI starts by default")
+    parser.add_argument("--card-gb", type=float, help="GiB that each card is cut down to")
+    parser.add_argument("--grow-ram-gb", type=int, default=0, help="touch so much host memory before anything starts")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3, help="measured turns of each rival")
+    parser.add_argument("--tiny", action="store_true", help="toy shapes on emulated cards")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def start_comfyui(options: argparse.Namespace) -> None:
+    """What ComfyUI's main.py does before models can be loaded, in its order; torch comes after the allocator choice."""
+    sys.path.insert(0, str(Path(options.comfyui).expanduser()))
+    sys.argv = ["main.py", *(["--cpu"] if options.tiny else [])]
+    sys.argv += [] if options.dynamic_vram else ["--disable-dynamic-vram"]
+    import comfy.options
+
+    comfy.options.enable_args_parsing()
+    import comfy_aimdo.control
+    import cuda_malloc  # noqa: F401
+    from comfy.cli_args import args
+
+    if options.dynamic_vram:
+        comfy_aimdo.control.init(nvml_pressure=not args.disable_nvml_pressure)
+    import comfy.memory_management
+    import comfy.model_management
+    import comfy.model_patcher
+
+    if options.dynamic_vram:
+        devices = comfy.model_management.get_all_torch_devices()
+        if not comfy_aimdo.control.init_devices((device.index, 0) for device in devices):
+            raise RuntimeError("--dynamic-vram: comfy-aimdo did not initialise on this machine")
+        comfy_aimdo.control.set_log_warning()
+        comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
+        comfy.memory_management.aimdo_enabled = True
+
+
+def _touch(num_bytes: int) -> None:
+    import mmap
+
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+    mmap.mmap(-1, num_bytes, flags=flags).close()
+
+
+def grow_ram(num_bytes: int, num_processes: int = 8) -> None:
+    """Touch host memory once: a machine that is given its memory as it uses it tells ComfyUI of too little at first."""
+    import multiprocessing
+
+    with multiprocessing.get_context("fork").Pool(num_processes) as pool:
+        pool.map(_touch, [num_bytes // num_processes] * num_processes)
+
+
+OPTIONS = parse()
+if OPTIONS.grow_ram_gb:
+    grow_ram(OPTIONS.grow_ram_gb * 2**30)
+start_comfyui(OPTIONS)
+
+import contextlib  # noqa: E402
+import functools  # noqa: E402
+import gc  # noqa: E402
+import importlib  # noqa: E402
+import importlib.metadata  # noqa: E402
+import itertools  # noqa: E402
+import json  # noqa: E402
+import logging  # noqa: E402
+import platform  # noqa: E402
+import statistics  # noqa: E402
+import subprocess  # noqa: E402
+import time  # noqa: E402
+import traceback  # noqa: E402
+from collections.abc import Callable, Iterator, Mapping  # noqa: E402
+from dataclasses import dataclass, field, replace  # noqa: E402
+from typing import Any  # noqa: E402
+from unittest import mock  # noqa: E402
+
+import comfy.memory_management  # noqa: E402
+import comfy.model_management as management  # noqa: E402
+import comfy.multigpu  # noqa: E402
+import comfy.ops  # noqa: E402
+import comfy.quant_ops  # noqa: E402
+import comfy.sample  # noqa: E402
+import comfy.sd  # noqa: E402
+import comfyui_version  # noqa: E402
+import torch  # noqa: E402
+from devicebridge.tests.emulated import emulated_cards, on_cpu  # noqa: E402
+
+KIND = "lazy" if OPTIONS.tiny else "cuda"
+CARDS = (torch.device(KIND, 0), torch.device(KIND, 1))
+CPU = torch.device("cpu")
+SEED = 20
+FP8 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+
+
+# ---- models: shapes, random weights, loading
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A published architecture as ComfyUI's class takes it, and what its sampler is given.
+
+    Args:
+        latent: shape without the batch. text: tokens and width of the text states. quantized: prefixes of fqns whose
+        linears a quantised file stores in low precision; the rest stays bfloat16.
+    """
+
+    name: str
+    module: str
+    class_name: str
+    kwargs: Mapping[str, Any]
+    tiny: Mapping[str, Any]
+    latent: tuple[int, ...]
+    tiny_latent: tuple[int, ...]
+    text: tuple[int, int]
+    quantized: tuple[str, ...]
+
+    def build(self) -> torch.nn.Module:
+        cls = getattr(importlib.import_module(self.module), self.class_name)
+        kwargs = {**self.kwargs, **(self.tiny if OPTIONS.tiny else {})}
+        # With aimdo ComfyUI's linears have no weight before they are loaded.
+        with mock.patch.object(comfy.memory_management, "aimdo_enabled", False):
+            return cls(**kwargs, device="meta", dtype=torch.bfloat16, operations=comfy.ops.disable_weight_init)
+
+
+FLUX2 = Shape(
+    name="FLUX.2-dev, 8 double + 48 single blocks",
+    module="comfy.ldm.flux.model",
+    class_name="Flux",
+    kwargs={
+        "in_channels": 128,
+        "out_channels": 128,
+        "vec_in_dim": None,
+        "context_in_dim": 15360,
+        "hidden_size": 6144,
+        "mlp_ratio": 3.0,
+        "num_heads": 48,
+        "depth": 8,
+        "depth_single_blocks": 48,
+        "axes_dim": [32, 32, 32, 32],
+        "theta": 2000,
+        "patch_size": 1,
+        "qkv_bias": False,
+        "guidance_embed": True,
+        "txt_ids_dims": [3],
+        "global_modulation": True,
+        "mlp_silu_act": True,
+        "ops_bias": False,
+    },
+    tiny={"hidden_size": 256, "num_heads": 2, "depth": 2, "depth_single_blocks": 4},
+    latent=(128, 64, 64),  # 1024 x 1024 pixels
+    tiny_latent=(128, 4, 4),
+    text=(512, 15360),
+    quantized=("double_blocks.", "single_blocks."),
+)
+FLUX2_SMALL = replace(
+    FLUX2,
+    name="FLUX.2-dev at full width, 4 double + 24 single blocks",
+    kwargs={**FLUX2.kwargs, "depth": 4, "depth_single_blocks": 24},
+)
+WAN_14B = Shape(
+    name="Wan 2.1/2.2 14B text to video, 40 blocks",
+    module="comfy.ldm.wan.model",
+    class_name="WanModel",
+    kwargs={"model_type": "t2v", "dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40},
+    tiny={"dim": 256, "ffn_dim": 512, "num_heads": 2, "num_layers": 4},
+    latent=(16, 9, 60, 104),  # 832 x 480, 33 frames
+    tiny_latent=(16, 1, 4, 4),
+    text=(512, 4096),
+    quantized=("blocks.",),
+)
+WAN_14B_SHORT = replace(WAN_14B, latent=(16, 5, 60, 104))  # 17 frames
+QWEN_IMAGE = Shape(
+    name="Qwen-Image, 60 blocks",
+    module="comfy.ldm.qwen_image.model",
+    class_name="QwenImageTransformer2DModel",
+    kwargs={"num_layers": 60},
+    tiny={"num_layers": 2},
+    latent=(16, 1, 128, 128),  # 1024 x 1024 pixels
+    tiny_latent=(16, 1, 4, 4),
+    text=(256, 3584),
+    quantized=("transformer_blocks.",),
+)
+
+
+def random_weights(shape: Shape, precision: str, device: torch.device) -> dict[str, torch.Tensor]:
+    """A state dict as a file of this precision holds it: bf16, fp8, fp8_scaled or nvfp4. Always the same."""
+    weights: dict[str, torch.Tensor] = {}
+    draw_on = CPU if OPTIONS.tiny else CARDS[0]
+    for index, (name, like) in enumerate(shape.build().state_dict().items()):
+        generator = torch.Generator(draw_on).manual_seed(1000 + index)
+        tensor = torch.empty(like.shape, dtype=torch.bfloat16, device=draw_on).normal_(0, 0.02, generator=generator)
+        if like.ndim == 1 and "norm" in name and name.endswith(("weight", "scale")):
+            tensor += 1
+        is_linear = like.ndim == 2 and name.startswith(shape.quantized) and name.endswith(".weight")
+        stored = _quantized(name.removesuffix(".weight"), tensor, precision) if is_linear else {name: tensor}
+        for key, value in stored.items():
+            weights[key] = value.to(CPU if key.endswith("comfy_quant") else device)
+    return weights
+
+
+def _quantized(layer: str, weight: torch.Tensor, precision: str) -> dict[str, torch.Tensor]:
+    if precision == "bf16":
+        return {f"{layer}.weight": weight}
+    if precision == "fp8":
+        return {f"{layer}.weight": weight.to(FP8)}
+    if precision == "fp8_scaled":
+        scale = weight.abs().amax().float() / E4M3_MAX
+        stored = {"weight": (weight.float() / scale).to(FP8), "weight_scale": scale}
+    else:
+        packed, params = comfy.quant_ops.TensorCoreNVFP4Layout.quantize(weight)
+        stored = {"weight": packed, "weight_scale": params.block_scale, "weight_scale_2": params.scale}
+    kind = {"fp8_scaled": "float8_e4m3fn", "nvfp4": "nvfp4"}[precision]
+    stored["comfy_quant"] = torch.tensor(list(json.dumps({"format": kind}).encode()), dtype=torch.uint8)
+    return {f"{layer}.{key}": value for key, value in stored.items()}
+
+
+def load(shape: Shape, precision: str = "bf16", on: torch.device = CPU) -> Any:
+    """A stock MODEL of this shape with its weights on this device, as a core loader returns it.
+
+    Weights of cards that are large enough start on a card: filling host memory with them would only cost lease time.
+    Core builds a model on the card by itself where the card has more free memory than the host.
+    """
+    weights = random_weights(shape, precision, CARDS[1] if on.type != "cpu" else on)
+    with mock.patch.object(management, "unet_inital_load_device", lambda *_: on):
+        patcher = comfy.sd.load_diffusion_model_state_dict(weights)
+    if patcher is None:
+        raise RuntimeError(f"ComfyUI did not recognise the random {shape.name}")
+    patcher.cached_patcher_init = (load, (shape, precision, on))  # what core's MultiGPU CFG Split replicates from
+    return patcher
+
+
+def split(model: Any, **settings: Any) -> Any:
+    from devicebridge.nodes.host.split_model import SplitRequest, split_model
+
+    return split_model(model, SplitRequest(devices=CARDS, **settings))
+
+
+# ---- measuring
+
+
+@dataclass
+class Work:
+    """What the sampler is given; cfg 1 runs no negative."""
+
+    shape: Shape
+    cfg: float = 1.0
+    batch: int = 1
+    steps: int = OPTIONS.steps
+    noise: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = self.shape.tiny_latent if OPTIONS.tiny else self.shape.latent
+        self.noise = torch.randn(self.batch, *size, generator=torch.Generator().manual_seed(SEED))
+
+    def conds(self) -> tuple[list[Any], list[Any]]:
+        tokens, width = (8, self.shape.text[1]) if OPTIONS.tiny else self.shape.text
+        generator = torch.Generator().manual_seed(SEED + 1)
+        states = [torch.randn(1, tokens, width, generator=generator) for _ in range(2)]
+        return [[states[0], {"guidance": 4.0}]], [[states[1], {"guidance": 4.0}]]
+
+
+@dataclass
+class Turn:
+    latents: torch.Tensor
+    step_s: list[float]
+    until_first_step_s: float
+    before_gb: list[float]
+    peak_gb: list[float]
+    resident_gb: list[float]
+    card_used_gb: list[float]
+
+
+def synchronize() -> None:
+    if KIND == "cuda":
+        for card in CARDS[: torch.cuda.device_count()]:
+            torch.cuda.synchronize(card)
+
+
+def sample(model: Any, work: Work, noise: torch.Tensor | None = None) -> Turn:
+    """One call of the stock sampler."""
+    marks: list[float] = []
+
+    def mark(*_: Any) -> None:
+        synchronize()
+        marks.append(time.perf_counter())
+
+    noise = work.noise if noise is None else noise
+    positive, negative = work.conds()
+    before = allocated_gb()
+    for card in range(len(before)):
+        torch.cuda.reset_peak_memory_stats(card)
+    mark()
+    latents = comfy.sample.sample(
+        model, noise, work.steps, work.cfg, "euler", "simple", positive, negative, torch.zeros_like(noise),
+        callback=mark, disable_pbar=True, seed=SEED,
+    )  # fmt: skip
+    synchronize()
+    steps = [after - before for before, after in itertools.pairwise(marks)]
+    return Turn(on_cpu(latents), steps[1:], steps[0], before, *_memory())
+
+
+def allocated_gb() -> list[float]:
+    return [torch.cuda.memory_allocated(card) / 1e9 for card in range(torch.cuda.device_count())]
+
+
+def _memory() -> tuple[list[float], list[float], list[float]]:
+    """Per card in GB: torch's peak, weights that ComfyUI counts as resident, and what the driver says is taken."""
+    if KIND != "cuda":
+        return [0.0, 0.0], resident_gb(), [0.0, 0.0]
+    cards = range(torch.cuda.device_count())
+    taken = [torch.cuda.mem_get_info(card) for card in cards]
+    return (
+        [torch.cuda.max_memory_allocated(card) / 1e9 for card in cards],
+        resident_gb(),
+        [(total - free) / 1e9 - BALLAST_GB.get(card, 0.0) for card, (free, total) in zip(cards, taken, strict=True)],
+    )
+
+
+def resident_gb() -> list[float]:
+    """Weights ComfyUI has on each card, all loaded models together; under DynamicVRAM the pages that are faulted in."""
+    sizes = dict.fromkeys(CARDS, 0.0)
+    for loaded in management.current_loaded_models:
+        if loaded.model is not None and loaded.device in sizes:
+            sizes[loaded.device] += loaded.model_loaded_memory() / 1e9
+    return [round(size, 3) for size in sizes.values()]
+
+
+BALLAST_GB: dict[int, float] = {}
+_BALLAST = """
+import ctypes, sys
+cuda = ctypes.CDLL("libcuda.so.1")
+def check(code):
+    if code: sys.exit(f"cuda error {code}")
+check(cuda.cuInit(0))
+for index, leave in enumerate(map(int, sys.argv[1:])):
+    context, device = ctypes.c_void_p(), ctypes.c_int()
+    check(cuda.cuDeviceGet(ctypes.byref(device), index))
+    check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    check(cuda.cuCtxSetCurrent(context))
+    free, total, taken = ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_uint64()
+    check(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
+    if free.value > leave:
+        check(cuda.cuMemAlloc_v2(ctypes.byref(taken), ctypes.c_size_t(free.value - leave)))
+    check(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
+    print(total.value - free.value, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def small_cards(gib: float | None) -> Iterator[None]:
+    """Leave so much of each card: another process holds the rest, until the block ends.
+
+    What this process has already taken (its CUDA context) counts as part of what is left, as on a card of that size.
+    """
+    if gib is None or KIND != "cuda":
+        yield
+        return
+    torch.cuda.empty_cache()
+    mine, leave = [], []
+    for card in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(card)
+        mine.append(total - free)
+        leave.append(max(0, int(gib * 2**30) - (total - free)))
+    command = [sys.executable, "-c", _BALLAST, *map(str, leave)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        for card, own in enumerate(mine):
+            BALLAST_GB[card] = (int(process.stdout.readline()) - own) / 1e9
+        try:
+            yield
+        finally:
+            process.stdin.close()
+            process.wait(60)
+            BALLAST_GB.clear()
+
+
+def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTIONS.rounds) -> dict[str, Any]:
+    """Turns of all rivals, interleaved: seconds per step of each over those of `base`, and equality of latents."""
+    turns: dict[str, list[Turn]] = {name: [] for name in rivals}
+    for index in range(rounds + 1):
+        for name, model in rivals.items():
+            turn = sample(model, work)
+            say(f"    {name}: {'warm-up ' if index == 0 else ''}{statistics.median(turn.step_s):.4f} s/step")
+            if index:
+                turns[name].append(turn)
+    medians = {name: statistics.median(s for turn in runs for s in turn.step_s) for name, runs in turns.items()}
+    others = [name for name in rivals if name != base]
+    report: dict[str, Any] = {f"{name}_over_{base}": medians[name] / medians[base] for name in others}
+    report |= {f"speed_up_{name}": medians[base] / medians[name] for name in others}
+    report |= {
+        f"{name}_equals_{base}": _difference(turns[base][-1].latents, turns[name][-1].latents) for name in others
+    }
+    for name, runs in turns.items():
+        report[name] = _describe(runs) | {"weights_gb": weights_gb(rivals[name])}
+    return report
+
+
+def weights_gb(model: Any) -> dict[str, list[float]]:
+    """Resident and all weights of one MODEL's patchers, by card."""
+    patchers = [model, *model.model_patches_models(), *model.get_additional_models_with_key("multigpu")]
+    return {str(p.load_device): [p.loaded_size() / 1e9, p.model_size() / 1e9] for p in patchers}
+
+
+def _describe(runs: list[Turn]) -> dict[str, Any]:
+    seconds = [s for turn in runs for s in turn.step_s]
+    return {
+        "s_per_step_median": statistics.median(seconds),
+        "s_per_step_min_max": [min(seconds), max(seconds)],
+        "first_step_with_loading_s": [round(turn.until_first_step_s, 3) for turn in runs],
+        "peak_torch_gb": runs[-1].peak_gb,
+        "peak_above_what_was_there_gb": [b - a for a, b in zip(runs[-1].before_gb, runs[-1].peak_gb, strict=False)],
+        "resident_weights_gb_all_models": runs[-1].resident_gb,
+        "card_used_gb": runs[-1].card_used_gb,
+        "repeats_itself": all(torch.equal(runs[0].latents, turn.latents) for turn in runs),
+        "latents_finite": bool(torch.isfinite(runs[-1].latents).all()),
+        "latents_std": float(runs[-1].latents.float().std()),
+    }
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """True if bitwise equal, else the relative error."""
+    if torch.equal(a, b):
+        return True
+    return {"relative_error": float((a.double() - b.double()).norm() / a.double().norm())}
+
+
+def one_after_the_other(model: Any) -> Any:
+    """A clone whose conds core runs one by one: it is told that no memory is left for batching them."""
+    clone = model.clone()
+    clone.get_free_memory = lambda device: 0
+    return clone
+
+
+def image_by_image(model: Any, work: Work) -> torch.Tensor:
+    """The latents of a batch, each image and each cond in a forward of its own on one card."""
+    alone = one_after_the_other(model)
+    return torch.cat([sample(alone, work, noise=work.noise[i : i + 1]).latents for i in range(work.batch)])
+
+
+def forget() -> None:
+    """Unload everything and give the memory back."""
+    gc.collect()
+    management.unload_all_models()
+    gc.collect()
+    management.soft_empty_cache()
+    for card in range(torch.cuda.device_count() if KIND == "cuda" else 0):
+        with torch.cuda.device(card):
+            torch.cuda.empty_cache()
+
+
+# ---- cases
+
+
+def one_against_split(
+    shape: Shape, precision: str = "bf16", on: torch.device | None = None, **work: Any
+) -> dict[str, Any]:
+    home = roomy() if on is None else on
+    one = load(shape, precision, home)
+    # From weights of its own where cards are large: sharing the other's would hide what the split holds.
+    divided = split(one if home == CPU else load(shape, precision, CARDS[1]))
+    return {"weights": precision} | compare({"one_gpu": one, "split": divided}, Work(shape, **work), "one_gpu")
+
+
+def roomy() -> torch.device:
+    """Where weights start: on the card in the classic way if it is large enough, else in host memory."""
+    return CPU if OPTIONS.dynamic_vram or OPTIONS.tiny or OPTIONS.card_gb else CARDS[0]
+
+
+def cfg(shape: Shape, batch: int) -> dict[str, Any]:
+    """Split with two cards at work at a time, against one card and against core's replica per card."""
+    work = Work(shape, cfg=5.0, batch=batch)
+    one = load(shape, on=roomy())
+    overlap = split(one if roomy() == CPU else load(shape, on=CARDS[1]))
+    rivals = {"one_gpu": one, "split_overlap": overlap}
+    if KIND == "cuda":
+        rivals["core_multigpu_cfg_split"] = comfy.multigpu.create_multigpu_deepclones(one, 2, reuse_loaded=True)
+    report = compare(rivals, work, "one_gpu")
+    short = replace(work, steps=2)
+    report["split_overlap_equals_one_after_the_other_on_one_gpu"] = _difference(
+        image_by_image(one, short), sample(overlap, short).latents
+    )
+    together = split(one, overlap=False)
+    report["split_without_overlap"] = _describe([sample(together, work) for _ in range(2)][1:])
+    return report
+
+
+def small(shape: Shape, precision: str) -> dict[str, Any]:
+    """One card too small for the weights, with core's own offloading, against two such cards."""
+    return one_against_split(shape, precision, on=CPU)
+
+
+def takeover(shape: Shape) -> dict[str, Any]:
+    """Evict a shard and let it return; then let the plain MODEL sample and see what card 1 still holds."""
+    work = Work(shape, steps=3)
+    one = load(shape, on=CPU)
+    sample(one, work)
+    expected = sample(one, work).latents
+    forget()
+    before = _memory()
+    divided = split(one)
+    turn = sample(divided, work)
+    report: dict[str, Any] = {"split_equals_one_gpu": _difference(expected, turn.latents)}
+    report["before"] = before[1:]
+    report["while_split"] = [turn.resident_gb, turn.card_used_gb]
+    management.free_memory(1e30, CARDS[1])
+    report["card_1_evicted"] = _settled()
+    report["after_eviction_equals"] = _difference(expected, sample(divided, work).latents)
+    report["returned"] = _settled()
+    report["plain_equals"] = _difference(expected, sample(one, work).latents)
+    report["plain_after_split"] = _settled()
+    del divided
+    report["split_dropped"] = _settled()
+    return report
+
+
+def _settled() -> list[Any]:
+    """Resident weights and memory taken per card once nothing is pending; torch's own allocations as well."""
+    gc.collect()
+    management.soft_empty_cache()
+    synchronize()
+    return [*_memory()[1:], allocated_gb()]
+
+
+def loader(shape: Shape) -> dict[str, Any]:
+    """From a file on disk: core's loader on one card against the pack's own loader node's function."""
+    from devicebridge.nodes.host.split_model import SplitRequest, load_split_model
+    from safetensors.torch import save_file
+
+    path = Path(os.environ.get("TMPDIR", "/tmp")) / "native_split.safetensors"
+    start = time.perf_counter()
+    save_file({name: tensor.contiguous() for name, tensor in random_weights(shape, "bf16", CPU).items()}, path)
+    written = time.perf_counter() - start
+    try:
+        start = time.perf_counter()
+        one = comfy.sd.load_diffusion_model(str(path))
+        middle = time.perf_counter()
+        divided = load_split_model(path, "default", SplitRequest(devices=CARDS))
+        loaded = {"core_s": middle - start, "load_split_model_s": time.perf_counter() - middle}
+        report = compare({"one_gpu": one, "split": divided}, Work(shape), "one_gpu")
+        return report | {"writing_s": written, "loading": loaded, "file_gb": path.stat().st_size / 1e9}
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def probe() -> dict[str, Any]:
+    """What this machine is like; needs no split: access between the cards, one-card steps of a small model."""
+    report: dict[str, Any] = {"memory": memory_of_host()}
+    if KIND == "cuda" and torch.cuda.device_count() > 1:
+        report["peer_access"] = [torch.cuda.can_device_access_peer(0, 1), torch.cuda.can_device_access_peer(1, 0)]
+        report["allocator"] = torch.cuda.get_allocator_backend()
+    shape = replace(
+        FLUX2, name="FLUX.2-dev at full width, 1 + 6", kwargs={**FLUX2.kwargs, "depth": 1, "depth_single_blocks": 6}
+    )
+    for precision in ("bf16", "fp8", "fp8_scaled", "nvfp4"):
+        try:
+            one = load(shape, precision, roomy())
+            runs = [sample(one, Work(shape)) for _ in range(3)]
+            report[precision] = _describe(runs[1:]) | {
+                "first_equals_second": _difference(runs[0].latents, runs[1].latents)
+            }
+        except Exception as error:  # what a precision does here is the finding
+            report[precision] = f"{type(error).__name__}: {error}"
+        one = None
+        forget()
+    with small_cards(24):
+        report["free_on_24_gib_cards"] = (
+            [management.get_free_memory(card) / 2**30 for card in CARDS] if KIND == "cuda" else []
+        )
+    report["memory_after"] = memory_of_host()
+    return report
+
+
+def memory_of_host() -> dict[str, float]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return {"total_gb": memory.total / 1e9, "available_gb": memory.available / 1e9}
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "probe": probe,
+    "flux2": functools.partial(one_against_split, FLUX2),
+    "flux2_small": functools.partial(one_against_split, FLUX2_SMALL),
+    "flux2_small_fp8": functools.partial(one_against_split, FLUX2_SMALL, "fp8"),
+    "flux2_small_fp8_scaled": functools.partial(one_against_split, FLUX2_SMALL, "fp8_scaled"),
+    "flux2_small_nvfp4": functools.partial(one_against_split, FLUX2_SMALL, "nvfp4"),
+    "wan": functools.partial(one_against_split, WAN_14B),
+    "wan_cfg": functools.partial(cfg, WAN_14B, 1),
+    "wan_cfg_batch4": functools.partial(cfg, WAN_14B_SHORT, 4),
+    "qwen_cfg": functools.partial(cfg, QWEN_IMAGE, 1),
+    "small_wan": functools.partial(small, WAN_14B, "bf16"),
+    "small_flux2_fp8": functools.partial(small, FLUX2, "fp8"),
+    "takeover": functools.partial(takeover, FLUX2_SMALL),
+    "loader": functools.partial(loader, FLUX2_SMALL),
+}
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+@contextlib.contextmanager
+def emulated_host() -> Iterator[None]:
+    """ComfyUI on two emulated cards: what it asks of the machine is answered for them."""
+    free = {card: 64 * 2**30 for card in CARDS}
+    answers: dict[str, Any] = {
+        "get_torch_device": lambda: CARDS[0],
+        "get_all_torch_devices": lambda exclude_current=False: list(CARDS[1:] if exclude_current else CARDS),
+        "get_free_memory": lambda dev=None, torch_free_too=False: (
+            (free.get(dev, 2**36),) * 2 if torch_free_too else free.get(dev, 2**36)
+        ),
+        "get_total_memory": lambda dev=None, torch_total_too=False: (2**36, 2**36) if torch_total_too else 2**36,
+        "unet_offload_device": lambda: CPU,
+        "vram_state": management.VRAMState.NORMAL_VRAM,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(management, name, answer))
+        stack.enter_context(emulated_cards(2))
+        yield
+
+
+def setup() -> dict[str, Any]:
+    versions = {name: _version(name) for name in ("comfy-aimdo", "comfy-kitchen", "torchsde", "transformers")}
+    return {
+        "cards": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] or ["emulated"],
+        "card_gib": OPTIONS.card_gb or "all",
+        "dynamic_vram": OPTIONS.dynamic_vram,
+        "steps": OPTIONS.steps,
+        "rounds": OPTIONS.rounds,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "comfyui": comfyui_version.__version__,
+            **versions,
+        },
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": os.environ.get("DEVICEBRIDGE_COMMIT") or _commit(),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "?"
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
+def run_case(name: str) -> dict[str, Any]:
+    start = time.perf_counter()
+    try:
+        # Emulated tensors know no inference mode, in which ComfyUI runs its nodes.
+        with torch.no_grad() if OPTIONS.tiny else torch.inference_mode(), small_cards(OPTIONS.card_gb):
+            report = CASES[name]()
+    except Exception as error:  # one case that fails must not cost the others
+        traceback.print_exc()
+        report = {"failed": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc().splitlines()[-12:]}
+    forget()
+    return report | {"case_took_s": time.perf_counter() - start}
+
+
+def main() -> None:
+    logging.getLogger().setLevel(logging.WARNING)
+    unknown = set(OPTIONS.case) - set(CASES)
+    if unknown:
+        raise SystemExit(f"there is no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    report: dict[str, Any] = {"setup": setup(), "cases": {}}
+    with emulated_host() if OPTIONS.tiny else contextlib.nullcontext():
+        for name in OPTIONS.case:
+            say(f"{name}{' (DynamicVRAM)' if OPTIONS.dynamic_vram else ''}")
+            report["cases"][name] = run_case(name)
+            say(json.dumps(report["cases"][name], indent=1))
+            if OPTIONS.out:
+                OPTIONS.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""A second module tree over the same weights: what a split works on, so that the user's own MODEL is never touched.
+
+ComfyUI keeps the load state of a model on its modules: where each weight is, which LoRA is baked in, which address of
+the dynamic memory it owns. Two patchers of one module tree therefore see each other's placement. A split gives itself a
+tree of its own: new module objects, new Parameter objects, the same storages. The two trees are loaded, patched and
+evicted independently, and as long as neither is on a card the weights exist once. The host's own MultiGPU nodes reload
+the file for the same reason; sharing storages costs no second copy in host memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+# Load state that ComfyUI (0.33) leaves on modules; a new tree starts without it.
+_RUNTIME_STATE = frozenset(
+    {
+        "current_patcher",
+        "devicebridge_split",
+        "dynamic_patchers",
+        "dynamic_pins",
+        "dynamic_vbars",
+        "current_weight_patches_uuid",
+        "lowvram_patch_counter",
+        "model_loaded_weight_memory",
+        "model_lowvram",
+        "model_offload_buffer_memory",
+        "comfy_patched_weights",
+        "prev_comfy_cast_weights",
+        "weight_lowvram_function",
+        "bias_lowvram_function",
+        "_comfy_cross_step_state",
+        "_pin_state",
+        "_pins",
+        "_prefetch",
+        "_v",
+        "_v_bias",
+        "_v_block",
+        "_v_block_faulted",
+        "_v_signature",
+        "_v_weight",
+    }
+)
+_SHARED_OBJECTS = ("model_config", "latent_format")  # descriptions, never changed after loading
+
+ModuleMap = Mapping[int, nn.Module]  # id of a module of the old tree -> its counterpart in the new one
+
+
+def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
+    """New modules and Parameters over the same storages, without load state; the model must not be loaded anywhere.
+
+    Attributes that are no modules, parameters or buffers are copied; bound methods among them follow their module.
+
+    Raises: RuntimeError if a module holds something that cannot be copied; it names the module.
+    """
+    copies = {id(module): module.__class__.__new__(module.__class__) for module in model.modules()}
+    memo: dict[int, Any] = dict(copies)
+    for parameter in model.parameters():
+        memo[id(parameter)] = _share(parameter)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer  # a move replaces the entry of its module, never the tensor itself
+    for name in _SHARED_OBJECTS:
+        if name in model.__dict__:
+            memo[id(model.__dict__[name])] = model.__dict__[name]
+    for name, module in model.named_modules():
+        _fill(copies[id(module)], module, memo, name or type(model).__name__)
+    copied = copies[id(model)]
+    if "current_patcher" in model.__dict__:
+        copied.__dict__["current_patcher"] = None
+    return copied, copies
+
+
+def _fill(target: nn.Module, source: nn.Module, memo: dict[int, Any], name: str) -> None:
+    state = {key: value for key, value in source.__dict__.items() if key not in _RUNTIME_STATE}
+    try:
+        target.__dict__.update(copy.deepcopy(state, memo))
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise RuntimeError(
+            f"cannot split this MODEL: its module {name} ({type(source).__name__}) holds something that cannot be "
+            f"copied ({error}). Load the file with 'Load Diffusion Model Across GPUs' instead"
+        ) from error
+    for key in ("weight_function", "bias_function"):
+        if key in target.__dict__:
+            target.__dict__[key] = []
+
+
+def _share(parameter: nn.Parameter) -> nn.Parameter:
+    shared = nn.Parameter(parameter.detach(), requires_grad=False)
+    if shared is parameter:  # a tensor subclass whose detach() gives itself back: only a real copy is independent
+        shared = nn.Parameter(copy.deepcopy(parameter), requires_grad=False)
+    return shared
+
+
+def follow_copy(value: Any, copies: ModuleMap, what: str) -> Any:
+    """value with modules of the old tree replaced by their counterparts; bound methods are bound anew.
+
+    Raises: ValueError if value is a function that holds on to a module of the old tree where nobody can reach it.
+    """
+    if isinstance(value, nn.Module):
+        return copies.get(id(value), value)
+    if isinstance(value, types.MethodType) and id(value.__self__) in copies:
+        return types.MethodType(value.__func__, copies[id(value.__self__)])
+    check_independent(value, copies, what)
+    return value
+
+
+def check_independent(value: Any, copies: ModuleMap, what: str) -> None:
+    """Refuse a function that captured a module of the old tree: it would compute with weights nobody loads.
+
+    Raises: ValueError that says which order of nodes works.
+    """
+    for part in _captured(value):
+        if isinstance(part, nn.Module) and id(part) in copies:
+            raise ValueError(
+                f"{what} was applied to the MODEL before it was split and holds on to its {type(part).__name__} "
+                "layer, which the split cannot follow. Put the split directly after the loader and that node after it"
+            )
+
+
+def _captured(value: Any, depth: int = 3) -> Iterator[Any]:
+    """What a callable holds: closure cells, partial arguments, the object it is bound to and its attributes."""
+    yield value
+    if depth == 0 or isinstance(value, nn.Module):
+        return
+    for part in _parts(value):
+        yield from _captured(part, depth - 1)
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, *_attributes(value.__self__)]
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return [*cells, *(value.__defaults__ or ())]
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    return _attributes(value) if callable(value) and not isinstance(value, type) else []
+
+
+def _attributes(value: Any) -> list[Any]:
+    return list(getattr(value, "__dict__", {}).values()) if not isinstance(value, (nn.Module, torch.Tensor)) else []
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a name bound later, or never
+        return False
+
+
+class Origin:
+    """Where the unpatched weights of a split lie in host memory, so that unloading need not copy them back.
+
+    Args:
+        find: name of a parameter -> its tensor, or None where it is not to be had at present.
+    """
+
+    def __init__(self, find: Callable[[str], torch.Tensor | None]) -> None:
+        self._find = find
+
+    def tensor(self, name: str, like: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+        """The original of a parameter if it lies on this device with the same shape and type, else None."""
+        found = self._find(name)
+        if found is None or found.device != device or found.shape != like.shape or found.dtype != like.dtype:
+            return None
+        return found.detach()

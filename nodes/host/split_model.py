@@ -1,0 +1,364 @@
+"""One stock MODEL over several cards: what was asked, what is possible, and the patcher that does it."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ...families.native import find_native
+from ...families.spec import NativeModel
+from ...parallel.block_lists import execution_order, find_block_lists, followers, placed_blocks, transport_for
+from ...parallel.placement import Placement, native_block_flops, plan_manual, plan_placement
+from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy
+from .split_batches import run_overlapped
+from .split_forecast import log_plan, prepare_with_forecast, weight_bytes
+from .split_patcher import KEY, become_split
+from .split_tree import SplitPlan, make_tree, tree_of
+
+_log = logging.getLogger(__name__)
+_GB = 1e9
+_WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "fp8_e4m3fn": {"dtype": torch.float8_e4m3fn},
+    "fp8_e4m3fn_fast": {"dtype": torch.float8_e4m3fn, "fp8_optimizations": True},
+    "fp8_e5m2": {"dtype": torch.float8_e5m2},
+}
+WEIGHT_DTYPES = tuple(_WEIGHT_DTYPES)
+
+
+@dataclass(frozen=True)
+class SplitRequest:
+    """How a user wants a MODEL split.
+
+    Args:
+        devices: in execution order; the first is home, where embedders, tail and the sampler's tensors are.
+        balance: share out weights by bytes, computing time, or cut where split_at says.
+        split_at: index of the first block of each device after the first; for manual.
+        memory_limit_gb: decimal GB of weights each device may hold resident; () is as much as the host grants.
+        transport: auto takes the family's; relay is right for every model, stream for those that are known.
+        overlap: let micro-batches of a batch use the cards at the same time where that is known to be right.
+        offload: weights beyond a limit stay in host memory and are streamed at every use; else that is refused.
+    """
+
+    devices: tuple[torch.device, ...]
+    balance: Literal["memory", "time", "manual"] = "memory"
+    split_at: tuple[int, ...] = ()
+    memory_limit_gb: tuple[float, ...] = ()
+    transport: Literal["auto", "stream", "relay"] = "auto"
+    overlap: bool = True
+    offload: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.devices) < 2 or len(set(self.devices)) != len(self.devices):
+            raise ValueError(
+                f"a split needs two or more different devices; asked for {', '.join(map(str, self.devices)) or 'none'}"
+            )
+        if self.memory_limit_gb and len(self.memory_limit_gb) != len(self.devices):
+            raise ValueError(
+                f"memory_limit_gb has {len(self.memory_limit_gb)} numbers for {len(self.devices)} devices; give one "
+                "number per device, or none"
+            )
+        if any(limit <= 0 for limit in self.memory_limit_gb):
+            raise ValueError(f"memory_limit_gb {list(self.memory_limit_gb)}: every limit must be above 0")
+        if (self.balance == "manual") != bool(self.split_at):
+            raise ValueError("split_at belongs to balance manual: give both or neither")
+
+
+def split_model(model: Any, request: SplitRequest) -> Any:
+    """A MODEL that computes as this one does, its blocks spread over the devices; the given one is not touched.
+
+    If the given MODEL is on a card now it is unloaded first, as the host's own multi-GPU nodes do. Weights move when a
+    sampler loads the result.
+
+    Raises: ValueError or RuntimeError, before anything moves, if the model cannot be split as asked.
+    """
+    _check_splittable(model)
+    plan = plan_split(model.model.diffusion_model, request)
+    log_plan(model.model, plan)
+    _unload(model)
+    copied, copies = copy_structure(model.model)
+    make_tree(copied, plan, _origin_of(model))
+    split = model.clone(model_override=(copied, ({}, {}, {}, set())))
+    if tree_of(copied) is not None and not hasattr(split, "companions"):
+        become_split(split)
+    split.parent = None  # the host hands a dead patcher's place to its parent, which here is another model
+    split.clone_base_uuid = uuid.uuid4()
+    split.hook_backup = {}
+    split.current_hooks = None
+    _follow_patches(split, copies)
+    return _finish(split)
+
+
+def load_split_model(path: Path, weight_dtype: str, request: SplitRequest | None) -> Any:
+    """Load a diffusion model file as a MODEL that never exists unsplit; request None loads it for one device.
+
+    Raises: ValueError or RuntimeError as split_model; RuntimeError from the host for a file it does not know.
+    """
+    import comfy.sd
+
+    options = dict(_WEIGHT_DTYPES[weight_dtype])
+    if request is None:
+        return comfy.sd.load_diffusion_model(str(path), model_options=options)
+    options["load_device"] = request.devices[0]
+    model = comfy.sd.load_diffusion_model(str(path), model_options=options)
+    plan = plan_split(model.model.diffusion_model, request)
+    log_plan(model.model, plan)
+    make_tree(model.model, plan)
+    return _finish(become_split(model))
+
+
+def describe_split(model: Any) -> str:
+    """One line: blocks and weights per device; for an unsplit model its device."""
+    tree = tree_of(model.model)
+    if tree is None:
+        return f"whole model on {model.load_device}"
+    sizes = weight_bytes(model.model, tree.plan)
+    parts = [f"{device}: {len(tree.plan.blocks_on(device))} blocks, {sizes[device] / _GB:.2f} GB" for device in sizes]
+    return f"{'; '.join(parts)} ({tree.plan.transport})"
+
+
+def _finish(split: Any) -> Any:
+    from comfy.patcher_extension import WrappersMP
+
+    for kind, wrapper in (
+        (WrappersMP.PREPARE_SAMPLING, prepare_with_forecast),
+        (WrappersMP.CALC_COND_BATCH, run_overlapped),
+    ):
+        split.remove_wrappers_with_key(kind, KEY)
+        split.add_wrapper_with_key(kind, KEY, wrapper)
+    return split
+
+
+# ---- planning
+
+
+def plan_split(diffusion_model: nn.Module, request: SplitRequest) -> SplitPlan:
+    """Decide where every block goes and how activations travel; reads sizes only.
+
+    Raises: ValueError if the class has no blocks that can be found, the cuts are wrong or the limits are too small.
+    """
+    layout, is_described = _layout(diffusion_model)
+    blocks = placed_blocks(diffusion_model, layout)
+    leaders = followers(diffusion_model, layout)
+    main = _place(diffusion_model, layout, blocks, leaders, request)
+    order = execution_order(diffusion_model, layout)
+    placement = Placement(order, tuple(main.device_of(leaders.get(name, name)) for name in order), request.devices[0])
+    transport = _transport(diffusion_model, layout, request, is_described)
+    return SplitPlan(
+        placement=placement,
+        layout=layout,
+        transport=transport,
+        limit_bytes={d: int(gb * _GB) for d, gb in zip(request.devices, request.memory_limit_gb, strict=False)},
+        overlap=request.overlap and transport == "stream" and layout.can_overlap,
+        is_described=is_described,
+    )
+
+
+def _layout(diffusion_model: nn.Module) -> tuple[NativeModel, bool]:
+    layout = find_native(type(diffusion_model))
+    if layout is not None:
+        if layout.refusal:
+            raise ValueError(f"{layout.class_name} cannot be split across GPUs: {layout.refusal}")
+        return layout, True
+    lists = find_block_lists(diffusion_model)
+    name = type(diffusion_model).__name__
+    _log.warning("%s is not a model we know; its blocks were found in %s and are relayed", name, ", ".join(lists))
+    return (
+        NativeModel(
+            class_name=name,
+            module=type(diffusion_model).__module__,
+            block_lists=lists,
+            tail=(),
+            transport="relay",
+            can_overlap=False,
+            note="not described; blocks found by their containers",
+        ),
+        False,
+    )
+
+
+def _transport(
+    diffusion_model: nn.Module, layout: NativeModel, request: SplitRequest, is_described: bool
+) -> Literal["stream", "relay"]:
+    natural = transport_for(diffusion_model, layout)
+    if request.transport == "auto" or request.transport == natural:
+        return natural
+    if request.transport == "stream":
+        why = "it is not described" if not is_described else layout.note
+        raise ValueError(
+            f"transport stream would give {layout.class_name} wrong pictures or errors ({why}); use auto or relay"
+        )
+    return "relay"
+
+
+def _place(
+    diffusion_model: nn.Module,
+    layout: NativeModel,
+    blocks: tuple[str, ...],
+    leaders: Mapping[str, str],
+    request: SplitRequest,
+) -> Placement:
+    sizes, home_bytes = _sizes(diffusion_model, blocks, leaders)
+    devices = request.devices
+    limits: dict[torch.device, int | None] = {
+        d: int(gb * _GB) for d, gb in zip(devices, request.memory_limit_gb, strict=False)
+    }
+    if request.balance == "manual":
+        return plan_manual(blocks, devices, request.split_at)
+    cost, home_cost = _cost(diffusion_model, layout, blocks, sizes, home_bytes, request)
+    capacity = _capacity(devices, limits) if request.balance == "memory" else ()
+
+    def plan(budget: dict[torch.device, int | None]) -> Placement:
+        return plan_placement(
+            blocks,
+            devices,
+            block_cost=cost,
+            home_cost=home_cost,
+            block_bytes=sizes,
+            home_bytes=home_bytes,
+            budget_bytes=budget,
+            capacity=capacity,
+        )
+
+    try:
+        return plan(_budgets(devices, limits))
+    except ValueError as error:
+        if not request.offload:
+            raise
+        _log.warning("%s; what does not fit stays in host memory and is streamed at every step", error)
+        return plan({})
+
+
+def _cost(
+    diffusion_model: nn.Module,
+    layout: NativeModel,
+    blocks: tuple[str, ...],
+    sizes: list[int],
+    home_bytes: int,
+    request: SplitRequest,
+) -> tuple[list[float], float]:
+    if request.balance == "memory":
+        return [float(size) for size in sizes], float(home_bytes)
+    return native_block_flops(diffusion_model, layout, blocks), 0.0
+
+
+def _sizes(diffusion_model: nn.Module, blocks: tuple[str, ...], leaders: Mapping[str, str]) -> tuple[list[int], int]:
+    """Bytes as stored of each placed block with its followers, and of everything else."""
+    from comfy.model_management import module_size
+
+    size = {name: int(module_size(diffusion_model.get_submodule(name))) for name in blocks}
+    for follower, leader in leaders.items():
+        size[leader] += int(module_size(diffusion_model.get_submodule(follower)))
+    return list(size.values()), int(module_size(diffusion_model)) - sum(size.values())
+
+
+def _budgets(
+    devices: tuple[torch.device, ...], limits: Mapping[torch.device, int | None]
+) -> dict[torch.device, int | None]:
+    """Bytes of weights each card can hold beside what the host keeps for computing, and within the user's limit."""
+    from comfy.model_management import get_total_memory, is_device_cpu, minimum_inference_memory
+
+    budgets: dict[torch.device, int | None] = {}
+    for device in devices:
+        limit = limits.get(device)
+        if is_device_cpu(device):
+            budgets[device] = limit
+            continue
+        room = int(get_total_memory(device) - minimum_inference_memory())
+        budgets[device] = room if limit is None else min(room, limit)
+    return budgets
+
+
+def _capacity(devices: tuple[torch.device, ...], limits: Mapping[torch.device, int | None]) -> list[float | None]:
+    return [None if limit is None else float(limit) for limit in _budgets(devices, limits).values()]
+
+
+# ---- the incoming MODEL
+
+
+def _check_splittable(model: Any) -> None:
+    if not hasattr(getattr(model, "model", None), "diffusion_model"):
+        raise ValueError(f"this MODEL holds a {type(getattr(model, 'model', None)).__name__}, no diffusion model")
+    if model.get_additional_models_with_key("multigpu") or model.is_multigpu_base_clone:
+        raise ValueError(
+            "this MODEL is replicated by 'MultiGPU CFG Split'; splitting it as well is not possible. Use one of the two"
+        )
+    for what, key in _compiled(model):
+        raise ValueError(f"{what} was applied to {key} before the split; put the compile node after the split")
+
+
+def _compiled(model: Any) -> list[tuple[str, str]]:
+    from comfy.patcher_extension import WrappersMP
+
+    found = [("torch.compile", "the model") for _ in model.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile")]
+    return found + [
+        ("torch.compile", key) for key, value in model.object_patches.items() if hasattr(value, "_orig_mod")
+    ]
+
+
+def _unload(model: Any) -> None:
+    """Take every patcher of this model off its card, so that the weights are as they were loaded."""
+    import comfy.model_management as management
+
+    for loaded in list(management.current_loaded_models):
+        patcher = loaded.model
+        if patcher is not None and patcher.model is model.model:
+            loaded.model_unload()
+            management.current_loaded_models.remove(loaded)
+
+
+def _origin_of(model: Any) -> Origin:
+    """The incoming model's weights, while it is alive and they are unpatched in host memory."""
+    import weakref
+
+    base, backup = weakref.ref(model.model), model.backup
+
+    def find(name: str) -> torch.Tensor | None:
+        source = base()
+        if source is None:
+            return None
+        if name in backup:
+            return backup[name].weight
+        try:
+            return source.get_parameter(name)
+        except AttributeError:
+            return None
+
+    return Origin(find)
+
+
+def _follow_patches(split: Any, copies: ModuleMap) -> None:
+    """Make what earlier nodes attached work on the new tree.
+
+    Raises: ValueError for what holds on to the old one.
+    """
+    split.object_patches = {
+        key: follow_copy(value, copies, f"the patch of {key}") for key, value in split.object_patches.items()
+    }
+    options = split.model_options.get("transformer_options", {})
+    for name, patches in options.get("patches", {}).items():
+        check_independent(patches, copies, f"a patch {name!r}")
+    for name, patches in options.get("patches_replace", {}).items():
+        check_independent(patches, copies, f"a replacement patch {name!r}")
+    for registry, what in (
+        (split.wrappers, "a wrapper"),
+        (split.callbacks, "a callback"),
+        (split.injections, "a hook"),
+    ):
+        for kind, keyed in registry.items():
+            check_independent(keyed, copies, f"{what} {kind!r}")
+
+
+def replan(split: Any, **changes: Any) -> Any:
+    """For tests and experiments: the same split tree with other plan fields, such as overlap."""
+    tree = tree_of(split.model)
+    assert tree is not None
+    tree.plan = replace(tree.plan, **changes)
+    return split

@@ -1,0 +1,261 @@
+"""The module tree of a split model: which part of it each card answers for, and how a forward runs over all of them.
+
+One tree belongs to one split. Its blocks are also members of one small model per further card (a shard), under the
+names they have in the whole, so that ComfyUI's stock patcher can load, patch, offload and evict each part by itself.
+While stock code works on the home card's part, the other cards' blocks are taken out of their lists (`home_only`);
+everything else, LoRA key maps, injections, the forward, sees the whole tree.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ...families.spec import NativeModel
+from ...parallel.block_lists import BlockCalls, hooked_modules, tail_modules
+from ...parallel.bridge import Bridge
+from ...parallel.placement import Placement
+from ...patches.hooks import HookSet
+from .model_copy import Origin
+from .split_options import guard_options, wrap_control
+
+_log = logging.getLogger(__name__)
+_ATTRIBUTE = "devicebridge_split"
+ROOT = "diffusion_model"
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """What was decided about a split, for any tree of the same architecture.
+
+    Args:
+        placement: block fqns inside the diffusion model, and their devices.
+        layout: what the class is; for a class nobody described a row made from its block lists.
+        transport: how activations travel.
+        limit_bytes: weights each device may hold resident; absent is unlimited.
+        overlap: whether micro-batches of a batch may use the cards at the same time.
+        is_described: whether the class is in families/native.py; else its first forward is watched.
+    """
+
+    placement: Placement
+    layout: NativeModel
+    transport: Literal["stream", "relay"]
+    limit_bytes: Mapping[torch.device, int] = field(default_factory=dict)
+    overlap: bool = True
+    is_described: bool = True
+
+    @property
+    def home(self) -> torch.device:
+        return self.placement.home
+
+    @property
+    def foreign_devices(self) -> tuple[torch.device, ...]:
+        return tuple(device for device in self.placement.used_devices if device != self.home)
+
+    def blocks_on(self, device: torch.device) -> list[str]:
+        placement = self.placement
+        return [name for name, place in zip(placement.blocks, placement.devices, strict=True) if place == device]
+
+
+class Shard(nn.Module):
+    """Some blocks of a model under the names they have there; stands in for the whole where one card is concerned."""
+
+    def __init__(self, base: nn.Module, block_names: list[str]) -> None:
+        super().__init__()
+        self.__dict__["_base"] = weakref.ref(base)
+        self.device: torch.device | None = None
+        for name in block_names:
+            self._adopt(f"{ROOT}.{name}", base.get_submodule(f"{ROOT}.{name}"))
+
+    def _adopt(self, fqn: str, block: nn.Module) -> None:
+        parent: nn.Module = self
+        *path, last = fqn.split(".")
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(last, block)
+
+    @property
+    def manual_cast_dtype(self) -> torch.dtype | None:
+        return self.__dict__["_base"]().manual_cast_dtype
+
+    def get_dtype(self) -> torch.dtype:
+        return self.__dict__["_base"]().get_dtype()
+
+
+class SplitTree:
+    """The split state of one BaseModel: its shards, its two views, its hooks."""
+
+    def __init__(self, base: nn.Module, plan: SplitPlan, origin: Origin | None) -> None:
+        self._base = weakref.ref(base)
+        self.plan = plan
+        self.origin = origin
+        name = f"{type(base).__name__}Shard"  # the host logs it
+        make_shard = type(name, (Shard,), {})
+        self.shards: dict[torch.device, nn.Module] = {
+            device: make_shard(base, plan.blocks_on(device)) for device in plan.foreign_devices
+        }
+        self._foreign = _children_by_list(plan)
+        self._hidden: dict[str, dict[str, nn.Module | None]] = {}
+        self._attached_by: int | None = None
+        self._hooks = HookSet()
+        self._called = self._called_modules()
+        self.bridge = self._make_bridge()
+        self._calls: BlockCalls | None = None
+        self._is_proven = plan.is_described
+
+    @property
+    def base(self) -> Any:
+        return self._base()
+
+    @property
+    def diffusion_model(self) -> nn.Module:
+        return self.base.diffusion_model
+
+    # ---- views
+
+    @contextmanager
+    def home_only(self) -> Iterator[None]:
+        """Blocks of other cards are out of their lists; the remaining ones keep their numbers."""
+        if self._hidden:
+            yield
+            return
+        self._hide()
+        try:
+            yield
+        finally:
+            self._show()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Every block is in its list, also inside home_only."""
+        if not self._hidden:
+            yield
+            return
+        self._show()
+        try:
+            yield
+        finally:
+            self._hide()
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._hidden
+
+    def _hide(self) -> None:
+        for name, foreign in self._foreign.items():
+            container = self.diffusion_model.get_submodule(name)
+            self._hidden[name] = container._modules
+            container._modules = {key: child for key, child in container._modules.items() if key not in foreign}
+
+    def _show(self) -> None:
+        for name, children in self._hidden.items():
+            self.diffusion_model.get_submodule(name)._modules = children
+        self._hidden.clear()
+
+    def is_foreign(self, key: str) -> bool:
+        """Whether a name inside the BaseModel lies in a block of another card."""
+        return self.plan.placement.device_of(key.removeprefix(f"{ROOT}.")) != self.plan.home
+
+    # ---- the forward
+
+    def attach(self, owner: object) -> None:
+        """Hook the tree for this patcher; the hooks of another are replaced, since one patcher is loaded at a time."""
+        self._remove_hooks()
+        self._attached_by = id(owner)
+        self.bridge.attach()
+        self._hooks.before(self.diffusion_model, self._start)
+        self._hooks.after(self.diffusion_model, self._finish, also_on_error=True)
+
+    def detach(self, owner: object) -> None:
+        """Take off the hooks this patcher attached; those of another stay (a clone dies while its original runs)."""
+        if self._attached_by == id(owner):
+            self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        self._attached_by = None
+        self.bridge.remove()
+        self._hooks.remove()
+
+    def _make_bridge(self) -> Bridge:
+        return Bridge(
+            self._called_modules(),
+            self.plan.home,
+            tail=tail_modules(self.diffusion_model, self.plan.layout),
+            transport=self.plan.transport,
+            passed_by=self.plan.layout.passed_by,
+        )
+
+    def _called_modules(self) -> dict[nn.Module, torch.device]:
+        placement, layout = self.plan.placement, self.plan.layout
+        return {
+            module: device
+            for name, device in zip(placement.blocks, placement.devices, strict=True)
+            for module in hooked_modules(self.diffusion_model, layout, name)
+        }
+
+    def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._follow_compiled_blocks()
+        if not self._is_proven:
+            self._watch_first_forward()
+        self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
+        self.bridge.begin()
+        kwargs = dict(kwargs)
+        if isinstance(kwargs.get("control"), dict):
+            kwargs["control"] = wrap_control(kwargs["control"], self.bridge)
+        if isinstance(kwargs.get("transformer_options"), dict):
+            kwargs["transformer_options"] = guard_options(kwargs["transformer_options"], self.bridge, self.plan)
+        return self.bridge.move((args, kwargs), self.plan.home)
+
+    def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        try:
+            if output is not None and self._calls is not None:
+                self._calls.check()
+                self._calls, self._is_proven = None, True
+            return self.bridge.move(output, self.plan.home) if output is not None else None
+        finally:
+            self.bridge.end()
+
+    def _follow_compiled_blocks(self) -> None:
+        """Hook the compiled wrapper of a block where a compile node has put one, so that the hooks stay out of it."""
+        called = self._called_modules()
+        if called.keys() == self._called.keys():
+            return
+        self.bridge.remove()
+        self._called, self.bridge = called, self._make_bridge()
+        self.bridge.attach()
+
+    def _watch_first_forward(self) -> None:
+        if self._calls is not None:
+            self._calls.stop()
+        self._calls = BlockCalls(self.diffusion_model, self.plan.placement.blocks)
+
+
+def _children_by_list(plan: SplitPlan) -> dict[str, set[str]]:
+    foreign: dict[str, set[str]] = defaultdict(set)
+    for device in plan.foreign_devices:
+        for name in plan.blocks_on(device):
+            container, _, child = name.rpartition(".")
+            foreign[container].add(child)
+    return dict(foreign)
+
+
+def tree_of(base: nn.Module) -> SplitTree | None:
+    """The split a BaseModel belongs to; None for an ordinary one."""
+    return base.__dict__.get(_ATTRIBUTE)
+
+
+def make_tree(base: nn.Module, plan: SplitPlan, origin: Origin | None = None) -> SplitTree:
+    """Make a BaseModel that nobody else uses the tree of a split."""
+    tree = SplitTree(base, plan, origin)
+    base.__dict__[_ATTRIBUTE] = tree
+    return tree

@@ -1,0 +1,210 @@
+"""Where the blocks of a native model are: by its description, or by looking for them in a model nobody described.
+
+A described model (families/native.py) says which lists it has and in which order they run. An unknown one is searched:
+relay transport with a hook on each block is right for any model whose blocks are called as modules and return what they
+compute, so it is enough to find containers of alike modules that hold the weights. What cannot be seen from outside is
+whether the model really calls them; `BlockCalls` watches that during one forward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..families.spec import NativeModel, Transport
+from ..patches.hooks import BeforeHook, HookSet
+
+# Lists below this share of a model's bytes are embedders and the like: moving them saves nothing and costs two copies.
+_MIN_SHARE = 0.05
+# A child above this share is where the model is, and is searched in turn if nothing is found beside it.
+_MAIN_SHARE = 0.5
+
+
+def block_fqns(model: nn.Module, block_lists: Sequence[str], optional: Sequence[str] = ()) -> tuple[str, ...]:
+    """fqns of all blocks of these lists, list by list. A name that is no ModuleList or ModuleDict is itself a block.
+
+    Raises: ValueError if a list that is not optional is missing, or there is no block at all.
+    """
+    names: list[str] = []
+    for name in block_lists:
+        container = _find(model, name)
+        if container is None and name not in optional:
+            children = ", ".join(child for child, _ in model.named_children())
+            raise ValueError(
+                f"the blocks of {type(model).__name__} should be in {name!r}; this one has {children or 'no children'}"
+            )
+        if isinstance(container, (nn.ModuleList, nn.ModuleDict)):
+            names += [f"{name}.{key}" for key in container._modules]
+        elif container is not None:
+            names.append(name)
+    if not names:
+        raise ValueError(f"{type(model).__name__} has no block in {', '.join(block_lists)}; there is nothing to split")
+    return tuple(names)
+
+
+def placed_blocks(model: nn.Module, native: NativeModel) -> tuple[str, ...]:
+    """fqns of the blocks a placement is made for, in execution order."""
+    return block_fqns(model, native.main_lists, native.optional)
+
+
+def followers(model: nn.Module, native: NativeModel) -> dict[str, str]:
+    """fqn of each block that takes another block's device -> fqn of that block."""
+    leaders: dict[str, str] = {}
+    for name, follows in native.follows.items():
+        if _find(model, name) is not None:
+            mapping: dict[int, int] = getattr(model, follows.mapping)
+            leaders.update({f"{name}.{side}": f"{follows.main}.{main}" for main, side in mapping.items()})
+    return leaders
+
+
+def execution_order(model: nn.Module, native: NativeModel) -> tuple[str, ...]:
+    """fqns of all blocks as one forward runs them: each follower right after the block it follows."""
+    behind: dict[str, list[str]] = {}
+    for follower, leader in followers(model, native).items():
+        behind.setdefault(leader, []).append(follower)
+    return tuple(chain.from_iterable((name, *behind.get(name, ())) for name in placed_blocks(model, native)))
+
+
+def transport_for(model: nn.Module, native: NativeModel) -> Transport:
+    """How activations travel in this model.
+
+    The last block's output goes home. If a follower runs after the last block, its result would be added there from
+    another card, so such a build relays.
+    """
+    ends_with_follower = execution_order(model, native)[-1] in followers(model, native)
+    return "relay" if ends_with_follower else native.transport
+
+
+def hooked_modules(model: nn.Module, native: NativeModel, block: str) -> tuple[nn.Module, ...]:
+    """The modules of one block that the model calls: the block itself, or its children where only those are called."""
+    module = model.get_submodule(block)
+    return tuple(module.children()) if native.hooks_children else (module,)
+
+
+def tail_modules(model: nn.Module, native: NativeModel) -> tuple[nn.Module, ...]:
+    """The modules of the tail that this build has; lists stand for their members."""
+    found = (_find(model, name) for name in native.tail)
+    return tuple(
+        chain.from_iterable(
+            module if isinstance(module, nn.ModuleList) else (module,) for module in found if module is not None
+        )
+    )
+
+
+def find_block_lists(model: nn.Module) -> tuple[str, ...]:
+    """fqns of the lists of blocks in a model nobody described, in registration order; for relay transport only.
+
+    A list is a ModuleList or ModuleDict child with at least two entries of one class, or one that holds most of the
+    bytes; either way it holds a share of the model worth moving. If there is none, the child that holds most of the
+    bytes is searched.
+
+    Raises: ValueError that says what was looked for and what is there.
+    """
+    name, module = "", model
+    while True:
+        found = _lists_of(module, _num_bytes(model))
+        if found:
+            return tuple(name + child for child in found)
+        main = _main_child(module, _num_bytes(model))
+        if main is None:
+            raise ValueError(_nothing_found(model))
+        name, module = f"{name}{main}.", module.get_submodule(main)
+
+
+def _lists_of(module: nn.Module, total_bytes: int) -> list[str]:
+    return [
+        name
+        for name, child in module.named_children()
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and _looks_like_blocks(child, total_bytes)
+    ]
+
+
+def _looks_like_blocks(container: nn.ModuleList | nn.ModuleDict, total_bytes: int) -> bool:
+    share = _num_bytes(container) / max(total_bytes, 1)
+    classes = Counter(type(entry) for entry in container._modules.values() if entry is not None)
+    are_alike = max(classes.values(), default=0) >= 2
+    return share > _MAIN_SHARE or (are_alike and share >= _MIN_SHARE)
+
+
+def _main_child(module: nn.Module, total_bytes: int) -> str | None:
+    """The child that holds most of the bytes, if one does."""
+    sizes = {name: _num_bytes(child) for name, child in module.named_children()}
+    largest = max(sizes, key=lambda name: sizes[name], default=None)
+    return largest if largest is not None and sizes[largest] > _MAIN_SHARE * total_bytes else None
+
+
+def _nothing_found(model: nn.Module) -> str:
+    children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children())
+    return (
+        f"{type(model).__name__} has no ModuleList or ModuleDict with two or more blocks of one class that holds at "
+        f"least {_MIN_SHARE:.0%} of its weights, so there is nothing to split; its children are {children or 'none'}"
+    )
+
+
+def _num_bytes(module: nn.Module) -> int:
+    tensors: Iterable[torch.Tensor] = chain(module.parameters(), module.buffers())
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _find(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of this fqn; None where the model has no such attribute, or None in its place."""
+    found: object = model
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, nn.Module) else None
+
+
+class BlockCalls:
+    """Watches which blocks a model calls, for models nobody described.
+
+    A block that is not called as a module (the model walks its children, or calls another method) gets no activations
+    from a bridge. On a card that is a device mismatch; with weights that are cast on every use it works, slowly and
+    without a word. So the first forward of an unknown model is watched.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        """Start watching; blocks are fqns."""
+        self._model = type(model).__name__
+        self._calls = dict.fromkeys(blocks, 0)
+        self._hooks = HookSet()
+        for name in blocks:
+            self._hooks.before(model.get_submodule(name), self._counter(name))
+
+    def _counter(self, name: str) -> BeforeHook:
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._calls[name] += 1
+            return args, kwargs
+
+        return count
+
+    @property
+    def silent(self) -> tuple[str, ...]:
+        """fqns of the blocks that were not called so far."""
+        return tuple(name for name, calls in self._calls.items() if not calls)
+
+    def stop(self) -> None:
+        """Take the hooks off; a second call is a no-op."""
+        self._hooks.remove()
+
+    def check(self) -> None:
+        """Stop watching and judge: a list none of whose blocks was called is not what it looks like.
+
+        Single blocks may be left out on purpose (skip-layer guidance), a whole list hardly.
+
+        Raises: RuntimeError that names the lists.
+        """
+        self.stop()
+        lists = Counter[str]()
+        for name, calls in self._calls.items():
+            lists[name.rpartition(".")[0] or name] += calls
+        unused = [name for name, calls in lists.items() if not calls]
+        if unused:
+            raise RuntimeError(
+                f"{self._model} did not call a single block of {', '.join(unused)} as a module, so a split cannot give "
+                "these blocks their inputs on another device; load the model without a split"
+            )

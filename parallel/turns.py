@@ -1,0 +1,368 @@
+"""Several forwards in flight over one split model: while one computes on the second card, the next is on the first.
+
+One forward is sequential over the cards; each waits while another works. m forwards of equal cost over n equal cards
+take (m + n - 1) / n of one forward's time when they follow each other through the cards, instead of m. Inference only.
+
+Threads without concurrency. Every forward (a job) runs in a host thread of its own, since the model's code is not ours
+and only a thread can be halted in the middle of it. But one baton goes round and only its holder runs, so patches and
+wrappers never meet each other, and the order in which kernels are issued is the same each time. The baton is handed on
+at every block, to the next job in order that can run. Handing it on only at borders would not do: a card's launch queue
+takes about a thousand kernels, then the host stands still, and with it the feeding of the other card.
+
+Devices are held. Besides the baton a job needs the device it computes on: it gets home in the order of the jobs, and at
+a border it lets go of one device and queues for the next, first come first served. So the kernels of one forward never
+stand in a card's queue in front of those of a forward that came before. There is no deadlock: a job that waits for a
+device holds none, so each device waited for is held by a job that can run, and each running job hands the baton on.
+
+Copies travel beside the kernels. torch's own copy between cards runs on the source's current stream and first waits for
+all that the target's current stream has been given, there possibly another forward's kernels. So at a border a copy is
+issued while the source is still held, on a pair of side streams: it waits for the source's kernels so far, which are
+this forward's own, and the target's current stream waits for it once the device is held. Both tensors are recorded on
+the streams that use them, lest the caching allocator hand out their memory early. Devices without streams, and copies
+from or to the host, take the ordinary way.
+
+When a job raises, the others are stopped where they next enter a block: an exception that is no Exception unwinds them,
+still one at a time. No thread outlives the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch
+
+from .bridge import Bridge, copy_to
+from .devices import device_module
+
+T = TypeVar("T")
+Trace = list[tuple[int, torch.device]]
+
+
+class Turns:
+    """Runs forwards through a bridged model interleaved; one run at a time per bridge.
+
+    Args:
+        bridge: of the model; attached.
+        trace: takes (job, device) for each time a job arrives on a device or enters a block there, in order of issue.
+    """
+
+    def __init__(self, bridge: Bridge, *, trace: Trace | None = None) -> None:
+        self.bridge = bridge
+        self.trace = trace
+        self._local = _Local()
+        self._error: BaseException | None = None
+
+    def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Run jobs, each one forward pass through the model, interleaved; their results in the order of the jobs.
+
+        Each runs in a thread that takes over this thread's grad and inference mode, autocast, dispatch modes, context
+        variables, current device and streams. A single job runs in this thread.
+
+        Raises: the first exception of a job, after all have ended; RuntimeError under autograd or inside another run.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError("interleaved forwards are for inference; run them under torch.inference_mode or no_grad")
+        with self.bridge.interleaved(self):
+            if len(jobs) < 2:
+                return [job() for job in jobs]
+            return self._run_in_threads([_Lane(index, job) for index, job in enumerate(jobs)])
+
+    def _run_in_threads(self, lanes: list[_Lane[T]]) -> list[T]:
+        schedule = _Schedule(lanes)
+        state = _ThreadState(self.bridge.devices)
+        threads = [_make_thread(self._work, lane, schedule, state) for lane in lanes]
+        try:
+            for thread in threads:
+                thread.start()
+            schedule.start(self.bridge.home)
+            for thread in threads:
+                thread.join()
+        except BaseException:  # KeyboardInterrupt while waiting, or no thread to be had
+            _end(schedule, threads)
+            self._error = None
+            raise
+        self._raise_error()
+        return [lane.result for lane in lanes]
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame: memory would wait for the garbage collector
+
+    def _work(self, lane: _Lane[Any], schedule: _Schedule, state: _ThreadState) -> None:
+        try:
+            schedule.await_first_turn(lane)
+            with state.taken_over():
+                self._local.lane, self._local.schedule = lane, schedule
+                lane.result = lane.job()
+        except _Stopped:
+            pass
+        except BaseException as error:
+            if not schedule.is_stopping:  # what a stopped job raises while it unwinds is a consequence
+                self._error = error
+                schedule.is_stopping = True
+        finally:
+            del lane.job
+            self.bridge.end()
+            schedule.leave(lane)
+
+    def arrive(self, device: torch.device) -> None:
+        """Let the other jobs go on, hold device, and have its current stream wait for what was copied to it.
+
+        For a thread that is no job's this is a no-op. Raises: _Stopped if the run is to end.
+        """
+        lane, schedule = self._local.lane, self._local.schedule
+        if lane is None or schedule is None:
+            return
+        schedule.pass_turn(lane, device)
+        if self.trace is not None:
+            self.trace.append((lane.index, device))
+        self.settle()
+
+    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy on device which its current stream must not use before the next arrive or settle."""
+        lane = self._local.lane
+        module = _module_with_streams(tensor.device, device)
+        if lane is None or module is None:
+            return copy_to(tensor, device)
+        pair = (tensor.device, device)
+        streams = self.bridge.side_streams.get(pair)
+        if streams is None:
+            streams = self.bridge.side_streams[pair] = _SideStreams(module, *pair)
+        copy, lane.arrivals[pair] = streams.copy(tensor)
+        return copy
+
+    def settle(self) -> None:
+        """Have the current streams wait for the copies this job has under way."""
+        lane = self._local.lane
+        if lane is None:
+            return
+        for (_, device), arrival in lane.arrivals.items():
+            module = device_module(device)
+            assert module is not None
+            module.current_stream(device).wait_event(arrival)
+        lane.arrivals.clear()
+
+
+class _Stopped(BaseException):
+    """Unwinds a job of a run that is to end; no Exception, so that no `except Exception` of a model keeps it."""
+
+
+class _Lane(Generic[T]):
+    """One job: what it does, what it holds and what it waits for."""
+
+    result: T
+
+    def __init__(self, index: int, job: Callable[[], T]) -> None:
+        self.index = index
+        self.job = job
+        self.device: torch.device | None = None  # held
+        self.wanted: torch.device | None = None  # queued for; then none is held
+        self.is_done = False
+        self.wake = threading.Event()
+        self.arrivals: dict[tuple[torch.device, torch.device], Any] = {}  # (source, target) -> event of the last copy
+
+
+class _Local(threading.local):
+    lane: _Lane[Any] | None = None
+    schedule: _Schedule | None = None
+
+
+class _Schedule:
+    """Who has the baton and who holds which device.
+
+    Only the holder of the baton changes anything, except for stop; the lock is for that and for the hand-over itself.
+    """
+
+    def __init__(self, lanes: Sequence[_Lane[Any]]) -> None:
+        self.is_stopping = False
+        self._lanes = lanes
+        self._running: _Lane[Any] | None = None
+        self._holders: dict[torch.device, _Lane[Any]] = {}
+        self._queues: dict[torch.device, deque[_Lane[Any]]] = {}
+        self._lock = threading.Lock()
+
+    def start(self, home: torch.device) -> None:
+        """Queue every job for home and hand the baton to the first."""
+        with self._lock:
+            for lane in self._lanes:
+                self._claim(lane, home)
+            self._hand_on(self._lanes[-1])
+
+    def stop(self) -> None:
+        """Have every job end where it next passes its turn; those that have not begun end at once."""
+        with self._lock:
+            self.is_stopping = True
+            for lane in self._lanes:
+                lane.wake.set()
+
+    def await_first_turn(self, lane: _Lane[Any]) -> None:
+        """Wait for the baton. Raises: _Stopped if the run is to end, then possibly without it."""
+        while self._running is not lane and not self.is_stopping:
+            _sleep(lane)
+        if self.is_stopping:
+            raise _Stopped
+
+    def pass_turn(self, lane: _Lane[Any], device: torch.device) -> None:
+        """Let go of another device if lane holds one, hand the baton on, and return with it and with device held.
+
+        Raises: _Stopped if the run is to end; the baton is then held, the device not necessarily.
+        """
+        if self.is_stopping:
+            raise _Stopped
+        with self._lock:
+            if lane.device != device:
+                self._release(lane)
+                self._claim(lane, device)
+            self._hand_on(lane)
+        while self._running is not lane:
+            _sleep(lane)
+        if self.is_stopping:
+            raise _Stopped
+
+    def leave(self, lane: _Lane[Any]) -> None:
+        """Let go of everything for good."""
+        with self._lock:
+            lane.is_done = True
+            self._release(lane)
+            if self._running is lane:
+                self._hand_on(lane)
+
+    def _claim(self, lane: _Lane[Any], device: torch.device) -> None:
+        if device in self._holders:
+            lane.wanted = device
+            self._queues.setdefault(device, deque()).append(lane)
+        else:
+            self._holders[device] = lane
+            lane.device = device
+
+    def _release(self, lane: _Lane[Any]) -> None:
+        """Give what lane holds to the next in the queue that is still there."""
+        device, lane.device = lane.device, None
+        if device is None:
+            return
+        del self._holders[device]
+        queue = self._queues.get(device)
+        while queue and device not in self._holders:
+            following = queue.popleft()
+            if not following.is_done:
+                following.wanted = None
+                self._claim(following, device)
+
+    def _hand_on(self, lane: _Lane[Any]) -> None:
+        """Give the baton to the first job after lane that can run, lane itself being the last to be asked."""
+        start = lane.index + 1
+        in_order = (*self._lanes[start:], *self._lanes[:start])
+        ready = (other for other in in_order if not other.is_done and (other.wanted is None or self.is_stopping))
+        following = self._running = next(ready, None)
+        if following is not None and following is not lane:
+            following.wake.set()
+
+
+def _sleep(lane: _Lane[Any]) -> None:
+    # The baton's holder is written before the event is set, so a wake-up cleared here too early is seen in the loop.
+    lane.wake.wait()
+    lane.wake.clear()
+
+
+def _make_thread(work: Callable[..., None], lane: _Lane[Any], *args: Any) -> threading.Thread:
+    run = contextvars.copy_context().run
+    return threading.Thread(target=run, args=(work, lane, *args), name=f"devicebridge-forward-{lane.index}")
+
+
+def _end(schedule: _Schedule, threads: Sequence[threading.Thread]) -> None:
+    """Stop the run and wait for the threads that were started, however often the user interrupts."""
+    while True:
+        try:
+            schedule.stop()
+            for thread in threads:
+                if thread.is_alive():
+                    thread.join()
+            return
+        except KeyboardInterrupt:
+            continue
+
+
+class _SideStreams:
+    """The two streams on which copies from source to target run, beside the kernels of both."""
+
+    def __init__(self, module: Any, source: torch.device, target: torch.device) -> None:
+        self.module = module
+        self.source, self.target = source, target
+        self.leaving, self.arriving = module.Stream(source), module.Stream(target)
+
+    def copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A copy on target and the event of its arrival."""
+        self.leaving.wait_stream(self.module.current_stream(self.source))
+        # torch runs the copy on the source's current stream and has it wait for the target's: both must be ours.
+        with self.module.stream(self.leaving), self.module.stream(self.arriving):
+            copy = tensor.to(self.target, non_blocking=True)
+        tensor.record_stream(self.leaving)
+        copy.record_stream(self.module.current_stream(self.target))
+        return copy, self.arriving.record_event()
+
+
+def _module_with_streams(source: torch.device, target: torch.device) -> Any:
+    """torch.cuda or its like if both devices are of it and it has streams; else None."""
+    if source.type != target.type:
+        return None
+    module = device_module(source)
+    needs = ("Stream", "stream", "current_stream", "set_stream")
+    return module if all(hasattr(module, name) for name in needs) else None
+
+
+class _ThreadState:
+    """What torch keeps per thread, as the thread that makes this has it."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._is_grad, self._is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._autocast = [_autocast_of(kind) for kind in {"cpu", *(device.type for device in devices)}]
+        self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
+        self._function_modes = overrides._get_current_function_mode_stack()
+        module = device_module(devices[0])
+        has_streams = _module_with_streams(devices[0], devices[0]) is not None
+        self._streams = [module.current_stream(device) for device in devices if has_streams and module is not None]
+        self._device = module.current_device() if module is not None and hasattr(module, "set_device") else None
+        self._module = module
+
+    @contextlib.contextmanager
+    def taken_over(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self._is_inference))
+            stack.enter_context(torch.set_grad_enabled(self._is_grad))
+            for kind, dtype, is_cached in filter(None, self._autocast):
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=is_cached))
+            # Pushed, not entered: entering a mode a second time may start its bookkeeping anew.
+            for mode in self._function_modes:
+                overrides._push_mode(mode)
+                stack.callback(overrides._pop_mode)
+            for mode in self._dispatch_modes:
+                _python_dispatch._push_mode(mode)
+                stack.callback(_python_dispatch._pop_mode)
+            self._take_over_device()
+            yield
+
+    def _take_over_device(self) -> None:
+        """The thread ends with the job, so nothing is put back."""
+        module: Any = self._module
+        for stream in self._streams:
+            module.set_stream(stream)
+        if self._device is not None:
+            module.set_device(self._device)  # last, since choosing a stream chooses its device
+
+
+def _autocast_of(kind: str) -> tuple[str, torch.dtype, bool] | None:
+    """Device type, dtype and whether casts are cached, where autocast is on; else None."""
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()

@@ -1,0 +1,840 @@
+"""Tiny builds of ComfyUI's model classes with the awkward options on, for native_forwards.py.
+
+Imports nothing of ComfyUI until a case is built. Shapes: batch 2 unless the class wants 1, images 6x8 or 4x6 cells,
+videos 3 frames. Parts that are large by construction and have nothing to do with blocks are replaced by stand-ins.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Inputs = dict[str, Any]
+
+
+def _leave(model: nn.Module) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Case:
+    """One build of a native class.
+
+    Args:
+        name: of the case. module, class_name: of the class. config: keyword arguments of the class.
+        inputs: makes the arguments of one forward, the same at every call.
+        adjust: called on the fresh model before its parameters are filled.
+        cards: how many emulated cards it is split over.
+        scale: standard deviation of the parameters.
+    """
+
+    name: str
+    module: str
+    class_name: str
+    config: Mapping[str, Any]
+    inputs: Callable[[], Inputs]
+    adjust: Callable[[nn.Module], None] = _leave
+    cards: int = 2
+    scale: float = 0.2
+
+    @property
+    def model_class(self) -> type[nn.Module]:
+        found: type[nn.Module] = getattr(importlib.import_module(self.module), self.class_name)
+        return found
+
+    def build(self) -> nn.Module:
+        """A new model on the CPU, the same weights every time; float32, its layers those of ComfyUI that do not cast."""
+        operations = importlib.import_module("comfy.ops").disable_weight_init
+        model = self.model_class(**self.config, dtype=torch.float32, device="cpu", operations=operations)
+        self.adjust(model)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in model.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) * self.scale
+        return model.requires_grad_(False).eval()
+
+
+def rand(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def padded(*shape: int) -> torch.Tensor:
+    """An integer mask whose last two tokens are padding."""
+    mask = torch.ones(shape, dtype=torch.long)
+    mask[..., -2:] = 0
+    return mask
+
+
+def steps(scale: float = 1.0) -> torch.Tensor:
+    """Two different timesteps. [2]"""
+    return torch.tensor([0.3, 0.7]) * scale
+
+
+# ---------------------------------------------------------------------------------------------------------------- FLUX
+_FLUX = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "depth": 2,
+    "depth_single_blocks": 3,
+    "axes_dim": [4, 6, 6],
+    "theta": 100,
+    "patch_size": 2,
+    "qkv_bias": True,
+    "mlp_ratio": 2.0,
+    "context_in_dim": 12,
+    "txt_ids_dims": [],
+}
+
+FLUX_1 = Case(
+    "flux1",
+    "comfy.ldm.flux.model",
+    "Flux",
+    {**_FLUX, "vec_in_dim": 10, "guidance_embed": True},
+    lambda: {
+        "x": rand(2, 4, 6, 8),
+        "timestep": steps(),
+        "context": rand(2, 5, 12),
+        "y": rand(2, 10),
+        "guidance": torch.tensor([3.5, 1.0]),
+        "ref_latents": [rand(2, 4, 4, 6)],
+        "attention_mask": rand(2, 1, 1, 23),  # 5 text, 12 image and 6 reference tokens
+        "control": {"input": [rand(2, 12, 32), rand(2, 12, 32, seed=2)], "output": [None, rand(2, 12, 32), rand(2, 12, 32)]},
+    },
+    cards=3,
+)
+
+FLUX_2 = Case(
+    "flux2",
+    "comfy.ldm.flux.model",
+    "Flux",
+    {
+        **_FLUX,
+        "axes_dim": [4, 4, 4, 4],
+        "vec_in_dim": None,
+        "guidance_embed": False,  # references at timestep zero double the batch of all but the guidance
+        "txt_ids_dims": [3],
+        "global_modulation": True,
+        "mlp_silu_act": True,
+        "ops_bias": False,
+        "qkv_bias": False,
+        "txt_norm": True,
+        "default_ref_method": "index",
+    },
+    lambda: {
+        "x": rand(2, 4, 6, 8),
+        "timestep": steps(),
+        "context": rand(2, 5, 12),
+        "ref_latents": [rand(2, 4, 4, 6)],
+        "ref_latents_method": "index_timestep_zero",
+    },
+    cards=3,
+)
+
+_CHROMA = {**_FLUX, "in_channels": 16, "in_dim": 64, "out_dim": 32, "hidden_dim": 24, "n_layers": 2, "vec_in_dim": None}
+
+
+def _chroma(channels: int, **more: Any) -> Inputs:
+    return {
+        "x": rand(2, channels, 6, 8),
+        "timestep": steps(),
+        "context": rand(2, 5, 12),
+        "guidance": torch.zeros(2),
+        "attention_mask": rand(2, 1, 1, 17),
+        **more,
+    }
+
+
+CHROMA = Case(
+    "chroma",
+    "comfy.ldm.chroma.model",
+    "Chroma",
+    {**_CHROMA, "out_channels": 16},
+    lambda: _chroma(4, control={"input": [rand(2, 12, 32)], "output": [None, rand(2, 12, 32)]}),
+)
+
+CHROMA_RADIANCE = Case(
+    "chroma_radiance",
+    "comfy.ldm.chroma_radiance.model",
+    "ChromaRadiance",
+    {
+        **_CHROMA,
+        "in_channels": 3,
+        "out_channels": 3,
+        "nerf_hidden_size": 8,
+        "nerf_mlp_ratio": 2,
+        "nerf_depth": 2,
+        "nerf_max_freqs": 4,
+        "nerf_tile_size": 0,
+        "nerf_final_head_type": "conv",
+        "nerf_embedder_dtype": torch.float32,
+        "use_x0": True,
+        "use_sequential_txt_ids": True,
+    },
+    lambda: _chroma(3),
+)
+
+# ----------------------------------------------------------------------------------------------------------------- Wan
+_WAN = {
+    "in_dim": 4,
+    "out_dim": 4,
+    "dim": 48,
+    "ffn_dim": 64,
+    "freq_dim": 32,
+    "text_dim": 12,
+    "num_heads": 2,
+    "num_layers": 4,
+}
+
+
+def _wan(*, height: int = 4, width: int = 6, **more: Any) -> Inputs:
+    """x [2, 4, 3, height, width]: 3 frames of patches of 2x2 cells."""
+    return {"x": rand(2, 4, 3, height, width), "timestep": steps(1000.0), "context": rand(2, 5, 12), **more}
+
+
+WAN = Case(
+    "wan",
+    "comfy.ldm.wan.model",
+    "WanModel",
+    {**_WAN, "model_type": "i2v", "in_dim_ref_conv": 4},
+    lambda: _wan(clip_fea=rand(2, 3, 1280), reference_latent=rand(2, 4, 4, 6), context_latents=[rand(2, 4, 1, 4, 6)]),
+    cards=3,
+)
+
+WAN_CAMERA = Case(
+    "wan_camera",
+    "comfy.ldm.wan.model",
+    "CameraWanModel",
+    {**_WAN, "in_dim_control_adapter": 2},
+    lambda: _wan(clip_fea=rand(2, 3, 1280), camera_conditions=rand(2, 2, 3, 32, 48)),
+)
+
+WAN_VACE = Case(
+    "wan_vace",
+    "comfy.ldm.wan.model",
+    "VaceWanModel",
+    {**_WAN, "vace_layers": 2, "vace_in_dim": 6},
+    lambda: _wan(vace_context=rand(2, 2, 6, 3, 4, 6), vace_strength=[1.0, 0.5]),
+)
+
+WAN_VACE_TO_THE_END = Case(
+    "wan_vace_to_the_end",
+    "comfy.ldm.wan.model",
+    "VaceWanModel",
+    {**_WAN, "vace_layers": 4, "vace_in_dim": 6},
+    lambda: _wan(vace_context=rand(2, 1, 6, 3, 4, 6), vace_strength=[0.5]),
+)
+
+WAN_S2V = Case(
+    "wan_s2v",
+    "comfy.ldm.wan.model",
+    "WanModel_S2V",
+    {**_WAN, "audio_dim": 8, "audio_inject_layers": [0, 2, 3]},
+    lambda: _wan(
+        height=8,
+        width=8,
+        audio_embed=rand(2, 25, 8, 12),
+        reference_latent=rand(2, 4, 1, 8, 8),
+        control_video=rand(2, 16, 3, 8, 8),
+        reference_motion=rand(2, 16, 19, 8, 8),
+    ),
+)
+
+
+class _AudioProjection(nn.Module):
+    """Stands for HuMo's audio projection: [B, F, 4] -> [B, F, 16 tokens, 1536]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 16 * 1536)
+
+    def forward(self, audio: torch.Tensor) -> torch.Tensor:
+        return self.linear(audio).unflatten(-1, (16, 1536))
+
+
+def _with_small_audio(model: nn.Module) -> None:
+    model.audio_proj = _AudioProjection()
+
+
+WAN_HUMO = Case(
+    "wan_humo",
+    "comfy.ldm.wan.model",
+    "HumoWanModel",
+    _WAN,
+    lambda: _wan(audio_embed=rand(2, 3, 4), reference_latent=rand(2, 4, 1, 4, 6)),
+    adjust=_with_small_audio,
+)
+
+
+class _MotionEncoder(nn.Module):
+    """Stands for Animate's motion encoder, which wants faces of 512x512 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 512)
+
+    def get_motion(self, faces: torch.Tensor) -> torch.Tensor:
+        return self.linear(faces.mean(dim=(-2, -1)))
+
+
+def _with_small_motion(model: nn.Module) -> None:
+    model.motion_encoder = _MotionEncoder()
+
+
+WAN_ANIMATE = Case(
+    "wan_animate",
+    "comfy.ldm.wan.model_animate",
+    "AnimateWanModel",
+    {**_WAN, "num_layers": 10},
+    lambda: _wan(
+        clip_fea=rand(2, 3, 1280), pose_latents=rand(2, 16, 2, 4, 6), face_pixel_values=rand(2, 3, 8, 4, 4)
+    ),
+    adjust=_with_small_motion,
+)
+
+_SCAIL = {name: value for name, value in _WAN.items() if name not in {"in_dim", "dim"}}
+
+WAN_SCAIL = Case(
+    "wan_scail",
+    "comfy.ldm.wan.model",
+    "SCAILWanModel",
+    {**_SCAIL, "in_dim": 4, "dim": 48},
+    lambda: _wan(clip_fea=rand(2, 3, 1280), pose_latents=rand(2, 4, 3, 2, 4), reference_latent=rand(2, 4, 1, 4, 6)),
+)
+
+WAN_SCAIL_2 = Case(
+    "wan_scail2",
+    "comfy.ldm.wan.model",
+    "SCAIL2WanModel",
+    {**_SCAIL, "in_dim": 4, "mask_in_dim": 5, "dim": 48},
+    lambda: _wan(
+        clip_fea=rand(2, 3, 1280),
+        pose_latents=rand(2, 4, 3, 2, 4),
+        reference_latent=rand(2, 4, 1, 4, 6),
+        ref_mask_latents=rand(2, 5, 4, 4, 6),
+        sam_latents=rand(2, 5, 3, 2, 4),
+        ref_mask_flag=False,
+    ),
+)
+
+WAN_DANCER = Case(
+    "wan_dancer",
+    "comfy.ldm.wan.model_wandancer",
+    "WanDancerModel",
+    {**_WAN, "audio_inject_layers": [0, 2, 3], "music_dim": 32, "music_latent_dim": 32},
+    lambda: _wan(height=4, width=8, clip_fea=rand(2, 3, 1280), clip_fea_ref=rand(2, 2, 1280), audio_embed=rand(2, 6, 35), fps=25),
+)
+
+# -------------------------------------------------------------------------------------------------------- other images
+QWEN = Case(
+    "qwen_image",
+    "comfy.ldm.qwen_image.model",
+    "QwenImageTransformer2DModel",
+    {
+        "in_channels": 16,
+        "out_channels": 4,
+        "num_layers": 4,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 12,
+        "axes_dims_rope": (4, 6, 6),
+    },
+    lambda: {
+        "x": rand(2, 4, 1, 6, 8),
+        "timestep": steps(),
+        "context": rand(2, 5, 12),
+        "attention_mask": padded(2, 5),
+        "ref_latents": [rand(2, 4, 1, 4, 6)],
+        "ref_latents_method": "index_timestep_zero",
+        "control": {"input": [rand(2, 12, 32), None, rand(2, 12, 32), rand(2, 12, 32, seed=3)]},
+    },
+)
+
+_NEXT_DIT = {
+    "in_channels": 4,
+    "dim": 48,
+    "n_layers": 4,
+    "n_refiner_layers": 2,
+    "n_heads": 2,
+    "n_kv_heads": 1,
+    "multiple_of": 8,
+    "qk_norm": True,
+    "cap_feat_dim": 12,
+    "axes_dims": (8, 8, 8),
+}
+
+LUMINA = Case(
+    "lumina2",
+    "comfy.ldm.lumina.model",
+    "NextDiT",
+    _NEXT_DIT,
+    lambda: {"x": rand(2, 4, 6, 8), "timesteps": steps(), "context": rand(2, 5, 12), "num_tokens": 5},
+)
+
+Z_IMAGE = Case(
+    "z_image",
+    "comfy.ldm.lumina.model",
+    "NextDiT",
+    {
+        **_NEXT_DIT,
+        "dim": 256,  # what its modulation wants at least
+        "axes_dims": (32, 48, 48),
+        "n_kv_heads": 2,
+        "z_image_modulation": True,
+        "pad_tokens_multiple": 4,
+        "siglip_feat_dim": 6,
+    },
+    lambda: {
+        "x": rand(1, 4, 6, 8),
+        "timesteps": steps()[:1],
+        "context": rand(1, 5, 12),
+        "num_tokens": 5,
+        "ref_latents": [rand(1, 4, 4, 6)],
+        "ref_contexts": [rand(1, 3, 12), rand(1, 2, 12)],
+        "siglip_feats": [rand(1, 2, 2, 6)],
+    },
+)
+
+PIXEL_NEXT_DIT = Case(
+    "next_dit_pixel",
+    "comfy.ldm.lumina.model",
+    "NextDiTPixelSpace",
+    {**_NEXT_DIT, "patch_size": 2, "decoder_hidden_size": 16, "decoder_num_res_blocks": 2},
+    lambda: {"x": rand(2, 4, 6, 8), "timesteps": steps(), "context": rand(2, 5, 12), "num_tokens": 5},
+)
+
+
+def _with_positions(model: nn.Module) -> None:
+    model.pos_embed = rand(*model.pos_embed.shape)
+
+
+SD3 = Case(
+    "sd3",
+    "comfy.ldm.modules.diffusionmodules.mmdit",
+    "OpenAISignatureMMDITWrapper",
+    {
+        "input_size": None,
+        "depth": 2,
+        "num_blocks": 4,
+        "adm_in_channels": 10,
+        "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 16, "out_features": 128}},
+        "context_size": 16,
+        "context_processor_layers": 1,
+        "pos_embed_max_size": 8,
+        "num_patches": 64,
+        "qk_norm": "rms",
+        "x_block_self_attn_layers": [0, 1],
+        "register_length": 1,
+    },
+    lambda: {
+        "x": rand(2, 4, 6, 8),
+        "timesteps": steps(1000.0),
+        "context": rand(2, 5, 16),
+        "y": rand(2, 10),
+        "control": {"output": [rand(2, 12, 128), None, rand(2, 12, 128), rand(2, 12, 128, seed=3)]},
+    },
+    adjust=_with_positions,
+    scale=0.05,
+)
+
+UNET = Case(
+    "unet",
+    "comfy.ldm.modules.diffusionmodules.openaimodel",
+    "UNetModel",
+    {
+        "image_size": 32,
+        "in_channels": 4,
+        "model_channels": 32,
+        "out_channels": 4,
+        "num_res_blocks": [1, 1],
+        "channel_mult": (1, 2),
+        "num_head_channels": 16,
+        "use_spatial_transformer": True,
+        "transformer_depth": [1, 1],
+        "transformer_depth_output": [1, 1, 1, 1],
+        "transformer_depth_middle": 1,
+        "context_dim": 12,
+        "num_classes": "sequential",
+        "adm_in_channels": 10,
+        "use_linear_in_transformer": True,
+        "legacy": False,
+    },
+    lambda: {
+        "x": rand(2, 4, 8, 8),
+        "timesteps": steps(1000.0),
+        "context": rand(2, 5, 12),
+        "y": rand(2, 10),
+        "control": {
+            "input": [rand(2, 64, 4, 4), None, rand(2, 32, 8, 8), rand(2, 32, 8, 8, seed=2)],
+            "middle": [rand(2, 64, 4, 4)],
+            "output": [rand(2, 32, 8, 8), rand(2, 32, 8, 8), rand(2, 32, 4, 4), rand(2, 64, 4, 4)],
+        },
+    },
+    cards=3,
+    scale=0.05,
+)
+
+HIDREAM = Case(
+    "hidream",
+    "comfy.ldm.hidream.model",
+    "HiDreamImageTransformer2DModel",
+    {
+        "patch_size": 2,
+        "in_channels": 4,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "caption_channels": [12, 14],
+        "text_emb_dim": 10,
+        "num_routed_experts": 2,
+        "num_activated_experts": 1,
+        "axes_dims_rope": (4, 6, 6),
+        "max_resolution": (16, 16),
+        "llama_layers": [0, 1, 2, 2],
+    },
+    lambda: {
+        "x": rand(2, 4, 6, 8),
+        "t": steps(1000.0),
+        "y": rand(2, 10),
+        "context": rand(2, 5, 12),
+        "encoder_hidden_states_llama3": rand(2, 3, 4, 14),
+    },
+)
+
+AURA = Case(
+    "aura_flow",
+    "comfy.ldm.aura.mmdit",
+    "MMDiT",
+    {
+        "dim": 32,
+        "n_layers": 5,
+        "n_double_layers": 2,
+        "n_heads": 2,
+        "global_conddim": 24,
+        "cond_seq_dim": 12,
+        "max_seq": 64,
+    },
+    lambda: {"x": rand(2, 4, 6, 8), "timestep": steps(), "context": rand(2, 5, 12)},
+)
+
+PIXART = Case(
+    "pixart",
+    "comfy.ldm.pixart.pixartms",
+    "PixArtMS",
+    {"hidden_size": 48, "depth": 4, "num_heads": 2, "caption_channels": 12, "model_max_length": 5},
+    lambda: {"x": rand(2, 4, 36, 40), "timesteps": steps(1000.0), "context": rand(2, 5, 12)},
+)
+
+OMNIGEN = Case(
+    "omnigen2",
+    "comfy.ldm.omnigen.omnigen2",
+    "OmniGen2Transformer2DModel",
+    {
+        "in_channels": 4,
+        "hidden_size": 48,
+        "num_layers": 4,
+        "num_refiner_layers": 1,
+        "num_attention_heads": 2,
+        "num_kv_heads": 1,
+        "multiple_of": 8,
+        "axes_dim_rope": (8, 8, 8),
+        "text_feat_dim": 12,
+    },
+    lambda: {
+        "x": rand(2, 4, 6, 8),
+        "timesteps": steps(),
+        "context": rand(2, 5, 12),
+        "num_tokens": 5,
+        "ref_latents": [rand(2, 4, 4, 6)],
+    },
+)
+
+# -------------------------------------------------------------------------------------------------------- other videos
+_HUNYUAN = {
+    **_FLUX,
+    "patch_size": [1, 2, 2],
+    "vec_in_dim": 10,
+    "guidance_embed": True,
+    "byt5": False,
+    "meanflow": False,
+    "use_cond_type_embedding": False,
+    "vision_in_dim": None,
+    "meanflow_sum": False,
+}
+del _HUNYUAN["txt_ids_dims"]
+
+HUNYUAN = Case(
+    "hunyuan_video",
+    "comfy.ldm.hunyuan_video.model",
+    "HunyuanVideo",
+    _HUNYUAN,
+    lambda: {
+        "x": rand(1, 4, 3, 4, 6),
+        "timestep": steps(1000.0)[:1],
+        "context": rand(1, 5, 12),
+        "y": rand(1, 10),
+        "guidance": torch.tensor([6.0]),
+        "attention_mask": padded(1, 5),
+        "guiding_frame_index": torch.zeros(1),
+        "ref_latent": rand(1, 4, 1, 4, 6),
+        "control": {"input": [rand(1, 24, 32), None], "output": [None, rand(1, 24, 32), rand(1, 24, 32, seed=2)]},
+    },
+)
+
+class _GlyphMapper(nn.Module):
+    """Stands for the ByT5 mapper, whose width is fixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 32)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.linear(states)
+
+
+def _with_small_glyphs(model: nn.Module) -> None:
+    model.byt5_in = _GlyphMapper()
+
+
+HUNYUAN_15 = Case(
+    "hunyuan_video_1.5",
+    "comfy.ldm.hunyuan_video.model",
+    "HunyuanVideo",
+    {
+        **_HUNYUAN,
+        "vec_in_dim": None,
+        "guidance_embed": False,
+        "byt5": True,
+        "meanflow": True,
+        "use_cond_type_embedding": True,
+        "vision_in_dim": 8,
+    },
+    lambda: {
+        "x": rand(2, 4, 3, 4, 6),
+        "timestep": steps(1000.0),
+        "context": rand(2, 5, 12),
+        "txt_byt5": rand(2, 3, 8),
+        "clip_fea": rand(2, 4, 8),
+        "transformer_options": {"sample_sigmas": torch.tensor([1.0, 0.5, 0.0]), "sigmas": torch.tensor([0.5])},
+    },
+    adjust=_with_small_glyphs,
+)
+
+_LTX = {
+    "in_channels": 4,
+    "cross_attention_dim": 32,
+    "attention_head_dim": 16,
+    "num_attention_heads": 2,
+    "caption_channels": 12,
+    "num_layers": 4,
+}
+
+
+def _denoise_mask() -> torch.Tensor:
+    """The last frame is a guide: its second half is left out. [2, 1, 3, 4, 6]"""
+    mask = torch.ones(2, 1, 3, 4, 6)
+    mask[:, :, 2, 2:] = -1
+    return mask
+
+
+LTXV = Case(
+    "ltxv",
+    "comfy.ldm.lightricks.model",
+    "LTXVModel",
+    {**_LTX, "cross_attention_adaln": True},
+    lambda: {
+        "x": rand(2, 4, 3, 4, 6),
+        "timestep": rand(2, 72).abs(),  # one per token
+        "context": rand(2, 5, 12),
+        "attention_mask": padded(2, 5),
+        "keyframe_idxs": rand(2, 3, 24, 2).abs(),
+        "denoise_mask": _denoise_mask(),
+        "transformer_options": {"guide_attention_entries": [{"pre_filter_count": 24, "strength": 0.5}]},
+    },
+)
+
+LTXAV = Case(
+    "ltxav",
+    "comfy.ldm.lightricks.av_model",
+    "LTXAVModel",
+    {
+        **_LTX,
+        "audio_in_channels": 128,
+        "audio_cross_attention_dim": 16,
+        "audio_attention_head_dim": 8,
+        "audio_num_attention_heads": 2,
+        "connector_attention_head_dim": 8,
+        "connector_num_attention_heads": 2,
+        "connector_num_layers": 1,
+    },
+    lambda: {
+        "x": [rand(2, 4, 3, 4, 6), rand(2, 8, 5, 16)],
+        "timestep": (steps(), steps()),
+        "context": rand(2, 5, 24),
+        "attention_mask": padded(2, 5),
+    },
+)
+
+_COSMOS = {
+    "max_img_h": 32,
+    "max_img_w": 32,
+    "max_frames": 8,
+    "in_channels": 4,
+    "out_channels": 4,
+    "patch_spatial": 2,
+    "patch_temporal": 1,
+    "model_channels": 48,
+    "num_blocks": 4,
+    "num_heads": 2,
+    "crossattn_emb_channels": 12,
+    "pos_emb_cls": "rope3d",
+    "use_adaln_lora": True,
+    "adaln_lora_dim": 8,
+    "extra_per_block_abs_pos_emb": True,
+}
+
+
+def _cosmos(**more: Any) -> Inputs:
+    return {"x": rand(2, 4, 3, 4, 6), "timesteps": steps(), "context": rand(2, 5, 12), **more}
+
+
+COSMOS_2 = Case(
+    "cosmos_predict2",
+    "comfy.ldm.cosmos.predict2",
+    "MiniTrainDIT",
+    _COSMOS,
+    lambda: _cosmos(fps=torch.tensor([24.0])),
+)
+
+
+class _TextAdapter(nn.Module):
+    """Stands for Anima's language model adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 12)
+
+    def forward(self, states: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return self.embed(ids) + states.mean(dim=1, keepdim=True)
+
+
+def _with_small_adapter(model: nn.Module) -> None:
+    model.llm_adapter = _TextAdapter()
+
+
+ANIMA = Case(
+    "anima",
+    "comfy.ldm.anima.model",
+    "Anima",
+    {**_COSMOS, "extra_per_block_abs_pos_emb": False},
+    lambda: _cosmos(t5xxl_ids=torch.arange(6).reshape(2, 3), t5xxl_weights=rand(2, 3, 1)),
+    adjust=_with_small_adapter,
+)
+
+COSMOS_1 = Case(
+    "cosmos1",
+    "comfy.ldm.cosmos.model",
+    "GeneralDIT",
+    {
+        **_COSMOS,
+        "block_x_format": "THWBD",
+        "extra_per_block_abs_pos_emb_type": "learnable",
+        "affline_emb_norm": True,
+        "concat_padding_mask": True,
+    },
+    lambda: _cosmos(fps=torch.tensor([24.0])),
+)
+
+MOCHI = Case(
+    "mochi",
+    "comfy.ldm.genmo.joint_model.asymm_models_joint",
+    "AsymmDiTJoint",
+    {
+        "hidden_size_x": 48,
+        "hidden_size_y": 24,
+        "depth": 3,
+        "num_heads": 2,
+        "mlp_ratio_x": 256.0,  # the class insists on 12288 wide
+        "use_t5": True,
+        "t5_feat_dim": 16,
+        "t5_token_length": 5,
+        "learn_sigma": False,
+        "qk_norm": True,
+    },
+    lambda: {
+        "x": rand(2, 4, 3, 4, 6),
+        "timestep": steps(),
+        "context": rand(2, 5, 16),
+        "attention_mask": padded(2, 5),
+        "num_tokens": 5,
+    },
+)
+
+KANDINSKY = Case(
+    "kandinsky5",
+    "comfy.ldm.kandinsky5.model",
+    "Kandinsky5",
+    {
+        "in_visual_dim": 4,
+        "out_visual_dim": 4,
+        "in_text_dim": 12,
+        "in_text_dim2": 10,
+        "time_dim": 24,
+        "model_dim": 48,
+        "ff_dim": 64,
+        "visual_embed_dim": 16,
+        "num_text_blocks": 1,
+        "num_visual_blocks": 4,
+        "axes_dims": (8, 8, 8),
+    },
+    lambda: {"x": rand(2, 4, 3, 4, 6), "timestep": steps(1000.0), "context": rand(2, 5, 12), "y": rand(2, 10)},
+)
+
+# --------------------------------------------------------------------------------------------------------------- audio
+class _LyricEncoder(nn.Module):
+    """Stands for ACE-Step's lyric encoder, whose width is fixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, lyrics: torch.Tensor, mask: Any, **options: Any) -> tuple[torch.Tensor, Any]:
+        return self.linear(lyrics), mask
+
+
+def _with_small_lyrics(model: nn.Module) -> None:
+    model.lyric_encoder = _LyricEncoder()
+
+
+ACE_STEP = Case(
+    "ace_step",
+    "comfy.ldm.ace.model",
+    "ACEStepTransformer2DModel",
+    {
+        "num_layers": 4,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "max_position": 64,
+        "speaker_embedding_dim": 6,
+        "text_embedding_dim": 12,
+        "ssl_latent_dims": [8, 8],
+        "lyric_encoder_vocab_size": 20,
+        "lyric_hidden_size": 16,
+    },
+    lambda: {
+        "x": rand(2, 8, 16, 6),
+        "timestep": steps(),
+        "context": rand(2, 5, 12),
+        "speaker_embeds": rand(2, 6),
+        "lyric_token_idx": torch.arange(8).reshape(2, 4),
+    },
+    adjust=_with_small_lyrics,
+)
+
+CASES: tuple[Case, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Case))

@@ -1,0 +1,178 @@
+"""ComfyUI on emulated cards: what stands in for a machine with several GPUs, and what a user does with a model.
+
+Three questions ComfyUI asks of the machine (which cards, how large, how much is free) are answered from the emulation;
+its model management, loader, patcher, nodes and samplers are its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import comfy.model_management
+import comfy.sample
+import comfy.sd
+import torch
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, lora_weights, save_checkpoint, small_sizes
+from devicebridge.tests.emulated import CARDS, EmulatedCards, emulated_cards, live_bytes, on_cpu
+
+NUM_CARDS = 3
+CAPACITY_BYTES = 24 << 30
+HOME, OTHER, THIRD = CARDS[:NUM_CARDS]
+_management = comfy.model_management
+
+
+@dataclass
+class Machine:
+    """The emulated cards, and how much memory ComfyUI believes they have."""
+
+    cards: EmulatedCards
+    capacity_bytes: dict[torch.device, int] = field(default_factory=dict)
+
+    def free_memory(self, device: torch.device | None = None, torch_free_too: bool = False) -> Any:
+        device = device or HOME
+        if device.type == "cpu":
+            free = CAPACITY_BYTES
+        else:
+            free = self.capacity_bytes.get(device, CAPACITY_BYTES) - live_bytes(device)
+        return (free, 0) if torch_free_too else free
+
+    def total_memory(self, device: torch.device | None = None, torch_total_too: bool = False) -> Any:
+        total = self.capacity_bytes.get(device or HOME, CAPACITY_BYTES)
+        return (total, total) if torch_total_too else total
+
+    @contextlib.contextmanager
+    def room_for(self, weight_bytes: int, device: torch.device) -> Iterator[None]:
+        """While active this card has room for so many bytes of weights besides what ComfyUI keeps for computing."""
+        self.capacity_bytes[device] = int(_management.minimum_inference_memory()) + weight_bytes + live_bytes(device)
+        try:
+            yield
+        finally:
+            del self.capacity_bytes[device]
+
+
+@contextlib.contextmanager
+def emulated_machine() -> Iterator[Machine]:
+    """ComfyUI sees NUM_CARDS cards, the first of them its own."""
+    with emulated_cards(NUM_CARDS) as cards:
+        machine = Machine(cards)
+        with mock.patch.multiple(
+            _management,
+            get_torch_device=lambda: HOME,
+            get_all_torch_devices=_list_cards,
+            get_free_memory=machine.free_memory,
+            get_total_memory=machine.total_memory,
+            unet_offload_device=lambda: torch.device("cpu"),
+            vram_state=_management.VRAMState.NORMAL_VRAM,
+        ):
+            yield machine
+
+
+def _list_cards(exclude_current: bool = False) -> list[torch.device]:
+    return list(CARDS[1:NUM_CARDS] if exclude_current else CARDS[:NUM_CARDS])
+
+
+@dataclass
+class Host:
+    """A user at this machine.
+
+    Args:
+        folder: for checkpoints; each is made once.
+    """
+
+    machine: Machine
+    folder: Path
+
+    def checkpoint(self, name: str, dtype: torch.dtype = torch.float32) -> Path:
+        path = self.folder / f"{name}-{str(dtype).rpartition('.')[2]}.safetensors"
+        return path if path.exists() else save_checkpoint(FAMILIES[name], path, dtype)
+
+    def load(self, name: str, **options: Any) -> Any:
+        """Load Diffusion Model, with its model_options."""
+        with small_sizes(FAMILIES[name]):
+            return comfy.sd.load_diffusion_model(str(self.checkpoint(name)), model_options=options)
+
+    def lora(self, model: Any, name: str, seed: int = 1, strength: float = 1.0) -> Any:
+        """Load LoRA (model only)."""
+        return comfy.sd.load_lora_for_models(model, None, dict(lora_weights(name, seed)), strength, 0)[0]
+
+    def sample(
+        self,
+        model: Any,
+        name: str,
+        *,
+        cfg: float = 1.0,
+        batch: int = 1,
+        steps: int = 3,
+        seed: int = 7,
+        positive: Any = None,
+        negative: Any = None,
+        callback: Callable[..., None] | None = None,
+    ) -> torch.Tensor:
+        """What KSampler does; the samples on the CPU. [batch, *latent]"""
+        family = FAMILIES[name]
+        latent = torch.zeros(batch, *family.latent)
+        noise = comfy.sample.prepare_noise(latent, seed)
+        samples = comfy.sample.sample(
+            model,
+            noise,
+            steps,
+            cfg,
+            "euler",
+            "simple",
+            positive or family.condition(1),
+            negative or family.condition(2),
+            latent,
+            callback=callback,
+            disable_pbar=True,
+            seed=seed,
+        )
+        return on_cpu(samples).clone()
+
+    def free(self, device: torch.device) -> None:
+        """Some other node asks for the whole card."""
+        _management.free_memory(1e30, device)
+
+    def unload_all(self) -> None:
+        _management.unload_all_models()
+
+    def clear(self) -> None:
+        """As after a restart, but for the checkpoints."""
+        self.unload_all()
+        gc.collect()
+        _management.cleanup_models_gc()
+        _management.cleanup_models()
+        self.machine.cards.copies.clear()
+
+
+def weights_on(model: Any, device: torch.device) -> int:
+    """Bytes of this model's parameters on a device."""
+    parameters = model.model.diffusion_model.parameters()
+    return sum(parameter.nbytes for parameter in parameters if parameter.device == device)
+
+
+def block_devices(model: Any, family: TinyFamily) -> dict[str, set[str]]:
+    """Block -> the devices its parameters are on."""
+    devices: dict[str, set[str]] = {}
+    for name, parameter in model.model.diffusion_model.named_parameters():
+        if name.startswith(family.block_lists):
+            block = ".".join(name.split(".")[:2])
+            devices.setdefault(block, set()).add(str(parameter.device))
+    return devices
+
+
+def largest_difference(first: torch.Tensor, second: torch.Tensor) -> float:
+    if first.shape != second.shape or not torch.isfinite(first).all():
+        return math.inf
+    return float((first.double() - second.double()).abs().max())
+
+
+def crossings(machine: Machine, pair: Sequence[torch.device]) -> int:
+    """How many tensors were copied between two cards, either way."""
+    return sum({copy.source, copy.target} == set(pair) for copy in machine.cards.copies)

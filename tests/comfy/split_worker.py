@@ -1,0 +1,108 @@
+"""One process with ComfyUI's Python, its real code and emulated cards; runs the cases of test_split_model.py by name.
+
+Takes ComfyUI's folder and one for checkpoints. Reads {"case": name} line by line from stdin and answers each with one
+line of JSON: {"claims": [[claim, holds, found]], "seconds": s} or {"error": traceback}. {"case": "names"} lists them.
+
+ComfyUI is imported before the pack, so that what the pack does to ComfyUI's own functions shows (see `core_digest`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TextIO
+
+ROOT = Path(__file__).resolve().parents[2]
+WATCHED = ("model_management", "model_patcher", "samplers", "ops", "sampler_helpers", "sd", "lora", "hooks", "sample")
+
+Digest = dict[str, int]
+
+
+def main() -> None:
+    checkout, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    answers = _keep_answers_clean()
+    _import_comfyui(checkout)
+    before = core_digest()
+    _load_pack()
+    from devicebridge.tests.comfy.split_cases import CASES, Case, run_case
+    from devicebridge.tests.comfy.split_host import Host, emulated_machine
+
+    def core_is_untouched(case: Case) -> None:
+        changed = sorted(name for name, identity in before.items() if core_digest().get(name) != identity)
+        added = sorted(set(core_digest()) - set(before))
+        case.check("the same functions and attributes as before the pack came", not changed + added, changed + added)
+
+    for line in sys.stdin:
+        name = json.loads(line)["case"]
+        if name == "names":
+            _answer(answers, {"names": sorted(CASES)})
+        elif name == "core":
+            _answer(answers, _timed(lambda: run_case(core_is_untouched, None)))
+        else:
+            with emulated_machine() as machine:
+                _answer(answers, _timed(lambda: run_case(CASES[name], Host(machine, folder))))  # noqa: B023
+
+
+def _keep_answers_clean() -> TextIO:
+    """Standard output for answers only; what anything prints goes to standard error."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return answers
+
+
+def _import_comfyui(checkout: Path) -> None:
+    sys.path[0] = str(checkout)  # instead of this folder, whose modules would hide ComfyUI's
+    import comfy.cli_args
+
+    comfy.cli_args.args.cpu = True
+    import comfy.sample  # brings the rest
+
+    logging.getLogger().setLevel(os.environ.get("SPLIT_LOG", "WARNING"))
+
+
+def _load_pack() -> None:
+    spec = importlib.util.spec_from_file_location("bootstrap", ROOT / "bootstrap.py")
+    assert spec is not None and spec.loader is not None
+    bootstrap = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bootstrap)
+    bootstrap.load_pack()
+
+
+def core_digest() -> Digest:
+    """Which object each function, class and method of ComfyUI's core is."""
+    digest: Digest = {}
+    for name in WATCHED:
+        module = importlib.import_module(f"comfy.{name}")
+        for key, value in vars(module).items():
+            if isinstance(value, ModuleType) or not callable(value):
+                continue
+            digest[f"{name}.{key}"] = id(value)
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                digest |= {f"{name}.{key}.{member}": id(object_) for member, object_ in vars(value).items()}
+    return digest
+
+
+def _timed(run: Any) -> dict[str, Any]:
+    begin = time.monotonic()
+    try:
+        answer = {"claims": run()}
+    except Exception:  # whatever it is, the test shows it
+        answer = {"error": traceback.format_exc()}
+    return {**answer, "seconds": round(time.monotonic() - begin, 2)}
+
+
+def _answer(answers: TextIO, data: dict[str, Any]) -> None:
+    answers.write(json.dumps(data) + "\n")
+
+
+if __name__ == "__main__":
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    main()

@@ -1,0 +1,93 @@
+"""What the split nodes' sockets become; what a split does is tested in the real host (tests/comfy)."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.tests import comfy_stub
+from devicebridge.tests.emulated import CARDS, emulated_cards
+
+SOCKETS: dict[str, Any] = {
+    "devices": "auto",
+    "balance": "memory",
+    "split_at": "",
+    "memory_limit_gb": "",
+    "transport": "auto",
+    "overlap": True,
+    "offload": True,
+}
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> comfy_stub.FakeHost:
+    return comfy_stub.install(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def split(host: comfy_stub.FakeHost) -> ModuleType:
+    return importlib.import_module("devicebridge.nodes.split")
+
+
+def test_auto_takes_every_gpu_the_hosts_own_first(split: ModuleType, host: comfy_stub.FakeHost) -> None:
+    host.gpus = (torch.device("cuda", 1), torch.device("cuda", 0))
+    request = split._read_request(**SOCKETS)
+    assert request.devices == (torch.device("cuda", 1), torch.device("cuda", 0))
+    assert (request.balance, request.transport, request.overlap, request.offload) == ("memory", "auto", True, True)
+    assert (request.split_at, request.memory_limit_gb) == ((), ())
+
+
+@pytest.mark.parametrize("gpus", [(), (torch.device("cuda", 0),)])
+def test_with_one_device_the_model_passes_whole(
+    split: ModuleType, host: comfy_stub.FakeHost, gpus: tuple[torch.device, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    host.gpus = gpus
+    model = object()
+    assert split.SplitModel.execute(model, **SOCKETS).args == (model,)
+    assert "stays whole" in caplog.text
+
+
+def test_settings_reach_the_request(split: ModuleType) -> None:
+    given = SOCKETS | {
+        "devices": "lazy:1, lazy:0",
+        "balance": "manual",
+        "split_at": "3",
+        "memory_limit_gb": "20, 14.5",
+        "transport": "relay",
+        "overlap": False,
+        "offload": False,
+    }
+    with emulated_cards(2):
+        request = split._read_request(**given)
+    assert request.devices == (CARDS[1], CARDS[0])
+    assert (request.balance, request.split_at, request.memory_limit_gb) == ("manual", (3,), (20.0, 14.5))
+    assert (request.transport, request.overlap, request.offload) == ("relay", False, False)
+
+
+def test_a_device_that_is_not_there_is_refused_with_what_is(split: ModuleType) -> None:
+    with emulated_cards(2), pytest.raises(ValueError, match=r"'lazy:7' does not exist .* found here: cpu"):
+        split._read_request(**SOCKETS | {"devices": "lazy:0,lazy:7"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"memory_limit_gb": "20"}, "1 numbers for 2 devices"),
+        ({"memory_limit_gb": "20, 0"}, "above 0"),
+        ({"balance": "manual"}, "split_at belongs to balance manual"),
+        ({"memory_limit_gb": "much, more"}, "'much'"),
+    ],
+)
+def test_contradictions_are_refused(split: ModuleType, changes: dict[str, Any], message: str) -> None:
+    with emulated_cards(2), pytest.raises(ValueError, match=message):
+        split._read_request(**SOCKETS | {"devices": "lazy:0,lazy:1"} | changes)
+
+
+def test_a_missing_file_is_refused_with_what_is_there(split: ModuleType, host: comfy_stub.FakeHost) -> None:
+    (host.root / "models/diffusion_models/wan.safetensors").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"'flux.safetensors' is not in .* found there: wan.safetensors"):
+        split.LoadDiffusionModelSplit.execute("flux.safetensors", "default", **SOCKETS)
