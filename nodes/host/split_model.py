@@ -16,6 +16,7 @@ from ...families.native import find_native
 from ...families.spec import NativeModel
 from ...parallel.block_lists import execution_order, find_block_lists, followers, placed_blocks, transport_for
 from ...parallel.placement import Placement, native_block_flops, plan_manual, plan_placement
+from .file_weights import load_over_file
 from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy
 from .split_batches import run_overlapped
 from .split_forecast import log_plan, prepare_with_forecast, weight_bytes
@@ -91,6 +92,7 @@ def split_model(model: Any, request: SplitRequest) -> Any:
     split.parent = None  # the host hands a dead patcher's place to its parent, which here is another model
     split.clone_base_uuid = uuid.uuid4()
     split.hook_backup = {}
+    split.weight_inplace_update = False  # it would write into the storages shared with the given MODEL
     split.current_hooks = None
     _follow_patches(split, copies)
     return _finish(split)
@@ -101,16 +103,21 @@ def load_split_model(path: Path, weight_dtype: str, request: SplitRequest | None
 
     Raises: ValueError or RuntimeError as split_model; RuntimeError from the host for a file it does not know.
     """
+    import comfy.memory_management
     import comfy.sd
 
     options = dict(_WEIGHT_DTYPES[weight_dtype])
     if request is None:
         return comfy.sd.load_diffusion_model(str(path), model_options=options)
     options["load_device"] = request.devices[0]
-    model = comfy.sd.load_diffusion_model(str(path), model_options=options)
+    origin = None
+    if comfy.memory_management.aimdo_enabled:
+        model = comfy.sd.load_diffusion_model(str(path), model_options=options)
+    else:
+        model, origin = load_over_file(path, options)
     plan = plan_split(model.model.diffusion_model, request)
     log_plan(model.model, plan)
-    make_tree(model.model, plan)
+    make_tree(model.model, plan, origin)
     return _finish(become_split(model))
 
 

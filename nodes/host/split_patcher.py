@@ -230,6 +230,23 @@ class SplitMixin(_Limited):
         with self._tree().whole():
             super().unpatch_hooks(*args, **kwargs)
 
+    def patch_hook_weight_to_device(self, hooks: Any, combined_patches: Any, key: str, *args: Any, **kw: Any) -> Any:
+        if key in combined_patches:
+            self._unshare(key)
+        return super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kw)
+
+    def patch_cached_hook_weights(self, cached_weights: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        self._unshare(key)
+        return super().patch_cached_hook_weights(cached_weights, key, *args, **kwargs)
+
+    def _unshare(self, key: str) -> None:
+        """Give a weight in host memory a storage of its own: a scheduled LoRA is written into it in place."""
+        import comfy.utils
+
+        weight = comfy.utils.get_attr(self.model, key)
+        if self._tree().origin is not None and weight.device == self.offload_device and key not in self.hook_backup:
+            comfy.utils.set_attr_param(self.model, key, weight.detach().clone())
+
     def get_all_callbacks(self, call_type: str) -> list[Callable[..., Any]]:
         callbacks = super().get_all_callbacks(call_type)
         return callbacks if self._tree().is_whole else [self._seeing_the_whole(callback) for callback in callbacks]

@@ -1,0 +1,161 @@
+"""A second module tree over the same storages: independent in everything but the weights."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.tests import comfy_stub
+from torch import nn
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.full((4,), 2.0))
+        self.register_buffer("offset", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.gain + self.offset
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x) * 10
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(3))
+        self.first = self.blocks[0]  # a second name for the same module
+        self.sizes = [1, 2, 3]
+        self.act = self.blocks[1].forward  # a bound method as a plain attribute
+        self.model_config = object()
+        self.current_patcher = "the patcher that ran last"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture
+def model_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    comfy_stub.install(monkeypatch, tmp_path)
+    return importlib.import_module("devicebridge.nodes.host.model_copy")
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().requires_grad_(False)
+
+
+def _copy(module: ModuleType, model: Model) -> tuple[Any, Any]:
+    return module.copy_structure(model)
+
+
+def test_the_copy_computes_the_same_from_the_same_storages(model_copy: ModuleType, model: Model) -> None:
+    copied, _ = _copy(model_copy, model)
+    x = torch.randn(2, 4)
+    assert torch.equal(copied(x), model(x))
+    assert list(copied.state_dict()) == list(model.state_dict())
+    pairs = list(zip(copied.parameters(), model.parameters(), strict=True))
+    assert pairs
+    assert all(new is not old and new.data_ptr() == old.data_ptr() for new, old in pairs)
+    assert not {id(m) for m in copied.modules()} & {id(m) for m in model.modules()}
+
+
+def test_a_move_or_a_patch_of_one_tree_is_not_seen_by_the_other(model_copy: ModuleType, model: Model) -> None:
+    copied, _ = _copy(model_copy, model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    copied.to(torch.float64)
+    copied.blocks[1].gain = nn.Parameter(torch.zeros(4), requires_grad=False)
+    copied.blocks._modules.pop("2")
+    assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_references_inside_the_model_lead_inside_the_copy(model_copy: ModuleType, model: Model) -> None:
+    copied, _ = _copy(model_copy, model)
+    assert copied.first is copied.blocks[0]
+    assert copied.act.__self__ is copied.blocks[1]
+    assert copied.sizes == [1, 2, 3]
+    assert copied.sizes is not model.sizes
+    assert copied.model_config is model.model_config
+
+
+def test_load_state_stays_behind(model_copy: ModuleType, model: Model) -> None:
+    model.blocks[0]._v = ("an address", 1, 2)
+    model.blocks[0].comfy_patched_weights = True
+    model.model_loaded_weight_memory = 77
+    model.blocks[1].weight_function = ["a patch"]
+    copied, _ = _copy(model_copy, model)
+    assert not hasattr(copied.blocks[0], "_v")
+    assert not hasattr(copied.blocks[0], "comfy_patched_weights")
+    assert not hasattr(copied, "model_loaded_weight_memory")
+    assert copied.current_patcher is None
+    assert copied.blocks[1].weight_function == []
+    assert model.blocks[1].weight_function == ["a patch"]
+
+
+def test_what_cannot_be_copied_is_named(model_copy: ModuleType, model: Model) -> None:
+    model.blocks[2].reader = (line for line in "text")
+    with pytest.raises(RuntimeError, match=r"blocks\.2 \(Layer\).*cannot be copied.*Load Diffusion Model Across GPUs"):
+        _copy(model_copy, model)
+
+
+def test_bound_methods_and_modules_follow_to_the_copy(model_copy: ModuleType, model: Model) -> None:
+    copied, copies = _copy(model_copy, model)
+    method = model_copy.follow_copy(model.blocks[1].scaled, copies, "a patch")
+    assert method.__self__ is copied.blocks[1]
+    assert model_copy.follow_copy(model.blocks[2], copies, "a patch") is copied.blocks[2]
+    foreign = types.MethodType(Layer.scaled, Layer())
+    assert model_copy.follow_copy(foreign, copies, "a patch") is foreign
+
+
+def _closure(layer: nn.Module) -> Any:
+    return lambda x: layer(x)
+
+
+class _Holder:
+    def __init__(self, layer: nn.Module) -> None:
+        self.layers = [layer]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x)
+
+
+@pytest.mark.parametrize(
+    "capture",
+    [
+        _closure,
+        lambda layer: functools.partial(lambda held, x: held(x), layer),
+        _Holder,
+        lambda layer: _Holder(layer).__call__,
+        lambda layer: {"key": [_closure(layer)]},
+    ],
+    ids=["closure", "partial", "object", "bound method", "in a registry"],
+)
+def test_what_captured_a_layer_is_refused(model_copy: ModuleType, model: Model, capture: Any) -> None:
+    _, copies = _copy(model_copy, model)
+    with pytest.raises(ValueError, match=r"a patch .* holds on to its Layer layer.*directly after the loader"):
+        model_copy.check_independent(capture(model.blocks[0]), copies, "a patch")
+    model_copy.check_independent(capture(Layer()), copies, "a patch")  # a layer of its own is none of our business
+
+
+def test_an_origin_is_used_only_where_it_is_the_same_kind_of_tensor(model_copy: ModuleType) -> None:
+    weight = torch.ones(3)
+    origin = model_copy.Origin({"a": weight}.get)
+    cpu = torch.device("cpu")
+    assert origin.tensor("a", torch.zeros(3), cpu).data_ptr() == weight.data_ptr()
+    assert origin.tensor("b", torch.zeros(3), cpu) is None
+    assert origin.tensor("a", torch.zeros(4), cpu) is None
+    assert origin.tensor("a", torch.zeros(3, dtype=torch.float16), cpu) is None
+    assert origin.tensor("a", torch.zeros(3), torch.device("meta")) is None
