@@ -86,10 +86,11 @@ def _read_history(entry: dict[str, Any]) -> Finished:
 
 @contextmanager
 def start_server(comfyui: Path, base: Path) -> Iterator[Server]:
-    """ComfyUI with this pack as its only custom node, and folders of its own below base."""
+    """ComfyUI with this pack and the tests' own nodes as its custom nodes, and folders of its own below base."""
     for name in ("custom_nodes", "models", "input", "output", "user"):
         (base / name).mkdir(parents=True, exist_ok=True)
     (base / "custom_nodes" / "devicebridge").symlink_to(ROOT)
+    (base / "custom_nodes" / "card_nodes").symlink_to(ROOT / "tests" / "comfy" / "card_nodes")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

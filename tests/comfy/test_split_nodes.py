@@ -1,0 +1,178 @@
+"""The split nodes in graphs that a running ComfyUI executes: stock loaders, LoRA, sampler and cache around them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.tests.comfy.server import ROOT, Server
+from devicebridge.tests.comfy_host import comfy_python
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.comfy
+
+FAMILY = "flux1"
+_MAKE = """
+import runpy, sys
+runpy.run_path(sys.argv[1])["load_pack"]()
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from comfy.cli_args import args
+args.cpu = True
+import torch
+from safetensors.torch import save_file
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights, save_checkpoint
+base = Path(sys.argv[3])
+save_checkpoint(FAMILIES[sys.argv[4]], base / "diffusion_models" / "tiny.safetensors", torch.float32)
+save_file({k: v.contiguous() for k, v in lora_weights(sys.argv[4], 1).items()}, base / "loras" / "tiny.safetensors")
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny_files(server: Server, comfyui: Path) -> Iterator[None]:
+    """A tiny checkpoint and a LoRA of it among the server's models; the emulation is off again at the end."""
+    for name in ("diffusion_models", "loras"):
+        (server.base / "models" / name).mkdir(parents=True, exist_ok=True)
+    arguments = [str(ROOT / "bootstrap.py"), str(comfyui), str(server.base / "models"), FAMILY]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    python = comfy_python(comfyui)
+    subprocess.run([str(python), "-c", _MAKE, *arguments], env=environment, timeout=120, check=True)
+    yield
+    assert server.run({"1": _node("TestCardsOff")}).status == "success"
+
+
+def _node(kind: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": kind, "inputs": inputs}
+
+
+def _split(kind: str, devices: Any, **inputs: Any) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "devices": devices,
+        "balance": "memory",
+        "split_at": "",
+        "memory_limit_gb": "",
+        "transport": "auto",
+        "overlap": True,
+        "offload": True,
+    }
+    return _node(kind, **(defaults | inputs))
+
+
+def _graph(model: list[Any], prefix: str, *, is_emulated: bool = True, **nodes: dict[str, Any]) -> dict[str, Any]:
+    """A stock text-to-image graph around the node that gives the model."""
+    graph = {
+        "load": _node("UNETLoader", unet_name="tiny.safetensors", weight_dtype="default"),
+        "positive": _node("TestCondition", family=FAMILY, seed=1),
+        "latent": _node("EmptyLatentImage", width=64, height=64, batch_size=1),
+        "sample": _node(
+            "KSampler",
+            model=model,
+            seed=7,
+            steps=2,
+            cfg=1.0,
+            sampler_name="euler",
+            scheduler="simple",
+            positive=["positive", 0],
+            negative=["positive", 0],
+            latent_image=["latent", 0],
+            denoise=1.0,
+        ),
+        "save": _node("SaveLatent", samples=["off" if is_emulated else "sample", 0], filename_prefix=prefix),
+    }
+    if is_emulated:
+        graph["on"] = _node("TestCardsOn", devices="lazy:0,lazy:1")
+        graph["off"] = _node("TestCardsOff", samples=["sample", 0])
+    return graph | nodes
+
+
+def _latent(server: Server, prefix: str) -> torch.Tensor:
+    files = sorted((server.base / "output").glob(f"{prefix}_*.latent"))
+    assert files, f"no latent was saved for {prefix}"
+    return load_file(files[-1])["latent_tensor"]
+
+
+def _run(server: Server, graph: dict[str, Any]) -> torch.Tensor:
+    finished = server.run(graph)
+    assert finished.status == "success", finished.error
+    return _latent(server, graph["save"]["inputs"]["filename_prefix"])
+
+
+@pytest.fixture(scope="module")
+def plain(server: Server, tiny_files: None) -> torch.Tensor:
+    return _run(server, _graph(["load", 0], "plain", is_emulated=False))
+
+
+@pytest.fixture(scope="module")
+def with_lora(server: Server, tiny_files: None) -> torch.Tensor:
+    lora = _node("LoraLoaderModelOnly", model=["load", 0], lora_name="tiny.safetensors", strength_model=1.0)
+    return _run(server, _graph(["lora", 0], "plain_lora", is_emulated=False, lora=lora))
+
+
+def test_a_split_model_makes_the_same_latents(server: Server, plain: torch.Tensor) -> None:
+    split = _split("DeviceBridgeSplitModel", ["on", 0], model=["load", 0])
+    graph = _graph(["split", 0], "split", split=split)
+    assert torch.equal(_run(server, graph), plain)
+    graph["save"]["inputs"]["filename_prefix"] = "split_again"
+    assert torch.equal(_run(server, graph), plain)  # run again, parts of it from the host's cache
+
+
+def test_a_model_loaded_across_cards_makes_the_same_latents(server: Server, plain: torch.Tensor) -> None:
+    load = _split(
+        "DeviceBridgeLoadDiffusionModelSplit", ["on", 0], unet_name="tiny.safetensors", weight_dtype="default"
+    )
+    assert torch.equal(_run(server, _graph(["load_split", 0], "loaded", load_split=load)), plain)
+
+
+@pytest.mark.parametrize("order", ["lora first", "split first"])
+def test_the_order_of_lora_and_split_does_not_matter(
+    server: Server, plain: torch.Tensor, with_lora: torch.Tensor, order: str
+) -> None:
+    first, second = ("load", "split") if order == "split first" else ("lora", "load")
+    lora = _node(
+        "LoraLoaderModelOnly",
+        model=["split" if order == "split first" else "load", 0],
+        lora_name="tiny.safetensors",
+        strength_model=1.0,
+    )
+    split = _split("DeviceBridgeSplitModel", ["on", 0], model=["load" if order == "split first" else "lora", 0])
+    last = "lora" if order == "split first" else "split"
+    found = _run(server, _graph([last, 0], order.replace(" ", "_"), lora=lora, split=split))
+    assert torch.equal(found, with_lora)
+    assert not torch.equal(found, plain)
+
+
+def test_the_given_model_stays_as_it_was(server: Server, plain: torch.Tensor) -> None:
+    """One graph, two samplers: the split model and the loader's own, which ran before and runs after it."""
+    split = _split("DeviceBridgeSplitModel", ["on", 0], model=["load", 0])
+    graph = _graph(["split", 0], "branch_split", split=split)
+    graph["sample_plain"] = {
+        "class_type": "KSampler",
+        "inputs": graph["sample"]["inputs"] | {"model": ["load", 0], "latent_image": ["sample", 0], "denoise": 0.5},
+    }
+    graph["off"] = _node("TestCardsOff", samples=["sample_plain", 0])
+    twice = _run(server, graph)
+    alone = _graph(["load", 0], "branch_plain", is_emulated=False)
+    alone["again"] = {
+        "class_type": "KSampler",
+        "inputs": alone["sample"]["inputs"] | {"latent_image": ["sample", 0], "denoise": 0.5},
+    }
+    alone["save"]["inputs"]["samples"] = ["again", 0]
+    assert torch.equal(twice, _run(server, alone))
+    assert not torch.equal(twice, plain)
+
+
+def test_without_a_second_device_the_model_stays_whole(server: Server, plain: torch.Tensor) -> None:
+    split = _split("DeviceBridgeSplitModel", "auto", model=["load", 0])
+    assert torch.equal(_run(server, _graph(["split", 0], "whole", is_emulated=False, split=split)), plain)
+
+
+def test_a_device_that_is_not_there_is_named_with_what_is(server: Server, tiny_files: None) -> None:
+    split = _split("DeviceBridgeSplitModel", "cuda:0,cuda:1", model=["load", 0])
+    finished = server.run(_graph(["split", 0], "never", is_emulated=False, split=split))
+    assert finished.status == "error"
+    assert "device 'cuda:0' does not exist on this machine; found here: cpu" in finished.error
