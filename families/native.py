@@ -275,7 +275,7 @@ AURA_FLOW = NativeModel(
     class_name="MMDiT",
     module="comfy.ldm.aura.mmdit",
     block_lists=("double_layers", "single_layers"),
-    tail=("final_linear",),
+    tail=("modF", "final_linear"),
     transport="stream",
     replace_keys={"double_block": "double_layers", "single_block": "single_layers"},
     note="the final modulation is applied to the stream outside any module",
@@ -317,6 +317,76 @@ KANDINSKY_5 = NativeModel(
     transport="stream",
     replace_keys={"double_block": "visual_transformer_blocks"},
     note="the two text blocks stay at home",
+)
+
+BOOGU = dataclasses.replace(
+    OMNIGEN_2,
+    class_name="BooguTransformer2DModel",
+    module="comfy.ldm.boogu.model",
+    block_lists=("double_stream_layers", "single_stream_layers"),
+    note="OmniGen 2 with double blocks before the single ones; the refiners stay at home",
+)
+
+MAGE_FLOW = dataclasses.replace(
+    QWEN_IMAGE,
+    class_name="MageFlowTransformer2DModel",
+    module="comfy.ldm.mage_flow.model",
+    note="Qwen-Image's blocks on unpacked latents",
+)
+
+LENS = dataclasses.replace(
+    QWEN_IMAGE,
+    class_name="LensTransformer2DModel",
+    module="comfy.ldm.lens.model",
+    patches_inside=(),
+    note="blocks return text first, as Qwen-Image's do",
+)
+
+JOY_IMAGE = NativeModel(
+    class_name="JoyImageTransformer3DModel",
+    module="comfy.ldm.joyimage.model",
+    block_lists=("double_blocks",),
+    tail=("norm_out", "proj_out"),
+    transport="stream",
+    replace_keys={"double_block": "double_blocks"},
+    note="nothing but the stream between blocks",
+)
+
+KREA_2 = NativeModel(
+    class_name="SingleStreamDiT",
+    module="comfy.ldm.krea2.model",
+    block_lists=("blocks",),
+    tail=("last",),
+    transport="stream",
+    patches_inside=_ATTENTION_1,
+    note="the text fusion's own blocks stay at home",
+)
+
+ERNIE_IMAGE = NativeModel(
+    class_name="ErnieImageModel",
+    module="comfy.ldm.ernie.model",
+    block_lists=("layers",),
+    tail=("final_norm", "final_linear"),
+    transport="stream",
+    note="one modulation, a list of tensors, for all blocks",
+)
+
+IDEOGRAM_4 = NativeModel(
+    class_name="Ideogram4Transformer2DModel",
+    module="comfy.ldm.ideogram4.model",
+    block_lists=("layers",),
+    tail=("final_layer",),
+    transport="stream",
+    note="one packed sequence of text and image",
+)
+
+COG_VIDEO_X = NativeModel(
+    class_name="CogVideoXTransformer3DModel",
+    module="comfy.ldm.cogvideo.model",
+    block_lists=("blocks",),
+    tail=("norm_final", "norm_out", "proj_out"),
+    transport="stream",
+    note="nothing but the stream between blocks",
 )
 
 ACE_STEP = NativeModel(
@@ -361,6 +431,14 @@ NATIVE_MODELS: tuple[NativeModel, ...] = (
     MOCHI,
     OMNIGEN_2,
     KANDINSKY_5,
+    BOOGU,
+    MAGE_FLOW,
+    LENS,
+    JOY_IMAGE,
+    KREA_2,
+    ERNIE_IMAGE,
+    IDEOGRAM_4,
+    COG_VIDEO_X,
     ACE_STEP,
 )
 
@@ -411,5 +489,6 @@ def _as_relay(row: NativeModel, model_class: type, replaced: list[str]) -> Nativ
         module=model_class.__module__,
         transport="relay",
         can_overlap=False,
+        is_derived=True,
         note=f"derived from {row.class_name} with a {', '.join(replaced)} of its own",
     )

@@ -167,6 +167,8 @@ class NativeModel:
             only and of those that see one vector per sample; for estimates of computing time.
         prefetches_blocks: the forward fetches weights of later blocks for the device its own tensors are on, unless
             transformer_options["prefetch_dynamic_vbars"] is false.
+        is_derived: the row was written for a base class of which this class replaces methods. Nobody read those, so
+            its first forward should be watched like an unknown class's.
         note: what a reader should know, in a sentence.
     """
 
@@ -189,6 +191,7 @@ class NativeModel:
     text_modules: tuple[str, ...] = ("*txt_*", "*context_block*", "*add_?_proj*", "*to_add_out*")
     sample_modules: tuple[str, ...] = ("*mod*", "*adaLN*", "*adaln*", "*_mod.*")
     prefetches_blocks: bool = False
+    is_derived: bool = False
 
     def __post_init__(self) -> None:
         named = {*self.replace_keys.values(), *self.follows, *self.optional, *(f.main for f in self.follows.values())}

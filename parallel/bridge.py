@@ -111,6 +111,10 @@ class Bridge:
         """Where this thread's forward has its activations: the device of the last block entered, home around them."""
         return self._local.device if self.is_running else self.home
 
+    def stay_on(self, device: torch.device) -> None:
+        """Say where this thread's forward has its activations now, after a block was replaced or left out."""
+        self._local.device = device
+
     def attach(self) -> None:
         """Register the hooks; a second call is a no-op."""
         if self._hooks:

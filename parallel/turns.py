@@ -82,10 +82,9 @@ class Turns:
             for thread in threads:
                 thread.start()
             schedule.start(self.bridge.home)
-            for thread in threads:
-                thread.join()
+            _wait(lanes, threads)
         except BaseException:  # KeyboardInterrupt while waiting, or no thread to be had
-            _end(schedule, threads)
+            _stop(schedule, lanes, threads)
             self._error = None
             raise
         self._raise_error()
@@ -102,7 +101,8 @@ class Turns:
     def _work(self, lane: _Lane[Any], schedule: _Schedule, state: _ThreadState) -> None:
         try:
             schedule.await_first_turn(lane)
-            with state.taken_over():
+            with state.taken_over(), contextlib.ExitStack() as stack:
+                stack.callback(self.bridge.end)  # whatever the job left
                 self._local.lane, self._local.schedule = lane, schedule
                 lane.result = lane.job()
         except _Stopped:
@@ -113,8 +113,8 @@ class Turns:
                 schedule.is_stopping = True
         finally:
             del lane.job
-            self.bridge.end()
             schedule.leave(lane)
+            lane.ended.set()
 
     def arrive(self, device: torch.device) -> None:
         """Let the other jobs go on, hold device, and have its current stream wait for what was copied to it.
@@ -170,6 +170,7 @@ class _Lane(Generic[T]):
         self.wanted: torch.device | None = None  # queued for; then none is held
         self.is_done = False
         self.wake = threading.Event()
+        self.ended = threading.Event()
         self.arrivals: dict[tuple[torch.device, torch.device], Any] = {}  # (source, target) -> event of the last copy
 
 
@@ -280,15 +281,22 @@ def _make_thread(work: Callable[..., None], lane: _Lane[Any], *args: Any) -> thr
     return threading.Thread(target=run, args=(work, lane, *args), name=f"devicebridge-forward-{lane.index}")
 
 
-def _end(schedule: _Schedule, threads: Sequence[threading.Thread]) -> None:
-    """Stop the run and wait for the threads that were started, however often the user interrupts."""
+def _wait(lanes: Sequence[_Lane[Any]], threads: Sequence[threading.Thread]) -> None:
+    """Wait for the threads that were started. CPython 3.11 takes a thread for ended when a join is interrupted, hence
+    the events of our own."""
+    started = [(lane, thread) for lane, thread in zip(lanes, threads, strict=True) if thread.ident is not None]
+    for lane, _ in started:
+        lane.ended.wait()
+    for _, thread in started:
+        thread.join()
+
+
+def _stop(schedule: _Schedule, lanes: Sequence[_Lane[Any]], threads: Sequence[threading.Thread]) -> None:
+    """Stop the run and wait for its end, however often the user interrupts."""
     while True:
         try:
             schedule.stop()
-            for thread in threads:
-                if thread.is_alive():
-                    thread.join()
-            return
+            return _wait(lanes, threads)
         except KeyboardInterrupt:
             continue
 

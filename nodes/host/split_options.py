@@ -58,7 +58,7 @@ def guard_options(options: dict[str, Any], bridge: Bridge, plan: SplitPlan) -> d
         guarded["prefetch_dynamic_vbars"] = False  # it would fetch the next block's weights to the home card
     if "patches" in guarded:
         guarded["patches"] = {
-            name: [_at_home(patch, bridge) for patch in patches] for name, patches in guarded["patches"].items()
+            name: [_patch(patch, bridge) for patch in patches] for name, patches in guarded["patches"].items()
         }
     if "patches_replace" in guarded:
         guarded["patches_replace"] = {
@@ -68,25 +68,38 @@ def guard_options(options: dict[str, Any], bridge: Bridge, plan: SplitPlan) -> d
     return guarded
 
 
+def _patch(patch: Any, bridge: Bridge) -> Any:
+    if isinstance(patch, tuple):  # forward_timestep_embed_patch: class of a UNet's layer, and who runs such a layer
+        return (*patch[:-1], _at_home(patch[-1], bridge))
+    return _at_home(patch, bridge)
+
+
 def _replacement(name: str, key: Any, patch: Callable[..., Any], bridge: Bridge, plan: SplitPlan) -> Callable[..., Any]:
     if name != _RUNS_BETWEEN_BLOCKS:
         return _at_home(patch, bridge)  # replaces an attention inside a block
-    device = _device_of_key(key, plan)
-    if device is None:
+    block = _block_of_key(key, plan)
+    if block is None:
         return patch
+    device = plan.placement.device_of(block)
+    leaves_on = plan.home if plan.transport == "relay" or block == plan.placement.blocks[-1] else device
 
     def on_the_blocks_card(args: dict[str, Any], extra: dict[str, Any]) -> Any:
-        return patch(bridge.move(args, device), extra)
+        def original_block(args: dict[str, Any]) -> Any:
+            return bridge.move(extra["original_block"](args), device)
+
+        output = patch(bridge.move(args, device), {**extra, "original_block": original_block})
+        bridge.stay_on(leaves_on)  # a patch that skips the block has entered none
+        return bridge.move(output, leaves_on)
 
     return on_the_blocks_card
 
 
-def _device_of_key(key: Any, plan: SplitPlan) -> torch.device | None:
-    """Device of the block that ("double_block", 3) names; None for a key the class does not list."""
+def _block_of_key(key: Any, plan: SplitPlan) -> str | None:
+    """Name of the block that ("double_block", 3) means; None for a key the class does not list."""
     if not isinstance(key, tuple) or len(key) < 2:
         return None
     block_list = plan.layout.replace_keys.get(key[0])
-    return None if block_list is None else plan.placement.device_of(f"{block_list}.{key[1]}")
+    return None if block_list is None else f"{block_list}.{key[1]}"
 
 
 def _at_home(patch: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:

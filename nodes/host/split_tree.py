@@ -42,7 +42,8 @@ class SplitPlan:
         transport: how activations travel.
         limit_bytes: weights each device may hold resident; absent is unlimited.
         overlap: whether micro-batches of a batch may use the cards at the same time.
-        is_described: whether the class is in families/native.py; else its first forward is watched.
+        is_described: whether the class is in families/native.py; else, and for classes derived from one that is, the first
+            forward is watched.
     """
 
     placement: Placement
@@ -111,7 +112,7 @@ class SplitTree:
         self._called = self._called_modules()
         self.bridge = self._make_bridge()
         self._calls: BlockCalls | None = None
-        self._is_proven = plan.is_described
+        self._is_proven = plan.is_described and not plan.layout.is_derived
 
     @property
     def base(self) -> Any:

@@ -131,25 +131,25 @@ def _inputs(case: Case, row: NativeModel, *, patched: bool = False) -> dict[str,
     options = inputs.setdefault("transformer_options", {})
     options.setdefault("sigmas", torch.tensor([0.5]))
     if patched:
-        options["patches"] = {name: [_add_others(keys)] for name, keys in row.patches_between.items()}
+        options["patches"] = {name: [_let_all_act_on_the_stream] for name in row.patches_between}
         options["patches_replace"] = {"dit": {(name, 1): _scaled for name in row.replace_keys}}
     return inputs
 
 
-def _add_others(keys: Sequence[str]) -> Callable[..., Any]:
-    """A user's patch between blocks that lets every tensor it gets act on the stream."""
+def _let_all_act_on_the_stream(*args: Any) -> Any:
+    """A user's patch between blocks: every tensor it gets changes the stream. Knows nothing of rows."""
+    if len(args) == 1:
+        stream = "img" if "img" in args[0] else "h"
+        others = sum(value.float().mean() for key, value in args[0].items() if key != stream and _is_tensor(value))
+        return {**args[0], stream: args[0][stream] * 0.5 + others}
+    *tensors, _ = args  # transformer_options come last
+    total = sum(tensor.mean() for tensor in tensors)
+    changed = [tensor * 0.5 + total for tensor in tensors]
+    return changed[0] if len(changed) == 1 else changed
 
-    def of_dict(args: dict[str, Any]) -> dict[str, Any]:
-        others = sum(args[key].float().mean() for key in keys[1:] if args[key] is not None)
-        return {**args, keys[0]: args[keys[0]] * 0.5 + others}
 
-    def of_tensors(*args: Any) -> Any:
-        *tensors, _ = args  # transformer_options come last
-        total = sum(tensor.mean() for tensor in tensors)
-        changed = [tensor * 0.5 + total for tensor in tensors]
-        return changed[0] if len(changed) == 1 else changed
-
-    return of_dict if keys else of_tensors
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _scaled(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
@@ -169,37 +169,168 @@ def _attempt(run: Callable[[], str]) -> str:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
 
 
+class _Asked(dict[Any, Any]):
+    """A dict that remembers which keys it was asked for, with what was going on at the time."""
+
+    def __init__(self, state: Callable[[], str], *args: Any) -> None:
+        super().__init__(*args)
+        self.asked: set[tuple[str, Any]] = set()
+        self._state = state
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add((self._state(), key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        self.asked.add((self._state(), key))
+        return super().__getitem__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self.asked.add((self._state(), key))
+        return super().get(key, default)
+
+    def keys_asked(self, state: str | None = None) -> list[Any]:
+        return sorted({key for when, key in self.asked if state in (None, when)})
+
+
+class _Observed:
+    """One unsplit forward, watched: which blocks and tail modules run in what order, which patches are asked for."""
+
+    def __init__(self, model: nn.Module, row: NativeModel, inputs: dict[str, Any]) -> None:
+        from devicebridge.parallel.block_lists import execution_order, hooked_modules
+
+        self.order: list[nn.Module] = []
+        self.between: set[str] = set()
+        self.later: set[str] = set()
+        self._inside = 0
+        self._expected = [m for name in execution_order(model, row) for m in hooked_modules(model, row, name)]
+        self._handles: list[Any] = []
+        for module in self._expected:
+            self._handles.append(module.register_forward_pre_hook(self._enter))
+            self._handles.append(module.register_forward_hook(self._leave))
+        for name, child in model.named_children():
+            self._watch_child(name, child, row)
+        patches, replace = _Asked(self._state), _Asked(self._state)
+        control = _Asked(self._state, {"input": [], "middle": [], "output": []})
+        options = {**inputs["transformer_options"], "patches": patches, "patches_replace": {"dit": replace}}
+        model(**{**inputs, "control": control, "transformer_options": options})
+        for handle in self._handles:
+            handle.remove()
+        self.facts: dict[str, Any] = {
+            "in order": self.order == self._expected,
+            "tail": sorted(self.later - self.between),
+            "control": control.keys_asked(),
+            "replace": sorted({name for name, _ in replace.keys_asked()}),
+            "between": patches.keys_asked("between"),
+            "inside": patches.keys_asked("inside"),
+        }
+
+    def _watch_child(self, name: str, child: nn.Module, row: NativeModel) -> None:
+        members = list(child) if isinstance(child, nn.ModuleList) else [child]
+        for module in members if name not in row.block_lists else []:
+
+            def note(module: nn.Module, args: Any) -> None:
+                if self._state() == "between":
+                    is_last = self.order[-1] is self._expected[-1]
+                    (self.later if is_last else self.between).add(name)
+
+            self._handles.append(module.register_forward_pre_hook(note))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._inside += 1
+        if module not in self.order:
+            self.order.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._inside -= 1
+
+    def _state(self) -> str:
+        if self._inside:
+            return "inside"
+        return "between" if self.order else "before"
+
+
 class _Runs:
     """All runs of one case."""
 
-    def __init__(self, case: Case) -> None:
-        from devicebridge.families.native import find_native
+    def __init__(self, case: Case, row: NativeModel, model: nn.Module | None = None) -> None:
         from devicebridge.parallel.block_lists import transport_for
 
-        row = find_native(case.model_class)
-        assert row is not None, f"no row for {case.class_name}"
         self.case, self.row = case, row
-        self.model = case.build()
+        self.model = case.build() if model is None else model
         self.transport = transport_for(self.model, row)
+        self._expected: dict[bool, list[torch.Tensor]] = {}
 
     def results(self) -> dict[str, str]:
+        relay = _attempt(lambda: self.split("relay", 2))
+        is_relay = self.transport == "relay" and self.case.cards == 2
         done = {
             "called": _attempt(self.calls),
-            "split": _attempt(lambda: self.split(self.transport, self.case.cards)),
-            "relay": _attempt(lambda: self.split("relay", 2)),
-            "searched": _attempt(self.searched),
+            "relay": relay,
+            "split": relay if is_relay else _attempt(lambda: self.split(self.transport, self.case.cards)),
+            "searched": _attempt(lambda: self.searched(relay)),
             "without hooks": _attempt(lambda: self.split(self.transport, 2, is_bridged=False)),
         }
         if self.row.replace_keys or self.row.patches_between:
             done["patched"] = _attempt(lambda: self.split(self.transport, 2, patched=True))
         if self.row.follows:
-            done["followers astray"] = _attempt(lambda: self.split("stream", 2, row=_without_follows(self.row)))
+            astray = dataclasses.replace(self.row, follows={})  # the side list placed like any other
+            done["followers astray"] = _attempt(lambda: self.split("stream", 2, row=astray))
+        if hasattr(self.model, "skip_dit"):
+            done |= self.last_skipped()
+        if self.row.can_overlap:
+            done["overlapped"] = _attempt(self.overlapped)
         if self.transport == "relay":
             done["stream"] = _attempt(lambda: self.split("stream", 2))
-        return {"transport": self.transport, **done}
+        return {"transport": self.transport, "facts": json.dumps(self.facts()), **done}
+
+    def overlapped(self) -> str:
+        """Two different forwards in flight, each with options of its own, against one after the other on one card."""
+        from devicebridge.parallel.turns import Turns
+        from devicebridge.tests.emulated import emulated_cards
+
+        with emulated_cards(2):
+            alone = _Split(copy.deepcopy(self.model), self.row, 1, self.transport)
+            expected = [_flat(alone.model(**alone.prepare(inputs))) for inputs in self._two_inputs()]
+            split = _Split(copy.deepcopy(self.model), self.row, 2, self.transport)
+            split.bridge.attach()
+
+            def job(inputs: dict[str, Any]) -> Callable[[], list[torch.Tensor]]:
+                def forward() -> list[torch.Tensor]:
+                    with split.bridge.forward():
+                        return _flat(split.model(**split.prepare(inputs)))
+
+                return forward
+
+            trace: list[tuple[int, torch.device]] = []
+            outputs = Turns(split.bridge, trace=trace).run([job(inputs) for inputs in self._two_inputs()])
+        first_of_second = [index for index, _ in trace].index(1)
+        assert any(index == 0 for index, _ in trace[first_of_second:]), "the two ran one after the other"
+        return _same([*outputs[0], *outputs[1]], [*expected[0], *expected[1]])
+
+    def _two_inputs(self) -> list[dict[str, Any]]:
+        from devicebridge.patches.hooks import map_tensors
+
+        first, second = _inputs(self.case, self.row), _inputs(self.case, self.row)
+        latents = next(iter(second))
+        return [first, {**second, latents: map_tensors(second[latents], lambda tensor: tensor * 0.5)}]
 
     def whole(self, *, patched: bool = False) -> list[torch.Tensor]:
+        if patched not in self._expected:
+            self._expected[patched] = (
+                self._whole_on_cpu(patched) if self.case.is_exact else self._whole_on_card(patched)
+            )
+        return self._expected[patched]
+
+    def _whole_on_cpu(self, patched: bool) -> list[torch.Tensor]:
         return _flat(self.model(**_inputs(self.case, self.row, patched=patched)))
+
+    def _whole_on_card(self, patched: bool) -> list[torch.Tensor]:
+        from devicebridge.tests.emulated import emulated_cards
+
+        with emulated_cards(1):
+            alone = _Split(copy.deepcopy(self.model), self.row, 1, self.transport)
+            return _flat(alone.model(**alone.prepare(_inputs(self.case, self.row, patched=patched))))
 
     def calls(self) -> str:
         """Whether the forward really calls each thing that hooks are put on."""
@@ -209,19 +340,37 @@ class _Runs:
         if self.row.hooks_children:
             order = tuple(f"{name}.{child}" for name in order for child in self.model.get_submodule(name)._modules)
         calls = BlockCalls(self.model, order)
-        self.whole()
+        self._whole_on_cpu(patched=False)
         calls.check()
-        return "equal" if not calls.silent else f"silent: {calls.silent}"
+        return "all" if not calls.silent else f"all but {', '.join(calls.silent)}"
 
-    def searched(self) -> str:
-        """Relay over the lists that a search without a row finds, after a look at one forward."""
+    def facts(self) -> dict[str, Any]:
+        return _Observed(self.model, self.row, _inputs(self.case, self.row)).facts
+
+    def last_skipped(self) -> dict[str, str]:
+        """Chroma leaves blocks out when told to; without the last one only the tail's hooks bring the stream home."""
+        model = copy.deepcopy(self.model)
+        model.skip_dit = [self.case.config["depth_single_blocks"] - 1]
+        runs, without_tail = _Runs(self.case, self.row, model), dataclasses.replace(self.row, tail=())
+        return {
+            "last skipped": _attempt(lambda: runs.split("stream", 2)),
+            "last skipped, without tail": _attempt(lambda: runs.split("stream", 2, row=without_tail)),
+        }
+
+    def searched(self, relay: str = "") -> str:
+        """Relay over the lists that a search without a row finds, after a look at one forward.
+
+        relay: what relaying the row's own lists has given, which the same lists would give again.
+        """
         from devicebridge.families.spec import NativeModel
         from devicebridge.parallel.block_lists import BlockCalls, block_fqns, find_block_lists
 
         lists = find_block_lists(self.model)
         calls = BlockCalls(self.model, block_fqns(self.model, lists))
-        self.whole()
+        self._whole_on_cpu(patched=False)
         calls.check()
+        if relay and lists == self.row.block_lists:
+            return relay
         unknown = NativeModel(self.case.class_name, self.case.module, lists, (), "relay", "found", can_overlap=False)
         return self.split("relay", 2, row=unknown)
 
@@ -237,18 +386,13 @@ class _Runs:
         from devicebridge.tests.emulated import emulated_cards
 
         expected = self.whole(patched=patched)
-        with emulated_cards(num_cards), contextlib.ExitStack() as stack:
+        with emulated_cards(num_cards):
             split = _Split(copy.deepcopy(self.model), row or self.row, num_cards, transport)
             if is_bridged:
                 split.bridge.attach()
             inputs = split.prepare(_inputs(self.case, self.row, patched=patched))
-            stack.enter_context(split.bridge.forward())
-            return _same(_flat(split.model(**inputs)), expected)
-
-
-def _without_follows(row: NativeModel) -> NativeModel:
-    """The side list as one more list of blocks, behind the main one."""
-    return dataclasses.replace(row, follows={})
+            with split.bridge.forward():
+                return _same(_flat(split.model(**inputs)), expected)
 
 
 class _Strange(nn.Module):
@@ -273,29 +417,65 @@ class _Strange(nn.Module):
         return x
 
 
-def _strange() -> Any:
-    from devicebridge.tests.comfy.native_cases import Case, rand
-
-    class Made(Case):
-        def build(self) -> nn.Module:
-            torch.manual_seed(0)
-            return _Strange().requires_grad_(False).eval()
-
-    return Made("unknown class", __name__, "_Strange", {}, lambda: {"x": rand(2, 3, 2)})
-
-
 def _unknown_class() -> dict[str, str]:
     from devicebridge.families.native import find_native
     from devicebridge.families.spec import NativeModel
+    from devicebridge.tests.comfy.native_cases import Case, rand
 
-    runs = _Runs.__new__(_Runs)
-    runs.case, runs.model = _strange(), _strange().build()
-    runs.row = NativeModel("_Strange", "", ("trunk", "refiners"), (), "relay", "made up", can_overlap=False)
+    torch.manual_seed(0)
+    case = Case("unknown class", __name__, "_Strange", {}, lambda: {"x": rand(2, 3, 2)})
+    row = NativeModel("_Strange", __name__, ("trunk", "refiners"), (), "relay", "made up", can_overlap=False)
+    runs = _Runs(case, row, _Strange().requires_grad_(False).eval())
     return {
         "row": str(find_native(_Strange)),
         "searched": _attempt(runs.searched),
         "stream": _attempt(lambda: runs.split("stream", 2)),
     }
+
+
+class _TwoFrames(nn.Module):
+    """CausalWanModel used as its sampler does: frame after frame, with caches that the blocks fill."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, frames: torch.Tensor, transformer_options: dict[str, Any], **inputs: Any) -> list[torch.Tensor]:
+        caches = {
+            "kv_caches": self.model.init_kv_caches(2, 12, frames.device, frames.dtype),
+            "crossattn_caches": self.model.init_crossattn_caches(2, frames.device, frames.dtype),
+        }
+        outputs = []
+        for index, frame in enumerate(frames.split(1, dim=2)):
+            options = {**transformer_options, "ar_state": {"start_frame": index, **caches}}
+            outputs.append(self.model(frame, transformer_options=options, **inputs))
+        return outputs
+
+
+def _refused(case: Case) -> dict[str, str]:
+    """What would happen if a refused class were split all the same."""
+    from devicebridge.tests.comfy.native_cases import WAN_CAUSAL
+
+    row, model = _row_of(case), case.build()
+    if case is WAN_CAUSAL:
+        model = _TwoFrames(model)
+        row = dataclasses.replace(row, block_lists=("model.blocks",), tail=("model.head",), replace_keys={})
+    runs = _Runs(case, row, model)
+    return {
+        "refusal": row.refusal,
+        "called": _attempt(runs.calls),
+        "relay": _attempt(lambda: runs.split("relay", 2)),
+    }
+
+
+def _derived_classes() -> dict[str, str]:
+    """Transport of classes that ComfyUI derives from described ones, by what find_native makes of them."""
+    from comfy.ldm.flux.controlnet import ControlNetFlux
+    from comfy.ldm.qwen_image.controlnet import QwenImageControlNetModel
+    from devicebridge.families.native import find_native
+
+    rows = (find_native(cls) for cls in (ControlNetFlux, QwenImageControlNetModel))
+    return {row.class_name: row.transport for row in rows if row is not None}
 
 
 def main(checkout: str) -> None:
@@ -306,12 +486,14 @@ def main(checkout: str) -> None:
     args.cpu = True
     runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
     from devicebridge.families.native import NATIVE_MODELS, find_native
-    from devicebridge.tests.comfy.native_cases import CASES
+    from devicebridge.tests.comfy.native_cases import CASES, REFUSED
 
     torch.set_num_threads(1)
     with torch.inference_mode(), _endless_memory():
-        results = {case.name: _Runs(case).results() for case in CASES}
+        results = {case.name: _Runs(case, _row_of(case)).results() for case in CASES}
+        results |= {case.name: _refused(case) for case in REFUSED}
         results["unknown class"] = _unknown_class()
+    results["derived"] = _derived_classes()
     results["rows"] = {
         f"{row.module}.{row.class_name}": "found" if find_native(_class_of(row)) is row else "not found"
         for row in NATIVE_MODELS
@@ -329,6 +511,14 @@ def _endless_memory() -> Iterator[None]:
 
     with mock.patch.object(comfy.model_management, "get_free_memory", free):
         yield
+
+
+def _row_of(case: Case) -> NativeModel:
+    from devicebridge.families.native import find_native
+
+    row = find_native(case.model_class)
+    assert row is not None, f"no row for {case.class_name}"
+    return row
 
 
 def _class_of(row: NativeModel) -> type:

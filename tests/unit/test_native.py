@@ -95,6 +95,7 @@ def test_a_derived_class_with_behaviour_of_its_own_relays(name: str) -> None:
         row = find_native(cls)
         assert row is not None
         assert (row.class_name, row.transport, row.can_overlap) == (cls.__name__, "relay", False)
+        assert row.is_derived and not FLUX.is_derived
         assert row.block_lists == FLUX.block_lists
         assert name in row.note
 
