@@ -105,6 +105,7 @@ from unittest import mock  # noqa: E402
 
 import comfy.memory_management  # noqa: E402
 import comfy.model_management as management  # noqa: E402
+import comfy.model_patcher  # noqa: E402
 import comfy.multigpu  # noqa: E402
 import comfy.ops  # noqa: E402
 import comfy.quant_ops  # noqa: E402
@@ -143,6 +144,7 @@ class Shape:
     tiny_latent: tuple[int, ...]
     text: tuple[int, int]
     quantized: tuple[str, ...]
+    precision: str = "bf16"  # of its unquantised files that core computes in without casting
 
     def build(self) -> torch.nn.Module:
         cls = getattr(importlib.import_module(self.module), self.class_name)
@@ -197,6 +199,7 @@ WAN_14B = Shape(
     tiny_latent=(16, 1, 4, 4),
     text=(512, 4096),
     quantized=("blocks.",),
+    precision="fp16",
 )
 WAN_14B_SHORT = replace(WAN_14B, latent=(16, 5, 60, 104))  # 17 frames
 QWEN_IMAGE = Shape(
@@ -213,50 +216,80 @@ QWEN_IMAGE = Shape(
 
 
 def random_weights(shape: Shape, precision: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """A state dict as a file of this precision holds it: bf16, fp8, fp8_scaled or nvfp4. Always the same."""
+    """A state dict as a file of this precision holds it: bf16, fp16, fp8, fp8_scaled or nvfp4. Always the same."""
     weights: dict[str, torch.Tensor] = {}
-    draw_on = CPU if OPTIONS.tiny else CARDS[0]
+    draw_on = device if OPTIONS.tiny or device.type == KIND else CARDS[0]
     for index, (name, like) in enumerate(shape.build().state_dict().items()):
         generator = torch.Generator(draw_on).manual_seed(1000 + index)
         tensor = torch.empty(like.shape, dtype=torch.bfloat16, device=draw_on).normal_(0, 0.02, generator=generator)
         if like.ndim == 1 and "norm" in name and name.endswith(("weight", "scale")):
             tensor += 1
         is_linear = like.ndim == 2 and name.startswith(shape.quantized) and name.endswith(".weight")
-        stored = _quantized(name.removesuffix(".weight"), tensor, precision) if is_linear else {name: tensor}
+        if is_linear and precision in _FORMATS:
+            with torch.cuda.device(draw_on) if KIND == "cuda" else contextlib.nullcontext():
+                stored = _quantized(name.removesuffix(".weight"), tensor, precision)
+        else:  # what a class keeps in float32 whatever the file's type (Wan's patch embedding) stays so
+            stored = {
+                name: tensor.to(like.dtype if like.dtype == torch.float32 else _DTYPES.get(precision, like.dtype))
+            }
         for key, value in stored.items():
-            weights[key] = value.to(CPU if key.endswith("comfy_quant") else device)
+            weights[key] = value.cpu() if key.endswith("comfy_quant") else _placed(value, device)
     return weights
 
 
+_DTYPES = {"fp16": torch.float16, "fp8": FP8}
+_FORMATS = {"fp8_scaled": "float8_e4m3fn", "nvfp4": "nvfp4"}
+
+
+def _placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device; to the host by way of pinned memory, which is many times faster than pageable."""
+    if tensor.device == device or tensor.device.type == "cpu" or not tensor.ndim:
+        return tensor.to(device)
+    stage = _stage()[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(stage.copy_(tensor))
+
+
+@functools.cache
+def _stage() -> torch.Tensor:
+    return torch.empty(2**30, dtype=torch.uint8, pin_memory=True)  # the largest weight has 0.7 GB
+
+
 def _quantized(layer: str, weight: torch.Tensor, precision: str) -> dict[str, torch.Tensor]:
-    if precision == "bf16":
-        return {f"{layer}.weight": weight}
-    if precision == "fp8":
-        return {f"{layer}.weight": weight.to(FP8)}
     if precision == "fp8_scaled":
         scale = weight.abs().amax().float() / E4M3_MAX
         stored = {"weight": (weight.float() / scale).to(FP8), "weight_scale": scale}
     else:
         packed, params = comfy.quant_ops.TensorCoreNVFP4Layout.quantize(weight)
         stored = {"weight": packed, "weight_scale": params.block_scale, "weight_scale_2": params.scale}
-    kind = {"fp8_scaled": "float8_e4m3fn", "nvfp4": "nvfp4"}[precision]
-    stored["comfy_quant"] = torch.tensor(list(json.dumps({"format": kind}).encode()), dtype=torch.uint8)
+    kind = json.dumps({"format": _FORMATS[precision]})
+    stored["comfy_quant"] = torch.tensor(list(kind.encode()), dtype=torch.uint8)
     return {f"{layer}.{key}": value for key, value in stored.items()}
 
 
-def load(shape: Shape, precision: str = "bf16", on: torch.device = CPU) -> Any:
-    """A stock MODEL of this shape with its weights on this device, as a core loader returns it.
+def load(shape: Shape, precision: str = "", on: torch.device = CPU) -> Any:
+    """A stock MODEL of this shape, as a core loader returns it, its weights on this device.
 
-    Weights of cards that are large enough start on a card: filling host memory with them would only cost lease time.
-    Core builds a model on the card by itself where the card has more free memory than the host.
+    The classic loader copies every weight into memory of its own; here the random tensors become the weights, as they
+    do under DynamicVRAM. Weights may start on a card: moving them through host memory would only cost lease time.
     """
-    weights = random_weights(shape, precision, CARDS[1] if on.type != "cpu" else on)
-    with mock.patch.object(management, "unet_inital_load_device", lambda *_: on):
+    precision = precision or shape.precision
+    weights = random_weights(shape, precision, on)
+    with mock.patch.object(comfy.model_patcher.ModelPatcher, "is_dynamic", lambda self: True):
         patcher = comfy.sd.load_diffusion_model_state_dict(weights)
     if patcher is None:
         raise RuntimeError(f"ComfyUI did not recognise the random {shape.name}")
+    if precision not in _FORMATS and not OPTIONS.dynamic_vram:
+        _cast(patcher.model.diffusion_model, patcher.model.get_dtype())
     patcher.cached_patcher_init = (load, (shape, precision, on))  # what core's MultiGPU CFG Split replicates from
     return patcher
+
+
+def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """What copying into the model's own memory would have done; nothing if the file has the type core computes in."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dtype not in (dtype, torch.float32):
+                setattr(module, name, torch.nn.Parameter(parameter.to(dtype), requires_grad=False))
 
 
 def split(model: Any, **settings: Any) -> Any:
@@ -422,8 +455,15 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
         f"{name}_equals_{base}": _difference(turns[base][-1].latents, turns[name][-1].latents) for name in others
     }
     for name, runs in turns.items():
-        report[name] = _describe(runs) | {"weights_gb": weights_gb(rivals[name])}
+        report[name] = _describe(runs) | {"weights_gb": weights_gb(rivals[name]), "placement": placement(rivals[name])}
     return report
+
+
+def placement(model: Any) -> str:
+    from devicebridge.nodes.host.split_tree import tree_of
+
+    tree = tree_of(model.model)
+    return "not split" if tree is None else f"{tree.plan.placement.describe()}; {tree.plan.transport}"
 
 
 def weights_gb(model: Any) -> dict[str, list[float]]:
@@ -482,14 +522,14 @@ def forget() -> None:
 # ---- cases
 
 
-def one_against_split(
-    shape: Shape, precision: str = "bf16", on: torch.device | None = None, **work: Any
-) -> dict[str, Any]:
+def one_against_split(shape: Shape, precision: str = "", on: torch.device | None = None, **work: Any) -> dict[str, Any]:
     home = roomy() if on is None else on
     one = load(shape, precision, home)
     # From weights of its own where cards are large: sharing the other's would hide what the split holds.
     divided = split(one if home == CPU else load(shape, precision, CARDS[1]))
-    return {"weights": precision} | compare({"one_gpu": one, "split": divided}, Work(shape, **work), "one_gpu")
+    return {"weights": precision or shape.precision} | compare(
+        {"one_gpu": one, "split": divided}, Work(shape, **work), "one_gpu"
+    )
 
 
 def roomy() -> torch.device:
@@ -510,8 +550,10 @@ def cfg(shape: Shape, batch: int) -> dict[str, Any]:
     report["split_overlap_equals_one_after_the_other_on_one_gpu"] = _difference(
         image_by_image(one, short), sample(overlap, short).latents
     )
-    together = split(one, overlap=False)
-    report["split_without_overlap"] = _describe([sample(together, work) for _ in range(2)][1:])
+    report["one_gpu_one_after_the_other"] = _describe([sample(one_after_the_other(one), work)])
+    if batch == 1:
+        together = split(one if roomy() == CPU else load(shape, on=CARDS[1]), overlap=False)
+        report["split_without_overlap"] = _describe([sample(together, work) for _ in range(2)][1:])
     return report
 
 
@@ -559,7 +601,7 @@ def loader(shape: Shape) -> dict[str, Any]:
 
     path = Path(os.environ.get("TMPDIR", "/tmp")) / "native_split.safetensors"
     start = time.perf_counter()
-    save_file({name: tensor.contiguous() for name, tensor in random_weights(shape, "bf16", CPU).items()}, path)
+    save_file({name: tensor.contiguous() for name, tensor in random_weights(shape, shape.precision, CPU).items()}, path)
     written = time.perf_counter() - start
     try:
         start = time.perf_counter()
@@ -619,7 +661,7 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "wan_cfg": functools.partial(cfg, WAN_14B, 1),
     "wan_cfg_batch4": functools.partial(cfg, WAN_14B_SHORT, 4),
     "qwen_cfg": functools.partial(cfg, QWEN_IMAGE, 1),
-    "small_wan": functools.partial(small, WAN_14B, "bf16"),
+    "small_wan": functools.partial(small, WAN_14B, "fp16"),
     "small_flux2_fp8": functools.partial(small, FLUX2, "fp8"),
     "takeover": functools.partial(takeover, FLUX2_SMALL),
     "loader": functools.partial(loader, FLUX2_SMALL),

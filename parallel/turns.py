@@ -282,11 +282,15 @@ def _make_thread(work: Callable[..., None], lane: _Lane[Any], *args: Any) -> thr
 
 
 def _wait(lanes: Sequence[_Lane[Any]], threads: Sequence[threading.Thread]) -> None:
-    """Wait for the threads that were started. CPython 3.11 takes a thread for ended when a join is interrupted, hence
-    the events of our own."""
+    """Wait for the threads that were started, open to interrupts.
+
+    CPython 3.11 takes a thread for ended when a join is interrupted, hence events of our own; an interrupt that comes
+    just before a wait without a limit, or on Windows during one, is noticed when it ends, hence the limit.
+    """
     started = [(lane, thread) for lane, thread in zip(lanes, threads, strict=True) if thread.ident is not None]
     for lane, _ in started:
-        lane.ended.wait()
+        while not lane.ended.wait(timeout=0.2):
+            pass
     for _, thread in started:
         thread.join()
 

@@ -20,7 +20,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -72,10 +72,19 @@ class EmulatedTensor(torch.Tensor):
     def __repr__(self) -> str:
         return f"EmulatedTensor({self.device}, {tuple(self.shape)}, {self.dtype})"
 
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(_lists_as_indices(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_lists_as_indices(index), value)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = _run_composite(func, args, kwargs or {})
-        return _run(func, args, kwargs or {}, []) if out is NotImplemented else out
+        kwargs = kwargs or {}
+        if _is_for_another_subclass(args, kwargs):
+            return NotImplemented
+        out = _run_composite(func, args, kwargs)
+        return _run(func, args, kwargs, []) if out is NotImplemented else out
 
 
 class EmulatedCards(TorchDispatchMode):
@@ -87,6 +96,8 @@ class EmulatedCards(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _is_for_another_subclass(args, kwargs):
+            return NotImplemented
         if not any(_is_ours(x) for x in tree_iter((args, kwargs))):
             return func(*args, **kwargs)
         with self:  # under inference mode `to` and the like come here whole, with the device among the arguments
@@ -96,6 +107,18 @@ class EmulatedCards(TorchDispatchMode):
 
 def _is_ours(x: Any) -> bool:
     return isinstance(x, EmulatedTensor) or (isinstance(x, (torch.device, str)) and str(x).startswith(DEVICE_TYPE))
+
+
+def _is_for_another_subclass(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a quantised tensor is among them: its own dispatch comes back here with the tensors it is made of."""
+    return any(is_traceable_wrapper_subclass(x) for x in tree_iter((args, kwargs)))
+
+
+def _lists_as_indices(index: Any) -> Any:
+    """torch would make a list's tensor on the card without asking a dispatch mode."""
+    if isinstance(index, tuple):
+        return tuple(_lists_as_indices(part) for part in index)
+    return torch.tensor(index) if isinstance(index, list) else index
 
 
 def _run_composite(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -182,9 +205,17 @@ def emulated_cards(num_cards: int = 2) -> Iterator[EmulatedCards]:
         mock.patch.object(torch, DEVICE_TYPE, module, create=True),
         mock.patch.object(torch, "tensor", _by_way_of_the_cpu(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _by_way_of_the_cpu(torch.as_tensor)),
+        mock.patch.object(torch, "Generator", _Generator),
         EmulatedCards() as cards,
     ):
         yield cards
+
+
+class _Generator(torch.Generator):
+    """Random numbers of an emulated card are the CPU's."""
+
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, "cpu" if torch.device(device).type == DEVICE_TYPE else device)
 
 
 def _by_way_of_the_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

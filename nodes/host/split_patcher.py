@@ -85,6 +85,7 @@ class ShardMixin(_Limited):
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
         n = super().clone(*args, **kwargs)
+        n.__class__ = type(self)  # packs exist whose clone() sets the class itself
         n._tree_of_home = self._tree_of_home
         return n
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from devicebridge.tests.comfy.split_host import Host, largest_difference
+from devicebridge.nodes.host.split_model import SplitRequest, split_model
+from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, largest_difference
 
-Run = Callable[["Case"], None]
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -31,7 +35,30 @@ class Case:
     def differs(self, claim: str, output: torch.Tensor, reference: torch.Tensor) -> None:
         self.check(claim, not torch.equal(output, reference), largest_difference(output, reference))
 
+    @contextlib.contextmanager
+    def logged(self, name: str) -> Iterator[list[str]]:
+        """Collects what a logger says, warnings and worse."""
+        messages: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger(name).addHandler(handler)
+        try:
+            yield messages
+        finally:
+            logging.getLogger(name).removeHandler(handler)
 
+    def refused(self, claim: str, act: Callable[[], Any], error: type[Exception], *words: str) -> None:
+        """act raises this error, and its message has all the words."""
+        try:
+            act()
+        except error as raised:
+            missing = [word for word in words if word not in str(raised)]
+            self.check(claim, not missing, f"{raised} (missing: {missing})")
+        else:
+            self.check(claim, False, "nothing was raised")
+
+
+Run = Callable[[Case], None]
 CASES: dict[str, Run] = {}
 
 
@@ -41,13 +68,18 @@ def case(run: Run) -> Run:
     return run
 
 
-def run_case(run: Run, host: Host | None) -> list[list[Any]]:
-    """The claims of one case, on a machine where nothing is loaded."""
-    case = Case(host)  # type: ignore[arg-type]
+def split(model: Any, *devices: torch.device, **options: Any) -> Any:
+    """Split Model Across GPUs."""
+    return split_model(model, SplitRequest(devices=devices or (HOME, OTHER), **options))
+
+
+def run_case(run: Run, host: Host) -> list[list[Any]]:
+    """The claims of one case, on a machine where nothing is loaded; as the host runs nodes, under inference mode."""
+    case = Case(host)
     try:
         with torch.inference_mode():
             run(case)
+            host.unload_all()
     finally:
-        if host is not None:
-            host.clear()
+        gc.collect()
     return case.claims

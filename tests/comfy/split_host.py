@@ -7,7 +7,6 @@ its model management, loader, patcher, nodes and samplers are its own.
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +19,12 @@ import comfy.sample
 import comfy.sd
 import torch
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, lora_weights, save_checkpoint, small_sizes
-from devicebridge.tests.emulated import CARDS, EmulatedCards, emulated_cards, live_bytes, on_cpu
+from devicebridge.tests.emulated import CARDS, Copy, EmulatedCards, emulated_cards, live_bytes, on_cpu
 
 NUM_CARDS = 3
 CAPACITY_BYTES = 24 << 30
 HOME, OTHER, THIRD = CARDS[:NUM_CARDS]
+_CPU = torch.device("cpu")
 _management = comfy.model_management
 
 
@@ -37,10 +37,7 @@ class Machine:
 
     def free_memory(self, device: torch.device | None = None, torch_free_too: bool = False) -> Any:
         device = device or HOME
-        if device.type == "cpu":
-            free = CAPACITY_BYTES
-        else:
-            free = self.capacity_bytes.get(device, CAPACITY_BYTES) - live_bytes(device)
+        free = self.capacity_bytes.get(device, CAPACITY_BYTES) - live_bytes(device)
         return (free, 0) if torch_free_too else free
 
     def total_memory(self, device: torch.device | None = None, torch_total_too: bool = False) -> Any:
@@ -68,7 +65,7 @@ def emulated_machine() -> Iterator[Machine]:
             get_all_torch_devices=_list_cards,
             get_free_memory=machine.free_memory,
             get_total_memory=machine.total_memory,
-            unet_offload_device=lambda: torch.device("cpu"),
+            unet_offload_device=lambda: _CPU,
             vram_state=_management.VRAMState.NORMAL_VRAM,
         ):
             yield machine
@@ -113,12 +110,15 @@ class Host:
         seed: int = 7,
         positive: Any = None,
         negative: Any = None,
+        latent: tuple[int, ...] | None = None,
+        noise: torch.Tensor | None = None,
+        noise_mask: torch.Tensor | None = None,
         callback: Callable[..., None] | None = None,
     ) -> torch.Tensor:
         """What KSampler does; the samples on the CPU. [batch, *latent]"""
         family = FAMILIES[name]
-        latent = torch.zeros(batch, *family.latent)
-        noise = comfy.sample.prepare_noise(latent, seed)
+        samples = torch.zeros(batch, *(latent or family.latent))
+        noise = comfy.sample.prepare_noise(samples, seed) if noise is None else noise
         samples = comfy.sample.sample(
             model,
             noise,
@@ -128,7 +128,8 @@ class Host:
             "simple",
             positive or family.condition(1),
             negative or family.condition(2),
-            latent,
+            samples,
+            noise_mask=noise_mask,
             callback=callback,
             disable_pbar=True,
             seed=seed,
@@ -142,13 +143,31 @@ class Host:
     def unload_all(self) -> None:
         _management.unload_all_models()
 
-    def clear(self) -> None:
-        """As after a restart, but for the checkpoints."""
-        self.unload_all()
-        gc.collect()
-        _management.cleanup_models_gc()
-        _management.cleanup_models()
-        self.machine.cards.copies.clear()
+
+class _Watched(list[Copy]):
+    """A list of copies that looks at the cards' memory after each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peaks = dict.fromkeys(CARDS[:NUM_CARDS], 0)
+
+    def append(self, copy: Copy) -> None:
+        super().append(copy)
+        for device in self.peaks:
+            self.peaks[device] = max(self.peaks[device], live_bytes(device))
+
+
+@contextlib.contextmanager
+def peaks_of(machine: Machine) -> Iterator[dict[torch.device, int]]:
+    """Most bytes that were on each card whenever something was copied to one: weights and what crosses."""
+    watched = _Watched()
+    with mock.patch.object(machine.cards, "copies", watched):
+        yield watched.peaks
+
+
+def one_condition_at_a_time(model: Any) -> Any:
+    """While active ComfyUI finds no memory to compute two conditionings of this unsplit MODEL in one batch."""
+    return mock.patch.object(model, "get_free_memory", lambda device: 0)
 
 
 def weights_on(model: Any, device: torch.device) -> int:
@@ -165,6 +184,17 @@ def block_devices(model: Any, family: TinyFamily) -> dict[str, set[str]]:
             block = ".".join(name.split(".")[:2])
             devices.setdefault(block, set()).add(str(parameter.device))
     return devices
+
+
+def offloaded_layers(model: Any, device: torch.device) -> list[str]:
+    """Layers whose weights are in host memory while the card's part of this MODEL is loaded."""
+    patcher = next(p for p in (model, *model.companions) if p.load_device == device)
+    blocks = {id(module) for other in model.companions if other is not patcher for module in other.model.modules()}
+    return [
+        name
+        for name, module in patcher.model.named_modules()
+        if id(module) not in blocks and any(p.device.type == "cpu" for p in module.parameters(recurse=False))
+    ]
 
 
 def largest_difference(first: torch.Tensor, second: torch.Tensor) -> float:

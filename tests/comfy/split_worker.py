@@ -32,6 +32,15 @@ def main() -> None:
     _import_comfyui(checkout)
     before = core_digest()
     _load_pack()
+    from devicebridge.tests.comfy import (  # noqa: F401 - they register themselves
+        split_cases_batches,
+        split_cases_families,
+        split_cases_formats,
+        split_cases_forward,
+        split_cases_memory,
+        split_cases_nodes,
+        split_cases_weights,
+    )
     from devicebridge.tests.comfy.split_cases import CASES, Case, run_case
     from devicebridge.tests.comfy.split_host import Host, emulated_machine
 
@@ -45,7 +54,9 @@ def main() -> None:
         if name == "names":
             _answer(answers, {"names": sorted(CASES)})
         elif name == "core":
-            _answer(answers, _timed(lambda: run_case(core_is_untouched, None)))
+            case = Case(None)
+            core_is_untouched(case)
+            _answer(answers, {"claims": case.claims, "seconds": 0})
         else:
             with emulated_machine() as machine:
                 _answer(answers, _timed(lambda: run_case(CASES[name], Host(machine, folder))))  # noqa: B023

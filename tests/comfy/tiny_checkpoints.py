@@ -35,6 +35,7 @@ class TinyFamily:
         block_lists: where the blocks are.
         pooled: width of the pooled embedding, 0 for none.
         is_detected: whether every size is read from the weights.
+        overlaps: whether cond and uncond can be computed at the same time once it is split.
         options: generator, tokens -> further entries of a condition.
     """
 
@@ -45,6 +46,7 @@ class TinyFamily:
     block_lists: tuple[str, ...]
     pooled: int = 0
     is_detected: bool = True
+    overlaps: bool = True
     options: Callable[[torch.Generator, int], dict[str, Any]] = lambda generator, tokens: {}
 
     def condition(self, seed: int, tokens: int | None = None) -> Condition:
@@ -366,7 +368,7 @@ _DOUBLE_SINGLE = ("double_blocks", "single_blocks")
 FAMILIES: Mapping[str, TinyFamily] = {
     "flux1": TinyFamily("Flux", _FLUX_1, (16, 8, 8), (6, 48), _DOUBLE_SINGLE, pooled=32),
     "flux2": TinyFamily("Flux2", _FLUX_2, (128, 4, 4), (6, 48), _DOUBLE_SINGLE),
-    "chroma": TinyFamily("Chroma", _CHROMA, (16, 8, 8), (6, 48), _DOUBLE_SINGLE, is_detected=False),
+    "chroma": TinyFamily("Chroma", _CHROMA, (16, 8, 8), (6, 48), _DOUBLE_SINGLE, is_detected=False, overlaps=False),
     "wan": TinyFamily("WAN21_T2V", _WAN, (16, 2, 4, 4), (6, 4096), ("blocks",)),
     "wan_i2v": TinyFamily(
         "WAN21_I2V",
@@ -382,13 +384,10 @@ FAMILIES: Mapping[str, TinyFamily] = {
         (16, 2, 4, 4),
         (6, 4096),
         ("blocks", "vace_blocks"),
+        overlaps=False,
     ),
-    "qwen_image": TinyFamily(
-        "QwenImage", _qwen(), (16, 1, 8, 8), (6, 48), ("transformer_blocks",), is_detected=False
-    ),
-    "hunyuan_video": TinyFamily(
-        "HunyuanVideo", _HUNYUAN_VIDEO, (16, 2, 4, 4), (6, 48), _DOUBLE_SINGLE, pooled=768, options=_mask
-    ),
+    "qwen_image": TinyFamily("QwenImage", _qwen(), (16, 1, 8, 8), (6, 48), ("transformer_blocks",), is_detected=False),
+    "hunyuan_video": TinyFamily("HunyuanVideo", _HUNYUAN_VIDEO, (16, 2, 4, 4), (6, 48), _DOUBLE_SINGLE, pooled=768),
     "ltxv": TinyFamily("LTXV", _ltxv(), (128, 2, 2, 2), (6, 4096), ("transformer_blocks",), options=_mask),
     "lumina2": TinyFamily("Lumina2", _LUMINA_2, (16, 8, 8), (6, 48), ("layers",), is_detected=False),
     "z_image": TinyFamily("ZImage", _Z_IMAGE, (16, 8, 8), (6, 48), ("layers",), is_detected=False),
@@ -401,6 +400,7 @@ FAMILIES: Mapping[str, TinyFamily] = {
         ("input_blocks", "middle_block", "output_blocks"),
         pooled=1280,
         is_detected=False,
+        overlaps=False,
     ),
     "cosmos_predict2": TinyFamily(
         "CosmosT2IPredict2", _COSMOS_PREDICT_2, (16, 1, 4, 4), (6, 1024), ("blocks",), is_detected=False
@@ -413,6 +413,7 @@ FAMILIES: Mapping[str, TinyFamily] = {
         ("double_stream_blocks", "single_stream_blocks"),
         pooled=64,
         is_detected=False,
+        overlaps=False,
         options=_llama,
     ),
 }

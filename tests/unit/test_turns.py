@@ -16,11 +16,15 @@ from unittest import mock
 
 import pytest
 import torch
+from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel import bridge as bridge_module
 from devicebridge.parallel import turns as turns_module
+from devicebridge.parallel.block_split import apply_block_split
 from devicebridge.parallel.bridge import Bridge
+from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.parallel.turns import Turns
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
+from devicebridge.tests.toy import TINY
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -103,6 +107,25 @@ def test_results_are_those_of_one_forward_after_the_other(devices, transport, co
             results = turns.run(_jobs(model, bridge, count))
             assert all(torch.equal(on_cpu(a), b) for a, b in zip(results, expected, strict=True))
             assert len(results) == count and bridge.turns is None and not bridge.is_running
+
+
+def test_a_block_split_is_interleaved_by_its_bridge():
+    """Whose model begins and ends the forwards by hooks of its own."""
+    tiny, family = TINY["flux2"], FAMILIES["flux2"]
+    with emulated_cards(), torch.inference_mode():
+        model = tiny.make_model(seed=0)
+        names = block_names(model, family)
+        split = apply_block_split(model, family, plan_manual(names, [HOME, NEXT], [len(names) // 2]))
+
+        def make_job(seed):
+            inputs = tiny.make_inputs(seed=seed)
+            inputs = {k: v.to(HOME) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+            return lambda: model(**inputs, return_dict=False)[0]
+
+        jobs = [make_job(seed) for seed in range(3)]
+        expected = [on_cpu(job()) for job in jobs]
+        results = Turns(split.bridge).run(jobs)
+    assert all(torch.equal(on_cpu(a), b) for a, b in zip(results, expected, strict=True))
 
 
 def test_no_job_gives_no_result():
@@ -227,11 +250,15 @@ def test_the_others_are_stopped_at_their_next_border_and_unwind_one_at_a_time():
 
             return job
 
-        jobs = [cleaning(seed) for seed in range(4)]
+        jobs, ran = [cleaning(seed) for seed in range(4)], []
         jobs[1] = _failing(KeyError("first block"), model, bridge, 1, 0)
+        for index, block in enumerate(model.blocks):
+            block.register_forward_pre_hook(lambda module, args, i=index: ran.append(i))  # behind ours
         with pytest.raises(KeyError, match="first block"):
             Turns(bridge).run(jobs)
+    # job 0 entered its third block, job 1 its first and raised, so job 0 did not enter its fourth;
     # jobs 2 and 3 waited for home, which job 1 held: they never began
+    assert ran == [0, 1, 2, 0]
     assert begun == [0] and ended == [0] and passed == []
 
 
@@ -251,20 +278,26 @@ def test_what_a_stopped_job_raises_does_not_hide_the_cause():
 
 
 def test_a_job_that_runs_the_model_again_while_it_is_stopped_is_stopped_again():
+    """And does not hand on the baton: the next job is unwound when this one is."""
     with emulated_cards(), torch.inference_mode():
         model, bridge = _make(HALVES)
-        inner, tries = _job(model, bridge, 0), []
+        events = []
 
-        def stubborn():
-            for _ in range(3):
-                with contextlib.suppress(BaseException):
-                    inner()
-                    tries.append("passed")
-                tries.append("stopped")
+        def stubborn(seed):
+            inner = _job(model, bridge, seed)
+
+            def job():
+                for _ in range(3):
+                    with contextlib.suppress(BaseException):
+                        inner()
+                        events.append((seed, "passed"))
+                    events.append((seed, "stopped"))
+
+            return job
 
         with pytest.raises(KeyError):
-            Turns(bridge).run([stubborn, _failing(KeyError(), model, bridge, 1, 0)])
-    assert tries == ["stopped"] * 3
+            Turns(bridge).run([stubborn(0), stubborn(1), _failing(KeyError(), model, bridge, 2, 0)])
+    assert events == [(0, "stopped")] * 3 + [(1, "stopped")] * 3
 
 
 def test_an_error_holds_no_memory_once_it_is_handled():
@@ -343,24 +376,42 @@ def test_a_thread_that_cannot_start_ends_the_run(monkeypatch):
         assert len(Turns(bridge).run(_jobs(model, bridge, 4))) == 4
 
 
+@pytest.fixture
+def interrupts():
+    """Counts the interrupts that reached the main thread, each raised there as from the keyboard."""
+    seen = []
+
+    def handler(number, frame):
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handler)
+    yield seen
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals to a thread")
 @pytest.mark.parametrize("times", [1, 3])
-def test_an_interrupt_of_the_waiting_caller_ends_the_run(times):
-    """As from the keyboard, once and by an impatient user."""
+def test_an_interrupt_of_the_waiting_caller_ends_the_run(interrupts, times):
+    """Once, and by an impatient user."""
     with emulated_cards(), torch.inference_mode():
         model, bridge = _make(HALVES)
         main, passed = threading.main_thread().ident, []
 
         def interrupting():
-            for _ in range(times):
+            for count in range(times):
                 signal.pthread_kill(main, signal.SIGINT)
+                while len(interrupts) <= count:
+                    time.sleep(0.01)
                 time.sleep(0.05)
-            inner()
+            for _ in range(200):  # the caller needs a moment to pass it on
+                inner()
             passed.append(0)
 
         inner = _job(model, bridge, 0)
         with pytest.raises(KeyboardInterrupt):
             Turns(bridge).run([interrupting, *_jobs(model, bridge, 3)])
-        assert passed == [] and bridge.turns is None
+        assert passed == [] and len(interrupts) == times and bridge.turns is None
         assert len(Turns(bridge).run(_jobs(model, bridge, 4))) == 4
 
 
@@ -484,6 +535,9 @@ class _Machine:
             yield
 
 
+_LINEARS = {torch.ops.aten.linear.default, torch.ops.aten.addmm.default}  # the first in inference mode
+
+
 class _Clock(TorchDispatchMode):
     """Gives a linear one unit on its card's current stream, and orders copies between cards as torch does.
 
@@ -504,7 +558,7 @@ class _Clock(TorchDispatchMode):
         streams = {self.machine.current_stream(source), self.machine.current_stream(target)}
         start = max(stream.busy_until for stream in streams)
         self.races += any(self.ready.get(tensor, 0.0) > start for tensor in tensors)
-        cost = self.copy_cost if source != target else float(func is torch.ops.aten.addmm.default)
+        cost = self.copy_cost if source != target else float(func in _LINEARS)
         for stream in streams:
             stream.busy_until = start + cost
         self.ready[out] = start + cost
