@@ -185,12 +185,15 @@ class Bridge:
         return moved
 
     def _map(self, value: Any, device: torch.device) -> Any:
-        return map_tensors(value, lambda tensor: self._copy(tensor, device), self.passed_by)
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.device == device else self._copy(tensor, device)
+
+        return map_tensors(value, change, self.passed_by)
 
     def _copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """The tensor on device; backward returns the gradient."""
-        if tensor.device == device or (tensor.device.type == "cpu" and tensor.ndim == 0):
-            return tensor  # a 0-dim CPU tensor mixes with every device
+        if tensor.device.type == "cpu" and tensor.ndim == 0:
+            return tensor  # mixes with every device
         copies = self._local.copies
         if copies is None:
             return self._transfer(tensor, device)

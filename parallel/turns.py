@@ -217,7 +217,7 @@ class _Schedule:
     def pass_turn(self, lane: _Lane[Any], device: torch.device) -> None:
         """Let go of another device if lane holds one, hand the baton on, and return with it and with device held.
 
-        Raises: _Stopped if the run is to end; the baton is then held, the device not necessarily.
+        Raises: _Stopped, with the baton held, if the run is to end.
         """
         if self.is_stopping:
             raise _Stopped
@@ -264,7 +264,7 @@ class _Schedule:
         """Give the baton to the first job after lane that can run, lane itself being the last to be asked."""
         start = lane.index + 1
         in_order = (*self._lanes[start:], *self._lanes[:start])
-        ready = (other for other in in_order if not other.is_done and (other.wanted is None or self.is_stopping))
+        ready = (other for other in in_order if not other.is_done and other.wanted is None)
         following = self._running = next(ready, None)
         if following is not None and following is not lane:
             following.wake.set()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,10 +70,15 @@ def map_tensors(
         return _refill(value, items) if _any_changed(value, items) else value
     if isinstance(value, dict):
         return _map_dict(value, change, passed_by)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_attributes(value, [field.name for field in dataclasses.fields(value)], change, passed_by)
-    slots = _slots(value)
-    return _map_attributes(value, slots, change, passed_by) if slots else value
+    cls: Any = type(value)
+    names = _field_names(cls) or _slots(value)
+    return _map_attributes(value, names, change, passed_by) if names else value
+
+
+@functools.lru_cache(maxsize=256)
+def _field_names(cls: type) -> tuple[str, ...]:
+    """Attribute names of a dataclass, () for any other class; asked for every argument of every block, hence kept."""
+    return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else ()
 
 
 def _any_changed(old: Any, new: list[Any]) -> bool:
@@ -119,7 +125,7 @@ def _as_tuple(slots: Any) -> tuple[str, ...]:
 
 
 def _map_attributes(
-    value: Any, names: list[str], change: Callable[[torch.Tensor], torch.Tensor], passed_by: Collection[Any]
+    value: Any, names: Sequence[str], change: Callable[[torch.Tensor], torch.Tensor], passed_by: Collection[Any]
 ) -> Any:
     changed: dict[str, Any] = {}
     for name in names:

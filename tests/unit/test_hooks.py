@@ -87,6 +87,16 @@ def test_what_does_not_change_keeps_its_identity():
     assert map_tensors((ONE, cache), double)[1] is cache  # ordinary objects are passed through
 
 
+def test_map_tensors_passes_by_what_dicts_hold_under_a_name():
+    shared = {"sigmas": ONE}
+    value = {"options": shared, "x": ONE, "inner": [{"options": ONE, "y": ONE}]}
+    out = map_tensors(value, double, {"options"})
+    assert out["options"] is shared and out["inner"][0]["options"] is ONE and value["x"] is ONE
+    assert torch.equal(out["x"], TWO) and torch.equal(out["inner"][0]["y"], TWO)
+    kept = {"options": ONE}
+    assert map_tensors(kept, double, {"options"}) is kept
+
+
 def test_hook_set_is_outermost_and_leaves_no_trace():
     layer = nn.Linear(2, 2)
     before = {name: dict(value) for name, value in vars(layer).items() if name.endswith("hooks")}

@@ -324,6 +324,25 @@ def test_an_error_holds_no_memory_once_it_is_handled():
             gc.enable()
 
 
+def test_what_a_job_did_not_end_is_ended():
+    """Copies of a forward that was begun and left are freed with the run, without a garbage collection."""
+    with emulated_cards(), torch.inference_mode():
+        _, bridge = _make(HALVES)
+        source, held = torch.ones(2).to(HOME), []
+
+        def job():
+            bridge.begin()
+            held.append(weakref.ref(bridge.move(source, NEXT)))
+
+        gc.collect()
+        gc.disable()
+        try:
+            Turns(bridge).run([job, job])
+            assert len(held) == 2 and [ref() for ref in held] == [None, None]
+        finally:
+            gc.enable()
+
+
 def test_a_job_that_never_crosses_and_one_that_never_calls_the_model():
     with emulated_cards(), torch.inference_mode():
         model, bridge = _make(HALVES)
@@ -607,6 +626,24 @@ def test_copies_on_the_main_streams_would_wait_for_other_forwards(machine, monke
     monkeypatch.setattr(Turns, "copy", lambda turns, tensor, device: tensor.to(device))
     together, races, _, _ = _makespan(machine, HALVES, 4, interleave=True)
     assert races == 0 and together > 16 * 5 / 8
+
+
+def test_what_the_host_moves_inside_a_block_may_be_used_at_once(machine):
+    """ControlNet residuals: from home, by name, while the block's card computes."""
+    with emulated_cards(4), machine.installed(), torch.inference_mode():
+        model, bridge = _make(HALVES)
+        residual, jobs = torch.ones(2, WIDTH).to(HOME), _jobs(model, bridge, 2)
+
+        def add(module, args):
+            return args[0] + bridge.move(residual, bridge.current_device), args[1]
+
+        for block in model.blocks:
+            block.register_forward_pre_hook(add)
+        expected = [on_cpu(job()) for job in jobs]
+        with _Clock(machine, copy_cost=0.5) as clock:
+            results = Turns(bridge).run(jobs)
+        assert clock.races == 0
+        assert all(torch.equal(on_cpu(a), b) for a, b in zip(results, expected, strict=True))
 
 
 def test_side_streams_are_made_once_and_tensors_recorded_on_them(machine):
