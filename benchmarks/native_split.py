@@ -30,7 +30,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--case", action="append", required=True, help="name of a case; may be repeated")
     parser.add_argument("--dynamic-vram", action="store_true", help="with comfy-aimdo, as ComfyUI starts by default")
     parser.add_argument("--card-gb", type=float, help="GiB that each card is cut down to")
-    parser.add_argument("--grow-ram-gb", type=int, default=0, help="touch so much host memory before anything starts")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3, help="measured turns of each rival")
     parser.add_argument("--tiny", action="store_true", help="toy shapes on emulated cards")
@@ -65,24 +64,7 @@ def start_comfyui(options: argparse.Namespace) -> None:
         comfy.memory_management.aimdo_enabled = True
 
 
-def _touch(num_bytes: int) -> None:
-    import mmap
-
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-    mmap.mmap(-1, num_bytes, flags=flags).close()
-
-
-def grow_ram(num_bytes: int, num_processes: int = 8) -> None:
-    """Touch host memory once: a machine that is given its memory as it uses it tells ComfyUI of too little at first."""
-    import multiprocessing
-
-    with multiprocessing.get_context("fork").Pool(num_processes) as pool:
-        pool.map(_touch, [num_bytes // num_processes] * num_processes)
-
-
 OPTIONS = parse()
-if OPTIONS.grow_ram_gb:
-    grow_ram(OPTIONS.grow_ram_gb * 2**30)
 start_comfyui(OPTIONS)
 
 import contextlib  # noqa: E402
@@ -550,6 +532,7 @@ def cfg(shape: Shape, batch: int) -> dict[str, Any]:
     report["split_overlap_equals_one_after_the_other_on_one_gpu"] = _difference(
         image_by_image(one, short), sample(overlap, short).latents
     )
+    say(json.dumps(report))  # what follows may meet a time limit
     report["one_gpu_one_after_the_other"] = _describe([sample(one_after_the_other(one), work)])
     if batch == 1:
         together = split(one if roomy() == CPU else load(shape, on=CARDS[1]), overlap=False)
@@ -659,9 +642,11 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "flux2_small_nvfp4": functools.partial(one_against_split, FLUX2_SMALL, "nvfp4"),
     "wan": functools.partial(one_against_split, WAN_14B),
     "wan_cfg": functools.partial(cfg, WAN_14B, 1),
+    "wan_cfg_short": functools.partial(cfg, WAN_14B_SHORT, 1),
     "wan_cfg_batch4": functools.partial(cfg, WAN_14B_SHORT, 4),
     "qwen_cfg": functools.partial(cfg, QWEN_IMAGE, 1),
     "small_wan": functools.partial(small, WAN_14B, "fp16"),
+    "small_flux2": functools.partial(small, FLUX2, "bf16"),
     "small_flux2_fp8": functools.partial(small, FLUX2, "fp8"),
     "takeover": functools.partial(takeover, FLUX2_SMALL),
     "loader": functools.partial(loader, FLUX2_SMALL),

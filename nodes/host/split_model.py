@@ -314,9 +314,10 @@ def _unload(model: Any) -> None:
     """Take every patcher of this model off its card, so that the weights are as they were loaded."""
     import comfy.model_management as management
 
+    parts = [model.model, *(companion.model for companion in getattr(model, "companions", ()))]
     for loaded in list(management.current_loaded_models):
         patcher = loaded.model
-        if patcher is not None and patcher.model is model.model:
+        if patcher is not None and any(patcher.model is part for part in parts):
             loaded.model_unload()
             management.current_loaded_models.remove(loaded)
 

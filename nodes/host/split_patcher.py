@@ -78,6 +78,7 @@ class ShardMixin(_Limited):
     def follow(self, home: SplitPatcher) -> None:
         """Take over what the home patcher wants done to the weights. Keys of other cards do no harm."""
         self._home = weakref.ref(home)
+        self.clone_base_uuid = home.clone_base_uuid  # who unloads a model and its clones means its shards too
         self.patches = home.patches
         self.patches_uuid = home.patches_uuid
         self.weight_wrapper_patches = home.weight_wrapper_patches
