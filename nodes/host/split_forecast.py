@@ -60,7 +60,9 @@ def _forecast(model: Any, plan: SplitPlan, noise_shape: Any, conds: Any) -> None
 
     _, activations = estimate_memory(model, noise_shape, conds)
     problems = []
-    for device, size in weight_bytes(model.model, plan).items():
+    sizes = weight_bytes(model.model, plan)
+    _recommend_replicas(plan, sum(sizes.values()), activations, conds)
+    for device, size in sizes.items():
         if is_device_cpu(device):
             continue
         total, free = get_total_memory(device), model_free_bytes(device)
@@ -83,6 +85,20 @@ def _forecast(model: Any, plan: SplitPlan, noise_shape: Any, conds: Any) -> None
     if problems:
         raise RuntimeError(
             f"this size does not fit: {'; '.join(problems)}. Use a smaller picture, fewer frames or a smaller batch"
+        )
+
+
+def _recommend_replicas(plan: SplitPlan, weights: int, activations: float, conds: Any) -> None:
+    """Say that a copy per card would be faster where that is so: with CFG, if every card holds the whole model."""
+    from comfy.model_management import get_total_memory, minimum_inference_memory
+
+    needed = weights + max(activations, minimum_inference_memory())
+    has_cfg = sum(bool(cond) for cond in conds.values()) > 1
+    if has_cfg and all(get_total_memory(device) > needed for device in plan.placement.used_devices):
+        _log.info(
+            "split: the whole model (%.2f GB) would fit each of these cards; for CFG, ComfyUI's 'MultiGPU CFG Split' "
+            "keeps a copy on each and is faster",
+            weights / _GB,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -176,3 +177,16 @@ def test_a_device_that_is_not_there_is_named_with_what_is(server: Server, tiny_f
     finished = server.run(_graph(["split", 0], "never", is_emulated=False, split=split))
     assert finished.status == "error"
     assert "device 'cuda:0' does not exist on this machine; found here: cpu" in finished.error
+
+
+def test_the_log_says_what_each_card_gets_before_and_what_it_has_left_at_loading(
+    server: Server, plain: torch.Tensor
+) -> None:
+    seen = len(server.log.read_text(encoding="utf-8"))
+    split = _split("DeviceBridgeSplitModel", ["on", 0], model=["load", 0], split_at="1", balance="manual")
+    _run(server, _graph(["split", 0], "logged", split=split))
+    log = server.log.read_text(encoding="utf-8")[seen:]
+    for card, blocks in (("lazy:0", 1), ("lazy:1", 5)):
+        assert re.search(rf"split: {card} gets {blocks} blocks, [\d.]+ GB of weights", log)
+        assert re.search(rf"split: {card} weights [\d.]+ GB, activations about [\d.]+ GB, free [\d.]+ of 25.77 GB", log)
+    assert log.index("gets 5 blocks") < log.index("activations about") < log.index("Requested to load Flux")
