@@ -7,7 +7,9 @@ says what a card holds.
 
 Why `lazy`: torch registers a device guard for that type and the autograd engine runs it on the CPU queue, so backward
 works over several devices. The types `cuda` and `privateuseone` abort in the engine; `meta` lets mixed in-place
-operations pass with garbage. Not emulated: streams, peer access, low-precision kernels, speed.
+operations pass with garbage. What makes tensors without asking a dispatch mode (torch.tensor, generators, lists as
+indices) is led over the CPU; tensors made of others, as quantised ones are, see emulated tensors inside. Not emulated:
+streams, peer access, low-precision kernels, speed; and torch.compile lets everything run as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 aten = torch.ops.aten
@@ -33,6 +34,7 @@ _LIVE = WeakIdKeyDictionary()  # every emulated tensor that somebody still holds
 _COPIES_BETWEEN_DEVICES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default, aten.copy.default}
 _RETURNS_HOST_VALUE = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 _TAKES_INDICES = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+_SIMPLE: set[Any] = set()  # operations that are not made of others
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,13 @@ class EmulatedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_for_another_subclass(args, kwargs):
+        if _is_for_another_subclass(_values(args, kwargs)):
             return NotImplemented
-        out = _run_composite(func, args, kwargs)
+        out = NotImplemented if func in _SIMPLE else _run_composite(func, args, kwargs)
         return _run(func, args, kwargs, []) if out is NotImplemented else out
+
+
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, EmulatedTensor})
 
 
 class EmulatedCards(TorchDispatchMode):
@@ -96,22 +101,40 @@ class EmulatedCards(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_for_another_subclass(args, kwargs):
+        values = _values(args, kwargs)
+        if _is_for_another_subclass(values):
             return NotImplemented
-        if not any(_is_ours(x) for x in tree_iter((args, kwargs))):
+        if not any(_is_ours(value) for value in values):
             return func(*args, **kwargs)
-        with self:  # under inference mode `to` and the like come here whole, with the device among the arguments
-            out = _run_composite(func, args, kwargs)
-        return _run(func, args, kwargs, self.copies) if out is NotImplemented else out
+        if func not in _SIMPLE:
+            with self:  # under inference mode `to` and the like come here whole, with the device among the arguments
+                out = _run_composite(func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return _run(func, args, kwargs, self.copies)
 
 
 def _is_ours(x: Any) -> bool:
     return isinstance(x, EmulatedTensor) or (isinstance(x, (torch.device, str)) and str(x).startswith(DEVICE_TYPE))
 
 
-def _is_for_another_subclass(args: Any, kwargs: dict[str, Any]) -> bool:
+def _values(args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Arguments of an operation, lists of tensors taken apart; operations nest no deeper."""
+    values: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            values.extend(value)
+        else:
+            values.append(value)
+    return values
+
+
+def _is_for_another_subclass(values: list[Any]) -> bool:
     """Whether a quantised tensor is among them: its own dispatch comes back here with the tensors it is made of."""
-    return any(is_traceable_wrapper_subclass(x) for x in tree_iter((args, kwargs)))
+    return any(
+        isinstance(value, torch.Tensor) and type(value) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(value)
+        for value in values
+    )
 
 
 def _lists_as_indices(index: Any) -> Any:
@@ -122,13 +145,17 @@ def _lists_as_indices(index: Any) -> Any:
 
 
 def _run_composite(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation made of others, run as those; NotImplemented for a simple one, which is remembered."""
     if func is aten._has_compatible_shallow_copy_type.default:
         return False  # asked by Module.to under inference mode; the data lies beside the tensor
-    return func.decompose(*args, **kwargs)
+    out = func.decompose(*args, **kwargs)
+    if out is NotImplemented:
+        _SIMPLE.add(func)
+    return out
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any], copies: list[Copy]) -> Any:
-    tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.Tensor)]
+    tensors = [value for value in _values(args, kwargs) if isinstance(value, torch.Tensor)]
     devices = _devices(func, tensors)
     if len(devices) > 1 and func not in _COPIES_BETWEEN_DEVICES:
         raise RuntimeError(
@@ -140,18 +167,26 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], copies: list[Copy]) -> An
     plain_kwargs = {k: v for k, v in kwargs.items() if k not in {"device", "pin_memory", "non_blocking"}}
     if "device" in kwargs:
         plain_kwargs["device"] = torch.device("cpu")
-    out = func(*_plain(args), **_plain(plain_kwargs))
+    out = func(*map(_plain, args), **{key: _plain(value) for key, value in plain_kwargs.items()})
     if func in _RETURNS_HOST_VALUE:
         return out
     if _is_in_place(func):
         return kwargs.get("out", args[0])
     if target.type == "cpu":
         return out
-    return tree_map(lambda x: EmulatedTensor(x, target) if isinstance(x, torch.Tensor) else x, out)
+    return _on_card(out, target)
 
 
-def _plain(tree: Any) -> Any:
-    return tree_map(lambda x: x.data_on_cpu if isinstance(x, EmulatedTensor) else x, tree)
+def _on_card(value: Any, device: torch.device) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_on_card(item, device) for item in value)
+    return EmulatedTensor(value, device) if isinstance(value, torch.Tensor) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(item) for item in value)
+    return value.data_on_cpu if isinstance(value, EmulatedTensor) else value
 
 
 def _is_in_place(func: Any) -> bool:

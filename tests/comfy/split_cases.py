@@ -36,10 +36,10 @@ class Case:
         self.check(claim, not torch.equal(output, reference), largest_difference(output, reference))
 
     @contextlib.contextmanager
-    def logged(self, name: str) -> Iterator[list[str]]:
-        """Collects what a logger says, warnings and worse."""
+    def logged(self, name: str, level: int = logging.WARNING) -> Iterator[list[str]]:
+        """Collects what a logger says from this level on."""
         messages: list[str] = []
-        handler = logging.Handler(logging.WARNING)
+        handler = logging.Handler(level)
         handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger(name).addHandler(handler)
         try:
@@ -77,9 +77,11 @@ def run_case(run: Run, host: Host) -> list[list[Any]]:
     """The claims of one case, on a machine where nothing is loaded; as the host runs nodes, under inference mode."""
     case = Case(host)
     try:
-        with torch.inference_mode():
+        with case.logged("", logging.INFO) as messages, torch.inference_mode():
             run(case)
             host.unload_all()
     finally:
         gc.collect()
+    leaks = [message for message in messages if "memory leak" in message]
+    case.check("ComfyUI found no leak", not leaks, leaks)
     return case.claims

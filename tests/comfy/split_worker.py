@@ -21,7 +21,22 @@ from types import ModuleType
 from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
-WATCHED = ("model_management", "model_patcher", "samplers", "ops", "sampler_helpers", "sd", "lora", "hooks", "sample")
+WATCHED = (
+    "controlnet",
+    "hooks",
+    "ldm.modules.attention",
+    "lora",
+    "model_base",
+    "model_management",
+    "model_patcher",
+    "ops",
+    "patcher_extension",
+    "sample",
+    "sampler_helpers",
+    "samplers",
+    "sd",
+    "utils",
+)
 
 Digest = dict[str, int]
 
@@ -76,7 +91,7 @@ def _import_comfyui(checkout: Path) -> None:
     comfy.cli_args.args.cpu = True
     import comfy.sample  # brings the rest
 
-    logging.getLogger().setLevel(os.environ.get("SPLIT_LOG", "WARNING"))
+    logging.getLogger().setLevel(logging.INFO)
 
 
 def _load_pack() -> None:

@@ -2,7 +2,7 @@
 
 A family is described by the class of comfy.supported_models that must come out and by what its diffusion model is built
 with. Where ComfyUI reads every size from the weights, a small file is enough. Where it takes a size for granted (Qwen's
-24 heads, Z-Image's width), `small_sizes` hands our sizes over at that one question; all before and after is its own code.
+24 heads, Z-Image's width), `small_sizes` gives it ours at that one question; all before and after is its own code.
 """
 
 from __future__ import annotations
@@ -419,7 +419,7 @@ FAMILIES: Mapping[str, TinyFamily] = {
 }
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def lora_weights(name: str, seed: int, rank: int = 2) -> dict[str, torch.Tensor]:
     """A LoRA for every matrix of every block, under the names ComfyUI accepts for any model."""
     family = FAMILIES[name]

@@ -1,0 +1,140 @@
+"""Guidance and batches: with overlap off ComfyUI's own batch, with overlap on as one forward after the other."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import comfy.patcher_extension
+import comfy.sample
+import torch
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_host import HOME, Host, live_bytes, one_condition_at_a_time
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, Condition
+
+CFG = 4.0
+
+
+def _one_image_at_a_time(host: Host, name: str, batch: int, **options: Any) -> torch.Tensor:
+    """A batch as that many single pictures, cond and uncond one after the other, unsplit on the CPU."""
+    unsplit = host.load(name, load_device=CPU)
+    noise = _noise(name, batch)
+    with one_condition_at_a_time(unsplit):
+        return torch.cat([host.sample(unsplit, name, noise=one, **options) for one in noise.split(1)])
+
+
+def _noise(name: str, batch: int) -> torch.Tensor:
+    return comfy.sample.prepare_noise(torch.zeros(batch, *FAMILIES[name].latent), 7)
+
+
+@case
+def batches(case: Case) -> None:
+    host = case.host
+    for name, batch, cfg in (("flux1", 2, 1.0), ("flux1", 4, CFG), ("wan", 2, CFG), ("qwen_image", 2, CFG)):
+        claim = f"{name}, batch {batch}, cfg {cfg}"
+        together = host.sample(host.load(name, load_device=CPU), name, batch=batch, cfg=cfg)
+        output = host.sample(split(host.load(name), overlap=False), name, batch=batch, cfg=cfg)
+        case.equal(f"{claim}: overlap off", output, together)
+        apart = _one_image_at_a_time(host, name, batch, cfg=cfg)
+        output = host.sample(split(host.load(name)), name, batch=batch, cfg=cfg)
+        case.equal(f"{claim}: overlap on", output, apart)
+        host.unload_all()
+
+
+@case
+def conditions_of_unequal_length(case: Case) -> None:
+    host = case.host
+    for name in ("flux1", "wan"):
+        options: dict[str, Any] = {"cfg": CFG, "negative": FAMILIES[name].condition(2, tokens=9)}
+        unsplit = host.load(name, load_device=CPU)
+        together = host.sample(unsplit, name, **options)
+        case.equal(
+            f"{name}: overlap off", host.sample(split(host.load(name), overlap=False), name, **options), together
+        )
+        with one_condition_at_a_time(unsplit):
+            apart = host.sample(unsplit, name, **options)
+        case.equal(f"{name}: overlap on", host.sample(split(host.load(name)), name, **options), apart)
+        host.unload_all()
+
+
+def _combined() -> Condition:
+    """Two prompts for two halves of the picture, one of them for the first steps only, and one everywhere."""
+    family = FAMILIES["flux1"]
+    left, right, everywhere = family.condition(11), family.condition(12), family.condition(13)
+    left[0][1] |= {"area": (8, 4, 0, 0), "strength": 0.8, "set_area_to_bounds": False}
+    mask = torch.zeros(1, 8, 8)
+    mask[..., 3:] = 1
+    right[0][1] |= {"mask": mask, "mask_strength": 0.7, "start_percent": 0.0, "end_percent": 0.5}
+    return left + right + everywhere
+
+
+def _each_side_alone(executor: Any, model: Any, conds: list[Any], *args: Any) -> list[torch.Tensor]:
+    """ComfyUI's evaluation, asked for the positive and for the negative side by itself."""
+    sides = [[cond if number == side else None for number, cond in enumerate(conds)] for side in range(len(conds))]
+    return [executor(model, side, *args)[number] for number, side in enumerate(sides)]
+
+
+@case
+def regions_masks_and_time_ranges(case: Case) -> None:
+    host = case.host
+    options: dict[str, Any] = {"cfg": CFG, "positive": _combined()}
+    unsplit = host.load("flux1", load_device=CPU)
+    together = host.sample(unsplit, "flux1", **options)
+    case.differs("it does something", together, host.sample(unsplit, "flux1", cfg=CFG))
+    case.equal("overlap off", host.sample(split(host.load("flux1"), overlap=False), "flux1", **options), together)
+    unsplit = unsplit.clone()
+    kind = comfy.patcher_extension.WrappersMP.CALC_COND_BATCH
+    unsplit.add_wrapper_with_key(kind, "test", _each_side_alone)
+    apart = host.sample(unsplit, "flux1", **options)
+    case.equal("overlap on", host.sample(split(host.load("flux1")), "flux1", **options), apart)
+
+
+@case
+def forwards_in_flight(case: Case) -> None:
+    """With overlap the second forward begins while the first is still on the other card."""
+    host = case.host
+    entries: dict[bool, list[tuple[int, str]]] = {}
+    for overlap in (False, True):
+        divided = split(host.load("flux1"), overlap=overlap)
+        entered = entries[overlap] = []
+        model = divided.model.diffusion_model
+        for name in ("double_blocks.0", "single_blocks.3"):
+            block = model.get_submodule(name)
+            block.register_forward_pre_hook(
+                lambda *_, name=name, seen=entered: seen.append((threading.get_ident(), name))
+            )
+        host.sample(divided, "flux1", cfg=CFG, steps=1)
+    threads = [{thread for thread, _ in entered} for entered in entries.values()]
+    case.check("off: one forward, in this thread", threads[0] == {threading.get_ident()} and len(entries[False]) == 2)
+    case.check("on: two forwards in threads of their own", len(threads[1]) == 2 and len(entries[True]) == 4)
+    order = [name for _, name in entries[True]]
+    case.check("on: both begin before either ends", order == sorted(order), order)
+    case.check("no thread is left", threading.active_count() == 1 or not _forward_threads(), threading.enumerate())
+
+
+def _forward_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("devicebridge")]
+
+
+@case
+def an_error_while_overlapping(case: Case) -> None:
+    """One of two forwards in flight fails; the error arrives, and the MODEL still works."""
+    host = case.host
+    divided = split(host.load("flux1"))
+    expected = host.sample(divided, "flux1", cfg=CFG)
+    block = divided.model.diffusion_model.get_submodule("single_blocks.2")
+    calls = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise InterruptedError("stopped by the user")
+
+    hook = block.register_forward_pre_hook(fail)
+    case.refused("the error arrives", lambda: host.sample(divided, "flux1", cfg=CFG), InterruptedError, "stopped")
+    hook.remove()
+    case.check("no thread is left", not _forward_threads(), _forward_threads())
+    case.equal("afterwards", host.sample(divided, "flux1", cfg=CFG), expected)
+    home = live_bytes(HOME)
+    case.equal("again", host.sample(divided, "flux1", cfg=CFG), expected)
+    case.check("nothing was left on the card", live_bytes(HOME) == home, (live_bytes(HOME), home))

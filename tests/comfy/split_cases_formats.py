@@ -1,0 +1,214 @@
+"""Files and weight types: loaded split from the file, half precision, fp8 with and without scales, packs' patchers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import comfy.model_patcher
+import comfy.sd
+import torch
+from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
+from devicebridge.nodes.host.split_model import SplitRequest, load_split_model
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, block_devices, peaks_of
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, make_weights, small_sizes
+from safetensors.torch import save_file
+
+NAME = "flux1"
+BOTH = SplitRequest(devices=(HOME, OTHER))
+
+
+def _load_split(host: Host, name: str, weight_dtype: str = "default", path: Path | None = None) -> Any:
+    with small_sizes(FAMILIES[name]):
+        return load_split_model(path or host.checkpoint(name), weight_dtype, BOTH)
+
+
+@case
+def loaded_split(case: Case) -> None:
+    """Load Diffusion Model Across GPUs: a MODEL that never existed whole, nowhere but in host memory."""
+    host = case.host
+    for name in ("flux1", "wan_vace", "qwen_image", "sdxl"):
+        reference = host.sample(host.load(name, load_device=CPU), name)
+        divided = _load_split(host, name)
+        whole = sum(parameter.nbytes for parameter in divided.model.diffusion_model.parameters())
+        with peaks_of(host.machine) as peaks:
+            case.equal(name, host.sample(divided, name), reference)
+        places = {place for found in block_devices(divided, FAMILIES[name]).values() for place in found}
+        case.check(f"{name}: on both cards", places == {str(HOME), str(OTHER)}, places)
+        case.check(f"{name}: the whole was on no card", max(peaks.values()) < 0.85 * whole, (peaks, whole))
+        host.unload_all()
+        case.equal(f"{name}: after unloading", host.sample(divided, name), reference)
+        host.unload_all()
+
+
+@case
+def loaded_split_with_loras(case: Case) -> None:
+    host = case.host
+    divided = _load_split(host, NAME)
+    unsplit = host.load(NAME, load_device=CPU)
+    for seeds in ((1,), (), (1, 2)):
+        models = {"split": divided, "unsplit": unsplit}
+        for seed in seeds:
+            models = {kind: host.lora(model, NAME, seed) for kind, model in models.items()}
+        outputs = {kind: host.sample(model, NAME) for kind, model in models.items()}
+        case.equal(f"LoRAs {seeds}", outputs["split"], outputs["unsplit"])
+
+
+@case
+def half_precision(case: Case) -> None:
+    """A bf16 file: computed in float32 where the machine says so, or kept and cast at every use."""
+    host = case.host
+    path = host.checkpoint(NAME, torch.bfloat16)
+    for options in ({}, {"dtype": torch.bfloat16}):
+        unsplit = comfy.sd.load_diffusion_model(str(path), model_options={"load_device": CPU, **options})
+        reference = host.sample(unsplit, NAME)
+        divided = split(comfy.sd.load_diffusion_model(str(path), model_options=options))
+        case.check("the type of the weights", divided.model_dtype() == unsplit.model_dtype(), divided.model_dtype())
+        case.equal(f"{options}: as unsplit", host.sample(divided, NAME), reference)
+        with_lora = host.sample(host.lora(unsplit, NAME, 1), NAME)
+        case.equal(f"{options}: with a LoRA", host.sample(host.lora(divided, NAME, 1), NAME), with_lora)
+    unsplit = comfy.sd.load_diffusion_model(str(path), model_options={"load_device": CPU})
+    case.equal("loaded split", host.sample(_load_split(host, NAME, path=path), NAME), host.sample(unsplit, NAME))
+
+
+@case
+def fp8_weights(case: Case) -> None:
+    """weight_dtype of the loader: weights are stored in fp8 and cast where they are used."""
+    host = case.host
+    reference = host.sample(host.load(NAME, load_device=CPU, dtype=torch.float8_e4m3fn), NAME)
+    case.differs("it does something", reference, host.sample(host.load(NAME, load_device=CPU), NAME))
+    divided = split(host.load(NAME, dtype=torch.float8_e4m3fn))
+    case.equal("as unsplit", host.sample(divided, NAME), reference)
+    case.equal("loaded split", host.sample(_load_split(host, NAME, "fp8_e4m3fn"), NAME), reference)
+    types = {str(parameter.dtype) for parameter in divided.model.diffusion_model.single_blocks.parameters()}
+    case.check("the blocks are fp8", "torch.float8_e4m3fn" in types, types)
+    unsplit = host.load(NAME, load_device=CPU, dtype=torch.float8_e4m3fn)
+    with_lora = host.sample(host.lora(unsplit, NAME, 1), NAME)
+    case.equal("with a LoRA, rounded at random", host.sample(host.lora(divided, NAME, 1), NAME), with_lora)
+
+
+def _scaled_checkpoint(host: Host) -> Path:
+    """A file as the fp8_scaled ones: matrices of the blocks in fp8, a scale beside each, and the mark."""
+    path = host.folder / f"{NAME}-scaled.safetensors"
+    if path.exists():
+        return path
+    family, weights = FAMILIES[NAME], {}
+    for name, tensor in make_weights(family).items():
+        if tensor.ndim == 2 and name.startswith(family.block_lists):
+            scale = tensor.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+            weights[name] = (tensor / scale).to(torch.float8_e4m3fn)
+            weights[name.removesuffix("weight") + "scale_weight"] = scale
+        else:
+            weights[name] = tensor
+    weights["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    save_file(weights, path)
+    return path
+
+
+@case
+def fp8_scaled_checkpoint(case: Case) -> None:
+    host = case.host
+    path = str(_scaled_checkpoint(host))
+    unsplit = comfy.sd.load_diffusion_model(path, model_options={"load_device": CPU})
+    reference = host.sample(unsplit, NAME)
+    divided = split(comfy.sd.load_diffusion_model(path))
+    case.equal("as unsplit", host.sample(divided, NAME), reference)
+    for device in (HOME, OTHER):
+        found = [p for p in divided.model.parameters() if isinstance(p, QuantizedTensor) and p.device == device]
+        case.check(f"{device} has quantised weights", len(found) > 5, len(found))
+    case.equal(
+        "with a LoRA", host.sample(host.lora(divided, NAME, 1), NAME), host.sample(host.lora(unsplit, NAME, 1), NAME)
+    )
+    case.equal("clean again", host.sample(divided, NAME), reference)
+    case.equal("loaded split", host.sample(_load_split(host, NAME, path=Path(path)), NAME), reference)
+
+
+def _quantised_checkpoint(host: Host, quant_format: str) -> Path:
+    """A file as ComfyUI writes quantised ones: beside each matrix its scales and a description."""
+    path = host.folder / f"{NAME}-{quant_format}.safetensors"
+    family, weights = FAMILIES[NAME], {}
+    for name, tensor in make_weights(family).items():
+        if tensor.ndim == 2 and name.startswith(family.block_lists):
+            layout = QUANT_ALGOS[quant_format]["comfy_tensor_layout"]
+            weights |= QuantizedTensor.from_float(tensor, layout).state_dict(name)
+            described = list(json.dumps({"format": quant_format}).encode())
+            weights[name.removesuffix("weight") + "comfy_quant"] = torch.tensor(described, dtype=torch.uint8)
+        else:
+            weights[name] = tensor
+    save_file(weights, path)
+    return path
+
+
+@case
+def quantised_checkpoints(case: Case) -> None:
+    host = case.host
+    for quant_format in ("float8_e4m3fn", "nvfp4", "mxfp8", "int8_tensorwise"):
+        path = str(_quantised_checkpoint(host, quant_format))
+        unsplit = comfy.sd.load_diffusion_model(path)  # on one card: which kernel multiplies depends on the device
+        reference = host.sample(unsplit, NAME)
+        divided = split(comfy.sd.load_diffusion_model(path))
+        case.equal(f"{quant_format}: as unsplit", host.sample(divided, NAME), reference)
+        with_lora = host.sample(host.lora(unsplit, NAME, 1), NAME)
+        case.equal(f"{quant_format}: with a LoRA", host.sample(host.lora(divided, NAME, 1), NAME), with_lora)
+        for device in (HOME, OTHER):
+            found = [p for p in divided.model.parameters() if isinstance(p, QuantizedTensor) and p.device == device]
+            case.check(f"{quant_format}: {device} has quantised weights", len(found) > 5, len(found))
+        host.unload_all()
+
+
+@case
+def a_prefixed_file(case: Case) -> None:
+    """Diffusion models cut out of full checkpoints keep their prefix."""
+    host = case.host
+    path = host.folder / f"{NAME}-prefixed.safetensors"
+    weights = make_weights(FAMILIES[NAME])
+    save_file({f"model.diffusion_model.{name}": tensor for name, tensor in weights.items()}, path)
+    reference = host.sample(host.load(NAME, load_device=CPU), NAME)
+    case.equal("loaded split", host.sample(_load_split(host, NAME, path=path), NAME), reference)
+
+
+class PackPatcher(comfy.model_patcher.ModelPatcher):
+    """As of a pack for other file formats: a class of its own that each clone is put back into."""
+
+    loads = 0
+
+    def clone(self, *args: Any, **kwargs: Any) -> Any:
+        n = super().clone(*args, **kwargs)
+        n.__class__ = PackPatcher
+        return n
+
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        PackPatcher.loads += 1
+        return super().load(*args, **kwargs)
+
+
+@case
+def a_patcher_class_of_a_pack(case: Case) -> None:
+    host = case.host
+    plain = host.load(NAME)
+    plain.__class__ = PackPatcher
+    PackPatcher.loads = 0
+    divided = split(plain)
+    case.check("the split one is of that class too", isinstance(divided, PackPatcher), type(divided).__mro__)
+    clone = host.lora(divided, NAME, 1)
+    case.check("and so is its clone", isinstance(clone, PackPatcher) and type(clone) is type(divided), type(clone))
+    reference = host.sample(host.lora(host.load(NAME, load_device=CPU), NAME), NAME)
+    case.equal("as unsplit", host.sample(clone, NAME), reference)
+    case.check("its own code loaded both parts", PackPatcher.loads >= 2, PackPatcher.loads)
+
+
+@case
+def balances(case: Case) -> None:
+    """However the blocks are shared out, the numbers are the same; a cut lies where it was asked for."""
+    host = case.host
+    reference = host.sample(host.load(NAME, load_device=CPU), NAME)
+    plain = host.load(NAME)
+    for options in ({"balance": "time"}, *({"balance": "manual", "split_at": (cut,)} for cut in (1, 2, 5))):
+        divided = split(plain, **options)
+        case.equal(f"{options}", host.sample(divided, NAME), reference)
+        found = sum(places == {str(HOME)} for places in block_devices(divided, FAMILIES[NAME]).values())
+        case.check("blocks at home", found == options.get("split_at", (found,))[0], found)
+    case.refused("a cut behind the last block", lambda: split(plain, balance="manual", split_at=(9,)), ValueError, "9")
+    case.refused("the same card twice", lambda: split(plain, HOME, HOME), ValueError, "different")

@@ -1,0 +1,554 @@
+"""What other nodes hang into a forward: ControlNets, patches, replacements and wrappers, written for one device.
+
+Whatever a node brings along lies on the model's own device, so it is made there here: at home for a split MODEL, on the
+CPU for the unsplit reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import comfy.controlnet
+import comfy.ldm.flux.controlnet
+import comfy.ops
+import comfy.patcher_extension
+import latent_preview
+import torch
+from comfy.ldm.modules.attention import SpatialTransformer, optimized_attention
+from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
+from comfy_api.torch_helpers import set_torch_compile_wrapper
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_host import HOME, OTHER, crossings
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
+
+Change = Callable[[Any, torch.device], None]
+
+
+def _compare(
+    case: Case,
+    claim: str,
+    name: str,
+    change: Change,
+    *,
+    cfg: float = 1.0,
+    positive: Any = None,
+    **request: Any,
+) -> None:
+    """A MODEL changed after or before its split computes as one changed and never split; and the change does something.
+
+    request: of the split.
+    """
+    host = case.host
+    options: dict[str, Any] = {"cfg": cfg, "positive": positive}
+    unsplit = host.load(name, load_device=CPU)
+    clean = host.sample(unsplit, name, **options)
+    reference = host.sample(_changed(unsplit, change, CPU), name, **options)
+    case.differs(f"{claim}: it does something", reference, clean)
+    divided = split(host.load(name), **request)
+    for when in ("after the split", "again"):
+        case.equal(f"{claim}: {when}", host.sample(_changed(divided, change, HOME), name, **options), reference)
+    before = split(_changed(host.load(name), change, HOME), **request)
+    case.equal(f"{claim}: before the split", host.sample(before, name, **options), reference)
+    host.unload_all()
+
+
+def _changed(model: Any, change: Change, device: torch.device) -> Any:
+    model = model.clone()
+    change(model, device)
+    return model
+
+
+def _noise(*shape: int, device: torch.device, seed: int = 3) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(device)
+
+
+# ---- ControlNets
+
+
+class Residuals(comfy.controlnet.ControlBase):
+    """A ControlNet that needs no model: the same residuals at every step, on the device it is asked from."""
+
+    def __init__(self, shapes: Mapping[str, Sequence[tuple[int, ...]]]) -> None:
+        super().__init__()
+        self.shapes = shapes
+        self.asked_on: set[str] = set()
+
+    def get_control(self, x_noisy: torch.Tensor, *args: Any) -> dict[str, list[torch.Tensor | None]]:
+        self.asked_on.add(str(x_noisy.device))
+        residuals: dict[str, list[torch.Tensor | None]] = {"input": [], "middle": [], "output": []}
+        for key, shapes in self.shapes.items():
+            for number, shape in enumerate(shapes):
+                one = _noise(1, *shape, device=x_noisy.device, seed=number)
+                residuals[key].append(one.repeat(x_noisy.shape[0], *(1 for _ in shape)))
+        return residuals
+
+
+_RESIDUALS: Mapping[str, Mapping[str, Sequence[tuple[int, ...]]]] = {
+    "flux1": {"input": [(16, 128)] * 2, "output": [(16, 128)] * 4},
+    "chroma": {"input": [(16, 128)] * 2, "output": [(16, 128)] * 4},
+    "hunyuan_video": {"input": [(8, 128)] * 2, "output": [(8, 128)] * 3},
+    "qwen_image": {"input": [(16, 64)] * 4},
+    "sd3": {"output": [(16, 192)] * 3},
+    "sdxl": {  # the UNet takes them from the end
+        "input": [(128, 4, 4), (64, 4, 4), (64, 8, 8), (64, 8, 8)],
+        "middle": [(128, 4, 4)],
+        "output": [(64, 8, 8), (64, 8, 8), (64, 4, 4), (128, 4, 4)],
+    },
+}
+
+
+@case
+def controlnet_residuals(case: Case) -> None:
+    """Residuals are added between blocks, wherever those are; a UNet silently leaves out one that is elsewhere."""
+    host = case.host
+    for name, shapes in _RESIDUALS.items():
+        outputs = {}
+        for kind, model in (("unsplit", host.load(name, load_device=CPU)), ("split", split(host.load(name)))):
+            positive, negative = FAMILIES[name].condition(1), FAMILIES[name].condition(2)
+            control = Residuals(shapes)
+            for condition in (positive, negative):
+                condition[0][1] |= {"control": control, "control_apply_to_uncond": True}
+            outputs[kind] = host.sample(model, name, cfg=3.0, positive=positive, negative=negative)
+            places = control.asked_on
+            case.check(f"{name}, {kind}: asked at home", len(places) == 1 and str(OTHER) not in places, places)
+        clean = host.sample(host.load(name, load_device=CPU), name, cfg=3.0)
+        case.differs(f"{name}: it does something", outputs["unsplit"], clean)
+        case.equal(name, outputs["split"], outputs["unsplit"])
+        host.unload_all()
+
+
+def _real_controlnet(device: torch.device) -> Any:
+    config = dict(FAMILIES["flux1"].unet_config)
+    net = comfy.ldm.flux.controlnet.ControlNetFlux(
+        **config, dtype=torch.float32, operations=comfy.ops.disable_weight_init
+    )
+    generator = torch.Generator().manual_seed(5)
+    for parameter in net.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    control = comfy.controlnet.ControlNet(net, load_device=device, extra_conds=["y", "guidance"])
+    return control.set_cond_hint(torch.rand(1, 3, 64, 64, generator=generator), strength=0.7)
+
+
+@case
+def a_real_controlnet(case: Case) -> None:
+    """ComfyUI's ControlNet for FLUX with a model of its own, loaded beside the split one."""
+    host, family = case.host, FAMILIES["flux1"]
+    outputs = {}
+    for device, model in ((CPU, host.load("flux1", load_device=CPU)), (HOME, split(host.load("flux1")))):
+        control = _real_controlnet(device)
+        positive = family.condition(1)
+        positive[0][1] |= {"control": control, "control_apply_to_uncond": False}
+        outputs[device] = host.sample(model, "flux1", cfg=3.0, positive=positive)
+        case.differs("it does something", outputs[device], host.sample(model, "flux1", cfg=3.0))
+    case.equal("as unsplit", outputs[HOME], outputs[CPU])
+
+
+# ---- patches between and around blocks
+
+
+@case
+def block_replacements(case: Case) -> None:
+    """One block on each card and the ones at the border: what goes in and what comes out are on the same card."""
+    blocks = {
+        "flux1": ("double_block 0", "double_block 1", "single_block 0", "single_block 3"),
+        "flux2": ("double_block 1", "single_block 1", "single_block 3"),
+        "chroma": ("double_block 0", "single_block 2"),
+        "hunyuan_video": ("double_block 0", "single_block 2"),
+        "wan": ("double_block 0", "double_block 3"),
+        "wan_vace": ("double_block 0", "double_block 3"),
+        "qwen_image": ("double_block 0", "double_block 3"),
+    }
+    for name, names in blocks.items():
+        places: set[str] = set()
+        _compare(case, name, name, lambda model, device: _scale_blocks(model, names, places))  # noqa: B023
+        case.check(f"{name}: replaced on both cards", {str(HOME), str(OTHER)} <= places, places)
+    _compare(
+        case, "in relay", "flux1", lambda model, device: _scale_blocks(model, blocks["flux1"], set()), transport="relay"
+    )
+
+
+@case
+def blocks_left_out(case: Case) -> None:
+    """A replacement that calls no block, at the border and at the end, under a ControlNet that adds between blocks."""
+
+    def skip(model: Any, device: torch.device) -> None:
+        for block in (("double_block", 1), ("single_block", 0), ("single_block", 3)):
+            model.set_model_patch_replace(lambda args, extra: args, "dit", *block)
+
+    for transport in ("stream", "relay"):
+        for first in (1, 2, 3, 4):
+            positive = FAMILIES["flux1"].condition(1)
+            positive[0][1]["control"] = Residuals(_RESIDUALS["flux1"])
+            cut: dict[str, Any] = {"balance": "manual", "split_at": (first,), "transport": transport}
+            _compare(case, f"{transport} from {first}", "flux1", skip, positive=positive, **cut)
+
+
+def _scale_blocks(model: Any, names: Sequence[str], places: set[str]) -> None:
+    def replacement(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        before = args["img"].clone()
+        places.add(str(before.device))
+        out = extra["original_block"](args)
+        return {**out, "img": out["img"] * 1.25 - 0.25 * before}
+
+    for name in names:
+        block, index = name.split()
+        model.set_model_patch_replace(replacement, "dit", block, int(index))
+
+
+@case
+def patches_between_blocks(case: Case) -> None:
+    """double_block patches with a tensor of their own, which write in place and return."""
+
+    def change(model: Any, device: torch.device, shape: tuple[int, ...]) -> None:
+        bias = 0.5 * _noise(*shape, device=device)
+
+        def patch(args: dict[str, Any]) -> dict[str, Any]:
+            args["img"] += bias
+            return {**args, "img": args["img"] * 1.1}
+
+        model.set_model_double_block_patch(patch)
+
+    for name, shape in (("wan", (1, 8, 128)), ("qwen_image", (1, 16, 64)), ("z_image", (1, 1, 256))):
+        _compare(case, name, name, lambda model, device: change(model, device, shape), cfg=3.0)  # noqa: B023
+
+
+@case
+def patches_of_the_attention(case: Case) -> None:
+    """IP-adapter style: a patch inside the blocks adds what it captured."""
+
+    def flux(model: Any, device: torch.device) -> None:
+        bias = _noise(1, 1, 1, 128, device=device)
+        model.set_model_attn1_patch(lambda q, k, v, pe, attn_mask, extra_options: {"q": q + bias, "v": v - bias})
+        model.set_model_attn1_output_patch(lambda attn, extra_options: attn + 0.1 * bias[0])
+
+    def wan(model: Any, device: torch.device) -> None:
+        bias = _noise(1, 1, 128, device=device)
+        model.set_model_attn1_patch(lambda args: args["x"] + bias)
+        model.set_model_attn2_patch(lambda args: args["x"] - bias)
+
+    def unet(model: Any, device: torch.device) -> None:
+        tokens = {width: _noise(1, 1, width, device=device) for width in (48, 64, 128)}
+        model.set_model_attn1_patch(lambda q, k, v, extra: (q + tokens[q.shape[-1]], k, v))
+        model.set_model_attn2_patch(lambda q, k, v, extra: (q, k + tokens[48], v - tokens[48]))
+        model.set_model_attn2_output_patch(lambda attn, extra: attn + tokens[attn.shape[-1]])
+
+    _compare(case, "flux1", "flux1", flux)
+    _compare(case, "flux2", "flux2", flux)
+    _compare(case, "chroma", "chroma", flux)
+    _compare(case, "wan", "wan", wan, cfg=3.0)
+    _compare(case, "sdxl", "sdxl", unet, cfg=3.0)
+
+
+@case
+def replaced_attention(case: Case) -> None:
+    """IP-Adapter for UNets replaces attn2 by name; other packs swap the attention function itself."""
+
+    def unet(model: Any, device: torch.device) -> None:
+        values = {width: _noise(1, 4, width, device=device) for width in (64, 128)}
+
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extra: dict[str, Any]) -> torch.Tensor:
+            more = values[q.shape[-1]].repeat(q.shape[0], 1, 1)
+            out = optimized_attention(q, k, v, extra["n_heads"])
+            return out + 0.5 * optimized_attention(q, more, more, extra["n_heads"])
+
+        for block in (("input", 1), ("input", 3), ("middle", 0), ("output", 0), ("output", 3)):
+            model.set_model_attn2_replace(attention, *block)
+
+    def function(model: Any, device: torch.device) -> None:
+        def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return 0.9 * optimized_attention(q * 1.5, k, v, *args, **kwargs)
+
+        model.set_model_optimized_attention(attention)
+
+    _compare(case, "attn2 of a UNet", "sdxl", unet, cfg=3.0)
+    _compare(case, "the function, UNet", "sdxl", function)
+    _compare(case, "the function, FLUX", "flux1", function)
+
+
+@case
+def patches_of_a_unet(case: Case) -> None:
+    def change(model: Any, device: torch.device) -> None:
+        bias = 0.3 * _noise(1, 1, 1, 1, device=device)
+        model.set_model_input_block_patch(lambda h, options: h + bias)
+        model.set_model_input_block_patch_after_skip(lambda h, options: h * 0.9 + bias)
+        model.set_model_output_block_patch(lambda h, skip, options: (h * 1.1, skip + bias))
+        model.set_model_middle_block_after_patch(lambda args: {"h": args["h"] - bias})
+        model.set_model_emb_patch(lambda emb, channels, options: emb + bias.flatten())
+
+    _compare(case, "sdxl", "sdxl", change, cfg=3.0)
+
+
+@case
+def layers_run_by_a_patch(case: Case) -> None:
+    """forward_timestep_embed patches are pairs (class, handler), and the handler calls the layer itself."""
+
+    def change(model: Any, device: torch.device) -> None:
+        bias = 0.3 * _noise(1, 1, 1, 1, device=device)
+        model.set_model_forward_timestep_embed_patch((ResBlock, lambda layer, x, emb, *rest: layer(x, emb) + bias))
+        model.set_model_forward_timestep_embed_patch(
+            (SpatialTransformer, lambda layer, x, emb, context, options, *rest: layer(x, context, options) * 0.9)
+        )
+
+    _compare(case, "sdxl", "sdxl", change)
+
+
+@case
+def rope_options(case: Case) -> None:
+    _compare(case, "flux1", "flux1", lambda model, device: model.set_model_rope_options(1.5, 0.0, 0.7, 2.0, 1.0, 0.0))
+
+
+# ---- around the forward
+
+
+@case
+def function_wrapper(case: Case) -> None:
+    def change(model: Any, device: torch.device) -> None:
+        bias = _noise(1, 16, 8, 8, device=device)
+
+        def wrapper(apply_model: Callable[..., torch.Tensor], args: dict[str, Any]) -> torch.Tensor:
+            return apply_model(args["input"] + 0.1 * bias, args["timestep"], **args["c"]) * 1.01
+
+        model.set_model_unet_function_wrapper(wrapper)
+
+    _compare(case, "flux1", "flux1", change, cfg=3.0)
+
+
+@case
+def wrappers(case: Case) -> None:
+    kinds = comfy.patcher_extension.WrappersMP
+
+    def change(model: Any, device: torch.device) -> None:
+        bias = 0.1 * _noise(1, 16, 8, 8, device=device)
+
+        def forward(executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return executor(x + bias, *args, **kwargs) - bias
+
+        model.add_wrapper_with_key(kinds.DIFFUSION_MODEL, "test", forward)
+        model.add_wrapper_with_key(kinds.APPLY_MODEL, "test", forward)
+        model.add_wrapper_with_key(
+            kinds.OUTER_SAMPLE, "test", lambda executor, *args, **kwargs: executor(*args, **kwargs)
+        )
+
+    _compare(case, "flux1", "flux1", change, cfg=3.0)
+    _compare(case, "sdxl", "sdxl", lambda model, device: _sampler_functions(model), cfg=3.0)
+
+
+def _sampler_functions(model: Any) -> None:
+    model.set_model_sampler_pre_cfg_function(lambda args: [out * 1.1 for out in args["conds_out"]])
+    model.set_model_sampler_cfg_function(lambda args: args["uncond"] + 2.0 * (args["cond"] - args["uncond"]))
+    model.set_model_sampler_post_cfg_function(lambda args: args["denoised"] * 0.9 + args["input"] * 0.1)
+
+
+@case
+def injections_and_callbacks(case: Case) -> None:
+    """What a pack installs when a MODEL is loaded sees every block, and is gone when it is unloaded."""
+    host = case.host
+    extension = comfy.patcher_extension
+    seen: dict[str, list[int]] = {"inject": [], "eject": [], "load": []}
+
+    def count(patcher: Any) -> int:
+        return len(patcher.model.diffusion_model.single_blocks)
+
+    def change(model: Any) -> Any:
+        model = model.clone()
+        injection = extension.PatcherInjection(
+            inject=lambda patcher: seen["inject"].append(count(patcher)),
+            eject=lambda patcher: seen["eject"].append(count(patcher)),
+        )
+        model.set_injections("test", [injection])
+        model.add_callback(extension.CallbacksMP.ON_LOAD, lambda patcher, *args: seen["load"].append(count(patcher)))
+        return model
+
+    divided = change(split(host.load("flux1")))
+    reference = host.sample(host.load("flux1", load_device=CPU), "flux1")
+    case.equal("as unsplit", host.sample(divided, "flux1"), reference)
+    host.unload_all()
+    for name, counts in seen.items():
+        case.check(f"{name} saw all four single blocks", bool(counts) and set(counts) == {4}, counts)
+    seen_before = {name: list(counts) for name, counts in seen.items()}
+    host.sample(split(host.load("flux1")), "flux1")
+    case.check("another MODEL has none of it", seen == seen_before, seen)
+
+
+@case
+def previews(case: Case) -> None:
+    """The sampler's callback gets what it always gets, on the model's own card, fit for a preview."""
+    host = case.host
+    pictures: dict[str, list[bytes]] = {"unsplit": [], "split": []}
+    places = set()
+
+    def watch(kind: str, model: Any) -> torch.Tensor:
+        latent_format = model.model.latent_format
+        previewer = latent_preview.Latent2RGBPreviewer(
+            latent_format.latent_rgb_factors, latent_format.latent_rgb_factors_bias
+        )
+
+        def callback(step: int, x0: torch.Tensor, x: torch.Tensor, total_steps: int) -> None:
+            places.add(str(x0.device))
+            pictures[kind].append(previewer.decode_latent_to_preview(x0.to(CPU)).tobytes())
+
+        return host.sample(model, "flux1", callback=callback)
+
+    reference = watch("unsplit", host.load("flux1", load_device=CPU))
+    case.equal("as unsplit", watch("split", split(host.load("flux1"))), reference)
+    case.check("three previews", len(pictures["split"]) == 3, len(pictures["split"]))
+    case.check("the same ones", pictures["split"] == pictures["unsplit"])
+    case.check("at home", places == {"cpu", str(HOME)}, places)
+
+
+# ---- transport, classes, compiling
+
+
+@case
+def relay_forced(case: Case) -> None:
+    """Every output goes home: more copies, the same numbers."""
+    host = case.host
+    for name in ("flux1", "flux2", "wan", "wan_vace", "qwen_image", "z_image"):
+        reference = host.sample(host.load(name, load_device=CPU), name)
+        copies = {}
+        for transport in ("stream", "relay"):
+            divided = split(host.load(name), transport=transport)
+            host.sample(divided, name)
+            host.machine.cards.copies.clear()
+            case.equal(f"{name}, {transport}", host.sample(divided, name), reference)
+            copies[transport] = crossings(host.machine, (HOME, OTHER))
+        case.check(f"{name}: relay copies more", copies["relay"] > copies["stream"] > 0, copies)
+        host.unload_all()
+
+
+@case
+def stream_refused_where_it_is_wrong(case: Case) -> None:
+    for name in ("sdxl", "hidream"):
+        model = case.host.load(name)
+        case.refused(name, lambda: split(model, transport="stream"), ValueError, "relay")  # noqa: B023
+
+
+@case
+def an_unknown_class(case: Case) -> None:
+    """A class nobody described: its blocks are found, relayed, and it computes the same."""
+    host = case.host
+    reference = host.sample(host.load("flux1", load_device=CPU), "flux1")
+    model = host.load("flux1")
+    known = type(model.model.diffusion_model)
+    model.model.diffusion_model.__class__ = type("Stranger", known.__bases__, dict(known.__dict__, __module__="tests"))
+    with case.logged("devicebridge") as messages:
+        divided = split(model)
+    case.check("a note says so", any("Stranger" in message for message in messages), messages)
+    case.equal("as unsplit", host.sample(divided, "flux1"), reference)
+    case.equal("again", host.sample(divided, "flux1"), reference)
+    case.equal(
+        "with cfg",
+        host.sample(divided, "flux1", cfg=3.0),
+        host.sample(host.load("flux1", load_device=CPU), "flux1", cfg=3.0),
+    )
+
+
+@case
+def a_class_without_blocks(case: Case) -> None:
+    model = case.host.load("flux1")
+    model.model.diffusion_model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4))
+    case.refused("no blocks to share out", lambda: split(model), ValueError, "Sequential", "block")
+
+
+@case
+def compiling_the_whole_is_refused(case: Case) -> None:
+    host = case.host
+    divided = split(host.load("flux1"))
+    set_torch_compile_wrapper(divided, backend="eager")
+    case.refused("at sampling", lambda: host.sample(divided, "flux1"), ValueError, "compile", "block by block")
+    whole = host.load("flux1")
+    set_torch_compile_wrapper(whole, backend="eager")
+    case.refused("at the split", lambda: split(whole), ValueError, "compile", "after")
+
+
+@case
+def compiling_block_by_block(case: Case) -> None:
+    """Compile nodes swap modules for the time of a forward; emulated cards keep them from being compiled as well."""
+    host = case.host
+    reference = host.sample(host.load("flux1", load_device=CPU), "flux1")
+    divided = split(host.load("flux1"))
+    compiled = divided.clone()
+    keys = [f"diffusion_model.double_blocks.{i}" for i in range(2)]
+    keys += [f"diffusion_model.single_blocks.{i}" for i in range(4)]
+    set_torch_compile_wrapper(compiled, backend="eager", keys=keys)
+    for number in range(2):
+        case.equal(f"compiled, run {number}", host.sample(compiled, "flux1"), reference)
+    case.equal("not compiled", host.sample(divided, "flux1"), reference)
+
+
+@case
+def an_error_inside_a_block(case: Case) -> None:
+    """A forward that fails leaves a MODEL that works."""
+    host = case.host
+    reference = host.sample(host.load("flux1", load_device=CPU), "flux1")
+    divided = split(host.load("flux1"))
+    broken = divided.clone()
+
+    def fail(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        extra["original_block"](args)
+        raise InterruptedError("stopped by the user")
+
+    broken.set_model_patch_replace(fail, "dit", "single_block", 3)
+    for number in range(2):
+        case.refused(f"failure {number}", lambda: host.sample(broken, "flux1"), InterruptedError, "stopped")
+        case.equal(f"run {number} after it", host.sample(divided, "flux1"), reference)
+
+
+@case
+def a_mask_on_the_latent(case: Case) -> None:
+    """Inpainting: the sampler mixes the latent in at every step."""
+    host = case.host
+    mask = (torch.rand(1, 8, 8, generator=torch.Generator().manual_seed(1)) > 0.5).float()
+    for name in ("flux1", "sdxl"):
+        reference = host.sample(host.load(name, load_device=CPU), name, noise_mask=mask)
+        case.differs(f"{name}: it does something", reference, host.sample(host.load(name, load_device=CPU), name))
+        case.equal(name, host.sample(split(host.load(name)), name, noise_mask=mask), reference)
+
+
+@case
+def reference_latents(case: Case) -> None:
+    """Edit models take further latents into their sequence."""
+    host = case.host
+    extra = {"flux1": (1, 16, 6, 6), "flux2": (1, 128, 2, 4), "qwen_image": (1, 16, 1, 6, 8)}
+    for name, shape in extra.items():
+        positive = FAMILIES[name].condition(1)
+        positive[0][1]["reference_latents"] = [_noise(*shape, device=CPU)]
+        reference = host.sample(host.load(name, load_device=CPU), name, positive=positive)
+        case.differs(f"{name}: it does something", reference, host.sample(host.load(name, load_device=CPU), name))
+        case.equal(name, host.sample(split(host.load(name)), name, positive=positive), reference)
+
+
+@case
+def without_inference_mode(case: Case) -> None:
+    """Some packs run samplers under no_grad alone, where tensors have versions and copies are remembered by them."""
+    host = case.host
+    for name in ("flux1", "flux2", "wan"):
+        reference = host.sample(host.load(name, load_device=CPU), name, cfg=3.0)
+        with torch.inference_mode(False), torch.no_grad():
+            divided = split(host.load(name), overlap=False)
+            case.equal(name, host.sample(divided, name, cfg=3.0), reference)
+            overlapping = host.sample(split(host.load(name)), name, cfg=3.0)
+        case.equal(f"{name}, overlapping", overlapping, host.sample(split(host.load(name)), name, cfg=3.0))
+        host.unload_all()
+
+
+@case
+def options_are_not_written_to(case: Case) -> None:
+    """What the user's nodes put into the MODEL's options is still there, and the same, after a run."""
+    host = case.host
+    divided = split(host.load("wan")).clone()
+
+    def patch(args: dict[str, Any]) -> dict[str, Any]:
+        return args
+
+    def replacement(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        return extra["original_block"](args)
+
+    divided.set_model_double_block_patch(patch)
+    divided.set_model_patch_replace(replacement, "dit", "double_block", 3)
+    options = divided.model_options["transformer_options"]
+    host.sample(divided, "wan", cfg=3.0)
+    case.check("the patch", options["patches"]["double_block"] == [patch], options["patches"])
+    case.check("the replacement", options["patches_replace"]["dit"][("double_block", 3)] is replacement)
+    case.check("the options", divided.model_options["transformer_options"] is options)

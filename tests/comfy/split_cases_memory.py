@@ -1,0 +1,449 @@
+"""ComfyUI's memory management over a split MODEL: each card's part is counted, evicted and offloaded where it is."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from typing import Any
+from unittest import mock
+
+import comfy.controlnet
+import comfy.hooks
+import comfy.model_management
+import torch
+from devicebridge.nodes.host.split_tree import tree_of
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_host import (
+    CAPACITY_BYTES,
+    HOME,
+    OTHER,
+    Host,
+    live_bytes,
+    offloaded_layers,
+    weights_on,
+)
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
+
+NAME = "flux1"
+LORA = 1
+
+
+def _reference(host: Host, lora: bool = False, **options: Any) -> torch.Tensor:
+    model = host.load(NAME, load_device=CPU)
+    return host.sample(host.lora(model, NAME, LORA) if lora else model, NAME, **options)
+
+
+def _weights(host: Host, model: Any) -> dict[torch.device, int]:
+    """Bytes per card once loaded."""
+    host.sample(model, NAME)
+    return {device: weights_on(model, device) for device in (HOME, OTHER)}
+
+
+@case
+def eviction_of_one_card(case: Case) -> None:
+    host = case.host
+    divided = split(host.load(NAME))
+    reference = _reference(host)
+    case.equal("before", host.sample(divided, NAME), reference)
+    at_home = live_bytes(HOME)
+    host.free(OTHER)
+    case.check("the other card is empty", live_bytes(OTHER) == 0, live_bytes(OTHER))
+    case.check("home keeps its part", live_bytes(HOME) == at_home, (live_bytes(HOME), at_home))
+    case.equal("after", host.sample(divided, NAME), reference)
+    host.free(HOME)
+    case.check("home is empty", weights_on(divided, HOME) == 0, weights_on(divided, HOME))
+    case.equal("after home was cleared", host.sample(divided, NAME), reference)
+
+
+@case
+def eviction_with_a_lora(case: Case) -> None:
+    host = case.host
+    divided = host.lora(split(host.load(NAME)), NAME, LORA)
+    reference = _reference(host, lora=True)
+    for cleared in (OTHER, HOME, OTHER):
+        case.equal(f"before {cleared} is cleared", host.sample(divided, NAME), reference)
+        host.free(cleared)
+        case.check("it is empty", weights_on(divided, cleared) == 0, weights_on(divided, cleared))
+    case.equal("at the end", host.sample(divided, NAME), reference)
+
+
+@case
+def another_model_takes_the_other_card(case: Case) -> None:
+    """A second MODEL that was put on card 1 by its loader; there is room for one of the two."""
+    host = case.host
+    divided = split(host.load(NAME))
+    reference = _reference(host)
+    shares = _weights(host, divided)
+    second = host.load("wan", load_device=OTHER)
+    expected = host.sample(host.load("wan", load_device=CPU), "wan")
+    size = int(second.model_size())
+    host.unload_all()
+    with host.machine.room_for(int(max(size, shares[OTHER]) * 1.15), OTHER):
+        for number in range(2):
+            case.equal(f"split, round {number}", host.sample(divided, NAME), reference)
+            case.check("the second made room", weights_on(second, OTHER) < size, weights_on(second, OTHER))
+            case.equal(f"second, round {number}", host.sample(second, "wan"), expected)
+            case.check("the shard made room", weights_on(divided, OTHER) < shares[OTHER], weights_on(divided, OTHER))
+
+
+@case
+def partial_unload_of_one_card(case: Case) -> None:
+    host = case.host
+    for lora in (False, True):
+        divided = split(host.load(NAME))
+        divided = host.lora(divided, NAME, LORA) if lora else divided
+        reference = _reference(host, lora=lora)
+        case.equal("before", host.sample(divided, NAME), reference)
+        before = live_bytes(OTHER)
+        wanted = comfy.model_management.get_free_memory(OTHER) + before // 3
+        comfy.model_management.free_memory(wanted, OTHER)
+        case.check("some is gone, some stays", 0 < live_bytes(OTHER) < before, (live_bytes(OTHER), before))
+        case.equal("after", host.sample(divided, NAME), reference)
+        host.unload_all()
+
+
+def _low_memory(case: Case, tight: tuple[torch.device, ...], lora: bool) -> None:
+    """The tight cards have room for half of their part; the rest is streamed from host memory by ComfyUI."""
+    host = case.host
+    model = split(host.load(NAME))
+    shares = _weights(host, model)
+    host.unload_all()
+    model = host.lora(model, NAME, LORA) if lora else model
+    with contextlib.ExitStack() as stack:
+        for device in tight:
+            stack.enter_context(host.machine.room_for(shares[device] // 2, device))
+        output = host.sample(model, NAME)
+        for device in (HOME, OTHER):
+            streamed = offloaded_layers(model, device)
+            case.check(f"{device}: streamed layers as expected", bool(streamed) == (device in tight), streamed)
+    case.equal("as unsplit", output, _reference(host, lora=lora))
+    case.equal("and with room again", host.sample(model, NAME), _reference(host, lora=lora))
+
+
+@case
+def low_memory_on_the_other_card(case: Case) -> None:
+    _low_memory(case, (OTHER,), lora=False)
+
+
+@case
+def low_memory_on_the_other_card_with_a_lora(case: Case) -> None:
+    _low_memory(case, (OTHER,), lora=True)
+
+
+@case
+def low_memory_at_home(case: Case) -> None:
+    _low_memory(case, (HOME,), lora=False)
+
+
+@case
+def low_memory_at_home_with_a_lora(case: Case) -> None:
+    _low_memory(case, (HOME,), lora=True)
+
+
+@case
+def low_memory_on_both_with_a_lora(case: Case) -> None:
+    _low_memory(case, (HOME, OTHER), lora=True)
+
+
+@case
+def two_plans_in_turn(case: Case) -> None:
+    """Two splits of one MODEL that put the same block on different cards."""
+    host = case.host
+    plain = host.load(NAME)
+    plans = {cut: split(plain, balance="manual", split_at=(cut,)) for cut in (2, 4)}
+    reference, with_lora = _reference(host), _reference(host, lora=True)
+    for cut in (2, 4, 2):
+        case.equal(f"cut at {cut}", host.sample(plans[cut], NAME), reference)
+        case.equal(f"cut at {cut} with LoRA", host.sample(host.lora(plans[cut], NAME, LORA), NAME), with_lora)
+    case.equal("plain", host.sample(plain, NAME), reference)
+    swapped = split(plain, OTHER, HOME)
+    case.equal("home on card 1", host.sample(swapped, NAME), reference)
+
+
+@case
+def the_same_graph_twice(case: Case) -> None:
+    """Executed again with cached nodes, and executed again from the split node on."""
+    host = case.host
+    plain, reference = host.load(NAME), _reference(host)
+    divided = split(plain)
+    for number in range(2):
+        case.equal(f"cached, run {number}", host.sample(divided, NAME), reference)
+    once = live_bytes(OTHER)
+    case.check("no second set of weights", once == weights_on(divided, OTHER), once)
+    for number in range(3):
+        divided = split(plain)
+        case.equal(f"split anew, run {number}", host.sample(divided, NAME), reference)
+    gc.collect()
+    case.check("what was split before is gone", live_bytes(OTHER) == once, live_bytes(OTHER))
+
+
+@case
+def unload_all_and_again(case: Case) -> None:
+    host = case.host
+    divided = host.lora(split(host.load(NAME)), NAME, LORA)
+    reference = _reference(host, lora=True)
+    for number in range(2):
+        case.equal(f"run {number}", host.sample(divided, NAME), reference)
+        host.unload_all()
+        held = (live_bytes(HOME), live_bytes(OTHER))
+        case.check("both cards are empty", held == (0, 0), held)
+        case.check("nothing is listed as loaded", not comfy.model_management.current_loaded_models)
+
+
+@case
+def forgetting_a_split_frees_both_cards(case: Case) -> None:
+    host = case.host
+    for kind in ("plain", "with a LoRA", "a clone too", "source too"):
+        source = host.load(NAME)
+        divided = split(source)
+        if kind == "with a LoRA":
+            divided = host.lora(divided, NAME, LORA)
+        copy = divided.clone() if kind == "a clone too" else None
+        host.sample(divided, NAME)
+        base, tree = weakref.ref(divided.model), weakref.ref(tree_of(divided.model))
+        del divided, copy
+        if kind == "source too":
+            del source
+        gc.collect()
+        comfy.model_management.cleanup_models_gc()
+        held = (live_bytes(HOME), live_bytes(OTHER))
+        case.check(f"{kind}: nothing is held", held == (0, 0), held)
+        case.check(f"{kind}: the tree is gone", base() is None and tree() is None, (base(), tree()))
+        case.check(f"{kind}: nothing is listed", not comfy.model_management.loaded_models())
+
+
+@case
+def limits_refused_before_loading(case: Case) -> None:
+    host = case.host
+    plain = host.load(NAME)
+    host.machine.cards.copies.clear()
+    limits = {"memory_limit_gb": (0.001, 0.002), "offload": False}
+    case.refused("limits below the weights", lambda: split(plain, **limits), ValueError, str(OTHER), "0.00")
+    case.refused("a limit of zero", lambda: split(plain, memory_limit_gb=(0.0, 1.0)), ValueError, "0.0")
+    case.refused("one limit for two cards", lambda: split(plain, memory_limit_gb=(1.0,)), ValueError, "1 numbers", "2")
+    held = (live_bytes(HOME), live_bytes(OTHER), len(host.machine.cards.copies))
+    case.check("nothing moved", held == (0, 0, 0), held)
+
+
+@case
+def limits_kept(case: Case) -> None:
+    """A card holds no more weights than the user allows; the rest is streamed."""
+    host = case.host
+    limit = 1_500_000
+    for lora in (False, True):
+        divided = split(host.load(NAME), memory_limit_gb=(limit / 1e9 * 4, limit / 1e9))
+        divided = host.lora(divided, NAME, LORA) if lora else divided
+        case.equal(f"as unsplit, LoRA {lora}", host.sample(divided, NAME), _reference(host, lora=lora))
+        case.check("the limit is kept", 0 < live_bytes(OTHER) <= limit * 1.01, live_bytes(OTHER))
+        case.equal("again", host.sample(divided, NAME), _reference(host, lora=lora))
+        case.check("the limit is kept", 0 < live_bytes(OTHER) <= limit * 1.01, live_bytes(OTHER))
+        host.unload_all()
+
+
+@case
+def a_card_too_small_is_refused(case: Case) -> None:
+    """What one step needs is said before anything is loaded."""
+    host = case.host
+    divided = split(host.load(NAME))
+    host.machine.capacity_bytes[OTHER] = 1 << 20
+    host.machine.cards.copies.clear()
+    case.refused("sampling", lambda: host.sample(divided, NAME), RuntimeError, str(OTHER), "GB", "smaller")
+    case.check("nothing was loaded", live_bytes(OTHER) == 0 and live_bytes(HOME) == 0)
+    host.machine.capacity_bytes[OTHER] = CAPACITY_BYTES
+    case.equal("on a larger card", host.sample(divided, NAME), _reference(host))
+
+
+@case
+def free_memory_is_that_of_the_fullest_card(case: Case) -> None:
+    """ComfyUI sizes its batches by the free memory of the patcher's card; every card holds activations."""
+    host = case.host
+    divided = split(host.load(NAME))
+    with host.machine.room_for(0, OTHER):
+        free = comfy.model_management.get_free_memory(OTHER)
+        found = divided.get_free_memory(HOME)
+        case.check("it is the other card's", found == free < comfy.model_management.get_free_memory(HOME), found)
+
+
+@case
+def accounting_per_card(case: Case) -> None:
+    host = case.host
+    divided = split(host.load(NAME))
+    shares = _weights(host, divided)
+    loaded = {entry.device: entry.model_loaded_memory() for entry in comfy.model_management.current_loaded_models}
+    case.check("ComfyUI lists a part on each card", set(loaded) == {HOME, OTHER}, loaded)
+    case.check("of the size it has there", loaded[OTHER] == shares[OTHER], (loaded, shares))
+    case.check("home without what is elsewhere", abs(loaded[HOME] - shares[HOME]) < 1e5, (loaded, shares))
+
+
+@case
+def weights_exist_once_in_host_memory(case: Case) -> None:
+    """A split shares the weights of the MODEL it was made of; with or without LoRA, loading it makes no second copy."""
+    host = case.host
+    plain = host.load(NAME)
+    divided = split(plain)
+    originals = {parameter.data_ptr() for parameter in plain.model.parameters()}
+    for lora in (False, True):
+        host.sample(host.lora(divided, NAME, LORA) if lora else divided, NAME)
+        host.unload_all()
+        apart = [name for name, parameter in divided.model.named_parameters() if parameter.data_ptr() not in originals]
+        case.check(f"LoRA {lora}: nothing exists twice", not apart, apart)
+
+
+@case
+def two_split_models_in_turn(case: Case) -> None:
+    """Each card has room for the part of one of them."""
+    host = case.host
+    models = {name: split(host.load(name)) for name in (NAME, "wan")}
+    references = {name: host.sample(host.load(name, load_device=CPU), name) for name in models}
+    largest = dict.fromkeys((HOME, OTHER), 0)
+    for name, model in models.items():
+        host.sample(model, name)
+        largest = {device: max(size, weights_on(model, device)) for device, size in largest.items()}
+        host.unload_all()
+    with contextlib.ExitStack() as stack:
+        for device, size in largest.items():
+            stack.enter_context(host.machine.room_for(int(size * 1.15), device))
+        for number in range(2):
+            for name, model in models.items():
+                case.equal(f"{name}, round {number}", host.sample(model, name), references[name])
+                for device in (HOME, OTHER):
+                    held = [weights_on(other, device) for other in models.values()]
+                    case.check(f"{device} holds little more than one", sum(held) <= largest[device] * 1.2, held)
+
+
+class Interrupting(comfy.controlnet.ControlBase):
+    """Before every forward, what a ControlNet with a VAE may cause: cards are cleared and all is loaded again."""
+
+    def __init__(self, *cleared: torch.device) -> None:
+        super().__init__()
+        self.cleared = cleared
+        self.left: list[int] = []
+
+    def get_control(self, x_noisy: torch.Tensor, *args: Any) -> None:
+        loaded = comfy.model_management.loaded_models(only_currently_used=True)
+        for device in self.cleared:
+            comfy.model_management.free_memory(1e30, device)
+        self.left += [int(part.loaded_size()) for part in loaded if part.load_device in self.cleared]
+        comfy.model_management.load_models_gpu(loaded)
+
+
+def _interrupted(host: Host, model: Any, *cleared: torch.device, hooks: Any = None) -> tuple[torch.Tensor, list[int]]:
+    control = Interrupting(*cleared)
+    positive = FAMILIES[NAME].condition(1)
+    positive[0][1]["control"] = control
+    if hooks is not None:
+        positive = comfy.hooks.set_hooks_for_conditioning(positive, hooks)
+    return host.sample(model, NAME, positive=positive), control.left
+
+
+@case
+def unloaded_and_loaded_in_the_middle(case: Case) -> None:
+    host = case.host
+    for lora in (False, True):
+        divided = split(host.load(NAME))
+        divided = host.lora(divided, NAME, LORA) if lora else divided
+        for cleared in ((OTHER, HOME), (OTHER,), (HOME,)):
+            output, left = _interrupted(host, divided, *cleared)
+            case.equal(f"LoRA {lora}, {cleared} cleared", output, _reference(host, lora=lora))
+            case.check("they were cleared", len(left) == 3 * len(cleared) and not any(left), left)
+
+
+@case
+def unloaded_in_the_middle_of_a_scheduled_lora(case: Case) -> None:
+    """A part that is evicted while a LoRA is written into its weights must not keep it."""
+    host = case.host
+    hooks = comfy.hooks.create_hook_lora(dict(lora_weights(NAME, LORA)), 1.0, 1.0)
+    clean = _reference(host)
+    plain = host.load(NAME)
+    reference, _ = _interrupted(host, plain, HOME, hooks=hooks)
+    case.equal("plain, clean afterwards", host.sample(plain, NAME), clean)
+    host.unload_all()
+    divided = split(host.load(NAME))
+    output, _ = _interrupted(host, divided, OTHER, HOME, hooks=hooks)
+    case.equal("both cleared, as plain on one card", output, reference)
+    for cleared in ((OTHER,), (HOME,), (OTHER, HOME)):
+        _interrupted(host, divided, *cleared, hooks=hooks)
+        case.equal(f"{cleared} cleared: clean afterwards", host.sample(divided, NAME), clean)
+
+
+@case
+def a_card_full_while_loading(case: Case) -> None:
+    """An out-of-memory error while one part is loaded, before or after its weights moved, leaves a MODEL that works."""
+    host = case.host
+    reference = _reference(host, lora=True)
+    for late in (False, True):
+        divided = host.lora(split(host.load(NAME)), NAME, LORA)
+        for patcher in (divided.companions[0], divided):
+            load = patcher.load
+
+            def fail(*args: Any, load: Any = load, **kwargs: Any) -> None:
+                if late:  # noqa: B023
+                    load(*args, **kwargs)
+                raise torch.OutOfMemoryError("no room left")
+
+            with mock.patch.object(patcher, "load", fail):
+                claim = f"{patcher.load_device}, late {late}"
+                case.refused(claim, lambda: host.sample(divided, NAME), torch.OutOfMemoryError, "no room")  # noqa: B023
+            case.equal(f"after {claim}", host.sample(divided, NAME), reference)
+            host.unload_all()
+            held = (live_bytes(HOME), live_bytes(OTHER))
+            case.check("nothing stays behind", held == (0, 0), held)
+
+
+@case
+def nothing_is_left_on_the_modules(case: Case) -> None:
+    """Unloaded, a split MODEL has no hooks and no patched layers; the plain one never has any."""
+    host = case.host
+    plain = host.load(NAME)
+    divided = host.lora(split(plain), NAME, LORA)
+    host.sample(divided, NAME, cfg=3.0)
+    hooked = [name for name, module in divided.model.named_modules() if module._forward_pre_hooks]
+    case.check("loaded, its blocks have hooks", len(hooked) >= 6, hooked)
+    host.unload_all()
+    for kind, model in (("plain", plain), ("split", divided)):
+        modules = list(model.model.modules())
+        hooks = [m for m in modules if m._forward_pre_hooks or m._forward_hooks]
+        case.check(f"{kind}: no hooks", not hooks, hooks)
+        patched = [
+            m for m in modules if getattr(m, "comfy_patched_weights", False) or getattr(m, "weight_function", [])
+        ]
+        case.check(f"{kind}: no patched layers", not patched, patched)
+
+
+@case
+def unloading_a_model_and_its_clones(case: Case) -> None:
+    """What ComfyUI's multi-GPU nodes call takes every part of a split MODEL off the cards, and nothing of another."""
+    host = case.host
+    divided, other = split(host.load(NAME)), host.load("wan", load_device=OTHER)
+    host.sample(divided, NAME)
+    host.sample(other, "wan")
+    held = weights_on(other, OTHER)
+    comfy.model_management.unload_model_and_clones(divided, all_devices=True)
+    left = (weights_on(divided, HOME), weights_on(divided, OTHER))
+    case.check("every part is off its card", left == (0, 0), left)
+    case.check("the other MODEL stays", weights_on(other, OTHER) == held > 0, weights_on(other, OTHER))
+    case.equal("and back", host.sample(divided, NAME), _reference(host))
+
+
+@case
+def low_memory_with_a_scheduled_lora(case: Case) -> None:
+    """Weight hooks write into weights in host memory, which the plain MODEL shares."""
+    host = case.host
+    hooks = comfy.hooks.create_hook_lora(dict(lora_weights(NAME, LORA)), 1.0, 1.0)
+    positive = comfy.hooks.set_hooks_for_conditioning(FAMILIES[NAME].condition(1), hooks)
+    plain = host.load(NAME)
+    divided = split(plain, overlap=False)
+    shares = _weights(host, divided)
+    host.unload_all()
+    scheduled, clean = _reference(host, cfg=3.0, positive=positive), _reference(host, cfg=3.0)
+    with contextlib.ExitStack() as stack:
+        for device in (HOME, OTHER):
+            stack.enter_context(host.machine.room_for(shares[device] // 2, device))
+        for number in range(2):
+            output = host.sample(divided, NAME, cfg=3.0, positive=positive)
+            case.equal(f"split, scheduled, round {number}", output, scheduled)
+            case.equal(f"plain, clean, round {number}", host.sample(plain, NAME, cfg=3.0), clean)
+            case.equal(f"split, clean, round {number}", host.sample(divided, NAME, cfg=3.0), clean)
+            output = host.sample(plain, NAME, cfg=3.0, positive=positive)
+            case.equal(f"plain, scheduled, round {number}", output, scheduled)

@@ -1,0 +1,349 @@
+"""LoRA, scheduled LoRA, clones and saving: what is done to weights arrives on the card where they are, and goes again.
+
+Every reference is the same request made of a MODEL loaded anew on the CPU and never split.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from unittest import mock
+
+import comfy.hooks
+import comfy.sd
+import comfy.utils
+import comfy_extras.nodes_model_merging as merging
+import torch
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, live_bytes, weights_on
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
+from devicebridge.tests.emulated import on_cpu
+
+NAME = "flux1"
+
+
+def _reference(host: Host, *seeds: int, name: str = NAME) -> torch.Tensor:
+    """Unsplit on the CPU, with the LoRAs of these seeds."""
+    return host.sample(_with_loras(host, host.load(name, load_device=CPU), *seeds, name=name), name)
+
+
+def _with_loras(host: Host, model: Any, *seeds: int, name: str = NAME) -> Any:
+    for seed in seeds:
+        model = host.lora(model, name, seed)
+    return model
+
+
+@case
+def lora_before_split(case: Case) -> None:
+    host = case.host
+    reference = _reference(host, 1)
+    case.differs("the LoRA does something", reference, _reference(host))
+    divided = split(_with_loras(host, host.load(NAME), 1))
+    case.equal("as unsplit", host.sample(divided, NAME), reference)
+    patched = [key for patcher in (divided, *divided.companions) for key in patcher.backup]
+    case.check(
+        "every LoRA key was applied, on whichever card", len(patched) == len(lora_weights(NAME, 1)) // 2, patched
+    )
+
+
+@case
+def lora_after_split(case: Case) -> None:
+    host = case.host
+    divided = _with_loras(host, split(host.load(NAME)), 1)
+    case.equal("as unsplit", host.sample(divided, NAME), _reference(host, 1))
+    for patcher in (divided, *divided.companions):
+        places = {str(backup.weight.device) for backup in patcher.backup.values()}
+        case.check(f"clean weights of {patcher.load_device} wait in host memory", places == {"cpu"}, places)
+
+
+@case
+def lora_before_and_after_split(case: Case) -> None:
+    host = case.host
+    divided = _with_loras(host, split(_with_loras(host, host.load(NAME), 1)), 2)
+    case.equal("as unsplit", host.sample(divided, NAME), _reference(host, 1, 2))
+
+
+@case
+def lora_every_family(case: Case) -> None:
+    """The names of a LoRA find the blocks of each class wherever they are."""
+    host = case.host
+    for name in ("flux2", "chroma", "wan", "wan_vace", "qwen_image", "z_image", "sd3", "sdxl", "hidream"):
+        divided = _with_loras(host, split(host.load(name)), 1, name=name)
+        case.equal(name, host.sample(divided, name), _reference(host, 1, name=name))
+        host.unload_all()
+
+
+@case
+def back_to_clean(case: Case) -> None:
+    host = case.host
+    clean, with_lora = _reference(host), _reference(host, 1)
+    divided = split(host.load(NAME))
+    patched = host.lora(divided, NAME, 1)
+    for number, (model, reference) in enumerate([(patched, with_lora), (divided, clean)] * 2):
+        case.equal(f"run {number}", host.sample(model, NAME), reference)
+
+
+@case
+def clones_of_a_split_with_different_loras(case: Case) -> None:
+    host = case.host
+    divided = split(host.load(NAME))
+    models = {seed: host.lora(divided, NAME, seed) for seed in (1, 2)}
+    for seed in (1, 2, 1):
+        case.equal(f"LoRA {seed}", host.sample(models[seed], NAME), _reference(host, seed))
+        case.check("one set of weights on the other card", live_bytes(OTHER) == weights_on(divided, OTHER))
+
+
+@case
+def plain_and_split_in_turn(case: Case) -> None:
+    """The MODEL that was split stays what it was, whichever runs first and whatever LoRA each has."""
+    host = case.host
+    plain = host.load(NAME)
+    divided = split(plain)
+    references = {seeds: _reference(host, *seeds) for seeds in ((), (1,), (2,))}
+    turns = [
+        (plain, ()),
+        (divided, ()),
+        (plain, (1,)),
+        (divided, ()),
+        (divided, (1,)),
+        (plain, ()),
+        (divided, (2,)),
+        (plain, (1,)),
+        (divided, (1,)),
+        (plain, (2,)),
+    ]
+    for number, (model, seeds) in enumerate(turns):
+        kind = "split" if model is divided else "plain"
+        output = host.sample(_with_loras(host, model, *seeds), NAME)
+        case.equal(f"turn {number}: {kind} with LoRAs {seeds}", output, references[seeds])
+
+
+@case
+def split_after_plain_has_run(case: Case) -> None:
+    """A MODEL that is on the card, with a LoRA baked in, is taken off it and then split."""
+    host = case.host
+    plain = host.load(NAME)
+    host.sample(host.lora(plain, NAME, 1), NAME)
+    case.check("the plain one is on the card", weights_on(plain, HOME) > 0)
+    divided = split(plain)
+    case.check("and leaves it", weights_on(plain, HOME) == 0, weights_on(plain, HOME))
+    case.equal("split, clean", host.sample(divided, NAME), _reference(host))
+    case.equal("plain again, clean", host.sample(plain, NAME), _reference(host))
+
+
+@case
+def split_of_a_model_with_a_lora_that_has_run(case: Case) -> None:
+    host = case.host
+    plain = host.lora(host.load(NAME), NAME, 1)
+    host.sample(plain, NAME)
+    divided = split(plain)
+    case.equal("split", host.sample(divided, NAME), _reference(host, 1))
+    case.equal("plain", host.sample(plain, NAME), _reference(host, 1))
+    case.equal("split with one more", host.sample(host.lora(divided, NAME, 2), NAME), _reference(host, 1, 2))
+
+
+@case
+def split_outlives_its_source(case: Case) -> None:
+    """The weights are shared; the MODEL they came from may be forgotten in any state."""
+    host = case.host
+    plain = host.load(NAME)
+    divided = split(plain)
+    host.sample(host.lora(plain, NAME, 1), NAME)
+    del plain
+    gc.collect()
+    case.equal("after the plain one is gone", host.sample(divided, NAME), _reference(host))
+    host.unload_all()
+    case.equal("and after unloading", host.sample(divided, NAME), _reference(host))
+
+
+@case
+def clone_of_a_split(case: Case) -> None:
+    host = case.host
+    divided = split(host.load(NAME))
+    copy = divided.clone()
+    case.check("is a split too", type(copy) is type(divided) and len(copy.companions) == 1, type(copy).__name__)
+    case.check("of the same model", copy.is_clone(divided) and copy.model is divided.model)
+    case.check("and what stock nodes expect", isinstance(copy, type(host.load(NAME))), type(copy).__mro__)
+    case.equal("original", host.sample(divided, NAME), _reference(host))
+    case.equal("copy", host.sample(copy, NAME), _reference(host))
+    del divided
+    gc.collect()
+    case.equal("copy alone", host.sample(copy, NAME), _reference(host))
+
+
+@case
+def deep_copies_are_refused(case: Case) -> None:
+    divided = split(case.host.load(NAME))
+    case.refused("a replica per GPU", divided.deepclone_multigpu, RuntimeError, "split", "MultiGPU CFG Split")
+    case.refused("a copy for training", lambda: divided.clone(force_deepcopy=True), RuntimeError, "split", "train")
+
+
+def _scheduled(host: Host, seed: int, *, keyframes: bool, hook_seed: int = 1) -> Any:
+    """A condition with a LoRA of its own, of growing strength where there are keyframes."""
+    hooks = comfy.hooks.create_hook_lora(dict(lora_weights(NAME, hook_seed)), 1.0, 1.0)
+    if keyframes:
+        schedule = comfy.hooks.HookKeyframeGroup()
+        for strength, start in ((0.25, 0.0), (1.0, 0.4)):
+            schedule.add(comfy.hooks.HookKeyframe(strength=strength, start_percent=start))
+        hooks.set_keyframes_on_hooks(schedule)
+    return comfy.hooks.set_hooks_for_conditioning(FAMILIES[NAME].condition(seed), hooks)
+
+
+def _sample_scheduled(host: Host, model: Any, *, keyframes: bool) -> torch.Tensor:
+    return host.sample(model, NAME, cfg=3.0, steps=4, positive=_scheduled(host, 1, keyframes=keyframes))
+
+
+@case
+def scheduled_lora(case: Case) -> None:
+    """A weight hook on the positive condition alone: weights change between cond and uncond, and by the step."""
+    host = case.host
+    for keyframes in (False, True):
+        reference = _sample_scheduled(host, host.load(NAME, load_device=CPU), keyframes=keyframes)
+        divided = split(host.load(NAME))
+        clean = host.sample(divided, NAME, cfg=3.0, steps=4)
+        case.differs("it does something", reference, clean)
+        case.equal(
+            f"as unsplit, keyframes {keyframes}", _sample_scheduled(host, divided, keyframes=keyframes), reference
+        )
+        case.equal("again", _sample_scheduled(host, divided, keyframes=keyframes), reference)
+        case.equal("and clean afterwards", host.sample(divided, NAME, cfg=3.0, steps=4), clean)
+        host.unload_all()
+
+
+@case
+def scheduled_lora_over_a_lora(case: Case) -> None:
+    host = case.host
+    unsplit = host.lora(host.load(NAME, load_device=CPU), NAME, 2)
+    reference = _sample_scheduled(host, unsplit, keyframes=True)
+    divided = host.lora(split(host.load(NAME)), NAME, 2)
+    case.equal("as unsplit", _sample_scheduled(host, divided, keyframes=True), reference)
+    host.free(OTHER)
+    case.equal("after the other card was cleared", _sample_scheduled(host, divided, keyframes=True), reference)
+    case.equal("the LoRA alone", host.sample(divided, NAME), _reference(host, 2))
+
+
+@case
+def different_scheduled_loras_for_cond_and_uncond(case: Case) -> None:
+    host = case.host
+
+    def sample(model: Any) -> torch.Tensor:
+        positive = _scheduled(host, 1, keyframes=True)
+        negative = _scheduled(host, 2, keyframes=False, hook_seed=2)
+        return host.sample(model, NAME, cfg=3.0, steps=4, positive=positive, negative=negative)
+
+    case.equal("as unsplit", sample(split(host.load(NAME))), sample(host.load(NAME, load_device=CPU)))
+
+
+@case
+def all_keys_are_seen(case: Case) -> None:
+    """Whoever asks a split MODEL for its weights gets every one of them, also while it is loaded."""
+    host = case.host
+    plain, divided = host.load(NAME), split(host.load(NAME))
+    for when in ("before", "while loaded"):
+        case.check(f"state dict {when}", set(divided.model_state_dict()) == set(plain.model_state_dict()))
+        case.check(f"key patches {when}", set(divided.get_key_patches()) == set(plain.get_key_patches()))
+        keys = divided.add_patches({"diffusion_model.single_blocks.3.linear1.weight": (torch.zeros(1),)})
+        case.check(f"a key on the other card can be patched {when}", len(keys) == 1, keys)
+        divided = split(plain)
+        host.sample(divided, NAME)
+
+
+@case
+def saving(case: Case) -> None:
+    """ModelSave with a LoRA baked in: what goes into the file is what the unsplit MODEL gives."""
+    host = case.host
+    plain = _saved(host.lora(host.load(NAME, load_device=CPU), NAME, 1))
+    divided = _saved(host.lora(split(host.load(NAME)), NAME, 1))
+    case.check("the same keys", set(plain) == set(divided) and len(plain) > 50, len(plain))
+    wrong = [key for key, tensor in plain.items() if not torch.equal(tensor, divided[key])]
+    case.check("the same weights", not wrong, wrong)
+
+
+def _saved(model: Any) -> dict[str, torch.Tensor]:
+    files: list[dict[str, torch.Tensor]] = []
+    with mock.patch.object(comfy.utils, "save_torch_file", lambda weights, *args, **kwargs: files.append(weights)):
+        comfy.sd.save_checkpoint("", model)
+    return {key: on_cpu(tensor).clone() for key, tensor in files[0].items()}
+
+
+@case
+def merging_models(case: Case) -> None:
+    """ModelMergeSimple reads every weight of one MODEL into patches of another."""
+    host = case.host
+    node = merging.ModelMergeSimple()
+    tuned = host.lora(host.load(NAME), NAME, 1)
+    plain = host.load(NAME, load_device=CPU)
+    reference = host.sample(node.merge(plain, host.lora(plain, NAME, 1), 0.5)[0], NAME)
+    merged = node.merge(split(host.load(NAME)), tuned, 0.5)[0]
+    case.equal("a plain one into a split one", host.sample(merged, NAME), reference)
+    merged = node.merge(host.load(NAME), host.lora(split(host.load(NAME)), NAME, 1), 0.5)[0]
+    case.equal("a split one into a plain one", host.sample(merged, NAME), reference)
+
+
+@case
+def object_patches_inside_blocks(case: Case) -> None:
+    """Packs replace layers and methods of blocks by name; each goes where the block is and comes off again."""
+    host = case.host
+    clean = _reference(host)
+
+    def change(model: Any) -> Any:
+        model = model.clone()
+        for key in ("diffusion_model.double_blocks.0.img_mlp.1", "diffusion_model.single_blocks.3.mlp_act"):
+            model.add_object_patch(key, torch.nn.SiLU())
+        return model
+
+    reference = host.sample(change(host.load(NAME, load_device=CPU)), NAME)
+    case.differs("it does something", reference, clean)
+    divided = split(host.load(NAME))
+    for when in ("first", "again"):
+        case.equal(f"after the split, {when}", host.sample(change(divided), NAME), reference)
+        case.equal(f"without it, {when}", host.sample(divided, NAME), clean)
+    case.equal("before the split", host.sample(split(change(host.load(NAME))), NAME), reference)
+
+
+@case
+def weight_wrappers(case: Case) -> None:
+    """A function of a pack that is applied to a weight at every use, on whichever card it is."""
+    host = case.host
+
+    def change(model: Any) -> Any:
+        model = model.clone()
+        for key in (
+            "diffusion_model.double_blocks.0.img_mlp.0.weight",
+            "diffusion_model.single_blocks.3.linear2.weight",
+        ):
+            model.add_weight_wrapper(key, lambda weight: weight * 1.5)
+        return model
+
+    reference = host.sample(change(host.load(NAME, load_device=CPU)), NAME)
+    case.differs("it does something", reference, _reference(host))
+    divided = split(host.load(NAME))
+    case.equal("after the split", host.sample(change(divided), NAME), reference)
+    case.equal("without it", host.sample(divided, NAME), _reference(host))
+    case.equal("before the split", host.sample(split(change(host.load(NAME))), NAME), reference)
+
+
+@case
+def split_of_a_split(case: Case) -> None:
+    """Split once more, with another cut and a LoRA in between: both work, in turn."""
+    host = case.host
+    once = host.lora(split(host.load(NAME)), NAME, 1)
+    host.sample(once, NAME)
+    twice = split(once, balance="manual", split_at=(1,))
+    for number in range(2):
+        case.equal(f"twice, run {number}", host.sample(twice, NAME), _reference(host, 1))
+        case.equal(f"once, run {number}", host.sample(once, NAME), _reference(host, 1))
+    case.equal("with one more LoRA", host.sample(host.lora(twice, NAME, 2), NAME), _reference(host, 1, 2))
+
+
+@case
+def split_of_a_model_for_another_card(case: Case) -> None:
+    """Select Model Device put it on card 1, where it ran with little memory and a LoRA; home is card 0 now."""
+    host = case.host
+    plain = host.lora(host.load(NAME, load_device=OTHER), NAME, 1)
+    with host.machine.room_for(int(plain.model_size()) // 2, OTHER):
+        case.equal("plain", host.sample(plain, NAME), _reference(host, 1))
+        divided = split(plain)
+    case.equal("split", host.sample(divided, NAME), _reference(host, 1))
+    case.check("home is card 0", divided.load_device == HOME and live_bytes(HOME) > 0, divided.load_device)
+    case.equal("plain again", host.sample(plain, NAME), _reference(host, 1))

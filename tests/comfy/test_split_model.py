@@ -1,0 +1,193 @@
+"""A split MODEL inside the real ComfyUI, on emulated cards: one test per case of split_cases_*.py.
+
+The cases run in one process with ComfyUI's own Python (split_worker.py); each makes its claims there, beside the
+reference it compares with, and reports what it found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devicebridge.tests.comfy_host import comfy_python
+
+pytestmark = pytest.mark.comfy
+
+WORKER = Path(__file__).with_name("split_worker.py")
+# One thread: tiny matrices only wait for more, and every run must add up in the same order.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+
+FAMILIES = [
+    "chroma",
+    "cosmos_predict2",
+    "flux1",
+    "flux2",
+    "hidream",
+    "hunyuan_video",
+    "ltxv",
+    "lumina2",
+    "qwen_image",
+    "sd3",
+    "sdxl",
+    "wan",
+    "wan_i2v",
+    "wan_vace",
+    "z_image",
+]
+CASES = [
+    *(f"family_{name}" for name in FAMILIES),
+    "three_cards",
+    "balances",
+    "lora_before_split",
+    "lora_after_split",
+    "lora_before_and_after_split",
+    "lora_every_family",
+    "back_to_clean",
+    "clones_of_a_split_with_different_loras",
+    "plain_and_split_in_turn",
+    "split_after_plain_has_run",
+    "split_of_a_model_with_a_lora_that_has_run",
+    "split_outlives_its_source",
+    "clone_of_a_split",
+    "deep_copies_are_refused",
+    "scheduled_lora",
+    "scheduled_lora_over_a_lora",
+    "different_scheduled_loras_for_cond_and_uncond",
+    "all_keys_are_seen",
+    "saving",
+    "merging_models",
+    "eviction_of_one_card",
+    "eviction_with_a_lora",
+    "another_model_takes_the_other_card",
+    "partial_unload_of_one_card",
+    "low_memory_on_the_other_card",
+    "low_memory_on_the_other_card_with_a_lora",
+    "low_memory_at_home",
+    "low_memory_at_home_with_a_lora",
+    "low_memory_on_both_with_a_lora",
+    "two_plans_in_turn",
+    "the_same_graph_twice",
+    "unload_all_and_again",
+    "forgetting_a_split_frees_both_cards",
+    "limits_refused_before_loading",
+    "limits_kept",
+    "a_card_too_small_is_refused",
+    "free_memory_is_that_of_the_fullest_card",
+    "accounting_per_card",
+    "batches",
+    "conditions_of_unequal_length",
+    "regions_masks_and_time_ranges",
+    "forwards_in_flight",
+    "an_error_while_overlapping",
+    "controlnet_residuals",
+    "a_real_controlnet",
+    "block_replacements",
+    "blocks_left_out",
+    "patches_between_blocks",
+    "patches_of_the_attention",
+    "replaced_attention",
+    "patches_of_a_unet",
+    "layers_run_by_a_patch",
+    "rope_options",
+    "function_wrapper",
+    "wrappers",
+    "injections_and_callbacks",
+    "previews",
+    "relay_forced",
+    "stream_refused_where_it_is_wrong",
+    "an_unknown_class",
+    "a_class_without_blocks",
+    "compiling_the_whole_is_refused",
+    "compiling_block_by_block",
+    "an_error_inside_a_block",
+    "a_mask_on_the_latent",
+    "reference_latents",
+    "nodes_for_flux",
+    "nodes_for_unets",
+    "nodes_for_sd3",
+    "context_windows",
+    "loaded_split",
+    "loaded_split_with_loras",
+    "half_precision",
+    "fp8_weights",
+    "fp8_scaled_checkpoint",
+    "a_prefixed_file",
+    "a_patcher_class_of_a_pack",
+    "a_card_full_while_loading",
+    "low_memory_with_a_scheduled_lora",
+    "nothing_is_left_on_the_modules",
+    "object_patches_inside_blocks",
+    "options_are_not_written_to",
+    "quantised_checkpoints",
+    "split_of_a_model_for_another_card",
+    "split_of_a_split",
+    "two_split_models_in_turn",
+    "unloaded_and_loaded_in_the_middle",
+    "unloaded_in_the_middle_of_a_scheduled_lora",
+    "unloading_a_model_and_its_clones",
+    "weight_wrappers",
+    "weights_exist_once_in_host_memory",
+    "without_inference_mode",
+]
+
+
+class Worker:
+    """The process; started once, asked by name."""
+
+    def __init__(self, checkout: Path, folder: Path) -> None:
+        self.log = folder / "worker.log"
+        command = [str(comfy_python(checkout)), str(WORKER), str(checkout), str(folder)]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("w", encoding="utf-8"),
+            text=True,
+            env={**os.environ, **ENVIRONMENT},
+        )
+
+    def ask(self, case: str) -> dict[str, Any]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"case": case}) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, f"the worker ended:\n{self.log.read_text(encoding='utf-8')[-3000:]}"
+        return json.loads(answer)
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def worker(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    worker = Worker(comfyui, tmp_path_factory.mktemp("split"))
+    yield worker
+    worker.stop()
+
+
+def _check(answer: dict[str, Any]) -> None:
+    assert "error" not in answer, answer["error"]
+    assert answer["claims"]
+    broken = [f"{claim}: {found}" for claim, holds, found in answer["claims"] if not holds]
+    assert not broken, "\n".join(broken)
+
+
+def test_every_case_is_listed(worker: Worker) -> None:
+    assert sorted(CASES) == worker.ask("names")["names"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case(worker: Worker, case: str) -> None:
+    _check(worker.ask(case))
+
+
+def test_no_function_of_comfyui_was_replaced(worker: Worker) -> None:
+    """After all of the above the functions, classes and methods of ComfyUI's core are those it came with."""
+    _check(worker.ask("core"))
