@@ -133,7 +133,8 @@ def _split_inputs() -> list[Any]:
             default=True,
             advanced=True,
             tooltip="Compute cond and uncond, and the pictures of a batch, one after the other but on both GPUs at the "
-            "same time. Off computes them in one batch, GPU after GPU. Matters with CFG above 1 or a batch.",
+            "same time. Matters with CFG above 1 or a batch. Like the size of a batch it may change the last bits of a "
+            "picture; off computes one batch, GPU after GPU, with the very bits of one GPU.",
         ),
         io.Boolean.Input(
             "offload",
@@ -158,9 +159,11 @@ def _read_request(
     from .host.split_model import SplitRequest
 
     chosen = _find_devices(devices)
-    if len(chosen) < 2:
-        _log.warning("split: %s is the only device; the model stays whole on it", chosen[0] if chosen else "the CPU")
+    if len(chosen) < 2 and not read_auto(devices):
+        _log.warning("split: this machine has %s; the model stays whole", f"only {chosen[0]}" if chosen else "no GPU")
         return None
+    if split_at.strip() and balance != "manual":
+        _log.warning("split: split_at %s is ignored with balance %s; it is for manual", split_at.strip(), balance)
     return SplitRequest(
         devices=chosen,
         balance=balance,  # type: ignore[arg-type]

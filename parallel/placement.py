@@ -175,9 +175,9 @@ def _does_not_fit(devices: list[torch.device], limits: list[int | None], sizes: 
         for device, limit in zip(devices, limits, strict=True)
     )
     return (
-        f"the weights need {need:.2f} GB in all ({home_bytes / 1e9:.2f} GB of them on {devices[0]}, besides blocks of "
-        f"{max(sizes) / 1e9:.2f} GB at most) and no cut fits the limits: {shares}. Raise memory_limit_gb or name "
-        "another device"
+        f"the weights need {need:.2f} GB in all and no cut fits the limits: {shares} (embeddings and last layers take "
+        f"{home_bytes / 1e9:.2f} GB, always on {devices[0]}; the largest block {max(sizes) / 1e9:.2f} GB). Raise "
+        "memory_limit_gb, name another device"
     )
 
 

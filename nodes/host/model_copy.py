@@ -3,8 +3,9 @@
 ComfyUI keeps the load state of a model on its modules: where each weight is, which LoRA is baked in, which address of
 the dynamic memory it owns. Two patchers of one module tree therefore see each other's placement. A split gives itself a
 tree of its own: new module objects, new Parameter objects, the same storages. The two trees are loaded, patched and
-evicted independently, and as long as neither is on a card the weights exist once. The host's own MultiGPU nodes reload
-the file for the same reason; sharing storages costs no second copy in host memory.
+evicted independently. As long as the old tree stays in host memory the weights exist there once; if both have been on
+cards, each has its own when it comes back, as two loaded models would. The host's own MultiGPU nodes reload the file
+for the same reason.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ _RUNTIME_STATE = frozenset(
 )
 _SHARED_OBJECTS = ("model_config", "latent_format")  # descriptions, never changed after loading
 
+_DEEPEST = 4  # functions and objects inside one another; containers do not count
+_CAPTURING = (types.FunctionType, functools.partial)
+
 ModuleMap = Mapping[int, nn.Module]  # id of a module of the old tree -> its counterpart in the new one
 
 
@@ -57,7 +61,8 @@ def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
 
     Attributes that are no modules, parameters or buffers are copied; bound methods among them follow their module.
 
-    Raises: RuntimeError if a module holds something that cannot be copied; it names the module.
+    Raises: RuntimeError if a module holds something that cannot be copied, ValueError if it holds a function that
+        captured a layer; they name the module.
     """
     copies = {id(module): module.__class__.__new__(module.__class__) for module in model.modules()}
     memo: dict[int, Any] = dict(copies)
@@ -78,9 +83,12 @@ def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
 
 def _fill(target: nn.Module, source: nn.Module, memo: dict[int, Any], name: str) -> None:
     state = {key: value for key, value in source.__dict__.items() if key not in _RUNTIME_STATE}
+    for key, value in state.items():
+        if isinstance(value, _CAPTURING):  # a bound method follows its module, a closure cannot
+            check_independent(value, memo, f"a change of {name}.{key}")
     try:
         target.__dict__.update(copy.deepcopy(state, memo))
-    except (TypeError, RuntimeError, NotImplementedError) as error:
+    except (TypeError, RuntimeError, NotImplementedError, AttributeError, copy.Error) as error:
         raise RuntimeError(
             f"cannot split this MODEL: its module {name} ({type(source).__name__}) holds something that cannot be "
             f"copied ({error}). Load the file with 'Load Diffusion Model Across GPUs' instead"
@@ -97,58 +105,71 @@ def _share(parameter: nn.Parameter) -> nn.Parameter:
     return shared
 
 
-def follow_copy(value: Any, copies: ModuleMap, what: str) -> Any:
+def follow_copy(value: Any, copies: ModuleMap, held: Collection[int], what: str) -> Any:
     """value with modules of the old tree replaced by their counterparts; bound methods are bound anew.
 
-    Raises: ValueError if value is a function that holds on to a module of the old tree where nobody can reach it.
+    Args:
+        held: ids of what nothing may hold on to, see check_independent.
+    Raises: ValueError if value holds on to a module of the old tree where nobody can reach it.
     """
     if isinstance(value, nn.Module):
-        return copies.get(id(value), value)
+        if id(value) in copies:
+            return copies[id(value)]
+        for module in value.modules():
+            _refuse_held(module, held, what)
+        return value
     if isinstance(value, types.MethodType) and id(value.__self__) in copies:
         return types.MethodType(value.__func__, copies[id(value.__self__)])
-    check_independent(value, copies, what)
+    check_independent(value, held, what)
     return value
 
 
-def check_independent(value: Any, copies: ModuleMap, what: str) -> None:
-    """Refuse a function that captured a module of the old tree: it would compute with weights nobody loads.
+def check_independent(value: Any, held: Collection[int], what: str) -> None:
+    """Refuse what captured a layer of the old tree: it would work on weights that nobody loads.
 
+    Looks through containers, closures, default and partial arguments, bound methods and objects' attributes.
+
+    Args:
+        held: ids of the modules of the old tree that matter: the model itself and everything in its diffusion model.
     Raises: ValueError that says which order of nodes works.
     """
-    for part in _captured(value):
-        if isinstance(part, nn.Module) and id(part) in copies:
-            raise ValueError(
-                f"{what} was applied to the MODEL before it was split and holds on to its {type(part).__name__} "
-                "layer, which the split cannot follow. Put the split directly after the loader and that node after it"
-            )
+    seen: set[int] = set()
+    waiting: list[tuple[Any, int]] = [(value, 0)]
+    while waiting:
+        part, depth = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, nn.Module):
+            _refuse_held(part, held, what)
+        elif depth < _DEEPEST:
+            is_container = isinstance(part, (list, tuple, dict, set))
+            waiting += [(inner, depth if is_container else depth + 1) for inner in _parts(part)]
 
 
-def _captured(value: Any, depth: int = 3) -> Iterator[Any]:
-    """What a callable holds: closure cells, partial arguments, the object it is bound to and its attributes."""
-    yield value
-    if depth == 0 or isinstance(value, nn.Module):
-        return
-    for part in _parts(value):
-        yield from _captured(part, depth - 1)
+def _refuse_held(module: nn.Module, held: Collection[int], what: str) -> None:
+    if id(module) in held:
+        raise ValueError(
+            f"{what} was applied to the MODEL before it was split and holds on to its {type(module).__name__} layer, "
+            "which the split cannot follow. Put the split directly after the loader and that node after it"
+        )
 
 
 def _parts(value: Any) -> list[Any]:
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.MethodType):
-        return [value.__self__, *_attributes(value.__self__)]
-    if isinstance(value, types.FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        return [*cells, *(value.__defaults__ or ())]
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set)):
         return list(value)
     if isinstance(value, dict):
         return list(value.values())
-    return _attributes(value) if callable(value) and not isinstance(value, type) else []
-
-
-def _attributes(value: Any) -> list[Any]:
-    return list(getattr(value, "__dict__", {}).values()) if not isinstance(value, (nn.Module, torch.Tensor)) else []
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, (type, types.ModuleType, torch.Tensor)):
+        return []
+    return list(getattr(value, "__dict__", {}).values())
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -22,7 +22,6 @@ from ...parallel.turns import Turns
 from .split_tree import SplitTree, tree_of
 
 _log = logging.getLogger(__name__)
-_said: set[str] = set()
 _STATEFUL_ENTRIES = ("control", "gligen", "hooks", "default", "additional_models")
 
 
@@ -48,8 +47,13 @@ def run_overlapped(
     """Wrapper around the host's evaluation of all conditionings of one step; see the module's docstring."""
     tree = tree_of(model)
     parts = _parts(tree, model, conds, x_in, timestep, model_options) if tree is not None else []
-    if tree is None or len(parts) < 2:
+    if tree is None:
         return executor(model, conds, x_in, timestep, model_options)
+    if len(parts) < 2:
+        try:
+            return executor(model, conds, x_in, timestep, model_options)
+        finally:
+            tree.bridge.end()  # Cancel inside a block of another card unwinds past torch's hooks
     outputs = Turns(tree.bridge).run([_job(executor, model, part, model_options) for part in parts])
     return _join(parts, outputs, conds, x_in)
 
@@ -89,7 +93,7 @@ def _parts(
         return []
     reason = _reason_against(tree, model, conds, options)
     if reason:
-        _say_once(f"split: cond and uncond are computed one after the other, since {reason}")
+        _say_once(tree, f"split: overlap is off: {reason}")
         return []
     cut_images = x_in.shape[0] > 1 and all(_can_cut(entry) for index in active for entry in conds[index])
     images: list[int | None] = list(range(x_in.shape[0])) if cut_images else [None]
@@ -99,7 +103,11 @@ def _parts(
 def _reason_against(tree: SplitTree, model: Any, conds: list[Any], options: Mapping[str, Any]) -> str:
     from comfy.patcher_extension import CallbacksMP
 
+    from .split_patcher import KEY
+
     transformer_options = options.get("transformer_options", {})
+    if torch.is_grad_enabled():
+        return "gradients are recorded"
     if "model_function_wrapper" in options:
         return "a model function wrapper may keep state between them"
     for name in ("patches", "patches_replace"):
@@ -109,6 +117,8 @@ def _reason_against(tree: SplitTree, model: Any, conds: list[Any], options: Mapp
     for kind in ("diffusion_model", "apply_model"):
         if any(wrappers.get(kind, {}).values()):
             return f"a wrapper of another node around {kind} may keep state between them"
+    if any(functions for key, functions in wrappers.get("calc_cond_batch", {}).items() if key != KEY):
+        return "a wrapper of another node counts on conditionings coming together"
     if model.current_patcher.get_all_callbacks(CallbacksMP.ON_PREPARE_STATE):
         return "a callback of another node counts them"
     for cond in conds:
@@ -118,9 +128,9 @@ def _reason_against(tree: SplitTree, model: Any, conds: list[Any], options: Mapp
     return ""
 
 
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
+def _say_once(tree: SplitTree, text: str) -> None:
+    if text not in tree.said:
+        tree.said.add(text)
         _log.info(text)
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .split_tree import ROOT, SplitPlan, tree_of
+from .split_tree import ROOT, SplitPlan, SplitTree, tree_of
 
 _log = logging.getLogger(__name__)
 _GB = 1e9
+_RECOMMENDED = "a copy per card"
 
 
 def weight_bytes(base: nn.Module, plan: SplitPlan) -> dict[torch.device, int]:
@@ -28,7 +29,8 @@ def weight_bytes(base: nn.Module, plan: SplitPlan) -> dict[torch.device, int]:
 
 
 def log_plan(base: nn.Module, plan: SplitPlan) -> None:
-    """One line per card: blocks and weights, and how they are connected."""
+    """What was decided, in one line, and one line per card."""
+    _log.info("split: %s", describe_plan(plan))
     for device, size in weight_bytes(base, plan).items():
         limit = plan.limit_bytes.get(device)
         _log.info(
@@ -38,30 +40,44 @@ def log_plan(base: nn.Module, plan: SplitPlan) -> None:
             size / _GB,
             "" if limit is None else f" (limit {limit / _GB:.2f} GB)",
         )
-    _log.info("split: %s, transport %s; %s", plan.layout.class_name, plan.transport, plan.layout.note)
+
+
+def describe_plan(plan: SplitPlan) -> str:
+    """One line: class, which blocks where, transport, overlap."""
+    placement = plan.placement
+    runs: list[tuple[torch.device, int, int]] = []
+    for index, device in enumerate(placement.devices):
+        if runs and runs[-1][0] == device:
+            runs[-1] = (device, runs[-1][1], index)
+        else:
+            runs.append((device, index, index))
+    where = ", ".join(f"{start}-{end} on {device}" for device, start, end in runs)
+    overlap = "on" if plan.overlap else "off"
+    return f"{plan.layout.class_name}, {len(placement.blocks)} blocks: {where}; {plan.transport}; overlap {overlap}"
 
 
 def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrapper around the host's loading for sampling: say what each card needs, refuse what cannot fit.
 
-    Raises: ValueError for a compiled whole model; RuntimeError with the numbers if a card cannot hold what one step
-    needs even with all of its weights streamed.
+    Raises: ValueError for a compiled whole model; RuntimeError with the numbers if a card cannot compute even with all
+    of its weights streamed.
     """
     tree = tree_of(model.model)
     if tree is not None:
-        _refuse_whole_compile(model)
-        _forecast(model, tree.plan, noise_shape, conds)
+        _refuse_whole_compile(model, tree.plan)
+        _forecast(model, tree, noise_shape, conds)
     return executor(model, noise_shape, conds, *args, **kwargs)
 
 
-def _forecast(model: Any, plan: SplitPlan, noise_shape: Any, conds: Any) -> None:
-    from comfy.model_management import get_total_memory, is_device_cpu
+def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None:
+    from comfy.model_management import get_total_memory, is_device_cpu, minimum_inference_memory
     from comfy.sampler_helpers import estimate_memory
 
+    plan = tree.plan
     _, activations = estimate_memory(model, noise_shape, conds)
     problems = []
     sizes = weight_bytes(model.model, plan)
-    _recommend_replicas(plan, sum(sizes.values()), activations, conds)
+    _recommend_replicas(plan, sum(sizes.values()), activations, conds, tree.said)
     for device, size in sizes.items():
         if is_device_cpu(device):
             continue
@@ -77,24 +93,33 @@ def _forecast(model: Any, plan: SplitPlan, noise_shape: Any, conds: Any) -> None
             total / _GB,
             "none" if limit is None else f"{limit / _GB:.2f} GB",
         )
-        if activations + streamed > total:
+        if streamed + minimum_inference_memory() > total:
             problems.append(
-                f"{device} has {total / _GB:.2f} GB in all, one step needs about {activations / _GB:.2f} GB for "
-                f"activations and {streamed / _GB:.2f} GB for its largest layer"
+                f"{device} has {total / _GB:.2f} GB in all; its largest layer takes {streamed / _GB:.2f} GB and "
+                f"computing at least {minimum_inference_memory() / _GB:.2f} GB"
+            )
+        elif activations + streamed > total:  # the host's estimate is no bound, and context windows divide it
+            _log.warning(
+                "split: %s may run out of memory: ComfyUI expects one step to need %.2f GB beside the weights",
+                device,
+                activations / _GB,
             )
     if problems:
         raise RuntimeError(
-            f"this size does not fit: {'; '.join(problems)}. Use a smaller picture, fewer frames or a smaller batch"
+            f"this model cannot run so, even streamed: {'; '.join(problems)}. Leave that card out of the split, use a "
+            "smaller weight type, or free memory on it"
         )
 
 
-def _recommend_replicas(plan: SplitPlan, weights: int, activations: float, conds: Any) -> None:
+def _recommend_replicas(plan: SplitPlan, weights: int, activations: float, conds: Any, said: set[str]) -> None:
     """Say that a copy per card would be faster where that is so: with CFG, if every card holds the whole model."""
     from comfy.model_management import get_total_memory, minimum_inference_memory
 
     needed = weights + max(activations, minimum_inference_memory())
     has_cfg = sum(bool(cond) for cond in conds.values()) > 1
-    if has_cfg and all(get_total_memory(device) > needed for device in plan.placement.used_devices):
+    is_free = not plan.limit_bytes and all(get_total_memory(card) > needed for card in plan.placement.used_devices)
+    if has_cfg and is_free and _RECOMMENDED not in said:
+        said.add(_RECOMMENDED)
         _log.info(
             "split: the whole model (%.2f GB) would fit each of these cards; for CFG, ComfyUI's 'MultiGPU CFG Split' "
             "keeps a copy on each and is faster",
@@ -121,7 +146,7 @@ def _largest_layer(base: nn.Module, plan: SplitPlan, device: torch.device) -> in
     )
 
 
-def _refuse_whole_compile(model: Any) -> None:
+def _refuse_whole_compile(model: Any, plan: SplitPlan) -> None:
     from comfy.patcher_extension import WrappersMP
 
     keys = [key for key, value in model.object_patches.items() if hasattr(value, "_orig_mod")]
@@ -130,6 +155,6 @@ def _refuse_whole_compile(model: Any) -> None:
             keys += list(cell.cell_contents) if isinstance(cell.cell_contents, dict) else []
     if ROOT in keys:
         raise ValueError(
-            "torch.compile of the whole model cannot span several cards; compile block by block (keys such as "
-            f"{ROOT}.blocks.0) or leave it out"
+            "torch.compile of the whole model (ComfyUI's TorchCompileModel) cannot span several cards; take it out, or "
+            f"use a node that compiles single blocks (such as {ROOT}.{plan.placement.blocks[0]}) behind the split"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,13 +15,13 @@ from torch import nn
 from ...families.native import find_native
 from ...families.spec import NativeModel
 from ...parallel.block_lists import execution_order, find_block_lists, followers, placed_blocks, transport_for
-from ...parallel.placement import Placement, native_block_flops, plan_manual, plan_placement
+from ...parallel.placement import Placement, check_budgets, native_block_flops, plan_manual, plan_placement
 from .file_weights import load_over_file
 from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy
 from .split_batches import run_overlapped
 from .split_forecast import log_plan, prepare_with_forecast, weight_bytes
 from .split_patcher import KEY, become_split
-from .split_tree import SplitPlan, make_tree, tree_of
+from .split_tree import ROOT, SplitPlan, make_tree, tree_of
 
 _log = logging.getLogger(__name__)
 _GB = 1e9
@@ -61,15 +61,22 @@ class SplitRequest:
             raise ValueError(
                 f"a split needs two or more different devices; asked for {', '.join(map(str, self.devices)) or 'none'}"
             )
+        if any(device.type == "cpu" for device in self.devices):
+            raise ValueError(
+                "a split is over GPUs, and the CPU was named too; with offload on, weights that no GPU holds stay in "
+                "host memory by themselves"
+            )
         if self.memory_limit_gb and len(self.memory_limit_gb) != len(self.devices):
             raise ValueError(
-                f"memory_limit_gb has {len(self.memory_limit_gb)} numbers for {len(self.devices)} devices; give one "
-                "number per device, or none"
+                f"memory_limit_gb gives {', '.join(map(str, self.memory_limit_gb))} for {len(self.devices)} devices "
+                f"({', '.join(map(str, self.devices))}); give one number per device, or none"
             )
         if any(limit <= 0 for limit in self.memory_limit_gb):
             raise ValueError(f"memory_limit_gb {list(self.memory_limit_gb)}: every limit must be above 0")
-        if (self.balance == "manual") != bool(self.split_at):
-            raise ValueError("split_at belongs to balance manual: give both or neither")
+        if self.balance == "manual" and not self.split_at:
+            raise ValueError("balance manual needs split_at: the first block of each further device, such as 23")
+        if self.balance != "manual" and self.split_at:
+            raise ValueError(f"split_at {list(self.split_at)} belongs to balance manual, not {self.balance}")
 
 
 def split_model(model: Any, request: SplitRequest) -> Any:
@@ -94,7 +101,7 @@ def split_model(model: Any, request: SplitRequest) -> Any:
     split.hook_backup = {}
     split.weight_inplace_update = False  # it would write into the storages shared with the given MODEL
     split.current_hooks = None
-    _follow_patches(split, copies)
+    _follow_patches(split, copies, model.model)
     return _finish(split)
 
 
@@ -218,7 +225,9 @@ def _place(
         d: int(gb * _GB) for d, gb in zip(devices, request.memory_limit_gb, strict=False)
     }
     if request.balance == "manual":
-        return plan_manual(blocks, devices, request.split_at)
+        placement = plan_manual(blocks, devices, request.split_at)
+        _check_manual(placement, sizes, home_bytes, _budgets(devices, limits), request.offload)
+        return placement
     cost, home_cost = _cost(diffusion_model, layout, blocks, sizes, home_bytes, request)
     capacity = _capacity(devices, limits) if request.balance == "memory" else ()
 
@@ -238,9 +247,24 @@ def _place(
         return plan(_budgets(devices, limits))
     except ValueError as error:
         if not request.offload:
-            raise
-        _log.warning("%s; what does not fit stays in host memory and is streamed at every step", error)
+            raise ValueError(f"{error}, or turn offload on") from error
+        _log.warning("split: %s; what does not fit stays in host memory and is streamed at every step", error)
         return plan({})
+
+
+def _check_manual(
+    placement: Placement,
+    sizes: list[int],
+    home_bytes: int,
+    budgets: Mapping[torch.device, int | None],
+    may_offload: bool,
+) -> None:
+    try:
+        check_budgets(placement, sizes, home_bytes, budgets)
+    except ValueError as error:
+        if not may_offload:
+            raise ValueError(f"{error}, or turn offload on") from error
+        _log.warning("split: %s; what does not fit stays in host memory and is streamed at every step", error)
 
 
 def _cost(
@@ -298,7 +322,10 @@ def _check_splittable(model: Any) -> None:
             "this MODEL is replicated by 'MultiGPU CFG Split'; splitting it as well is not possible. Use one of the two"
         )
     for what, key in _compiled(model):
-        raise ValueError(f"{what} was applied to {key} before the split; put the compile node after the split")
+        raise ValueError(
+            f"{what} was applied to {key} before the split. ComfyUI's TorchCompileModel compiles the whole model, and "
+            "that cannot span several cards; take it out, or compile single blocks with a node behind the split"
+        )
 
 
 def _compiled(model: Any) -> list[tuple[str, str]]:
@@ -342,31 +369,18 @@ def _origin_of(model: Any) -> Origin:
     return Origin(find)
 
 
-def _follow_patches(split: Any, copies: ModuleMap) -> None:
+def _follow_patches(split: Any, copies: ModuleMap, source: nn.Module) -> None:
     """Make what earlier nodes attached work on the new tree.
 
     Raises: ValueError for what holds on to the old one.
     """
+    held = {id(source), *map(id, source.get_submodule(ROOT).modules())}
     split.object_patches = {
-        key: follow_copy(value, copies, f"the patch of {key}") for key, value in split.object_patches.items()
+        key: follow_copy(value, copies, held, f"the patch of {key}") for key, value in split.object_patches.items()
     }
-    options = split.model_options.get("transformer_options", {})
-    for name, patches in options.get("patches", {}).items():
-        check_independent(patches, copies, f"a patch {name!r}")
-    for name, patches in options.get("patches_replace", {}).items():
-        check_independent(patches, copies, f"a replacement patch {name!r}")
-    for registry, what in (
-        (split.wrappers, "a wrapper"),
-        (split.callbacks, "a callback"),
-        (split.injections, "a hook"),
-    ):
+    for name, option in split.model_options.items():
+        check_independent(option, held, f"{name!r}")
+    registries = {"a wrapper": split.wrappers, "a callback": split.callbacks, "an injection": split.injections}
+    for what, registry in registries.items():
         for kind, keyed in registry.items():
-            check_independent(keyed, copies, f"{what} {kind!r}")
-
-
-def replan(split: Any, **changes: Any) -> Any:
-    """For tests and experiments: the same split tree with other plan fields, such as overlap."""
-    tree = tree_of(split.model)
-    assert tree is not None
-    tree.plan = replace(tree.plan, **changes)
-    return split
+            check_independent(keyed, held, f"{what} {kind!r}")

@@ -15,7 +15,6 @@ Nothing of the host is replaced. With ComfyUI 0.33; what is relied on is listed 
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -28,7 +27,6 @@ from .split_tree import SplitTree, make_tree, tree_of
 # Mixed into the host's ModelPatcher, whose class is known only at run time.
 _Patcher: Any = object
 
-_log = logging.getLogger(__name__)
 KEY = "devicebridge.split"
 
 
@@ -59,11 +57,16 @@ class _Limited(_Patcher):
             return
         self.unpin_all_weights()
         for name, parameter in list(self.model.named_parameters()):
-            if name in self.backup or parameter.device == self.offload_device:
+            if name in self.backup or not _may_be_elsewhere(parameter, self.offload_device):
                 continue
             original = tree.origin.tensor(name, parameter, self.offload_device)
             if original is not None:
                 comfy.utils.set_attr_param(self.model, name, original)
+
+
+def _may_be_elsewhere(parameter: torch.Tensor, offload_device: torch.device) -> bool:
+    """Whether a weight is on a card, or in host memory as an ordinary tensor that may be a copy of its original."""
+    return parameter.device != offload_device or type(parameter.data) is torch.Tensor
 
 
 class ShardMixin(_Limited):
@@ -125,6 +128,7 @@ class SplitMixin(_Limited):
     """Patcher of a split model; acts on the home card and brings the other cards' patchers along."""
 
     companions: tuple[Any, ...] = ()
+    _stand_ins: tuple[Any, ...] = ()  # companions of the classic model that stands in for scheduled LoRA
 
     def _tree(self) -> SplitTree:
         tree = tree_of(self.model)
@@ -134,6 +138,7 @@ class SplitMixin(_Limited):
     # ---- companions
 
     def model_patches_models(self) -> list[Any]:
+        self._check_device()
         for companion in self.companions:
             companion.follow(self)
         return [*super().model_patches_models(), *self.companions]
@@ -144,12 +149,43 @@ class SplitMixin(_Limited):
                 "this MODEL is split across GPUs for sampling and cannot be trained by ComfyUI's own nodes; use "
                 "'Load Model for Training Across GPUs' and 'Train LoRA', or train the unsplit MODEL"
             )
-        tree = self._tree()
+        self.model_size()  # measured here: a pack's clone() may measure with the stock class, which sees the whole
         n = super().clone(disable_dynamic=disable_dynamic, model_override=model_override)
+        if n.model is self.model:
+            return become_split(n, companions=self.companions)
         if tree_of(n.model) is None:  # a fresh model from the file: DynamicVRAM's stand-in for scheduled LoRA
-            make_tree(n.model, tree.plan)
-        same_tree = n.model is self.model
-        return become_split(n, companions=self.companions if same_tree else None)
+            make_tree(n.model, self._tree().plan)
+        # The stand-in is asked for anew at every sampling, with the same model: its shards' patchers must be the same
+        # too, since they hold the originals of the weights they have patched.
+        become_split(n, companions=self._stand_ins if self._are_of(n.model) else None)
+        self._stand_ins = n.companions
+        return n
+
+    def _are_of(self, model: nn.Module) -> bool:
+        shards = set(map(id, tree_of(model).shards.values()))  # type: ignore[union-attr]
+        return bool(self._stand_ins) and all(id(companion.model) in shards for companion in self._stand_ins)
+
+    def _check_device(self) -> None:
+        """Raises: RuntimeError if another node has moved the home part to another device."""
+        home = self._tree().plan.home
+        if self.load_device != home:
+            raise RuntimeError(
+                f"this MODEL is split with {home} as its first device, and a node behind the split has moved it to "
+                f"{self.load_device}; choose the devices in the split node and take that node out"
+            )
+
+    def get_key_patches(self, filter_prefix: str | None = None) -> Any:
+        """Weights as they were loaded, for merging: of other cards' blocks the shard's patcher has the originals."""
+        found = super().get_key_patches(filter_prefix)
+        for companion in self.companions:
+            for key, backup in companion.backup.items():
+                if key in found and key not in self.hook_backup:
+                    found[key][0] = (backup.weight, found[key][0][1])
+        return found
+
+    def add_object_patch(self, name: str, obj: Any) -> None:
+        self._tree().check_object_patch(name)
+        super().add_object_patch(name, obj)
 
     def deepclone_multigpu(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
@@ -219,10 +255,27 @@ class SplitMixin(_Limited):
     def inject_model(self) -> None:
         with self._tree().whole():
             super().inject_model()
+            self._place_bypass_adapters()
+
+    def _place_bypass_adapters(self) -> None:
+        """Bring the host's bypass LoRA, which it moves to its main device, to the card of the layer it is on."""
+        from comfy.weight_adapter.bypass import BypassForwardHook
+
+        tree = self._tree()
+        for device in tree.plan.foreign_devices:
+            for block in tree.plan.blocks_on(device):
+                for module in tree.diffusion_model.get_submodule(block).modules():
+                    hook = getattr(module.__dict__.get("forward"), "__self__", None)
+                    if isinstance(hook, BypassForwardHook):
+                        hook._move_adapter_weights_to_device(device)
 
     def eject_model(self) -> None:
         with self._tree().whole():
             super().eject_model()
+
+    def cleanup(self) -> None:
+        self._tree().bridge.end()  # Cancel inside a block of another card unwinds past torch's hooks
+        super().cleanup()
 
     def apply_hooks(self, *args: Any, **kwargs: Any) -> Any:
         with self._tree().whole():
@@ -284,6 +337,8 @@ def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
     patcher.load_device = tree.plan.home
     if patcher.is_dynamic():
         patcher.register_load_device(tree.plan.home)
+    for key in patcher.object_patches:
+        tree.check_object_patch(key)
     if companions is None:
         patcher.companions = tuple(
             _make_shard_patcher(stock, shard, device, patcher, tree) for device, shard in tree.shards.items()

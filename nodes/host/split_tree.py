@@ -8,7 +8,6 @@ everything else, LoRA key maps, injections, the forward, sees the whole tree.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,6 @@ from ...patches.hooks import HookSet
 from .model_copy import Origin
 from .split_options import guard_options, wrap_control
 
-_log = logging.getLogger(__name__)
 _ATTRIBUTE = "devicebridge_split"
 ROOT = "diffusion_model"
 
@@ -105,12 +103,14 @@ class SplitTree:
             device: make_shard(base, plan.blocks_on(device)) for device in plan.foreign_devices
         }
         self._foreign = _children_by_list(plan)
+        self._lists = {name.rpartition(".")[0] for name in plan.placement.blocks}
         self._hidden: dict[str, dict[str, nn.Module | None]] = {}
         self._attached_by: int | None = None
         self._hooks = HookSet()
         self._called = self._called_modules()
         self.bridge = self._make_bridge()
         self._calls: BlockCalls | None = None
+        self.said: set[str] = set()  # what needs saying once
         self._is_proven = plan.is_described and not plan.layout.is_derived
 
     @property
@@ -147,6 +147,17 @@ class SplitTree:
         finally:
             self._hide()
 
+    def check_object_patch(self, key: str) -> None:
+        """Refuse an object patch that would put something else in the place of whole lists of blocks.
+
+        Raises: ValueError that says what can be patched.
+        """
+        if key in {ROOT, *(f"{ROOT}.{name}" for name in self._lists)}:
+            raise ValueError(
+                f"a node replaces {key} as a whole, which cannot span several cards; patch single blocks (such as "
+                f"{ROOT}.{self.plan.placement.blocks[0]}), or use the MODEL without the split"
+            )
+
     @property
     def is_whole(self) -> bool:
         return not self._hidden
@@ -159,7 +170,9 @@ class SplitTree:
 
     def _show(self) -> None:
         for name, children in self._hidden.items():
-            self.diffusion_model.get_submodule(name)._modules = children
+            container = self.diffusion_model.get_submodule(name)
+            children.update(container._modules)  # stock code may have patched or restored a home block meanwhile
+            container._modules = children
         self._hidden.clear()
 
     def is_foreign(self, key: str) -> bool:

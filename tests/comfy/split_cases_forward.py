@@ -456,10 +456,10 @@ def compiling_the_whole_is_refused(case: Case) -> None:
     host = case.host
     divided = split(host.load("flux1"))
     set_torch_compile_wrapper(divided, backend="eager")
-    case.refused("at sampling", lambda: host.sample(divided, "flux1"), ValueError, "compile", "block by block")
+    case.refused("at sampling", lambda: host.sample(divided, "flux1"), ValueError, "compile", "single blocks")
     whole = host.load("flux1")
     set_torch_compile_wrapper(whole, backend="eager")
-    case.refused("at the split", lambda: split(whole), ValueError, "compile", "after")
+    case.refused("at the split", lambda: split(whole), ValueError, "compile", "behind the split")
 
 
 @case

@@ -54,6 +54,7 @@ def main() -> None:
         split_cases_forward,
         split_cases_memory,
         split_cases_nodes,
+        split_cases_traces,
         split_cases_weights,
     )
     from devicebridge.tests.comfy.split_cases import CASES, Case, run_case

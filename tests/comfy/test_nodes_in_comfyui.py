@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 pytestmark = pytest.mark.comfy
 
 GOLDEN = ROOT / "tests" / "assets" / "object_info.json"
-EXAMPLE = ROOT / "example_workflows" / "train_lora_demo.json"
+EXAMPLES = ("train_lora_demo", "split_flux2_lora")
 EXAMPLE_API = ROOT / "tests" / "assets" / "train_lora_demo_api.json"
 
 
@@ -151,21 +151,41 @@ def test_the_fix_reports_its_status(server: Server) -> None:
     assert re.match("(Active|Not needed): diffusers ", text)
 
 
-def test_the_example_is_in_the_template_browser(server: Server) -> None:
-    assert "train_lora_demo" in server.get("/api/workflow_templates")["devicebridge"]
+def test_the_examples_are_in_the_template_browser(server: Server) -> None:
+    shipped = {path.stem for path in (ROOT / "example_workflows").glob("*.json")}
+    assert shipped == set(EXAMPLES)
+    assert shipped == set(server.get("/api/workflow_templates")["devicebridge"])
 
 
-def test_the_example_means_its_api_twin(server: Server) -> None:
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_means_its_api_twin(server: Server, name: str) -> None:
     """comfy-cli turns the saved form into the API form as the browser does, from this server's sockets."""
     if shutil.which("comfy") is None:
         pytest.skip("needs comfy-cli: pip install comfy-cli")
-    command = ["comfy", "--skip-prompt", "run", "--print-prompt", "--json", "--workflow", str(EXAMPLE)]
+    workflow = ROOT / "example_workflows" / f"{name}.json"
+    command = ["comfy", "--skip-prompt", "run", "--print-prompt", "--json", "--workflow", str(workflow)]
     command += ["--host", "127.0.0.1", "--port", str(server.port)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     events = [json.loads(line) for line in done.stdout.splitlines()]
     (prompt,) = (event["prompt"] for event in events if event["type"] == "prompt_preview")
+    assert _plain(prompt) == _plain(_api_twin(name))
 
-    def plain(graph: dict[str, Any]) -> dict[str, Any]:
-        return {key: (node["class_type"], node["inputs"]) for key, node in graph.items()}
 
-    assert plain(prompt) == plain(json.loads(EXAMPLE_API.read_text(encoding="utf-8")))
+def test_the_sampling_example_wants_nothing_but_its_model_files(server: Server) -> None:
+    """ComfyUI's own check of every link, input and choice; the models themselves are not here."""
+    answer = server.post("/prompt", {"prompt": _api_twin("split_flux2_lora")})
+    found = {
+        (error["extra_info"]["input_name"], error["type"])
+        for node in answer["node_errors"].values()
+        for error in node["errors"]
+    }
+    names = ("unet_name", "lora_name", "clip_name", "vae_name")
+    assert found == {(name, "value_not_in_list") for name in names}
+
+
+def _api_twin(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "tests" / "assets" / f"{name}_api.json").read_text(encoding="utf-8"))
+
+
+def _plain(graph: dict[str, Any]) -> dict[str, Any]:
+    return {key: (node["class_type"], node["inputs"]) for key, node in graph.items()}

@@ -133,6 +133,17 @@ CASES = [
     "weight_wrappers",
     "weights_exist_once_in_host_memory",
     "without_inference_mode",
+    "a_replaced_block_is_put_back",
+    "whole_lists_cannot_be_replaced",
+    "a_stand_in_keeps_the_original_weights",
+    "merging_out_of_a_loaded_split",
+    "bypass_lora",
+    "what_holds_on_to_the_given_model_is_refused",
+    "cancel_inside_a_block_of_another_card",
+    "a_large_estimate_is_a_warning",
+    "cuts_by_hand_are_checked_against_the_limits",
+    "moving_a_split_to_another_device_is_refused",
+    "gradients_and_other_wrappers_turn_overlap_off",
 ]
 
 

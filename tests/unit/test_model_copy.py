@@ -113,11 +113,19 @@ def test_what_cannot_be_copied_is_named(model_copy: ModuleType, model: Model) ->
 
 def test_bound_methods_and_modules_follow_to_the_copy(model_copy: ModuleType, model: Model) -> None:
     copied, copies = _copy(model_copy, model)
-    method = model_copy.follow_copy(model.blocks[1].scaled, copies, "a patch")
+    method = model_copy.follow_copy(model.blocks[1].scaled, copies, copies, "a patch")
     assert method.__self__ is copied.blocks[1]
-    assert model_copy.follow_copy(model.blocks[2], copies, "a patch") is copied.blocks[2]
+    assert model_copy.follow_copy(model.blocks[2], copies, copies, "a patch") is copied.blocks[2]
     foreign = types.MethodType(Layer.scaled, Layer())
-    assert model_copy.follow_copy(foreign, copies, "a patch") is foreign
+    assert model_copy.follow_copy(foreign, copies, copies, "a patch") is foreign
+
+
+def test_a_module_around_an_old_layer_is_refused(model_copy: ModuleType, model: Model) -> None:
+    _, copies = _copy(model_copy, model)
+    with pytest.raises(ValueError, match="a patch was applied .* Layer layer"):
+        model_copy.follow_copy(nn.Sequential(model.blocks[0]), copies, copies, "a patch")
+    around = nn.Sequential(Layer())
+    assert model_copy.follow_copy(around, copies, copies, "a patch") is around
 
 
 def _closure(layer: nn.Module) -> Any:
@@ -132,6 +140,11 @@ class _Holder:
         return self.layers[0](x)
 
 
+def _injection(layer: nn.Module) -> Any:
+    """As the host's: an object that is not callable and holds two functions."""
+    return types.SimpleNamespace(inject=_closure(layer), eject=lambda patcher: None)
+
+
 @pytest.mark.parametrize(
     "capture",
     [
@@ -140,14 +153,23 @@ class _Holder:
         _Holder,
         lambda layer: _Holder(layer).__call__,
         lambda layer: {"key": [_closure(layer)]},
+        lambda layer: {"model_function_wrapper": _Holder(layer)},
+        lambda layer: {"key": [_injection(layer)]},
+        lambda layer: _closure(types.SimpleNamespace(model=layer)),  # type: ignore[arg-type]
     ],
-    ids=["closure", "partial", "object", "bound method", "in a registry"],
+    ids=["closure", "partial", "object", "bound method", "registry", "option", "injection", "closure over a patcher"],
 )
 def test_what_captured_a_layer_is_refused(model_copy: ModuleType, model: Model, capture: Any) -> None:
     _, copies = _copy(model_copy, model)
     with pytest.raises(ValueError, match=r"a patch .* holds on to its Layer layer.*directly after the loader"):
         model_copy.check_independent(capture(model.blocks[0]), copies, "a patch")
     model_copy.check_independent(capture(Layer()), copies, "a patch")  # a layer of its own is none of our business
+
+
+def test_a_function_stored_on_a_layer_that_captured_one_is_refused(model_copy: ModuleType, model: Model) -> None:
+    model.blocks[1].forward = _closure(model.blocks[0])
+    with pytest.raises(ValueError, match=r"a change of blocks\.1\.forward was applied"):
+        _copy(model_copy, model)
 
 
 def test_an_origin_is_used_only_where_it_is_the_same_kind_of_tensor(model_copy: ModuleType) -> None:

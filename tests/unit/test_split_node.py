@@ -76,9 +76,11 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(split: ModuleType) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"memory_limit_gb": "20"}, "1 numbers for 2 devices"),
+        ({"memory_limit_gb": "20"}, r"20.0 for 2 devices \(lazy:0, lazy:1\); give one"),
+        ({"devices": "lazy:1"}, "two or more different devices; asked for lazy:1"),
+        ({"devices": "lazy:0,cpu"}, "the CPU was named too"),
         ({"memory_limit_gb": "20, 0"}, "above 0"),
-        ({"balance": "manual"}, "split_at belongs to balance manual"),
+        ({"balance": "manual"}, "balance manual needs split_at"),
         ({"memory_limit_gb": "much, more"}, "'much'"),
     ],
 )
@@ -91,3 +93,10 @@ def test_a_missing_file_is_refused_with_what_is_there(split: ModuleType, host: c
     (host.root / "models/diffusion_models/wan.safetensors").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"'flux.safetensors' is not in .* found there: wan.safetensors"):
         split.LoadDiffusionModelSplit.execute("flux.safetensors", "default", **SOCKETS)
+
+
+def test_cuts_that_are_not_used_are_said_to_be_ignored(split: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
+    with emulated_cards(2):
+        request = split._read_request(**SOCKETS | {"devices": "lazy:0,lazy:1", "split_at": "7"})
+    assert request.split_at == ()
+    assert "split_at 7 is ignored with balance memory" in caplog.text

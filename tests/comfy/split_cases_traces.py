@@ -1,0 +1,227 @@
+"""What other nodes do to a split MODEL must leave no trace, and what they did to the MODEL before must not get lost."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import comfy.model_management
+import comfy.sd
+import comfy_extras.nodes_model_merging as merging
+import torch
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_host import CAPACITY_BYTES, HOME, OTHER, Host
+from devicebridge.tests.comfy.tiny_checkpoints import lora_weights
+from torch import nn
+
+NAME = "wan"
+
+
+class _Louder(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.block(*args, **kwargs) * 1.5
+
+
+def _louder_block(model: Any, index: int) -> Any:
+    changed = model.clone()
+    block = model.model.diffusion_model.blocks[index]
+    changed.add_object_patch(f"diffusion_model.blocks.{index}", _Louder(block))
+    return changed
+
+
+@case
+def a_replaced_block_is_put_back(case: Case) -> None:
+    """A pack puts a module of its own in the place of a block; without that clone the split is as it was."""
+    host = case.host
+    plain = host.load(NAME, load_device=CPU)
+    clean = host.sample(plain, NAME)
+    divided = split(host.load(NAME))
+    for index in (0, 3):
+        reference = host.sample(_louder_block(plain, index), NAME)
+        case.differs(f"block {index}: it does something", reference, clean)
+        changed = _louder_block(divided, index)
+        case.equal(f"block {index}: as unsplit", host.sample(changed, NAME), reference)
+        del changed
+        case.equal(f"block {index}: without it", host.sample(divided, NAME), clean)
+        found = type(divided.model.diffusion_model.blocks[index]).__name__
+        case.check(f"block {index} is itself again", found != "_Louder", found)
+
+
+@case
+def whole_lists_cannot_be_replaced(case: Case) -> None:
+    divided = split(case.host.load(NAME))
+    blocks = divided.model.diffusion_model.blocks
+    act = lambda: divided.clone().add_object_patch("diffusion_model.blocks", nn.ModuleList(blocks[:2]))  # noqa: E731
+    case.refused("a shorter list", act, ValueError, "diffusion_model.blocks", "single blocks")
+    plain = case.host.load(NAME).clone()
+    plain.add_object_patch("diffusion_model.blocks", nn.ModuleList(nn.Linear(2, 2) for _ in range(2)))
+    case.refused("put on before the split", lambda: split(plain), ValueError, "diffusion_model.blocks")
+
+
+@case
+def a_stand_in_keeps_the_original_weights(case: Case) -> None:
+    """Under DynamicVRAM every sampling with a scheduled LoRA asks for a classic stand-in over the same spare model."""
+    host = case.host
+    reference = host.sample(host.lora(host.load(NAME, load_device=CPU), NAME, 1), NAME)
+    divided = host.lora(split(host.load(NAME)), NAME, 1)
+    spare = host.load(NAME).get_clone_model_override()
+    for run in range(3):
+        stand_in = divided.clone(model_override=spare)
+        spare = stand_in.get_clone_model_override()
+        stand_in.patches_uuid = uuid.uuid4()  # as registering a scheduled LoRA does
+        case.equal(f"run {run}", host.sample(stand_in, NAME), reference)
+        del stand_in
+
+
+@case
+def merging_out_of_a_loaded_split(case: Case) -> None:
+    """Weights read for merging are those of the file, also while a LoRA is baked into the loaded ones."""
+    host = case.host
+    node = merging.ModelMergeSimple()
+    plain = host.load(NAME, load_device=CPU)
+    reference = host.sample(node.merge(plain, host.lora(plain, NAME, 1), 0.5)[0], NAME)
+    tuned = host.lora(split(host.load(NAME)), NAME, 1)
+    host.sample(tuned, NAME)
+    case.equal("as unsplit", host.sample(node.merge(host.load(NAME), tuned, 0.5)[0], NAME), reference)
+
+
+def _bypass(model: Any) -> Any:
+    return comfy.sd.load_bypass_lora_for_models(model, None, dict(lora_weights(NAME, 1)), 1.0, 0)[0]
+
+
+@case
+def bypass_lora(case: Case) -> None:
+    """The host's LoRA that runs beside the layers: behind a split on each layer's card, before one refused."""
+    host = case.host
+    plain = host.load(NAME, load_device=HOME)
+    reference, clean = host.sample(_bypass(plain), NAME), host.sample(plain, NAME)
+    case.differs("it does something", reference, clean)
+    divided = split(host.load(NAME))
+    case.equal("behind the split", host.sample(_bypass(divided), NAME), reference)
+    case.equal("without it", host.sample(divided, NAME), clean)
+    before = _bypass(host.load(NAME))
+    case.refused("before the split", lambda: split(before), ValueError, "before it was split", "after it")
+
+
+@case
+def what_holds_on_to_the_given_model_is_refused(case: Case) -> None:
+    host = case.host
+
+    def wrapped() -> Any:
+        model = host.load(NAME).clone()
+        inner = model.model.diffusion_model
+        model.set_model_unet_function_wrapper(lambda run, args: run(args["input"], inner.dtype, **args["c"]))
+        return model
+
+    def with_patch() -> Any:
+        model = host.load(NAME).clone()
+        model.set_model_patch(lambda args: model.model.diffusion_model and args, "double_block")
+        return model
+
+    def with_module() -> Any:
+        model = host.load(NAME).clone()
+        model.add_object_patch("diffusion_model.blocks.0", _Louder(model.model.diffusion_model.blocks[0]))
+        return model
+
+    def with_function() -> Any:
+        model = host.load(NAME)
+        layer = model.model.diffusion_model.blocks[1].ffn
+        first, act, last = layer
+        layer.forward = lambda x: last(act(first(x)))
+        return model
+
+    for make in (wrapped, with_patch, with_module, with_function):
+        case.refused(make.__name__, lambda make=make: split(make()), ValueError, "holds on to", "directly after")  # type: ignore[misc]
+
+
+@case
+def cancel_inside_a_block_of_another_card(case: Case) -> None:
+    """Cancel is no Exception, so torch runs no hooks behind it; the forward must be over all the same."""
+    host = case.host
+    divided = split(host.load(NAME))
+    reference = host.sample(divided, NAME)
+    layer = divided.model.diffusion_model.blocks[3].self_attn.q
+
+    def cancel(*args: Any) -> None:
+        raise comfy.model_management.InterruptProcessingException
+
+    handle = layer.register_forward_pre_hook(cancel)
+    cancelled = False
+    try:
+        host.sample(divided, NAME)
+    except comfy.model_management.InterruptProcessingException:
+        cancelled = True
+    handle.remove()
+    bridge = divided._tree().bridge
+    case.check("it was cancelled", cancelled)
+    case.check("no forward is left running", not bridge.is_running and not bridge._local.guards)
+    case.equal("the next one is right", host.sample(divided, NAME), reference)
+
+
+@case
+def a_large_estimate_is_a_warning(case: Case) -> None:
+    """The host runs sizes that its own estimate calls too large, and context windows divide them; so do we."""
+    host = case.host
+    divided = split(host.load(NAME))
+    reference = host.sample(divided, NAME)
+    needed = divided.model.memory_required([1, 16, 2, 4, 4])
+    host.machine.capacity_bytes[OTHER] = int(comfy.model_management.minimum_inference_memory()) + (64 << 20)
+    divided.model.memory_usage_factor *= (2 << 30) / needed
+    with case.logged("devicebridge.nodes.host.split_forecast") as said:
+        case.equal("it runs", host.sample(divided, NAME), reference)
+    case.check("and says so", any("may run out of memory" in line for line in said), said)
+    host.machine.capacity_bytes[OTHER] = CAPACITY_BYTES
+
+
+@case
+def cuts_by_hand_are_checked_against_the_limits(case: Case) -> None:
+    host = case.host
+    settings: dict[str, Any] = {"balance": "manual", "split_at": (2,), "memory_limit_gb": (0.0001, 0.0001)}
+    act = lambda: split(host.load(NAME), offload=False, **settings)  # noqa: E731
+    case.refused("offload off", act, ValueError, "GB", "turn offload on")
+    with case.logged("devicebridge.nodes.host.split_model") as said:
+        divided = split(host.load(NAME), **settings)
+    case.check("offload on says what is streamed", any("streamed at every step" in line for line in said), said)
+    reference = host.sample(host.load(NAME, load_device=CPU), NAME)
+    case.equal("and is right", host.sample(divided, NAME), reference)
+
+
+@case
+def moving_a_split_to_another_device_is_refused(case: Case) -> None:
+    """Select Model Device behind the split."""
+    host = case.host
+    moved = split(host.load(NAME)).clone()
+    moved.load_device = CPU
+    case.refused("to the CPU", lambda: host.sample(moved, NAME), RuntimeError, "moved it to cpu", "take that node out")
+
+
+@case
+def gradients_and_other_wrappers_turn_overlap_off(case: Case) -> None:
+    from comfy.patcher_extension import WrappersMP
+
+    host = case.host
+    divided = split(host.load(NAME))
+    reference = host.sample(split(host.load(NAME), overlap=False), NAME, cfg=4.0)
+    counted = divided.clone()
+    calls: list[int] = []
+
+    def count(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return executor(*args, **kwargs)
+
+    counted.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, "a pack", count)
+    case.equal("with another wrapper", host.sample(counted, NAME, cfg=4.0), reference)
+    case.check("which is called once a step", len(calls) == 3, len(calls))
+    options = {"transformer_options": {}}
+    case.check("with gradients", _reason_with_gradients(host, divided, options) == "gradients are recorded")
+
+
+def _reason_with_gradients(host: Host, divided: Any, options: dict[str, Any]) -> str:
+    from devicebridge.nodes.host.split_batches import _reason_against
+
+    with torch.inference_mode(False), torch.enable_grad():
+        return _reason_against(divided._tree(), divided.model, [], options)
