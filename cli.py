@@ -63,7 +63,12 @@ def _make_parser() -> argparse.ArgumentParser:
     cache.set_defaults(command=_cache)
 
     run = commands.add_parser("run", help="run a ComfyUI workflow file through ComfyUI, without its window")
-    run.add_argument("workflow", type=Path)
+    run.add_argument(
+        "workflow",
+        type=Path,
+        help="JSON file of a workflow: as ComfyUI saves it, or its API form (Export (API)); needs comfy-cli, "
+        "which `pip install -e .[comfy]` brings",
+    )
     run.add_argument("--comfyui", type=Path, help="ComfyUI's folder; found by itself otherwise")
     run.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help="give up after this long")
     run.set_defaults(command=_run)
@@ -128,6 +133,8 @@ def _run(options: argparse.Namespace) -> int:
         print(path)
     if result.message:
         print(result.message, file=sys.stderr)
+    if result.log:
+        print(f"ComfyUI's log: {result.log}", file=sys.stderr)
     return result.exit_code
 
 

@@ -26,7 +26,7 @@ def collect() -> dict[str, Any]:
         "torch_build": None,
         "devices": [],
         "peer_access": {},
-        "comfyui": _find_comfyui(),
+        **_ask_comfyui(),
         "comfy_cli": _find_comfy_cli(),
     }
     if versions["torch"]:
@@ -51,6 +51,7 @@ def report(facts: dict[str, Any]) -> str:
         "",
         "ComfyUI",
         f"  {facts['comfyui'] or 'not found'}",
+        *_pack_lines(facts),
         f"  comfy-cli: {facts['comfy_cli'] or 'not found'}",
     ]
     lines += ["", "What works here"]
@@ -148,17 +149,32 @@ def _peer_lines(access: dict[str, dict[str, bool | None]]) -> list[str]:
     return ["", "Copies between devices", *pairs]
 
 
-def _find_comfyui() -> str | None:
-    from .headless import find_comfyui
+def _ask_comfyui() -> dict[str, Any]:
+    """Which ComfyUI `devicebridge run` would take, and the folder of this pack among its custom nodes."""
+    from .headless import find_comfyui, find_pack
 
     try:
         found = find_comfyui()
     except RuntimeError:
-        return None
+        return {"comfyui": None, "comfyui_pack": None}
     version = Path(found.folder, "comfyui_version.py")
     text = version.read_text(encoding="utf-8") if version.is_file() else ""
     _, _, number = text.partition('__version__ = "')
-    return f"{found.folder} ({number.partition(chr(34))[0] or 'version unknown'}, {found.python})"
+    pack = find_pack(found.base / "custom_nodes")
+    return {
+        "comfyui": f"{found.folder} ({number.partition(chr(34))[0] or 'version unknown'}, {found.python})",
+        "comfyui_pack": str(pack) if pack else None,
+    }
+
+
+def _pack_lines(facts: dict[str, Any]) -> list[str]:
+    if facts["comfyui"] is None:
+        return []
+    if facts["comfyui_pack"]:
+        return [f"  DeviceBridge in its custom_nodes: {facts['comfyui_pack']}"]
+    return [
+        "  DeviceBridge in its custom_nodes: no; its window does not show the nodes (devicebridge run adds them itself)"
+    ]
 
 
 def _find_comfy_cli() -> str | None:
@@ -206,6 +222,14 @@ def _split(facts: dict[str, Any]) -> str:
     return _training(facts) or ("" if count > 1 else f"needs two GPUs or more; torch finds {count}")
 
 
+def _split_model(facts: dict[str, Any]) -> str:
+    """ComfyUI may run in another environment than this one; the cards are the same."""
+    count = len(_accelerators(facts))
+    if count < 2:
+        return f"needs two GPUs or more; torch finds {count}" if facts["devices"] else _missing(facts, "torch")
+    return "" if facts["comfyui"] else "no ComfyUI was found; set COMFYUI_PATH to its folder"
+
+
 def _captions(facts: dict[str, Any]) -> str:
     return _missing(facts, "torch", "transformers", "diffusers", "safetensors")
 
@@ -221,6 +245,7 @@ def _workflows(facts: dict[str, Any]) -> str:
 
 
 _FEATURES: tuple[tuple[str, Judge], ...] = (
+    ("Split Model Across GPUs (sampling in ComfyUI)", _split_model),
     ("LoRA training", _training),
     ("LoRA training on a GPU", _training_on_gpu),
     ("LoRA training split over GPUs", _split),

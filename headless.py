@@ -12,6 +12,7 @@ import copy
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -38,9 +39,12 @@ _START_TIMEOUT_S = 600.0  # installs with many custom nodes start slowly
 _CANCEL_TIMEOUT_S = 300.0  # a training step has to end and a checkpoint to be written
 _SILENCE_TIMEOUT_S = 24 * 3600  # loading a large model says nothing for long
 _PROGRESS_INTERVAL_S = 2.0
+_LOG_INTERVAL_S = 0.5
 _TIMED_OUT = 124
 _CANCELLED = 130
 _QUIET = {"DO_NOT_TRACK": "1", "COMFY_NO_TELEMETRY": "1"}
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_SPLIT_LINE = re.compile(r"(?:\[(\w+)\] )?(split: .*)")  # behind the level tag of ComfyUI's log
 
 Say = Callable[[str], None]
 
@@ -56,11 +60,19 @@ class ComfyUI:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a workflow ended: comfy-cli's exit code (124 timed out, 130 cancelled), files written, what went wrong."""
+    """How a workflow ended.
+
+    Args:
+        exit_code: comfy-cli's; 124 timed out, 130 cancelled.
+        outputs: files written.
+        message: what went wrong.
+        log: ComfyUI's log, kept where something failed; None after success and after Ctrl-C.
+    """
 
     exit_code: int
     outputs: list[Path]
     message: str
+    log: Path | None = None
 
 
 def _say_nothing(line: str) -> None:
@@ -101,10 +113,15 @@ def run_workflow(
         with _start_server(installed, Path(scratch), server_arguments) as server:
             _wait_until_ready(server)
             run = _ClientRun(on_progress)
-            exit_code = _run_client(client, edited, server, run, timeout_s)
+            with _tell_split_lines(server.log, on_progress):
+                exit_code = _run_client(client, edited, server, run, timeout_s)
             if exit_code in {_CANCELLED, _TIMED_OUT}:
                 _cancel_and_wait(server, on_progress)
-            return RunResult(exit_code, _collect_outputs(server, installed), run.message)
+            outputs = _collect_outputs(server, installed)
+        log = server.log
+        if exit_code in {0, _CANCELLED}:
+            log.unlink(missing_ok=True)
+        return RunResult(exit_code, outputs, run.message, log if log.exists() else None)
 
 
 # ---- the workflow file ----
@@ -267,15 +284,20 @@ class _Server:
 
 @contextlib.contextmanager
 def _start_server(installed: ComfyUI, scratch: Path, arguments: Sequence[str]) -> Iterator[_Server]:
-    """ComfyUI on a free port, stopped with everything it started when the block ends."""
+    """ComfyUI on a free port, stopped with everything it started when the block ends. Its log outlives the scratch."""
     port = _free_port()
-    log = scratch / "comfyui.log"
+    number, name = tempfile.mkstemp(prefix="devicebridge-comfyui-", suffix=".log")
+    os.close(number)
+    log = Path(name)
     command: list[str | Path] = [installed.python, "main.py", "--listen", HOST, "--port", str(port)]
     command += ["--disable-auto-launch", "--database-url", "sqlite:///:memory:", "--temp-directory", scratch]
     if installed.base != installed.folder:
         (installed.base / "custom_nodes").mkdir(parents=True, exist_ok=True)  # ComfyUI does not start without
         command += ["--base-directory", installed.base]
-    if not _has_pack(installed.base / "custom_nodes"):
+    pack = find_pack(installed.base / "custom_nodes")
+    if pack is not None:
+        _log.info("the workflow runs with the copy of the pack in %s", pack)
+    else:
         command += ["--extra-model-paths-config", _make_pack_visible(scratch)]
     if "--cpu" not in arguments and not _has_accelerator(installed.python):
         command.append("--cpu")
@@ -291,16 +313,17 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _has_pack(custom_nodes: Path) -> bool:
-    """Whether a copy of this pack is installed there; then that copy is the one that runs."""
-    for folder in custom_nodes.iterdir() if custom_nodes.is_dir() else ():
+def find_pack(custom_nodes: Path) -> Path | None:
+    """The folder among these custom nodes that holds a copy of this pack; then that copy is the one that runs."""
+    for folder in sorted(custom_nodes.iterdir()) if custom_nodes.is_dir() else ():
         project = folder / "pyproject.toml"
+        if folder.name.endswith(".disabled"):  # ComfyUI does not load these
+            continue
         if folder.resolve() == ROOT:
-            return True
+            return folder
         if project.is_file() and f'name = "{PACK_NAME}"' in project.read_text(encoding="utf-8", errors="replace"):
-            _log.info("the workflow runs with the copy of the pack in %s", folder)
-            return True
-    return False
+            return folder
+    return None
 
 
 def _make_pack_visible(scratch: Path) -> Path:
@@ -327,14 +350,17 @@ def _wait_until_ready(server: _Server) -> None:
     end = time.monotonic() + _START_TIMEOUT_S
     while time.monotonic() < end:
         if server.process.exit_code is not None:
-            raise RuntimeError(f"ComfyUI ended while starting; its last lines were:\n{server.last_lines()}")
+            raise RuntimeError(
+                f"ComfyUI ended while starting; its log is {server.log}, the last lines:\n{server.last_lines()}"
+            )
         try:
             server.get("/system_stats")
             return
         except (OSError, json.JSONDecodeError):
             time.sleep(0.25)
     raise RuntimeError(
-        f"ComfyUI did not answer within {_START_TIMEOUT_S:.0f} s; its last lines:\n{server.last_lines()}"
+        f"ComfyUI did not answer within {_START_TIMEOUT_S:.0f} s; its log is {server.log}, the last lines:\n"
+        f"{server.last_lines()}"
     )
 
 
@@ -365,6 +391,43 @@ def _collect_outputs(server: _Server, installed: ComfyUI) -> list[Path]:
     ]
     paths = [installed.base / "output" / item.get("subfolder", "") / item["filename"] for item in items]
     return list(dict.fromkeys(paths))
+
+
+@contextlib.contextmanager
+def _tell_split_lines(log: Path, say: Say) -> Iterator[None]:
+    """Pass on what the server's log says about the split, as it appears: which card gets what, and warnings.
+
+    A thread of its own reads, for comfy-cli is silent while a model loads.
+    """
+    is_over = threading.Event()
+
+    def follow() -> None:
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            unfinished = ""
+            while True:
+                was_over = is_over.wait(_LOG_INTERVAL_S)
+                *whole, unfinished = (unfinished + lines.read()).split("\n")
+                for told in filter(None, map(_read_split_line, whole)):
+                    say(told)
+                if was_over:
+                    return
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _read_split_line(line: str) -> str:
+    """The part of a log line that begins with "split:", with the level in front where that is not INFO; else ""."""
+    found = _SPLIT_LINE.match(_COLOUR.sub("", line.rstrip()))
+    if found is None:
+        return ""
+    level, text = found.groups()
+    return text if level in {None, "INFO"} else f"{level}: {text}"
 
 
 # ---- comfy-cli ----
@@ -407,10 +470,55 @@ def _read_line(line: str) -> dict[str, Any]:
 
 
 def _describe_error(error: Mapping[str, Any]) -> str:
+    """What comfy-cli (1.23) refused or the server answered: message, every error, and the hint where it says more."""
     details = error.get("details") or {}
-    nodes = [node for node in details.get("node_errors", []) if isinstance(node, dict)]
-    lines = [" ".join(str(node.get(key, "")) for key in ("class_type", "message", "details")) for node in nodes]
+    errors = [entry for entry in details.get("errors") or [] if isinstance(entry, dict)]
+    lines = [f"node {entry.get('node_id') or '?'}: {_with_hint(entry)}" for entry in errors]
+    for node in details.get("node_errors") or []:
+        lines += _node_lines(node) if isinstance(node, dict) else []
+    said = [str(entry["message"]) for entry in errors if entry.get("message")]
+    for hint in str(error.get("hint") or "").splitlines():
+        is_for_programs = hint.startswith("inspect ")  # points into the JSON, which nobody sees here
+        if not is_for_programs and not any(message in hint for message in said):
+            lines.append(hint)
+    if details.get("body"):
+        lines.append(str(details["body"]))
+    lines += _pack_lines(errors)
     return "\n".join([str(error.get("message", "the workflow failed")), *lines])
+
+
+def _with_hint(entry: Mapping[str, Any]) -> str:
+    hint = f" ({entry['hint']})" if entry.get("hint") else ""
+    return f"{entry.get('message', '')}{hint}"
+
+
+def _node_lines(node: Mapping[str, Any]) -> list[str]:
+    """One line per error of a node: the server lists them, earlier versions of comfy-cli gave one with the node."""
+    title = str(node.get("class_type") or f"node {node.get('node_id', '?')}")
+    found = node.get("errors") if isinstance(node.get("errors"), list) else [node]
+    return [
+        " ".join([title, *(str(part[key]) for key in ("message", "details") if part.get(key))])
+        if isinstance(part, dict)
+        else f"{title} {part}"
+        for part in found or ()
+    ]
+
+
+def _pack_lines(errors: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where a node of ours is unknown: that ComfyUI lacks the pack, or by its suggestions has another version of it."""
+    unknown = [
+        entry
+        for entry in errors
+        if entry.get("code") == "unknown_class_type" and "'DeviceBridge" in str(entry.get("message"))
+    ]
+    if not unknown:
+        return []
+    if any(name.startswith("DeviceBridge") for entry in unknown for name in entry.get("suggestions") or ()):
+        return [f"The DeviceBridge pack of this ComfyUI has no such node; update it, or mend the name (ours: {ROOT})"]
+    return [
+        "This ComfyUI does not have the DeviceBridge pack in custom_nodes, or could not import it (ComfyUI's log says "
+        f"why); the pack that belongs to this command is {ROOT}"
+    ]
 
 
 def _run_client(client: Path, workflow: Path, server: _Server, run: _ClientRun, timeout_s: float | None) -> int:

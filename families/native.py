@@ -216,7 +216,6 @@ LTXAV = dataclasses.replace(
     class_name="LTXAVModel",
     module="comfy.ldm.lightricks.av_model",
     tail=("norm_out", "proj_out", "audio_norm_out", "audio_proj_out"),
-    prefetches_blocks=True,
     note="blocks take and return (video, audio); compressed timesteps are objects with tensors in slots",
 )
 

@@ -165,8 +165,6 @@ class NativeModel:
         refusal: why this class cannot be split at all; "" where it can.
         text_modules, sample_modules: fnmatch patterns, relative to a block, of the linears that run over text tokens
             only and of those that see one vector per sample; for estimates of computing time.
-        prefetches_blocks: the forward fetches weights of later blocks for the device its own tensors are on, unless
-            transformer_options["prefetch_dynamic_vbars"] is false.
         is_derived: the row was written for a base class of which this class replaces methods. Nobody read those, so
             its first forward should be watched like an unknown class's.
         note: what a reader should know, in a sentence.
@@ -190,7 +188,6 @@ class NativeModel:
     refusal: str = ""
     text_modules: tuple[str, ...] = ("*txt_*", "*context_block*", "*add_?_proj*", "*to_add_out*")
     sample_modules: tuple[str, ...] = ("*mod*", "*adaLN*", "*adaln*", "*_mod.*")
-    prefetches_blocks: bool = False
     is_derived: bool = False
 
     def __post_init__(self) -> None:

@@ -183,7 +183,7 @@ def _layout(diffusion_model: nn.Module) -> tuple[NativeModel, bool]:
         return layout, True
     lists = find_block_lists(diffusion_model)
     name = type(diffusion_model).__name__
-    _log.warning("%s is not a model we know; its blocks were found in %s and are relayed", name, ", ".join(lists))
+    _log.warning("split: %s is not a model we know; its blocks in %s are relayed", name, ", ".join(lists))
     return (
         NativeModel(
             class_name=name,

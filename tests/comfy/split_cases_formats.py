@@ -32,6 +32,7 @@ def loaded_split(case: Case) -> None:
     for name in ("flux1", "wan_vace", "qwen_image", "sdxl"):
         reference = host.sample(host.load(name, load_device=CPU), name)
         divided = _load_split(host, name)
+        case.check(f"{name}: the weights are the file's, not copies", _lies_in_its_file(divided))
         whole = sum(parameter.nbytes for parameter in divided.model.diffusion_model.parameters())
         with peaks_of(host.machine) as peaks:
             case.equal(name, host.sample(divided, name), reference)
@@ -39,8 +40,20 @@ def loaded_split(case: Case) -> None:
         case.check(f"{name}: on both cards", places == {str(HOME), str(OTHER)}, places)
         case.check(f"{name}: the whole was on no card", max(peaks.values()) < 0.85 * whole, (peaks, whole))
         host.unload_all()
+        case.check(f"{name}: after unloading as well", _lies_in_its_file(divided))
         case.equal(f"{name}: after unloading", host.sample(divided, name), reference)
         host.unload_all()
+
+
+def _lies_in_its_file(divided: Any) -> bool:
+    """Whether every weight of a blocks' layer is the mapped tensor itself."""
+    origin = divided._tree().origin
+    blocks = [(name, p) for name, p in divided.model.named_parameters() if "block" in name and p.ndim > 1]
+    originals = [origin.tensor(name, parameter, CPU) for name, parameter in blocks]
+    return bool(blocks) and all(
+        original is not None and original.data_ptr() == parameter.data_ptr()
+        for (_, parameter), original in zip(blocks, originals, strict=True)
+    )
 
 
 @case

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from devicebridge import doctor, headless
@@ -82,3 +83,23 @@ def test_a_split_is_promised_only_with_two_gpus() -> None:
     assert judges["LoRA training split over GPUs"](one) == "needs two GPUs or more; torch finds 1"
     assert judges["LoRA training split over GPUs"](two) == ""
     assert judges["LoRA training on a GPU"](one) == ""
+
+
+def test_a_split_model_needs_two_gpus_and_comfyui_but_nothing_for_training() -> None:
+    versions = {name: {"found": "1" if name == "torch" else None} for name in TESTED}
+    judge = dict(doctor._FEATURES)["Split Model Across GPUs (sampling in ComfyUI)"]
+    one = {"versions": versions, "devices": [{"name": "cuda:0"}, {"name": "cpu"}], "comfyui": "there"}
+    two = {**one, "devices": [{"name": "cuda:0"}, {"name": "cuda:1"}, {"name": "cpu"}]}
+    assert judge(one) == "needs two GPUs or more; torch finds 1"
+    assert judge(two) == ""
+    assert judge({**two, "comfyui": None}).startswith("no ComfyUI was found")
+
+
+def test_the_report_says_whether_comfyui_has_the_pack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = headless.ComfyUI(folder=tmp_path, python=Path(sys.executable), base=tmp_path)
+    monkeypatch.setattr(headless, "find_comfyui", lambda: found)
+    assert "DeviceBridge in its custom_nodes: no" in doctor.report(doctor.collect())
+    pack = tmp_path / "custom_nodes" / "bridge"
+    pack.mkdir(parents=True)
+    (pack / "pyproject.toml").write_text('[project]\nname = "devicebridge"\n')
+    assert f"DeviceBridge in its custom_nodes: {pack}" in doctor.report(doctor.collect())

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -21,6 +22,8 @@ here = pathlib.Path(__file__).parent
 (here / "server.pid").write_text(str(os.getpid()))
 if (here / "broken").exists():
     sys.exit("no module named aiohttp")
+for line in ("[INFO] hello", "[INFO] split: cuda:0 gets 23 blocks", "\\x1b[33m[WARNING]\\x1b[0m split: it is tight"):
+    print(line, flush=True)
 running = [1]
 OUTPUTS = {"3": {"images": [{"filename": "x.png", "subfolder": "sub", "type": "output"},
                             {"filename": "t.png", "subfolder": "", "type": "temp"}], "text": ["hello"]}}
@@ -63,6 +66,16 @@ error = {"message": "Workflow has 1 validation error(s)", "details": {"node_erro
 print(json.dumps({"type": "envelope", "error": error}))
 sys.exit(1)
 """
+REFUSES = """
+errors = [
+    {"node_id": "7", "code": "unknown_class_type", "message": "class_type 'DeviceBridgeSplitModel' not found in "
+     "object_info", "hint": "run `comfy nodes search <name>` to find available classes", "suggestions": []},
+    {"node_id": "8", "code": "value_not_in_list", "message": "'x' is not an option of model"}]
+hint = "node 7: class_type 'DeviceBridgeSplitModel' not found in object_info\\nask the server"
+error = {"message": "Workflow has 2 validation error(s) against server", "hint": hint, "details": {"errors": errors}}
+print(json.dumps({"type": "envelope", "error": error}))
+sys.exit(1)
+"""
 HANGS = "time.sleep(60)"
 
 
@@ -73,6 +86,7 @@ def comfyui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "comfy").mkdir(parents=True)
     (folder / "main.py").write_text(FAKE_SERVER)
     monkeypatch.setattr(headless, "_has_accelerator", lambda python: False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a log that is kept is kept here
     return folder
 
 
@@ -113,7 +127,11 @@ def test_a_run_reports_progress_and_outputs_and_stops_the_server(
     )
     assert (result.exit_code, result.message) == (0, "")
     assert result.outputs == [comfyui / "output" / "sub" / "x.png"]
-    assert lines == [f"starting ComfyUI in {comfyui}", "Train", "Train 1/3", "Train 3/3"]
+    told = [line for line in lines if "split: " in line]
+    assert told == ["split: cuda:0 gets 23 blocks", "WARNING: split: it is tight"]
+    rest = [line for line in lines if "split: " not in line]
+    assert rest == [f"starting ComfyUI in {comfyui}", "Train", "Train 1/3", "Train 3/3"]
+    assert result.log is None
     assert json.loads((bin_folder / "workflow.json").read_text())["3"]["inputs"]["steps"] == 9
     assert {"--wait", "--skip-prompt", "--json"} <= set(json.loads((bin_folder / "client.json").read_text()))
     assert not _is_alive(comfyui / "server.pid")
@@ -140,7 +158,54 @@ def test_an_error_passes_on_its_exit_code_and_says_which_node(
     result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui)
     assert result.exit_code == 1
     assert result.message == "Workflow has 1 validation error(s)\nLoader Value not in list model: 'x'"
+    assert result.log is not None and "split: it is tight" in result.log.read_text()
     assert not _is_alive(comfyui / "server.pid")
+
+
+@posix_only
+def test_a_refusal_names_every_error_once_and_the_missing_pack(
+    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install_client(tmp_path, monkeypatch, REFUSES)
+    result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui)
+    *lines, pack = result.message.splitlines()
+    assert lines == [
+        "Workflow has 2 validation error(s) against server",
+        "node 7: class_type 'DeviceBridgeSplitModel' not found in object_info "
+        "(run `comfy nodes search <name>` to find available classes)",
+        "node 8: 'x' is not an option of model",
+        "ask the server",
+    ]
+    assert pack.startswith("This ComfyUI does not have the DeviceBridge pack in custom_nodes")
+    assert str(headless.ROOT) in pack
+
+
+def test_what_the_server_itself_refuses_is_listed_error_by_error() -> None:
+    node = {"node_id": "5", "class_type": "Loader", "errors": [{"message": "Not in list", "details": "a"}, "odd"]}
+    error = {"message": "refused", "hint": "inspect `details.node_errors`", "details": {"node_errors": [node]}}
+    assert headless._describe_error(error) == "refused\nLoader Not in list a\nLoader odd"
+
+
+def test_a_pack_that_is_there_without_the_node_is_not_called_missing() -> None:
+    entry = {"node_id": "1", "code": "unknown_class_type", "message": "class_type 'DeviceBridgeX' not found"}
+    error = {"message": "no", "details": {"errors": [{**entry, "suggestions": ["DeviceBridgeSplitModel"]}]}}
+    assert "has no such node" in headless._describe_error(error)
+    other = {**entry, "message": "class_type 'Foo' not found"}
+    assert headless._describe_error({"message": "no", "details": {"errors": [other]}}).count("DeviceBridge") == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("split: Flux, 56 blocks", "split: Flux, 56 blocks"),
+        ("\x1b[1m\x1b[31m[ERROR]\x1b[0m split: no\n", "ERROR: split: no"),
+        ("\x1b[32m[INFO]\x1b[0m \x1b[32msplit: a\x1b[0m", "split: a"),
+        ("[INFO] the split: of it", ""),
+        ("[INFO] 100%|##| 1/1", ""),
+    ],
+)
+def test_lines_of_the_split_are_told_from_others(line: str, told: str) -> None:
+    assert headless._read_split_line(line) == told
 
 
 @posix_only
@@ -152,6 +217,7 @@ def test_a_timeout_cancels_the_prompt_before_the_server_stops(
     assert result.exit_code == 124
     assert result.message == "cancelled: not done after 1 s"
     assert (comfyui / "interrupted").read_text() == "/interrupt"
+    assert result.log is not None and result.log.is_file()
     assert not _is_alive(comfyui / "server.pid")
 
 
@@ -166,7 +232,7 @@ def test_ctrl_c_cancels_the_prompt_before_the_server_stops(
             raise KeyboardInterrupt
 
     result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, on_progress=press)
-    assert (result.exit_code, result.message) == (130, "cancelled")
+    assert (result.exit_code, result.message, result.log) == (130, "cancelled", None)
     assert (comfyui / "interrupted").exists()
     assert not _is_alive(comfyui / "server.pid")
 
@@ -175,7 +241,7 @@ def test_ctrl_c_cancels_the_prompt_before_the_server_stops(
 def test_a_server_that_does_not_start_says_why(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install_client(tmp_path, monkeypatch, SUCCEEDS)
     (comfyui / "broken").touch()
-    with pytest.raises(RuntimeError, match="no module named aiohttp"):
+    with pytest.raises(RuntimeError, match=f"its log is {tmp_path}.*\n(.*\n)*.*no module named aiohttp"):
         headless.run_workflow(_workflow(tmp_path), comfyui=comfyui)
 
 
@@ -216,12 +282,13 @@ def test_comfyuis_own_python_is_used(tmp_path: Path) -> None:
 
 
 def test_an_installed_copy_of_the_pack_is_recognised(tmp_path: Path) -> None:
-    assert not headless._has_pack(tmp_path / "missing")
+    assert headless.find_pack(tmp_path / "missing") is None
     (tmp_path / "some_pack").mkdir()
     (tmp_path / "some_pack" / "pyproject.toml").write_text('name = "other"')
-    assert not headless._has_pack(tmp_path)
+    (tmp_path / "a.disabled").symlink_to(headless.ROOT)
+    assert headless.find_pack(tmp_path) is None
     (tmp_path / "ComfyUI-DeviceBridge").symlink_to(headless.ROOT)
-    assert headless._has_pack(tmp_path)
+    assert headless.find_pack(tmp_path) == tmp_path / "ComfyUI-DeviceBridge"
 
 
 SAVED_FORM = {
