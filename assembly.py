@@ -12,7 +12,7 @@ from .families.spec import ModelFamily
 from .loading.checkpoint import CheckpointInfo, load_transformer
 from .parallel.block_split import BlockSplit, apply_block_split
 from .parallel.placement import Placement
-from .patches.fp8 import apply_fp8
+from .patches.fp8 import Fp8Quantizer
 
 # Attaches an adapter in place; training passes its own, so that this room needs nothing below it.
 AttachAdapter = Callable[[nn.Module], object]
@@ -44,16 +44,17 @@ def assemble_for_training(
         attach_adapter: adds the LoRA in place and returns its handle.
     """
     # 1. Every tensor goes from the file to its device; loading first and splitting later would need one device, or the
-    #    host, to hold the whole model.
-    model = load_transformer(info, placement.device_of, dtype)
+    #    host, to hold the whole model. A layer is quantized before the next is read, else the devices would have to
+    #    hold the model in full precision first; and before LoRA exists, so that no LoRA weight can be caught by it.
+    quantizer = Fp8Quantizer(family) if quantize == "fp8" else None
+    model = load_transformer(info, placement.device_of, dtype, quantizer.finish if quantizer else None)
+    if quantizer is not None:
+        quantizer.close(model)
     # 2. The bridge comes before everything that may call the model or look at devices.
     split = apply_block_split(model, family, placement)
-    # 3. The base is quantized before LoRA exists, so that no LoRA weight can be caught by it.
-    if quantize == "fp8":
-        apply_fp8(model, family)
-    # 4. LoRA goes onto the final base layers: PEFT picks its layer class, device and dtype from what it finds there.
+    # 3. LoRA goes onto the final base layers: PEFT picks its layer class, device and dtype from what it finds there.
     adapter = attach_adapter(model)
-    # 5. Checkpointing wraps whole blocks, LoRA included, and needs the split to save the right random states.
+    # 4. Checkpointing wraps whole blocks, LoRA included, and needs the split to save the right random states.
     model.train()
     if gradient_checkpointing:
         model.enable_gradient_checkpointing(split.checkpoint)  # type: ignore[operator]

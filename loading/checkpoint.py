@@ -19,7 +19,8 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -427,7 +428,10 @@ def make_empty_transformer(info: CheckpointInfo) -> torch.nn.Module:
 
 
 def load_transformer(
-    info: CheckpointInfo, device_of: Callable[[str], torch.device], dtype: torch.dtype
+    info: CheckpointInfo,
+    device_of: Callable[[str], torch.device],
+    dtype: torch.dtype,
+    on_complete: Callable[[str, torch.nn.Module], None] | None = None,
 ) -> torch.nn.Module:
     """The transformer with every parameter on its device, frozen and in eval mode.
 
@@ -437,6 +441,8 @@ def load_transformer(
     Args:
         device_of: from a parameter's or buffer's fqn to its device.
         dtype: of the weights, except those the class keeps in float32.
+        on_complete: called with the fqn of a module and the module as soon as the last of its own tensors is in place;
+            it may change them, so that a layer is quantized before the next one is read.
     Raises: ValueError if the file's tensors are not exactly the model's.
     """
     from accelerate import init_empty_weights
@@ -449,9 +455,14 @@ def load_transformer(
     if differences:
         raise ValueError(f"{info.path} does not fit {info.family.title}: {differences}")
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    waiting = Counter(name.rpartition(".")[0] for name in info.tensors)
     for file, names in _by_file(info.tensors).items():
         _log.info("reading %d tensors from %s", len(names), file.name)
-        _load_file(model, file, {name: info.tensors[name] for name in names}, device_of, dtype, kept)
+        for name in _load_file(model, file, {name: info.tensors[name] for name in names}, device_of, dtype, kept):
+            module_name = name.rpartition(".")[0]
+            waiting[module_name] -= 1
+            if on_complete is not None and not waiting[module_name]:
+                on_complete(module_name, model.get_submodule(module_name))
     for name, buffer in list(model.named_buffers()):
         owner, leaf = _owner(model, name)
         owner._buffers[leaf] = buffer.to(device_of(name))
@@ -472,7 +483,8 @@ def _load_file(
     device_of: Callable[[str], torch.device],
     dtype: torch.dtype,
     kept_in_float32: Sequence[str],
-) -> None:
+) -> Iterator[str]:
+    """Put the file's tensors in place one by one; yields the name of each."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt") as reader:
@@ -488,6 +500,8 @@ def _load_file(
                 owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
             else:
                 owner._buffers[leaf] = tensor
+            del tensor  # the caller may replace it: no second reference must keep it on its device
+            yield name
 
 
 def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -128,31 +128,89 @@ def apply_fp8(model: nn.Module, family: ModelFamily) -> Fp8Handle:
     Raises: ValueError if the model is quantized already, or the family leaves nothing to quantize; RuntimeError if
         torchao is missing or too old, or did not leave the model as promised.
     """
-    torchao = import_torchao()
+    quantizer = Fp8Quantizer(family)
     _refuse_quantized(model)
-    modules = _sort_modules(model, family)
-    if not modules[QUANTIZED]:
-        raise ValueError(
-            f"float8 was asked for, but {family.title} keeps every linear of this {type(model).__name__} in full "
-            'precision; use quantize = "none"'
-        )
-    bytes_before = {reason: _num_bytes(group) for reason, group in modules.items()}
     lora_before = _snapshot_lora(model)
+    for name, module in _sort_modules(model, family)[QUANTIZED].items():
+        quantizer.finish(name, module)
+    return quantizer.close(model, lora_before)
 
-    chosen = set(modules[QUANTIZED].values())
-    # set_inductor_config would change settings of the whole process; the model is ours, the process is the user's.
-    config = torchao.Float8WeightOnlyConfig(weight_dtype=torch.float8_e4m3fn, set_inductor_config=False)
-    torchao.quantize_(model, config, filter_fn=lambda module, fqn: module in chosen)
 
-    _check_result(model, modules[QUANTIZED], torchao.Float8Tensor, lora_before)
-    for module in modules[QUANTIZED].values():
+class Fp8Quantizer:
+    """Quantizes linears one at a time, so that a loader can hand over each layer as it arrives.
+
+    No more than one layer is then in full precision beside what is kept in it, on the layer's own device. The result is
+    that of apply_fp8 on the loaded model, bit for bit.
+
+    Raises: RuntimeError if torchao is missing or too old.
+    """
+
+    def __init__(self, family: ModelFamily) -> None:
+        self._torchao = import_torchao()
+        self._family = family
+        self._bytes_before: dict[str, int] = {}
+
+    def finish(self, fqn: str, module: nn.Module) -> None:
+        """Quantize a module whose tensors have their final values and places, if it is one to quantize.
+
+        Raises: RuntimeError if torchao did not leave the layer as promised.
+        """
+        if _treatment(fqn, module, self._family) != QUANTIZED:
+            return
+        self._bytes_before[fqn] = _num_bytes({fqn: module})
+        # set_inductor_config would change settings of the whole process; the model is ours, the process is the user's.
+        config = self._torchao.Float8WeightOnlyConfig(weight_dtype=torch.float8_e4m3fn, set_inductor_config=False)
+        self._torchao.quantize_(module, config, filter_fn=lambda candidate, name: candidate is module)
+        if not isinstance(module.weight, self._torchao.Float8Tensor):
+            raise RuntimeError(
+                f"torchao left layer {fqn} without a Float8Tensor; torchao {version('torchao')} is unknown to this "
+                f"pack, use {OLDEST_TORCHAO} or newer"
+            )
         _clear_zero_rows(module.weight)
-    groups = {
-        reason: LayerGroup(tuple(group), bytes_before[reason], _num_bytes(group)) for reason, group in modules.items()
-    }
-    report = QuantizeReport(groups)
-    _log.info("%s", report.summary())
-    return Fp8Handle(report)
+
+    def close(self, model: nn.Module, lora_before: _LoraState | None = None) -> Fp8Handle:
+        """Check the whole and report.
+
+        Raises: ValueError if the family leaves nothing to quantize; RuntimeError if a layer was left out, or LoRA is
+            not what it was.
+        """
+        modules = _sort_modules(model, self._family)
+        if not modules[QUANTIZED]:
+            raise ValueError(
+                f"float8 was asked for, but {self._family.title} keeps every linear of this {type(model).__name__} in "
+                'full precision; use quantize = "none"'
+            )
+        missed = [name for name in modules[QUANTIZED] if name not in self._bytes_before]
+        if missed:
+            raise RuntimeError(f"{len(missed)} layers were never quantized, {missed[0]} first; load the model again")
+        _check_lora(model, lora_before or {})
+        report = QuantizeReport({reason: self._group(reason, group) for reason, group in modules.items()})
+        _log.info("%s", report.summary())
+        return Fp8Handle(report)
+
+    def _group(self, reason: str, modules: Mapping[str, nn.Module]) -> LayerGroup:
+        after = _num_bytes(modules)
+        before = sum(self._bytes_before[name] for name in modules) if reason == QUANTIZED else after
+        return LayerGroup(tuple(modules), before, after)
+
+
+def stored_bytes(
+    model: nn.Module, family: ModelFamily, blocks: Sequence[str], element_size: int
+) -> tuple[list[int], int]:
+    """Bytes of each block and of everything else once quantized: one per weight and four per row of a quantized linear,
+    element_size elsewhere. Works on meta tensors."""
+    sizes = dict.fromkeys(blocks, 0)
+    home = 0
+    for name, module in model.named_modules():
+        size = sum(parameter.numel() for parameter in module.parameters(recurse=False)) * element_size
+        if size and _treatment(name, module, family) == QUANTIZED:
+            size -= module.weight.numel() * (element_size - 1) - 4 * module.out_features  # type: ignore[operator,union-attr]
+        block = ".".join(name.split(".")[:2])
+        if block in sizes:
+            sizes[block] += size
+        else:
+            home += size
+    return list(sizes.values()), home
 
 
 def import_torchao() -> ModuleType:
@@ -238,15 +296,7 @@ def _clear_zero_rows(weight: Any) -> None:
     weight.scale.masked_fill_(is_zero, 1.0)
 
 
-def _check_result(
-    model: nn.Module, quantized: Mapping[str, nn.Module], float8_tensor: type, lora_before: _LoraState
-) -> None:
-    wrong = [name for name, module in quantized.items() if not isinstance(module.weight, float8_tensor)]
-    if wrong:
-        raise RuntimeError(
-            f"torchao left {len(wrong)} of {len(quantized)} layers without a Float8Tensor, {wrong[0]} first; "
-            f"torchao {version('torchao')} is unknown to this pack, use {OLDEST_TORCHAO} or newer"
-        )
+def _check_lora(model: nn.Module, lora_before: _LoraState) -> None:
     lora_after = _snapshot_lora(model)
     touched = [name for name in lora_before if _differs(lora_before[name], lora_after.get(name))]
     if touched or len(lora_after) != len(lora_before):

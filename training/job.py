@@ -35,7 +35,7 @@ from ..parallel.placement import (
     plan_manual,
     plan_placement,
 )
-from ..patches.fp8 import import_torchao
+from ..patches.fp8 import import_torchao, stored_bytes
 from ..patches.lora import resolve_targets
 from ..version import VERSION
 from .adapter import LoraHandle, apply_lora
@@ -174,7 +174,10 @@ def plan_job_placement(job: JobConfig, info: CheckpointInfo, variant: Variant, m
     devices = find_devices(job.split.devices)
     blocks = block_names(model, info.family)
     element_size = getattr(torch, job.model.dtype).itemsize
-    block_bytes, home_bytes = parameter_bytes(model, blocks, element_size)
+    if job.model.quantize == "fp8":
+        block_bytes, home_bytes = stored_bytes(model, info.family, blocks, element_size)
+    else:
+        block_bytes, home_bytes = parameter_bytes(model, blocks, element_size)
     budgets = _budgets(job, devices)
     if job.split.balance == "manual":
         manual = plan_manual(blocks, devices, job.split.split_at)
