@@ -8,6 +8,7 @@ import gc
 import threading
 import types
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -511,3 +512,28 @@ def test_what_makes_no_bridge_is_refused():
     assert isinstance(types.MappingProxyType({}), collections.abc.Mapping)
     block = nn.Identity()
     assert Bridge(types.MappingProxyType({block: NEXT}), HOME).devices == (HOME, NEXT)
+
+
+def test_compiled_blocks_stay_compiled_under_hooks_on_their_wrappers() -> None:
+    """Hooks on the wrapper that torch.compile makes run outside the graph: nothing breaks it or compiles it again."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return graph.forward
+
+    plain = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)]
+    compiled = [torch.compile(block, backend=backend, fullgraph=True) for block in plain]
+    cpu = torch.device("cpu")
+    bridge = Bridge(dict.fromkeys(compiled, cpu), cpu, transport="relay", passed_by=("transformer_options",))
+    bridge.attach()
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        expected = plain[1](plain[0](x))
+        for _ in range(3):
+            with bridge.forward():
+                assert torch.equal(compiled[1](compiled[0](x)), expected)
+    bridge.remove()
+    assert len(graphs) in (1, 2)  # one per class of block, or per block; never one per forward
