@@ -29,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import subprocess
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -83,7 +82,7 @@ def is_interpreted() -> bool:
 def _launch_fault(device: torch.device) -> str:
     try:
         quantize_rows(torch.ones(1, 64, device=device), torch.int8)
-    except (RuntimeError, OSError, subprocess.SubprocessError, triton.CompilationError) as error:
+    except Exception as error:  # a probe: whatever a missing compiler or driver raises, the slower kernels answer it
         _log.warning("Triton does not work on %s, slower kernels take over: %s", device, error)
         return f"Triton does not work on {device}: {error}"
     return ""

@@ -236,14 +236,23 @@ def emulated_cards(num_cards: int = 2) -> Iterator[EmulatedCards]:
         get_rng_state=lambda *device: torch.get_rng_state(),
         set_rng_state=lambda state, *device: torch.set_rng_state(state),
     )
+    with mock.patch.object(torch, DEVICE_TYPE, module, create=True), EmulatedCards() as cards:
+        yield cards
+
+
+@contextlib.contextmanager
+def factories_on_cards() -> Iterator[None]:
+    """While active torch.tensor, torch.as_tensor and torch.Generator take emulated cards, too.
+
+    For processes of their own: libraries that are imported meanwhile keep the stand-ins (transformers then leaves
+    buffers of models that it loads uninitialised).
+    """
     with (
-        mock.patch.object(torch, DEVICE_TYPE, module, create=True),
         mock.patch.object(torch, "tensor", _by_way_of_the_cpu(torch.tensor)),
         mock.patch.object(torch, "as_tensor", _by_way_of_the_cpu(torch.as_tensor)),
         mock.patch.object(torch, "Generator", _Generator),
-        EmulatedCards() as cards,
     ):
-        yield cards
+        yield
 
 
 class _Generator(torch.Generator):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -51,7 +52,8 @@ _RUNTIME_STATE = frozenset(
 _SHARED_OBJECTS = ("model_config", "latent_format")  # descriptions, never changed after loading
 
 _DEEPEST = 4  # functions and objects inside one another; containers do not count
-_CAPTURING = (types.FunctionType, functools.partial)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, type, types.ModuleType)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 ModuleMap = Mapping[int, nn.Module]  # id of a module of the old tree -> its counterpart in the new one
 
@@ -84,8 +86,9 @@ def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
 def _fill(target: nn.Module, source: nn.Module, memo: dict[int, Any], name: str) -> None:
     state = {key: value for key, value in source.__dict__.items() if key not in _RUNTIME_STATE}
     for key, value in state.items():
-        if isinstance(value, _CAPTURING):  # a bound method follows its module, a closure cannot
-            check_independent(value, memo, f"a change of {name}.{key}")
+        function = value.func if isinstance(value, functools.partial) else value
+        if isinstance(function, types.FunctionType):  # bound methods and a partial's arguments follow, closures cannot
+            check_independent(function, memo, f"a change of {name}.{key}")
     try:
         target.__dict__.update(copy.deepcopy(state, memo))
     except (TypeError, RuntimeError, NotImplementedError, AttributeError, copy.Error) as error:
@@ -134,32 +137,34 @@ def check_independent(value: Any, held: Collection[int], what: str) -> None:
     Raises: ValueError that says which order of nodes works.
     """
     seen: set[int] = set()
-    waiting: list[tuple[Any, int]] = [(value, 0)]
+    waiting = deque([(value, 0)])  # nearest first, so that a part is opened at its smallest depth
     while waiting:
-        part, depth = waiting.pop()
-        if id(part) in seen:
+        part, depth = waiting.popleft()
+        if isinstance(part, _PLAIN) or id(part) in seen:
             continue
         seen.add(id(part))
         if isinstance(part, nn.Module):
-            _refuse_held(part, held, what)
+            for module in part.modules():
+                _refuse_held(module, held, what)
+        elif isinstance(part, _CONTAINERS):
+            waiting.extendleft((inner, depth) for inner in _parts(part))
         elif depth < _DEEPEST:
-            is_container = isinstance(part, (list, tuple, dict, set))
-            waiting += [(inner, depth if is_container else depth + 1) for inner in _parts(part)]
+            waiting.extend((inner, depth + 1) for inner in _parts(part))
 
 
 def _refuse_held(module: nn.Module, held: Collection[int], what: str) -> None:
     if id(module) in held:
         raise ValueError(
-            f"{what} was applied to the MODEL before it was split and holds on to its {type(module).__name__} layer, "
+            f"{what} was applied to the MODEL before it was split and holds on to it ({type(module).__name__} layer), "
             "which the split cannot follow. Put the split directly after the loader and that node after it"
         )
 
 
 def _parts(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple, set)):
-        return list(value)
     if isinstance(value, dict):
         return list(value.values())
+    if isinstance(value, _CONTAINERS):
+        return list(value)
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.MethodType):
@@ -167,9 +172,10 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    if isinstance(value, (type, types.ModuleType, torch.Tensor)):
+    try:
+        return list(object.__getattribute__(value, "__dict__").values())  # asks no __getattr__ of somebody else's
+    except AttributeError:
         return []
-    return list(getattr(value, "__dict__", {}).values())
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -129,6 +129,7 @@ class SplitMixin(_Limited):
 
     companions: tuple[Any, ...] = ()
     _stand_ins: tuple[Any, ...] = ()  # companions of the classic model that stands in for scheduled LoRA
+    _makes_stand_in = False
 
     def _tree(self) -> SplitTree:
         tree = tree_of(self.model)
@@ -138,7 +139,6 @@ class SplitMixin(_Limited):
     # ---- companions
 
     def model_patches_models(self) -> list[Any]:
-        self._check_device()
         for companion in self.companions:
             companion.follow(self)
         return [*super().model_patches_models(), *self.companions]
@@ -155,11 +155,20 @@ class SplitMixin(_Limited):
             return become_split(n, companions=self.companions)
         if tree_of(n.model) is None:  # a fresh model from the file: DynamicVRAM's stand-in for scheduled LoRA
             make_tree(n.model, self._tree().plan)
-        # The stand-in is asked for anew at every sampling, with the same model: its shards' patchers must be the same
-        # too, since they hold the originals of the weights they have patched.
-        become_split(n, companions=self._stand_ins if self._are_of(n.model) else None)
-        self._stand_ins = n.companions
+        # The stand-in is asked for anew at every sampling, with the same model: its shards' patchers must share what
+        # they hold of the originals of weights they have patched. The first ones stay: no chain of parents grows.
+        is_known = self._are_of(n.model)
+        become_split(n, companions=self._stand_ins if is_known else None)
+        if self._makes_stand_in and not is_known:
+            self._stand_ins = n.companions
         return n
+
+    def get_non_dynamic_delegate(self) -> Any:
+        self._makes_stand_in = True
+        try:
+            return super().get_non_dynamic_delegate()
+        finally:
+            self._makes_stand_in = False
 
     def _are_of(self, model: nn.Module) -> bool:
         shards = set(map(id, tree_of(model).shards.values()))  # type: ignore[union-attr]
@@ -214,6 +223,7 @@ class SplitMixin(_Limited):
     ) -> Any:
         from comfy.model_management import cuda_device_context
 
+        self._check_device()  # not where the host asks for shards: its tracker of outputs does that outside any node
         self.unpatch_hooks()
         with cuda_device_context(device_to), self._tree().home_only():
             loaded = super().partially_load(
@@ -266,8 +276,9 @@ class SplitMixin(_Limited):
             for block in tree.plan.blocks_on(device):
                 for module in tree.diffusion_model.get_submodule(block).modules():
                     hook = getattr(module.__dict__.get("forward"), "__self__", None)
-                    if isinstance(hook, BypassForwardHook):
+                    while isinstance(hook, BypassForwardHook):
                         hook._move_adapter_weights_to_device(device)
+                        hook = getattr(hook.original_forward, "__self__", None)
 
     def eject_model(self) -> None:
         with self._tree().whole():

@@ -287,9 +287,9 @@ class _Runs:
     def overlapped(self) -> str:
         """Two different forwards in flight, each with options of its own, against one after the other on one card."""
         from devicebridge.parallel.turns import Turns
-        from devicebridge.tests.emulated import emulated_cards
+        from devicebridge.tests.emulated import emulated_cards, factories_on_cards
 
-        with emulated_cards(2):
+        with emulated_cards(2), factories_on_cards():
             alone = _Split(copy.deepcopy(self.model), self.row, 1, self.transport)
             expected = [_flat(alone.model(**alone.prepare(inputs))) for inputs in self._two_inputs()]
             split = _Split(copy.deepcopy(self.model), self.row, 2, self.transport)
@@ -326,9 +326,9 @@ class _Runs:
         return _flat(self.model(**_inputs(self.case, self.row, patched=patched)))
 
     def _whole_on_card(self, patched: bool) -> list[torch.Tensor]:
-        from devicebridge.tests.emulated import emulated_cards
+        from devicebridge.tests.emulated import emulated_cards, factories_on_cards
 
-        with emulated_cards(1):
+        with emulated_cards(1), factories_on_cards():
             alone = _Split(copy.deepcopy(self.model), self.row, 1, self.transport)
             return _flat(alone.model(**alone.prepare(_inputs(self.case, self.row, patched=patched))))
 
@@ -383,10 +383,10 @@ class _Runs:
         patched: bool = False,
         is_bridged: bool = True,
     ) -> str:
-        from devicebridge.tests.emulated import emulated_cards
+        from devicebridge.tests.emulated import emulated_cards, factories_on_cards
 
         expected = self.whole(patched=patched)
-        with emulated_cards(num_cards):
+        with emulated_cards(num_cards), factories_on_cards():
             split = _Split(copy.deepcopy(self.model), row or self.row, num_cards, transport)
             if is_bridged:
                 split.bridge.attach()

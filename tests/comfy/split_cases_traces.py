@@ -69,9 +69,12 @@ def a_stand_in_keeps_the_original_weights(case: Case) -> None:
     reference = host.sample(host.lora(host.load(NAME, load_device=CPU), NAME, 1), NAME)
     divided = host.lora(split(host.load(NAME)), NAME, 1)
     spare = host.load(NAME).get_clone_model_override()
+    divided._makes_stand_in = True  # as get_non_dynamic_delegate does, which needs DynamicVRAM
     for run in range(3):
         stand_in = divided.clone(model_override=spare)
         spare = stand_in.get_clone_model_override()
+        kept = divided._stand_ins
+        case.check(f"run {run}: no chain grows", kept and kept[0].parent is None, kept)
         stand_in.patches_uuid = uuid.uuid4()  # as registering a scheduled LoRA does
         case.equal(f"run {run}", host.sample(stand_in, NAME), reference)
         del stand_in

@@ -19,7 +19,15 @@ import comfy.sample
 import comfy.sd
 import torch
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, lora_weights, save_checkpoint, small_sizes
-from devicebridge.tests.emulated import CARDS, Copy, EmulatedCards, emulated_cards, live_bytes, on_cpu
+from devicebridge.tests.emulated import (
+    CARDS,
+    Copy,
+    EmulatedCards,
+    emulated_cards,
+    factories_on_cards,
+    live_bytes,
+    on_cpu,
+)
 
 NUM_CARDS = 3
 CAPACITY_BYTES = 24 << 30
@@ -57,7 +65,7 @@ class Machine:
 @contextlib.contextmanager
 def emulated_machine() -> Iterator[Machine]:
     """ComfyUI sees NUM_CARDS cards, the first of them its own."""
-    with emulated_cards(NUM_CARDS) as cards:
+    with emulated_cards(NUM_CARDS) as cards, factories_on_cards():
         machine = Machine(cards)
         with mock.patch.multiple(
             _management,

@@ -122,7 +122,7 @@ def test_bound_methods_and_modules_follow_to_the_copy(model_copy: ModuleType, mo
 
 def test_a_module_around_an_old_layer_is_refused(model_copy: ModuleType, model: Model) -> None:
     _, copies = _copy(model_copy, model)
-    with pytest.raises(ValueError, match="a patch was applied .* Layer layer"):
+    with pytest.raises(ValueError, match=r"a patch was applied .*\(Layer layer\)"):
         model_copy.follow_copy(nn.Sequential(model.blocks[0]), copies, copies, "a patch")
     around = nn.Sequential(Layer())
     assert model_copy.follow_copy(around, copies, copies, "a patch") is around
@@ -138,6 +138,11 @@ class _Holder:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers[0](x)
+
+
+def _long_way(layer: nn.Module) -> Any:
+    holder = _Holder(layer)
+    return types.SimpleNamespace(a=types.SimpleNamespace(a=types.SimpleNamespace(a=types.SimpleNamespace(a=holder))))
 
 
 def _injection(layer: nn.Module) -> Any:
@@ -156,12 +161,25 @@ def _injection(layer: nn.Module) -> Any:
         lambda layer: {"model_function_wrapper": _Holder(layer)},
         lambda layer: {"key": [_injection(layer)]},
         lambda layer: _closure(types.SimpleNamespace(model=layer)),  # type: ignore[arg-type]
+        lambda layer: _closure(nn.Sequential(layer)),
+        lambda layer: [_long_way(layer), _Holder(layer)],
     ],
-    ids=["closure", "partial", "object", "bound method", "registry", "option", "injection", "closure over a patcher"],
+    ids=[
+        "closure",
+        "partial",
+        "object",
+        "bound method",
+        "registry",
+        "option",
+        "injection",
+        "closure over a patcher",
+        "inside another module",
+        "a longer way to it first",
+    ],
 )
 def test_what_captured_a_layer_is_refused(model_copy: ModuleType, model: Model, capture: Any) -> None:
     _, copies = _copy(model_copy, model)
-    with pytest.raises(ValueError, match=r"a patch .* holds on to its Layer layer.*directly after the loader"):
+    with pytest.raises(ValueError, match=r"a patch .* holds on to it \(Layer layer\).*directly after the loader"):
         model_copy.check_independent(capture(model.blocks[0]), copies, "a patch")
     model_copy.check_independent(capture(Layer()), copies, "a patch")  # a layer of its own is none of our business
 
@@ -181,3 +199,20 @@ def test_an_origin_is_used_only_where_it_is_the_same_kind_of_tensor(model_copy: 
     assert origin.tensor("a", torch.zeros(4), cpu) is None
     assert origin.tensor("a", torch.zeros(3, dtype=torch.float16), cpu) is None
     assert origin.tensor("a", torch.zeros(3), torch.device("meta")) is None
+
+
+def test_a_partial_stored_on_a_layer_follows_it(model_copy: ModuleType, model: Model) -> None:
+    model.blocks[1].forward = functools.partial(lambda layer, x: layer.linear(x), model.blocks[1])
+    copied, _ = _copy(model_copy, model)
+    assert copied.blocks[1].forward.args == (copied.blocks[1],)
+
+
+def test_an_object_that_answers_to_nothing_is_passed_by(model_copy: ModuleType, model: Model) -> None:
+    class Shy:
+        __slots__ = ()
+
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+    _, copies = _copy(model_copy, model)
+    model_copy.check_independent({"option": Shy()}, copies, "an option")
