@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ...parallel.turns import Turns
+from .split_patcher import KEY
 from .split_tree import SplitTree, tree_of
 
 _log = logging.getLogger(__name__)
@@ -46,9 +47,9 @@ def run_overlapped(
 ) -> list[torch.Tensor]:
     """Wrapper around the host's evaluation of all conditionings of one step; see the module's docstring."""
     tree = tree_of(model)
-    parts = _parts(tree, model, conds, x_in, timestep, model_options) if tree is not None else []
     if tree is None:
         return executor(model, conds, x_in, timestep, model_options)
+    parts = _parts(tree, model, conds, x_in, timestep, model_options)
     if len(parts) < 2:
         try:
             return executor(model, conds, x_in, timestep, model_options)
@@ -102,8 +103,6 @@ def _parts(
 
 def _reason_against(tree: SplitTree, model: Any, conds: list[Any], options: Mapping[str, Any]) -> str:
     from comfy.patcher_extension import CallbacksMP
-
-    from .split_patcher import KEY
 
     transformer_options = options.get("transformer_options", {})
     if torch.is_grad_enabled():

@@ -70,7 +70,7 @@ def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: An
 
 
 def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None:
-    from comfy.model_management import get_total_memory, is_device_cpu, minimum_inference_memory
+    from comfy.model_management import get_free_memory, get_total_memory, minimum_inference_memory
     from comfy.sampler_helpers import estimate_memory
 
     plan = tree.plan
@@ -79,9 +79,7 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
     sizes = weight_bytes(model.model, plan)
     _recommend_replicas(plan, sum(sizes.values()), activations, conds, tree.said)
     for device, size in sizes.items():
-        if is_device_cpu(device):
-            continue
-        total, free = get_total_memory(device), model_free_bytes(device)
+        total, free = get_total_memory(device), get_free_memory(device)
         limit = plan.limit_bytes.get(device)
         streamed = _largest_layer(model.model, plan, device)
         _log.info(
@@ -125,13 +123,6 @@ def _recommend_replicas(plan: SplitPlan, weights: int, activations: float, conds
             "keeps a copy on each and is faster",
             weights / _GB,
         )
-
-
-def model_free_bytes(device: torch.device) -> float:
-    """Bytes free on a card now, by the host's reckoning."""
-    from comfy.model_management import get_free_memory
-
-    return float(get_free_memory(device))
 
 
 def _largest_layer(base: nn.Module, plan: SplitPlan, device: torch.device) -> int:

@@ -161,7 +161,8 @@ def plan_split(diffusion_model: nn.Module, request: SplitRequest) -> SplitPlan:
     layout, is_described = _layout(diffusion_model)
     blocks = placed_blocks(diffusion_model, layout)
     leaders = followers(diffusion_model, layout)
-    main = _place(diffusion_model, layout, blocks, leaders, request)
+    limit_bytes = {d: int(gb * _GB) for d, gb in zip(request.devices, request.memory_limit_gb, strict=False)}
+    main = _place(diffusion_model, layout, blocks, leaders, request, limit_bytes)
     order = execution_order(diffusion_model, layout)
     placement = Placement(order, tuple(main.device_of(leaders.get(name, name)) for name in order), request.devices[0])
     transport = _transport(diffusion_model, layout, request, is_described)
@@ -169,7 +170,7 @@ def plan_split(diffusion_model: nn.Module, request: SplitRequest) -> SplitPlan:
         placement=placement,
         layout=layout,
         transport=transport,
-        limit_bytes={d: int(gb * _GB) for d, gb in zip(request.devices, request.memory_limit_gb, strict=False)},
+        limit_bytes=limit_bytes,
         overlap=request.overlap and transport == "stream" and layout.can_overlap,
         is_described=is_described,
     )
@@ -218,66 +219,44 @@ def _place(
     blocks: tuple[str, ...],
     leaders: Mapping[str, str],
     request: SplitRequest,
+    limit_bytes: Mapping[torch.device, int],
 ) -> Placement:
     sizes, home_bytes = _sizes(diffusion_model, blocks, leaders)
     devices = request.devices
-    limits: dict[torch.device, int | None] = {
-        d: int(gb * _GB) for d, gb in zip(devices, request.memory_limit_gb, strict=False)
-    }
+    budgets = _budgets(devices, limit_bytes)
     if request.balance == "manual":
         placement = plan_manual(blocks, devices, request.split_at)
-        _check_manual(placement, sizes, home_bytes, _budgets(devices, limits), request.offload)
+        try:
+            check_budgets(placement, sizes, home_bytes, budgets)
+        except ValueError as error:
+            _accept_streaming(error, request)
         return placement
-    cost, home_cost = _cost(diffusion_model, layout, blocks, sizes, home_bytes, request)
-    capacity = _capacity(devices, limits) if request.balance == "memory" else ()
+    is_time = request.balance == "time"
 
-    def plan(budget: dict[torch.device, int | None]) -> Placement:
+    def plan(budget: Mapping[torch.device, int | None]) -> Placement:
         return plan_placement(
             blocks,
             devices,
-            block_cost=cost,
-            home_cost=home_cost,
+            block_cost=native_block_flops(diffusion_model, layout, blocks) if is_time else sizes,
+            home_cost=0.0 if is_time else home_bytes,
             block_bytes=sizes,
             home_bytes=home_bytes,
             budget_bytes=budget,
-            capacity=capacity,
+            capacity=() if is_time else list(budgets.values()),
         )
 
     try:
-        return plan(_budgets(devices, limits))
+        return plan(budgets)
     except ValueError as error:
-        if not request.offload:
-            raise ValueError(f"{error}, or turn offload on") from error
-        _log.warning("split: %s; what does not fit stays in host memory and is streamed at every step", error)
+        _accept_streaming(error, request)
         return plan({})
 
 
-def _check_manual(
-    placement: Placement,
-    sizes: list[int],
-    home_bytes: int,
-    budgets: Mapping[torch.device, int | None],
-    may_offload: bool,
-) -> None:
-    try:
-        check_budgets(placement, sizes, home_bytes, budgets)
-    except ValueError as error:
-        if not may_offload:
-            raise ValueError(f"{error}, or turn offload on") from error
-        _log.warning("split: %s; what does not fit stays in host memory and is streamed at every step", error)
-
-
-def _cost(
-    diffusion_model: nn.Module,
-    layout: NativeModel,
-    blocks: tuple[str, ...],
-    sizes: list[int],
-    home_bytes: int,
-    request: SplitRequest,
-) -> tuple[list[float], float]:
-    if request.balance == "memory":
-        return [float(size) for size in sizes], float(home_bytes)
-    return native_block_flops(diffusion_model, layout, blocks), 0.0
+def _accept_streaming(error: ValueError, request: SplitRequest) -> None:
+    """Say what does not fit and will be streamed; with offload off that is refused."""
+    if not request.offload:
+        raise ValueError(f"{error}, or turn offload on") from error
+    _log.warning("split: %s; what does not fit stays in host memory and is streamed at every step", error)
 
 
 def _sizes(diffusion_model: nn.Module, blocks: tuple[str, ...], leaders: Mapping[str, str]) -> tuple[list[int], int]:
@@ -291,24 +270,13 @@ def _sizes(diffusion_model: nn.Module, blocks: tuple[str, ...], leaders: Mapping
 
 
 def _budgets(
-    devices: tuple[torch.device, ...], limits: Mapping[torch.device, int | None]
+    devices: tuple[torch.device, ...], limit_bytes: Mapping[torch.device, int]
 ) -> dict[torch.device, int | None]:
     """Bytes of weights each card can hold beside what the host keeps for computing, and within the user's limit."""
-    from comfy.model_management import get_total_memory, is_device_cpu, minimum_inference_memory
+    from comfy.model_management import get_total_memory, minimum_inference_memory
 
-    budgets: dict[torch.device, int | None] = {}
-    for device in devices:
-        limit = limits.get(device)
-        if is_device_cpu(device):
-            budgets[device] = limit
-            continue
-        room = int(get_total_memory(device) - minimum_inference_memory())
-        budgets[device] = room if limit is None else min(room, limit)
-    return budgets
-
-
-def _capacity(devices: tuple[torch.device, ...], limits: Mapping[torch.device, int | None]) -> list[float | None]:
-    return [None if limit is None else float(limit) for limit in _budgets(devices, limits).values()]
+    rooms = {device: int(get_total_memory(device) - minimum_inference_memory()) for device in devices}
+    return {device: min(room, limit_bytes.get(device, room)) for device, room in rooms.items()}
 
 
 # ---- the incoming MODEL

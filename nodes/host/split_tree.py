@@ -107,8 +107,7 @@ class SplitTree:
         self._hidden: dict[str, dict[str, nn.Module | None]] = {}
         self._attached_by: int | None = None
         self._hooks = HookSet()
-        self._called = self._called_modules()
-        self.bridge = self._make_bridge()
+        self.bridge = self._make_bridge(self._called_modules())
         self._calls: BlockCalls | None = None
         self.said: set[str] = set()  # what needs saying once
         self._is_proven = plan.is_described and not plan.layout.is_derived
@@ -199,9 +198,9 @@ class SplitTree:
         self.bridge.remove()
         self._hooks.remove()
 
-    def _make_bridge(self) -> Bridge:
+    def _make_bridge(self, called: Mapping[nn.Module, torch.device]) -> Bridge:
         return Bridge(
-            self._called_modules(),
+            called,
             self.plan.home,
             tail=tail_modules(self.diffusion_model, self.plan.layout),
             transport=self.plan.transport,
@@ -241,10 +240,10 @@ class SplitTree:
     def _follow_compiled_blocks(self) -> None:
         """Hook the compiled wrapper of a block where a compile node has put one, so that the hooks stay out of it."""
         called = self._called_modules()
-        if called.keys() == self._called.keys():
+        if called.keys() == self.bridge.blocks.keys():
             return
         self.bridge.remove()
-        self._called, self.bridge = called, self._make_bridge()
+        self.bridge = self._make_bridge(called)
         self.bridge.attach()
 
     def _watch_first_forward(self) -> None:
