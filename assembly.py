@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from .families.spec import ModelFamily
 from .loading.checkpoint import CheckpointInfo, load_transformer
+from .loading.quantized_cache import load_through_cache
 from .parallel.block_split import BlockSplit, apply_block_split
 from .parallel.placement import Placement
-from .patches.fp8 import Fp8Quantizer
+from .patches.quantize import Quantizer, QuantizeReport, QuantizeSettings
 
 # Attaches an adapter in place; training passes its own, so that this room needs nothing below it.
 AttachAdapter = Callable[[nn.Module], object]
@@ -25,6 +27,7 @@ class Assembled:
     model: nn.Module
     split: BlockSplit
     adapter: object
+    quantized: QuantizeReport | None = None
 
 
 def assemble_for_training(
@@ -33,23 +36,27 @@ def assemble_for_training(
     placement: Placement,
     *,
     dtype: torch.dtype,
-    quantize: str,
+    quantize: QuantizeSettings | None,
     attach_adapter: AttachAdapter,
     gradient_checkpointing: bool,
+    quantized_cache: Path | None = None,
 ) -> Assembled:
     """Load a transformer straight onto its devices and make it trainable.
 
     Args:
-        quantize: "none" or "fp8".
+        quantize: how the frozen linears are held; None as they are.
+        quantized_cache: folder that keeps quantized weights for the next time; None for none.
         attach_adapter: adds the LoRA in place and returns its handle.
     """
     # 1. Every tensor goes from the file to its device; loading first and splitting later would need one device, or the
     #    host, to hold the whole model. A layer is quantized before the next is read, else the devices would have to
     #    hold the model in full precision first; and before LoRA exists, so that no LoRA weight can be caught by it.
-    quantizer = Fp8Quantizer(family) if quantize == "fp8" else None
-    model = load_transformer(info, placement.device_of, dtype, quantizer.finish if quantizer else None)
-    if quantizer is not None:
-        quantizer.close(model)
+    quantizer = Quantizer(family, quantize) if quantize is not None else None
+    if quantizer is None:
+        model = load_transformer(info, placement.device_of, dtype)
+    else:
+        model = load_through_cache(quantized_cache, info, placement.device_of, dtype, quantizer)
+    quantized = quantizer.close(model).report if quantizer is not None else None
     # 2. The bridge comes before everything that may call the model or look at devices.
     split = apply_block_split(model, family, placement)
     # 3. LoRA goes onto the final base layers: PEFT picks its layer class, device and dtype from what it finds there.
@@ -58,4 +65,4 @@ def assemble_for_training(
     model.train()
     if gradient_checkpointing:
         model.enable_gradient_checkpointing(split.checkpoint)  # type: ignore[operator]
-    return Assembled(model, split, adapter)
+    return Assembled(model, split, adapter, quantized)

@@ -101,11 +101,13 @@ def _train(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from .training.config import load_job
     from .training.job import check_job
+    from .training.quantize_preview import preview_job
 
     plan = check_job(load_job(options.job))
     print(f"model: {plan.family.title}, {plan.variant.name} ({plan.info.layout} layout)")
     print(f"placement: {plan.placement.describe()}")
     print(f"images: {len(plan.samples)} for training, {len(plan.eval_samples)} for evaluation")
+    print(f"quantize: {preview_job(plan.job, plan.info, plan.placement).table()}")
     return 0
 
 

@@ -31,6 +31,7 @@ def collect() -> dict[str, Any]:
     }
     if versions["torch"]:
         facts.update(_ask_torch())
+    facts["quantization"] = _list_schemes(facts)
     facts["features"] = [_describe_feature(name, judge(facts)) for name, judge in _FEATURES]
     return facts
 
@@ -58,6 +59,11 @@ def report(facts: dict[str, Any]) -> str:
     for feature in facts["features"]:
         mark = "yes" if feature["works"] else "no "
         lines.append(f"  {mark} {feature['name']}{': ' + feature['reason'] if feature['reason'] else ''}")
+    lines += ["", "How the frozen weights of a training can be held (quantize)"]
+    for found in facts["quantization"]:
+        mark = "yes" if found["works"] else "no "
+        place = f" on {found['device']}" if found["device"] else ""
+        lines.append(f"  {mark} {found['scheme']}{place}{': ' + found['reason'] if found['reason'] else ''}")
     return "\n".join(lines)
 
 
@@ -186,6 +192,36 @@ def _find_comfy_cli() -> str | None:
         return None
 
 
+# ---- in which schemes the frozen weights can be held ----
+
+_SCHEMES = ("fp8", "int8", "fp8-compute", "int8-compute")  # patches/quantize.py's, which cannot be read without torch
+
+
+def _list_schemes(facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each scheme on each accelerator, on the CPU where there is none; one line without a device if all fail alike."""
+    found = []
+    for scheme in _SCHEMES:
+        reason = _training(facts) or ("" if scheme.endswith("-compute") else _missing(facts, "torchao"))
+        devices = [] if reason else [device["name"] for device in _accelerators(facts) or facts["devices"]]
+        pairs = [(name, _scheme_fault(scheme, name)) for name in devices] or [("", reason)]
+        found += [{"scheme": scheme, "device": name, "works": not why, "reason": why} for name, why in pairs]
+    return found
+
+
+def _scheme_fault(scheme: str, device: str) -> str:
+    """Why a device cannot compute in a scheme; needs torch and the packages of a training."""
+    import torch
+
+    from .patches.quantize import QuantizeSettings, check_packages, refusal
+
+    settings = QuantizeSettings(scheme)  # type: ignore[arg-type]
+    try:
+        check_packages(settings)
+    except (RuntimeError, ImportError, OSError) as error:  # torchao is imported, and may be broken
+        return str(error)
+    return refusal(settings, [torch.device(device)])
+
+
 # ---- what works ----
 
 Judge = Callable[[dict[str, Any]], str]  # "" when it works, else why not
@@ -234,10 +270,6 @@ def _captions(facts: dict[str, Any]) -> str:
     return _missing(facts, "torch", "transformers", "diffusers", "safetensors")
 
 
-def _fp8(facts: dict[str, Any]) -> str:
-    return _training(facts) or _missing(facts, "torchao")
-
-
 def _workflows(facts: dict[str, Any]) -> str:
     if facts["comfyui"] is None:
         return "no ComfyUI was found; set COMFYUI_PATH to its folder, or run `comfy install`"
@@ -249,7 +281,6 @@ _FEATURES: tuple[tuple[str, Judge], ...] = (
     ("LoRA training", _training),
     ("LoRA training on a GPU", _training_on_gpu),
     ("LoRA training split over GPUs", _split),
-    ("fp8 quantization of the frozen weights", _fp8),
     ("encoding captions and images", _captions),
     ("devicebridge run (ComfyUI workflows without a browser)", _workflows),
 )

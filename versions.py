@@ -47,7 +47,7 @@ TESTED: dict[str, TestedRange] = {
     "transformers": TestedRange("5", "5", "encoding captions"),
     "safetensors": TestedRange("0.8", "0.8", "reading and writing every file"),
     "accelerate": TestedRange("1.15", "1.15", "building models without memory"),
-    "torchao": TestedRange("0.18", "0.18", "fp8 quantization"),
+    "torchao": TestedRange("0.18", "0.18", "weights held in fp8 or int8"),
     "pydantic": TestedRange("2.14", "2.14", "job configs"),
     "tomlkit": TestedRange("0.15", "0.15", "job files"),
 }

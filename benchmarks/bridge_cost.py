@@ -4,19 +4,17 @@
 
 Random weights; no checkpoint is needed. Both models live in memory at once (two GPUs of 140 GB, or fewer --layers) and
 take turns step by step, so that clocks and neighbours affect both alike. First, at full width and few layers, the split
-must give bitwise the output, loss and LoRA gradients of one GPU. Prints ratios first, then JSON.
+must give bitwise the output, loss and LoRA gradients of one GPU. Prints the ratio first, then JSON
+unless --out takes it.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
 import runpy
 import statistics
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -26,53 +24,33 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the determini
 ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
-import diffusers  # noqa: E402
-import peft  # noqa: E402
 import torch  # noqa: E402
-from devicebridge.families.registry import find_family  # noqa: E402
-from devicebridge.parallel.block_split import apply_block_split  # noqa: E402
-from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement  # noqa: E402
 from devicebridge.training.adapter import apply_lora  # noqa: E402
 from devicebridge.training.config import LoraSettings  # noqa: E402
-from torch import nn  # noqa: E402
+from provenance import describe_run, print_or_write  # noqa: E402
+from random_job import (  # noqa: E402
+    FAMILY,
+    VARIANT,
+    fill_normal,
+    make_config,
+    make_device_generator,
+    make_random_model,
+    plan_devices,
+)
 
 ONE, TWO = [torch.device("cuda:0")], [torch.device("cuda:0"), torch.device("cuda:1")]
-FAMILY = find_family("flux2")
-VARIANT = FAMILY.variant("flux2-dev")
 
 
 def make_model(layers: tuple[int, int], devices: list[torch.device], rank: int, seed: int = 0) -> tuple[Any, Any, Any]:
     """A FLUX.2 transformer with random bf16 weights and a LoRA over these devices -> (model, split, parameters)."""
-    config = dict(VARIANT.transformer_config) | {"num_layers": layers[0], "num_single_layers": layers[1]}
-    with torch.device("meta"):
-        model = diffusers.Flux2Transformer2DModel(**config).to(torch.bfloat16)
-    blocks = block_names(model, FAMILY)
-    sizes, home = parameter_bytes(model, blocks, 2)
-    placement = plan_placement(blocks, devices, block_cost=sizes, home_cost=home)
-    _materialize(model, placement, seed)
-    split = apply_block_split(model, FAMILY, placement)
-    lora = apply_lora(model, FAMILY, LoraSettings(rank=rank, alpha=rank, dtype="bfloat16"), seed=seed)
-    for parameter in lora.parameters().values():  # B starts at zero, which would hide a wrong gradient of A
-        _fill(parameter, torch.Generator(parameter.device).manual_seed(seed + parameter.numel()))
-    model.train()
-    model.enable_gradient_checkpointing(split.checkpoint)
-    return model, split, list(lora.parameters().values())
-
-
-def _materialize(model: nn.Module, placement: Any, seed: int) -> None:
-    for index, (name, parameter) in enumerate(list(model.named_parameters())):
-        parent, _, leaf = name.rpartition(".")
-        device = placement.device_of(name)
-        data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        _fill(data, torch.Generator(device).manual_seed(seed * 100_003 + index))
-        if parameter.ndim == 1:
-            data.add_(1.0)  # norms
-        setattr(model.get_submodule(parent), leaf, nn.Parameter(data, requires_grad=False))
-
-
-@torch.no_grad()
-def _fill(tensor: torch.Tensor, generator: torch.Generator) -> None:
-    tensor.normal_(0, 0.02, generator=generator)
+    config = make_config(layers)
+    built = make_random_model(config, plan_devices(config, devices), "bf16", seed=seed)
+    lora = apply_lora(built.model, FAMILY, LoraSettings(rank=rank, alpha=rank, dtype="bfloat16"), seed=seed)
+    for name, parameter in lora.parameters().items():  # B starts at zero, which would hide a wrong gradient of A
+        fill_normal(name, parameter.data, make_device_generator(parameter.device, seed + parameter.numel()))
+    built.model.train()
+    built.model.enable_gradient_checkpointing(built.split.checkpoint)
+    return built.model, built.split, list(lora.parameters().values())
 
 
 def make_batch(side: int, device: torch.device, seed: int) -> tuple[dict[str, Any], torch.Tensor]:
@@ -176,13 +154,6 @@ def _step(run: dict[str, Any], side: int, seed: int, *, is_warm_up: bool) -> Non
     run["loss"] = loss.item()
 
 
-def commit() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or os.environ.get("DEVICEBRIDGE_COMMIT", "unknown")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs=2, default=(8, 48), help="double and single blocks")
@@ -198,21 +169,10 @@ def main() -> None:
         "resolution": options.resolution,
         "batch": 1,
         "rank": options.rank,
-        "cards": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "diffusers": diffusers.__version__,
-            "peft": peft.__version__,
-        },
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit(),
+        **describe_run("diffusers", "peft"),
     }
     print(f"split / one GPU: {report['training_step']['split_over_one_gpu']:.4f}")
-    text = json.dumps(report, indent=2)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n", encoding="utf-8")
+    print_or_write(report, options.out)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@
 The linears of FLUX.2 (a single block's fused projections, qkv, attention output) and of Wan 14B at full size, with
 random weights; no checkpoint is needed. Every cell times all candidates in turns, call by call, each after the caches
 were swept, so that clocks and neighbours affect all alike; medians are reported. Before that each candidate's output is
-compared with float32 on the same card. Prints ratios first, then JSON. One GPU, under four minutes on an H200, much of
-it compiling and tuning Triton kernels. Cells that the budget leaves no time for are named and left out.
+compared with float32 on the same card. Prints ratios first, then JSON unless --out takes it. One GPU, under four
+minutes on an H200, much of it compiling and tuning Triton kernels. Cells that the budget leaves no time for are named
+and left out.
 """
 
 from __future__ import annotations
@@ -14,11 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import runpy
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +36,7 @@ from devicebridge.patches.eight_bit import (  # noqa: E402
     plan_for,
     quantize_rows,
 )
+from provenance import describe_run, print_or_write  # noqa: E402
 from torch import nn  # noqa: E402
 
 DEVICE = torch.device("cuda:0")
@@ -266,13 +265,6 @@ def _single_block(cells: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def commit() -> str:
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or os.environ.get("DEVICEBRIDGE_COMMIT", "unknown")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 512, 1536, 4608, 16384])
@@ -283,24 +275,14 @@ def main() -> None:
     found = measure(options.rows, options.rounds, options.budget_s)
     report = {"bf16_time_over_scheme": summarize(found["cells"]), **found}
     report["setup"] = {
-        "card": torch.cuda.get_device_name(DEVICE),
         "plans": {scheme: str(plan_for(DEVICE, dtype)) for scheme, dtype in SCHEMES.items()},
         "triton_fault": kernels.fault(DEVICE),
         "tiles": kernels.tuned_tiles(),
         "rounds": options.rounds,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": _triton_version()},
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit(),
+        **describe_run("triton", "torchao"),
     }
     print(json.dumps(report["bf16_time_over_scheme"]["flux2_single_block_training"], indent=2))
-    text = json.dumps(report, indent=2)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n", encoding="utf-8")
-
-
-def _triton_version() -> str:
-    return "none" if kernels.triton is None else kernels.triton.__version__
+    print_or_write(report, options.out)
 
 
 if __name__ == "__main__":

@@ -71,11 +71,9 @@ import contextlib  # noqa: E402
 import functools  # noqa: E402
 import gc  # noqa: E402
 import importlib  # noqa: E402
-import importlib.metadata  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
-import platform  # noqa: E402
 import statistics  # noqa: E402
 import subprocess  # noqa: E402
 import time  # noqa: E402
@@ -96,6 +94,7 @@ import comfy.sd  # noqa: E402
 import comfyui_version  # noqa: E402
 import torch  # noqa: E402
 from devicebridge.tests.emulated import emulated_cards, on_cpu  # noqa: E402
+from provenance import describe_run, write_json  # noqa: E402
 
 KIND = "lazy" if OPTIONS.tiny else "cuda"
 CARDS = (torch.device(KIND, 0), torch.device(KIND, 1))
@@ -679,34 +678,15 @@ def emulated_host() -> Iterator[None]:
 
 
 def setup() -> dict[str, Any]:
-    versions = {name: _version(name) for name in ("comfy-aimdo", "comfy-kitchen", "torchsde", "transformers")}
+    found = describe_run("comfy-aimdo", "comfy-kitchen", "torchsde", "transformers")
     return {
-        "cards": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] or ["emulated"],
         "card_gib": OPTIONS.card_gb or "all",
         "dynamic_vram": OPTIONS.dynamic_vram,
         "steps": OPTIONS.steps,
         "rounds": OPTIONS.rounds,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "comfyui": comfyui_version.__version__,
-            **versions,
-        },
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": os.environ.get("DEVICEBRIDGE_COMMIT") or _commit(),
+        **found,
+        "versions": found["versions"] | {"comfyui": comfyui_version.__version__},
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "?"
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 def run_case(name: str) -> dict[str, Any]:
@@ -733,8 +713,7 @@ def main() -> None:
             say(f"{name}{' (DynamicVRAM)' if OPTIONS.dynamic_vram else ''}")
             report["cases"][name] = run_case(name)
             say(json.dumps(report["cases"][name], indent=1))
-            if OPTIONS.out:
-                OPTIONS.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            write_json(report, OPTIONS.out)
 
 
 if __name__ == "__main__":

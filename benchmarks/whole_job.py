@@ -1,18 +1,16 @@
 """A whole job at real size over two GPUs, from a checkpoint on disk to a LoRA file: does it run, where is the memory?
 
-    python benchmarks/whole_job.py [--variant flux2-dev] [--folder /scratch] [--out results.json]
+    python benchmarks/whole_job.py [--variant flux2-dev] [--quantize none fp8] [--folder /scratch] [--out results.json]
 
 Writes a single-file checkpoint of the variant's full size with random bf16 weights in the makers' names, a VAE of the
 published shape, a text encoder of the right width and depth but few parameters, and four random 512² images; then runs
-the job a user would run. Needs as much free disk as the checkpoint (64 GB for FLUX.2-dev). Prints JSON.
+the job a user would run. Needs as much free disk as the checkpoint (64 GB for FLUX.2-dev). Prints JSON unless --out
+takes it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import resource
 import runpy
 import shutil
@@ -28,14 +26,16 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 import diffusers  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from devicebridge.families.naming import originals_of  # noqa: E402
 from devicebridge.families.registry import FAMILIES  # noqa: E402
 from devicebridge.families.spec import ModelFamily, Variant  # noqa: E402
+from devicebridge.patches.quantize import SCHEMES  # noqa: E402
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder  # noqa: E402
 from devicebridge.training.config import make_job  # noqa: E402
 from devicebridge.training.events import Event  # noqa: E402
 from devicebridge.training.job import run_job  # noqa: E402
 from PIL import Image  # noqa: E402
+from provenance import describe_run, print_or_write  # noqa: E402
+from random_checkpoint import write_single_file  # noqa: E402
 
 ENCODERS = {"flux2-dev": ("mistral3", 31), "flux2-klein-4b": ("qwen3", 28), "flux2-klein-9b": ("qwen3", 28)}
 
@@ -46,33 +46,6 @@ def find(name: str) -> tuple[ModelFamily, Variant]:
             if variant.name == name:
                 return family, variant
     raise ValueError(f"there is no variant {name!r}")
-
-
-def write_checkpoint(path: Path, family: ModelFamily, variant: Variant) -> int:
-    """A safetensors file in the original layout, one tensor in memory at a time; returns its bytes."""
-    with torch.device("meta"):
-        model = getattr(diffusers, family.transformer_class)(**dict(variant.transformer_config))
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    stacks = originals_of(shapes, family.renames)
-    sizes = {}
-    for original, stack in stacks.items():
-        members = [shapes[member] for member in stack.members]
-        sizes[original] = (sum(shape[0] for shape in members), *members[0][1:])
-    header, offset = {}, 0
-    for name, shape in sizes.items():
-        num_bytes = 2 * torch.Size(shape).numel()
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + num_bytes]}
-        offset += num_bytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in sizes.items():
-            data = torch.randn(shape, device="cuda:0", dtype=torch.bfloat16).mul_(0.02)
-            if name.endswith(("scale", "norm.weight")):
-                data += 1
-            file.write(data.view(torch.uint8).cpu().numpy().tobytes() if data.ndim else b"")
-    return offset
 
 
 def write_text_encoder(folder: Path, variant: Variant) -> None:
@@ -90,7 +63,7 @@ def write_text_encoder(folder: Path, variant: Variant) -> None:
 
 def prepare(folder: Path, family: ModelFamily, variant: Variant) -> dict[str, Any]:
     start = time.perf_counter()
-    num_bytes = write_checkpoint(folder / f"{variant.name}.safetensors", family, variant)
+    num_bytes = write_single_file(folder / f"{variant.name}.safetensors", family, variant)
     elapsed = time.perf_counter() - start
     write_text_encoder(folder / "components", variant)
     getattr(diffusers, family.vae_class)(**dict(variant.vae_config)).save_pretrained(folder / "components" / "vae")
@@ -144,6 +117,7 @@ def run(folder: Path, variant: Variant, quantize: str, steps: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default="flux2-dev", choices=sorted(ENCODERS))
+    parser.add_argument("--quantize", nargs="+", choices=("none", *SCHEMES), default=["none", "fp8-compute"])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--out", type=Path)
@@ -152,25 +126,13 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
         report: dict[str, Any] = {"variant": variant.name, **prepare(folder, family, variant), "runs": []}
-        for quantize in ("none", "fp8"):
+        for quantize in options.quantize:
             report["runs"].append(run(folder, variant, quantize, options.steps))
             torch.cuda.empty_cache()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    report["setup"] = {
-        "cards": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "diffusers": diffusers.__version__,
-        },
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": os.environ.get("DEVICEBRIDGE_COMMIT", "unknown"),
-    }
-    text = json.dumps(report, indent=2)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n", encoding="utf-8")
+    report["setup"] = describe_run("diffusers", "torchao")
+    print_or_write(report, options.out)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Each result is stored as soon as it is there, so stopping loses at most the one 
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from .image import ImageRequest, read_pixels
 from .key import file_fingerprint, folder_fingerprint, joint_key, latent_key, text_key
 from .store import CacheStore
 from .text_encoder import load_text_encoder, prepare_text
+from .text_weights import TextScheme, applied_scheme
 from .vae import load_vae, vae_fingerprint
 
 __all__ = ["ImageRequest", "Stopped", "encode_captions", "encode_images", "load_vae", "never", "read_pixels"]
@@ -71,6 +73,8 @@ def encode_captions(
     store: CacheStore,
     on_progress: OnProgress = _say_nothing,
     should_stop: ShouldStop = never,
+    *,
+    quantize: TextScheme = "none",
 ) -> dict[str, str]:
     """Have the states of every caption in the store, encoding those that are missing; equal captions once.
 
@@ -79,13 +83,14 @@ def encode_captions(
         encoders_folder: folder that holds the specs' folders.
         dtype: the encoders compute in it, and the states are stored in it.
         on_progress: done and total count one caption through one encoder.
+        quantize: what the encoders' linears are rounded to as they are read.
     Returns: caption -> key of an entry {spec.output: [S, D] or [D]} of all specs together.
     Raises: Stopped; ValueError for folders that do not fit the specs; RuntimeError for states that are not finite.
     """
     outputs = [spec.output for spec in specs]
     assert len(set(outputs)) == len(outputs) > 0, f"text encoders need distinct outputs, not {outputs}"
     unique = list(dict.fromkeys(captions))
-    keys = [_text_keys(unique, spec, Path(encoders_folder), dtype) for spec in specs]
+    keys = [_text_keys(unique, spec, Path(encoders_folder), dtype, quantize) for spec in specs]
     texts = [{key: text for text, key in key_of.values()} for key_of in keys]
     progress = _Progress(sum(map(len, texts)), on_progress, should_stop, "captions")
     for spec, text_of in zip(specs, texts, strict=True):
@@ -93,26 +98,26 @@ def encode_captions(
         progress.add(len(text_of) - len(missing))
         if missing:
             try:
-                _encode_missing_captions(missing, spec, Path(encoders_folder), device, dtype, store, progress)
+                _encode_missing_captions(missing, spec, Path(encoders_folder), device, dtype, quantize, store, progress)
             finally:
                 _free(device, f"text encoder {spec.folder}")
     return {caption: _joined([key_of[caption][1] for key_of in keys], store) for caption in unique}
 
 
 def _text_keys(
-    captions: Sequence[str], spec: TextEncoderSpec, folder: Path, dtype: torch.dtype
+    captions: Sequence[str], spec: TextEncoderSpec, folder: Path, dtype: torch.dtype, quantize: TextScheme
 ) -> dict[str, tuple[str, str]]:
     """caption -> (text as tokenized, key)."""
-    encoder = folder_fingerprint(folder / spec.folder)
-    tokenizer = folder_fingerprint(folder / spec.tokenizer_folder)
+    name = functools.partial(
+        text_key,
+        spec=spec,
+        encoder_fingerprint=folder_fingerprint(folder / spec.folder),
+        tokenizer_fingerprint=folder_fingerprint(folder / spec.tokenizer_folder),
+        dtype=dtype,
+        quantize=applied_scheme(spec, quantize),
+    )
     texts = {caption: prepare_text(caption, spec) for caption in captions}
-    return {
-        caption: (
-            text,
-            text_key(text, spec, encoder_fingerprint=encoder, tokenizer_fingerprint=tokenizer, dtype=dtype),
-        )
-        for caption, text in texts.items()
-    }
+    return {caption: (text, name(text)) for caption, text in texts.items()}
 
 
 def _encode_missing_captions(
@@ -121,13 +126,14 @@ def _encode_missing_captions(
     folder: Path,
     device: torch.device | str,
     dtype: torch.dtype,
+    quantize: TextScheme,
     store: CacheStore,
     progress: _Progress,
 ) -> None:
     """The encoder lives in this frame only, so that it can be freed when the frame is left, by an error too."""
     progress.stop_if_asked()
     _log_memory(f"loading text encoder {spec.folder} for {len(missing)} captions")
-    encoder = load_text_encoder(spec, folder, device, dtype)
+    encoder = load_text_encoder(spec, folder, device, dtype, quantize)
     _log_memory(f"loaded text encoder {spec.folder}")
     try:
         for key, text in missing.items():

@@ -4,6 +4,9 @@ Same inputs, same key: a renamed image, a moved encoder folder, another device o
 again. Changed inputs, new key: a caption, a setting of the text encoder, a weight, the resize or crop, the type, or
 our own code where it changes a result (`TEXT_VERSION`, `IMAGE_VERSION`, the family's `normalisation_version`).
 
+An encoder held in 8 bits makes other states than in full precision: the scheme is in the key. Without one nothing is
+said about schemes, so keys of full precision are what they were before there were any.
+
 The device is left out on purpose: the same encoder on a CPU and a GPU rounds differently but computes the same thing.
 
 Fingerprints of weights. Hashing the 48 GB of a text encoder takes minutes of disk time before every job, so large files
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
 # Raise when our own code changes what it computes from the same inputs.
 TEXT_VERSION = 1
 IMAGE_VERSION = 1
+ROUNDING_VERSION = 1  # of text encoders in 8 bits
 
 _WHOLE_FILE_BYTES = 512 * 2**20
 _SAMPLE_BYTES = 4096
@@ -45,24 +49,30 @@ def text_key(
     encoder_fingerprint: str,
     tokenizer_fingerprint: str,
     dtype: torch.dtype,
+    quantize: str = "none",
 ) -> str:
     """Key of what one text encoder makes of one text.
 
     Args:
         text: the caption as the tokenizer gets it, so that cleaning it differently gives another key.
-        spec: all of it is in the key.
+        spec: all of it is in the key, keep_full_precision where something is quantized.
         encoder_fingerprint, tokenizer_fingerprint: from folder_fingerprint.
         dtype: type the encoder computes in.
+        quantize: what its linears are rounded to; "none" for an encoder that is kept in full precision anyway.
     """
+    described = {field.name: getattr(spec, field.name) for field in fields(spec)}
+    kept = described.pop("keep_full_precision")
+    rounding = {} if quantize == "none" else {"quantize": quantize, "kept": kept, "rounding": ROUNDING_VERSION}
     return _digest(
         {
             "what": "text",
             "version": TEXT_VERSION,
             "text": text,
-            "spec": spec,
+            "spec": described,
             "encoder": encoder_fingerprint,
             "tokenizer": tokenizer_fingerprint,
             "dtype": str(dtype),
+            **rounding,
         }
     )
 

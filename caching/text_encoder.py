@@ -8,7 +8,8 @@ come later.
 
 last_hidden_state (T5 for FLUX.1, UMT5 for Wan) and pooled (CLIP) use the whole encoder. With `zero_padding` a text is
 handled as WanPipeline does: cleaned first, padding masked in the encoder and zero afterwards. Without it, as
-FluxPipeline does: the text as it is, and no mask, so that the padding is encoded too.
+FluxPipeline does: the text as it is, and no mask, so that the padding is encoded too. In full precision from_pretrained
+loads them; to be held in 8 bits they are read tensor by tensor, as the language models always are.
 
 Texts are encoded one by one. In a batch, matrix products of another size would round differently, and what is cached
 for a caption would depend on which captions happened to be missing beside it.
@@ -23,7 +24,7 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -32,12 +33,23 @@ from typing import Any
 import torch
 
 from ..families.spec import TextEncoderSpec
+from .text_weights import (
+    WHAT_WORKS,
+    Storage,
+    TextScheme,
+    applied_scheme,
+    encoder_sources,
+    first_names,
+    language_model_sources,
+    read_weights,
+    refuse_eight_bit,
+    weight_files,
+)
 
 logger = logging.getLogger(__name__)
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _PROBE = "a caption to try the chat template with"
-_EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -82,22 +94,33 @@ def prepare_text(caption: str, spec: TextEncoderSpec) -> str:
 
 
 def load_text_encoder(
-    spec: TextEncoderSpec, folder: str | Path, device: torch.device | str, dtype: torch.dtype
+    spec: TextEncoderSpec,
+    folder: str | Path,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    quantize: TextScheme = "none",
 ) -> TextEncoder:
     """Load what `spec` needs from a diffusers model folder, offline, in eval mode and without gradients.
 
     Weights come from safetensors only. This is the seam for streaming: an encoder larger than its device would be
     placed layer by layer here, and encode() would not change.
 
-    Raises: ValueError if a folder or file is missing, quantized, or is not the kind of encoder the spec describes.
+    Args:
+        dtype: of the computation and of what is not quantized.
+        quantize: what the linears are rounded to as they are read, those in spec.keep_full_precision excepted.
+    Raises: ValueError if a folder or file is missing, quantized, or is not the kind of encoder the spec describes, or
+        if the device cannot hold the scheme; RuntimeError if torchao is needed and missing.
     """
     folder, device = Path(folder), torch.device(device)
     tokenizer = _load_tokenizer(folder / spec.tokenizer_folder)
     config = _read_config(folder / spec.folder)
+    storage = Storage(device, dtype, applied_scheme(spec, quantize), spec.keep_full_precision)
     if spec.kind == "chat_hidden_states":
-        model = _load_language_model(folder / spec.folder, spec.layers, device, dtype)
-    else:
+        model = _load_language_model(folder / spec.folder, spec.layers, storage)
+    elif storage.scheme == "none":
         model = _load_encoder(folder / spec.folder, config, dtype).to(device)
+    else:
+        model = _load_encoder_by_layer(folder / spec.folder, config, storage)
     return TextEncoder(
         spec=spec,
         model=model.requires_grad_(False).eval(),
@@ -244,7 +267,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} has no config.json; give a diffusers model folder that has its text encoders")
     config = json.loads(file.read_text(encoding="utf-8"))
     if "quantization_config" in config:
-        raise ValueError(f"the text encoder in {folder} is quantized; use one in bfloat16, float16 or float32")
+        raise ValueError(f"the text encoder in {folder} is quantized; {WHAT_WORKS}")
     return config
 
 
@@ -269,17 +292,13 @@ def _image_placeholder(config: Mapping[str, Any], tokenizer: Any) -> str:
 
 
 def _load_encoder(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -> torch.nn.Module:
-    """The whole encoder, of the class its config names (of T5-like models the encoder half).
+    """The whole encoder in full precision.
 
     from_pretrained, because some classes keep parts in float32 when the rest is float16.
     """
-    import transformers
-
-    name = (config.get("architectures") or ["none"])[0].replace("ForConditionalGeneration", "EncoderModel")
-    if not hasattr(transformers, name):
-        raise ValueError(f"{folder} asks for a {name}, which transformers {transformers.__version__} does not have")
-    _weight_files(folder)
-    model, report = getattr(transformers, name).from_pretrained(
+    encoder_class = _encoder_class(folder, config)
+    refuse_eight_bit(weight_files(folder))
+    model, report = encoder_class.from_pretrained(
         str(folder),
         **{_dtype_argument(): dtype},
         use_safetensors=True,
@@ -287,8 +306,20 @@ def _load_encoder(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -
         output_loading_info=True,
     )
     if report["missing_keys"]:
-        raise ValueError(f"{folder} lacks weights of its {name}: {_first(report['missing_keys'])}")
+        raise ValueError(
+            f"{folder} lacks weights of its {encoder_class.__name__}: {first_names(report['missing_keys'])}"
+        )
     return model
+
+
+def _encoder_class(folder: Path, config: Mapping[str, Any]) -> Any:
+    """The class that a folder's config names; of T5-like models the encoder half."""
+    import transformers
+
+    name = (config.get("architectures") or ["none"])[0].replace("ForConditionalGeneration", "EncoderModel")
+    if not hasattr(transformers, name):
+        raise ValueError(f"{folder} asks for a {name}, which transformers {transformers.__version__} does not have")
+    return getattr(transformers, name)
 
 
 def _dtype_argument() -> str:
@@ -299,10 +330,21 @@ def _dtype_argument() -> str:
     return "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
 
 
-def _load_language_model(
-    folder: Path, layers: tuple[int, ...], device: torch.device, dtype: torch.dtype
-) -> torch.nn.Module:
-    """The language model up to the last hidden state in `layers`, its weights of type `dtype` on `device`."""
+def _load_encoder_by_layer(folder: Path, config: Mapping[str, Any], storage: Storage) -> torch.nn.Module:
+    """The whole encoder, never more than one linear of it in full precision."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig
+
+    encoder_class = _encoder_class(folder, config)
+    settings = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    with init_empty_weights(include_buffers=False):
+        model = encoder_class(settings)
+    read_weights(model, encoder_sources(model, folder), storage)
+    return model
+
+
+def _load_language_model(folder: Path, layers: tuple[int, ...], storage: Storage) -> torch.nn.Module:
+    """The language model up to the last hidden state in `layers`, its weights held as `storage` says."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModel
 
@@ -316,64 +358,11 @@ def _load_language_model(
         model = AutoModel.from_config(config)
     if not needs_norm:
         model.norm = torch.nn.Identity()
-    model.load_state_dict(_read_weights(folder, list(model.state_dict()), device, dtype), assign=True)
-    return model.to(device)
+    read_weights(model, language_model_sources(model, folder), storage)
+    return model
 
 
 def _num_layers_needed(folder: Path, layers: tuple[int, ...], num_layers: int) -> int:
     if not layers or min(layers) < 1 or max(layers) > num_layers:
         raise ValueError(f"hidden states {list(layers)} were asked of {folder}, which has 1 to {num_layers}")
     return max(layers)
-
-
-def _read_weights(folder: Path, names: list[str], device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """These tensors of the language model, read one by one; whatever else the files hold is not touched.
-
-    Raises: ValueError if one is missing or stored in a quantized type.
-    """
-    from safetensors import safe_open
-
-    tensors: dict[str, torch.Tensor] = {}
-    files = _weight_files(folder)
-    prefix = _find_prefix(folder, names, files)
-    wanted = {prefix + name: name for name in names}
-    for file in sorted({files[key] for key in wanted}):
-        with safe_open(file, framework="pt", device=str(device)) as reader:
-            for key in [key for key in wanted if files[key] == file]:
-                tensor = reader.get_tensor(key)
-                if not tensor.is_floating_point() or tensor.element_size() < 2:
-                    raise ValueError(f"{key} in {file} is {tensor.dtype}; use weights in bfloat16, float16 or float32")
-                tensors[wanted[key]] = tensor.to(dtype)
-    return tensors
-
-
-def _weight_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> safetensors file, from the index or from the one file there is."""
-    from safetensors import safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: folder / file for name, file in shards.items()}
-    file = folder / "model.safetensors"
-    if not file.is_file():
-        raise ValueError(f"{folder} has neither model.safetensors nor its index; other weight formats are not read")
-    with safe_open(file, framework="pt") as reader:
-        return dict.fromkeys(reader.keys(), file)
-
-
-def _find_prefix(folder: Path, names: list[str], available: Iterable[str]) -> str:
-    """What stands before the language model's names; it depends on the wrapping model and the version that saved it."""
-    available = set(available)
-    prefixes = sorted(key.removesuffix(_EMBEDDING) for key in available if key.endswith(_EMBEDDING))
-    missing = names
-    for prefix in prefixes:
-        missing = [name for name in names if prefix + name not in available]
-        if not missing:
-            return prefix
-    raise ValueError(f"{folder} does not hold the language model its config describes; missing {_first(missing)}")
-
-
-def _first(names: Iterable[str]) -> str:
-    names = sorted(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -31,6 +31,7 @@ _CLIP = TextEncoderSpec(
     tokenizer_folder="tokenizer",
     output="pooled_prompt_embeds",
     max_length=77,
+    keep_full_precision=("*",),  # 8 bits would save 0.09 GB, and its one vector modulates every block
 )
 
 
@@ -42,6 +43,7 @@ def _t5(max_length: int) -> TextEncoderSpec:
         tokenizer_folder="tokenizer_2",
         output="prompt_embeds",
         max_length=max_length,
+        keep_full_precision=("*.wo",),  # T5's own class wants it so: its inputs have outliers beyond float16's range
     )
 
 

@@ -76,6 +76,7 @@ class TextEncoderSpec:
         system_prompt: first message of the chat template; None for none.
         template_options: extra keyword arguments of apply_chat_template.
         zero_padding: whether states of padding tokens are set to zero after encoding.
+        keep_full_precision: fnmatch patterns of fqns of linears that are never quantized; "*" for the whole encoder.
     """
 
     kind: Literal["chat_hidden_states", "last_hidden_state", "pooled"]
@@ -87,6 +88,7 @@ class TextEncoderSpec:
     system_prompt: str | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     zero_padding: bool = False
+    keep_full_precision: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ must be those of a published variant.
 
 What is never done: guess. Every tensor of the file must have a place in the model and the other way round.
 
+Files whose weights are in 8 bits are read too (quantized_files.py says which). A layer keeps its 8-bit weight if it is
+to be quantized anyway and the scheme can multiply with that type; all others are dequantized.
+
 Number types follow diffusers' from_pretrained, so that both give equal models: weights become the asked type, except
 those of the modules that the class itself lists in _keep_in_fp32_modules (of Wan: time embedder, norms with weights,
 modulation tables), which become float32.
@@ -20,17 +23,28 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from ..families.naming import find_by_diffusers, find_by_original
 from ..families.registry import FAMILIES, find_family
 from ..families.spec import ModelFamily, Variant
-from .header import FILE_ENDINGS, TensorRecord, describe_other, read_header, refuse_lora, refuse_quantized
+from ..patches.quantize import Stored8, replace_module
+from .header import FILE_ENDINGS, TensorRecord, describe_other, read_header, refuse_lora
+from .quantized_files import (
+    count_types,
+    dequantize,
+    pair_scales,
+    read_formats,
+    read_records,
+    read_scales,
+    stays_in_8_bits,
+)
 
 __all__ = ["CheckpointInfo", "TensorRecord", "load_transformer", "make_empty_transformer", "read_checkpoint"]
 
@@ -54,7 +68,7 @@ class CheckpointInfo:
             and noise schedule are taken from there.
         config: keyword arguments of the transformer class.
         layout: whose names the file uses.
-        tensors: every tensor of the model by its diffusers name.
+        tensors: every tensor of the model by its diffusers name; those in 8 bits with their scales.
         pipeline_folder: the diffusers model folder with text encoders and VAE, if the transformer lies in one.
     """
 
@@ -65,6 +79,33 @@ class CheckpointInfo:
     layout: Layout
     tensors: Mapping[str, TensorRecord]
     pipeline_folder: Path | None
+
+    @property
+    def quantized_types(self) -> dict[str, int]:
+        """How many tensors are in 8 bits, by type ("float8_e4m3fn", "float8_e5m2", "int8"); {} for a plain file."""
+        return count_types(self.tensors.values())
+
+    @property
+    def num_quantized(self) -> int:
+        """How many tensors are in 8 bits."""
+        return sum(self.quantized_types.values())
+
+
+class LayerQuantizer(Protocol):
+    """What converts layers as they arrive; patches/quantize.py's Quantizer is one."""
+
+    def is_wanted(self, fqn: str, module: torch.nn.Module) -> bool: ...
+    def finish(self, fqn: str, module: torch.nn.Module) -> torch.nn.Module: ...
+    def can_take(self, stored_dtype: torch.dtype) -> bool: ...
+    def take(self, fqn: str, module: torch.nn.Linear, stored: Stored8, dtype: torch.dtype) -> torch.nn.Module: ...
+    def store(self, module: torch.nn.Module) -> Stored8: ...
+
+
+class LayerWriter(Protocol):
+    """Who wants to know the layers that were rounded here; quantized_cache.py's QuantizedWriter is one."""
+
+    def expect(self, num_bytes: int) -> None: ...
+    def add(self, fqn: str, stored: Stored8) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -89,17 +130,18 @@ def read_checkpoint(path: str | Path, family: str = "", variant: str = "") -> Ch
         path: model folder, transformer folder, single file, or one shard of several.
         family, variant: "" recognises them. A variant is needed where several share their shapes and the first is not
             meant (Wan 2.2's experts).
-    Raises: ValueError if it is no transformer of these families in full precision; it says what it is instead.
+    Raises: ValueError if it is no transformer of these families, or in a number format that is not read; it says what
+        it is instead.
     """
     families = (find_family(family),) if family else tuple(FAMILIES.values())
     wanted = _find_variant(variant, families)
     source = _find_source(Path(path).expanduser(), wanted)
-    records: dict[str, TensorRecord] = {}
-    for file in source.files:
-        records.update(read_header(file))
+    headers = [read_header(file) for file in source.files]
+    records = {name: record for header in headers for name, record in header.tensors.items()}
     refuse_lora(source.path, records)
     records = _without_prefix(records)
-    refuse_quantized(source.path, records)
+    formats = read_formats(source.path, records, [header.metadata for header in headers])
+    records = pair_scales(source.path, records, formats)
     class_name = source.config.get("_class_name")
     if any(class_name == each.transformer_class for each in FAMILIES.values()):
         info = _read_folder(source, records, families)
@@ -203,11 +245,10 @@ def _pieces(name: str, record: TensorRecord, family: ModelFamily) -> dict[str, T
     if stack is None or not record.shape or record.shape[0] % sum(stack.proportions):
         return {}
     if len(stack.members) == 1:
-        return {stack.members[0]: replace(record, swap_halves=stack.swap_halves)}
+        return {stack.members[0]: record.swapped() if stack.swap_halves else record}
     bounds = stack.bounds(record.shape[0])
     return {
-        member: replace(record, shape=(end - start, *record.shape[1:]), rows=(start, end))
-        for member, start, end in zip(stack.members, bounds, bounds[1:], strict=False)
+        member: record.cut(start, end) for member, start, end in zip(stack.members, bounds, bounds[1:], strict=False)
     }
 
 
@@ -431,19 +472,22 @@ def load_transformer(
     info: CheckpointInfo,
     device_of: Callable[[str], torch.device],
     dtype: torch.dtype,
-    on_complete: Callable[[str, torch.nn.Module], None] | None = None,
+    quantizer: LayerQuantizer | None = None,
+    writer: LayerWriter | None = None,
 ) -> torch.nn.Module:
     """The transformer with every parameter on its device, frozen and in eval mode.
 
     One tensor is in host memory at a time, besides what the system keeps of the file. On the CPU too, weights are
-    copies, so that a file replaced later changes nothing.
+    copies, so that a file replaced later changes nothing. A layer is quantized as soon as the last of its own tensors
+    is in place, before the next one is read.
 
     Args:
         device_of: from a parameter's or buffer's fqn to its device.
         dtype: of the weights, except those the class keeps in float32.
-        on_complete: called with the fqn of a module and the module as soon as the last of its own tensors is in place;
-            it may change them, so that a layer is quantized before the next one is read.
-    Raises: ValueError if the file's tensors are not exactly the model's.
+        quantizer: converts layers, or takes them over as a file in 8 bits has them; with None such a file is
+            dequantized.
+        writer: is given every layer that was rounded, and not those that were in 8 bits already.
+    Raises: ValueError if the file's tensors are not exactly the model's, or its scales are no scales.
     """
     from accelerate import init_empty_weights
 
@@ -454,54 +498,118 @@ def load_transformer(
     differences = _differences(shapes, info.tensors)
     if differences:
         raise ValueError(f"{info.path} does not fit {info.family.title}: {differences}")
-    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
-    waiting = Counter(name.rpartition(".")[0] for name in info.tensors)
-    for file, names in _by_file(info.tensors).items():
-        _log.info("reading %d tensors from %s", len(names), file.name)
-        for name in _load_file(model, file, {name: info.tensors[name] for name in names}, device_of, dtype, kept):
-            module_name = name.rpartition(".")[0]
-            waiting[module_name] -= 1
-            if on_complete is not None and not waiting[module_name]:
-                on_complete(module_name, model.get_submodule(module_name))
+    _Loader(model, info, device_of, dtype, quantizer, writer).load()
     for name, buffer in list(model.named_buffers()):
         owner, leaf = _owner(model, name)
         owner._buffers[leaf] = buffer.to(device_of(name))
     return model.requires_grad_(False).eval()
 
 
-def _by_file(tensors: Mapping[str, TensorRecord]) -> dict[Path, list[str]]:
-    files: dict[Path, list[str]] = {}
+class _Loader:
+    """Fills an empty model, tensor by tensor."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        info: CheckpointInfo,
+        device_of: Callable[[str], torch.device],
+        dtype: torch.dtype,
+        quantizer: LayerQuantizer | None,
+        writer: LayerWriter | None,
+    ) -> None:
+        self._model = model
+        self._info = info
+        self._device_of = device_of
+        self._dtype = dtype
+        self._quantizer = quantizer
+        self._writer = writer
+        self._kept_in_float32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        self._wanted = {n for n, m in model.named_modules() if quantizer is not None and quantizer.is_wanted(n, m)}
+        self._scales = read_scales(info.tensors)
+        self._waiting = Counter(name.rpartition(".")[0] for name in info.tensors)
+        self._taken: dict[str, Stored8] = {}  # weights of layers whose other tensors have not all arrived
+        self._num_taken = self._num_dequantized = 0
+
+    def load(self) -> None:
+        if self._writer is not None:
+            self._writer.expect(sum(self._stored_bytes(name) for name in self._wanted if not self._is_taken(name)))
+        for file, records in _by_file(self._info.tensors).items():
+            _log.info("reading %d tensors from %s", len(records), file.name)
+            for name, tensor in read_records(records):
+                self._place(name, tensor)
+                del tensor  # before its layer is converted and the next one read: no second copy, here or on its device
+                self._convert_layer_of(name)
+        if self._info.num_quantized:
+            found = ", ".join(f"{count} {kind}" for kind, count in self._info.quantized_types.items())
+            message = "read %s tensors for %s: %d kept in 8 bits, %d dequantized"
+            _log.info(message, found, self._info.path, self._num_taken, self._num_dequantized)
+
+    def _place(self, name: str, tensor: torch.Tensor) -> None:
+        """Put a tensor where it belongs, or lay it by until its layer takes it over."""
+        layer, _, leaf = name.rpartition(".")
+        device, dtype = self._device_of(name), self._dtype_of(name)
+        record = self._info.tensors[name]
+        if leaf == "weight" and self._is_taken(layer):
+            self._taken[layer] = self._keep(name, tensor.to(device, copy=True))
+            self._num_taken += 1
+        elif record.is_quantized:
+            scale = self._scales.get(name)
+            self._num_dequantized += 1
+            values = tensor.to(device)
+            self._set(name, dequantize(values, None if scale is None else scale.to(device), record, dtype))
+        else:
+            self._set(name, tensor.to(device, dtype, copy=True))
+
+    def _convert_layer_of(self, name: str) -> None:
+        """Convert the layer of a tensor that has been placed, if all of the layer is there now."""
+        layer = name.rpartition(".")[0]
+        self._waiting[layer] -= 1
+        if self._waiting[layer] or layer not in self._wanted:
+            return
+        assert self._quantizer is not None
+        module = self._model.get_submodule(layer)
+        if layer in self._taken:
+            assert isinstance(module, torch.nn.Linear)
+            stored, dtype = self._taken.pop(layer), self._dtype_of(f"{layer}.weight")
+            replace_module(self._model, layer, self._quantizer.take(layer, module, stored, dtype))
+            return
+        done = self._quantizer.finish(layer, module)
+        replace_module(self._model, layer, done)
+        if self._writer is not None:
+            self._writer.add(layer, self._quantizer.store(done))
+
+    def _is_taken(self, layer: str) -> bool:
+        """Whether a layer's weight stays as the file has it."""
+        if self._quantizer is None or layer not in self._wanted:
+            return False
+        return stays_in_8_bits(self._info.tensors[f"{layer}.weight"], self._quantizer.can_take)
+
+    def _keep(self, name: str, values: torch.Tensor) -> Stored8:
+        scale = self._scales.get(name, torch.ones(1)).reshape(-1, 1).expand(values.shape[0], 1)
+        return Stored8(values, scale.contiguous().to(values.device, copy=True), self._info.tensors[name].rotation)
+
+    def _set(self, name: str, tensor: torch.Tensor) -> None:
+        owner, leaf = _owner(self._model, name)
+        if leaf in owner._parameters:
+            owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
+        else:
+            owner._buffers[leaf] = tensor
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        # diffusers' own test for which weights stay float32: a dotted part of the name, not a piece of text
+        return self._dtype if self._kept_in_float32.isdisjoint(name.split(".")) else torch.float32
+
+    def _stored_bytes(self, layer: str) -> int:
+        """A byte per weight and a float32 per row."""
+        shape = self._info.tensors[f"{layer}.weight"].shape
+        return prod(shape) + 4 * shape[0]
+
+
+def _by_file(tensors: Mapping[str, TensorRecord]) -> dict[Path, dict[str, TensorRecord]]:
+    files: dict[Path, dict[str, TensorRecord]] = {}
     for name, record in tensors.items():
-        files.setdefault(record.file, []).append(name)
+        files.setdefault(record.file, {})[name] = record
     return files
-
-
-def _load_file(
-    model: torch.nn.Module,
-    file: Path,
-    records: Mapping[str, TensorRecord],
-    device_of: Callable[[str], torch.device],
-    dtype: torch.dtype,
-    kept_in_float32: Sequence[str],
-) -> Iterator[str]:
-    """Put the file's tensors in place one by one; yields the name of each."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt") as reader:
-        for name, record in records.items():
-            tensor = reader.get_slice(record.key)[slice(*record.rows)] if record.rows else reader.get_tensor(record.key)
-            if record.swap_halves:
-                tensor = torch.cat(tensor.chunk(2)[::-1])
-            # diffusers' own test for which weights stay float32: a dotted part of the name, not a piece of text
-            is_kept = not set(kept_in_float32).isdisjoint(name.split("."))
-            tensor = tensor.to(device_of(name), torch.float32 if is_kept else dtype, copy=True)
-            owner, leaf = _owner(model, name)
-            if leaf in owner._parameters:
-                owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
-            else:
-                owner._buffers[leaf] = tensor
-            del tensor  # the caller may replace it: no second reference must keep it on its device
-            yield name
 
 
 def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:

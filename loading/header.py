@@ -10,15 +10,17 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 
-# Types a frozen base can be read from; the rest is quantized.
+# Types a frozen base can be read from, as safetensors spells them; in the second list a number needs a scale, or is one
+# of a plain cast.
 FLOAT_TYPES = ("BF16", "F16", "F32", "F64")
+EIGHT_BIT_TYPES = ("F8_E4M3", "F8_E5M2", "I8")
 FILE_ENDINGS = (".safetensors", ".sft")
 
 _LARGEST_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
-_SPELLED = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8", "U8": "packed 4-bit or uint8"}
 
 # What the first bytes say about files that are called safetensors and are not.
 _MAGIC = (
@@ -38,10 +40,6 @@ _ENDINGS = {
 }
 
 _LORA_NAME = re.compile(r"(\.|_)(lora_A|lora_down|lora\.down|hada_w1_a|lokr_w1|lokr_w1_a|oft_blocks)(\.|$)")
-_QUANTIZED_NAME = re.compile(
-    r"(^|\.)(scaled_fp8|scale_weight|scale_input|weight_scale|weight_scale_2|input_scale|comfy_quant|absmax|quant_map"
-    r"|quant_state\..+|weight_packed|qweight|qzeros)$"
-)
 # First match wins; each names what the file is, and the pattern of the names that tell.
 _OTHER_KINDS = tuple(
     (what, re.compile(pattern))
@@ -73,6 +71,9 @@ class TensorRecord:
         dtype: as safetensors spells it, e.g. "BF16".
         rows: start and end of the rows that are taken; None for all.
         swap_halves: whether the two halves of dim 0 change places.
+        scale: of an 8-bit tensor: what it is multiplied by, one number or one per row; None for 1.
+        rotation: of an 8-bit tensor: block of the rotation (patches/eight_bit.py) it was rounded after, 0 for none.
+        convrot: the same for ComfyUI's rotation, whose matrix is another.
     """
 
     file: Path
@@ -81,10 +82,35 @@ class TensorRecord:
     dtype: str
     rows: tuple[int, int] | None = None
     swap_halves: bool = False
+    scale: TensorRecord | None = None
+    rotation: int = 0
+    convrot: int = 0
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype in EIGHT_BIT_TYPES
+
+    def cut(self, start: int, end: int) -> TensorRecord:
+        """Rows start to end alone, with their scales."""
+        scale = self.scale.cut(start, end) if self.scale and prod(self.scale.shape) > 1 else self.scale
+        return replace(self, shape=(end - start, *self.shape[1:]), rows=(start, end), scale=scale)
+
+    def swapped(self) -> TensorRecord:
+        """The halves of dim 0 exchanged, with their scales."""
+        scale = self.scale.swapped() if self.scale and prod(self.scale.shape) > 1 else self.scale
+        return replace(self, swap_halves=True, scale=scale)
 
 
-def read_header(file: Path) -> dict[str, TensorRecord]:
-    """The tensors of one safetensors file by name.
+@dataclass(frozen=True)
+class Header:
+    """What a file says about its tensors, by name, and about itself."""
+
+    tensors: dict[str, TensorRecord]
+    metadata: dict[str, str]
+
+
+def read_header(file: Path) -> Header:
+    """The tensors of one safetensors file by name, and its metadata.
 
     Raises: ValueError if it is something else, cut short or damaged; it says what was found.
     """
@@ -103,7 +129,9 @@ def read_header(file: Path) -> dict[str, TensorRecord]:
         text = stream.read(length)
     if len(text) < length:
         raise ValueError(f"{file} is cut short inside its header: {size} bytes; download it again")
-    return _records(file, _parse(file, text), size - 8 - length)
+    header = _parse(file, text)
+    metadata = header.pop("__metadata__", None) or {}
+    return Header(_records(file, header, size - 8 - length), metadata)
 
 
 def _parse(file: Path, text: bytes) -> dict[str, dict]:
@@ -113,7 +141,6 @@ def _parse(file: Path, text: bytes) -> dict[str, dict]:
         raise ValueError(f"{file} is not a safetensors file: its header is no JSON ({error})") from error
     if not isinstance(header, dict):
         raise ValueError(f"{file} is not a safetensors file: its header is a {type(header).__name__}")
-    header.pop("__metadata__", None)
     return header
 
 
@@ -141,23 +168,6 @@ def refuse_lora(path: Path, records: Mapping[str, TensorRecord]) -> None:
         raise ValueError(
             f"{path} is a LoRA file: {len(found)} {found[0][2]} tensors; give the model it belongs to instead"
         )
-
-
-def refuse_quantized(path: Path, records: Mapping[str, TensorRecord]) -> None:
-    """Raises: ValueError if some of these weights are quantized; it names the type and the count."""
-    quantized = [record for record in records.values() if record.dtype not in FLOAT_TYPES]
-    names = [name for name in records if _QUANTIZED_NAME.search(name)]
-    if not quantized and not names:
-        return
-    if quantized:
-        dtype = quantized[0].dtype
-        found = f"{len(quantized)} {_SPELLED.get(dtype, dtype)} tensors, e.g. {quantized[0].key}"
-    else:
-        found = f"{len(names)} quantization scales, e.g. {names[0]}"
-    raise ValueError(
-        f"{path} holds quantized weights ({found}); such checkpoints are not supported yet, use the bf16 file "
-        '(quantize = "fp8" converts it while loading)'
-    )
 
 
 def describe_other(records: Mapping[str, TensorRecord]) -> str:

@@ -13,9 +13,9 @@ gy is rounded. Both products use the same q; there is no gradient of q, and no a
 reaches x and a LoRA beside the layer is the gradient of the linear with weights s * q, up to the rounding of gy.
 
 The formats. Scales put the largest value of a row at 448 (float8_e4m3fn: 3 mantissa bits) or 127 (int8).
-- float8 errs in proportion to each value: r = (1/8)^2 / 12 / (3 / (2 ln 2)) = 6.0e-4 of its energy (patches/fp8.py),
-  so a product of two rounded factors has 2 r: 29.2 dB below the signal, for any sizes and any outliers. Measured 28.5:
-  normal values do not fill a binade evenly.
+- float8 errs in proportion to each value: r = (1/8)^2 / 12 / (3 / (2 ln 2)) = 6.0e-4 of its energy
+  (patches/weight_only.py), so a product of two rounded factors has 2 r: 29.2 dB below the signal, for any sizes and any
+  outliers. Measured 28.5: normal values do not fill a binade evenly.
 - int8 errs by the same step everywhere: step^2 / 12 with step = amax / 127. A row whose amax is c times its rms loses
   c^2 / (12 * 127^2) of its energy; both factors add up: 10 log10(193548 / (cx^2 + cw^2)) dB. Normal rows of 6144 have c
   near 3.9: 38 dB. Ten decibels better than float8, until an outlier makes c large.
@@ -79,7 +79,7 @@ MAX_PLAIN_ROWS = 16
 _MULTIPLE = 16  # of K and N
 _COMPUTE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _PIECE = 2**26  # weights dequantized at a time: 128 MiB in bfloat16
-_SLICE = 2**27  # weights transposed at a time: 128 MiB; FLUX.2's widest linear takes three slices
+_SLICE = 2**27  # weights transposed at a time at least: 128 MiB
 # wgmma keeps about 14 bits of a running float8 sum; over n / 32 additions that truncates about n / 2^20 of it, which
 # stays below the rounding of float8 itself up to here. Longer sums move to float32 registers on the way.
 _MAX_FAST_TERMS = 8192
@@ -92,7 +92,7 @@ class Plan:
     Args:
         forward: "vendor": row-wise _scaled_mm, or _int_mm and a rescaling pass; "unit": _scaled_mm without scales and a
             rescaling pass; "triton": one kernel; "dequantize": no 8-bit product.
-        grad_input: "triton": one kernel that reads the weight as it lies; "transpose": the vendor's product with a
+        grad_input: "triton": one kernel that reads the weight as it lies; "transpose": the forward's product with a
             transposed slice of the weight that is dropped at once; "dequantize".
         has_triton: whether rows are rounded, sums rescaled and slices transposed by our kernels.
     """
@@ -106,13 +106,15 @@ class Plan:
 def plan_for(device: torch.device, dtype: torch.dtype) -> Plan:
     """The fastest kernels for this 8-bit type that the device has; asks the device once."""
     if device.type in ("cpu", "lazy"):  # lazy: torch's name for CPU code run later; the cards of our tests use it
-        return Plan("vendor", "transpose")
+        # up to torch 2.11 at least, the CPU's float8 products know no row-wise scales
+        return Plan("vendor" if dtype is torch.int8 else "unit", "transpose")
     if device.type != "cuda" or _fault(dtype, device):
         return Plan("dequantize", "dequantize")
-    has_triton = not kernels.fault(device)
-    forward: Literal["vendor", "unit"] = "vendor" if dtype is torch.int8 or _has_rowwise() else "unit"
-    if not has_triton:
+    forward: Literal["vendor", "unit", "triton"] = "vendor" if dtype is torch.int8 or _has_rowwise() else "unit"
+    if kernels.fault(device):
         return Plan(forward, "dequantize")
+    if dtype is torch.int8:
+        forward = "triton"  # _int_mm writes int32 sums, to be read and rescaled: 1.4 to 1.9 times slower on an H200
     # Data-centre chips since Hopper multiply bytes only with the contracted dim contiguous: turning the weight round
     # once beats doing so in every tile. The tensor units of others are slow enough to hide it.
     is_data_centre = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
@@ -225,9 +227,7 @@ def linear8(
     if plan.forward == "dequantize" or not _fits(x, weight, terms=weight.shape[1]):
         return _plain_linear(x if rotation is None else rotate(x, rotation), weight, scale, bias)
     a, a_scale = _quantize(x, weight.dtype, plan, rotation=rotation)
-    if plan.forward == "triton":
-        return kernels.matmul(a, a_scale, weight.t(), x.dtype, b_scale=scale, bias=bias)
-    return _vendor_product(a, a_scale, weight.t(), scale, bias, x.dtype, plan)
+    return _product(a, a_scale, weight.t(), scale, bias, x.dtype, plan)
 
 
 def grad_input8(
@@ -271,16 +271,25 @@ def _quantize(x: torch.Tensor, dtype: torch.dtype, plan: Plan, **first: Any) -> 
     return kernels.quantize_rows(x if x.stride(1) == 1 else x.contiguous(), dtype, **first)
 
 
-def _vendor_product(
+def _product(
     a: torch.Tensor,
     a_scale: torch.Tensor,
     b: torch.Tensor,
-    b_scale: torch.Tensor,
+    b_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     plan: Plan,
 ) -> torch.Tensor:
-    """(a @ b) * a_scale * b_scale.T + bias by cuBLAS and its like. a [M, I], b [I, J] column-major, b_scale [J, 1]."""
+    """(a @ b) * a_scale * b_scale.T + bias, as the plan's forward does.
+
+    Args:
+        a: 8-bit. [M, I]    a_scale: [M, 1]    b: 8-bit, column-major. [I, J]    b_scale: ones if None. [J, 1]
+        bias: [J]
+    """
+    if plan.forward == "triton":
+        return kernels.matmul(a, a_scale, b, dtype, b_scale=b_scale, bias=bias)
+    if b_scale is None:
+        b_scale = torch.ones((b.shape[1], 1), device=b.device)
     _check_cuda_rules(a, b)
     if a.dtype is torch.int8:
         sums = torch._int_mm(a, b)
@@ -312,15 +321,22 @@ def _grad_input_by_slices(
 ) -> torch.Tensor:
     """h @ weight * h_scale; a slice of weight's columns at a time is transposed, multiplied and dropped."""
     num_out, num_in = weight.shape
-    count = math.ceil(num_out * num_in / _SLICE)  # of equal width: a narrow rest would leave a large card idle
+    count = math.ceil(num_out * num_in / _slice_of(h.device))  # of equal width: a narrow rest would idle a large card
     width = math.ceil(num_in / count / _MULTIPLE) * _MULTIPLE
     found = []
     for start in range(0, num_in, width):
         piece = weight[:, start : start + width]
         turned = kernels.transpose(piece) if plan.has_triton else piece.t().contiguous()
-        ones = torch.ones((piece.shape[1], 1), device=h.device)
-        found.append(_vendor_product(h, h_scale, turned.t(), ones, None, dtype, plan))
+        found.append(_product(h, h_scale, turned.t(), None, None, dtype, plan))
     return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+@cache
+def _slice_of(device: torch.device) -> int:
+    """Weights to transpose at a time: what a card hardly notices, and as few launches as that allows."""
+    if device.type != "cuda":
+        return _SLICE
+    return max(_SLICE, torch.cuda.get_device_properties(device).total_memory // 256)
 
 
 def _plain_linear(
@@ -484,13 +500,15 @@ class FrozenLinear8(nn.Linear):
         *,
         bias: torch.Tensor | None = None,
         compute_dtype: torch.dtype = torch.bfloat16,
+        rotation: int = 0,
     ) -> FrozenLinear8:
         """Take an 8-bit weight as a file has it, such as ComfyUI's fp8_scaled; W = weight * scale.
 
         Args:
             weight: float8_e4m3fn or int8, taken over without a copy if contiguous. [N, K]
             scale: one value for the tensor or one per row.
-        Raises: ValueError for another type or a scale of another size.
+            rotation: block of the rotation that was applied before weight was rounded; 0 for none.
+        Raises: ValueError for another type, a scale of another size, or a rotation that does not fit.
         """
         if weight.dtype not in LARGEST or weight.ndim != 2:
             raise ValueError(
@@ -501,8 +519,10 @@ class FrozenLinear8(nn.Linear):
             raise ValueError(
                 f"scale has {scale.numel()} values for a weight of {weight.shape[0]} rows; 1 value or one per row fits"
             )
+        _check_rotation(weight.dtype, weight.shape[1], rotation)
+        matrix = make_rotation(rotation).to(weight.device) if rotation else None
         rows = scale.detach().to(weight.device, torch.float32).reshape(-1, 1).expand(weight.shape[0], 1).clone()
-        return cls._make(weight.detach().contiguous(), rows.contiguous(), bias, compute_dtype, None)
+        return cls._make(weight.detach().contiguous(), rows.contiguous(), bias, compute_dtype, matrix)
 
     @classmethod
     def _make(
@@ -542,6 +562,11 @@ class FrozenLinear8(nn.Linear):
         return "int8-compute" if self.weight.dtype is torch.int8 else "fp8-compute"
 
     @property
+    def rotation_block(self) -> int:
+        """Width of the blocks the in dim is rotated in, 0 for none."""
+        return 0 if self.rotation is None else self.rotation.shape[0]
+
+    @property
     def W_q(self) -> torch.Tensor:
         """The stored weight under the name by which PEFT knows layers that it must dequantize (for DoRA's norms)."""
         return self.weight
@@ -559,8 +584,8 @@ class FrozenLinear8(nn.Linear):
                 f"the {self.scheme} weight of a frozen linear was set to require a gradient and has none; call "
                 "requires_grad_(False) on the model and train a LoRA on top"
             )
-        kind = input.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
+        if is_autocasting(input):
+            kind = input.device.type
             with torch.autocast(kind, enabled=False):  # our own sums are float32 and stay so
                 return self._multiply(input.to(torch.get_autocast_dtype(kind)))
         return self._multiply(input)
@@ -571,7 +596,7 @@ class FrozenLinear8(nn.Linear):
         return out.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        rotation = "" if self.rotation is None else f", rotation={self.rotation.shape[0]}"
+        rotation = f", rotation={self.rotation_block}" if self.rotation_block else ""
         return f"{super().extra_repr()}, scheme={self.scheme}{rotation}"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FrozenLinear8:
@@ -601,6 +626,12 @@ class FrozenLinear8(nn.Linear):
                 )
                 return
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def is_autocasting(x: torch.Tensor) -> bool:
+    """Whether autocast would change a linear's input; also where the compiler traces."""
+    kind = x.device.type
+    return kind in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(kind) and x.dtype != torch.float64
 
 
 def _check_rotation(dtype: torch.dtype, in_features: int, block: int) -> None:

@@ -22,8 +22,8 @@ from torch import nn
 _WRAPPED = ("base_layer", "original")
 TRAINABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ORDER = (
-    "Right order: load, quantize (apply_fp8 leaves LoRA alone, torchao's own quantize_ without filter_fn does not), "
-    "attach LoRA, then train; attaching before apply_fp8 works too"
+    "Right order: load, quantize (apply_quantization leaves LoRA alone, torchao's own quantize_ without filter_fn does "
+    "not), attach LoRA, then train; attaching before apply_quantization works too"
 )
 _NUM_NAMED = 3  # offenders an error message names
 

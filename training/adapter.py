@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from ..families.spec import ModelFamily
-from ..patches.lora import assert_lora_intact, is_torchao_tensor, lora_parameters, place_lora_with_base, resolve_targets
+from ..patches.eight_bit import refuse_merge
+from ..patches.lora import assert_lora_intact, lora_parameters, place_lora_with_base, resolve_targets
+from ..patches.lora_linear import apply_fused_lora
+from ..patches.quantize import full_weight
 from .config import LoraSettings
 
 _ADAPTER = "default"
@@ -71,8 +74,7 @@ class LoraHandle:
 @torch.no_grad()
 def _norm_ratio(layer: Any) -> torch.Tensor:
     """|W| / |W + sBA| of each row of an adapted linear, float32. [out]"""
-    weight = layer.get_base_layer().weight
-    weight = (weight.dequantize() if is_torchao_tensor(weight) else weight).float()
+    weight = full_weight(layer.get_base_layer()).float()
     a, b = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
     return weight.norm(dim=1) / (weight + layer.scaling[_ADAPTER] * (b @ a)).norm(dim=1)
 
@@ -106,8 +108,10 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed every GPU of the process
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     place_lora_with_base(model)
+    refuse_merge(model)
     dtype = getattr(torch, settings.dtype)
     for name in lora_parameters(model):
         model.get_submodule(name.rpartition(".")[0]).to(dtype)
     assert_lora_intact(model)
+    apply_fused_lora(model)
     return LoraHandle(model, tuple(targets))

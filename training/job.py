@@ -20,6 +20,7 @@ from ..assembly import Assembled, assemble_for_training
 from ..caching.encode import Stopped, encode_captions, encode_images, never
 from ..caching.key import file_fingerprint, folder_fingerprint
 from ..caching.store import CacheStore
+from ..caching.text_weights import check_text_encoders
 from ..caching.vae import find_vae
 from ..families.spec import ModelFamily, Variant
 from ..files import save_tensors_atomically
@@ -35,8 +36,8 @@ from ..parallel.placement import (
     plan_manual,
     plan_placement,
 )
-from ..patches.fp8 import import_torchao, stored_bytes
 from ..patches.lora import resolve_targets
+from ..patches.quantize import check_packages, refusal, stored_bytes
 from ..version import VERSION
 from .adapter import LoraHandle, apply_lora
 from .batches import CachedSamples
@@ -131,12 +132,18 @@ def _check_tools(plan: JobPlan) -> None:
     if job.cache.vae_device:
         find_device(job.cache.vae_device)
     encoders = _component_folder(plan, job.cache.text_encoders, "text_encoders")
+    text_device, dtype = find_device(job.cache.text_device), getattr(torch, job.cache.dtype)
+    check_text_encoders(plan.variant.text_encoders, encoders, text_device, dtype, job.cache.text_quantize)
     for spec in plan.variant.text_encoders:
         folder_fingerprint(encoders / spec.folder)
         folder_fingerprint(encoders / spec.tokenizer_folder)
     find_vae(_vae_path(plan))
-    if job.model.quantize == "fp8":
-        import_torchao()
+    settings = job.model.quantize_settings
+    if settings is not None:
+        check_packages(settings)
+        reason = refusal(settings, plan.placement.used_devices)
+        if reason:
+            raise ValueError(reason)
 
 
 def _vae_path(plan: JobPlan) -> Path:
@@ -174,8 +181,9 @@ def plan_job_placement(job: JobConfig, info: CheckpointInfo, variant: Variant, m
     devices = find_devices(job.split.devices)
     blocks = block_names(model, info.family)
     element_size = getattr(torch, job.model.dtype).itemsize
-    if job.model.quantize == "fp8":
-        block_bytes, home_bytes = stored_bytes(model, info.family, blocks, element_size)
+    settings = job.model.quantize_settings
+    if settings is not None:
+        block_bytes, home_bytes = stored_bytes(model, info.family, blocks, element_size, settings)
     else:
         block_bytes, home_bytes = parameter_bytes(model, blocks, element_size)
     budgets = _budgets(job, devices)
@@ -249,6 +257,7 @@ def cache_job(
         store=store,
         on_progress=progress,
         should_stop=should_stop,
+        quantize=settings.text_quantize,
     )
     events.emit("phase", name="latents")
     requests = [sample.image_request() for sample in everything]
@@ -402,9 +411,10 @@ def assemble(plan: JobPlan) -> Assembled:
         plan.family,
         plan.placement,
         dtype=getattr(torch, job.model.dtype),
-        quantize=job.model.quantize,
+        quantize=job.model.quantize_settings,
         attach_adapter=lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed),
         gradient_checkpointing=job.train.gradient_checkpointing,
+        quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
     )
 
 
@@ -484,6 +494,7 @@ def lora_metadata(plan: JobPlan) -> dict[str, str]:
 def _without_places(config: dict[str, Any]) -> dict[str, Any]:
     """The config without what belongs to one machine: folders become names, devices and saving cadence go."""
     config["model"]["path"] = Path(config["model"]["path"]).name
+    del config["model"]["quantized_cache"]
     config["data"]["folders"] = [{**folder, "path": Path(folder["path"]).name} for folder in config["data"]["folders"]]
     config["evaluation"]["folder"] = Path(config["evaluation"]["folder"]).name
     for section in ("split", "cache", "output"):

@@ -141,6 +141,15 @@ def test_a_model_that_is_not_in_the_list_is_refused_before_anything_runs(server:
     assert any(error["type"] == "value_not_in_list" for error in errors)
 
 
+@pytest.mark.parametrize("scheme", ["fp8", "none"])
+def test_a_prompt_from_before_the_later_sockets_is_accepted(server: Server, scheme: str) -> None:
+    """It names no rotation and no cache; the node runs, and what is refused is the model that is not there."""
+    graph = _example_graph(Quantize__quantize=scheme, LoadModelForTraining__path="/nowhere/model")
+    (quantize,) = (node for node in graph.values() if node["class_type"] == "DeviceBridgeQuantize")
+    del quantize["inputs"]["rotation"], quantize["inputs"]["cache"]
+    assert "'/nowhere/model' does not exist" in server.run(graph).error
+
+
 def test_the_fix_reports_its_status(server: Server) -> None:
     graph = {"1": {"class_type": "DeviceBridgeRingLseFix", "inputs": {"enabled": True}}}
     with Messages(server.port, "status") as messages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -163,6 +164,19 @@ def test_the_cores_nodes_take_the_outputs(server: Server, graph: Any) -> None:
     assert ours.keys() == theirs.keys() and ours
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert any("images" in output for output in finished.outputs.values())
+
+
+@pytest.mark.parametrize("scheme", ["auto", "fp8-compute", "int8-compute", "int8"])
+def test_the_report_of_quantizing_is_an_ordinary_text(server: Server, graph: Any, scheme: str) -> None:
+    """Measured inside the inference mode that ComfyUI runs nodes in; training goes on from the same socket."""
+    whole = headless.set_values(graph(name=f"report_{scheme}", steps=2), {"DeviceBridgeQuantize.quantize": scheme})
+    (quantize,) = (key for key, node in whole.items() if node["class_type"] == "DeviceBridgeQuantize")
+    whole["preview"] = {"class_type": "PreviewAny", "inputs": {"source": [quantize, 1]}}
+    (text,) = _succeed(server.run(whole)).outputs["preview"]["text"]
+    assert text.startswith(f"{'fp8' if scheme == 'auto' else scheme}: 28 linears in 8 bits")  # devices is cpu
+    assert re.search(
+        r"^ *\d+\.\d;( *\d+\.\d[,;]?){4}  single_transformer_blocks\.\*\.attn\.to_out$", text, re.MULTILINE
+    )
 
 
 def _save_comfy_sized_pipeline(folder: Path) -> Path:

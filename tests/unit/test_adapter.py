@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
-from devicebridge.patches.fp8 import apply_fp8
+from devicebridge.patches.quantize import SCHEMES, QuantizeSettings, apply_quantization, full_weight
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.config import LoraSettings
@@ -56,20 +56,19 @@ def test_only_lora_is_trained_in_the_asked_type(dtype):
     assert {p.dtype for p in handle.parameters().values()} == {getattr(torch, dtype)}
 
 
-@pytest.mark.parametrize("is_quantized", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize("scheme", ["none", *SCHEMES])
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-def test_the_file_gives_comfyui_the_trained_layer(dora, is_quantized):
+def test_the_file_gives_comfyui_the_trained_layer(dora, scheme):
     """ComfyUI's arithmetic, written out: (W + alpha / rank BA), times dora_scale / |W| where there is one."""
     model = TINY["flux2"].make_model()
-    if is_quantized:
-        apply_fp8(model, FAMILIES["flux2"])
+    if scheme != "none":
+        apply_quantization(model, FAMILIES["flux2"], QuantizeSettings(scheme))
     handle = apply_lora(model, FAMILIES["flux2"], LoraSettings(rank=3, alpha=6, dora=dora), seed=0)
     _randomise(handle)
     tensors = handle.tensors_for_comfyui()
     for name in handle.targets:
         layer = model.get_submodule(name)
-        base = layer.get_base_layer().weight
-        weight = base.dequantize() if is_quantized else base
+        weight = full_weight(layer.get_base_layer())
         merged = weight + 6 / 3 * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
         if dora:
             merged = merged * (tensors[f"{name}.dora_scale"] / weight.norm(dim=1))[:, None]

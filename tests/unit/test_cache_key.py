@@ -13,6 +13,7 @@ import pytest
 import torch
 from devicebridge.caching import key as key_module
 from devicebridge.caching.key import file_fingerprint, folder_fingerprint, joint_key, latent_key, text_key
+from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import LatentSpec, TextEncoderSpec
 from safetensors.torch import load_file, save_file
 
@@ -39,14 +40,44 @@ SPEC_CHANGES = {
     "system_prompt": None,
     "template_options": {"add_generation_prompt": True, "other": [1, 2]},
     "zero_padding": True,
+    "keep_full_precision": ("*.wo",),
+}
+# Of the caption "a cat", made before encoders could be quantized; caches hold entries under such names.
+STORED_KEYS = {
+    ("flux2-dev", "prompt_embeds"): "6f8906a9eee3eb3f5042ec1ffe83d65d03baefe29586746ae0ed2dafba240a01",
+    ("flux2-klein-4b", "prompt_embeds"): "d125ff6760ee69b23eb62f29cdbb53448ec0f8c5c52012f7293e4f452eb79ad2",
+    ("flux1-dev", "pooled_prompt_embeds"): "f26ec3fa705836c8d36ee899b70d62988a22302cbe5865b2ec2a98bbcaaca229",
+    ("flux1-dev", "prompt_embeds"): "5534bbf6a4e91163b3955ca09851dbe10901beeec587c229d2922dd62d1559df",
+    ("wan2.1-t2v-14b", "prompt_embeds"): "f44097e217f31e381fcb2335d2d082d20307ac2eb9d9afbc4b69bccbb12b65c6",
 }
 
 
 def test_every_field_of_the_spec_is_in_the_text_key():
     assert SPEC_CHANGES.keys() == {field.name for field in dataclasses.fields(TextEncoderSpec)}
-    keys = {text_key("a", SPEC, **TEXT)}
-    keys |= {text_key("a", dataclasses.replace(SPEC, **{name: new}), **TEXT) for name, new in SPEC_CHANGES.items()}
+    keys = {text_key("a", SPEC, **TEXT, quantize="int8")}
+    for name, new in SPEC_CHANGES.items():
+        keys.add(text_key("a", dataclasses.replace(SPEC, **{name: new}), **TEXT, quantize="int8"))
     assert len(keys) == 1 + len(SPEC_CHANGES)
+
+
+def test_caches_from_before_there_were_schemes_stay_valid():
+    found = {
+        (variant.name, spec.output): text_key("a cat", spec, **TEXT)
+        for family in FAMILIES.values()
+        for variant in family.variants
+        for spec in variant.text_encoders
+    }
+    assert {name: found[name] for name in STORED_KEYS} == STORED_KEYS
+
+
+def test_the_scheme_and_its_version_are_in_the_text_key_and_only_with_a_scheme(monkeypatch):
+    exact = text_key("a", SPEC, **TEXT)
+    kept = dataclasses.replace(SPEC, keep_full_precision=("*.wo",))
+    keys = {exact, *(text_key("a", SPEC, **TEXT, quantize=scheme) for scheme in ("int8", "fp8"))}
+    monkeypatch.setattr(key_module, "ROUNDING_VERSION", 99)
+    keys.add(text_key("a", SPEC, **TEXT, quantize="int8"))
+    assert len(keys) == 4
+    assert text_key("a", SPEC, **TEXT, quantize="none") == text_key("a", kept, **TEXT) == exact
 
 
 def test_text_fingerprints_type_and_version_are_in_the_text_key(monkeypatch):

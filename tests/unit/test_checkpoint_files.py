@@ -351,19 +351,16 @@ FOREIGN = {
     "kohya": (_tensors("lora_unet_blocks_0_x.lora_down.weight"), r"is a LoRA file: 1 lora_down tensors"),
     "fp8": (
         _tensors("double_blocks.0.img_attn.qkv.weight", dtype=torch.float8_e4m3fn),
-        r"quantized weights \(1 float8_e4m3fn tensors, e.g. double_blocks.0.img_attn.qkv.weight\).*use the bf16 file",
-    ),
-    "scaled": (
-        _tensors("blocks.0.self_attn.q.weight", "blocks.0.self_attn.q.scale_weight"),
-        r"quantized weights \(1 quantization scales, e.g. blocks.0.self_attn.q.scale_weight",
+        "holds 1 tensors of no known model",
     ),
     "nvfp4": (
         {**_tensors("img_in.weight", dtype=torch.uint8), **_tensors("img_in.weight_scale_2")},
-        r"quantized weights \(1 packed 4-bit or uint8 tensors",
+        r"quantized weights of nvfp4 \(1 tensors, e.g. img_in.weight_scale_2\); .*use such a file, or the bf16 file",
     ),
+    "packed": (_tensors("img_in.weight", dtype=torch.uint8), r"quantized weights \(1 uint8 \(packed 4-bit\) tensors"),
     "nf4": (
         {"img_in.weight": torch.zeros(4, dtype=torch.uint8), "img_in.weight.quant_map": torch.zeros(16)},
-        r"quantized weights",
+        r"quantized weights of bitsandbytes",
     ),
     "vae": (_tensors("encoder.conv_in.weight", "decoder.conv_in.weight"), r"is a VAE: 2 tensors such as"),
     "wan vae": (_tensors("encoder.conv1.weight", "decoder.middle.0.residual.0.gamma"), r"is a VAE"),

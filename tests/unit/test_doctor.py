@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from devicebridge import doctor, headless
 from devicebridge.versions import TESTED, TestedRange
 
@@ -56,6 +57,7 @@ def test_nothing_installed_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(importlib.metadata, "version", missing)
     facts = doctor.collect()
     assert [feature["works"] for feature in facts["features"]] == [False] * len(facts["features"])
+    assert [(line["device"], line["works"]) for line in facts["quantization"]] == [("", False)] * 4
     text = doctor.report(facts)
     assert "torch cannot be imported" in text
     assert "diffusers    missing         needed for loading and training models" in text
@@ -83,6 +85,43 @@ def test_a_split_is_promised_only_with_two_gpus() -> None:
     assert judges["LoRA training split over GPUs"](one) == "needs two GPUs or more; torch finds 1"
     assert judges["LoRA training split over GPUs"](two) == ""
     assert judges["LoRA training on a GPU"](one) == ""
+
+
+def _two_cards(**missing: None) -> dict[str, object]:
+    versions = {name: {"found": missing.get(name, "1")} for name in TESTED}
+    return {"versions": versions, "devices": [{"name": "cuda:0"}, {"name": "cuda:1"}, {"name": "cpu"}]}
+
+
+def test_every_scheme_is_judged_on_every_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = {"cuda:0": (7, 5), "cuda:1": (8, 9)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[str(device)])
+    monkeypatch.setattr(torch.version, "hip", None)
+    found = {(line["scheme"], line["device"]): line["reason"] for line in doctor._list_schemes(_two_cards())}
+    why = "fp8-compute was asked for, but float8 products need compute capability 8.9 and the card has 7.5 (cuda:0); "
+    assert found.pop(("fp8-compute", "cuda:0")) == why + "use int8-compute instead"
+    names = ("fp8", "int8", "fp8-compute", "int8-compute")
+    others = {(scheme, f"cuda:{index}") for scheme in names for index in range(2)} - {("fp8-compute", "cuda:0")}
+    assert found == dict.fromkeys(others, "")
+
+
+def test_without_torchao_only_the_computing_schemes_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    found = doctor._list_schemes(_two_cards(torchao=None))
+    assert [line["scheme"] for line in found if line["works"]] == ["fp8-compute"] * 2 + ["int8-compute"] * 2
+    assert [line for line in found if not line["works"]] == [
+        {"scheme": name, "device": "", "works": False, "reason": "torchao missing (pip install torchao)"}
+        for name in ("fp8", "int8")
+    ]
+
+
+def test_a_torchao_that_cannot_be_imported_is_a_reason_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    facts = doctor.collect()
+    found = {line["scheme"]: line for line in facts["quantization"]}
+    assert not found["fp8"]["works"] and "torchao" in found["fp8"]["reason"]
+    assert found["int8-compute"]["works"]
+    assert "  no  fp8 on cpu: " in doctor.report(facts) and "  yes int8-compute on cpu" in doctor.report(facts)
 
 
 def test_a_split_model_needs_two_gpus_and_comfyui_but_nothing_for_training() -> None:

@@ -204,7 +204,7 @@ def test_every_way_to_compute_agrees(forward, backward, scheme, rotation):
     assert decibels(linear(x), out) > least and decibels(grad @ linear.weight, found) > least
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eight_bit, "_PIECE", 48 * 128)
-        patch.setattr(eight_bit, "_SLICE", 48 * 128)
+        patch.setattr(eight_bit, "_slice_of", lambda device: 48 * 128)
         torch.testing.assert_close(linear8(x, *parts, layer.bias, layer.rotation, plan), out)
         torch.testing.assert_close(grad_input8(grad, *parts, layer.rotation, plan), found)
 
@@ -234,7 +234,8 @@ def test_float64_and_sums_too_long_for_int32_are_multiplied_plainly(monkeypatch)
 
 
 @EVERY_VARIANT
-def test_the_shapes_and_layouts_cuda_demands(scheme, rotation, monkeypatch):
+@pytest.mark.parametrize("forward", ["vendor", "unit"])
+def test_the_shapes_and_layouts_cuda_demands(forward, scheme, rotation, monkeypatch):
     """The rules of the header, checked on what reaches torch in a forward and a backward, sliced and not."""
     calls = []
 
@@ -249,13 +250,17 @@ def test_the_shapes_and_layouts_cuda_demands(scheme, rotation, monkeypatch):
         assert a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0 and out_dtype is torch.bfloat16
         assert a.stride(1) == 1 and a.stride(0) > 1 and b.stride(0) == 1 and b.stride(1) > 1
         assert scale_a.dtype is scale_b.dtype is torch.float32
-        assert scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1])
-        assert scale_a.is_contiguous() and scale_b.is_contiguous()
+        if forward == "unit":
+            assert scale_a.shape == scale_b.shape == () and scale_a == scale_b == 1
+        else:
+            assert scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1])
+            assert scale_a.is_contiguous() and scale_b.is_contiguous()
         return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
 
     monkeypatch.setattr(torch, "_int_mm", int_mm)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    monkeypatch.setattr(eight_bit, "_SLICE", 32 * 96)
+    monkeypatch.setattr(eight_bit, "_slice_of", lambda device: 32 * 96)
+    monkeypatch.setattr(eight_bit, "plan_for", lambda device, dtype: Plan(forward, "transpose"))
     linear = make_linear(192, 96)
     layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
     x, grad = make_rows(23, 192), make_rows(23, 96, seed=2)
@@ -356,6 +361,24 @@ def test_weights_with_one_scale_are_taken_over_as_they_are(scheme):
         FrozenLinear8.from_quantized(weight, torch.ones(3))
     with pytest.raises(ValueError, match="torch.float8_e5m2 .48, 64. found"):
         FrozenLinear8.from_quantized(weight.float().to(torch.float8_e5m2), torch.ones(1))
+
+
+@EVERY_VARIANT
+def test_a_stored_weight_is_taken_over_with_its_rotation(scheme, rotation):
+    first = FrozenLinear8.from_linear(make_linear(128, 48), scheme, rotation=rotation)
+    second = FrozenLinear8.from_quantized(
+        first.weight.data, first.scale, bias=first.bias, compute_dtype=torch.float32, rotation=rotation
+    )
+    assert first.rotation_block == second.rotation_block == rotation and second.bias is first.bias
+    assert second.state_dict().keys() == first.state_dict().keys()
+    assert second.weight.data_ptr() == first.weight.data_ptr()
+    x, grad = make_rows(24, 128), make_rows(24, 48, seed=2)
+    assert torch.equal(second(x), first(x))
+    assert torch.equal(gradient(second, x, grad), gradient(first, x, grad))
+    assert torch.equal(second.dequantize(), first.dequantize())
+    wrong, message = (64, "float8, which gains nothing") if scheme == FP8 else (256, "256 does not divide 128")
+    with pytest.raises(ValueError, match=message):
+        FrozenLinear8.from_quantized(first.weight.data, first.scale, rotation=wrong)
 
 
 @EVERY_VARIANT
@@ -681,10 +704,12 @@ def test_a_refusal_names_what_was_found_and_what_works(monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "fault", "platform", "expected"),
     [
-        ((9, 0), "", "linux", (Plan("vendor", "transpose", True), Plan("vendor", "transpose", True))),
-        ((8, 9), "", "linux", (Plan("vendor", "triton", True), Plan("vendor", "triton", True))),
-        ((8, 6), "", "linux", (Plan("dequantize", "dequantize"), Plan("vendor", "triton", True))),
-        ((12, 0), "", "win32", (Plan("unit", "triton", True), Plan("vendor", "triton", True))),
+        ((9, 0), "", "linux", (Plan("vendor", "transpose", True), Plan("triton", "transpose", True))),
+        ((10, 0), "", "linux", (Plan("vendor", "transpose", True), Plan("triton", "transpose", True))),
+        ((8, 9), "", "linux", (Plan("vendor", "triton", True), Plan("triton", "triton", True))),
+        ((8, 6), "", "linux", (Plan("dequantize", "dequantize"), Plan("triton", "triton", True))),
+        ((8, 6), "no Triton", "linux", (Plan("dequantize", "dequantize"), Plan("vendor", "dequantize"))),
+        ((12, 0), "", "win32", (Plan("unit", "triton", True), Plan("triton", "triton", True))),
         ((12, 0), "no Triton", "win32", (Plan("unit", "dequantize"), Plan("vendor", "dequantize"))),
     ],
 )
@@ -695,6 +720,14 @@ def test_each_card_gets_kernels_it_has(capability, fault, platform, expected, mo
     monkeypatch.setattr(eight_bit.sys, "platform", platform)
     plan_for = eight_bit.plan_for.__wrapped__  # past the cache, which is for real cards
     assert tuple(plan_for(torch.device("cuda:0"), dtype) for dtype in SCHEMES.values()) == expected
+
+
+def test_a_large_card_turns_larger_slices(monkeypatch):
+    for memory, expected in ((8 * 2**30, 2**27), (48 * 2**30, 48 * 2**22), (144 * 2**30, 144 * 2**22)):
+        card = type("Properties", (), {"total_memory": memory})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, card=card: card)
+        assert eight_bit._slice_of.__wrapped__(torch.device("cuda:0")) == expected
+    assert eight_bit._slice_of(torch.device("cpu")) == 2**27
 
 
 def test_a_second_import_under_another_name_works():

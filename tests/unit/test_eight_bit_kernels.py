@@ -166,8 +166,16 @@ def test_rescale(sums_dtype, has_bias):
 
 
 @needs_triton
-@pytest.mark.parametrize("plan", [Plan("triton", "triton", True), Plan("vendor", "transpose", True),
-                                  Plan("unit", "triton", True)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("triton", "triton", True),
+        Plan("triton", "transpose", True),
+        Plan("vendor", "transpose", True),
+        Plan("unit", "triton", True),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize(("scheme", "rotation"), [("fp8-compute", 0), ("int8-compute", 0), ("int8-compute", 64)])
 def test_a_layer_on_these_kernels_computes_what_plain_torch_computes(plan, scheme, rotation):
     torch.manual_seed(0)
@@ -184,6 +192,33 @@ def test_a_layer_on_these_kernels_computes_what_plain_torch_computes(plan, schem
         losses = [10 * math.log10((r - reference).square().sum() / reference.square().sum()) for r in (found, plain)]
         # The interpreter's float8 (above) is a little wrong; a card agrees to a tenth of a decibel.
         assert losses[0] < losses[1] + (12 if kernels.is_interpreted() and scheme == "fp8-compute" else 0.3)
+
+
+@needs_triton
+@pytest.mark.parametrize("num_slices", [1, 3])
+@pytest.mark.parametrize(("scheme", "rotation"), [("fp8-compute", 0), ("int8-compute", 0), ("int8-compute", 64)])
+def test_a_grad_input_by_slices_goes_through_the_forwards_product(scheme, rotation, num_slices, monkeypatch):
+    """Where the forward is one kernel, each transposed slice is multiplied by that kernel, and cuBLAS is not asked."""
+    torch.manual_seed(0)
+    layer = FrozenLinear8.from_linear(torch.nn.Linear(192, 96, device=device()), scheme, rotation=rotation)
+    grad = random(24, 96, seed=1)
+    parts = (layer.weight, layer.scale, layer.rotation)
+    # The same rounded rows and sums as in the kernel that reads the weight as it lies.
+    expected = grad_input8(grad, *parts, Plan("triton", "triton", True))
+    for name in ("_int_mm", "_scaled_mm"):
+        monkeypatch.setattr(torch, name, lambda *a, **k: pytest.fail("the plan's forward is our kernel"))
+    monkeypatch.setattr(eight_bit, "_slice_of", lambda device: 96 * 192 // num_slices)
+    calls, matmul = [], kernels.matmul
+
+    def counted(a, a_scale, b, *args, **kwargs):
+        calls.append(tuple(b.shape))
+        assert a.is_contiguous() and b.stride(0) == 1 and b.stride(1) >= b.shape[0]  # as the forward's weight lies
+        return matmul(a, a_scale, b, *args, **kwargs)
+
+    monkeypatch.setattr(kernels, "matmul", counted)
+    found = grad_input8(grad, *parts, Plan("triton", "transpose", True))
+    assert calls == [(96, 192 // num_slices)] * num_slices
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_importing_touches_no_device_and_needs_no_triton():

@@ -86,13 +86,14 @@ def test_every_socket_has_a_tooltip_and_every_node_a_description(nodes: ModuleTy
             assert entry.tooltip, f"{schema.node_id}.{entry.id}"
 
 
-def test_only_open_links_are_optional_and_come_last(nodes: ModuleType) -> None:
+def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: ModuleType) -> None:
     optional = {}
     for schema in _schemas(nodes).values():
         flags = [bool(entry.options.get("optional")) for entry in schema.inputs]
         assert flags == sorted(flags), f"{schema.node_id}: an optional input comes before a required one"
         optional |= {entry.id: entry.io_type for entry in schema.inputs if entry.options.get("optional")}
-    assert optional == {"previous": "DEVICEBRIDGE_DATASET", "anything": "*"}
+    links = {"previous": "DEVICEBRIDGE_DATASET", "anything": "*"}
+    assert optional == {**links, "rotation": "COMBO", "cache": "BOOLEAN", "text_quantize": "COMBO"}
 
 
 def test_no_input_is_called_seed(nodes: ModuleType) -> None:
@@ -124,7 +125,8 @@ def test_sockets_offer_what_the_config_accepts(nodes: ModuleType) -> None:
     for node_id, input_id, section, name in pairs:
         hint = get_type_hints(section)[name]
         assert get_origin(hint) is Literal
-        assert offered(node_id, input_id) == set(get_args(hint)), f"{node_id}.{input_id}"
+        found, accepted = offered(node_id, input_id), set(get_args(hint))
+        assert found in (accepted, accepted | {""}), f"{node_id}.{input_id}"  # a node may answer auto by itself
 
 
 def test_every_node_has_a_help_page_that_names_its_inputs(nodes: ModuleType) -> None:
@@ -225,6 +227,63 @@ def test_split_settings_are_read(nodes: ModuleType) -> None:
         nodes.load._read_split("auto", "manual", "12, x", "")
     with pytest.raises(ValueError, match="split_at belongs to"):
         nodes.load._read_split("auto", "manual", "", "")
+
+
+# ---- quantizing ----
+
+
+@pytest.fixture
+def model(nodes: ModuleType, tmp_path: Path) -> Any:
+    from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
+    from devicebridge.training.config import ModelConfig, SplitConfig
+
+    folder = save_tiny_pipeline(tmp_path / "flux2", "flux2")
+    return nodes.load.TrainingModel(ModelConfig(path=str(folder)), SplitConfig(devices=("cpu",)))
+
+
+def _quantized(nodes: ModuleType, model: Any, *arguments: Any, **settings: Any) -> tuple[Any, str]:
+    return _node(nodes, "DeviceBridgeQuantize").execute(model, *arguments, **settings).args
+
+
+def test_the_schemes_released_first_mean_the_same(nodes: ModuleType, model: Any) -> None:
+    """A workflow saved then names model and quantize, and nothing else."""
+    for scheme in ("fp8", "none"):
+        found, _ = _quantized(nodes, model, scheme)
+        assert found == dataclasses.replace(model, model=dataclasses.replace(model.model, quantize=scheme))
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8", "fp8-compute", "int8-compute", "none"])
+def test_the_report_is_shown_and_handed_on(
+    nodes: ModuleType, host: comfy_stub.FakeHost, model: Any, scheme: str
+) -> None:
+    from devicebridge.training.quantize_preview import preview_model
+
+    with torch.inference_mode():  # as the host runs every node
+        found, report = _quantized(nodes, model, scheme)
+    assert report == preview_model(found.model, model.split).table()
+    assert host.texts == [report] and report.startswith(scheme)
+
+
+def test_the_sockets_of_the_quantize_node_reach_their_settings(
+    nodes: ModuleType, host: comfy_stub.FakeHost, model: Any
+) -> None:
+    defaults = _defaults(_node(nodes, "DeviceBridgeQuantize").define_schema())
+    found = _quantized(nodes, model, **{**defaults, "quantize": "int8-compute"})[0].model
+    assert (found.quantize, found.rotation, found.quantized_cache) == ("int8-compute", 64, "")
+    found = _quantized(nodes, model, quantize="int8-compute", rotation="16", cache=True)[0].model
+    assert found.rotation == 16
+    assert found.quantized_cache == str(host.root / "output/devicebridge/cache/quantized")
+    assert not Path(found.quantized_cache).exists() and model.model.quantize == "none"
+
+
+def test_auto_chooses_by_the_models_devices(nodes: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from devicebridge.training import quantize_preview
+
+    assert _quantized(nodes, model, "auto")[0].model.quantize == "fp8"
+    asked = []
+    monkeypatch.setattr(quantize_preview, "choose_scheme", lambda devices: asked.append(devices) or "int8-compute")
+    assert _quantized(nodes, model, "auto")[0].model.quantize == "int8-compute"
+    assert asked == [[torch.device("cpu")]]
 
 
 # ---- datasets ----
@@ -477,10 +536,12 @@ def test_the_cache_node_hands_its_settings_on(
     monkeypatch.setattr(job_module, "cache_job", lambda plan, events, stop: (_Samples(), None))
     node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
     settings = {**_defaults(node.define_schema()), "vae": "ae.safetensors", "vae_device": "cpu"}
+    settings["text_quantize"] = "int8"
     dataset = node.execute(model=sockets["model"], dataset=sockets["dataset"], **settings).args[0]
     assert dataset.data == sockets["dataset"].data
     assert dataset.cache.vae == str(host.root / "models/vae/ae.safetensors")
     assert (dataset.cache.text_device, dataset.cache.vae_device) == ("cpu", "cpu")
+    assert dataset.cache.text_quantize == "int8"
     assert dataset.cache.folder == str(host.root / "output/devicebridge/cache")
     assert seen[0].cache == dataset.cache
     assert host.texts[-1] == "2 samples are encoded"

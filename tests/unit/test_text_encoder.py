@@ -215,6 +215,14 @@ def test_shards_are_read_through_their_index(folders, tmp_path):
     assert torch.equal(ours, _ours(folders["klein"], QWEN3, "a cat", torch.float32))
 
 
+def test_shards_that_are_missing_are_named(folders, tmp_path):
+    _copy_without_weights(folders["klein"], tmp_path)
+    index = tmp_path / "text_encoder" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}))
+    with pytest.raises(ValueError, match=r"lacks 2 of .*one\.safetensors, two\.safetensors; download"):
+        load_text_encoder(QWEN3, tmp_path, "cpu", torch.float32)
+
+
 def _copy_without_weights(source, target):
     for folder in ("text_encoder", "tokenizer"):
         (target / folder).mkdir(parents=True)
@@ -244,7 +252,7 @@ def test_float8_weights_are_refused(folders, tmp_path):
     folder = _break(
         folders, "klein", tmp_path, lambda tensors: {k: t.to(torch.float8_e4m3fn) for k, t in tensors.items()}
     )
-    with pytest.raises(ValueError, match="float8.*bfloat16"):
+    with pytest.raises(ValueError, match="in 8 bits already .*F8_E4M3.*bfloat16"):
         load_text_encoder(QWEN3, folder, "cpu", torch.float32)
 
 

@@ -1,0 +1,255 @@
+"""A training job without files: a FLUX.2 of random weights on its devices, samples in memory, a trainer over both.
+
+Everything from the weights on is the pack's own code: placement, quantizing layer by layer, the split, LoRA, objective,
+optimizer and loop. Scripts that use this have called load_pack() before they import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from devicebridge.caching.store import CacheStore
+from devicebridge.families.registry import find_family
+from devicebridge.families.spec import Variant
+from devicebridge.parallel.block_split import BlockSplit, apply_block_split
+from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement
+from devicebridge.patches.lora_linear import FusedLora
+from devicebridge.patches.quantize import Quantizer, QuantizeReport, QuantizeSettings, replace_module
+from devicebridge.training.adapter import LoraHandle, apply_lora
+from devicebridge.training.batches import CachedSamples
+from devicebridge.training.config import JobConfig, make_job
+from devicebridge.training.data import BatchOrder, Sample
+from devicebridge.training.loop import Trainer
+from devicebridge.training.objective import make_noise_schedule
+from devicebridge.training.optimizer import learning_rate_factor
+from peft.tuners.lora import Linear as LoraLinear
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+FAMILY = find_family("flux2")
+VARIANT = FAMILY.variant("flux2-dev")
+SCHEMES = ("bf16", "fp8", "int8", "fp8-compute", "int8-compute")  # bf16: nothing is quantized
+TINY_CONFIG = {
+    "in_channels": 16,
+    "num_layers": 2,
+    "num_single_layers": 4,
+    "attention_head_dim": 16,
+    "num_attention_heads": 8,
+    "joint_attention_dim": 32,
+    "timestep_guidance_channels": 32,
+    "axes_dims_rope": (4, 4, 4, 4),
+}
+
+# Puts values into the new parameter of this name, in place; the generator is on its device and its own.
+Fill = Callable[[str, torch.Tensor, torch.Generator], None]
+
+
+@dataclass(frozen=True)
+class RandomModel:
+    """A transformer on its devices, split, frozen, without LoRA; report is None for bf16."""
+
+    scheme: str
+    model: Any
+    split: BlockSplit
+    report: QuantizeReport | None
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        return self.split.placement.used_devices
+
+
+# ---- model
+
+
+def make_config(layers: tuple[int, int], **changes: Any) -> dict[str, Any]:
+    """FLUX.2-dev with this many double and single blocks."""
+    return dict(VARIANT.transformer_config) | {"num_layers": layers[0], "num_single_layers": layers[1]} | changes
+
+
+def plan_devices(config: Mapping[str, Any], devices: Sequence[torch.device]) -> Placement:
+    """Blocks to devices by their bytes in bf16: one cut for all schemes, so that their cards can be compared."""
+    model = _make_empty(config)
+    names = block_names(model, FAMILY)
+    sizes, home = parameter_bytes(model, names, 2)
+    return plan_placement(names, devices, block_cost=sizes, home_cost=home)
+
+
+def _make_empty(config: Mapping[str, Any]) -> Any:
+    with torch.device("meta"):
+        return diffusers.Flux2Transformer2DModel(**config).to(torch.bfloat16)
+
+
+def fill_normal(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+    """Normal with a deviation of 0.02; around 1 for the weights of norms."""
+    tensor.normal_(0, 0.02, generator=generator)
+    if tensor.ndim == 1:
+        tensor.add_(1.0)
+
+
+def make_random_model(
+    config: Mapping[str, Any], placement: Placement, scheme: str, *, seed: int = 0, fill: Fill = fill_normal
+) -> RandomModel:
+    """Draw each layer on its device and quantize it before the next one exists; then split the model.
+
+    The weights before rounding depend on seed and fill alone, so all schemes round the same model.
+    """
+    model = _make_empty(config)
+    quantizer = None if scheme == "bf16" else Quantizer(FAMILY, QuantizeSettings(scheme))  # type: ignore[arg-type]
+    seeds = {name: seed * 100_003 + index for index, (name, _) in enumerate(model.named_parameters())}
+    for fqn, module in list(model.named_modules()):
+        _materialize(fqn, module, placement.device_of(fqn), seeds, fill)
+        if quantizer is not None and quantizer.is_wanted(fqn, module):
+            replace_module(model, fqn, quantizer.finish(fqn, module))
+    report = quantizer.close(model).report if quantizer is not None else None
+    split = apply_block_split(model.requires_grad_(False), FAMILY, placement)
+    return RandomModel(scheme, model, split, report)
+
+
+@torch.no_grad()
+def _materialize(fqn: str, module: nn.Module, device: torch.device, seeds: Mapping[str, int], fill: Fill) -> None:
+    for leaf, parameter in list(module.named_parameters(recurse=False)):
+        name = f"{fqn}.{leaf}"
+        data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        fill(name, data, make_device_generator(device, seeds[name]))
+        module._parameters[leaf] = nn.Parameter(data, requires_grad=False)
+
+
+def make_device_generator(device: torch.device, seed: int) -> torch.Generator:
+    """A generator on the device; emulated cards draw on the CPU."""
+    return torch.Generator(device if device.type == "cuda" else "cpu").manual_seed(seed)
+
+
+# ---- what a model holds
+
+
+def base_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Every plain tensor the model holds outside LoRA, those that quantized weights are made of included."""
+    held = [*model.named_parameters(), *model.named_buffers()]
+    return [part for name, tensor in held if "lora_" not in name for part in _parts(tensor.detach())]
+
+
+def _parts(tensor: Any) -> list[torch.Tensor]:
+    if type(tensor).__name__ == "EmulatedTensor" or not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _parts(getattr(tensor, name))]
+
+
+def bytes_per_device(tensors: Sequence[torch.Tensor]) -> dict[str, int]:
+    """Bytes by device name."""
+    found: dict[str, int] = {}
+    for tensor in tensors:
+        found[str(tensor.device)] = found.get(str(tensor.device), 0) + tensor.numel() * tensor.element_size()
+    return found
+
+
+def checksum(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """One sum of its bytes per tensor: equal for equal bytes, and changed by any training of the tensor."""
+    sums = [tensor.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64) for tensor in tensors]
+    return [int(value) for value in sums]
+
+
+# ---- job
+
+
+def make_random_job(**sections: dict[str, Any]) -> JobConfig:
+    """A job whose paths name nothing; sections override its values."""
+    values: dict[str, Any] = {
+        "model": {"path": "random weights"},
+        "data": {"folders": [{"path": "random samples"}]},
+        "train": {"steps": 1000},
+        "output": {"folder": "nowhere", "tensorboard": False},
+    }
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    return make_job(values)
+
+
+class MemoryStore(CacheStore):
+    """Cached entries that lie in memory."""
+
+    def __init__(self, entries: Mapping[str, dict[str, torch.Tensor]]) -> None:
+        super().__init__(Path("memory"))
+        self._entries = entries
+
+    def get(self, key: str) -> dict[str, torch.Tensor] | None:
+        return self._entries.get(key)
+
+
+def make_samples(latents: torch.Tensor, text: torch.Tensor) -> CachedSamples:
+    """Samples as the cache would give them, each with a caption of its own.
+
+    Args:
+        latents: [N, C, 1, H, W], float32.    text: [N, S, D]
+    """
+    stride = FAMILY.latent_of(VARIANT).spatial_stride
+    bucket = latents.shape[-2] * stride, latents.shape[-1] * stride
+    samples = [Sample(f"{i}.png", f"caption {i}", None, bucket, (0, 0, *bucket), bucket) for i in range(len(latents))]
+    entries = {f"latent {index}": {"latents": each} for index, each in enumerate(latents)}
+    output = VARIANT.text_encoders[0].output
+    entries |= {sample.caption: {output: states} for sample, states in zip(samples, text, strict=True)}
+    captions = {sample.caption: sample.caption for sample in samples}
+    keys = [f"latent {index}" for index in range(len(latents))]
+    return CachedSamples(MemoryStore(entries), samples, keys, captions, False, 1.0)
+
+
+def attach_lora(built: RandomModel, job: JobConfig, *, seed: int | None = None, is_fused: bool = True) -> LoraHandle:
+    """A fresh LoRA, and the model in training mode with every block checkpointed if the job says so.
+
+    Args:
+        seed: of the LoRA alone; None takes the job's.
+        is_fused: False leaves every LoRA layer as PEFT computes it.
+    """
+    lora = apply_lora(built.model, FAMILY, job.lora, seed=job.train.seed if seed is None else seed)
+    if not is_fused:
+        FusedLora([m for m in built.model.modules() if type(m).__mro__[1] is LoraLinear]).remove()
+    built.model.train()
+    if job.train.gradient_checkpointing:
+        built.model.enable_gradient_checkpointing(built.split.checkpoint)
+    return lora
+
+
+def make_trainer(
+    built: RandomModel,
+    lora: LoraHandle,
+    job: JobConfig,
+    train_data: CachedSamples,
+    eval_data: CachedSamples | None = None,
+    variant: Variant = VARIANT,
+) -> Trainer:
+    """The loop of a job over this model; only train_step and evaluate may be called, for there is nowhere to save."""
+    return Trainer(
+        job=job,
+        family=FAMILY,
+        variant=variant,
+        model=built.model,
+        lora=lora,
+        schedule=make_noise_schedule(job.objective, FAMILY, variant),
+        train_data=train_data,
+        eval_data=eval_data,
+        order=BatchOrder(train_data.samples, batch_size=job.train.batch_size, seed=job.train.seed, caption_dropout=0.0),
+        identity={},
+        devices=built.devices,
+        events=None,  # type: ignore[arg-type]
+        save_lora=_refuse_to_save,
+    )
+
+
+def run_steps(trainer: Trainer, on_step: Callable[[int, float], None] = lambda number, loss: None) -> list[float]:
+    """All steps of the job at its schedule's learning rate, without saving or evaluating -> loss of each."""
+    job, losses = trainer.job, []
+    for number in range(job.train.steps):
+        factor = learning_rate_factor(job.schedule, number, job.train.steps)
+        losses.append(trainer.train_step(job.optimizer.learning_rate * factor))
+        trainer.step += 1
+        on_step(number, losses[-1])
+    return losses
+
+
+def _refuse_to_save(path: Path) -> Path:
+    raise RuntimeError(f"a job in memory cannot save to {path}")

@@ -1,0 +1,147 @@
+"""A frozen linear and its LoRA computed together: y = x W^T + (s x A^T) B^T, in the type of x.
+
+Legend: M rows, K in_features, N out_features, R LoRA rank, s scaling (alpha / rank).
+
+Why. PEFT adds a LoRA in separate steps, in the type of the LoRA's weights. Where N is wide (FLUX.2: 55296) each step
+reads and writes the whole output once more, a float32 LoRA in float32 too: on an H200 a third of a training step goes
+into it. Here the scaling meets the [M, R] product, the second product is added by the matmul itself, and float32
+weights are rounded to x's type for the products, as autocast would: masters, gradients and optimizer stay float32.
+
+    forward    a = s x A^T;  y = base(x);  y += a B^T
+    backward   b = s g B;    gx = base's grad_input(g);  gx += b A;   gA = b^T x;   gB = g^T a
+
+The base is a plain linear or a FrozenLinear8; its weight and bias are frozen. x and a [M, R] are kept for the backward,
+as PEFT keeps them.
+
+PEFT keeps its layers: names, state dict, adapters and merging are untouched. Each layer only gets a subclass of its own
+class whose forward takes this way where it is exactly what PEFT would compute (one active plain LoRA, no dropout, not
+merged, no autocast), and PEFT's otherwise.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from .eight_bit import FrozenLinear8, grad_input8, is_autocasting, linear8
+from .lora import TRAINABLE_DTYPES, is_torchao_tensor
+
+
+class FusedLora:
+    """Handle of apply_fused_lora."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.layers = layers
+
+    def remove(self) -> None:
+        """Give every layer PEFT's own forward back; a second call is a no-op."""
+        for layer in self.layers:
+            layer.__class__ = type(layer).__mro__[1]
+        self.layers = []
+
+
+def apply_fused_lora(model: nn.Module) -> FusedLora:
+    """Let PEFT's LoRA layers around plain linears and FrozenLinear8 compute as above, in place.
+
+    No-op for layers whose base is another (torchao's weight-only tensors), that have a variant (DoRA) or dropout.
+    """
+    from peft.tuners.lora import Linear as LoraLinear
+
+    layers = [m for m in model.modules() if type(m) is LoraLinear and _is_known_base(m.base_layer)]
+    for layer in layers:
+        layer.__class__ = _fused_class(LoraLinear)
+    return FusedLora(cast(list[nn.Module], layers))
+
+
+def _is_known_base(base: nn.Module) -> bool:
+    if isinstance(base, FrozenLinear8):
+        return True
+    return type(base) is nn.Linear and not is_torchao_tensor(base.weight) and base.weight.dtype in TRAINABLE_DTYPES
+
+
+@cache
+def _fused_class(lora_linear: type) -> type:
+    """A subclass rather than an attribute of each layer, so that a copied model calls its own layers."""
+
+    class FusedLoraLinear(lora_linear):  # type: ignore[valid-type,misc]
+        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            name = None if args or kwargs else _only_adapter(self, x)
+            if name is None:
+                return super().forward(x, *args, **kwargs)
+            a, b, scaling = self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name]
+            if torch.compiler.is_compiling():  # its own fusions; the opaque function below would be in their way
+                low = F.linear(x, a.to(x.dtype)) * scaling
+                return self.base_layer(x) + F.linear(low, b.to(x.dtype))
+            return _LoraLinear.apply(x, a, b, scaling, self.base_layer)
+
+    FusedLoraLinear.__name__ = lora_linear.__name__  # what a printed model shows
+    return FusedLoraLinear
+
+
+def _only_adapter(layer: Any, x: torch.Tensor) -> str | None:
+    """The one adapter to compute with; None if PEFT must decide."""
+    if layer.disable_adapters or layer.merged or is_autocasting(x) or not _is_known_base(layer.base_layer):
+        return None  # the base may have been quantized since
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(active) != 1 or active[0] in layer.lora_variant or layer.lora_bias.get(active[0], False):
+        return None
+    is_dropping = isinstance(layer.lora_dropout[active[0]], nn.Dropout) and layer.training
+    is_own = _is_frozen(layer.base_layer) and not is_dropping and x.dtype in (torch.bfloat16, torch.float32)
+    return active[0] if is_own else None
+
+
+def _is_frozen(base: nn.Linear) -> bool:
+    """Whether nobody trains or watches the base, whose call is passed by."""
+    has_hooks = base._forward_hooks or base._forward_pre_hooks or base._backward_hooks
+    return not (has_hooks or base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad))
+
+
+class _LoraLinear(torch.autograd.Function):
+    """The equations at the head of this file."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, base: nn.Linear
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        low = rows @ a.to(x.dtype).t()
+        if scaling != 1:
+            low *= scaling
+        out = _base_product(rows, base).addmm_(low, b.to(x.dtype).t())
+        ctx.save_for_backward(rows, low, a, b)
+        ctx.base, ctx.scaling, ctx.shape = base, scaling, x.shape
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, low, a, b = ctx.saved_tensors
+        g = grad.reshape(-1, grad.shape[-1])
+        grad_low = g @ b.to(g.dtype)
+        if ctx.scaling != 1:
+            grad_low *= ctx.scaling
+        grad_x = grad_a = grad_b = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _base_grad_input(g, ctx.base).addmm_(grad_low, a.to(g.dtype)).view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            grad_a = (grad_low.t() @ rows).to(a.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_b = (g.t() @ low).to(b.dtype)
+        return grad_x, grad_a, grad_b, None, None
+
+
+def _base_product(rows: torch.Tensor, base: nn.Linear) -> torch.Tensor:
+    if isinstance(base, FrozenLinear8):
+        return linear8(rows, base.weight, base.scale, base.bias, base.rotation)
+    return F.linear(rows, base.weight, base.bias)
+
+
+def _base_grad_input(grad: torch.Tensor, base: nn.Linear) -> torch.Tensor:
+    if isinstance(base, FrozenLinear8):
+        return grad_input8(grad, base.weight, base.scale, base.rotation)
+    return grad @ base.weight

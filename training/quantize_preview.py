@@ -1,0 +1,307 @@
+"""What quantizing a model will do to it, said before any weight is loaded: sizes, layers left alone, noise.
+
+Sizes come from the checkpoint's header. Noise is measured on the middle layer of every class of layers, on rows spread
+evenly over its weight, rounded by the code that will round the whole; see patches/quantize_noise.py. No more than one
+sample is in memory at a time: for FLUX.2-dev some seconds on two cores, and less than 1 GB.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..loading.checkpoint import CheckpointInfo, TensorRecord, make_empty_transformer, read_checkpoint
+from ..loading.quantized_files import count_types, dequantize, read_records, read_scales
+from ..parallel.devices import find_devices
+from ..parallel.placement import Placement, block_names, parameter_bytes
+from ..patches.quantize import (
+    KEPT,
+    NOT_LINEAR,
+    QUANTIZED,
+    LayerGroup,
+    Quantizer,
+    QuantizeSettings,
+    Scheme,
+    Stored8,
+    layer_class,
+    refusal,
+    stored_bytes,
+    stored_linear_bytes,
+)
+from ..patches.quantize_noise import NUM_SAMPLE_ROWS, SignalToNoise, measure_noise
+from .config import DataConfig, FolderConfig, JobConfig, LoopConfig, ModelConfig, OutputConfig, SplitConfig
+from .job import plan_job_placement
+
+_NUM_RUNS = 16  # of adjacent rows in a sample: few reads, and every part of a stacked weight is met
+_NUM_NAMED = 4
+_TIME_RESOLUTION = 512  # pixels, where a split by time is planned before there are pictures
+_BEST_FIRST: tuple[Scheme, ...] = ("fp8-compute", "int8-compute")
+
+
+@dataclass(frozen=True)
+class QuantizePreview:
+    """What will become of a model's weights.
+
+    Args:
+        settings: None where nothing is quantized.
+        dtype: that the model computes in and holds the rest in.
+        groups: modules with weights of their own by what happens to them: QUANTIZED, KEPT, NOT_LINEAR.
+        device_bytes: weights on each device; {} where their place is not known.
+        device_note: what device_bytes depends on, or why it is not known.
+        noise: by layer class.
+        num_stored: tensors that the file holds in 8 bits already, by type as torch spells it.
+        num_taken: how many of them are kept as they are.
+    """
+
+    settings: QuantizeSettings | None
+    dtype: str
+    groups: Mapping[str, LayerGroup]
+    device_bytes: Mapping[str, int] = field(default_factory=dict)
+    device_note: str = ""
+    noise: Mapping[str, SignalToNoise] = field(default_factory=dict)
+    num_stored: Mapping[str, int] = field(default_factory=dict)
+    num_taken: int = 0
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(group.bytes_before for group in self.groups.values())
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(group.bytes_after for group in self.groups.values())
+
+    def summary(self) -> str:
+        """One line, sizes in decimal GB."""
+        if self.settings is None:
+            return f"none: all weights in {self.dtype}, {_gb(self.bytes_before)}"
+        return (
+            f"{self.settings.scheme}: {len(self.groups[QUANTIZED].names)} linears in 8 bits, "
+            f"{self.bytes_before / 1e9:.2f} -> {_gb(self.bytes_after)} of weights"
+        )
+
+    def table(self) -> str:
+        """summary, what is left alone and why, sizes per device, and a line of noise per layer class, worst first."""
+        return "\n".join([self.summary(), *self._skipped(), *self._file_lines(), *self._device_lines(), *self._noise()])
+
+    def _skipped(self) -> list[str]:
+        if self.settings is None:
+            return []
+        kept, others = self.groups[KEPT], self.groups[NOT_LINEAR]
+        classes = list(dict.fromkeys(map(_short_name, kept.names)))
+        named = ", ".join(classes[:_NUM_NAMED]) + (", ..." if len(classes) > _NUM_NAMED else "")
+        return [
+            f"{self.dtype}: {len(kept.names)} linears the family keeps, {_gb(kept.bytes_after)} ({named})"
+            if kept.names
+            else f"{self.dtype}: no linear, the family keeps none",
+            f"{self.dtype}: {len(others.names)} layers that are no linears (norms, tables), {_gb(others.bytes_after)}",
+            "LoRA: attached later, never quantized",
+        ]
+
+    def _file_lines(self) -> list[str]:
+        if not self.num_stored:
+            return []
+        total = sum(self.num_stored.values())
+        types = ", ".join(f"{count} in {name}" for name, count in self.num_stored.items())
+        again = total - self.num_taken
+        does = [f"{self.num_taken} kept as they are"] if self.num_taken else []
+        if again:
+            does.append(
+                f"{again} become {self.dtype}" + (", linears to quantize are rounded again" if self.settings else "")
+            )
+        return [f"the file holds tensors in 8 bits already ({types}): {', '.join(does)}"]
+
+    def _device_lines(self) -> list[str]:
+        sizes = ", ".join(f"{device} {_gb(size)}" for device, size in self.device_bytes.items())
+        line = ", ".join(part for part in (sizes, self.device_note) if part)
+        return [line] if line else []
+
+    def _noise(self) -> list[str]:
+        if not self.noise:
+            return []
+        rows = sorted(self.noise.items(), key=lambda item: item[1].output)
+        return [
+            "signal to noise of samples, dB: weight; output, with outliers; gradient, with outliers",
+            *(f"{_decibels(noise)}  {name}" for name, noise in rows),
+        ]
+
+
+def _short_name(fqn: str) -> str:
+    """The layer class of a module inside a list, else the part of the model it belongs to."""
+    return layer_class(fqn) if "*" in layer_class(fqn) else fqn.partition(".")[0]
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+def _decibels(noise: SignalToNoise) -> str:
+    weight, output, output_outliers, grad, grad_outliers = (
+        " exact" if math.isinf(value) else f"{value:6.1f}"
+        for value in (noise.weight, noise.output, noise.output_outliers, noise.grad_input, noise.grad_input_outliers)
+    )
+    return f"{weight};{output},{output_outliers};{grad},{grad_outliers}"
+
+
+def choose_scheme(devices: Sequence[torch.device]) -> Scheme:
+    """The fastest scheme that every one of these devices can compute in; weight-only fp8 where none is.
+
+    The CPU computes 8-bit products too, but no faster than others.
+    """
+    if any(device.type == "cpu" for device in devices):
+        return "fp8"
+    return next((scheme for scheme in _BEST_FIRST if not refusal(QuantizeSettings(scheme), devices)), "fp8")
+
+
+def preview_model(config: ModelConfig, split: SplitConfig) -> QuantizePreview:
+    """The preview of a model whose training is not set up yet; where it goes is planned as memory is free now.
+
+    Raises: ValueError for a file that is no such model, or a device that cannot compute in the scheme, naming one that
+        works; RuntimeError if a package is missing.
+    """
+    settings = config.quantize_settings
+    reason = refusal(settings, find_devices(split.devices)) if settings else ""
+    if reason:
+        raise ValueError(reason)
+    info = read_checkpoint(config.path, config.family, config.variant)
+    model = make_empty_transformer(info)
+    try:
+        placement, note = _plan_now(config, split, info, model), "as memory is free now"
+        note += f", for pictures of {_TIME_RESOLUTION} pixels" if split.balance == "time" else ""
+    except ValueError as error:  # ComfyUI's own models may be in memory, and are gone before training
+        placement, note = None, f"as memory is free now: {error}"
+    return _preview(config, info, model, placement, note)
+
+
+def preview_job(job: JobConfig, info: CheckpointInfo, placement: Placement) -> QuantizePreview:
+    """The preview of a job that was checked."""
+    return _preview(job.model, info, make_empty_transformer(info), placement, "")
+
+
+def _plan_now(config: ModelConfig, split: SplitConfig, info: CheckpointInfo, model: nn.Module) -> Placement:
+    """Where the blocks go; with balance "time" for pictures of one size, as no dataset is known yet."""
+    job = JobConfig(
+        model=config,
+        split=split,
+        data=DataConfig(folders=(FolderConfig(config.path),), resolutions=(_TIME_RESOLUTION,)),
+        train=LoopConfig(steps=1),
+        output=OutputConfig(folder=config.path),
+    )
+    return plan_job_placement(job, info, info.variant or info.family.variants[0], model)
+
+
+def _preview(
+    config: ModelConfig, info: CheckpointInfo, model: nn.Module, placement: Placement | None, note: str
+) -> QuantizePreview:
+    settings = config.quantize_settings
+    quantizer = Quantizer(info.family, settings) if settings else None
+    groups = _sort(model, quantizer, getattr(torch, config.dtype).itemsize)
+    weights = [info.tensors[f"{name}.weight"] for name in groups[QUANTIZED].names]
+    return QuantizePreview(
+        settings=settings,
+        dtype=config.dtype,
+        groups=groups,
+        device_bytes=_device_bytes(config, info, model, placement) if placement else {},
+        device_note=note,
+        noise=_measure(info, groups[QUANTIZED].names, quantizer, config.dtype) if quantizer else {},
+        num_stored=info.quantized_types,
+        num_taken=sum(_is_taken(record, quantizer) for record in weights) if quantizer else 0,
+    )
+
+
+def _sort(model: nn.Module, quantizer: Quantizer | None, element_size: int) -> dict[str, LayerGroup]:
+    """Modules that hold parameters themselves by what happens to them; sizes in bytes. Works on meta tensors."""
+    found: dict[str, dict[str, tuple[int, int]]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
+    for name, module in model.named_modules():
+        before = after = sum(parameter.numel() for parameter in module.parameters(recurse=False)) * element_size
+        if not before:
+            continue
+        reason = KEPT if isinstance(module, nn.Linear) else NOT_LINEAR
+        if quantizer and quantizer.is_wanted(name, module):
+            assert isinstance(module, nn.Linear)
+            reason = QUANTIZED
+            after += stored_linear_bytes(module, quantizer.settings) - module.weight.numel() * element_size
+        found[reason][name] = before, after
+    return {
+        reason: LayerGroup(tuple(sizes), sum(b for b, _ in sizes.values()), sum(a for _, a in sizes.values()))
+        for reason, sizes in found.items()
+    }
+
+
+def _device_bytes(config: ModelConfig, info: CheckpointInfo, model: nn.Module, placement: Placement) -> dict[str, int]:
+    settings, element_size = config.quantize_settings, getattr(torch, config.dtype).itemsize
+    blocks = block_names(model, info.family)
+    if settings:
+        sizes, home = stored_bytes(model, info.family, blocks, element_size, settings)
+    else:
+        sizes, home = parameter_bytes(model, blocks, element_size)
+    found = {device: home if device == placement.home else 0 for device in placement.used_devices}
+    for device, size in zip(placement.devices, sizes, strict=True):
+        found[device] += size
+    return {str(device): size for device, size in found.items()}
+
+
+# --- noise ------------------------------------------------------------------------------------------------------------
+
+
+def _measure(info: CheckpointInfo, wanted: Sequence[str], quantizer: Quantizer, dtype: str) -> dict[str, SignalToNoise]:
+    classes: dict[str, list[str]] = defaultdict(list)
+    for name in wanted:
+        classes[layer_class(name)].append(name)
+    return {
+        name: _measure_layer(layers[len(layers) // 2], info, quantizer, getattr(torch, dtype))
+        for name, layers in classes.items()
+    }
+
+
+@torch.no_grad()
+def _measure_layer(fqn: str, info: CheckpointInfo, quantizer: Quantizer, dtype: torch.dtype) -> SignalToNoise:
+    """Noise of one linear of the file; where its weight is in 8 bits already, against what the file holds."""
+    record = info.tensors[f"{fqn}.weight"]
+    values, scale = _read_sample(record)
+    if _is_taken(record, quantizer):
+        assert scale is not None
+        exact, stored = dequantize(values, scale, record, torch.float32), Stored8(values, scale, record.rotation)
+    else:
+        exact = dequantize(values, scale, record, dtype) if record.is_quantized else values.to(dtype)
+        linear = nn.Linear(exact.shape[1], exact.shape[0], bias=False, device="meta")
+        linear.weight = nn.Parameter(exact, requires_grad=False)
+        stored = quantizer.store(quantizer.finish(fqn, linear))
+    return measure_noise(exact, stored, out_features=record.shape[0], multiplies=quantizer.settings.is_compute)
+
+
+def _read_sample(record: TensorRecord) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows of one tensor from all over it, as the file has them, and their scales if it is in 8 bits. [n, K], [n, 1]"""
+    pieces = {str(start): _cut(record, start, end) for start, end in _sample_runs(record.shape[0])}
+    values = dict(read_records(pieces))
+    if not record.is_quantized:
+        return torch.cat(list(values.values())), None
+    found = read_scales(pieces)
+    scales = [found.get(name, torch.ones(1)).reshape(-1, 1).expand(len(rows), 1) for name, rows in values.items()]
+    return torch.cat(list(values.values())), torch.cat(scales)
+
+
+def _sample_runs(num_rows: int) -> list[tuple[int, int]]:
+    """Start and end of runs of rows, evenly spaced from the first to the last; one run of all rows if they are few."""
+    if num_rows <= NUM_SAMPLE_ROWS:
+        return [(0, num_rows)]
+    height = NUM_SAMPLE_ROWS // _NUM_RUNS
+    starts = [round(run * (num_rows - height) / (_NUM_RUNS - 1)) for run in range(_NUM_RUNS)]
+    return [(start, start + height) for start in starts]
+
+
+def _cut(record: TensorRecord, start: int, end: int) -> TensorRecord:
+    first = record.rows[0] if record.rows else 0
+    return record.cut(first + start, first + end)
+
+
+def _is_taken(record: TensorRecord, quantizer: Quantizer) -> bool:
+    """Whether loading keeps a weight as the file has it."""
+    if not record.is_quantized or record.convrot:
+        return False
+    (name,) = count_types([record])
+    return quantizer.can_take(getattr(torch, name))
