@@ -8,15 +8,19 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .version import VERSION
 
 if TYPE_CHECKING:
+    from .training.config import JobConfig
     from .training.events import Event
+    from .training.job import CachePart, JobPlan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,8 +62,27 @@ def _make_parser() -> argparse.ArgumentParser:
     check.add_argument("job", type=Path)
     check.set_defaults(command=_check)
 
-    cache = commands.add_parser("cache", help="compute a job's captions and latents only")
-    cache.add_argument("job", type=Path)
+    cache = commands.add_parser(
+        "cache",
+        help="compute a job's captions and latents only",
+        description="Compute a job's captions and latents only. Several of these may run at once for one cache, on "
+        "other devices too, and share the work. What is done stays, however it ends.",
+    )
+    cache.add_argument("job", type=Path, nargs="+", help="job file; several are done one after the other")
+    cache.add_argument("--only", choices=["captions", "latents"], help="leave the other part alone")
+    cache.add_argument("--device", help="device of text encoders and VAE, in place of the job's")
+    mode = cache.add_mutually_exclusive_group()
+    mode.add_argument("--regenerate", action="store_true", help="compute everything again, also what is there")
+    mode.add_argument(
+        "--verify",
+        action="store_true",
+        help="compute nothing: read every entry of the jobs, say what is missing or damaged; exit code 1 if so",
+    )
+    mode.add_argument(
+        "--prune",
+        action="store_true",
+        help="compute nothing: delete from the jobs' cache folders what no sample of any of these jobs needs",
+    )
     cache.set_defaults(command=_cache)
 
     run = commands.add_parser("run", help="run a ComfyUI workflow file through ComfyUI, without its window")
@@ -85,7 +108,7 @@ def _train(options: argparse.Namespace) -> int:
 
     job = load_job(options.job)
     with _stop_on_signal() as should_stop:
-        result = run_job(job, resume=options.resume, on_event=_print_event, should_stop=should_stop)
+        result = run_job(job, resume=options.resume, on_event=_Terminal(), should_stop=should_stop)
     if result.step >= job.train.steps and options.resume:
         print(f"complete: {result.step} of {job.train.steps} steps are done")
     if result.eval_before is not None and result.eval_after is not None:
@@ -112,18 +135,68 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _cache(options: argparse.Namespace) -> int:
-    from .caching.encode import Stopped
     from .training.config import load_job
-    from .training.events import EventLog
-    from .training.job import cache_job, check_job
+    from .training.job import CACHE_PARTS, check_job
 
-    plan = check_job(load_job(options.job))
-    with _stop_on_signal() as should_stop, EventLog(Path(plan.job.output.folder), _print_event) as events:
-        try:
-            cache_job(plan, events, should_stop)
-        except Stopped:
-            print("stopped; what was computed is kept")
-            return 130
+    if options.prune and options.only:
+        raise ValueError("--prune looks at captions and latents together; leave out --only")
+    if options.device and (options.prune or options.verify):
+        raise ValueError("--device is for computing; leave it out with --verify and --prune, which load nothing")
+    plans = {str(path): check_job(_on_device(load_job(path), options.device)) for path in options.job}
+    parts = (options.only,) if options.only else CACHE_PARTS
+    if options.verify:
+        return _verify_caches(plans, parts)
+    if options.prune:
+        return _prune_caches(plans, parts)
+    return _fill_caches(plans, parts, not_before_s=time.time() if options.regenerate else 0.0)
+
+
+def _on_device(job: JobConfig, device: str | None) -> JobConfig:
+    if not device:
+        return job
+    from .caching.text_place import text_device_on
+
+    return replace(
+        job, cache=replace(job.cache, text_device=text_device_on(job.cache.text_device, device), vae_device=device)
+    )
+
+
+def _fill_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart], *, not_before_s: float) -> int:
+    from .caching.encode import Stopped
+    from .training.events import EventLog
+    from .training.job import fill_captions, fill_latents
+
+    fill = {"captions": fill_captions, "latents": fill_latents}
+    with _stop_on_signal() as should_stop:
+        for plan in plans.values():
+            with EventLog(Path(plan.job.output.folder), _Terminal()) as events:
+                try:
+                    for part in parts:
+                        fill[part](plan, events, should_stop, not_before_s=not_before_s)
+                except Stopped as stopped:
+                    print(stopped)
+                    return 130
+    return 0
+
+
+def _verify_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> int:
+    from .training.cache_upkeep import verify_cache
+
+    is_clean = True
+    for name, plan in plans.items():
+        verified = verify_cache(plan, parts)
+        print(verified.report())
+        is_clean = is_clean and verified.is_clean
+        if not verified.is_clean:
+            print(f"`devicebridge cache {name}` computes what is missing or damaged")
+    return 0 if is_clean else 1
+
+
+def _prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> int:
+    from .training.cache_upkeep import prune_caches
+
+    for pruned in prune_caches(plans, parts):
+        print(pruned.report())
     return 0
 
 
@@ -167,18 +240,71 @@ def _stop_on_signal() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def _print_event(event: Event) -> None:
+class _Terminal:
+    """Prints a job's events; an object of this class is what `on_event` takes.
+
+    In a terminal, progress is one line that is written over; elsewhere a line now and then, so that a log stays short.
+    """
+
+    _INTERVAL_S = 2.0
+    _BAR_WIDTH = 24
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._is_line_open = False
+        self._last_s = 0.0
+
+    def __call__(self, event: Event) -> None:
+        if event.kind == "progress":
+            self._show_progress(event)
+            return
+        if line := _describe(event):
+            self._end_line()
+            print(line, flush=True)
+
+    def _show_progress(self, event: Event) -> None:
+        line, is_last, now_s = _describe_progress(event), event.step == event.total, time.monotonic()
+        if self._is_terminal:
+            filled = self._BAR_WIDTH * event.step // max(1, event.total)
+            bar = "#" * filled + "." * (self._BAR_WIDTH - filled)
+            print(f"\r[{bar}] {line}\033[K", end="", flush=True)  # the escape clears what a longer line has left
+            self._is_line_open = True
+            if is_last:
+                self._end_line()
+        elif is_last or now_s - self._last_s >= self._INTERVAL_S:
+            self._last_s = now_s
+            print(line, flush=True)
+
+    def _end_line(self) -> None:
+        if self._is_line_open:
+            print(flush=True)
+        self._is_line_open = False
+
+
+def _describe_progress(event: Event) -> str:
+    """ "captions 12/500, 0.067 captions/s, about 2 h 01 min left" """
+    from .training.pace import describe_duration, describe_rate
+
+    values = event.values
+    line = f"{values['what']} {event.step}/{event.total}"
+    if values.get("per_second"):
+        line += f", {describe_rate(values['per_second'], values['what'])}"
+        if event.step < event.total:
+            line += f", about {describe_duration(values['left_s'])} left"
+    return line
+
+
+def _describe(event: Event) -> str:
     values = event.values
     if event.kind == "phase":
-        print(f"== {values['name']} {values.get('placement', '')}".rstrip(), flush=True)
-    elif event.kind == "progress":
-        print(f"{values['what']} {event.step}/{event.total}", flush=True)
-    elif event.kind == "step":
-        print(f"step {event.step}/{event.total} loss {values['loss']:.5f} {values['elapsed_s']:.2f} s", flush=True)
-    elif event.kind == "eval":
-        print(f"step {event.step}/{event.total} evaluation loss {values['loss']:.6f}", flush=True)
-    elif event.kind == "saved":
-        print(f"saved {values['path']}", flush=True)
+        return f"== {values['name']} {values.get('placement', '')}".rstrip()
+    if event.kind == "step":
+        return f"step {event.step}/{event.total} loss {values['loss']:.5f} {values['elapsed_s']:.2f} s"
+    if event.kind == "eval":
+        return f"step {event.step}/{event.total} evaluation loss {values['loss']:.6f}"
+    if event.kind == "saved":
+        return f"saved {values['path']}"
+    return ""
 
 
 if __name__ == "__main__":

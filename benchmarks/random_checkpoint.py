@@ -27,7 +27,7 @@ def write_single_file(path: Path, family: ModelFamily, variant: Variant) -> int:
     for original, stack in originals_of(shapes, family.renames).items():
         members = [shapes[member] for member in stack.members]
         sizes[original] = (sum(shape[0] for shape in members), *members[0][1:])
-    return _write(path, sizes)
+    return write_tensors(path, sizes)
 
 
 def write_diffusers_folder(folder: Path, family: ModelFamily, config: Mapping[str, Any]) -> int:
@@ -36,7 +36,7 @@ def write_diffusers_folder(folder: Path, family: ModelFamily, config: Mapping[st
     with torch.device("meta"):
         model = getattr(diffusers, family.transformer_class)(**dict(config))
     model.save_config(folder)
-    return _write(folder / "diffusion_pytorch_model.safetensors", shapes_of(family, config))
+    return write_tensors(folder / "diffusion_pytorch_model.safetensors", shapes_of(family, config))
 
 
 def shapes_of(family: ModelFamily, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -51,7 +51,8 @@ def bytes_of(family: ModelFamily, config: Mapping[str, Any]) -> int:
     return sum(2 * torch.Size(shape).numel() for shape in shapes_of(family, config).values())
 
 
-def _write(path: Path, sizes: Mapping[str, tuple[int, ...]]) -> int:
+def write_tensors(path: Path, sizes: Mapping[str, tuple[int, ...]]) -> int:
+    """One safetensors file of bf16 tensors, by name and shape; returns the bytes of its weights."""
     header, end = {}, 0
     for name, shape in sizes.items():
         start, end = end, end + 2 * torch.Size(shape).numel()

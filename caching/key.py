@@ -8,6 +8,8 @@ An encoder held in 8 bits makes other states than in full precision: the scheme 
 said about schemes, so keys of full precision are what they were before there were any.
 
 The device is left out on purpose: the same encoder on a CPU and a GPU rounds differently but computes the same thing.
+So are the versions of torch, transformers, diffusers and Pillow: an update would throw away every cache, for
+differences that are nearly always none. Where an update does matter to our code, raise a version below.
 
 Fingerprints of weights. Hashing the 48 GB of a text encoder takes minutes of disk time before every job, so large files
 are sampled: the size, the whole safetensors header (every name, type, shape and offset) and `_SAMPLE_BYTES` at the

@@ -1,36 +1,47 @@
 """A folder of cached tensors: one safetensors file per entry, never used when it is not whole.
 
-An entry is written once under a key that names its content (see key.py) and never changes, so there is nothing to lock:
-two writers of one key write the same bytes, and either rename wins. Three defects are told apart from a whole entry:
+An entry is written once under a key that names its content (see key.py) and never changes, so nothing is locked to read
+or write one: two writers of one key write the same bytes, and either rename wins. (Who computes what is another
+question, see claims.py.) Three defects are told apart from a whole entry:
 
     a file cut short          the length in its header does not match the file: seen by `in` and by get
     a file with foreign bytes the header does not parse, or is not ours: seen by `in` and by get
     a file with flipped bytes the checksum in the header does not match: seen by get, which reads everything
 
-All three are misses; the entry is computed again and written over. A link is an entry without tensors that names other
+All three are misses; the entry is computed again and written over. `check` reads everything and says which entries are
+whole. A link is an entry without tensors that names other
 entries and reads as all of their tensors together: a caption seen by two text encoders is one entry to the training
 loop, yet changing one encoder leaves the other's work in place.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
+import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
-from ..files import save_tensors_atomically
+from ..files import TEMPORARY_SUFFIX, save_tensors_atomically
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
+State = Literal["whole", "missing", "damaged"]
+
 _CHECKSUM = "checksum"
 _PARTS = "parts"
+_SUFFIX = ".safetensors"
+_FOLDER_NAME = re.compile(r"[0-9a-f]{2}")
+_KEY = re.compile(r"[0-9a-f]{3,}")
+_NO_ROOM = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 _LENGTH_BYTES = 8  # a safetensors file starts with the length of its JSON header, little-endian
 
 
@@ -48,9 +59,17 @@ class CacheStore:
 
         Raises: ValueError if the key is not lower-case hexadecimal, which also keeps it inside the folder.
         """
-        if len(key) < 3 or set(key) - set("0123456789abcdef"):
+        if not _KEY.fullmatch(key):
             raise ValueError(f"a cache key is lower-case hexadecimal, not {key!r}")
-        return self.folder / key[:2] / f"{key}.safetensors"
+        return self.folder / key[:2] / f"{key}{_SUFFIX}"
+
+    def keys(self) -> Iterator[str]:
+        """Keys of all entries, damaged ones included; other files in the folder are not looked at."""
+        folders = self.folder.iterdir() if self.folder.is_dir() else ()
+        for folder in folders:
+            if _FOLDER_NAME.fullmatch(folder.name) and folder.is_dir():
+                names = [path.name.removesuffix(_SUFFIX) for path in folder.iterdir() if path.name.endswith(_SUFFIX)]
+                yield from (key for key in names if _KEY.fullmatch(key) and key.startswith(folder.name))
 
     def __contains__(self, key: str) -> bool:
         """Whether the entry, and every entry it links to, is there with its full length; reads the headers only."""
@@ -65,17 +84,30 @@ class CacheStore:
             return None
         if parts := _parts(header):
             return self._get_parts(parts)
-        tensors = _read_tensors(path)
-        if tensors is None or _checksum(tensors) != header[_CHECKSUM]:
-            logger.warning("cache entry %s is damaged (checksum differs) and will be computed again", path)
-            path.unlink(missing_ok=True)  # else `in` would keep calling it whole
-            return None
-        return tensors
+        return _read_checked(path, header)
+
+    def check(self, key: str) -> State:
+        """What this entry is, read whole; the entries it links to are not followed.
+
+        A damaged one is removed where that is allowed, so that `in` does not call it whole and it is computed again.
+        """
+        path = self.path(key)
+        header = _read_header(path)
+        if header is None:
+            return "damaged" if path.exists() else "missing"
+        return "whole" if _parts(header) or _read_checked(path, header) is not None else "damaged"
+
+    def written_s(self, key: str) -> float:
+        """When the entry was written, in seconds as time.time() counts them; 0 if it is not there."""
+        try:
+            return self.path(key).stat().st_mtime
+        except FileNotFoundError:
+            return 0.0
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write an entry, over a damaged one if there is one.
 
-        Raises: ValueError for an entry without tensors; OSError if the disk refuses.
+        Raises: ValueError for an entry without tensors; OSError naming the file if the disk refuses.
         """
         if not tensors:
             raise ValueError(f"cache entry {key} has no tensors; link() is for entries made of others")
@@ -89,6 +121,32 @@ class CacheStore:
         listed = json.dumps(list(parts))
         self._save(key, {}, {_PARTS: listed, _CHECKSUM: _checksum({}, listed)})
 
+    def remove(self, key: str) -> int:
+        """Delete an entry; returns its bytes, 0 if it is not there."""
+        path = self.path(key)
+        try:
+            num_bytes = path.stat().st_size
+            path.unlink()
+        except FileNotFoundError:
+            return 0
+        except OSError as error:
+            raise unwritable(path, error) from error
+        return num_bytes
+
+    def remove_leftovers(self, key: str) -> None:
+        """Delete the temporary files of this entry's killed writers. Nobody may be writing it now: see claims.py."""
+        path = self.path(key)
+        for temporary in path.parent.glob(f".{path.name}.*{TEMPORARY_SUFFIX}"):
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+    def temporary_files(self) -> Iterator[tuple[str, Path]]:
+        """Key and path of every file that is being written, or was when its writer was killed."""
+        for path in self.folder.glob(f"??/.*{_SUFFIX}.*{TEMPORARY_SUFFIX}"):
+            key = path.name[1:].partition(".")[0]
+            if _KEY.fullmatch(key):
+                yield key, path
+
     def _get_parts(self, parts: Sequence[str]) -> dict[str, torch.Tensor] | None:
         together: dict[str, torch.Tensor] = {}
         for part in parts:
@@ -100,12 +158,24 @@ class CacheStore:
         return together
 
     def _save(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        path = self.path(key)
         try:
-            save_tensors_atomically(self.path(key), tensors, metadata)
-        except PermissionError:
+            save_tensors_atomically(path, tensors, metadata)
+        except OSError as error:
             # Windows refuses to replace a file that someone has open; that someone has the same entry.
-            if os.name != "nt" or key not in self:
-                raise
+            if os.name == "nt" and isinstance(error, PermissionError) and key in self:
+                return
+            raise unwritable(path, error) from error
+
+
+def unwritable(path: Path, error: OSError) -> OSError:
+    """The same error with the file's name, which a failed write() does not give, and with what would help."""
+    remedy = "make room there" if error.errno in _NO_ROOM else "make its folder writable"
+    return OSError(
+        error.errno,
+        f"{path} cannot be written ({error.strerror or error}); {remedy}, or set cache.folder to a folder elsewhere. "
+        "What was computed until now is kept",
+    )
 
 
 def _read_header(path: Path) -> dict[str, str] | None:
@@ -148,6 +218,17 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor] | None:
         return load(path.read_bytes())
     except (SafetensorError, FileNotFoundError):  # a flipped byte in the header; or another process deleted it just now
         return None
+
+
+def _read_checked(path: Path, header: Mapping[str, str]) -> dict[str, torch.Tensor] | None:
+    """The tensors of an entry if they are those that were written, else None, and the file is removed."""
+    tensors = _read_tensors(path)
+    if tensors is not None and _checksum(tensors) == header[_CHECKSUM]:
+        return tensors
+    logger.warning("cache entry %s is damaged (checksum differs) and will be computed again", path)
+    with contextlib.suppress(OSError):  # else `in` would keep calling it whole; where it cannot go, put writes over it
+        path.unlink()
+    return None
 
 
 def _parts(header: Mapping[str, str]) -> list[str]:

@@ -11,10 +11,16 @@ handled as WanPipeline does: cleaned first, padding masked in the encoder and ze
 FluxPipeline does: the text as it is, and no mask, so that the padding is encoded too. In full precision from_pretrained
 loads them; to be held in 8 bits they are read tensor by tensor, as the language models always are.
 
-Texts are encoded one by one. In a batch, matrix products of another size would round differently, and what is cached
-for a caption would depend on which captions happened to be missing beside it.
+Texts are computed one by one. In a batch, matrix products of another size would round differently, and what is cached
+for a caption would depend on which captions happened to be missing beside it. Nor would a CPU be faster: one core made
+97 GFLOP/s in bfloat16 products of 512 tokens with a weight of Mistral 3's width, and 92 in those of 2048. An encoder
+whose layers are streamed (streamed_encoder.py) takes many texts per pass of its layers; inside them these go one by
+one, too.
 
-Shape legend: S tokens (the spec's max_length), D width, L number of layers kept.
+Hidden states are taken from the layers by hooks, which does not change from one version of transformers to the next
+as its own way of recording them does.
+
+Shape legend: B captions in a pass, S tokens (the spec's max_length), D width, L number of layers kept.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -33,14 +39,18 @@ from typing import Any
 import torch
 
 from ..families.spec import TextEncoderSpec
+from ..patches.hooks import HookSet
+from .streamed_encoder import StreamedLayers, StreamPlan, stream_weights
 from .text_weights import (
     WHAT_WORKS,
+    Sources,
     Storage,
     TextScheme,
     applied_scheme,
     encoder_sources,
     first_names,
     language_model_sources,
+    layer_list,
     read_weights,
     refuse_eight_bit,
     weight_files,
@@ -54,21 +64,70 @@ _PROBE = "a caption to try the chat template with"
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A loaded encoder with its tokenizer, both as `spec` wants them used."""
+    """A loaded encoder with its tokenizer, both as `spec` wants them used.
+
+    Args:
+        stream: what holds the layers where they pass through the device; None where they are resident.
+    """
 
     spec: TextEncoderSpec
     model: torch.nn.Module
     tokenizer: Any
     device: torch.device
     image_placeholder: str = ""
+    stream: StreamedLayers | None = None
 
     def encode(self, text: str) -> torch.Tensor:
         """States of one prepared text, in the encoder's dtype on its device: [S, L * D], [S, D] or [D] by kind.
 
         Raises: RuntimeError if the states are not finite, or the installed transformers lacks an argument we need.
         """
+        return self._encode_together([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        """encode() of each text, bit by bit; where layers are streamed, in as few passes as can be.
+
+        A batch that plan_batches made takes one pass. The states of streamed encoders are on the CPU, so that a batch
+        of them does not take the room of the next pass.
+        """
+        if self.stream is None:
+            return [self.encode(text) for text in texts]
+        states: dict[str, torch.Tensor] = {}
+        for batch in self.plan_batches(texts):
+            states.update(zip(batch, self._encode_together(batch), strict=True))
+        return [states[text] for text in texts]
+
+    def plan_batches(self, texts: Iterable[str]) -> list[list[str]]:
+        """The different texts in batches for encode_batch: single where the encoder is resident, else as many as one
+        pass takes, those that fill all tokens apart from those that are padded."""
+        unique = list(dict.fromkeys(texts))
+        if self.stream is None:
+            return [[text] for text in unique]
+        full = {text for text in unique if self._sees_mask and self._num_tokens(text) >= self.spec.max_length}
+        size = self.stream.plan.captions_per_pass
+        groups = ([text for text in unique if (text in full) is is_full] for is_full in (False, True))
+        return [group[start : start + size] for group in groups for start in range(0, len(group), size)]
+
+    def close(self) -> None:
+        """Give back what a streamed encoder holds beside its model; encode nothing afterwards."""
+        if self.stream is not None:
+            self.stream.close()
+
+    @property
+    def _sees_mask(self) -> bool:
+        return self.spec.kind == "chat_hidden_states" or self.spec.zero_padding
+
+    def _num_tokens(self, text: str) -> int:
+        return _count_tokens(self, _SOURCE[self.spec.kind](self, text))
+
+    def _encode_together(self, texts: Sequence[str]) -> list[torch.Tensor]:
         with torch.inference_mode():
-            states = _ENCODE[self.spec.kind](self, text)
+            found = _ENCODE[self.spec.kind](self, texts)
+            if self.stream is not None:
+                found = (states.to("cpu") for states in found)
+            return [self._checked(states, text) for states, text in zip(found, texts, strict=True)]
+
+    def _checked(self, states: torch.Tensor, text: str) -> torch.Tensor:
         if not torch.isfinite(states).all():
             raise RuntimeError(
                 f"{self.spec.folder} gave states that are not finite in {states.dtype} for {_shorten(text)}; "
@@ -99,35 +158,53 @@ def load_text_encoder(
     device: torch.device | str,
     dtype: torch.dtype,
     quantize: TextScheme = "none",
+    *,
+    stream: StreamPlan | None = None,
 ) -> TextEncoder:
     """Load what `spec` needs from a diffusers model folder, offline, in eval mode and without gradients.
 
-    Weights come from safetensors only. This is the seam for streaming: an encoder larger than its device would be
-    placed layer by layer here, and encode() would not change.
+    Weights come from safetensors only. close() the encoder when done.
 
     Args:
         dtype: of the computation and of what is not quantized.
         quantize: what the linears are rounded to as they are read, those in spec.keep_full_precision excepted.
+        stream: let the layers pass through the device; None has all of the encoder there.
     Raises: ValueError if a folder or file is missing, quantized, or is not the kind of encoder the spec describes, or
-        if the device cannot hold the scheme; RuntimeError if torchao is needed and missing.
+        if the device cannot hold the scheme, or for a scheme that would be streamed; RuntimeError if torchao is needed
+        and missing.
     """
     folder, device = Path(folder), torch.device(device)
     tokenizer = _load_tokenizer(folder / spec.tokenizer_folder)
     config = _read_config(folder / spec.folder)
     storage = Storage(device, dtype, applied_scheme(spec, quantize), spec.keep_full_precision)
-    if spec.kind == "chat_hidden_states":
-        model = _load_language_model(folder / spec.folder, spec.layers, storage)
-    elif storage.scheme == "none":
-        model = _load_encoder(folder / spec.folder, config, dtype).to(device)
+    layers = None
+    if stream is not None:
+        refuse_streamed_scheme(storage.scheme)
+        model = make_empty_encoder(spec, folder)
+        layers = stream_weights(model, _find_sources(spec, model, folder / spec.folder), storage, stream)
+    elif spec.kind == "chat_hidden_states" or storage.scheme != "none":
+        model = make_empty_encoder(spec, folder)
+        read_weights(model, _find_sources(spec, model, folder / spec.folder), storage)
     else:
-        model = _load_encoder_by_layer(folder / spec.folder, config, storage)
+        model = _load_encoder(folder / spec.folder, config, dtype).to(device)
     return TextEncoder(
         spec=spec,
         model=model.requires_grad_(False).eval(),
         tokenizer=tokenizer,
         device=device,
         image_placeholder=_image_placeholder(config, tokenizer),
+        stream=layers,
     )
+
+
+def refuse_streamed_scheme(scheme: TextScheme) -> None:
+    """Raises: ValueError for 8-bit weights, which are not streamed."""
+    if scheme != "none":
+        raise ValueError(
+            f'cache.text_quantize = "{scheme}" was asked for with a streamed text encoder, whose layers are on the '
+            'card only while they compute and need not be small; use "none", or name a card that holds the whole '
+            "encoder in 8 bits"
+        )
 
 
 def call_accepting(
@@ -153,65 +230,109 @@ def call_accepting(
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
-def _encode_chat(encoder: TextEncoder, text: str) -> torch.Tensor:
-    """[S, L * D], as diffusers' Flux2Pipeline and Flux2KleinPipeline make it."""
+def _encode_chat(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
+    """[S, L * D] each, as diffusers' Flux2Pipeline and Flux2KleinPipeline make it."""
+    tokens = _tokenize(encoder, texts)
+    states = _layer_outputs(encoder, tokens)
+    return (torch.cat([state[index] for state in states], dim=-1) for index in range(len(texts)))
+
+
+def _chat_source(encoder: TextEncoder, text: str) -> tuple[str, bool]:
     caption = text.replace(encoder.image_placeholder, "") if encoder.image_placeholder else text
     rendered = render_chat(encoder.tokenizer, caption, encoder.spec)
     # Most templates write the first token themselves; PixtralProcessor tells it the same way.
     begin = encoder.tokenizer.bos_token
     writes_begin = bool(begin) and rendered.startswith(begin)
-    tokens = _tokenize(encoder, rendered, caption=text, add_special_tokens=not writes_begin)
-    output = call_accepting(
-        encoder.model.forward,
-        required={**tokens, "output_hidden_states": True},
-        optional={"use_cache": False},
-    )
-    if output.hidden_states is None:
-        raise RuntimeError(f"{type(encoder.model).__name__} took output_hidden_states but returned none")
-    return torch.cat([output.hidden_states[layer][0] for layer in encoder.spec.layers], dim=-1)
+    return rendered, not writes_begin
 
 
-def _encode_last(encoder: TextEncoder, text: str) -> torch.Tensor:
-    """[S, D]; see FluxPipeline._get_t5_prompt_embeds and, with zero_padding, WanPipeline._get_t5_prompt_embeds."""
-    tokens = _tokenize(encoder, text, caption=text)
+def _layer_outputs(encoder: TextEncoder, tokens: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """[B, S, D] for each of the spec's layers: number k is what layer k - 1 gives, the last one behind the norm."""
+    _, layers = layer_list(encoder.model)
+    found: dict[int, torch.Tensor] = {}
+    hooks = HookSet()
+
+    def keep(number: int) -> Callable[..., None]:
+        def after(layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            found[number] = output[0] if isinstance(output, tuple) else output
+
+        return after
+
+    for number in set(encoder.spec.layers) - {len(layers)}:
+        hooks.after(layers[number - 1], keep(number))
+    try:
+        output = call_accepting(encoder.model.forward, required=tokens, optional={"use_cache": False})
+    finally:
+        hooks.remove()
+    found[len(layers)] = output.last_hidden_state
+    return [found[number] for number in encoder.spec.layers]
+
+
+def _encode_last(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
+    """[S, D] each; see FluxPipeline._get_t5_prompt_embeds and, with zero_padding, WanPipeline._get_t5_prompt_embeds."""
+    tokens = _tokenize(encoder, texts)
+    lengths = tokens["attention_mask"].sum(dim=1)
     if not encoder.spec.zero_padding:
         del tokens["attention_mask"]
-        return call_accepting(encoder.model.forward, required=tokens).last_hidden_state[0]
-    states = call_accepting(encoder.model.forward, required=tokens).last_hidden_state[0].clone()
-    states[int(tokens["attention_mask"].sum()) :] = 0
+    states = call_accepting(encoder.model.forward, required=tokens).last_hidden_state
+    if not encoder.spec.zero_padding:
+        return iter(states)
+    return (_zero_after(state, int(length)) for state, length in zip(states, lengths, strict=True))
+
+
+def _zero_after(states: torch.Tensor, length: int) -> torch.Tensor:
+    states = states.clone()
+    states[length:] = 0
     return states
 
 
-def _encode_pooled(encoder: TextEncoder, text: str) -> torch.Tensor:
-    """[D]; see FluxPipeline._get_clip_prompt_embeds."""
-    tokens = _tokenize(encoder, text, caption=text)
-    return call_accepting(encoder.model.forward, required={"input_ids": tokens["input_ids"]}).pooler_output[0]
+def _encode_pooled(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
+    """[D] each; see FluxPipeline._get_clip_prompt_embeds."""
+    tokens = _tokenize(encoder, texts)
+    return iter(call_accepting(encoder.model.forward, required={"input_ids": tokens["input_ids"]}).pooler_output)
 
 
-_ENCODE: Mapping[str, Callable[[TextEncoder, str], torch.Tensor]] = MappingProxyType(
+def _plain_source(encoder: TextEncoder, text: str) -> tuple[str, bool]:
+    return text, True
+
+
+_ENCODE: Mapping[str, Callable[[TextEncoder, Sequence[str]], Iterable[torch.Tensor]]] = MappingProxyType(
     {"chat_hidden_states": _encode_chat, "last_hidden_state": _encode_last, "pooled": _encode_pooled}
+)
+# What the tokenizer reads for a text, and whether it is to add its special tokens.
+_SOURCE: Mapping[str, Callable[[TextEncoder, str], tuple[str, bool]]] = MappingProxyType(
+    {"chat_hidden_states": _chat_source, "last_hidden_state": _plain_source, "pooled": _plain_source}
 )
 
 
-def _tokenize(
-    encoder: TextEncoder, text: str, *, caption: str, add_special_tokens: bool = True
-) -> dict[str, torch.Tensor]:
-    """input_ids and attention_mask [1, S] on the encoder's device; warns when the caption does not fit."""
-    spec, tokenizer = encoder.spec, encoder.tokenizer
-    length = len(tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+def _tokenize(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, torch.Tensor]:
+    """input_ids and attention_mask [B, S] on the encoder's device; warns of each caption that does not fit."""
+    tokens = [_tokenize_one(encoder, text) for text in texts]
+    return {
+        name: torch.cat([one[name] for one in tokens]).to(encoder.device) for name in ("input_ids", "attention_mask")
+    }
+
+
+def _tokenize_one(encoder: TextEncoder, text: str) -> Mapping[str, torch.Tensor]:
+    spec = encoder.spec
+    source, adds_special = _SOURCE[spec.kind](encoder, text)
+    length = _count_tokens(encoder, (source, adds_special))
     if length > spec.max_length:
         message = "%s reads %d tokens and the caption %s needs %d: its end is cut off"
-        logger.warning(message, spec.folder, spec.max_length, _shorten(caption), length)
-    tokens = tokenizer(
-        text,
+        logger.warning(message, spec.folder, spec.max_length, _shorten(text), length)
+    return encoder.tokenizer(
+        source,
         padding="max_length",
         max_length=spec.max_length,
         truncation=True,
-        add_special_tokens=add_special_tokens,
+        add_special_tokens=adds_special,
         return_attention_mask=True,
         return_tensors="pt",
     )
-    return {name: tokens[name].to(encoder.device) for name in ("input_ids", "attention_mask")}
+
+
+def _count_tokens(encoder: TextEncoder, source: tuple[str, bool]) -> int:
+    return len(encoder.tokenizer(source[0], add_special_tokens=source[1], verbose=False)["input_ids"])
 
 
 def render_chat(tokenizer: Any, caption: str, spec: TextEncoderSpec) -> str:
@@ -330,24 +451,28 @@ def _dtype_argument() -> str:
     return "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
 
 
-def _load_encoder_by_layer(folder: Path, config: Mapping[str, Any], storage: Storage) -> torch.nn.Module:
-    """The whole encoder, never more than one linear of it in full precision."""
+def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
+    """The encoder as `spec` needs it, with weights on no device; buffers that no file holds are on the CPU.
+
+    Raises: ValueError if its folder does not describe such an encoder.
+    """
+    if spec.kind == "chat_hidden_states":
+        return _make_empty_language_model(folder / spec.folder, spec.layers)
     from accelerate import init_empty_weights
     from transformers import AutoConfig
 
-    encoder_class = _encoder_class(folder, config)
-    settings = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    encoder_class = _encoder_class(folder / spec.folder, _read_config(folder / spec.folder))
+    settings = AutoConfig.from_pretrained(str(folder / spec.folder), local_files_only=True)
     with init_empty_weights(include_buffers=False):
-        model = encoder_class(settings)
-    read_weights(model, encoder_sources(model, folder), storage)
-    return model
+        return encoder_class(settings)
 
 
-def _load_language_model(folder: Path, layers: tuple[int, ...], storage: Storage) -> torch.nn.Module:
-    """The language model up to the last hidden state in `layers`, its weights held as `storage` says."""
+def _make_empty_language_model(folder: Path, layers: tuple[int, ...]) -> torch.nn.Module:
+    """The language model up to the last hidden state in `layers`."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModel
 
+    _read_config(folder)
     config = AutoConfig.from_pretrained(str(folder), local_files_only=True).get_text_config()
     num_layers = _num_layers_needed(folder, layers, config.num_hidden_layers)
     needs_norm = num_layers == config.num_hidden_layers  # the last hidden state of the whole model is behind the norm
@@ -358,8 +483,12 @@ def _load_language_model(folder: Path, layers: tuple[int, ...], storage: Storage
         model = AutoModel.from_config(config)
     if not needs_norm:
         model.norm = torch.nn.Identity()
-    read_weights(model, language_model_sources(model, folder), storage)
     return model
+
+
+def _find_sources(spec: TextEncoderSpec, model: torch.nn.Module, folder: Path) -> Sources:
+    find = language_model_sources if spec.kind == "chat_hidden_states" else encoder_sources
+    return find(model, folder)
 
 
 def _num_layers_needed(folder: Path, layers: tuple[int, ...], num_layers: int) -> int:

@@ -184,7 +184,7 @@ def encoder_sources(model: nn.Module, folder: Path) -> Sources:
     Raises: ValueError if one is missing.
     """
     files, names = weight_files(folder), dict.fromkeys(model.state_dict())
-    for tied, twin in _ties(model).items():
+    for tied, twin in tied_names(model).items():
         names.pop(twin if tied in files else tied, None)
     missing = [name for name in names if name not in files]
     if missing:
@@ -192,12 +192,21 @@ def encoder_sources(model: nn.Module, folder: Path) -> Sources:
     return {name: (files[name], name) for name in names}
 
 
-def _ties(model: nn.Module) -> dict[str, str]:
-    """Names of one tensor, such as T5's two of its embedding, of which files hold either or both."""
-    declared: Any = getattr(model, "_tied_weights_keys", None)
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of one tensor, such as T5's two of its embedding, of which files hold either or both.
+
+    transformers before 5 lists the names without their twin, which for encoders is the embedding of the input.
+    """
+    declared: Any = getattr(model, "_tied_weights_keys", None) or ()
     names = model.state_dict().keys()
-    pairs = declared.items() if isinstance(declared, Mapping) else ()
-    return {tied: twin for tied, twin in pairs if tied in names and twin in names}
+    if not isinstance(declared, Mapping):
+        declared = dict.fromkeys(declared, f"{_input_embedding(model)}.weight" if declared else "")
+    return {tied: twin for tied, twin in declared.items() if tied != twin and tied in names and twin in names}
+
+
+def _input_embedding(model: Any) -> str:
+    embedding = model.get_input_embeddings()
+    return next(name for name, module in model.named_modules() if module is embedding)
 
 
 def first_names(names: Iterable[str]) -> str:
@@ -220,16 +229,15 @@ def read_weights(model: nn.Module, sources: Sources, storage: Storage) -> None:
     check_scheme(storage.scheme, storage.device, storage.dtype)
     refuse_eight_bit({key: file for file, key in sources.values()})
     waiting = Counter(_owner(name) for name in sources)
-    in_float32 = _float32_parts(model, storage.dtype)
+    dtypes = weight_dtypes(model, sources, storage.dtype)
     for file in sorted({file for file, _ in sources.values()}):
         with open_weights(file) as reader:
             for name, key in [(name, key) for name, (place, key) in sources.items() if place == file]:
-                dtype = storage.dtype if in_float32.isdisjoint(name.split(".")) else torch.float32
-                _place(model, name, reader.get_tensor(key), storage, dtype)
+                _place(model, name, reader.get_tensor(key), storage, dtypes[name])
                 waiting[_owner(name)] -= 1
                 if not waiting[_owner(name)]:
                     _finish(model, _owner(name), storage)
-    for tied, twin in _ties(model).items():
+    for tied, twin in tied_names(model).items():
         _tie(model, *((tied, twin) if tied in sources else (twin, tied)))
     for name, buffer in list(model.named_buffers()):
         model.get_submodule(_owner(name))._buffers[name.rpartition(".")[2]] = buffer.to(storage.device)
@@ -258,6 +266,24 @@ def _finish(model: nn.Module, fqn: str, storage: Storage) -> None:
 def is_rounded(module: nn.Module, fqn: str, kept: Sequence[str]) -> TypeGuard[nn.Linear]:
     """Whether a scheme holds this module in 8 bits."""
     return isinstance(module, nn.Linear) and not matches_any(fqn, kept)
+
+
+def weight_dtypes(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The type each tensor is held in where nothing is rounded."""
+    in_float32 = _float32_parts(model, dtype)
+    return {name: dtype if in_float32.isdisjoint(name.split(".")) else torch.float32 for name in names}
+
+
+def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """fqn and layers of an encoder, in the order they run: its largest list, which holds nearly all of its weights.
+
+    Raises: ValueError for a model without a list of layers.
+    """
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no list of layers; it cannot be a text encoder")
+    name = max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
+    return name, lists[name]
 
 
 def _float32_parts(model: nn.Module, dtype: torch.dtype) -> set[str]:

@@ -46,8 +46,9 @@ class CacheCaptionsAndLatents(io.ComfyNode):
                 io.String.Input(
                     "text_device",
                     default="cpu",
-                    tooltip="Device of the text encoder, such as cpu or cuda:0. The encoders are large: the CPU is "
-                    "slow but always has room, and each caption is encoded only once.",
+                    tooltip="Where the text encoder runs. cpu is slow but always has room; cuda:0 has all of it on "
+                    "that card; stream passes its layers through a card that could not hold it, many captions at a "
+                    "time; auto picks by size and says why in the log.",
                 ),
                 io.String.Input(
                     "vae_device",
@@ -78,6 +79,18 @@ class CacheCaptionsAndLatents(io.ComfyNode):
                     "it when the encoder does not fit its device otherwise; FLUX.2-dev's takes about 18 instead of "
                     "35 GB. int8 is the more exact. On the CPU a caption takes longer, with fp8 much longer.",
                 ),
+                io.Float.Input(
+                    "text_window_gb",
+                    default=0.0,
+                    min=0.0,
+                    max=1000.0,
+                    step=0.5,
+                    optional=True,
+                    advanced=True,
+                    tooltip="With text_device stream or auto: the most GB of its card that a streamed text encoder may "
+                    "take. 0 takes what is free. Raise it for more captions per pass, lower it when something else "
+                    "needs the card; FLUX.2-dev's encoder needs about 4.",
+                ),
             ],
             outputs=[DatasetSocket.Output("cached", display_name="dataset", tooltip="The same dataset, encoded.")],
             hidden=[io.Hidden.unique_id],
@@ -100,6 +113,7 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         dtype: str,
         cache_folder: str,
         text_quantize: str = "none",
+        text_window_gb: float = 0.0,
     ) -> io.NodeOutput:
         from ..caching.encode import Stopped
         from ..training.config import CacheConfig, JobConfig, LoopConfig, OutputConfig
@@ -116,6 +130,7 @@ class CacheCaptionsAndLatents(io.ComfyNode):
             vae_device=read_auto(vae_device),
             dtype=dtype,
             text_quantize=text_quantize,
+            text_window_gb=text_window_gb,
         )
         job = JobConfig(
             model=model.model,

@@ -139,7 +139,10 @@ class CacheConfig:
         folder: cache folder; "" puts it into the output folder.
         text_encoders: folder that holds the text encoder folders; "" takes the model folder.
         vae: VAE folder or single file; "" takes the model folder.
-        text_device, vae_device: where they run.
+        text_device: where the text encoders run: "cpu"; a card that holds all of one ("cuda:1"); "stream" or
+            "stream:cuda:1", whose layers pass through the card while they compute; or "auto", which picks by size.
+        text_window_gb: decimal GB of its card that a streamed text encoder may take; 0 for what is free.
+        vae_device: where the VAE runs; "" takes the model's first device.
         dtype: type the encoders compute in; results are stored in the same type, latents in float32.
         text_quantize: "int8" or "fp8" hold the text encoders' linears in 8 bits, each rounded as it is read: half the
             memory of bfloat16, no speed. int8 is the more exact and, on a CPU, the faster of the two.
@@ -149,6 +152,7 @@ class CacheConfig:
     text_encoders: str = ""
     vae: str = ""
     text_device: str = "cpu"
+    text_window_gb: Annotated[float, Field(ge=0.0)] = 0.0
     vae_device: str = ""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     text_quantize: Literal["none", "fp8", "int8"] = "none"
@@ -270,6 +274,7 @@ FREE_ON_RESUME = frozenset(
         "output.name",
         "evaluation.every_steps",
         "cache.text_device",
+        "cache.text_window_gb",
         "model.quantized_cache",
     }
 )

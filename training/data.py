@@ -90,8 +90,8 @@ def scan_folders(config: DataConfig, latent: LatentSpec) -> list[Sample]:
     """Every image of every folder as samples: by file name, each image at each resolution, each `repeats` times.
 
     All images and masks are decoded once, so that a broken file is found now and not hours later; that costs some
-    milliseconds per megapixel and core. One warning each says how many captions are missing and how many images are
-    smaller than their bucket and so upscaled.
+    milliseconds per megapixel and core. One warning each says how many captions are missing, how many are empty, and
+    how many images are smaller than their bucket and so upscaled.
 
     Raises: ValueError for a folder that is missing or holds no image; for files that cannot be used, naming all of
         them with the reason; for a resolution below the model's smallest side.
@@ -110,6 +110,7 @@ def scan_folders(config: DataConfig, latent: LatentSpec) -> list[Sample]:
         for buckets in choices:
             samples += [_make_sample(picture, buckets)] * folder.repeats
     _warn_of_missing_captions(pictures)
+    _warn_of_empty_captions(pictures)
     _warn_of_small_images(pictures, samples)
     _refuse_masks_outside(samples, latent)
     return samples
@@ -236,6 +237,18 @@ def _warn_of_missing_captions(pictures: Sequence[_Picture]) -> None:
             len(missing),
             len(pictures),
             _names(missing),
+        )
+
+
+def _warn_of_empty_captions(pictures: Sequence[_Picture]) -> None:
+    empty = [str(picture.path.with_suffix(".txt")) for picture in pictures if picture.caption == ""]
+    if empty:
+        _log.warning(
+            "%d of %d caption files are empty, as a full disk leaves them, and their images are trained with an empty "
+            "caption: %s; write the captions anew, or delete the files if no caption is meant",
+            len(empty),
+            len(pictures),
+            _names(empty),
         )
 
 

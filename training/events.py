@@ -2,7 +2,8 @@
 
 Kinds and their values:
     phase     name                                   a new part of the job begins
-    progress  what                                   step of total within a phase (captions, latents)
+    progress  what, per_second, left_s               step of total within a phase (captions, latents); the latter two
+                                                     are null until there is a pace to tell
     step      loss, learning_rate, elapsed_s         one optimizer step is done
     eval      loss                                   evaluation loss after this many steps
     memory    GB allocated and at peak, per device   after the first step

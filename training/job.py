@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import json
 import logging
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ..assembly import Assembled, assemble_for_training
-from ..caching.encode import Stopped, encode_captions, encode_images, never
+from ..caching.encode import (
+    ImageRequest,
+    Stopped,
+    caption_entries,
+    encode_captions,
+    encode_images,
+    image_entries,
+    never,
+)
 from ..caching.key import file_fingerprint, folder_fingerprint
 from ..caching.store import CacheStore
-from ..caching.text_weights import check_text_encoders
+from ..caching.text_place import check_text_device
 from ..caching.vae import find_vae
 from ..families.spec import ModelFamily, Variant
 from ..files import save_tensors_atomically
@@ -48,8 +57,12 @@ from .events import EventLog, Listener
 from .loop import Trainer, checkpoint_folder
 from .objective import NoiseSchedule, make_noise_schedule
 from .optimizer import make_optimizer
+from .pace import Pace
 
 _log = logging.getLogger(__name__)
+
+CachePart = Literal["captions", "latents"]
+CACHE_PARTS: tuple[CachePart, ...] = ("captions", "latents")
 
 
 @dataclass(frozen=True)
@@ -128,12 +141,11 @@ def _check_tools(plan: JobPlan) -> None:
     """
     job = plan.job
     make_optimizer([nn.Parameter(torch.zeros(1))], job.optimizer)
-    find_device(job.cache.text_device)
     if job.cache.vae_device:
         find_device(job.cache.vae_device)
     encoders = _component_folder(plan, job.cache.text_encoders, "text_encoders")
-    text_device, dtype = find_device(job.cache.text_device), getattr(torch, job.cache.dtype)
-    check_text_encoders(plan.variant.text_encoders, encoders, text_device, dtype, job.cache.text_quantize)
+    dtype = getattr(torch, job.cache.dtype)
+    check_text_device(job.cache.text_device, plan.variant.text_encoders, encoders, dtype, job.cache.text_quantize)
     for spec in plan.variant.text_encoders:
         folder_fingerprint(encoders / spec.folder)
         folder_fingerprint(encoders / spec.tokenizer_folder)
@@ -230,56 +242,113 @@ def _usable_bytes(device: torch.device) -> int | None:
     return free if free is None or device.type == "cpu" else int(0.9 * free)
 
 
+def cache_store(job: JobConfig) -> CacheStore:
+    """Where the job keeps its captions and latents."""
+    return CacheStore(Path(job.cache.folder) if job.cache.folder else Path(job.output.folder) / "cache")
+
+
 def cache_job(
     plan: JobPlan, events: EventLog, should_stop: Callable[[], bool] = never
 ) -> tuple[CachedSamples, CachedSamples | None]:
     """Compute the captions and latents that the cache does not hold yet; returns training and evaluation data.
 
-    The text encoder is freed before the VAE is loaded, and the VAE before this returns.
-
-    Raises: Stopped when should_stop() became true; what was done stays in the cache.
+    Raises: what the fill functions raise.
     """
-    job, settings = plan.job, plan.job.cache
-    store = CacheStore(Path(settings.folder) if settings.folder else Path(job.output.folder) / "cache")
-    dtype = getattr(torch, settings.dtype)
-    everything = [*plan.samples, *plan.eval_samples]
-
-    def progress(done: int, total: int, what: str) -> None:
-        events.emit("progress", done, total, what=what)
-
-    events.emit("phase", name="captions")
-    text_keys = encode_captions(
-        sorted({"", *(sample.caption for sample in everything)}),
-        plan.variant.text_encoders,
-        _component_folder(plan, settings.text_encoders, "text_encoders"),
-        device=find_device(settings.text_device),
-        dtype=dtype,
-        store=store,
-        on_progress=progress,
-        should_stop=should_stop,
-        quantize=settings.text_quantize,
-    )
-    events.emit("phase", name="latents")
-    requests = [sample.image_request() for sample in everything]
-    latent_keys = encode_images(
-        requests,
-        plan.family,
-        plan.variant,
-        _vae_path(plan),
-        device=find_device(settings.vae_device) if settings.vae_device else plan.placement.home,
-        dtype=dtype,
-        store=store,
-        on_progress=progress,
-        should_stop=should_stop,
-    )
-    release_cached_memory()
+    text_keys = fill_captions(plan, events, should_stop)
+    latent_keys = fill_latents(plan, events, should_stop)
+    store = cache_store(plan.job)
 
     def cached(samples: tuple[Sample, ...]) -> CachedSamples:
         keys = [latent_keys[sample.image_request()] for sample in samples]
         tokens_per_cell = plan.family.latent_of(plan.variant).num_tokens_per_cell
-        return CachedSamples(store, samples, keys, text_keys, job.data.use_masks, tokens_per_cell)
+        return CachedSamples(store, samples, keys, text_keys, plan.job.data.use_masks, tokens_per_cell)
 
     return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
+
+
+def fill_captions(
+    plan: JobPlan, events: EventLog, should_stop: Callable[[], bool] = never, *, not_before_s: float = 0.0
+) -> dict[str, str]:
+    """Compute the captions that the cache does not hold yet, the text encoders being freed before this returns.
+
+    Args:
+        not_before_s: entries written earlier than this, as time.time() counts, are computed again; 0 for none.
+    Returns: caption -> entry.
+    Raises: Stopped when should_stop() became true; OSError naming the file if the folder cannot be written. What was
+        done stays in the cache.
+    """
+    settings = plan.job.cache
+    events.emit("phase", name="captions")
+    pace = Pace()
+    return encode_captions(
+        _captions(plan),
+        plan.variant.text_encoders,
+        _component_folder(plan, settings.text_encoders, "text_encoders"),
+        device=settings.text_device,
+        dtype=getattr(torch, settings.dtype),
+        store=cache_store(plan.job),
+        on_progress=_tell_progress(events, pace),
+        should_stop=should_stop,
+        quantize=settings.text_quantize,
+        window_bytes=int(settings.text_window_gb * 1e9),
+        not_before_s=not_before_s,
+        on_begin=pace.restart,
+    )
+
+
+def fill_latents(
+    plan: JobPlan, events: EventLog, should_stop: Callable[[], bool] = never, *, not_before_s: float = 0.0
+) -> dict[ImageRequest, str]:
+    """As fill_captions, for the images; the VAE is freed before this returns.
+
+    Raises: also ValueError naming the images that cannot be read, when all others are done.
+    """
+    settings = plan.job.cache
+    events.emit("phase", name="latents")
+    pace = Pace()
+    latent_keys = encode_images(
+        _image_requests(plan),
+        plan.family,
+        plan.variant,
+        _vae_path(plan),
+        device=find_device(settings.vae_device) if settings.vae_device else plan.placement.home,
+        dtype=getattr(torch, settings.dtype),
+        store=cache_store(plan.job),
+        on_progress=_tell_progress(events, pace),
+        should_stop=should_stop,
+        not_before_s=not_before_s,
+        on_begin=pace.restart,
+    )
+    release_cached_memory()
+    return latent_keys
+
+
+def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
+    """Key of every entry that filling this part makes -> what it is of, for a message. No weight is loaded."""
+    settings = plan.job.cache
+    dtype = getattr(torch, settings.dtype)
+    if part == "captions":
+        folder = _component_folder(plan, settings.text_encoders, "text_encoders")
+        entries = caption_entries(_captions(plan), plan.variant.text_encoders, folder, dtype, settings.text_quantize)
+        return {key: f"caption {textwrap.shorten(caption, 80)!r}" for caption, keys in entries.items() for key in keys}
+    images = image_entries(_image_requests(plan), plan.family, plan.variant, _vae_path(plan), dtype)
+    return {key: f"image {request.path}" for request, key in images.items()}
+
+
+def _captions(plan: JobPlan) -> list[str]:
+    return sorted({"", *(sample.caption for sample in (*plan.samples, *plan.eval_samples))})
+
+
+def _image_requests(plan: JobPlan) -> list[ImageRequest]:
+    return [sample.image_request() for sample in (*plan.samples, *plan.eval_samples)]
+
+
+def _tell_progress(events: EventLog, pace: Pace) -> Callable[[int, int, str], None]:
+    def tell(done: int, total: int, what: str) -> None:
+        pace.update(done)
+        events.emit("progress", done, total, what=what, per_second=pace.per_second, left_s=pace.left_s(total))
+
+    return tell
 
 
 def _component_folder(plan: JobPlan, setting: str, key: str) -> Path:

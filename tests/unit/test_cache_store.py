@@ -200,3 +200,44 @@ def test_content_is_flushed_before_the_rename_and_the_folder_after(tmp_path, mon
     files.write_atomically(tmp_path / "file", b"x")
     expected = ["fsync file", "rename", "fsync folder"] if sys.platform == "linux" else ["fsync file", "rename"]
     assert [step for step in order if sys.platform == "linux" or step != "fsync folder"] == expected
+
+
+def test_check_tells_whole_missing_and_damaged_and_a_damaged_entry_is_a_miss_afterwards(tmp_path):
+    store, joint = CacheStore(tmp_path), "ef" * 32
+    assert store.check(KEY) == "missing" and store.written_s(KEY) == 0
+    store.put(KEY, _tensors())
+    store.link(joint, [KEY])
+    assert store.check(KEY) == store.check(joint) == "whole" and store.written_s(KEY) > 0
+    whole = store.path(KEY).read_bytes()
+    store.path(KEY).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert store.check(joint) == "whole", "what it links to is checked on its own"
+    assert store.check(KEY) == "damaged" and KEY not in store and store.check(KEY) == "missing"
+    store.path(KEY).write_bytes(whole[:-1])
+    assert store.check(KEY) == "damaged"
+
+
+def test_keys_are_those_of_entries_and_removing_one_tells_its_bytes(tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    assert not list(store.keys())
+    store.put(KEY, _tensors())
+    store.put(OTHER, _tensors(1))
+    for name in (
+        "ab/note.txt",
+        f"ab/.{KEY}.safetensors.0.tmp",
+        f"cd/{KEY}.safetensors",
+        f"quantized/{KEY}.safetensors",
+    ):
+        (store.folder / name).parent.mkdir(exist_ok=True)
+        (store.folder / name).write_text("not an entry")
+    assert sorted(store.keys()) == [KEY, OTHER]
+    size = store.path(KEY).stat().st_size
+    assert store.remove(KEY) == size and store.remove(KEY) == 0 and list(store.keys()) == [OTHER]
+    store.remove_leftovers(KEY)
+    assert sorted(path.name for path in (tmp_path / "cache" / "ab").iterdir()) == ["note.txt"]
+
+
+def test_a_refused_write_names_the_file_and_what_would_help(tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(OSError, match=rf"{KEY}\.safetensors cannot be written .*set cache\.folder.*is kept"):
+        store.put(KEY, _tensors())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
-from devicebridge.cli import main
+from devicebridge.cli import _Terminal, main
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.training.config import load_job, save_job
+from devicebridge.training.events import Event
 from devicebridge.version import VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,6 +36,34 @@ def test_cache_then_train(tmp_path, capsys):
     out = capsys.readouterr().out
     assert re.search(r"evaluation loss: \d\.\d+ before, \d\.\d+ after 2 steps", out)
     assert f"LoRA: {tmp_path / 'run' / 'lora.safetensors'}" in out
+
+
+def _progress(done, **values):
+    return Event("progress", done, 500, {"what": "captions", **values})
+
+
+def test_progress_says_pace_and_time_left_in_one_line_of_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    show = _Terminal()
+    show(Event("phase", values={"name": "captions"}))
+    show(_progress(12, per_second=None, left_s=None))
+    show(_progress(250, per_second=1 / 15, left_s=3750.0))
+    show(Event("phase", values={"name": "latents"}))
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[0] == "== captions" and lines[2] == "== latents"
+    first, second = lines[1].removeprefix("\r").split("\r")
+    assert "] captions 12/500\033[K" in first
+    assert second == "[############............] captions 250/500, 0.067 captions/s, about 62 min left\033[K"
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(capsys):
+    show = _Terminal()
+    for done in range(1, 501):
+        show(_progress(done, per_second=20.0, left_s=(500 - done) / 20))
+    assert capsys.readouterr().out.splitlines() == [
+        "captions 1/500, 20.0 captions/s, about 25 s left",
+        "captions 500/500, 20.0 captions/s",
+    ]
 
 
 def test_mistakes_are_one_message_and_code_2(tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import shutil
 import weakref
 
@@ -14,7 +15,9 @@ import torch
 from devicebridge.caching import encode
 from devicebridge.caching.encode import ImageRequest, Stopped, encode_captions, encode_images, load_vae, read_pixels
 from devicebridge.caching.store import CacheStore
-from devicebridge.caching.text_encoder import load_text_encoder, prepare_text
+from devicebridge.caching.streamed_encoder import StreamPlan
+from devicebridge.caching.text_encoder import TextEncoder, load_text_encoder, prepare_text
+from devicebridge.caching.text_place import TextPlace, open_text_encoder
 from devicebridge.families.spec import (
     BlockList,
     LatentSpec,
@@ -68,8 +71,8 @@ def loads(monkeypatch):
         loaded.append((name, sum(reference() is not None for reference in models)))
         models.append(weakref.ref(model))
 
-    def load_encoder_and_tell(spec, *args):
-        encoder = load_text_encoder(spec, *args)
+    def open_encoder_and_tell(spec, *args):
+        encoder = open_text_encoder(spec, *args)
         remember(spec.folder, encoder.model)
         return encoder
 
@@ -78,7 +81,7 @@ def loads(monkeypatch):
         remember("vae", vae)
         return vae
 
-    monkeypatch.setattr(encode, "load_text_encoder", load_encoder_and_tell)
+    monkeypatch.setattr(encode, "open_text_encoder", open_encoder_and_tell)
     monkeypatch.setattr(encode, "load_vae", load_vae_and_tell)
     return loaded
 
@@ -161,6 +164,56 @@ def test_editing_one_caption_of_ten_computes_one(encoders, tmp_path):
     assert computed == len(SPECS) and "another text" in keys
 
 
+def test_editing_one_caption_of_five_hundred_computes_one(encoders, tmp_path, monkeypatch):
+    store, encoded, encode_batch = CacheStore(tmp_path / "cache"), [], TextEncoder.encode_batch
+    monkeypatch.setattr(
+        TextEncoder, "encode_batch", lambda self, texts: encoded.extend(texts) or encode_batch(self, texts)
+    )
+    captions = [f"{number} cats" for number in range(500)]
+    before, _ = _encode(captions, encoders, store, specs=(CLIP,))
+    assert sorted(encoded) == sorted(captions)
+    encoded.clear()
+    after, _ = _encode([*captions[:300], "a dog", *captions[301:]], encoders, store, specs=(CLIP,))
+    assert encoded == ["a dog"]
+    assert len(list(store.keys())) == 501 and {**before, "a dog": after["a dog"]} == {**after, **before}
+
+
+def test_streamed_captions_go_many_at_a_time_and_are_those_of_a_resident_encoder(encoders, tmp_path, monkeypatch):
+    sizes, encode_batch = [], TextEncoder.encode_batch
+    monkeypatch.setattr(
+        TextEncoder, "encode_batch", lambda self, texts: sizes.append(len(texts)) or encode_batch(self, texts)
+    )
+    place = TextPlace(torch.device("cpu"), StreamPlan(4, keeps_host_copy=True), "for a test")
+    monkeypatch.setattr(encode, "plan_text_place", lambda *args: place)
+    keys, computed = _encode(CAPTIONS, encoders, CacheStore(tmp_path / "streamed"), specs=(QWEN3,))
+    monkeypatch.undo()
+    assert computed == 10 and sizes == [4, 4, 2]
+    assert _encode(CAPTIONS, encoders, CacheStore(tmp_path / "resident"), specs=(QWEN3,))[0] == keys
+    for key in keys.values():
+        streamed, resident = CacheStore(tmp_path / "streamed").get(key), CacheStore(tmp_path / "resident").get(key)
+        assert torch.equal(streamed["chat_states"], resident["chat_states"])
+
+
+def test_entries_older_than_asked_for_are_computed_again(encoders, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    keys, _ = _encode(CAPTIONS, encoders, store, specs=(CLIP,))
+    for caption in CAPTIONS[:4]:
+        os.utime(store.path(keys[caption]), (1000, 1000))
+    seen = []
+    encode_captions(
+        CAPTIONS, (CLIP,), encoders, "cpu", torch.float32, store, lambda *args: seen.append(args), not_before_s=2000.0
+    )
+    assert [done for done, _, _ in seen] == [6, 7, 8, 9, 10]
+
+
+def test_the_pace_is_measured_from_when_an_encoder_begins(encoders, tmp_path):
+    events = []
+    store, note = CacheStore(tmp_path / "cache"), lambda done, total, what: events.append(done)
+    options = {"on_begin": lambda: events.append("begins")}
+    encode_captions(CAPTIONS[:3], (CLIP, T5), encoders, "cpu", torch.float32, store, note, **options)
+    assert events == [0, "begins", 1, 2, 3, 3, "begins", 4, 5, 6]
+
+
 def test_a_torn_entry_is_computed_again(encoders, tmp_path):
     store = CacheStore(tmp_path / "cache")
     keys, _ = _encode(CAPTIONS, encoders, store, specs=(CLIP,))
@@ -194,11 +247,18 @@ def test_any_changed_setting_computes_again(encoders, tmp_path):
         {"max_length": 40},
         {"system_prompt": "look"},
         {"template_options": {"enable_thinking": False, "add_generation_prompt": True}},
+        {"zero_padding": True},
     ):
         assert _encode(captions, encoders, store, specs=(dataclasses.replace(QWEN3, **change),))[1] == 2, change
     assert _encode(captions, encoders, store, specs=(QWEN3,), dtype=torch.bfloat16)[1] == 2
-    settings = encoders / QWEN3.tokenizer_folder / "tokenizer_config.json"
-    settings.write_text(settings.read_text() + "\n")
+    tokenizer = encoders / QWEN3.tokenizer_folder
+    settings, template = tokenizer / "tokenizer_config.json", tokenizer / "chat_template.jinja"
+    settings.write_text(settings.read_text().replace('"padding_side": "right"', '"padding_side": "left"'))
+    assert _encode(captions, encoders, store, specs=(QWEN3,))[1] == 2
+    if template.exists():  # transformers before 4.56 keeps it in tokenizer_config.json
+        template.write_text(template.read_text().replace("\n", " "))
+    else:
+        settings.write_text(settings.read_text().replace("<|im_end|>\\\\n", "<|im_end|> "))
     assert _encode(captions, encoders, store, specs=(QWEN3,))[1] == 2
 
 
@@ -343,14 +403,17 @@ def test_one_file_under_two_names_is_encoded_once(vae_folder, images, tmp_path):
     assert computed == 1 and len(keys) == 2 and len(set(keys.values())) == 1
 
 
-def test_an_image_that_cannot_be_read_is_named_and_the_others_are_kept(vae_folder, images, tmp_path):
+def test_images_that_cannot_be_read_are_named_and_all_others_are_encoded(vae_folder, images, tmp_path):
     store = CacheStore(tmp_path / "cache")
+    whole = (tmp_path / "3.png").read_bytes()
+    (tmp_path / "3.png").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "6.png").write_text("not a picture")
-    with pytest.raises(ValueError, match=r"6\.png cannot be read as an image"):
+    with pytest.raises(ValueError, match=r"(?s)3\.png cannot be read as an image.*6\.png cannot be read as an image"):
         _encode_images(images, vae_folder, store)
-    assert len(list(store.folder.rglob("*.safetensors"))) == 6
+    assert len(list(store.keys())) == 8
+    (tmp_path / "3.png").unlink()
     (tmp_path / "6.png").unlink()
-    with pytest.raises(ValueError, match=r"6\.png cannot be read"):
+    with pytest.raises(ValueError, match=r"(?s)3\.png cannot be read.*6\.png cannot be read"):
         _encode_images(images, vae_folder, store)
 
 
@@ -367,4 +430,4 @@ def test_latents_that_are_not_finite_are_refused(vae_folder, images, tmp_path):
     store = CacheStore(tmp_path / "cache")
     with pytest.raises(RuntimeError, match=r"latents of .*0\.png are not finite.*bfloat16"):
         _encode_images(images, vae_folder, store, family=family)
-    assert not store.folder.exists()
+    assert not list(store.keys())

@@ -336,7 +336,7 @@ def test_bad_loss_stops_before_the_weights_are_touched(tmp_path):
 
 def test_captions_are_encoded_once_for_two_jobs(tmp_path, monkeypatch):
     run_job(make_tiny_job(tmp_path, train={"steps": 1}))
-    monkeypatch.setattr("devicebridge.caching.encode.load_text_encoder", None)
+    monkeypatch.setattr("devicebridge.caching.encode.open_text_encoder", None)
     monkeypatch.setattr("devicebridge.caching.encode.load_vae", None)
     second = run_job(make_tiny_job(tmp_path, train={"steps": 1}, output={"folder": str(tmp_path / "second")}))
     assert second.status == "finished"

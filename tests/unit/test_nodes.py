@@ -93,7 +93,13 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         assert flags == sorted(flags), f"{schema.node_id}: an optional input comes before a required one"
         optional |= {entry.id: entry.io_type for entry in schema.inputs if entry.options.get("optional")}
     links = {"previous": "DEVICEBRIDGE_DATASET", "anything": "*"}
-    assert optional == {**links, "rotation": "COMBO", "cache": "BOOLEAN", "text_quantize": "COMBO"}
+    assert optional == {
+        **links,
+        "rotation": "COMBO",
+        "cache": "BOOLEAN",
+        "text_quantize": "COMBO",
+        "text_window_gb": "FLOAT",
+    }
 
 
 def test_no_input_is_called_seed(nodes: ModuleType) -> None:
@@ -536,11 +542,12 @@ def test_the_cache_node_hands_its_settings_on(
     monkeypatch.setattr(job_module, "cache_job", lambda plan, events, stop: (_Samples(), None))
     node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
     settings = {**_defaults(node.define_schema()), "vae": "ae.safetensors", "vae_device": "cpu"}
-    settings["text_quantize"] = "int8"
+    settings |= {"text_quantize": "int8", "text_device": " stream:cuda:1 ", "text_window_gb": 6.5}
     dataset = node.execute(model=sockets["model"], dataset=sockets["dataset"], **settings).args[0]
     assert dataset.data == sockets["dataset"].data
     assert dataset.cache.vae == str(host.root / "models/vae/ae.safetensors")
-    assert (dataset.cache.text_device, dataset.cache.vae_device) == ("cpu", "cpu")
+    assert (dataset.cache.text_device, dataset.cache.vae_device) == ("stream:cuda:1", "cpu")
+    assert dataset.cache.text_window_gb == 6.5
     assert dataset.cache.text_quantize == "int8"
     assert dataset.cache.folder == str(host.root / "output/devicebridge/cache")
     assert seen[0].cache == dataset.cache

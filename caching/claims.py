@@ -1,0 +1,227 @@
+"""Who computes which entry, while several processes fill one store.
+
+A claim is an operating system's lock on a file named after the entry. One process at a time has it, and the system
+takes it back when that process ends, however it ends. So there is no time-out to choose, no heartbeat and no server:
+what a killed process had claimed is free at once, and whoever finds it free computes it.
+
+`Shared.batches` hands out what this process should compute. What others have claimed is left for later; when nothing
+else remains it is looked at again and again, until it is in the store or its claim is free. An entry is therefore
+computed once, and a second time only if whoever computed it was killed before it was stored.
+
+The lock file goes when its entry is done. A holder that was killed leaves its file, and perhaps a temporary file of
+the store beside the entry; the next one to claim that entry removes both, and so does pruning. Between opening a file
+and locking it, its holder may have removed it, so a lock counts only while the file still has its name.
+
+Locks work across processes of one machine, and across machines where the file system passes them on (NFS 4, SMB).
+Where there are none at all, one warning says so: the store stays whole (see store.py), but work may be done twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from .store import CacheStore, unwritable
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2  # how often work that others have claimed is looked at, once nothing else remains
+_OLD_S = 60.0
+_FOLDER = ".claims"
+_SUFFIX = ".lock"
+_HELD = {errno.EAGAIN, errno.EACCES, errno.EDEADLK}  # what the systems answer when another has the lock
+
+
+class NoLocks(OSError):
+    """The file system has no locks."""
+
+
+@dataclass
+class Claim:
+    """The right to compute one entry, until it is released or its process ends."""
+
+    path: Path
+    file: IO[bytes]
+
+    def release(self) -> None:
+        """Give the claim back; a second call is a no-op."""
+        if self.file.closed:
+            return
+        if os.name == "nt":  # no open file can be removed there, and none that another has opened meanwhile
+            self.file.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()  # while it is locked: whoever waits for it sees that the name is gone
+        self.file.close()
+
+
+class Claims:
+    """The claims on a store's entries, kept in a folder of its own inside the store's."""
+
+    def __init__(self, store: CacheStore) -> None:
+        self._store = store
+        self.folder = store.folder / _FOLDER
+        self._has_locks = True
+
+    def take(self, key: str) -> Claim | None:
+        """Claim an entry; None if another process, or another thread, has it.
+
+        Raises: OSError naming the file if the folder cannot be written.
+        """
+        path = self.folder / f"{key}{_SUFFIX}"
+        while True:
+            was_left = path.exists()
+            file = _open(path)
+            try:
+                is_locked = try_lock(file)
+            except NoLocks as error:
+                self._say_no_locks(error)
+                return Claim(path, file)
+            if not is_locked:
+                file.close()
+                return None
+            if _still_has_name(file, path):
+                if was_left:
+                    self._store.remove_leftovers(key)
+                return Claim(path, file)
+            file.close()
+
+    def remove_left(self) -> None:
+        """Remove what killed processes have left: lock files nobody holds, and temporary files of their entries."""
+        locks = {path.name.removesuffix(_SUFFIX) for path in self.folder.glob(f"*{_SUFFIX}")}
+        old = self._old_temporary_keys()
+        for key in locks | old:
+            claim = self.take(key)
+            if claim is None:
+                continue
+            if self._has_locks or key in old:  # without locks a claim does not tell that nobody is writing
+                self._store.remove_leftovers(key)
+            claim.release()
+
+    def _old_temporary_keys(self) -> set[str]:
+        """Entries with temporary files too old for a writer without a claim: writing takes a moment."""
+        found = set()
+        for key, path in self._store.temporary_files():
+            with contextlib.suppress(FileNotFoundError):  # it has got its name just now
+                if time.time() - path.stat().st_mtime > _OLD_S:
+                    found.add(key)
+        return found
+
+    def _say_no_locks(self, error: OSError) -> None:
+        if self._has_locks:
+            logger.warning(
+                "%s is on a file system without locks (%s): processes that fill this cache at once may compute the "
+                "same entries",
+                self._store.folder,
+                error,
+            )
+        self._has_locks = False
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Entries to compute, shared with whoever else fills the same store.
+
+    Args:
+        keys: the entries, in the order to compute them.
+        is_done: whether an entry needs no computing any more; asked while it is claimed.
+        on_found: called for every entry that turned out to be done already.
+        stop_if_asked: called before every batch and while waiting for others; raises to stop.
+    """
+
+    claims: Claims
+    keys: Iterable[str]
+    is_done: Callable[[str], bool]
+    on_found: Callable[[], None]
+    stop_if_asked: Callable[[], None]
+
+    def batches(self, size: int = 1) -> Generator[list[str], None, None]:
+        """Entries to compute and store now, up to `size` at a time; they are claimed until the next is asked for.
+
+        Ends when every entry is done, by whomever, or was handed out.
+        """
+        remaining = list(self.keys)
+        num_told = 0
+        while remaining:
+            queue = iter(remaining)
+            remaining = []
+            has_worked = False
+            while batch := self._claim(queue, size, remaining):
+                has_worked = True
+                try:
+                    yield list(batch)
+                finally:
+                    _release(batch)
+                self.stop_if_asked()
+            if remaining and not has_worked:
+                if len(remaining) != num_told:
+                    num_told = len(remaining)
+                    logger.info("waiting for %d entries that other processes are computing", num_told)
+                self.stop_if_asked()
+                time.sleep(POLL_S)
+
+    def _claim(self, queue: Iterator[str], size: int, held_by_others: list[str]) -> dict[str, Claim]:
+        """The next entries that are neither done nor claimed; appends to held_by_others."""
+        batch: dict[str, Claim] = {}
+        try:
+            while len(batch) < size and (key := next(queue, None)) is not None:
+                claim = self.claims.take(key)
+                if claim is None:
+                    held_by_others.append(key)
+                elif self.is_done(key):
+                    claim.release()
+                    self.on_found()
+                else:
+                    batch[key] = claim
+        except BaseException:
+            _release(batch)
+            raise
+        return batch
+
+
+def try_lock(file: IO[bytes]) -> bool:
+    """Lock an open file against all other opens of it, without waiting; closing it, or ending, gives it back.
+
+    Raises: NoLocks where the file system has none.
+    """
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            return False
+        raise NoLocks(error.errno, error.strerror) from error
+    return True
+
+
+def _open(path: Path) -> IO[bytes]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return open(path, "ab")
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def _still_has_name(file: IO[bytes], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _release(claims: dict[str, Claim]) -> None:
+    for claim in claims.values():
+        claim.release()

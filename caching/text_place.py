@@ -1,0 +1,331 @@
+"""Where a text encoder runs: what the user may name, what it would take there, and what `auto` picks.
+
+Settings: `cpu`; `cuda:1` (all of the encoder on that card); `stream` or `stream:cuda:1` (its layers pass through the
+card within a limit of memory, see streamed_encoder.py); `auto` or `auto:cuda:1` (with no other card than that).
+
+The forecast is arithmetic on the encoder's config; no weight is read. All of it counts as on the card: weights as they
+are held, what one caption needs inside a layer, and per caption of a pass its states before and after a layer, those
+that are kept, and its mask. It errs upwards: `auto` may stream an encoder that would just have fitted.
+
+`auto` takes, in this order: a card that holds all of it beside a margin, the emptiest one; the emptiest card to stream
+through; the CPU. 8-bit weights are not streamed, so with a scheme the CPU comes second.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..families.spec import TextEncoderSpec
+from ..parallel.devices import CPU, available_devices, find_device, free_bytes
+from .streamed_encoder import NUM_BUFFERS, StreamPlan, layer_buffer_bytes
+from .text_encoder import TextEncoder, load_text_encoder, make_empty_encoder, refuse_streamed_scheme
+from .text_weights import (
+    TextScheme,
+    applied_scheme,
+    check_text_encoders,
+    is_rounded,
+    layer_list,
+    tied_names,
+    weight_dtypes,
+)
+
+logger = logging.getLogger(__name__)
+
+_MARGIN_BYTES = 512 * 2**20  # of a card: libraries' workspaces and what the allocator cannot use
+_USABLE = 0.9  # of what is free on a card
+_USABLE_HOST = (
+    0.6  # of the host's free memory for layers between two passes; the system's file cache is counted as free
+)
+_MOST_CAPTIONS = 64  # per pass: more hides no more copying, and Cancel waits for the pass
+_MOST_CAPTIONS_FROM_FILES = 256  # a pass then takes as long as the disk does
+_STATES_PER_CAPTION = 4  # a layer's input and output, the batch put together, and what a norm makes of it
+
+
+@dataclass(frozen=True)
+class TextDevice:
+    """The setting cache.text_device, understood. device is None where it is still to be chosen."""
+
+    mode: Literal["resident", "stream", "auto"]
+    device: torch.device | None
+
+
+@dataclass(frozen=True)
+class TextPlace:
+    """Where one encoder will run, and why.
+
+    Args:
+        stream: how its layers pass through the device; None where all of it is there.
+        reason: half a sentence for the log.
+    """
+
+    device: torch.device
+    stream: StreamPlan | None
+    reason: str
+
+    @property
+    def captions_per_batch(self) -> int:
+        """How many captions encode_batch should be given at a time."""
+        return 1 if self.stream is None else self.stream.captions_per_pass
+
+    def describe(self) -> str:
+        """One line."""
+        if self.stream is None:
+            return f"runs on {self.device}: {self.reason}"
+        source = "host memory" if self.stream.keeps_host_copy else "its files"
+        return (
+            f"is streamed through {self.device} from {source}, {self.stream.captions_per_pass} captions per pass: "
+            f"{self.reason}"
+        )
+
+
+@dataclass(frozen=True)
+class EncoderSize:
+    """What an encoder takes, in bytes.
+
+    Args:
+        whole: all weights as they are held.
+        rest: weights outside the layers, which stay on the card of a streamed encoder.
+        layer: the largest layer's buffer.
+        layers: all layers' buffers together, in host memory.
+        working: inside a layer, for one caption.
+        caption: between layers, for each caption of a pass.
+    """
+
+    whole: int
+    rest: int
+    layer: int
+    layers: int
+    working: int
+    caption: int
+
+    @property
+    def resident_bytes(self) -> int:
+        """On a device that holds all of it."""
+        return self.whole + self.working + self.caption
+
+    def streamed_bytes(self, num_captions: int = 1) -> int:
+        """On a card it is streamed through."""
+        return self.rest + NUM_BUFFERS * self.layer + self.working + num_captions * self.caption
+
+
+def parse_text_device(setting: str | torch.device) -> TextDevice:
+    """What a user wrote as cache.text_device.
+
+    Raises: ValueError for what is none of the forms, or a device that does not exist here.
+    """
+    name = str(setting).strip()
+    mode, _, device_name = name.partition(":")
+    if mode not in ("stream", "auto"):
+        return TextDevice("resident", find_device(name))
+    device = find_device(device_name) if device_name else None
+    if device == CPU:
+        raise ValueError(f'cache.text_device = "{name}": {mode} is for GPUs; use "{mode}:cuda:0", "{mode}" or "cpu"')
+    return TextDevice("stream" if mode == "stream" else "auto", device)
+
+
+def text_device_on(setting: str, device: str) -> str:
+    """The same setting, confined to one device: what one of several processes is told to do."""
+    wanted = parse_text_device(setting)
+    return device if wanted.mode == "resident" or device == "cpu" else f"{wanted.mode}:{device}"
+
+
+def check_text_device(
+    setting: str | torch.device,
+    specs: Sequence[TextEncoderSpec],
+    folder: str | Path,
+    dtype: torch.dtype,
+    quantize: TextScheme = "none",
+) -> None:
+    """Refuse what planning or loading would refuse later, memory excepted; reads configs and files' headers only.
+
+    Raises: ValueError as parse_text_device, for a stream without a card or of 8-bit weights; both kinds that
+        check_text_encoders raises.
+    """
+    wanted = parse_text_device(setting)
+    is_streamed = wanted.mode == "stream"
+    device = _emptiest_card(wanted) if is_streamed else wanted.device
+    check_text_encoders(specs, folder, device or CPU, dtype, quantize)
+    for spec in specs if is_streamed else ():
+        refuse_streamed_scheme(applied_scheme(spec, quantize))
+
+
+def plan_text_place(
+    setting: str | torch.device,
+    spec: TextEncoderSpec,
+    folder: str | Path,
+    dtype: torch.dtype,
+    quantize: TextScheme = "none",
+    window_bytes: int = 0,
+) -> TextPlace:
+    """Decide where one encoder runs, from sizes and from the memory that is free now.
+
+    Args:
+        setting: see parse_text_device; a device is taken as it is.
+        window_bytes: the most a streamed encoder may take on its card, activations included; 0 for what is free there
+            less a margin.
+    Raises: ValueError for a setting that cannot be met, with the memory it would take.
+    """
+    wanted, scheme = parse_text_device(setting), applied_scheme(spec, quantize)
+    if wanted.mode == "resident":
+        assert wanted.device is not None
+        return TextPlace(wanted.device, None, "as asked for")
+    size = forecast_size(spec, folder, dtype, scheme)
+    if wanted.mode == "stream":
+        return _plan_stream(_emptiest_card(wanted), size, scheme, window_bytes)
+    return _plan_auto(wanted, size, scheme, window_bytes)
+
+
+def open_text_encoder(
+    spec: TextEncoderSpec, folder: str | Path, place: TextPlace, dtype: torch.dtype, quantize: TextScheme = "none"
+) -> TextEncoder:
+    """Load an encoder where it was planned, and say where that is. Raises: as load_text_encoder."""
+    logger.info("text encoder %s %s", spec.folder, place.describe())
+    return load_text_encoder(spec, folder, place.device, dtype, quantize, stream=place.stream)
+
+
+def _emptiest_card(wanted: TextDevice) -> torch.device:
+    cards = _cards(wanted)
+    if not cards:
+        raise ValueError('cache.text_device = "stream": there is no GPU here to stream through; use "cpu"')
+    return max(cards, key=_usable_bytes)
+
+
+def _cards(wanted: TextDevice) -> list[torch.device]:
+    return available_devices() if wanted.device is None else [wanted.device]
+
+
+def _usable_bytes(card: torch.device) -> int:
+    """What is free less a margin; 0 where torch cannot tell."""
+    free = free_bytes(card)
+    return 0 if free is None else max(0, int(_USABLE * free) - _MARGIN_BYTES)
+
+
+def _room(card: torch.device, window_bytes: int) -> int:
+    """What a streamed encoder may take; the window alone decides where torch cannot tell what is free."""
+    usable = _usable_bytes(card)
+    return min(window_bytes, usable) if window_bytes and usable else window_bytes or usable
+
+
+def _plan_stream(card: torch.device, size: EncoderSize, scheme: TextScheme, window_bytes: int) -> TextPlace:
+    """Small encoders that fit into the window whole are not streamed: their layers would cross for nothing."""
+    room = _room(card, window_bytes)
+    if size.resident_bytes <= room:
+        return TextPlace(card, None, f"all of it takes {_gb(size.resident_bytes)} and there is room for {_gb(room)}")
+    refuse_streamed_scheme(scheme)
+    if size.streamed_bytes() > room:
+        raise ValueError(
+            f"streaming this text encoder through {card} takes {_gb(size.streamed_bytes())} (two layers, the embedding "
+            f"and one caption), and there is room for {_gb(room)} (what is free less a margin, or "
+            'cache.text_window_gb if that is less); use another card, a larger window, or "cpu"'
+        )
+    reason = f"all of it would take {_gb(size.resident_bytes)}, and there is room for {_gb(room)}"
+    return TextPlace(card, _plan_passes(size, room), reason)
+
+
+def _plan_passes(size: EncoderSize, room: int) -> StreamPlan:
+    free_on_host = free_bytes(CPU)
+    keeps = free_on_host is None or size.layers <= _USABLE_HOST * free_on_host
+    most = _MOST_CAPTIONS if keeps else _MOST_CAPTIONS_FROM_FILES
+    fitting = 1 + (room - size.streamed_bytes()) // max(1, size.caption)
+    return StreamPlan(captions_per_pass=min(most, fitting), keeps_host_copy=keeps)
+
+
+def _plan_auto(wanted: TextDevice, size: EncoderSize, scheme: TextScheme, window_bytes: int) -> TextPlace:
+    """A card that holds all of it is taken whatever the window, which limits what is streamed."""
+    if not _cards(wanted):
+        return TextPlace(CPU, None, "there is no GPU")
+    card = _emptiest_card(wanted)
+    free = _usable_bytes(card)
+    if size.resident_bytes <= free:
+        return TextPlace(card, None, f"all of it takes {_gb(size.resident_bytes)} and {_gb(free)} are free there")
+    if scheme != "none":
+        reason = f"it takes {_gb(size.resident_bytes)}, {card} has {_gb(free)}, and 8-bit weights are not streamed"
+        return TextPlace(CPU, None, reason)
+    room = _room(card, window_bytes)
+    if size.streamed_bytes() > room:
+        reason = f"even streamed it takes {_gb(size.streamed_bytes())}, and {card} has {_gb(room)} for it"
+        return TextPlace(CPU, None, reason)
+    return _plan_stream(card, size, scheme, window_bytes)
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+# --- forecast --------------------------------------------------------------------------------------------------------
+
+
+def forecast_size(
+    spec: TextEncoderSpec, folder: str | Path, dtype: torch.dtype, scheme: TextScheme = "none"
+) -> EncoderSize:
+    """What this encoder takes, from its config. Raises: ValueError as make_empty_encoder."""
+    model = make_empty_encoder(spec, Path(folder))
+    prefix, layers = layer_list(model)
+    held = _held_bytes(model, dtype, scheme, spec.keep_full_precision)
+    buffers = [_buffer_bytes(model, f"{prefix}.{index}.", dtype) for index in range(len(layers))]
+    num_heads, width = (
+        _config_number(model, "num_attention_heads", "num_heads"),
+        _config_number(model, "hidden_size", "d_model"),
+    )
+    states = spec.max_length * width * dtype.itemsize
+    return EncoderSize(
+        whole=sum(held.values()),
+        rest=sum(num_bytes for name, num_bytes in held.items() if not name.startswith(f"{prefix}.")),
+        layer=max(buffers),
+        layers=sum(buffers),
+        working=_working_bytes(layers[0], spec.max_length, num_heads, dtype, scheme),
+        caption=states * (_STATES_PER_CAPTION + len(spec.layers)) + _mask_bytes(spec, num_heads, dtype),
+    )
+
+
+def _working_bytes(layer: nn.Module, tokens: int, num_heads: int, dtype: torch.dtype, scheme: TextScheme) -> int:
+    """What all linears of a layer give, the widest once more for its activation function; the scores of attention and
+    their softmax, which T5 has in float32. 8-bit weights are written out for their product, by way of float32."""
+    linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+    widths = [linear.out_features for linear in linears]
+    unpacked = 0 if scheme == "none" else max(linear.weight.numel() for linear in linears) * (4 + dtype.itemsize)
+    scores = num_heads * tokens * tokens * (4 + 2 * dtype.itemsize)
+    return tokens * dtype.itemsize * (sum(widths) + max(widths)) + scores + unpacked
+
+
+def _held_bytes(model: nn.Module, dtype: torch.dtype, scheme: TextScheme, kept: tuple[str, ...]) -> dict[str, int]:
+    """Bytes of each parameter as it is held, tied ones once."""
+    named = dict(model.named_parameters())
+    for tied in tied_names(model):
+        named.pop(tied, None)
+    dtypes = weight_dtypes(model, named, dtype)
+    rounded = {
+        f"{fqn}.weight" for fqn, module in model.named_modules() if scheme != "none" and is_rounded(module, fqn, kept)
+    }
+    return {
+        name: parameter.numel() + 5 * parameter.shape[0]
+        if name in rounded
+        else parameter.numel() * dtypes[name].itemsize
+        for name, parameter in named.items()
+    }
+
+
+def _buffer_bytes(model: nn.Module, prefix: str, dtype: torch.dtype) -> int:
+    names = {name: tensor.shape for name, tensor in model.state_dict().items() if name.startswith(prefix)}
+    dtypes = weight_dtypes(model, names, dtype)
+    return layer_buffer_bytes((shape, dtypes[name]) for name, shape in names.items())
+
+
+def _mask_bytes(spec: TextEncoderSpec, num_heads: int, dtype: torch.dtype) -> int:
+    """T5 hands its table of relative positions from layer to layer, with a row for every head."""
+    tables = 1 + (num_heads if spec.kind == "last_hidden_state" else 0)
+    return tables * spec.max_length**2 * dtype.itemsize
+
+
+def _config_number(model: nn.Module, *names: str) -> int:
+    """The first of these that the model's config has; families of models call one thing differently."""
+    found = [value for name in names if (value := getattr(model.config, name, None))]
+    assert found, f"{type(model.config).__name__} has none of {', '.join(names)}"
+    return int(found[0])

@@ -1,0 +1,58 @@
+"""How fast counted work goes, and how long the rest will take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Pace:
+    """Measures from `restart` on, so that loading a model is not taken for slow work.
+
+    The first count, and one that grows by more than one, tell of work found done already and start the measurement
+    anew, too.
+
+    Args:
+        clock: seconds from any beginning.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._done = self._first_done = -1  # the first count cannot be taken for work
+        self._first_s = clock()
+
+    def restart(self) -> None:
+        """Measure from here."""
+        self._first_done, self._first_s = self._done, self._clock()
+
+    def update(self, done: int) -> None:
+        """So much is done now."""
+        is_found = done - self._done != 1 or self._done < 0
+        self._done = done
+        if is_found:
+            self.restart()
+
+    @property
+    def per_second(self) -> float | None:
+        """None until something was done since the start of the measurement."""
+        elapsed_s = self._clock() - self._first_s
+        num_done = self._done - self._first_done
+        return num_done / elapsed_s if num_done and elapsed_s > 0 else None
+
+    def left_s(self, total: int) -> float | None:
+        """Seconds until all is done at this pace."""
+        per_second = self.per_second
+        return None if per_second is None else (total - self._done) / per_second
+
+
+def describe_rate(per_second: float, what: str) -> str:
+    """ "12.4 images/s" or "0.067 captions/s"."""
+    return f"{per_second:.1f} {what}/s" if per_second >= 10 else f"{per_second:.2g} {what}/s"
+
+
+def describe_duration(seconds: float) -> str:
+    """ "45 s", "12 min" or "3 h 05 min"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
