@@ -171,6 +171,8 @@ def _print_event(event: Event) -> None:
     values = event.values
     if event.kind == "phase":
         print(f"== {values['name']} {values.get('placement', '')}".rstrip(), flush=True)
+    elif event.kind == "quantized":
+        print(values["summary"], flush=True)
     elif event.kind == "progress":
         print(f"{values['what']} {event.step}/{event.total}", flush=True)
     elif event.kind == "step":

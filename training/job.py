@@ -381,6 +381,9 @@ def _make_trainer(
     assembled = assemble(plan)
     assert isinstance(assembled.adapter, LoraHandle)
     lora = assembled.adapter
+    if assembled.quantized is not None:
+        report = assembled.quantized
+        events.emit("quantized", summary=report.summary(), weight_snr_db=dict(report.weight_snr_db))
     return Trainer(
         job=job,
         family=plan.family,
