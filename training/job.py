@@ -154,11 +154,10 @@ def _vae_path(plan: JobPlan) -> Path:
 def run_identity(plan: JobPlan) -> dict[str, Any]:
     """Plain facts that a resumed run must share with the one it continues, beyond the config. Reads every image and
     samples of the weights."""
-    files = sorted({record.file for record in plan.info.tensors.values()})
     return {
         "dataset": dataset_fingerprint(plan.samples),
         "evaluation": dataset_fingerprint(plan.eval_samples) if plan.eval_samples else "",
-        "model": [file_fingerprint(file) for file in files],
+        "model": [file_fingerprint(file) for file in plan.info.files],
         "placement": [str(device) for device in plan.placement.devices],
     }
 

@@ -21,7 +21,7 @@ from devicebridge.patches.quantize import SCHEMES
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.toy import TINY
-from devicebridge.training.config import save_job
+from devicebridge.training.config import differing_keys, save_job
 from devicebridge.training.data import BatchOrder
 from devicebridge.training.events import EventLog
 from devicebridge.training.job import cache_job, check_job, run_job
@@ -352,6 +352,12 @@ def test_resume_refuses_another_rounding(key, value, tmp_path):
     run_job(make_tiny_job(tmp_path, model=model, train={"steps": 1}))
     with pytest.raises(ValueError, match=f"model.{key}: .* -> {value!r}"):
         run_job(make_tiny_job(tmp_path, model=model | {key: value}, train={"steps": 2}), resume=True)
+
+
+def test_resume_does_not_ask_for_a_rotation_that_turns_nothing(tmp_path):
+    old = make_tiny_job(tmp_path, model={"dtype": "bfloat16", "quantize": "fp8-compute", "rotation": 64})
+    new = dataclasses.replace(old, model=dataclasses.replace(old.model, rotation=0))
+    assert differing_keys(old, new) == []
 
 
 def test_bad_loss_stops_before_the_weights_are_touched(tmp_path):
