@@ -123,7 +123,7 @@ def test_no_card_holds_more_than_the_result_and_one_layer(
         # no rotation: of layers this small its matrix would be the larger part
         peaks, final, model = _peaks(info, QuantizeSettings(scheme, rotation=0))
         for card in peaks:
-            assert 0 < final[card] <= peaks[card] <= final[card] + largest + 24 * piece
+            assert 0 < final[card] <= peaks[card] <= final[card] + largest + 32 * piece
             assert peaks[card] < plain_peaks[card]  # what loading first and quantizing later would need
         del model
 
