@@ -298,6 +298,8 @@ def _describe(event: Event) -> str:
     values = event.values
     if event.kind == "phase":
         return f"== {values['name']} {values.get('placement', '')}".rstrip()
+    if event.kind == "quantized":
+        return str(values["summary"])
     if event.kind == "step":
         return f"step {event.step}/{event.total} loss {values['loss']:.5f} {values['elapsed_s']:.2f} s"
     if event.kind == "eval":

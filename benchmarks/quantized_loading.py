@@ -76,7 +76,7 @@ def write_checkpoint(folder: Path, options: argparse.Namespace) -> tuple[Path, d
         path, blocks = folder / "tiny", "toy"
         num_bytes = write_diffusers_folder(path, FAMILY, TINY_CONFIG)
     else:
-        layers = choose_layers(shutil.disk_usage(folder).free)
+        layers = tuple(options.layers or choose_layers(shutil.disk_usage(folder).free))
         path, num_bytes = _write_layers(folder, layers)
         blocks = "{} double + {} single".format(*layers) + " of {} + {}".format(*_full_layers())
     seconds = time.perf_counter() - start
@@ -194,6 +194,8 @@ def load(info: CheckpointInfo, placement: Placement, scheme: str, cache: Path | 
         "gpu_peak_above_weights_in_blocks": {name: round(size / block_bytes, 2) for name, size in above.items()},
         "gpu_reserved_peak_gb": {str(device): round(_reserved_peak(device) / 1e9, 3) for device in devices},
     }
+    if "cpu" in weights:  # where both are one memory
+        facts["host_peak_above_weights_in_blocks"] = round((host.peak - host.before - weights["cpu"]) / block_bytes, 2)
     facts["is_host_within_bar"] = host.peak <= HOST_BAR_GB * 1e9
     facts["is_gpu_within_bar"] = max(above.values()) <= GPU_BAR_BLOCKS * block_bytes
     return Loaded(model, facts)
@@ -295,10 +297,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scheme", nargs="+", choices=SCHEMES, default=["fp8-compute"])
     parser.add_argument("--cold", action="store_true", help="read from the disk, not from the system's memory of it")
     parser.add_argument("--budget-s", type=float, default=200.0, help="no scheme is begun after this many seconds")
+    parser.add_argument("--layers", type=int, nargs=2, help="double and single blocks; all there is room for")
+    parser.add_argument("--on-cpu", action="store_true", help="the CPU is the one device; shows the host's peak only")
     parser.add_argument("--tiny", action="store_true", help="toy model on emulated cards")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.devices = list(CARDS[:2]) if options.tiny else available_devices()
+    if options.on_cpu:
+        options.devices = [torch.device("cpu")]
     if not options.devices:
         parser.error("this needs a GPU and found none; --tiny runs on the CPU")
     return options

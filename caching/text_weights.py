@@ -29,7 +29,7 @@ from torch import nn
 
 from ..families.spec import TextEncoderSpec
 from ..patches.lora import matches_any
-from ..patches.weight_only import convert, import_torchao
+from ..patches.weight_only import convert, has_float8, import_torchao
 from ..weight_file import open_weights
 
 logger = logging.getLogger(__name__)
@@ -107,19 +107,11 @@ def check_scheme(scheme: TextScheme, device: torch.device, dtype: torch.dtype) -
     except RuntimeError as error:  # its advice is about the transformer
         found = str(error).partition("; ")[0]
         raise RuntimeError(f'cache.text_quantize = "{scheme}": {found}; install or update it, or use "none"') from error
-    if scheme == "fp8" and not _has_float8(device):
+    if scheme == "fp8" and not has_float8(device):
         raise ValueError(
             f'cache.text_quantize = "fp8" was asked for, but {device} cannot convert to float8 and back; use "int8" '
             "there, or another cache.text_device"
         )
-
-
-def _has_float8(device: torch.device) -> bool:
-    """Whether values can be rounded to float8 and read again; torch lists no such thing, and MPS for one could not."""
-    try:
-        return torch.ones(1, device=device).to(torch.float8_e4m3fn).to(torch.float32).item() == 1.0
-    except (RuntimeError, TypeError):  # not implemented, or no such type there
-        return False
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

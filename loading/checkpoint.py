@@ -81,6 +81,12 @@ class CheckpointInfo:
     pipeline_folder: Path | None
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that a tensor or its scale lies in, sorted."""
+        records = self.tensors.values()
+        return tuple(sorted({r.file for r in records} | {r.scale.file for r in records if r.scale is not None}))
+
+    @property
     def quantized_types(self) -> dict[str, int]:
         """How many tensors are in 8 bits, by type ("float8_e4m3fn", "float8_e5m2", "int8"); {} for a plain file."""
         return count_types(self.tensors.values())

@@ -64,7 +64,7 @@ _log = logging.getLogger(__name__)
 
 # Raise when the same inputs are rounded to other bits, or the files look different.
 _VERSION = 1
-_SHARD_BYTES = 2 * 10**9
+_SHARD_BYTES = 10**9  # older safetensors hold a shard twice while they write it
 _INDEX = "index.json"
 _LOCK = "lock"
 _TYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
@@ -92,7 +92,10 @@ def load_through_cache(
         return load_transformer(info, device_of, dtype, quantizer)
     cached = open_cached(folder, info, quantizer.settings, dtype)
     if cached is not None:
-        return load_transformer(cached, device_of, dtype, quantizer)
+        try:
+            return load_transformer(cached, device_of, dtype, quantizer)
+        except _FOREIGN as error:  # deleted or damaged since; what is wrong with the checkpoint will be said below
+            _log.warning("the quantized weights in %s cannot be read and are rounded again (%s)", folder, error)
     with QuantizedWriter(folder, info, quantizer.settings, dtype) as writer:
         return load_transformer(info, device_of, dtype, quantizer, writer)
 
@@ -120,9 +123,7 @@ def open_cached(
 
 def _name_and_key(info: CheckpointInfo, settings: QuantizeSettings, dtype: torch.dtype) -> tuple[str, str]:
     """The entry's folder, which a user can tell from others, and the whole key."""
-    records = info.tensors.values()
-    files = {record.file for record in records} | {record.scale.file for record in records if record.scale}
-    fingerprints = {file: file_fingerprint(file) for file in files}
+    fingerprints = {file: file_fingerprint(file) for file in info.files}
     key = settings_fingerprint(
         {
             "version": _VERSION,
@@ -153,8 +154,8 @@ def _read_entry(entry: Path, key: str) -> dict[str, TensorRecord]:
     Raises: one of _FOREIGN if it is not whole and ours.
     """
     index = json.loads((entry / _INDEX).read_text(encoding="utf-8"))
-    if index["key"] != key:
-        raise ValueError("its index is of another model or of other settings")
+    if index["key"] != key or index["checksum"] != _checksum(index):
+        raise ValueError("its index is damaged, or of another model or of other settings")
     found: dict[str, TensorRecord] = {}
     for file, expected in index["files"].items():
         shard = entry / Path(file).name
@@ -187,6 +188,11 @@ def _fitting(
     return records
 
 
+def _checksum(index: Mapping[str, Any]) -> str:
+    content = {name: value for name, value in index.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def _measure(file: Path) -> dict[str, Any]:
     """Size and checksum of the header, which names every tensor, type and offset."""
     with open(file, "rb") as stream:
@@ -201,7 +207,8 @@ def _measure(file: Path) -> dict[str, Any]:
 class QuantizedWriter:
     """Writes an entry while a model is being quantized; as a context manager it commits, or abandons on an error.
 
-    Host memory holds one shard of 2 GB and one layer. After the first failure, which the log tells, it does nothing.
+    Host memory holds one shard of 1 GB (twice that with safetensors before 0.8) and one layer. After the first failure,
+    which the log tells, it does nothing.
     """
 
     def __init__(self, folder: Path, info: CheckpointInfo, settings: QuantizeSettings, dtype: torch.dtype) -> None:
@@ -293,6 +300,7 @@ class QuantizedWriter:
     def _publish(self) -> None:
         """Write the index and rename; whoever comes second keeps what is there, unless it is damaged."""
         index = {"key": self._key, "files": self._files, "rotations": self._rotations}
+        index["checksum"] = _checksum(index)
         file = self._temporary / _INDEX
         file.write_text(json.dumps(index, indent=1), encoding="utf-8")
         _flush(file)

@@ -45,6 +45,7 @@ else:
     _MISSING = ""
 
 _log = logging.getLogger(__name__)
+_tuned_devices: list[torch.device] = []
 
 OLDEST_TRITON = "3.2"
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -224,11 +225,13 @@ def _launch_matmul(*arguments: Any, **constants: Any) -> None:
     if is_interpreted():  # no clock to tune by
         _matmul_kernel[grid](*arguments, **constants, BLOCK_M=32, BLOCK_J=64)
     else:
-        _tuned_matmul()[grid](*arguments, **constants)
+        _tuned_matmul(arguments[0].device)[grid](*arguments, **constants)
 
 
 @functools.cache
-def _tuned_matmul() -> Any:
+def _tuned_matmul(device: torch.device) -> Any:
+    """A tuner of its own per card: what fits and is fastest on one may not even start on another."""
+    _tuned_devices.append(device)
     configs = [
         triton.Config({"BLOCK_M": block_m, "BLOCK_J": block_j}, num_stages=stages, num_warps=warps)
         for block_m, block_j, stages, warps in _CONFIGS
@@ -241,7 +244,11 @@ def tuned_tiles() -> dict[str, str]:
     """What the tuner picked so far in this process, by row class, I, J and types; for reports."""
     if _MISSING or is_interpreted():
         return {}
-    return {str(key): str(config) for key, config in _tuned_matmul().cache.items()}
+    return {
+        f"{device} {key}": str(config)
+        for device in _tuned_devices
+        for key, config in _tuned_matmul(device).cache.items()
+    }
 
 
 if triton is not None:

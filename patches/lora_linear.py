@@ -77,7 +77,9 @@ def _fused_class(lora_linear: type) -> type:
             if torch.compiler.is_compiling():  # its own fusions; the opaque function below would be in their way
                 low = F.linear(x, a.to(x.dtype)) * scaling
                 return self.base_layer(x) + F.linear(low, b.to(x.dtype))
-            return _LoraLinear.apply(x, a, b, scaling, self.base_layer)
+            rows = x.reshape(-1, x.shape[-1])
+            out = _LoraLinear.apply(rows, a, b, scaling, self.base_layer)
+            return out.view(*x.shape[:-1], out.shape[-1])
 
     FusedLoraLinear.__name__ = lora_linear.__name__  # what a printed model shows
     return FusedLoraLinear
@@ -91,14 +93,21 @@ def _only_adapter(layer: Any, x: torch.Tensor) -> str | None:
     if len(active) != 1 or active[0] in layer.lora_variant or layer.lora_bias.get(active[0], False):
         return None
     is_dropping = isinstance(layer.lora_dropout[active[0]], nn.Dropout) and layer.training
-    is_own = _is_frozen(layer.base_layer) and not is_dropping and x.dtype in (torch.bfloat16, torch.float32)
-    return active[0] if is_own else None
+    base, parts = layer.base_layer, (layer.lora_A[active[0]], layer.lora_B[active[0]], layer.lora_dropout[active[0]])
+    is_frozen = not (base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad))
+    is_own = is_frozen and not is_dropping and not any(map(_is_watched, (base, *parts)))
+    return active[0] if is_own and x.dtype in (torch.bfloat16, torch.float32) else None
 
 
-def _is_frozen(base: nn.Linear) -> bool:
-    """Whether nobody trains or watches the base, whose call is passed by."""
-    has_hooks = base._forward_hooks or base._forward_pre_hooks or base._backward_hooks
-    return not (has_hooks or base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad))
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody hangs on a call that this file would pass by."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
 
 
 class _LoraLinear(torch.autograd.Function):
@@ -106,28 +115,25 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, base: nn.Linear
+        ctx: Any, rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, base: nn.Linear
     ) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        low = rows @ a.to(x.dtype).t()
+        low = rows @ a.to(rows.dtype).t()
         if scaling != 1:
             low *= scaling
-        out = _base_product(rows, base).addmm_(low, b.to(x.dtype).t())
         ctx.save_for_backward(rows, low, a, b)
-        ctx.base, ctx.scaling, ctx.shape = base, scaling, x.shape
-        return out.view(*x.shape[:-1], out.shape[-1])
+        ctx.base, ctx.scaling = base, scaling
+        return _base_product(rows, base).addmm_(low, b.to(rows.dtype).t())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, low, a, b = ctx.saved_tensors
-        g = grad.reshape(-1, grad.shape[-1])
         grad_low = g @ b.to(g.dtype)
         if ctx.scaling != 1:
             grad_low *= ctx.scaling
         grad_x = grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_x = _base_grad_input(g, ctx.base).addmm_(grad_low, a.to(g.dtype)).view(ctx.shape)
+            grad_x = _base_grad_input(g, ctx.base).addmm_(grad_low, a.to(g.dtype))
         if ctx.needs_input_grad[1]:
             grad_a = (grad_low.t() @ rows).to(a.dtype)
         if ctx.needs_input_grad[2]:

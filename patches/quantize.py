@@ -56,6 +56,8 @@ LORA = "LoRA"
 KEPT = "kept in full precision by the family"
 NOT_LINEAR = "not a linear layer"
 
+# The fastest first; the last works wherever torch does.
+BEST_FIRST: tuple[Scheme, ...] = ("fp8-compute", "int8-compute", "fp8", "int8")
 _OLDEST_PEFT = "0.19"  # older releases create a LoRA in the base weight's type, and float8 would round it
 _NUM_SAMPLED_ROWS = 256  # of a weight, to measure its noise by
 
@@ -125,11 +127,15 @@ class QuantizeReport:
     Args:
         weight_snr_db: signal to noise of the rounded weights by layer class, in dB, over evenly spaced rows of every
             layer; classes whose layers all came in 8 bits from a file are absent, what was lost there is unknown.
+        num_taken: quantized layers that a file, or the cache of an earlier run, held in 8 bits already.
+        num_unrotated: those of them that are not rotated although the scheme would have, had it rounded them.
     """
 
     scheme: Scheme
     groups: Mapping[str, LayerGroup]
     weight_snr_db: Mapping[str, float] = field(default_factory=dict)
+    num_taken: int = 0
+    num_unrotated: int = 0
 
     @property
     def num_quantized(self) -> int:
@@ -150,9 +156,11 @@ class QuantizeReport:
     def summary(self) -> str:
         """One line for a log or a node, sizes in decimal GB."""
         skipped = ", ".join(f"{len(g.names)} {reason}" for reason, g in self.groups.items() if reason != QUANTIZED)
+        taken = f" ({self.num_taken} as they were stored)" if self.num_taken else ""
+        unrotated = f"; {self.num_unrotated} are not rotated, as their file has them" if self.num_unrotated else ""
         return (
-            f"{self.num_quantized} linears to {self.scheme}, {self.bytes_before / 1e9:.2f} -> "
-            f"{self.bytes_after / 1e9:.2f} GB; left alone: {skipped}"
+            f"{self.num_quantized} linears to {self.scheme}{taken}, {self.bytes_before / 1e9:.2f} -> "
+            f"{self.bytes_after / 1e9:.2f} GB; left alone: {skipped}{unrotated}"
         )
 
     def table(self) -> str:
@@ -220,6 +228,7 @@ class Quantizer:
         self.settings = settings
         self._family = family
         self._bytes_before: dict[str, int] = {}
+        self._num_taken = self._num_unrotated = 0
         self._noise: dict[str, list[torch.Tensor]] = defaultdict(list)  # layer class -> [signal, noise] per layer
 
     def is_wanted(self, fqn: str, module: nn.Module) -> bool:
@@ -262,6 +271,7 @@ class Quantizer:
         Raises: ValueError for a rotated weight that this scheme cannot multiply with.
         """
         assert self.is_wanted(fqn, module) and self.can_take(stored.weight.dtype), (fqn, stored.weight.dtype)
+        _refuse_nan(fqn, stored.weight)
         assert stored.weight.shape == (module.out_features, module.in_features), (fqn, stored.weight.shape)
         if stored.rotation and self.settings.scheme != "int8-compute":
             raise ValueError(
@@ -270,6 +280,8 @@ class Quantizer:
             )
         others = sum(_tensor_bytes(p) for name, p in module.named_parameters(recurse=False) if name != "weight")
         self._bytes_before[fqn] = stored.weight.numel() * dtype.itemsize + others
+        self._num_taken += 1
+        self._num_unrotated += bool(self.settings.rotation_of(stored.weight.shape[1])) and not stored.rotation
         if not self.settings.is_compute:
             scheme: Any = self.settings.scheme
             return weight_only.adopt(module, scheme, stored.weight, stored.scale, dtype)
@@ -304,7 +316,8 @@ class Quantizer:
         _check_lora(model, lora_before)
         eight_bit.refuse_merge(model)
         groups = {reason: self._group(reason, group) for reason, group in modules.items()}
-        report = QuantizeReport(self.settings.scheme, groups, _decibels(self._noise))
+        noise = _decibels(self._noise)
+        report = QuantizeReport(self.settings.scheme, groups, noise, self._num_taken, self._num_unrotated)
         _log.info("%s", report.summary())
         return QuantizeHandle(report)
 
@@ -346,16 +359,21 @@ def _refuse_old_peft() -> None:
 
 def refusal(settings: QuantizeSettings, devices: Iterable[torch.device]) -> str:
     """Why one of these devices cannot compute in the scheme, and which scheme would work on all; "" if they can."""
-    if not settings.is_compute:
-        return ""
     devices = tuple(devices)
     for device in devices:
-        reason = eight_bit.refusal(settings.scheme, device)  # type: ignore[arg-type]
-        if reason:
-            others = [s for s in eight_bit.SCHEMES if not any(eight_bit.refusal(s, each) for each in devices)]
-            asked = reason.partition("; use ")[0]
-            return f"{asked} ({device}); use {others[0] if others else 'fp8, which only stores in 8 bits,'} instead"
+        fault = _device_fault(settings.scheme, device)
+        if fault:
+            others = [s for s in BEST_FIRST if not any(_device_fault(s, each) for each in devices)]
+            kind = "" if others[0] in eight_bit.SCHEMES else ", which only stores in 8 bits,"
+            return f"{settings.scheme} was asked for, but {fault} ({device}); use {others[0]}{kind} instead"
     return ""
+
+
+def _device_fault(scheme: Scheme, device: torch.device) -> str:
+    if scheme in eight_bit.SCHEMES:
+        reason = eight_bit.refusal(scheme, device)  # type: ignore[arg-type]
+        return reason.partition("; use ")[0].removeprefix(f"{scheme} was asked for, but ")
+    return "" if scheme == "int8" or weight_only.has_float8(device) else "there is no float8 to convert to and from"
 
 
 def stored_bytes(
@@ -405,6 +423,15 @@ def replace_module(model: nn.Module, fqn: str, module: nn.Module) -> None:
         owner._modules[child] = module
 
 
+def _refuse_nan(fqn: str, weight: torch.Tensor) -> None:
+    """Raises: ValueError if an 8-bit weight holds NaN, which float8_e4m3fn spells 0x7f and 0xff; int8 has none."""
+    if weight.dtype is torch.float8_e4m3fn and weight.device.type != "meta":
+        height = max(1, 2**26 // max(1, weight.shape[1]))
+        bits = weight.view(torch.uint8)
+        if any(((bits[start : start + height] & 0x7F) == 0x7F).any() for start in range(0, len(bits), height)):
+            raise ValueError(f"the weight of {fqn} holds NaN; the checkpoint is damaged, load another")
+
+
 @torch.no_grad()
 def _sampled_noise(exact: torch.Tensor, stored: Stored8) -> torch.Tensor:
     """Energy of a weight and of its rounding error, over evenly spaced rows; on the weight's device. [2]"""
@@ -429,7 +456,7 @@ def _refuse_quantized(model: nn.Module, scheme: str) -> None:
     low = [
         (name, parameter)
         for name, parameter in model.named_parameters()
-        if is_torchao_tensor(parameter) or (parameter.ndim == 2 and parameter.dtype not in TRAINABLE_DTYPES)
+        if is_torchao_tensor(parameter) or (parameter.ndim == 2 and parameter.dtype.itemsize == 1)
     ]
     if low:
         name, parameter = low[0]

@@ -43,6 +43,7 @@ from .lora import is_torchao_tensor
 
 WeightOnlyScheme = Literal["fp8", "int8"]
 WEIGHT_ONLY: Mapping[WeightOnlyScheme, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_PIECE = 2**25  # weights rounded at a time: torchao makes up to 13 bytes of copies for each
 OLDEST_TORCHAO = "0.16"  # peft attaches LoRA to the tensors of no older release
 
 
@@ -69,9 +70,31 @@ def import_torchao() -> ModuleType:
 def convert(linear: nn.Linear, scheme: WeightOnlyScheme) -> nn.Linear:
     """Round a linear's weight where it is, in place; the weight is frozen, the bias untouched. Returns the linear.
 
+    Some rows at a time, so that beside weight and result the device holds 0.5 GB or one row.
+
     Raises: RuntimeError if torchao is missing, too old, or did not leave the layer as promised; ValueError for a weight
         that is not finite.
     """
+    exact = linear.weight.detach()
+    height = max(1, _PIECE // exact.shape[1])
+    if height >= exact.shape[0]:
+        return _convert_whole(linear, scheme)
+    values = torch.empty(exact.shape, dtype=WEIGHT_ONLY[scheme], device=exact.device)
+    scale = torch.empty((exact.shape[0], 1), dtype=torch.float32, device=exact.device)
+    for start in range(0, exact.shape[0], height):
+        rows = slice(start, start + height)
+        values[rows], scale[rows] = values_and_scale(_convert_whole(_linear_of(exact[rows]), scheme).weight)
+    return adopt(linear, scheme, values, scale, exact.dtype)
+
+
+def _linear_of(weight: torch.Tensor) -> nn.Linear:
+    """Around a weight; nn.Linear's own drawing of one would move the process's random numbers."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def _convert_whole(linear: nn.Linear, scheme: WeightOnlyScheme) -> nn.Linear:
     torchao = import_torchao()
     # set_inductor_config would change settings of the whole process; the model is ours, the process is the user's.
     if scheme == "fp8":
@@ -103,9 +126,8 @@ def adopt(
     """
     shape = values.shape
     # torchao's constructors differ between releases; a template of one row knows what else this one wants to be told.
-    row = nn.Linear(shape[1], 1, bias=False, device="meta")  # drawing a weight would move the process's random numbers
-    row.weight = nn.Parameter(torch.ones((1, shape[1]), dtype=dtype, device="cpu"), requires_grad=False)
-    template: Any = convert(row, scheme).weight
+    row = torch.ones((1, shape[1]), dtype=dtype, device="cpu")
+    template: Any = _convert_whole(_linear_of(row), scheme).weight
     names, context = template.__tensor_flatten__()
     parts = {"qdata": values, "scale": scale}
     for name in names:
@@ -114,6 +136,16 @@ def adopt(
     weight = type(template).__tensor_unflatten__(parts, context, shape, (shape[1], 1))
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear.requires_grad_(False)
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether values can be rounded to float8 and read again; torch lists no such thing, and MPS for one could not."""
+    if device.type in ("cuda", "lazy", "meta"):
+        return True
+    try:
+        return torch.ones(1, device=device).to(torch.float8_e4m3fn).to(torch.float32).item() == 1.0
+    except (RuntimeError, TypeError, AssertionError):  # not implemented, no such type, or no such device
+        return False
 
 
 def values_and_scale(weight: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -332,6 +332,8 @@ def differing_keys(old: JobConfig, new: JobConfig) -> list[str]:
     free = FREE_ON_RESUME
     if old.schedule.name == "constant":  # the steps done so far are the same in a longer or shorter run
         free = free | {"train.steps"}
+    if "int8-compute" not in (old.model.quantize, new.model.quantize):  # nothing else is rotated
+        free = free | {"model.rotation"}
     before, after = _flatten(job_to_dict(old)), _flatten(job_to_dict(new))
     keys = [k for k in sorted(before.keys() | after.keys()) if before.get(k) != after.get(k)]
     return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if k not in free]

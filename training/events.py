@@ -2,6 +2,7 @@
 
 Kinds and their values:
     phase     name                                   a new part of the job begins
+    quantized summary, weight_snr_db by layer class  the base weights are in 8 bits
     progress  what, per_second, left_s               step of total within a phase (captions, latents); the latter two
                                                      are null until there is a pace to tell
     step      loss, learning_rate, elapsed_s         one optimizer step is done

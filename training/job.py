@@ -166,11 +166,10 @@ def _vae_path(plan: JobPlan) -> Path:
 def run_identity(plan: JobPlan) -> dict[str, Any]:
     """Plain facts that a resumed run must share with the one it continues, beyond the config. Reads every image and
     samples of the weights."""
-    files = sorted({record.file for record in plan.info.tensors.values()})
     return {
         "dataset": dataset_fingerprint(plan.samples),
         "evaluation": dataset_fingerprint(plan.eval_samples) if plan.eval_samples else "",
-        "model": [file_fingerprint(file) for file in files],
+        "model": [file_fingerprint(file) for file in plan.info.files],
         "placement": [str(device) for device in plan.placement.devices],
     }
 
@@ -450,6 +449,9 @@ def _make_trainer(
     assembled = assemble(plan)
     assert isinstance(assembled.adapter, LoraHandle)
     lora = assembled.adapter
+    if assembled.quantized is not None:
+        report = assembled.quantized
+        events.emit("quantized", summary=report.summary(), weight_snr_db=dict(report.weight_snr_db))
     return Trainer(
         job=job,
         family=plan.family,

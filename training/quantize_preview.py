@@ -7,6 +7,7 @@ sample is in memory at a time: for FLUX.2-dev some seconds on two cores, and les
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,10 +17,11 @@ import torch
 from torch import nn
 
 from ..loading.checkpoint import CheckpointInfo, TensorRecord, make_empty_transformer, read_checkpoint
-from ..loading.quantized_files import count_types, dequantize, read_records, read_scales
+from ..loading.quantized_files import dequantize, read_records, read_scales, stays_in_8_bits
 from ..parallel.devices import find_devices
 from ..parallel.placement import Placement, block_names, parameter_bytes
 from ..patches.quantize import (
+    BEST_FIRST,
     KEPT,
     NOT_LINEAR,
     QUANTIZED,
@@ -28,6 +30,7 @@ from ..patches.quantize import (
     QuantizeSettings,
     Scheme,
     Stored8,
+    check_packages,
     layer_class,
     refusal,
     stored_bytes,
@@ -40,7 +43,6 @@ from .job import plan_job_placement
 _NUM_RUNS = 16  # of adjacent rows in a sample: few reads, and every part of a stacked weight is met
 _NUM_NAMED = 4
 _TIME_RESOLUTION = 512  # pixels, where a split by time is planned before there are pictures
-_BEST_FIRST: tuple[Scheme, ...] = ("fp8-compute", "int8-compute")
 
 
 @dataclass(frozen=True)
@@ -148,13 +150,21 @@ def _decibels(noise: SignalToNoise) -> str:
 
 
 def choose_scheme(devices: Sequence[torch.device]) -> Scheme:
-    """The fastest scheme that every one of these devices can compute in; weight-only fp8 where none is.
+    """The fastest scheme that every one of these devices can compute in and whose packages are installed.
 
     The CPU computes 8-bit products too, but no faster than others.
+
+    Raises: RuntimeError if there is none, with what the weight-only schemes lack.
     """
-    if any(device.type == "cpu" for device in devices):
-        return "fp8"
-    return next((scheme for scheme in _BEST_FIRST if not refusal(QuantizeSettings(scheme), devices)), "fp8")
+    has_cpu = any(device.type == "cpu" for device in devices)
+    schemes = [s for s in BEST_FIRST if not (has_cpu and QuantizeSettings(s).is_compute)]
+    able = [scheme for scheme in schemes if not refusal(QuantizeSettings(scheme), devices)]
+    for scheme in able[:-1]:
+        with contextlib.suppress(RuntimeError):
+            check_packages(QuantizeSettings(scheme))
+            return scheme
+    check_packages(QuantizeSettings(able[-1]))
+    return able[-1]
 
 
 def preview_model(config: ModelConfig, split: SplitConfig) -> QuantizePreview:
@@ -209,7 +219,7 @@ def _preview(
         device_note=note,
         noise=_measure(info, groups[QUANTIZED].names, quantizer, config.dtype) if quantizer else {},
         num_stored=info.quantized_types,
-        num_taken=sum(_is_taken(record, quantizer) for record in weights) if quantizer else 0,
+        num_taken=sum(stays_in_8_bits(record, quantizer.can_take) for record in weights) if quantizer else 0,
     )
 
 
@@ -263,7 +273,7 @@ def _measure_layer(fqn: str, info: CheckpointInfo, quantizer: Quantizer, dtype: 
     """Noise of one linear of the file; where its weight is in 8 bits already, against what the file holds."""
     record = info.tensors[f"{fqn}.weight"]
     values, scale = _read_sample(record)
-    if _is_taken(record, quantizer):
+    if stays_in_8_bits(record, quantizer.can_take):
         assert scale is not None
         exact, stored = dequantize(values, scale, record, torch.float32), Stored8(values, scale, record.rotation)
     else:
@@ -297,11 +307,3 @@ def _sample_runs(num_rows: int) -> list[tuple[int, int]]:
 def _cut(record: TensorRecord, start: int, end: int) -> TensorRecord:
     first = record.rows[0] if record.rows else 0
     return record.cut(first + start, first + end)
-
-
-def _is_taken(record: TensorRecord, quantizer: Quantizer) -> bool:
-    """Whether loading keeps a weight as the file has it."""
-    if not record.is_quantized or record.convrot:
-        return False
-    (name,) = count_types([record])
-    return quantizer.can_take(getattr(torch, name))

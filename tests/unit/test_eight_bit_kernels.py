@@ -252,3 +252,12 @@ def test_why_kernels_do_not_run_is_said(monkeypatch):
     monkeypatch.setattr(torch, "ones", lambda *args, device: None)
     assert kernels.fault(torch.device("cuda:0")) == "Triton does not work on cuda:0: Failed to find C compiler"
     kernels._launch_fault.cache_clear()
+
+
+def test_every_card_has_a_tuner_of_its_own():
+    """What one card has room for may not start on another."""
+    if kernels.triton is None:
+        pytest.skip("needs Triton")
+    one, other = (kernels._tuned_matmul(torch.device("cuda", index)) for index in (0, 1))
+    assert one is not other and one.cache is not other.cache
+    assert one is kernels._tuned_matmul(torch.device("cuda", 0))

@@ -12,6 +12,7 @@ import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.loading.checkpoint import load_transformer, make_empty_transformer, read_checkpoint
 from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement
+from devicebridge.patches import eight_bit, quantize, weight_only
 from devicebridge.patches.eight_bit import FrozenLinear8
 from devicebridge.patches.quantize import (
     SCHEMES,
@@ -24,6 +25,7 @@ from devicebridge.patches.quantize import (
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
 from devicebridge.tests.toy import TINY
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 FP8 = QuantizeSettings("fp8")
 
@@ -77,11 +79,22 @@ def _peaks(
     gc.collect()
     before = {card: live_bytes(card) for card in peaks}  # what other tests have left
 
-    class Watched(Quantizer):
-        def finish(self, fqn: str, module: nn.Module) -> nn.Module:
+    class Scale(TorchDispatchMode):
+        """Looks after every operation, so that what rounding needs for a moment counts too."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
             for card in peaks:
                 peaks[card] = max(peaks[card], live_bytes(card) - before[card])
-            return super().finish(fqn, module) if settings is not None else module
+            return result
+
+    class Watched(Quantizer):
+        def finish(self, fqn: str, module: nn.Module) -> nn.Module:
+            with Scale():
+                if settings is not None:
+                    return super().finish(fqn, module)
+                module.weight.detach()  # type: ignore[union-attr,operator]
+                return module
 
         def store(self, module: nn.Module) -> Any:
             return super().store(module) if settings is not None else None
@@ -94,7 +107,14 @@ def _peaks(
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_no_card_holds_more_than_the_result_and_one_layer(scheme: Any, tmp_path: Path) -> None:
+def test_no_card_holds_more_than_the_result_and_one_layer(
+    scheme: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pieces as small beside these layers as the real ones are beside FLUX.2's."""
+    piece = 512
+    for module in (eight_bit, weight_only):
+        monkeypatch.setattr(module, "_PIECE", piece)
+    monkeypatch.setattr(quantize, "_NUM_SAMPLED_ROWS", 4)
     info = _checkpoint(tmp_path, "flux2")
     with emulated_cards(2):
         plain_peaks, _, plain = _peaks(info, None)
@@ -103,8 +123,8 @@ def test_no_card_holds_more_than_the_result_and_one_layer(scheme: Any, tmp_path:
         # no rotation: of layers this small its matrix would be the larger part
         peaks, final, model = _peaks(info, QuantizeSettings(scheme, rotation=0))
         for card in peaks:
-            assert 0 < final[card] <= peaks[card] <= final[card] + 2 * largest
-            assert peaks[card] < 0.75 * plain_peaks[card]  # what loading first and quantizing later would need
+            assert 0 < final[card] <= peaks[card] <= final[card] + largest + 32 * piece
+            assert peaks[card] < plain_peaks[card]  # what loading first and quantizing later would need
         del model
 
 

@@ -17,10 +17,11 @@ import peft
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
+from devicebridge.patches.quantize import SCHEMES
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.toy import TINY
-from devicebridge.training.config import save_job
+from devicebridge.training.config import differing_keys, save_job
 from devicebridge.training.data import BatchOrder
 from devicebridge.training.events import EventLog
 from devicebridge.training.job import cache_job, check_job, run_job
@@ -319,13 +320,44 @@ def test_accumulation_is_the_mean_over_its_batches(tmp_path):
     assert math.isfinite(result.losses[0]) and result.step == 1
 
 
-def test_quantized_base_trains_and_leaves_lora_alone(tmp_path):
-    result = run_job(make_tiny_job(tmp_path, model={"quantize": "fp8", "dtype": "bfloat16"}))
-    plain = run_job(
-        make_tiny_job(tmp_path, model={"dtype": "bfloat16"}, output={"folder": str(tmp_path / "plain_run")})
+@pytest.fixture(scope="module")
+def plain_losses(tmp_path_factory):
+    return run_job(make_tiny_job(tmp_path_factory.mktemp("plain"), model={"dtype": "bfloat16"})).losses
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantized_base_trains_from_the_file_and_from_the_cache(scheme, plain_losses, tmp_path):
+    model = {"dtype": "bfloat16", "quantize": scheme, "quantized_cache": str(tmp_path / "quantized")}
+    first, second = (
+        run_job(make_tiny_job(tmp_path, model=model, output={"folder": str(tmp_path / name)})) for name in ("a", "b")
     )
-    assert result.status == "finished" and result.losses != plain.losses
-    assert result.losses == pytest.approx(plain.losses, rel=0.02)
+    assert first.status == "finished" and first.losses != plain_losses
+    assert first.losses == pytest.approx(plain_losses, rel=0.02)
+    assert second.losses == first.losses and any((tmp_path / "quantized").rglob("*.safetensors"))
+    events = [json.loads(line) for line in (tmp_path / "a" / "events.jsonl").read_text().splitlines()]
+    (said,) = [event for event in events if event["kind"] == "quantized"]
+    assert f"linears to {scheme}," in said["summary"] and min(said["weight_snr_db"].values()) > 30
+    assert str(tmp_path) not in json.loads(_metadata(first.lora_path)["devicebridge_config"])["model"].values()
+    assert "quantized_cache" not in _metadata(first.lora_path)["devicebridge_config"]
+
+
+def _metadata(file):
+    with safe_open(file, framework="pt") as reader:
+        return reader.metadata()
+
+
+@pytest.mark.parametrize(("key", "value"), [("quantize", "fp8-compute"), ("rotation", 16)])
+def test_resume_refuses_another_rounding(key, value, tmp_path):
+    model = {"dtype": "bfloat16", "quantize": "int8-compute", "rotation": 64}
+    run_job(make_tiny_job(tmp_path, model=model, train={"steps": 1}))
+    with pytest.raises(ValueError, match=f"model.{key}: .* -> {value!r}"):
+        run_job(make_tiny_job(tmp_path, model=model | {key: value}, train={"steps": 2}), resume=True)
+
+
+def test_resume_does_not_ask_for_a_rotation_that_turns_nothing(tmp_path):
+    old = make_tiny_job(tmp_path, model={"dtype": "bfloat16", "quantize": "fp8-compute", "rotation": 64})
+    new = dataclasses.replace(old, model=dataclasses.replace(old.model, rotation=0))
+    assert differing_keys(old, new) == []
 
 
 def test_bad_loss_stops_before_the_weights_are_touched(tmp_path):

@@ -137,10 +137,17 @@ def _peft_decides(layer: Any, case: str) -> Any:
         layer.base_layer.requires_grad_(True)
     elif case == "hook":
         layer.base_layer.register_forward_hook(lambda module, args, output: output * 2)
+    elif case == "hook on LoRA":
+        layer.lora_B["default"].register_forward_hook(lambda module, args, output: output * 2)
+    elif case == "replaced forward":
+        layer.base_layer.forward = lambda x: x.sum(-1, keepdim=True).expand(*x.shape[:-1], NUM_OUT)
     return layer
 
 
-@pytest.mark.parametrize("case", ["disabled", "merged", "two adapters", "trained base", "hook"])
+PEFT_CASES = ["disabled", "merged", "two adapters", "trained base", "hook", "hook on LoRA", "replaced forward"]
+
+
+@pytest.mark.parametrize("case", PEFT_CASES)
 def test_peft_decides_what_is_no_single_plain_lora(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora_linear._LoraLinear, "apply", _must_not_run)
     x, _ = make_input(torch.float32)
@@ -203,6 +210,23 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
     layer(x).backward(grad)
     assert x.grad is None and layer.lora_A["default"].weight.grad is None
     assert layer.lora_B["default"].weight.grad is not None and layer.base_layer.weight.grad is None
+
+
+@pytest.mark.parametrize("shape", [(NUM_IN,), (0, NUM_IN), (2, 3, 4, NUM_IN)], ids=str)
+def test_any_number_of_batch_dims(shape: tuple[int, ...]) -> None:
+    layer = make_layer()
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+    expected = layer(x)
+    apply_fused_lora(layer)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_output_may_be_changed_in_place() -> None:
+    layer = make_layer()
+    apply_fused_lora(layer)
+    x, grad = make_input(torch.float32)
+    expected = torch.autograd.grad(layer(x) * 2, x, grad)
+    torch.testing.assert_close(torch.autograd.grad(layer(x).mul_(2), x, grad), expected, rtol=0, atol=0)
 
 
 def test_checkpointing_changes_nothing() -> None:

@@ -1159,7 +1159,7 @@ def test_what_cards_cannot_do_is_refused_with_what_all_of_them_can(capabilities,
 def test_the_cpu_and_unknown_devices_are_answered():
     assert all(refusal(QuantizeSettings(s), [torch.device("cpu")]) == "" for s in SCHEMES)
     assert "mps has no 8-bit products" in refusal(QuantizeSettings("int8-compute"), [torch.device("mps")])
-    assert "use fp8, which only stores" in refusal(QuantizeSettings("int8-compute"), [torch.device("mps")])
+    assert "use int8, which only stores" in refusal(QuantizeSettings("int8-compute"), [torch.device("mps")])
 
 
 def test_packages_a_scheme_needs_are_asked_for_before_anything_happens(monkeypatch):
@@ -1208,3 +1208,13 @@ def test_the_full_weight_is_the_one_computed_with(settings):
         apply_quantization(model, Family(), settings)
         found = full_weight(model.first)
         assert found.dtype is dtype and decibels(stored_weight(model.first), found) > least
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-compute"])
+def test_a_stored_weight_with_nan_is_refused(scheme):
+    quantizer = Quantizer(Family(), QuantizeSettings(scheme))
+    values = torch.zeros(32, 64).to(torch.float8_e4m3fn)
+    values.view(torch.uint8)[31, 5] = 0xFF
+    linear = nn.Linear(64, 32, bias=False)
+    with pytest.raises(ValueError, match=r"the weight of blocks.0 holds NaN; the checkpoint is damaged"):
+        quantizer.take("blocks.0", linear, Stored8(values, torch.ones(32, 1)), torch.bfloat16)

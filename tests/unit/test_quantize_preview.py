@@ -11,7 +11,16 @@ import pytest
 import torch
 from devicebridge.cli import main
 from devicebridge.loading.checkpoint import TensorRecord, load_transformer, read_checkpoint
-from devicebridge.patches.quantize import NOT_LINEAR, QUANTIZED, SCHEMES, Quantizer, layer_class
+from devicebridge.patches import weight_only
+from devicebridge.patches.quantize import (
+    NOT_LINEAR,
+    QUANTIZED,
+    SCHEMES,
+    Quantizer,
+    QuantizeSettings,
+    layer_class,
+    refusal,
+)
 from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
 from devicebridge.training import quantize_preview
 from devicebridge.training.config import ModelConfig, SplitConfig, save_job
@@ -133,9 +142,33 @@ def test_auto_takes_what_every_card_can_do(cards: Any, capabilities: list[tuple[
     assert choose_scheme(cards(*capabilities)) == scheme
 
 
-@pytest.mark.parametrize("name", ["cpu", "mps", "xpu:0"])
-def test_auto_only_stores_where_products_gain_nothing(name: str) -> None:
-    assert choose_scheme([torch.device(name)]) == "fp8"
+def test_auto_only_stores_where_products_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_scheme([torch.device("cpu")]) == "fp8"
+    monkeypatch.setattr(weight_only, "has_float8", lambda device: device.type != "mps")
+    assert choose_scheme([torch.device("xpu:0")]) == "fp8"
+    assert choose_scheme([torch.device("mps")]) == "int8"
+    assert choose_scheme([torch.device("cpu"), torch.device("mps")]) == "int8"
+    assert refusal(QuantizeSettings("fp8"), [torch.device("mps")]) == (
+        "fp8 was asked for, but there is no float8 to convert to and from (mps); use int8, which only stores in 8 "
+        "bits, instead"
+    )
+
+
+def test_auto_passes_by_what_is_not_installed(cards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {"fp8-compute"}
+
+    def check(settings: QuantizeSettings) -> None:
+        if settings.scheme in missing:
+            raise RuntimeError(f"{settings.scheme} lacks a package")
+
+    monkeypatch.setattr(quantize_preview, "check_packages", check)
+    cards((9, 0))
+    assert choose_scheme([torch.device("cuda:0")]) == "int8-compute"
+    missing |= {"int8-compute", "fp8"}
+    assert choose_scheme([torch.device("cuda:0")]) == "int8"
+    missing.add("int8")
+    with pytest.raises(RuntimeError, match="int8 lacks a package"):
+        choose_scheme([torch.device("cuda:0")])
 
 
 def test_a_card_that_cannot_is_named_before_the_file_is_opened(cards: Any) -> None:

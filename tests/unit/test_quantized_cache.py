@@ -210,10 +210,18 @@ def test_a_checkpoint_in_8_bits_is_not_copied(
 
 def _edit_index(**changes: Any) -> Callable[[Path], None]:
     def edit(entry: Path) -> None:
-        index = json.loads((entry / "index.json").read_text())
-        (entry / "index.json").write_text(json.dumps({**index, **changes}))
+        index = json.loads((entry / "index.json").read_text()) | changes
+        index["checksum"] = quantized_cache._checksum(index)
+        (entry / "index.json").write_text(json.dumps(index))
 
     return edit
+
+
+def _flip_a_rotation(entry: Path) -> None:
+    """Loads and computes with 16, and is wrong by more than the weight itself."""
+    index = (entry / "index.json").read_text()
+    assert ": 64" in index
+    (entry / "index.json").write_text(index.replace(": 64", ": 16", 1))
 
 
 def _edit_shard(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
@@ -245,6 +253,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
     "foreign key": _edit_index(key="0" * 64),
     "index without files": _edit_index(files=None),
     "layers that are not there": _edit_index(rotations={"blocks.9.ffn": 0}),
+    "rotation flipped": _flip_a_rotation,
     "shard missing": lambda entry: sorted(entry.glob("*.safetensors"))[0].unlink(),
     "shard cut short": _edit_shard(lambda data: data[:-5]),
     "shard longer": _edit_shard(lambda data: data + b"x"),
@@ -272,6 +281,24 @@ def test_a_damaged_entry_is_made_again(kind: str, tmp_path: Path, caplog: pytest
     cached = open_cached(folder, info, INT8, BF16)
     assert cached is not None
     _assert_same(_load(folder, info), expected)
+
+
+def test_an_entry_that_is_deleted_while_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    info, folder = _checkpoint(tmp_path), tmp_path / "cache"
+    expected = _load(folder, info)
+    (entry,) = _entries(folder)
+    find = quantized_cache.open_cached
+
+    def open_and_lose(*args: Any) -> CheckpointInfo | None:
+        found = find(*args)
+        shutil.rmtree(entry)
+        return found
+
+    monkeypatch.setattr(quantized_cache, "open_cached", open_and_lose)
+    _assert_same(_load(folder, info), expected)
+    assert "cannot be read and are rounded again" in caplog.text and _entries(folder) == [entry]
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

@@ -247,6 +247,26 @@ def test_checkpointing_changes_nothing(scheme, is_reentrant):
     assert torch.equal(x.grad, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@EVERY_SCHEME
+def test_rounding_in_pieces_gives_the_same_bits(scheme, dtype, monkeypatch):
+    """A large weight is rounded some rows at a time; the last piece here is a smaller one, and one row is zero."""
+
+    def converted() -> nn.Linear:
+        linear = make_linear(64, 50, dtype)
+        linear.weight.data[7] = 0
+        return convert(linear, scheme)
+
+    whole = converted()
+    monkeypatch.setattr(weight_only, "_PIECE", 64 * 16 + 5)
+    pieces = converted()
+    for a, b in zip(values_and_scale(whole.weight), values_and_scale(pieces.weight), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    x, grad = make_rows(20, 64).to(dtype), make_rows(20, 50, seed=2).to(dtype)
+    assert torch.equal(whole(x), pieces(x)) and torch.equal(gradient(whole, x, grad), gradient(pieces, x, grad))
+    assert not any(parameter.requires_grad for parameter in pieces.parameters())
+
+
 @EVERY_SCHEME
 def test_compiled_without_a_graph_break(scheme):
     torch._dynamo.reset()
