@@ -56,9 +56,8 @@ class Worker:
 
 def main() -> None:
     arguments = _read_arguments()
-    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
-        os.environ.setdefault(name, "1")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # threads do not survive a fork
     runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(_Trial(Path(folder), arguments.samples, random.Random(arguments.seed)).run(arguments.kills)))

@@ -35,9 +35,13 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.2  # how often work that others have claimed is looked at, once nothing else remains
 _OLD_S = 60.0
+_NUM_TRIES = 50
+_TRY_AGAIN_S = 0.02
 _FOLDER = ".claims"
 _SUFFIX = ".lock"
-_HELD = {errno.EAGAIN, errno.EACCES, errno.EDEADLK}  # what the systems answer when another has the lock
+_GONE = {errno.ENOENT, errno.ESTALE}  # the latter on NFS, where another machine has removed an open file
+_HELD = {errno.EAGAIN, errno.EACCES, errno.EDEADLK, errno.ESTALE}  # the systems' answers when another has, or had, it
+_BEING_REMOVED = {5, 32}  # Windows' numbers for opening a file in the moment in which another removes it
 
 
 class NoLocks(OSError):
@@ -76,7 +80,7 @@ class Claims:
         Raises: OSError naming the file if the folder cannot be written.
         """
         path = self.folder / f"{key}{_SUFFIX}"
-        while True:
+        for _ in range(_NUM_TRIES):
             was_left = path.exists()
             file = _open(path)
             try:
@@ -92,6 +96,8 @@ class Claims:
                     self._store.remove_leftovers(key)
                 return Claim(path, file)
             file.close()
+        self._say_no_locks(OSError(errno.EOPNOTSUPP, "an open file is not told by its number"))
+        return Claim(path, _open(path))
 
     def remove_left(self) -> None:
         """Remove what killed processes have left: lock files nobody holds, and temporary files of their entries."""
@@ -208,17 +214,24 @@ def try_lock(file: IO[bytes]) -> bool:
 
 
 def _open(path: Path) -> IO[bytes]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return open(path, "ab")
-    except OSError as error:
-        raise unwritable(path, error) from error
+    tries_left = _NUM_TRIES
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return open(path, "ab")
+        except OSError as error:
+            tries_left -= 1
+            if getattr(error, "winerror", None) not in _BEING_REMOVED or not tries_left:
+                raise unwritable(path, error) from error
+        time.sleep(_TRY_AGAIN_S)
 
 
 def _still_has_name(file: IO[bytes], path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
         return False
 
 

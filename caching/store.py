@@ -225,6 +225,9 @@ def _read_checked(path: Path, header: Mapping[str, str]) -> dict[str, torch.Tens
     tensors = _read_tensors(path)
     if tensors is not None and _checksum(tensors) == header[_CHECKSUM]:
         return tensors
+    header_now = _read_header(path)
+    if header_now is not None and header_now != header:  # written anew between the two reads, by --regenerate say
+        return _read_checked(path, header_now)
     logger.warning("cache entry %s is damaged (checksum differs) and will be computed again", path)
     with contextlib.suppress(OSError):  # else `in` would keep calling it whole; where it cannot go, put writes over it
         path.unlink()

@@ -257,7 +257,8 @@ def _joined(outputs: Sequence[Any]) -> Any:
     first = outputs[0]
     if len(outputs) == 1:
         return first
-    if isinstance(first, torch.Tensor):
+    if isinstance(first, torch.Tensor):  # more than one caption: an argument we did not take apart, as [3, B, S, D] is
+        assert all(len(output) == 1 for output in outputs), f"a layer mixed captions: {[*map(len, outputs)]} for one"
         return torch.cat(list(outputs))
     if isinstance(first, tuple):
         return tuple(_joined(parts) for parts in zip(*outputs, strict=True))

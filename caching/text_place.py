@@ -44,7 +44,7 @@ _USABLE_HOST = (
     0.6  # of the host's free memory for layers between two passes; the system's file cache is counted as free
 )
 _MOST_CAPTIONS = 64  # per pass: more hides no more copying, and Cancel waits for the pass
-_MOST_CAPTIONS_FROM_FILES = 256  # a pass then takes as long as the disk does
+_MOST_CAPTIONS_FROM_FILES = 128  # a pass then takes as long as the disk does
 _STATES_PER_CAPTION = 4  # a layer's input and output, the batch put together, and what a norm makes of it
 
 
@@ -209,8 +209,10 @@ def _usable_bytes(card: torch.device) -> int:
 
 def _room(card: torch.device, window_bytes: int) -> int:
     """What a streamed encoder may take; the window alone decides where torch cannot tell what is free."""
+    if free_bytes(card) is None:
+        return window_bytes
     usable = _usable_bytes(card)
-    return min(window_bytes, usable) if window_bytes and usable else window_bytes or usable
+    return min(window_bytes, usable) if window_bytes else usable
 
 
 def _plan_stream(card: torch.device, size: EncoderSize, scheme: TextScheme, window_bytes: int) -> TextPlace:

@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from devicebridge import files
+from devicebridge.caching import store as store_module
 from devicebridge.caching.store import CacheStore
 from safetensors.torch import load_file, save_file
 
@@ -241,3 +242,20 @@ def test_a_refused_write_names_the_file_and_what_would_help(tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     with pytest.raises(OSError, match=rf"{KEY}\.safetensors cannot be written .*set cache\.folder.*is kept"):
         store.put(KEY, _tensors())
+
+
+def test_an_entry_that_is_written_anew_while_it_is_read_is_neither_damaged_nor_removed(tmp_path, monkeypatch):
+    """--regenerate on another device gives other last bits, between reading the header and reading the tensors."""
+    store = CacheStore(tmp_path)
+    store.put(KEY, {"x": torch.zeros(3)})
+    real = store_module._read_tensors
+
+    def write_first(path):
+        monkeypatch.setattr(store_module, "_read_tensors", real)
+        store.put(KEY, {"x": torch.ones(3)})
+        return real(path)
+
+    for read in (lambda: store.get(KEY)["x"].tolist() == [1, 1, 1], lambda: store.check(KEY) == "whole"):
+        store.put(KEY, {"x": torch.zeros(3)})
+        monkeypatch.setattr(store_module, "_read_tensors", write_first)
+        assert read() and KEY in store

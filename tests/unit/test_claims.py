@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -162,6 +163,48 @@ def test_a_lock_on_a_file_that_lost_its_name_does_not_count(store, monkeypatch):
     monkeypatch.setattr(claims_module, "try_lock", lock_late)
     assert claims.take(KEYS[0]) is None
     thirds[0].release()
+
+
+@pytest.mark.parametrize("where", ["try_lock", "fstat"])
+def test_a_lock_file_that_another_machine_removed_is_no_error_and_no_lack_of_locks(store, monkeypatch, caplog, where):
+    """NFS answers ESTALE for a file that is open here and was removed there."""
+    fcntl = pytest.importorskip("fcntl")
+    owner, name = (fcntl, "flock") if where == "try_lock" else (claims_module.os, "fstat")
+    real = getattr(owner, name)
+
+    def stale_once(*args):
+        monkeypatch.setattr(owner, name, real)
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(owner, name, stale_once)
+    claims = Claims(store)
+    claim = claims.take(KEYS[0]) or claims.take(KEYS[0])
+    assert claim is not None and not caplog.text
+    assert Claims(store).take(KEYS[0]) is None
+    claim.release()
+
+
+def test_a_lock_file_that_is_being_removed_is_opened_again_on_windows(store, monkeypatch):
+    monkeypatch.setattr(claims_module, "_TRY_AGAIN_S", 0)
+    refusals = []
+
+    def refuse_twice(path, mode):
+        if len(refusals) < 2:
+            refusals.append(PermissionError(errno.EACCES, "Access is denied"))
+            refusals[-1].winerror = 5
+            raise refusals[-1]
+        return open(path, mode)
+
+    monkeypatch.setattr(claims_module, "open", refuse_twice, raising=False)
+    claim = Claims(store).take(KEYS[0])
+    assert claim is not None and len(refusals) == 2
+    claim.release()
+
+
+def test_where_an_open_file_cannot_be_told_by_its_number_nothing_waits_for_ever(store, monkeypatch, caplog):
+    monkeypatch.setattr(claims_module, "_still_has_name", lambda file, path: False)
+    assert [batch[0] for batch in _shared(store, KEYS[:2]).batches()] == KEYS[:2]
+    assert caplog.text.count("file system without locks") == 1
 
 
 def test_without_locks_work_is_done_all_the_same_and_one_warning_says_so(store, monkeypatch, caplog):

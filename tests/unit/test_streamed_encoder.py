@@ -109,6 +109,13 @@ def test_captions_go_through_a_layer_one_by_one(folders: dict[str, Path]) -> Non
 # --- passes ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_layer_that_would_mix_captions_is_an_error() -> None:
+    """Qwen2.5-VL has rotary frequencies of [3, B, S, D], which would make two captions of one."""
+    one = torch.zeros(1, 4, 8) * streamed_encoder._caption(torch.ones(3, 2, 4, 8), 0, 2)[0].unsqueeze(1)
+    with pytest.raises(AssertionError, match="mixed captions"):
+        streamed_encoder._joined([one, one])
+
+
 def test_a_batch_is_one_pass(folders: dict[str, Path]) -> None:
     encoder = _stream(folders["mistral3"], "mistral3", StreamPlan(3))
     batches = encoder.plan_batches(CAPTIONS)

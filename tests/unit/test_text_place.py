@@ -103,6 +103,13 @@ def _plan(folders: dict[str, Path], setting: str, scheme: Any = "none", window: 
     return plan_text_place(setting, SPECS["t5"], folders["t5"], torch.bfloat16, scheme, window)
 
 
+def test_a_window_gives_no_room_on_a_card_that_is_full(folders: dict[str, Path], machine: Machine) -> None:
+    machine(0)
+    assert _plan(folders, "auto", window=HUGE).device == CPU
+    with pytest.raises(ValueError, match="use another card"):
+        _plan(folders, "stream", window=HUGE)
+
+
 def test_auto_takes_a_card_that_holds_all_then_a_stream_then_the_cpu(
     folders: dict[str, Path], machine: Machine
 ) -> None:
