@@ -37,6 +37,7 @@ from ..families.spec import ModelFamily, Variant
 from ..patches.quantize import Stored8, replace_module
 from .header import FILE_ENDINGS, TensorRecord, describe_other, read_header, refuse_lora
 from .quantized_files import (
+    by_file,
     count_types,
     dequantize,
     pair_scales,
@@ -539,7 +540,7 @@ class _Loader:
     def load(self) -> None:
         if self._writer is not None:
             self._writer.expect(sum(self._stored_bytes(name) for name in self._wanted if not self._is_taken(name)))
-        for file, records in _by_file(self._info.tensors).items():
+        for file, records in by_file(self._info.tensors).items():
             _log.info("reading %d tensors from %s", len(records), file.name)
             for name, tensor in read_records(records):
                 self._place(name, tensor)
@@ -609,13 +610,6 @@ class _Loader:
         """A byte per weight and a float32 per row."""
         shape = self._info.tensors[f"{layer}.weight"].shape
         return prod(shape) + 4 * shape[0]
-
-
-def _by_file(tensors: Mapping[str, TensorRecord]) -> dict[Path, dict[str, TensorRecord]]:
-    files: dict[Path, dict[str, TensorRecord]] = {}
-    for name, record in tensors.items():
-        files.setdefault(record.file, {})[name] = record
-    return files
 
 
 def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:

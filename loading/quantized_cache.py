@@ -39,7 +39,6 @@ import logging
 import os
 import re
 import shutil
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -51,6 +50,7 @@ from typing import IO, Any, Protocol
 import torch
 from safetensors import SafetensorError
 
+from ..caching.claims import NoLocks, try_lock
 from ..caching.key import file_fingerprint, settings_fingerprint
 from ..files import TEMPORARY_SUFFIX, sync_folder
 from ..patches.quantize import QuantizeSettings, Stored8
@@ -368,19 +368,11 @@ def _is_left_behind(path: Path) -> bool:
 def _lock(path: Path) -> IO[bytes] | None:
     """An open file that no other process can lock until it is closed or its process ends; None if one has it."""
     file = open(path, "ab")  # noqa: SIM115  (its owner closes it)
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held by another, or a file system without locks, where nothing may be called left behind
-        file.close()
-        return None
-    return file
+    with contextlib.suppress(NoLocks):  # where there are no locks, nothing may be called left behind
+        if try_lock(file):
+            return file
+    file.close()
+    return None
 
 
 def _flush(file: Path) -> None:

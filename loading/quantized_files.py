@@ -268,13 +268,18 @@ def read_scales(tensors: Mapping[str, TensorRecord]) -> dict[str, torch.Tensor]:
 
 def read_records(records: Mapping[str, TensorRecord]) -> Iterable[tuple[str, torch.Tensor]]:
     """Names and tensors, file by file, one at a time."""
-    files: dict[Path, list[str]] = {}
-    for name, record in records.items():
-        files.setdefault(record.file, []).append(name)
-    for file, names in files.items():
+    for file, of_file in by_file(records).items():
         with open_weights(file) as reader:
-            for name in names:
-                yield name, read_tensor(reader, records[name])
+            for name, record in of_file.items():
+                yield name, read_tensor(reader, record)
+
+
+def by_file(records: Mapping[str, TensorRecord]) -> dict[Path, dict[str, TensorRecord]]:
+    """The same records, file by file."""
+    files: dict[Path, dict[str, TensorRecord]] = {}
+    for name, record in records.items():
+        files.setdefault(record.file, {})[name] = record
+    return files
 
 
 def read_tensor(reader: WeightReader, record: TensorRecord) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from ..training.pace import describe_duration
 from . import host
 
 if TYPE_CHECKING:
@@ -76,11 +77,3 @@ class JobView(host.NodeView):
 
     def _smoothed(self, elapsed_s: float) -> float:
         return 0.9 * self._seconds_per_step + 0.1 * elapsed_s
-
-
-def describe_duration(seconds: float) -> str:
-    """ "45 s", "12 min" or "3 h 05 min"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -45,7 +45,7 @@ else:
     _MISSING = ""
 
 _log = logging.getLogger(__name__)
-_tuned_devices: list[torch.device] = []
+_tuners: dict[torch.device, Any] = {}  # one per card: what fits and is fastest on one may not even start on another
 
 OLDEST_TRITON = "3.2"
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -228,10 +228,13 @@ def _launch_matmul(*arguments: Any, **constants: Any) -> None:
         _tuned_matmul(arguments[0].device)[grid](*arguments, **constants)
 
 
-@functools.cache
 def _tuned_matmul(device: torch.device) -> Any:
-    """A tuner of its own per card: what fits and is fastest on one may not even start on another."""
-    _tuned_devices.append(device)
+    if device not in _tuners:
+        _tuners[device] = _make_tuner()
+    return _tuners[device]
+
+
+def _make_tuner() -> Any:
     configs = [
         triton.Config({"BLOCK_M": block_m, "BLOCK_J": block_j}, num_stages=stages, num_warps=warps)
         for block_m, block_j, stages, warps in _CONFIGS
@@ -244,11 +247,7 @@ def tuned_tiles() -> dict[str, str]:
     """What the tuner picked so far in this process, by row class, I, J and types; for reports."""
     if _MISSING or is_interpreted():
         return {}
-    return {
-        f"{device} {key}": str(config)
-        for device in _tuned_devices
-        for key, config in _tuned_matmul(device).cache.items()
-    }
+    return {f"{device} {key}": str(config) for device, tuner in _tuners.items() for key, config in tuner.cache.items()}
 
 
 if triton is not None:

@@ -120,8 +120,22 @@ class LayerGroup:
     bytes_after: int
 
 
+class GroupTotals:
+    """Totals of what holds layers by the reason for their treatment."""
+
+    groups: Mapping[str, LayerGroup]
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(group.bytes_before for group in self.groups.values())
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(group.bytes_after for group in self.groups.values())
+
+
 @dataclass(frozen=True)
-class QuantizeReport:
+class QuantizeReport(GroupTotals):
     """What was done, by reason: QUANTIZED, LORA, KEPT and NOT_LINEAR, each present even when empty.
 
     Args:
@@ -144,14 +158,6 @@ class QuantizeReport:
     @property
     def num_skipped(self) -> int:
         return sum(len(group.names) for group in self.groups.values()) - self.num_quantized
-
-    @property
-    def bytes_before(self) -> int:
-        return sum(group.bytes_before for group in self.groups.values())
-
-    @property
-    def bytes_after(self) -> int:
-        return sum(group.bytes_after for group in self.groups.values())
 
     def summary(self) -> str:
         """One line for a log or a node, sizes in decimal GB."""

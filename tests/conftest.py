@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import os
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,17 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # lets the GPU test
 
 ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread, whatever the environment says: tiny matrices only wait for more."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -25,6 +25,7 @@ from ..patches.quantize import (
     KEPT,
     NOT_LINEAR,
     QUANTIZED,
+    GroupTotals,
     LayerGroup,
     Quantizer,
     QuantizeSettings,
@@ -46,7 +47,7 @@ _TIME_RESOLUTION = 512  # pixels, where a split by time is planned before there 
 
 
 @dataclass(frozen=True)
-class QuantizePreview:
+class QuantizePreview(GroupTotals):
     """What will become of a model's weights.
 
     Args:
@@ -68,14 +69,6 @@ class QuantizePreview:
     noise: Mapping[str, SignalToNoise] = field(default_factory=dict)
     num_stored: Mapping[str, int] = field(default_factory=dict)
     num_taken: int = 0
-
-    @property
-    def bytes_before(self) -> int:
-        return sum(group.bytes_before for group in self.groups.values())
-
-    @property
-    def bytes_after(self) -> int:
-        return sum(group.bytes_after for group in self.groups.values())
 
     def summary(self) -> str:
         """One line, sizes in decimal GB."""

@@ -27,6 +27,7 @@ from devicebridge.patches.eight_bit import (
 )
 from devicebridge.patches.lora import assert_lora_intact, lora_parameters, resolve_targets
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
+from devicebridge.tests.noise import decibels, gradient
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -61,17 +62,6 @@ def make_rows(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_rows, width, generator=generator)
     return (x * torch.logspace(-decades, 0, num_rows)[:, None]).to(dtype)
-
-
-def gradient(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    x = x.detach().clone().requires_grad_(True)
-    layer(x).backward(grad)
-    return x.grad
-
-
-def decibels(exact: torch.Tensor, found: torch.Tensor) -> float:
-    exact, found = exact.double(), found.double()
-    return 10 * math.log10((exact.square().sum() / (found - exact).square().sum()).item())
 
 
 def row_loss(rows: torch.Tensor, scheme: str) -> float:

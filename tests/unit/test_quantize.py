@@ -47,6 +47,7 @@ from devicebridge.patches.quantize import (
     stored_bytes,
 )
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
+from devicebridge.tests.noise import decibels
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.config import LoraSettings
@@ -102,12 +103,6 @@ RANK, ALPHA = 4, 6
 
 def random(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def decibels(exact: torch.Tensor, found: torch.Tensor) -> float:
-    exact, found = exact.double(), found.double()
-    noise = (found - exact).square().sum().item()
-    return 10 * math.log10(exact.square().sum().item() / noise) if noise else math.inf
 
 
 def stored_weight(layer: nn.Module) -> torch.Tensor:

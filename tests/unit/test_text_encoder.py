@@ -38,13 +38,7 @@ UMT5 = TextEncoderSpec("last_hidden_state", "text_encoder", "tokenizer", "text_s
 CLIP = TextEncoderSpec("pooled", "text_encoder", "tokenizer", "pooled", LENGTH)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """One thread: tiny matrices only wait for more."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import json
 import math
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from devicebridge.families.spec import TextEncoderSpec
 from devicebridge.patches import weight_only
 from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
+from devicebridge.tests.noise import decibels
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
 from devicebridge.training.events import EventLog
@@ -57,13 +57,7 @@ ROUNDED = [kind for kind, spec in SPECS.items() if "*" not in spec.keep_full_pre
 SCHEMES: tuple[TextScheme, ...] = ("int8", "fp8")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """One thread: tiny matrices only wait for more."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +73,6 @@ def _load(
     folders: dict[str, Path], kind: str, scheme: TextScheme, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> TextEncoder:
     return load_text_encoder(dataclasses.replace(SPECS[kind], **changes), folders[kind], CPU, dtype, scheme)
-
-
-def _snr_db(exact: torch.Tensor, found: torch.Tensor) -> float:
-    noise = (exact.double() - found.double()).square().sum()
-    return 10 * math.log10(float(exact.double().square().sum() / noise.clamp_min(1e-300)))
 
 
 # --- quality ---------------------------------------------------------------------------------------------------------
@@ -141,8 +130,8 @@ def test_states_are_those_of_the_rounded_weights_and_no_noisier_than_these(
     found = _load(folders, kind, scheme, keep_full_precision=kept)
     bound_db = -10 * math.log10(_write_out(written, found, scheme))
     for caption in CAPTIONS:
-        assert _snr_db(written.encode(caption), found.encode(caption)) > 100
-        assert _snr_db(exact.encode(caption), found.encode(caption)) > bound_db
+        assert decibels(written.encode(caption), found.encode(caption)) > 100
+        assert decibels(exact.encode(caption), found.encode(caption)) > bound_db
 
 
 def test_8_bits_cost_little_more_than_bfloat16_itself(folders: dict[str, Path]) -> None:
@@ -150,7 +139,7 @@ def test_8_bits_cost_little_more_than_bfloat16_itself(folders: dict[str, Path]) 
     for kind in ROUNDED:
         exact = _load(folders, kind, "none").encode(CAPTIONS[1])
         plain_db, int8_db = (
-            _snr_db(exact, _load(folders, kind, scheme, torch.bfloat16).encode(CAPTIONS[1]).float())
+            decibels(exact, _load(folders, kind, scheme, torch.bfloat16).encode(CAPTIONS[1]).float())
             for scheme in ("none", "int8")
         )
         assert plain_db - 10 < int8_db < plain_db, kind
@@ -311,7 +300,7 @@ def test_after_caching_the_card_is_empty(
     if not stop:  # and the card computed what the CPU does
         expected = _load(folders, "qwen3", scheme).encode(CAPTIONS[0])
         found = store.get(keys[CAPTIONS[0]])
-        assert found is not None and _snr_db(expected, found[SPECS["qwen3"].output]) > 100
+        assert found is not None and decibels(expected, found[SPECS["qwen3"].output]) > 100
 
 
 # --- cache -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch._inductor.config as inductor
 from devicebridge.patches import weight_only
 from devicebridge.patches.weight_only import WEIGHT_ONLY, adopt, convert, values_and_scale
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
+from devicebridge.tests.noise import decibels, gradient
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -43,17 +44,6 @@ def stored(linear: nn.Linear) -> torch.Tensor:
     """The weight in float64, from the plain tensors alone."""
     values, scale = values_and_scale(linear.weight)
     return values.to(torch.float32).double() * scale.double()
-
-
-def gradient(layer: nn.Module, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    x = x.detach().clone().requires_grad_(True)
-    layer(x).backward(grad)
-    return x.grad
-
-
-def decibels(exact: torch.Tensor, found: torch.Tensor) -> float:
-    exact, found = exact.double(), found.double()
-    return 10 * math.log10((exact.square().sum() / (found - exact).square().sum()).item())
 
 
 def expected_loss(weight: torch.Tensor, scheme: str) -> float:
