@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,12 +39,14 @@ def assemble_for_training(
     quantize: QuantizeSettings | None,
     attach_adapter: AttachAdapter,
     gradient_checkpointing: bool,
+    kept_blocks: Sequence[int] = (),
     quantized_cache: Path | None = None,
 ) -> Assembled:
     """Load a transformer straight onto its devices and make it trainable.
 
     Args:
         quantize: how the frozen linears are held; None as they are.
+        kept_blocks: with gradient_checkpointing, how many blocks of each device keep their activations; () none.
         quantized_cache: folder that keeps quantized weights for the next time; None for none.
         attach_adapter: adds the LoRA in place and returns its handle.
     """
@@ -65,4 +67,6 @@ def assemble_for_training(
     model.train()
     if gradient_checkpointing:
         model.enable_gradient_checkpointing(split.checkpoint)  # type: ignore[operator]
+        if kept_blocks:
+            split.keep_activations(kept_blocks)
     return Assembled(model, split, adapter, quantized)

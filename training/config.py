@@ -66,12 +66,15 @@ class SplitConfig:
         balance: "bytes" equalises memory, "time" equalises estimated compute, "manual" cuts at split_at.
         split_at: for manual, the index of the first block of each further device, counted over all block lists.
         memory_limit_gb: per device, decimal GB for weights; () means what is free.
+        kept_blocks: with gradient checkpointing, how many blocks of each device keep their activations instead of being
+            computed again, the last ones of each; () none.
     """
 
     devices: tuple[str, ...] = ()
     balance: Literal["bytes", "time", "manual"] = "bytes"
     split_at: tuple[int, ...] = ()
     memory_limit_gb: tuple[float, ...] = ()
+    kept_blocks: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
     def __post_init__(self) -> None:
         if (self.balance == "manual") != bool(self.split_at):
@@ -85,6 +88,20 @@ class SplitConfig:
             raise ValueError(
                 f"memory_limit_gb has {len(self.memory_limit_gb)} values for {len(self.devices)} devices; give one each"
             )
+
+
+@dataclass(frozen=True, config=_STRICT)
+class PipelineConfig:
+    """How several devices share the micro-batches of a step (train.accumulation); numbers do not depend on it.
+
+    Args:
+        schedule: "none": one micro-batch at a time, one device computing; "1f1b" and "gpipe" keep all devices busy,
+            the first with less memory; "auto" takes 1f1b where there are several devices and micro-batches.
+        ahead: micro-batches that every device but the last may hold beyond what 1f1b needs.
+    """
+
+    schedule: Literal["auto", "none", "gpipe", "1f1b"] = "auto"
+    ahead: Annotated[int, Field(ge=0)] = 1
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -210,7 +227,11 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class LoopConfig:
-    """The loop: steps are optimizer steps; batch_size is per forward, accumulation forwards make one step."""
+    """The loop: steps are optimizer steps; batch_size is per forward, accumulation forwards make one step.
+
+    compile: "auto" compiles each kind of transformer block once per device and shape, where a compiler is found: the
+        first steps take minutes, the others are faster. Numbers differ in the last bits from those without.
+    """
 
     steps: Positive
     batch_size: Positive = 1
@@ -218,6 +239,7 @@ class LoopConfig:
     clip_norm: Annotated[float, Field(ge=0)] = 1.0
     seed: int = 0
     gradient_checkpointing: bool = True
+    compile: Literal["off", "auto"] = "off"
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -255,6 +277,7 @@ class JobConfig:
     train: LoopConfig
     output: OutputConfig
     split: SplitConfig = Field(default_factory=SplitConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     lora: LoraSettings = Field(default_factory=LoraSettings)
     cache: CacheConfig = Field(default_factory=CacheConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
@@ -276,6 +299,8 @@ FREE_ON_RESUME = frozenset(
         "cache.text_device",
         "cache.text_window_gb",
         "model.quantized_cache",
+        "pipeline.schedule",
+        "pipeline.ahead",
     }
 )
 

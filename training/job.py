@@ -36,6 +36,7 @@ from ..files import save_tensors_atomically
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
 from ..loading.lora_file import check_original_layout, lora_to_diffusers, lora_to_original
 from ..parallel.devices import find_device, find_devices, free_bytes, own_random_states, release_cached_memory
+from ..parallel.pipeline import Pipeline
 from ..parallel.placement import (
     Placement,
     block_names,
@@ -45,6 +46,7 @@ from ..parallel.placement import (
     plan_manual,
     plan_placement,
 )
+from ..parallel.schedule import Kind
 from ..patches.lora import resolve_targets
 from ..patches.quantize import check_packages, refusal, stored_bytes
 from ..version import VERSION
@@ -124,6 +126,8 @@ def check_job(job: JobConfig) -> JobPlan:
     if job.output.lora_layout == "original":
         check_original_layout(info.family, targets, job.lora.dora)
     placement = plan_job_placement(job, info, variant, model)
+    if pipeline_kind(job, placement) is not None:
+        placement = replace(placement, tail=tuple(info.family.tail))
     latent = info.family.latent_of(variant)
     samples = tuple(scan_folders(job.data, latent))
     eval_samples: tuple[Sample, ...] = ()
@@ -132,6 +136,20 @@ def check_job(job: JobConfig) -> JobPlan:
     plan = JobPlan(job, info, variant, placement, schedule, samples, eval_samples)
     _check_tools(plan)
     return plan
+
+
+def pipeline_kind(job: JobConfig, placement: Placement) -> Kind | None:
+    """The schedule that keeps this job's devices busy; None for one micro-batch at a time.
+
+    Several devices and micro-batches are needed; with fewer a schedule asked for is left out, and that is logged.
+    """
+    asked = job.pipeline.schedule
+    is_possible = len(placement.used_devices) > 1 and job.train.accumulation > 1
+    if asked != "none" and not is_possible:
+        if asked != "auto":
+            _log.warning("pipeline.schedule %s needs several devices and train.accumulation above 1; left out", asked)
+        return None
+    return {"auto": "1f1b", "none": None, "1f1b": "1f1b", "gpipe": "gpipe"}[asked]  # type: ignore[return-value]
 
 
 def _check_tools(plan: JobPlan) -> None:
@@ -449,6 +467,7 @@ def _make_trainer(
     assembled = assemble(plan)
     assert isinstance(assembled.adapter, LoraHandle)
     lora = assembled.adapter
+    kind = pipeline_kind(job, plan.placement)
     if assembled.quantized is not None:
         report = assembled.quantized
         events.emit("quantized", summary=report.summary(), weight_snr_db=dict(report.weight_snr_db))
@@ -471,6 +490,7 @@ def _make_trainer(
         devices=plan.placement.used_devices,
         events=events,
         save_lora=lambda path: save_lora(plan, lora, path),
+        pipeline=None if kind is None else Pipeline(assembled.split.bridge, kind=kind, ahead=job.pipeline.ahead),
     )
 
 
@@ -485,6 +505,7 @@ def assemble(plan: JobPlan) -> Assembled:
         quantize=job.model.quantize_settings,
         attach_adapter=lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed),
         gradient_checkpointing=job.train.gradient_checkpointing,
+        kept_blocks=job.split.kept_blocks,
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
     )
 
