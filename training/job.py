@@ -506,6 +506,7 @@ def assemble(plan: JobPlan) -> Assembled:
         attach_adapter=lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed),
         gradient_checkpointing=job.train.gradient_checkpointing,
         kept_blocks=job.split.kept_blocks,
+        is_compiled=job.train.compile == "auto",
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
     )
 
