@@ -14,7 +14,7 @@ from .loading.checkpoint import CheckpointInfo, load_transformer
 from .loading.quantized_cache import load_through_cache
 from .parallel.block_split import BlockSplit, apply_block_split
 from .parallel.placement import Placement
-from .patches.compile_blocks import compile_if_possible
+from .patches.compile_blocks import CompiledBlocks, compile_if_possible
 from .patches.quantize import Quantizer, QuantizeReport, QuantizeSettings
 
 # Attaches an adapter in place; training passes its own, so that this room needs nothing below it.
@@ -29,6 +29,7 @@ class Assembled:
     split: BlockSplit
     adapter: object
     quantized: QuantizeReport | None = None
+    compiled: CompiledBlocks | None = None
 
 
 def assemble_for_training(
@@ -73,6 +74,5 @@ def assemble_for_training(
         if kept_blocks:
             split.keep_activations(kept_blocks)
     # 5. Only a block's own forward is compiled, with the LoRA in it: hooks and recomputation around it stay Python.
-    if is_compiled:
-        compile_if_possible(model, family, placement.used_devices)
-    return Assembled(model, split, adapter, quantized)
+    compiled = compile_if_possible(model, family, placement.used_devices) if is_compiled else None
+    return Assembled(model, split, adapter, quantized, compiled)

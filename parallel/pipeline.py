@@ -55,10 +55,13 @@ class MicroBatch(Generic[T]):
         prepare: work of the host alone, such as reading files; called in order, ahead of time.
         forward: one forward through the model, given what prepare returned -> the loss, a scalar on the last device,
             already divided by the number of micro-batches.
+        is_alone: given what prepare returned, whether no other micro-batch may compute while this one does. For the
+            first of its shape through compiled blocks: while torch compiles, it intercepts the modules of all threads.
     """
 
     prepare: Callable[[], T]
     forward: Callable[[T], torch.Tensor]
+    is_alone: Callable[[T], bool] = lambda prepared: False
 
 
 class Pipeline:
@@ -134,7 +137,8 @@ class Pipeline:
     def _forward(self, lane: _Lane, orders: _Orders) -> None:
         with orders.host_turn(lane.index):
             prepared = lane.microbatch.prepare()
-        orders.begin(0, Work(False, lane.index))
+        lane.is_alone = lane.microbatch.is_alone(prepared)
+        orders.begin(0, Work(False, lane.index), lane.is_alone)
         lane.stage = 0
         loss = lane.microbatch.forward(prepared)
         last = len(self._stage_of) - 1
@@ -150,7 +154,7 @@ class Pipeline:
 
     def _backward(self, lane: _Lane, orders: _Orders) -> None:
         for stage in reversed(range(len(self._stage_of))):
-            orders.begin(stage, Work(True, lane.index))
+            orders.begin(stage, Work(True, lane.index), lane.is_alone)
             settle(lane.arrivals)
             starts = [border for border in lane.borders if border.stage == stage and border.has_gradient]
             with _current(self.bridge.devices[stage]):
@@ -186,7 +190,7 @@ class Pipeline:
                 )
             orders.finish(lane.stage)
             lane.stage = None  # held by none while waiting
-            orders.begin(stage, Work(False, lane.index))
+            orders.begin(stage, Work(False, lane.index), lane.is_alone)
             lane.stage = stage
         settle(lane.arrivals)
 
@@ -237,6 +241,7 @@ class _Lane:
     def __init__(self, index: int, microbatch: MicroBatch[Any]) -> None:
         self.index = index
         self.microbatch = microbatch
+        self.is_alone = False
         self.stage: int | None = None  # held for a forward; then what the bridge moves is ours
         self.loss: torch.Tensor | None = None
         self.borders: list[_Border] = []
@@ -277,24 +282,28 @@ class _Orders:
         self._orders = orders
         self._position = [0] * len(orders)
         self._is_busy = [False] * len(orders)
+        self._is_exclusive = False
         self._num_prepared = 0
         self._trace = trace
         self._changed = threading.Condition()
 
-    def begin(self, stage: int, work: Work) -> None:
-        """Wait until this work is next on the stage. Raises: Stopped if the run is to end."""
+    def begin(self, stage: int, work: Work, is_alone: bool) -> None:
+        """Wait until this work is next on the stage, and with is_alone until no stage works; none begins meanwhile.
+
+        Raises: Stopped if the run is to end.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self.is_stopping or self._is_next(stage, work))
+            self._changed.wait_for(lambda: self.is_stopping or self._is_next(stage, work, is_alone))
             if self.is_stopping:
                 raise Stopped
-            self._is_busy[stage] = True
+            self._is_busy[stage], self._is_exclusive = True, is_alone
             if self._trace is not None:
                 self._trace.append((stage, work))
 
     def finish(self, stage: int) -> None:
         """The stage's work in hand is issued."""
         with self._changed:
-            self._is_busy[stage] = False
+            self._is_busy[stage] = self._is_exclusive = False
             self._position[stage] += 1
             self._changed.notify_all()
 
@@ -316,9 +325,9 @@ class _Orders:
             self.is_stopping = True
             self._changed.notify_all()
 
-    def _is_next(self, stage: int, work: Work) -> bool:
-        order, position = self._orders[stage], self._position[stage]
-        return not self._is_busy[stage] and order[position] == work
+    def _is_next(self, stage: int, work: Work, is_alone: bool) -> bool:
+        is_free = not any(self._is_busy) if is_alone else not (self._is_busy[stage] or self._is_exclusive)
+        return is_free and self._orders[stage][self._position[stage]] == work
 
 
 def _stop(run: _Run, threads: Sequence[threading.Thread]) -> None:

@@ -491,6 +491,7 @@ def _make_trainer(
         events=events,
         save_lora=lambda path: save_lora(plan, lora, path),
         pipeline=None if kind is None else Pipeline(assembled.split.bridge, kind=kind, ahead=job.pipeline.ahead),
+        is_compiled=assembled.compiled is not None,
     )
 
 

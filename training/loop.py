@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ class Trainer:
         devices: every device the model uses, home first.
         save_lora: writes the LoRA file for users into a folder and returns its path.
         pipeline: of the model, to keep several devices busy; None for one batch at a time.
+        is_compiled: whether the model's blocks are compiled, which takes place at the first batch of each shape.
     """
 
     job: JobConfig
@@ -73,6 +74,7 @@ class Trainer:
     events: EventLog
     save_lora: Callable[[Path], Path]
     pipeline: Pipeline | None = None
+    is_compiled: bool = False
     step: int = 0
     losses: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -82,6 +84,7 @@ class Trainer:
         self._optimizer = make_optimizer(self._parameters, self.job.optimizer)
         self._dtype = getattr(torch, self.job.model.dtype)
         self._home = self.devices[0]
+        self._compiled_shapes: set[Any] = set()
 
     def run(self, should_stop: Callable[[], bool]) -> bool:
         """Train until the last step or until should_stop() is true between two steps; True if all steps are done.
@@ -139,7 +142,11 @@ class Trainer:
         """Forward and backward of so many batches; their losses, each divided by their number."""
         batches = [self._micro_batch(index, num_batches) for index in range(num_batches)]
         if self.pipeline is not None:
-            return self.pipeline.run(batches)
+            new_shapes: set[Any] = set()
+            batches = [replace(batch, is_alone=self._watch_shapes(new_shapes)) for batch in batches]
+            detached = self.pipeline.run(batches)
+            self._compiled_shapes |= new_shapes
+            return detached
         losses = []
         for batch in batches:
             loss = batch.forward(batch.prepare())
@@ -157,6 +164,18 @@ class Trainer:
             return self._noisy(batch, quantiles, generator)
 
         return MicroBatch(prepare, lambda batch: self._loss(batch) / num_batches)
+
+    def _watch_shapes(self, new_shapes: set[Any]) -> Callable[[NoisyBatch], bool]:
+        """Whether a batch is the first of its shape through compiled blocks; such shapes are added to new_shapes."""
+
+        def is_new(batch: NoisyBatch) -> bool:
+            shapes = (batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
+            if not self.is_compiled or shapes in self._compiled_shapes:
+                return False
+            new_shapes.add(shapes)
+            return True
+
+        return is_new
 
     def _noisy(self, batch: LoadedBatch, quantiles: torch.Tensor, generator: torch.Generator) -> NoisyBatch:
         """One batch at these quantiles, with noise from the generator; still on the host."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -162,6 +164,37 @@ def test_the_stages_follow_the_plan_and_two_work_at_once():
     plan = plan_order("1f1b", 2, 4, 0)
     for stage in (0, 1):
         assert [work for at, work in trace if at == stage] == plan[stage]
+
+
+def test_a_micro_batch_that_must_be_alone_is():
+    """Nobody else computes while it does, forwards or backwards; the numbers are the same."""
+    with emulated_cards(2):
+        model, bridge = _chain([HOME, NEXT])
+        inside, most = [], {}
+        lock = threading.Lock()
+
+        def enter(module, args):
+            with lock:
+                inside.append(threading.current_thread())
+                for thread in inside:
+                    most[thread] = max(most.get(thread, 0), len(set(inside)))
+            time.sleep(0.01)
+
+        def leave(module, args, output):
+            with lock:
+                inside.remove(threading.current_thread())
+
+        for block in model.blocks:
+            block.register_forward_pre_hook(enter)
+            block.register_forward_hook(leave)
+        batches = [replace(batch, is_alone=lambda x: True) for batch in _chain_batches(model, bridge, 6)]
+        Pipeline(bridge).run(batches)
+        assert set(most.values()) == {1}
+        most.clear()
+        mixed = [replace(batch, is_alone=lambda x, i=i: i == 2) for i, batch in enumerate(batches)]
+        Pipeline(bridge).run(mixed)
+        assert [count for thread, count in most.items() if thread.name.endswith("-2")] == [1]
+        assert max(most.values()) == 2
 
 
 class _Chain(nn.Module):
