@@ -43,17 +43,15 @@ def save_encoded(
     pairs: Iterable[tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]],
     store: CacheStore,
     on_saved: Callable[[int], None] = lambda count: None,
-    stop_if_asked: Callable[[], None] = lambda: None,
 ) -> Path:
     """Keep the entries (latents, text) that the store has not, and list them; returns the list's file.
 
     Args:
-        on_saved: told how many samples are saved. stop_if_asked: called before each; raises to stop.
+        on_saved: told after each how many samples are saved; raises to stop.
     Raises: ValueError for no pairs; OSError naming the file if the store cannot be written. What was written stays.
     """
     listed = []
     for latents, text in pairs:
-        stop_if_asked()
         keys = [_keep(entry, store) for entry in (latents, text)]
         listed.append(EncodedPair(keys[0], keys[1], shapes_of(latents), shapes_of(text)))
         on_saved(len(listed))
