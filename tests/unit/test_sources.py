@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -16,18 +18,19 @@ NAME = f"comfyui 1 CLIP {'a' * 64}"
 
 
 class StubClip:
-    """A CLIP whose states tell the text, and which counts."""
+    """A CLIP whose states tell the text, and which counts. pooled: width of its pooled output, 0 for none."""
 
     fingerprint = NAME
 
-    def __init__(self, width=8):
-        self.texts, self.released, self.width = [], 0, width
+    def __init__(self, width=8, pooled=2):
+        self.texts, self.released, self.width, self.pooled = [], 0, width, pooled
 
     def encode(self, text):
         assert not self.released, "used after it was released"
         self.texts.append(text)
-        generator = torch.Generator().manual_seed(len(text))
-        return [[torch.randn(1, 3 + len(text), self.width, generator=generator), {"pooled_output": torch.ones(1, 2)}]]
+        generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
+        states = torch.randn(1, 3 + len(text), self.width, generator=generator)
+        return [[states, {"pooled_output": torch.ones(1, self.pooled) if self.pooled else None}]]
 
     def release(self):
         self.released += 1
