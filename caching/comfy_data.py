@@ -97,7 +97,15 @@ def read_pairs(latents: Sequence[Any], conditioning: Sequence[Any]) -> Iterator[
                 f"{_describe(texts)}; training knows no combined prompts"
             )
         for sample, item in zip(samples, texts, strict=True):
-            yield sample, _read_item(item, what)
+            text = _read_item(item, what)
+            _refuse_broken(sample | text, what)
+            yield sample, text
+
+
+def _refuse_broken(entry: Entry, what: str) -> None:
+    broken = [name for name, tensor in entry.items() if not tensor.isfinite().all()]
+    if broken:
+        raise ValueError(f"{what}: {', '.join(broken)} holds NaN or infinity; encode it again, in another number type")
 
 
 def _read_latent(latent: Any, what: str) -> list[Entry]:

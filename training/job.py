@@ -337,7 +337,7 @@ def cache_job(
     readers: dict[str, Any] = {}
     if settings.text_source:
         readers["read_text"] = _stock_reader(plan).read_text
-        refuse_unfit_texts(_stock_reader(plan), store, text_keys, plan.job.train.batch_size)
+        refuse_unfit_texts(_stock_reader(plan), store, text_keys, _captions_in_batches(plan))
     if settings.latent_source:
         readers["read_latents"] = _stock_reader(plan).read_latents
         refuse_unfit_latents(_stock_reader(plan), store, latent_keys)
@@ -348,6 +348,14 @@ def cache_job(
         return CachedSamples(store, samples, keys, text_keys, plan.job.data.use_masks, tokens_per_cell, **readers)
 
     return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
+
+
+def _captions_in_batches(plan: JobPlan) -> frozenset[str]:
+    """Captions that may have to share a batch."""
+    if plan.job.train.batch_size == 1:
+        return frozenset()
+    dropped = {""} if plan.job.data.caption_dropout else set()
+    return frozenset(dropped | {sample.caption for sample in plan.samples})
 
 
 def _encoded_data(plan: JobPlan) -> CachedSamples:

@@ -98,9 +98,13 @@ def _refuse_other(named: str, given: StockClip | StockVae | None, key: str) -> N
         raise ValueError(f"cache.{key} names {named!r}, but the encoder given is {given.fingerprint!r}; give that one")
 
 
-def refuse_unfit_texts(reader: StockReader, store: CacheStore, keys: Mapping[str, str], batch_size: int) -> None:
-    """Refuse entries of another model, and texts that cannot share a batch; keys by caption. Reads headers only.
+def refuse_unfit_texts(
+    reader: StockReader, store: CacheStore, keys: Mapping[str, str], sharing: frozenset[str]
+) -> None:
+    """Refuse entries of another model, and texts that cannot share a batch. Reads headers only.
 
+    Args:
+        keys: by caption. sharing: captions that may share a batch.
     Raises: ValueError.
     """
     lengths = {}
@@ -109,11 +113,12 @@ def refuse_unfit_texts(reader: StockReader, store: CacheStore, keys: Mapping[str
         if reason := reader.text_problem(shapes):
             raise ValueError(f"the stock CLIP does not fit: of the caption {caption!r}, {reason}")
         lengths[caption] = reader.num_tokens(shapes)
-    if batch_size > 1 and len(set(lengths.values())) > 1:
-        longest = max(lengths, key=lambda caption: lengths[caption])
+    shared = {caption: lengths[caption] for caption in sharing}
+    if len(set(shared.values())) > 1:
+        longest = max(shared, key=lambda caption: (shared[caption], caption))
         raise ValueError(
-            f"train.batch_size is {batch_size}, but ComfyUI's CLIP encodes the captions to {min(lengths.values())} to "
-            f"{lengths[longest]} tokens, which cannot share a batch; set batch_size 1 (accumulation does the same), or "
+            f"train.batch_size is above 1, but ComfyUI's CLIP encodes the captions to {min(shared.values())} to "
+            f"{shared[longest]} tokens, which cannot share a batch; set batch_size 1 (accumulation does the same), or "
             f"shorten the longest, {longest[:80]!r}"
         )
 

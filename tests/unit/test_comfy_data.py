@@ -94,6 +94,7 @@ def test_pairs_follow_cores_convention():
         ([{"samples": torch.ones(1, 4, 2, 2)}], [_conditioning() * 2], "no combined prompts"),
         ([{"samples": torch.ones(1, 4, 2, 2), "noise_mask": torch.ones(1)}], [_conditioning()], "noise_mask"),
         ([torch.ones(1, 4, 2, 2)], [_conditioning()], "a LATENT is"),
+        ([{"samples": torch.full((1, 4, 2, 2), torch.nan)}], [_conditioning()], "entry 1 of 1: samples holds NaN"),
     ],
 )
 def test_lists_that_do_not_belong_together_are_refused(latents, conditioning, words):

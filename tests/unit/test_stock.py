@@ -161,12 +161,18 @@ def test_entries_of_another_model_are_refused(filled, tmp_path):
 
 
 def test_texts_of_different_lengths_share_no_batch(tmp_path):
-    """FLUX.1 pads nothing here, so the captions differ in length from the empty one."""
+    """FLUX.1 pads nothing here: the captions have 12 tokens, the empty one 3."""
     job = make_tiny_job(tmp_path, "flux1", cache={"text_source": StubClip.fingerprint})
-    with pytest.raises(ValueError, match=r"batch_size is 2, but ComfyUI's CLIP encodes the captions to 3 to 12 tokens"):
+    encoders = StockEncoders(StubClip(16, 16))
+    _fill(job, encoders)
+    dropping = dataclasses.replace(job, data=dataclasses.replace(job.data, caption_dropout=0.1))
+    with pytest.raises(ValueError, match=r"batch_size is above 1, but .* to 3 to 12 tokens, which cannot share"):
+        _fill(dropping, StockEncoders())
+    (tmp_path / "data" / "image_1.txt").write_text("a longer picture")
+    with pytest.raises(ValueError, match=r"to 12 to 19 tokens.*shorten the longest, 'a longer picture'"):
         _fill(job, StockEncoders(StubClip(16, 16)))
-    single = dataclasses.replace(job, train=dataclasses.replace(job.train, batch_size=1))
-    data, _ = _fill(single, StockEncoders(StubClip(16, 16)))
+    single = dataclasses.replace(dropping, train=dataclasses.replace(job.train, batch_size=1))
+    data, _ = _fill(single, StockEncoders())
     assert data.load([0], [True]).text["prompt_embeds"].shape == (1, 3, 16)
 
 
