@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ CASES = [
     "vae_names",
 ]
 SIDE = 32
+_BEHIND_THE_CACHE = ("DeviceBridgeTrainLora", "SaveLoRA", "LossGraphNode")
 
 
 @pytest.fixture(autouse=True)
@@ -163,6 +165,24 @@ def test_one_caption_changed_is_one_encoded_and_the_models_own_encoders_share_no
     assert _trained(server, "edited_own")[1]["devicebridge_text_source"] == "transformers"
     stock, own_lora = _trained(server, "edited_once")[0], _trained(server, "edited_own")[0]
     assert not all(torch.equal(stock[name], own_lora[name]) for name in stock)
+
+
+def test_cancel_keeps_the_captions_that_are_done(server: Server, pipelines: dict[str, Path], images: Path) -> None:
+    for index in range(3, 20):
+        (images / f"{index}.png").write_bytes((images / "0.png").read_bytes())
+        (images / f"{index}.txt").write_text(f"picture {index}", encoding="utf-8")
+    graph = _graph("flux2", pipelines["flux2"], images)
+    graph = {key: node for key, node in graph.items() if node["class_type"] not in _BEHIND_THE_CACHE}
+    prompt = server.queue(graph)
+    end = time.monotonic() + 60
+    while len(_entries(server, images)) < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    server.post("/interrupt", {"prompt_id": prompt})
+    assert server.wait(prompt).status == "interrupted"
+    kept = _entries(server, images)
+    assert 3 <= len(kept) < 21
+    _succeed(server.run(graph))
+    assert kept.items() <= _entries(server, images).items() and len(_entries(server, images)) == 21 + 3
 
 
 @pytest.mark.parametrize("family", ["flux2", "flux1"])
