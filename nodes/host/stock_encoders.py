@@ -3,8 +3,8 @@
 They are called as core's CLIPTextEncode and VAEEncode call them. The name is the host's version (its code tokenizes,
 weighs prompts and picks layers), the classes involved, their settings, the tokenizer with its vocabulary, and samples
 of the weights. Left out, as for our own encoders: the device and which attention kernel it uses. What has no such name
-is refused: LoRA patches and hooks on a CLIP (the host knows them by random ids), wrappers of other packs, weights that
-hide their bytes.
+is refused: LoRA patches and hooks on a CLIP (the host knows them by random ids), wrappers and replaced methods of other
+packs, weights that hide their bytes.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class HostClip:
             raise ValueError(f"stock_clip is a {_class_name(clip)}, not ComfyUI's own CLIP; use one of its loaders")
         if clip.patcher.forced_hooks is not None or clip.apply_hooks_to_conds is not None:
             raise ValueError("stock_clip has hooks; connect the CLIP as it comes from its loader")
+        _refuse_replaced(clip, "CLIP")
+        _refuse_replaced(clip.tokenizer, "tokenizer")
         self._clip = clip
         self.fingerprint = _name("CLIP", clip.patcher, _clip_settings(clip))
 
@@ -82,6 +84,7 @@ class HostVae:
         if type(vae) is not comfy.sd.VAE:
             raise ValueError(f"stock_vae is a {_class_name(vae)}, not ComfyUI's own VAE; use one of its loaders")
         vae.throw_exception_if_invalid()
+        _refuse_replaced(vae, "VAE")
         self._vae = vae
         settings = {name: _plain(getattr(vae, name)) for name in _VAE_SETTINGS}
         settings["output_dtype"] = str(vae.vae_output_dtype())
@@ -142,13 +145,26 @@ def _weights(patcher: Any) -> dict[str, torch.Tensor]:
 def _module_facts(model: nn.Module) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Name, class and settings of every module; attributes that loading changes are not looked at."""
     for name, module in model.named_modules():
-        settings = {}
+        _refuse_replaced(module, name)
+        settings: dict[str, Any] = {"sizes": module.extra_repr()}  # padding modes and epsilons too
         if hasattr(module, "options_default"):
             settings = {key: _plain(getattr(module, key)) for key in _ENCODER_SETTINGS if hasattr(module, key)}
         config = getattr(module, "config", None)
         if dataclasses.is_dataclass(config) and not isinstance(config, type):
             settings["config"] = _plain(dataclasses.asdict(config))
         yield name, _class_name(module), settings
+
+
+def _refuse_replaced(value: Any, name: str) -> None:
+    """Refuse an object of which another pack has replaced a method: its class no longer says what it computes."""
+    replaced = [
+        key for key, item in vars(value).items() if callable(getattr(type(value), key, None)) and callable(item)
+    ]
+    if replaced:
+        raise ValueError(
+            f"{', '.join(replaced)} of the encoder's {name or 'model'} has been replaced by another pack, which "
+            "no cache key can name; connect the encoder as it comes from its loader"
+        )
 
 
 def _clip_settings(clip: Any) -> dict[str, Any]:

@@ -162,6 +162,8 @@ def case_patched_clip_is_refused() -> None:
     assert HostClip(clip).fingerprint == name
     assert torch.equal(HostClip(clip).encode("a cat")[0][0], states)
     _expect_refusal(lambda: HostClip(clone), "patches")
+    clip.tokenize = lambda text: text
+    _expect_refusal(lambda: HostClip(clip), "tokenize of the encoder's CLIP has been replaced")
 
 
 def case_vae_names() -> None:
@@ -173,10 +175,14 @@ def case_vae_names() -> None:
     half.vae_dtype = torch.bfloat16
     statistics = make_vae("flux2")
     statistics.first_stage_model.bn.running_mean[3] += 1
-    others = [make_vae("flux2", seed=1), make_vae("flux1"), half, statistics]
+    seamless = make_vae("flux2")
+    seamless.first_stage_model.encoder.conv_in.padding_mode = "circular"
+    others = [make_vae("flux2", seed=1), make_vae("flux1"), half, statistics, seamless]
     names = [name, *(HostVae(other).fingerprint for other in others)]
     assert len(set(names)) == len(names), names
     _expect_refusal(lambda: HostVae(object()), "not ComfyUI's own VAE")
+    vae.first_stage_model.encoder.conv_in.forward = lambda x: x
+    _expect_refusal(lambda: HostVae(vae), "forward of the encoder's encoder.conv_in has been replaced")
 
 
 def _expect_refusal(make: Any, words: str) -> None:
