@@ -25,6 +25,11 @@ Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
+def _source_pattern(kind: str) -> str:
+    """Of "comfyui <version> <kind> <fingerprint>", or nothing."""
+    return rf"^(comfyui \S+ {kind} [0-9a-f]{{64}})?$"
+
+
 @dataclass(frozen=True, config=_STRICT)
 class ModelConfig:
     """What to train.
@@ -138,14 +143,23 @@ class DataConfig:
         bucket_step: bucket sides are multiples of this many pixels; 0 takes the family's smallest.
         caption_dropout: probability that a sample is trained with the empty caption.
         use_masks: weigh the loss by name_mask.png where it exists.
+        encoded: in place of folders, a list of samples that arrived as latents and text states, see
+            caching/encoded.py. Everything that is about images has no effect then.
     """
 
-    folders: Annotated[tuple[FolderConfig, ...], Field(min_length=1)]
+    folders: tuple[FolderConfig, ...] = ()
     resolutions: Annotated[tuple[Positive, ...], Field(min_length=1)] = (512,)
     max_aspect_ratio: Annotated[float, Field(ge=1.0)] = 2.0
     bucket_step: Annotated[int, Field(ge=0)] = 0
     caption_dropout: Fraction = 0.0
     use_masks: bool = True
+    encoded: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.folders) == bool(self.encoded):
+            raise ValueError("data needs folders of images, or encoded, and not both")
+        if self.encoded and self.caption_dropout:
+            raise ValueError("caption_dropout needs the empty caption's states, which data.encoded has not; use 0")
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -163,6 +177,9 @@ class CacheConfig:
         dtype: type the encoders compute in; results are stored in the same type, latents in float32.
         text_quantize: "int8" or "fp8" hold the text encoders' linears in 8 bits, each rounded as it is read: half the
             memory of bfloat16, no speed. int8 is the more exact and, on a CPU, the faster of the two.
+        text_source: "" for the model's own text encoders. Else the name of a CLIP of ComfyUI's whose states are in the
+            cache folder already, as the caching node shows it; what is missing cannot be computed without ComfyUI.
+        latent_source: the same for the VAE.
     """
 
     folder: str = ""
@@ -173,6 +190,14 @@ class CacheConfig:
     vae_device: str = ""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     text_quantize: Literal["none", "fp8", "int8"] = "none"
+    text_source: Annotated[str, Field(pattern=_source_pattern("CLIP"))] = ""
+    latent_source: Annotated[str, Field(pattern=_source_pattern("VAE"))] = ""
+
+    def __post_init__(self) -> None:
+        if self.text_source and (self.text_encoders or self.text_quantize != "none"):
+            raise ValueError("text_source says that ComfyUI's CLIP encodes; remove text_encoders and text_quantize")
+        if self.latent_source and self.vae:
+            raise ValueError("latent_source says that ComfyUI's VAE encodes; remove vae")
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -285,6 +310,12 @@ class JobConfig:
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
 
+    def __post_init__(self) -> None:
+        if self.data.encoded and self.evaluation.folder:
+            raise ValueError("evaluation.folder holds images, but a job on data.encoded has no encoders; remove it")
+        if self.data.encoded and (self.cache.text_source or self.cache.latent_source):
+            raise ValueError("cache.text_source and latent_source are for images; data.encoded is encoded already")
+
 
 # Settings that change neither what is trained nor in which order; everything else must match for --resume.
 FREE_ON_RESUME = frozenset(
@@ -383,6 +414,7 @@ def _without_none(values: Any) -> Any:
 _PATH_KEYS = (
     ("model", "path"),
     ("model", "quantized_cache"),
+    ("data", "encoded"),
     ("cache", "folder"),
     ("cache", "text_encoders"),
     ("cache", "vae"),
