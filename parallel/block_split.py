@@ -4,9 +4,9 @@ A BlockSplit keeps the weights where the placement says and starts and ends the 
 how activations reach the blocks, and what is remembered of them, is the bridge's (bridge.py).
 
 Gradient checkpointing should go through `BlockSplit.checkpoint`, which first brings the arguments to the block's
-device. That saves the copies of the recomputation, and the recomputation (recompute.py) puts back the random state of the
-device that the block draws from. torch's own looks for devices among the arguments; before the first block of a device
-these are all elsewhere, so dropout would be drawn anew and the gradient silently wrong.
+device. That saves the copies of the recomputation, and the recomputation (recompute.py) puts back the random state of
+the device that the block draws from. torch's own looks for devices among the arguments; before the first block of a
+device these are all elsewhere, so dropout would be drawn anew and the gradient silently wrong.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class BlockSplit:
         self._residents = _residents(model, placement)
         self._found_on = [(module, _device_of(module)) for module, _ in self._residents]
         self._placing = threading.Lock()
+        self._checked_in_run = -1
         self._kept: frozenset[nn.Module] = frozenset()
         self._hooks = HookSet()
 
@@ -101,7 +102,9 @@ class BlockSplit:
             yield from blocks[len(blocks) - count :]
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_residents()
+        if self.bridge.turns is None or self._checked_in_run != self.bridge.num_runs:
+            self._checked_in_run = self.bridge.num_runs  # once for all forwards of an interleaved run
+            self._check_residents()
         self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
         self.bridge.begin()
         return self.bridge.move((args, kwargs), self.home)
