@@ -14,8 +14,8 @@ Full-size models with random weights; no checkpoint is needed. All contestants o
 
 A step is the pack's own loop: noise, copies from pinned memory, forward, loss, backward, clipping, AdamW; LoRA in
 bfloat16, rank 32, batch 1, text at full length. Seconds are per sample: a step's divided by its micro-batches. Busy is
-the share of a step in which a card runs kernels, from one step under torch.profiler, of the ways in --busy. Ratios come first; results are
-written after each section. --tiny runs the same on emulated cards, where times mean nothing.
+the share of a step in which a card runs kernels, from one step under torch.profiler, of the ways in --busy. Ratios come
+first; results are written after each section. --tiny runs the same on emulated cards, where times mean nothing.
 """
 
 from __future__ import annotations
