@@ -35,7 +35,8 @@ class ModelConfig:
         dtype: type of the frozen weights in memory and of the computation; files of any type are converted. float16 is
             not offered: its range is too small for the gradients of these models without loss scaling.
         quantize: "none", or how the linears that the family allows are held (LoRA is left alone): "fp8" and "int8"
-            store in 8 bits, "fp8-compute" and "int8-compute" multiply in 8 bits too, forwards and backwards.
+            store in 8 bits, "fp8-compute" and "int8-compute" multiply in 8 bits too, forwards and backwards; "auto"
+            lets the planner choose among all of these.
         rotation: for int8-compute: block of the rotation that spreads outliers, 0 for none.
         quantized_cache: folder that keeps the quantized weights for the next run, which then loads at the disk's speed;
             "" keeps none.
@@ -45,15 +46,16 @@ class ModelConfig:
     family: str = ""
     variant: str = ""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    quantize: Literal["none", "fp8", "int8", "fp8-compute", "int8-compute"] = "none"
+    quantize: Literal["none", "fp8", "int8", "fp8-compute", "int8-compute", "auto"] = "none"
     rotation: Literal[0, 16, 64, 256] = 64
     quantized_cache: str = ""
 
     @property
     def quantize_settings(self) -> QuantizeSettings | None:
-        """For the code that quantizes; None where nothing is."""
+        """For the code that quantizes; None where nothing is. A job with "auto" is settled by check_job first."""
         from ..patches.quantize import QuantizeSettings  # brings torch, which reading a config does without
 
+        assert self.quantize != "auto", "a job is settled by check_job before its model is made"
         return None if self.quantize == "none" else QuantizeSettings(self.quantize, self.rotation)
 
 
@@ -66,12 +68,18 @@ class SplitConfig:
         balance: "bytes" equalises memory, "time" equalises estimated compute, "manual" cuts at split_at.
         split_at: for manual, the index of the first block of each further device, counted over all block lists.
         memory_limit_gb: per device, decimal GB for weights; () means what is free.
+        kept_blocks: per device, how many of its blocks (the last ones) keep their activations instead of being
+            recomputed; () lets the planner choose where it knows the devices' memory, and keeps none elsewhere.
+        swapped_blocks: per device, how many of its blocks (the first ones) live in pinned host memory and stream in; ()
+            for none.
     """
 
     devices: tuple[str, ...] = ()
     balance: Literal["bytes", "time", "manual"] = "bytes"
     split_at: tuple[int, ...] = ()
     memory_limit_gb: tuple[float, ...] = ()
+    kept_blocks: tuple[int, ...] = ()
+    swapped_blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.balance == "manual") != bool(self.split_at):
@@ -178,7 +186,10 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class OptimizerConfig:
-    """name: "adamw", "adamw8bit" or the dotted name of an optimizer class; options are its keyword arguments."""
+    """name: "adamw", "adamw8bit" or the dotted name of an optimizer class; options are its keyword arguments.
+
+    "auto" is adamw where that fits, else adamw8bit.
+    """
 
     name: str = "adamw"
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
@@ -210,7 +221,10 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class LoopConfig:
-    """The loop: steps are optimizer steps; batch_size is per forward, accumulation forwards make one step."""
+    """The loop: steps are optimizer steps; batch_size is per forward, accumulation forwards make one step.
+
+    compile: "auto" compiles the blocks where that works; "off" does not.
+    """
 
     steps: Positive
     batch_size: Positive = 1
@@ -218,6 +232,21 @@ class LoopConfig:
     clip_norm: Annotated[float, Field(ge=0)] = 1.0
     seed: int = 0
     gradient_checkpointing: bool = True
+    compile: Literal["auto", "off"] = "off"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class PipelineConfig:
+    """Whether the devices work on several micro-batches of a step at once; train.accumulation is their number.
+
+    Args:
+        schedule: "none": one micro-batch after the other; "gpipe": all forwards, then all backwards; "1f1b": in turns,
+            with fewer activations held; "auto" lets the planner choose.
+        in_flight: micro-batches a stage may hold; 0 = as many as stages follow it, itself included.
+    """
+
+    schedule: Literal["auto", "none", "gpipe", "1f1b"] = "auto"
+    in_flight: Annotated[int, Field(ge=0)] = 0
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -255,6 +284,7 @@ class JobConfig:
     train: LoopConfig
     output: OutputConfig
     split: SplitConfig = Field(default_factory=SplitConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     lora: LoraSettings = Field(default_factory=LoraSettings)
     cache: CacheConfig = Field(default_factory=CacheConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
