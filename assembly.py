@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,7 @@ def assemble_for_training(
     quantize: QuantizeSettings | None,
     attach_adapter: AttachAdapter,
     gradient_checkpointing: bool,
+    kept_blocks: Sequence[int] = (),
     quantized_cache: Path | None = None,
 ) -> Assembled:
     """Load a transformer straight onto its devices and make it trainable.
@@ -47,6 +48,7 @@ def assemble_for_training(
         quantize: how the frozen linears are held; None as they are.
         quantized_cache: folder that keeps quantized weights for the next time; None for none.
         attach_adapter: adds the LoRA in place and returns its handle.
+        kept_blocks: per device, how many of its last blocks gradient checkpointing passes over.
     """
     # 1. Every tensor goes from the file to its device; loading first and splitting later would need one device, or the
     #    host, to hold the whole model. A layer is quantized before the next is read, else the devices would have to
@@ -64,5 +66,6 @@ def assemble_for_training(
     # 4. Checkpointing wraps whole blocks, LoRA included, and needs the split to save the right random states.
     model.train()
     if gradient_checkpointing:
+        split.keep_activations(kept_blocks)
         model.enable_gradient_checkpointing(split.checkpoint)  # type: ignore[operator]
     return Assembled(model, split, adapter, quantized)

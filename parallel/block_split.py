@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class BlockSplit:
         self._found_on = [(module, _device_of(module)) for module, _ in self._residents]
         self._placing = threading.Lock()
         self._hooks = HookSet()
+        self._kept: frozenset[nn.Module] = frozenset()
 
     @property
     def home(self) -> torch.device:
@@ -68,11 +70,32 @@ class BlockSplit:
         for module, device in self._found_on:
             _move_module(module, device)
 
+    def keep_activations(self, kept_blocks: Sequence[int]) -> None:
+        """Let the last blocks of each device run as they are in `checkpoint`: more memory, no second forward.
+
+        Args:
+            kept_blocks: how many, per device in the order of placement.used_devices; () for none.
+        Raises: ValueError for another number of devices.
+        """
+        devices = self.placement.used_devices
+        if kept_blocks and len(kept_blocks) != len(devices):
+            raise ValueError(
+                f"kept_blocks has {len(kept_blocks)} values, but the devices are {', '.join(map(str, devices))}; give "
+                "one each"
+            )
+        kept: list[nn.Module] = []
+        for device, count in zip(devices, kept_blocks, strict=False):
+            mine = [block for block, place in self.bridge.blocks.items() if place == device]
+            kept += mine[len(mine) - min(count, len(mine)) :]
+        self._kept = frozenset(kept)
+
     def checkpoint(self, block: nn.Module, *args: Any) -> Any:
         """Run a block without keeping its activations; for diffusers' enable_gradient_checkpointing.
 
         The block is one of the placement's, args are its positional arguments on any device.
         """
+        if block in self._kept:
+            return block(*args)
         moved = self.bridge.move(args, self.bridge.blocks[block]) if self._hooks else args
         return torch.utils.checkpoint.checkpoint(block.__call__, *moved, use_reentrant=False)
 

@@ -306,6 +306,7 @@ FREE_ON_RESUME = frozenset(
         "cache.text_device",
         "cache.text_window_gb",
         "model.quantized_cache",
+        "split.kept_blocks",
     }
 )
 

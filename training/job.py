@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +35,15 @@ from ..families.spec import ModelFamily, Variant
 from ..files import save_tensors_atomically
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
 from ..loading.lora_file import check_original_layout, lora_to_diffusers, lora_to_original
-from ..parallel.devices import find_device, find_devices, free_bytes, own_random_states, release_cached_memory
+from ..parallel.devices import (
+    find_device,
+    find_devices,
+    free_bytes,
+    memory_in_use,
+    own_random_states,
+    release_cached_memory,
+    reset_peaks,
+)
 from ..parallel.placement import (
     Placement,
     block_names,
@@ -50,6 +58,7 @@ from ..patches.quantize import check_packages, refusal, stored_bytes
 from ..version import VERSION
 from .adapter import LoraHandle, apply_lora
 from .batches import CachedSamples
+from .cards import Card, cards_of
 from .checkpoint import TrainingState, list_checkpoints, load_checkpoint
 from .config import DataConfig, FolderConfig, JobConfig, differing_keys, job_to_dict, make_job
 from .data import BatchOrder, Sample, dataset_fingerprint, scan_folders
@@ -58,6 +67,8 @@ from .loop import Trainer, checkpoint_folder
 from .objective import NoiseSchedule, make_noise_schedule
 from .optimizer import make_optimizer
 from .pace import Pace
+from .plan_view import Comparison, compare, describe_comparison
+from .planner import Planner, TrainingPlan, largest_bucket, plan_training
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +78,12 @@ CACHE_PARTS: tuple[CachePart, ...] = ("captions", "latents")
 
 @dataclass(frozen=True)
 class JobPlan:
-    """A checked job: what will be loaded where, and what it will be trained on."""
+    """A checked job: what will be loaded where, and what it will be trained on.
+
+    Args:
+        job: without "auto" for what the planner decides.
+        training: what the planner chose; None on machines it knows nothing of.
+    """
 
     job: JobConfig
     info: CheckpointInfo
@@ -76,6 +92,12 @@ class JobPlan:
     schedule: NoiseSchedule
     samples: tuple[Sample, ...]
     eval_samples: tuple[Sample, ...]
+    training: TrainingPlan | None = None
+
+    @property
+    def kept_blocks(self) -> tuple[int, ...]:
+        """Per device, how many of its last blocks keep their activations."""
+        return self.job.split.kept_blocks if self.training is None else self.training.kept_blocks
 
     @property
     def family(self) -> ModelFamily:
@@ -95,6 +117,7 @@ class TrainingResult:
         eval_before, eval_after: evaluation loss before the first and after the last step done, None without a folder.
         checkpoint: the newest full state, to resume from.
         resume_hint: how to continue; "" when finished.
+        memory: a line per card, forecast against measured; () where nothing was forecast.
     """
 
     status: str
@@ -106,6 +129,7 @@ class TrainingResult:
     eval_after: float | None
     checkpoint: Path | None
     resume_hint: str
+    memory: tuple[str, ...] = ()
 
 
 def check_job(job: JobConfig) -> JobPlan:
@@ -123,15 +147,67 @@ def check_job(job: JobConfig) -> JobPlan:
     targets = resolve_targets(model, job.lora.targets or info.family.lora_targets)
     if job.output.lora_layout == "original":
         check_original_layout(info.family, targets, job.lora.dora)
-    placement = plan_job_placement(job, info, variant, model)
     latent = info.family.latent_of(variant)
     samples = tuple(scan_folders(job.data, latent))
     eval_samples: tuple[Sample, ...] = ()
     if job.evaluation.folder:
         eval_samples = tuple(scan_folders(_evaluation_data(job), latent))
-    plan = JobPlan(job, info, variant, placement, schedule, samples, eval_samples)
+    training = _plan_on_cards(job, info, variant, samples)
+    if training is None:
+        job = _without_auto(job)
+        placement = plan_job_placement(job, info, variant, model)
+    else:
+        job, placement = training.job, training.placement
+    plan = JobPlan(job, info, variant, placement, schedule, samples, eval_samples, training)
     _check_tools(plan)
     return plan
+
+
+def _plan_on_cards(
+    job: JobConfig,
+    info: CheckpointInfo,
+    variant: Variant,
+    samples: Sequence[Sample],
+    devices: Sequence[torch.device] = (),
+) -> TrainingPlan | None:
+    """What the planner chooses on this machine; None where it does not know a device's memory, as on a CPU.
+
+    Args:
+        devices: of every block, where a run that is resumed must have them; () leaves the cut to the planner.
+    Raises: ValueError if nothing fits.
+    """
+    cards = cards_of(list(dict.fromkeys(devices)) or find_devices(job.split.devices))
+    if cards is None:
+        return None
+    cuts = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]] if devices else None
+    training = plan_training(Planner(job, info, variant, cards, largest_bucket(samples), cuts=cuts))
+    if training.warning:
+        _log.warning("%s", training.warning)
+    return training
+
+
+def _without_auto(job: JobConfig) -> JobConfig:
+    """Where no planner decides, "auto" is what every machine can do."""
+    quantize = "none" if job.model.quantize == "auto" else job.model.quantize
+    optimizer = "adamw" if job.optimizer.name == "auto" else job.optimizer.name
+    return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=optimizer))
+
+
+def plan_job(job: JobConfig, cards: Sequence[Card] = ()) -> TrainingPlan:
+    """How a job would use these cards, which need not exist; () takes this machine's. Reads headers and images only.
+
+    Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards.
+    """
+    info = read_checkpoint(job.model.path, job.model.family, job.model.variant)
+    variant = info.variant or info.family.variants[0]
+    samples = scan_folders(job.data, info.family.latent_of(variant))
+    known = list(cards) or cards_of(find_devices(job.split.devices))
+    if known is None:
+        raise ValueError(
+            "a plan was asked for this machine's cards, but there is none whose memory torch can tell; name cards "
+            'with --cards, such as "24GB,24GB"'
+        )
+    return plan_training(Planner(job, info, variant, known, largest_bucket(samples)))
 
 
 def _check_tools(plan: JobPlan) -> None:
@@ -402,6 +478,17 @@ def find_state(plan: JobPlan, identity: dict[str, Any], *, resume: bool) -> Trai
     return state
 
 
+def _as_decided(job: JobConfig) -> JobConfig:
+    """With what "auto" became when the run to resume began: memory that is free today must not change it."""
+    found = list_checkpoints(checkpoint_folder(job))
+    if not found or (job.model.quantize != "auto" and job.optimizer.name != "auto"):
+        return job
+    old = make_job(load_checkpoint(found[-1]).facts["config"])
+    quantize = old.model.quantize if job.model.quantize == "auto" else job.model.quantize
+    name = old.optimizer.name if job.optimizer.name == "auto" else job.optimizer.name
+    return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=name))
+
+
 def run_job(
     job: JobConfig,
     *,
@@ -413,13 +500,18 @@ def run_job(
 
     Raises: ValueError for a job that cannot be run as written, before weights are loaded.
     """
+    if resume:
+        job = _as_decided(job)
     plan = check_job(job)
+    job = plan.job
     folder = Path(job.output.folder)
     identity = run_identity(plan)
     state = find_state(plan, identity, resume=resume)
     if state is not None:  # planned from the memory that was free then; another cut would draw dropout elsewhere
         devices = tuple(map(find_device, state.facts["placement"]))
-        plan = replace(plan, placement=replace(plan.placement, devices=devices))
+        if devices != plan.placement.devices:
+            training = _plan_on_cards(job, plan.info, plan.variant, plan.samples, devices)
+            plan = replace(plan, placement=replace(plan.placement, devices=devices), training=training)
         identity["placement"] = state.facts["placement"]
     with EventLog(folder, on_event, tensorboard=job.output.tensorboard) as events:
         try:
@@ -446,6 +538,9 @@ def _make_trainer(
 ) -> Trainer:
     job = plan.job
     events.emit("phase", name="loading", placement=plan.placement.describe())
+    if plan.training is not None:
+        events.emit("forecast", devices=compare(plan.training.forecast))
+    reset_peaks(plan.placement.used_devices)  # of the encoders
     assembled = assemble(plan)
     assert isinstance(assembled.adapter, LoraHandle)
     lora = assembled.adapter
@@ -485,11 +580,16 @@ def assemble(plan: JobPlan) -> Assembled:
         quantize=job.model.quantize_settings,
         attach_adapter=lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed),
         gradient_checkpointing=job.train.gradient_checkpointing,
+        kept_blocks=plan.kept_blocks,
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
     )
 
 
 def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingResult:
+    compared: Comparison = {}
+    if plan.training is not None:
+        compared = compare(plan.training.forecast, memory_in_use(trainer.devices))
+        trainer.events.emit("forecast", trainer.step, plan.job.train.steps, devices=compared)
     path = save_lora(plan, trainer.lora, Path(plan.job.output.folder))
     trainer.events.emit("saved", trainer.step, plan.job.train.steps, path=str(path))
     hint = ""
@@ -509,6 +609,7 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
         eval_after=trainer.evaluations.get(trainer.step),
         checkpoint=next(reversed(list_checkpoints(checkpoint_folder(plan.job))), None),
         resume_hint=hint,
+        memory=tuple(describe_comparison(compared)),
     )
 
 

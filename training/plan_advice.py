@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..patches.quantize import BEST_FIRST
-
 if TYPE_CHECKING:
     from .planner import Planner
 
@@ -121,11 +119,9 @@ def _resizer(now: int, wanted: int) -> Callable[[Planner], Planner]:
 
 def _smaller_scheme(planner: Planner) -> str | None:
     """The fastest scheme of the cards, if the job has none or one that only stores."""
-    refused = frozenset().union(*(card.refuses for card in planner.cards))
     if planner.job.model.quantize in ("auto", "fp8-compute", "int8-compute"):
         return None
-    able = [scheme for scheme in BEST_FIRST if scheme not in refused and scheme != planner.job.model.quantize]
-    return able[0] if able else None
+    return next((scheme for scheme in planner.able_schemes if scheme != planner.job.model.quantize), None)
 
 
 def _card_that_helps(planner: Planner) -> str:

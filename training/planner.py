@@ -27,7 +27,7 @@ from torch import nn
 from ..families.spec import ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer
 from ..parallel.placement import Placement, block_names, estimate_block_flops, plan_manual
-from ..patches.quantize import BEST_FIRST
+from ..patches.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages
 from .block_times import SCHEME_TIMES, BlockTimes, FlopTimes
 from .cards import Card
 from .config import JobConfig, OptimizerConfig
@@ -250,10 +250,15 @@ class Planner:
     def _schemes(self) -> list[str]:
         if self.job.model.quantize != "auto":
             return [self.job.model.quantize]
-        refused = frozenset().union(*(card.refuses for card in self.cards))
-        able = [scheme for scheme in BEST_FIRST if scheme not in refused]
+        able = self.able_schemes
         faster = [scheme for scheme in able if SCHEME_TIMES[scheme] < 1]
         return ["none", *(faster or able)]  # a scheme that only stores is slower; for cards without 8-bit products
+
+    @property
+    def able_schemes(self) -> list[str]:
+        """8-bit schemes that every card and the packages installed here can do, the fastest first."""
+        refused = frozenset().union(*(card.refuses for card in self.cards))
+        return [scheme for scheme in BEST_FIRST if scheme not in refused and _has_packages(scheme)]
 
     def find(self) -> tuple[_Found | None, list[tuple[Setting, _Found | None]]]:
         """The fastest setting that fits, None if none does; and everything that was looked at.
@@ -308,6 +313,14 @@ class Planner:
             return ()
         plan_manual(self.names, [card.device for card in self.cards], self.job.split.split_at)  # refuses wrong cuts
         return 0, *self.job.split.split_at, len(self.names)
+
+
+def _has_packages(scheme: Scheme) -> bool:
+    try:
+        check_packages(QuantizeSettings(scheme))
+    except RuntimeError:
+        return False
+    return True
 
 
 def _step_time(settings: StepSettings, times: Sequence[float]) -> float:
