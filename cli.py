@@ -177,7 +177,8 @@ def _cache(options: argparse.Namespace) -> int:
         raise ValueError("--prune looks at captions and latents together; leave out --only")
     if options.device and (options.prune or options.verify):
         raise ValueError("--device is for computing; leave it out with --verify and --prune, which load nothing")
-    plans = {str(path): check_job(_on_device(load_job(path), options.device)) for path in options.job}
+    jobs = {str(path): _on_device(load_job(path), options.device) for path in options.job}
+    plans = {path: check_job(job, is_to_train=False) for path, job in jobs.items()}
     parts = (options.only,) if options.only else CACHE_PARTS
     if options.verify:
         return _verify_caches(plans, parts)

@@ -6,6 +6,7 @@ from .captions import CacheCaptionsAndLatents
 from .dataset import TrainingDatasetNode
 from .host import ComfyExtension, io
 from .load import LoadModelForTraining
+from .plan import PlanTraining
 from .quantize import Quantize
 from .ring_lse import RingLseFix
 from .split import LoadDiffusionModelSplit, SplitModel
@@ -16,6 +17,7 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     Quantize,
     TrainingDatasetNode,
     CacheCaptionsAndLatents,
+    PlanTraining,
     TrainLora,
     SplitModel,
     LoadDiffusionModelSplit,

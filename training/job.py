@@ -132,9 +132,11 @@ class TrainingResult:
     memory: tuple[str, ...] = ()
 
 
-def check_job(job: JobConfig) -> JobPlan:
+def check_job(job: JobConfig, *, is_to_train: bool = True) -> JobPlan:
     """Everything that can be refused before weights are loaded.
 
+    Args:
+        is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
     Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
         or settings that contradict the model.
     """
@@ -152,7 +154,7 @@ def check_job(job: JobConfig) -> JobPlan:
     eval_samples: tuple[Sample, ...] = ()
     if job.evaluation.folder:
         eval_samples = tuple(scan_folders(_evaluation_data(job), latent))
-    training = _plan_on_cards(job, info, variant, samples)
+    training = _plan_on_cards(job, info, variant, samples) if is_to_train else None
     if training is None:
         job = _without_auto(job)
         placement = plan_job_placement(job, info, variant, model)

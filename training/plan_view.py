@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .forecast import DeviceForecast, Forecast
 
 if TYPE_CHECKING:
+    import torch
     from PIL.Image import Image as PilImage
 
     from .planner import TrainingPlan
@@ -153,6 +154,15 @@ def describe_comparison(compared: Comparison) -> list[str]:
 
 
 # ---- the picture
+
+
+def picture_of(plan: TrainingPlan) -> torch.Tensor:
+    """draw_plan as ComfyUI hands images on: float32 in 0..1. [1, height, width, 3]"""
+    import torch
+
+    picture = draw_plan(plan)
+    values = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+    return (values.float() / 255).view(1, picture.height, picture.width, 3)
 
 
 def draw_plan(plan: TrainingPlan) -> PilImage:

@@ -189,8 +189,10 @@ class Planner:
         height, width = (side // latent.spatial_stride for side in self.bucket)
         model = replace(self.job.model, quantize=scheme)  # type: ignore[arg-type]
         frames = 1 + (self.frames - 1) // latent.frame_stride
+        published = self.variant.transformer_config["in_channels"]  # a model of its own size may have another VAE
+        channels = latent.channels * self.info.config.get("in_channels", published) // published
         return Work(
-            latent_shape=(latent.channels, frames, height, width),
+            latent_shape=(channels, frames, height, width),
             batch_size=self.job.train.batch_size,
             dtype=getattr(torch, model.dtype),
             quantize=model.quantize_settings,
