@@ -30,7 +30,8 @@ CARD_WORKSPACE_BYTES = 2 * 32 * 2**20
 # Of activations and temporaries, which come in hundreds of sizes: not measured, a guess on the safe side.
 FRAGMENTATION = 0.10
 SWAP_SLOTS = 2  # blocks on the card at once: one computes, the next arrives
-ROUNDING_BYTES = 500_000_000  # while a layer is rounded to 8 bits, beside the layer itself; docs/quantization.md
+# What rounding a layer to 8 bits takes beside it: copies of 16 bytes per weight, but only some rows at a time.
+ROUNDING_BYTES, ROUNDING_COPIES = 500_000_000, 8
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,8 @@ class Forecaster:
             yield _Moment("last layers and loss", before + all_inputs, (others + 1) * all_kept, tail, gradients)
         yield _Moment("optimizer step", 0, 0, int(trained * self._optimizer.step), lora)
         if self._largest_layer:
-            yield _Moment("loading", 0, 0, self._largest_layer + ROUNDING_BYTES, 0, has_lora=False)
+            copies = min(ROUNDING_BYTES, ROUNDING_COPIES * self._largest_layer)
+            yield _Moment("loading", 0, 0, self._largest_layer + copies, 0, has_lora=False)
 
     def host_bytes(self, plans: Sequence[StagePlan]) -> int:
         """Host memory: swapped blocks, pinned, and one layer on its way from the file to its device."""
