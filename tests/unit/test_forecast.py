@@ -15,7 +15,7 @@ import torch
 from devicebridge.families.registry import find_family
 from devicebridge.parallel.block_split import apply_block_split
 from devicebridge.parallel.placement import Placement, block_names
-from devicebridge.patches.eight_bit import KernelsOf, kernels_of
+from devicebridge.patches.eight_bit import KernelsOf, grad_input8, kernels_of, rehearse
 from devicebridge.patches.quantize import QuantizeSettings, apply_quantization
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes
 from devicebridge.tests.toy import TINY
@@ -319,3 +319,24 @@ def test_cards_do_not_keep_attention_probabilities_and_plain_torch_does():
         sizes[has_fused] = found.blocks[-1].kept
     probabilities = 4 * 261 * 261 * 4  # heads, tokens, tokens, bytes
     assert sizes[False] - sizes[True] > probabilities
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_8_bit_products_allocate_on_meta_what_the_cards_kernels_do(dtype):
+    """M = 32, N = 256, K = 512: rows in 8 bits with their scales, the result; and one slice of the weight at a time."""
+    values = torch.empty(256, 512, device="meta", dtype=dtype)
+    scale, grad = torch.empty(256, 1, device="meta"), torch.empty(32, 256, device="meta", dtype=torch.bfloat16)
+    peaks = []
+    for slice_weights in (256 * 512, 256 * 128):
+        kernels = KernelsOf(UNSEEN_CARD.plans, slice_weights)
+        with torch.inference_mode(False), rehearse(kernels), MemoryMeter(1) as meter:
+            meter.ignore([values, scale, grad])
+            found = grad_input8(grad, values, scale, None)
+            assert (found.shape, found.dtype) == ((32, 512), torch.bfloat16)
+            peaks.append(meter.peak)
+            assert meter.live == 32 * 512 * 2
+    rows = 32 * 256 + 32 * 4  # the gradient in 8 bits, its scales
+    assert peaks[0] >= rows + 256 * 512 + 32 * 512 * 2 and peaks[0] < rows + 256 * 512 + 32 * 512 * 2 + 8192
+    assert peaks[0] - peaks[1] > 256 * 256
+    dequantized = grad_input8(grad, values, scale, None)  # nothing is rehearsed: the way of a device without kernels
+    assert dequantized.shape == (32, 512)

@@ -206,6 +206,14 @@ def test_a_pipeline_is_chosen_by_itself_once_it_may_be(monkeypatch):
     assert plan_training(_made_up(monkeypatch, cards, times)).setting.schedule == "none"  # nothing to overlap
 
 
+def test_one_micro_batch_in_flight_overlaps_nothing(monkeypatch):
+    cards, times = _cards(100, 100), _Times([1.0] * 10)
+    for in_flight, expected in ((1, 4 * 10), (2, 10 + 3 * 5)):
+        sections = {"train": {"accumulation": 4}, "pipeline": {"schedule": "1f1b", "in_flight": in_flight}}
+        plan = plan_training(_made_up(monkeypatch, cards, times, split={"kept_blocks": [0, 0]}, **sections))
+        assert plan.relative_time == pytest.approx(expected / 40)
+
+
 def test_without_a_pipeline_equal_cards_are_filled_evenly_and_a_faster_one_more(monkeypatch):
     even = plan_training(_made_up(monkeypatch, _cards(6.5, 6.5), _Times([1.0] * 10)))
     assert [device.num_blocks for device in even.forecast.devices] == [5, 5]
