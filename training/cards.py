@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..parallel.devices import free_bytes, total_bytes
-from ..patches.eight_bit import KernelsOf, kernels_of
+from ..patches.eight_bit import KernelsOf
 from ..patches.quantize import BEST_FIRST, QuantizeSettings, refusal
 
 _CARD = re.compile(r"^(?P<size>[0-9.]+) *(?P<unit>GB|GiB)(?:@(?P<speed>[0-9.]+))?$", re.IGNORECASE)
@@ -22,7 +22,9 @@ class Card:
     Args:
         usable_bytes: what tensors, the allocator's losses and a context that does not exist yet may take.
         speed: relative to the others.
+        eight_bit: what it multiplies 8 bits with; None asks a card that exists.
         refuses: schemes that it cannot multiply in.
+        has_context: whether CUDA has started on it, so that what is free is free of that already.
     """
 
     device: torch.device
@@ -66,7 +68,7 @@ def cards_of(devices: Sequence[torch.device]) -> list[Card] | None:
         refuses = frozenset(s for s in BEST_FIRST if refusal(QuantizeSettings(s), [device]))
         cap = _cap_bytes(device, total)
         usable = min(free, cap)
-        cards.append(Card(device, total, usable, _speed(device), kernels_of(device), refuses, has_context=True))
+        cards.append(Card(device, total, usable, _speed(device), None, refuses, has_context=True))
     slowest = min(card.speed for card in cards)
     return [replace(card, speed=card.speed / slowest) for card in cards]
 

@@ -27,6 +27,7 @@ from torch import nn
 from ..families.spec import ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer
 from ..parallel.placement import Placement, block_names, estimate_block_flops, plan_manual
+from ..patches.eight_bit import kernels_of
 from ..patches.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages
 from .block_times import SCHEME_TIMES, BlockTimes, FlopTimes
 from .cards import Card
@@ -46,7 +47,7 @@ from .forecast import (
 )
 from .optimizer import make_optimizer
 from .plan_advice import describe_refusal
-from .rehearsal import Kernels, Rehearsal, Work, rehearse_training
+from .rehearsal import UNSEEN_CARD, Kernels, Rehearsal, Work, rehearse_training
 
 CAN_PIPELINE = False  # whether the automatic choice may let micro-batches overlap
 CAN_SWAP = False  # whether it may let blocks stream in from host memory
@@ -201,17 +202,19 @@ class Planner:
 
     def _rehearsal(self, scheme: str) -> Rehearsal:
         if scheme not in self._rehearsals:
-            eight_bit = next((card.eight_bit for card in self.cards if card.eight_bit is not None), None)
-            kernels = Kernels() if eight_bit is None else Kernels(eight_bit)
+            with torch.inference_mode(False):  # ComfyUI runs nodes in it, and such tensors pass no gradients
+                model = make_empty_transformer(self.info)
             self._rehearsals[scheme] = rehearse_training(
-                make_empty_transformer(self.info),
-                self.family,
-                self.variant,
-                self.info.config,
-                self._work(scheme),
-                kernels,
+                model, self.family, self.variant, self.info.config, self._work(scheme), self._kernels(scheme)
             )
         return self._rehearsals[scheme]
+
+    def _kernels(self, scheme: str) -> Kernels:
+        """Those of the first card; only 8-bit products ask a card for what it has, which compiles a kernel there."""
+        first = self.cards[0]
+        if first.eight_bit is None and first.has_context and scheme.endswith("-compute"):
+            return Kernels(kernels_of(first.device))
+        return Kernels(first.eight_bit or UNSEEN_CARD)
 
     def forecaster(self, setting: Setting, settings: StepSettings) -> Forecaster:
         has_context = all(card.has_context for card in self.cards)

@@ -340,3 +340,14 @@ def test_8_bit_products_allocate_on_meta_what_the_cards_kernels_do(dtype):
     assert peaks[0] - peaks[1] >= 256 * 256  # less the pieces that are joined
     dequantized = grad_input8(grad, values, scale, None)  # nothing is rehearsed: the way of a device without kernels
     assert dequantized.shape == (32, 512)
+
+
+def test_attention_counts_the_float32_gradient_of_its_backward():
+    shape = (1, 4, 512, 64)
+    with torch.inference_mode(False), torch.enable_grad(), MemoryMeter(1) as meter:
+        inputs = [torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        out = torch.ops.aten._scaled_dot_product_flash_attention(*inputs)[0]
+        gradient = torch.empty_like(out)
+        before = meter.start()
+        out.backward(gradient)
+    assert meter.peak - before >= (3 * 2 + 4) * 4 * 512 * 64  # three gradients in bfloat16, one sum in float32

@@ -344,6 +344,28 @@ def test_kept_blocks_change_no_loss_and_a_resumed_run_keeps_its_cut(tmp_path, mo
     assert loading.startswith(f"lazy:0: {cut} blocks")
 
 
+def test_a_plan_is_the_same_in_the_inference_mode_of_comfyuis_nodes():
+    with torch.inference_mode():
+        inside = _plan("24GB,24GB")
+    assert inside.forecast == _plan("24GB,24GB").forecast
+
+
+def test_this_machines_cards_as_they_are(monkeypatch):
+    """Capped, half full, of different speed; asked as torch's CUDA module would answer."""
+    from devicebridge.training import cards as cards_module
+
+    monkeypatch.setattr(cards_module, "total_bytes", lambda device: 100 * GB)
+    monkeypatch.setattr(cards_module, "free_bytes", lambda device: 60 * GB)
+    monkeypatch.setattr(cards_module, "refusal", lambda settings, devices: "" if "int8" in settings.scheme else "no")
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda d: (0.25, 1.0)[d.index], raising=False)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GB)
+    properties = type("Properties", (), {"multi_processor_count": 64})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    first, second = cards_of([torch.device("cuda:0"), torch.device("cuda:1")]) or []
+    assert (first.usable_bytes, second.usable_bytes) == (24 * GB, 60 * GB) and first.speed == second.speed == 1.0
+    assert first.refuses == {"fp8", "fp8-compute"} and first.has_context
+
+
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_the_command_plans_every_family(name, tmp_path, capsys):
     save_job(make_tiny_job(tmp_path, name), tmp_path / "job.toml")
