@@ -23,10 +23,26 @@ from devicebridge.training.forecast import Optimizer
 from devicebridge.training.job import check_job, run_job
 from devicebridge.training.plan_view import compare, describe_comparison, describe_plan, draw_plan, parts_of, picture_of
 from devicebridge.training.planner import Planner, TrainingPlan, optimizer_bytes, plan_training
-from devicebridge.training.rehearsal import BlockCost, Rehearsal
+from devicebridge.training.rehearsal import BlockCost, Rehearsal, rehearse_training
 
 GB = 10**9
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+_REHEARSED: dict[Any, Rehearsal] = {}
+
+
+@pytest.fixture(autouse=True)
+def rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same work costs the same in every test of this file."""
+
+    def rehearse(model: Any, family: Any, variant: Any, config: Any, work: Any, kernels: Any) -> Rehearsal:
+        key = family.name, str(config), work
+        if key not in _REHEARSED:
+            _REHEARSED[key] = rehearse_training(model, family, variant, config, work, kernels)
+        return _REHEARSED[key]
+
+    monkeypatch.setattr(planner_module, "rehearse_training", rehearse)
 
 
 def _job(**sections: dict[str, Any]) -> JobConfig:
@@ -326,11 +342,11 @@ def test_kept_blocks_change_no_loss_and_a_resumed_run_keeps_its_cut(tmp_path, mo
     with emulated_cards():
         for name, kept in (("none", [0, 0]), ("some", [1, 2])):
             split = {"split": {"devices": ["lazy:0", "lazy:1"], "kept_blocks": kept}}
-            job = make_tiny_job(tmp_path, **two | split, train={"steps": 3}, output={"folder": str(tmp_path / name)})
+            job = make_tiny_job(tmp_path, **two | split, train={"steps": 2}, output={"folder": str(tmp_path / name)})
             losses[name] = run_job(job).losses
         assert losses["none"] == losses["some"]
         _known_cards(monkeypatch, 10**9, 10**9, first_speed=2.0)
-        sections = two | {"train": {"steps": 4, "batch_size": 2}, "optimizer": {"name": "auto"}}
+        sections = two | {"train": {"steps": 2, "batch_size": 2}, "optimizer": {"name": "auto"}}
         job = make_tiny_job(tmp_path, **sections, output={"folder": str(tmp_path / "resumed")})
         steps: list[Any] = []
         stopped = run_job(job, on_event=steps.append, should_stop=lambda: any(e.kind == "step" for e in steps))
@@ -339,14 +355,16 @@ def test_kept_blocks_change_no_loss_and_a_resumed_run_keeps_its_cut(tmp_path, mo
         assert check_job(job).placement.devices.count(torch.device("lazy:0")) != cut  # if it were chosen anew
         placed: list[Any] = []
         resumed = run_job(job, resume=True, on_event=placed.append)
-    assert (stopped.step, resumed.step) == (1, 4)
+    assert (stopped.step, resumed.step) == (1, 2)
     loading = next(e.values["placement"] for e in placed if e.values.get("name") == "loading")
     assert loading.startswith(f"lazy:0: {cut} blocks")
 
 
 def test_a_plan_is_the_same_in_the_inference_mode_of_comfyuis_nodes():
+    _REHEARSED.clear()
     with torch.inference_mode():
         inside = _plan("24GB,24GB")
+    _REHEARSED.clear()
     assert inside.forecast == _plan("24GB,24GB").forecast
 
 
