@@ -62,6 +62,22 @@ def _make_parser() -> argparse.ArgumentParser:
     check.add_argument("job", type=Path)
     check.set_defaults(command=_check)
 
+    plan = commands.add_parser(
+        "plan",
+        help="say what a job will take of every card, and how it would best use them; no weight is loaded",
+        description="Forecast the memory of every card and choose cut, kept activations, and what the job leaves to "
+        "auto. Reads headers and images only and needs no GPU. Exit code 2 if nothing fits, with what would help.",
+    )
+    plan.add_argument("job", type=Path)
+    plan.add_argument(
+        "--cards",
+        metavar="SIZES",
+        help='plan for these cards instead of this machine\'s: "24GB,12GB", or with relative speeds "24GB@1,12GB@0.5"',
+    )
+    plan.add_argument("--resolution", type=int, metavar="PIXELS", help="in place of the job's resolutions")
+    plan.add_argument("--json", action="store_true", help="print as JSON")
+    plan.set_defaults(command=_plan)
+
     cache = commands.add_parser(
         "cache",
         help="compute a job's captions and latents only",
@@ -124,13 +140,32 @@ def _train(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from .training.config import load_job
     from .training.job import check_job
+    from .training.plan_view import describe_plan
     from .training.quantize_preview import preview_job
 
     plan = check_job(load_job(options.job))
     print(f"model: {plan.family.title}, {plan.variant.name} ({plan.info.layout} layout)")
     print(f"placement: {plan.placement.describe()}")
+    if plan.training is not None:
+        print(describe_plan(plan.training))
     print(f"images: {len(plan.training_samples)} for training, {len(plan.eval_samples)} for evaluation")
     print(f"quantize: {preview_job(plan.job, plan.info, plan.placement).table()}")
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from .training.cards import parse_cards
+    from .training.config import load_job
+    from .training.job import plan_job
+    from .training.plan_view import describe_plan, plan_values
+
+    job = load_job(options.job)
+    if options.resolution is not None:
+        if options.resolution <= 0:
+            raise ValueError(f"--resolution {options.resolution} is no size; give pixels, such as 1024")
+        job = replace(job, data=replace(job.data, resolutions=(options.resolution,)))
+    plan = plan_job(job, parse_cards(options.cards) if options.cards else ())
+    print(json.dumps(plan_values(plan), indent=2) if options.json else describe_plan(plan))
     return 0
 
 
@@ -142,7 +177,8 @@ def _cache(options: argparse.Namespace) -> int:
         raise ValueError("--prune looks at captions and latents together; leave out --only")
     if options.device and (options.prune or options.verify):
         raise ValueError("--device is for computing; leave it out with --verify and --prune, which load nothing")
-    plans = {str(path): check_job(_on_device(load_job(path), options.device)) for path in options.job}
+    jobs = {str(path): _on_device(load_job(path), options.device) for path in options.job}
+    plans = {path: check_job(job, is_to_train=False) for path, job in jobs.items()}
     parts = (options.only,) if options.only else CACHE_PARTS
     if options.verify:
         return _verify_caches(plans, parts)
@@ -295,6 +331,8 @@ def _describe_progress(event: Event) -> str:
 
 
 def _describe(event: Event) -> str:
+    from .training.plan_view import describe_comparison
+
     values = event.values
     if event.kind == "phase":
         return f"== {values['name']} {values.get('placement', '')}".rstrip()
@@ -304,6 +342,8 @@ def _describe(event: Event) -> str:
         return f"step {event.step}/{event.total} loss {values['loss']:.5f} {values['elapsed_s']:.2f} s"
     if event.kind == "eval":
         return f"step {event.step}/{event.total} evaluation loss {values['loss']:.6f}"
+    if event.kind == "forecast":
+        return "\n".join(describe_comparison(values["devices"]))
     if event.kind == "saved":
         return f"saved {values['path']}"
     return ""

@@ -7,6 +7,7 @@ from .dataset import TrainingDatasetNode
 from .encoded_dataset import DatasetFromLatents
 from .host import ComfyExtension, io
 from .load import LoadModelForTraining
+from .plan import PlanTraining
 from .quantize import Quantize
 from .ring_lse import RingLseFix
 from .split import LoadDiffusionModelSplit, SplitModel
@@ -18,6 +19,7 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     TrainingDatasetNode,
     CacheCaptionsAndLatents,
     DatasetFromLatents,
+    PlanTraining,
     TrainLora,
     SplitModel,
     LoadDiffusionModelSplit,

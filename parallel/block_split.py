@@ -86,10 +86,10 @@ class BlockSplit:
         The last of a device are the first whose memory its backward frees.
 
         Args:
-            num_blocks: one per device, in order. [num_devices]
+            num_blocks: one per device, in order; () keeps none. [num_devices]
         Raises: ValueError for another number of devices, or more blocks than a device has.
         """
-        self._kept = frozenset(self._last_blocks(num_blocks))
+        self._kept = frozenset(self._last_blocks(num_blocks or [0] * len(self.bridge.devices)))
 
     def _last_blocks(self, num_blocks: Sequence[int]) -> Iterator[nn.Module]:
         devices = self.bridge.devices

@@ -14,8 +14,8 @@ CPU = torch.device("cpu")
 
 
 def device_module(device: torch.device) -> ModuleType | None:
-    """torch.cuda, torch.xpu, ... for a device; None for the CPU."""
-    return None if device.type == "cpu" else torch.get_device_module(device.type)
+    """torch.cuda, torch.xpu, ... for a device; None for the CPU and for tensors without memory."""
+    return None if device.type in ("cpu", "meta") else torch.get_device_module(device.type)
 
 
 def available_devices() -> list[torch.device]:
@@ -99,14 +99,24 @@ def _host_available_bytes() -> int | None:
 
 
 def memory_in_use(devices: Iterable[torch.device]) -> dict[str, dict[str, float]]:
-    """Decimal GB per accelerator: {"cuda:0": {"allocated": 12.3, "peak": 14.0}}; the CPU is left out."""
+    """Decimal GB per accelerator, peaks since reset_peaks: {"cuda:0": {"allocated": 12.3, "peak": 14.0, "reserved":
+    14.5}}; reserved is the allocator's peak. The CPU is left out."""
     report = {}
     for device in devices:
         module = device_module(device)
         if module is not None and hasattr(module, "max_memory_allocated"):
             allocated, peak = module.memory_allocated(device), module.max_memory_allocated(device)
-            report[str(device)] = {"allocated": allocated / 1e9, "peak": peak / 1e9}
+            reserved = module.max_memory_reserved(device)
+            report[str(device)] = {"allocated": allocated / 1e9, "peak": peak / 1e9, "reserved": reserved / 1e9}
     return report
+
+
+def reset_peaks(devices: Iterable[torch.device]) -> None:
+    """Let the peaks of memory_in_use start from what is held now."""
+    for device in devices:
+        module = device_module(device)
+        if module is not None and hasattr(module, "reset_peak_memory_stats"):
+            module.reset_peak_memory_stats(device)
 
 
 def release_cached_memory() -> None:

@@ -78,11 +78,26 @@ class _Recomputed(torch.autograd.Function):
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved]
         with torch.enable_grad(), _replayed(ctx.random):
             output = ctx.block(*_fill(ctx.seats, inputs))
-        outputs = output if isinstance(output, tuple) else (output,)
-        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-        if pairs:
-            torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            outputs = output if isinstance(output, tuple) else (output,)
+            pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+            seed = _Seed.apply([g for _, g in pairs], *(o for o, _ in pairs)) if pairs else None
+        del output, outputs, pairs  # nobody needs what the block returns
+        if seed is not None:
+            seed.backward(seed.detach())  # any value: nobody reads it
         return (None, None, None, None, *(tensor.grad for tensor in inputs))
+
+
+class _Seed(torch.autograd.Function):
+    """A scalar whose backward hands out these gradients of a block's outputs, so that these need not be held for it."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.grads = grads
+        return outputs[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *ctx.grads
 
 
 def _fill(seats: Any, tensors: Any) -> Any:

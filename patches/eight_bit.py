@@ -59,7 +59,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal, NoReturn
@@ -100,6 +102,40 @@ class Plan:
     forward: Literal["vendor", "unit", "triton", "dequantize"]
     grad_input: Literal["triton", "transpose", "dequantize"]
     has_triton: bool = False
+
+
+@dataclass(frozen=True)
+class KernelsOf:
+    """What a card multiplies with, for a rehearsal on meta: its plans by 8-bit type, and the weights of a slice."""
+
+    plans: Mapping[torch.dtype, Plan]
+    slice_weights: int = _SLICE
+
+
+_rehearsed: ContextVar[KernelsOf | None] = ContextVar("rehearsed 8-bit kernels", default=None)
+
+
+@contextmanager
+def rehearse(kernels_of: KernelsOf) -> Iterator[None]:
+    """Inside, in this thread, meta tensors take the way that a card's would, so that what it allocates can be counted.
+
+    Elsewhere meta tensors are multiplied with dequantized weights.
+    """
+    token = _rehearsed.set(kernels_of)
+    try:
+        yield
+    finally:
+        _rehearsed.reset(token)
+
+
+def kernels_of(device: torch.device) -> KernelsOf:
+    """What a device that exists here multiplies with, to be rehearsed."""
+    return KernelsOf({dtype: plan_for(device, dtype) for dtype in SCHEMES.values()}, _slice_of(device))
+
+
+def _plan_of(tensor: torch.Tensor, dtype: torch.dtype) -> Plan:
+    rehearsed = _rehearsed.get() if tensor.device.type == "meta" else None
+    return plan_for(tensor.device, dtype) if rehearsed is None else rehearsed.plans[dtype]
 
 
 @cache
@@ -223,7 +259,7 @@ def linear8(
         plan: the device's, if None.
     Returns: [M, N] in x's dtype.
     """
-    plan = plan or plan_for(x.device, weight.dtype)
+    plan = plan or _plan_of(x, weight.dtype)
     if plan.forward == "dequantize" or not _fits(x, weight, terms=weight.shape[1]):
         return _plain_linear(x if rotation is None else rotate(x, rotation), weight, scale, bias)
     a, a_scale = _quantize(x, weight.dtype, plan, rotation=rotation)
@@ -243,7 +279,7 @@ def grad_input8(
         grad: [M, N]    weight: 8-bit, row-major. [N, K]    scale: float32. [N, 1]    rotation: [B, B]
     Returns: [M, K] in grad's dtype.
     """
-    plan = plan or plan_for(grad.device, weight.dtype)
+    plan = plan or _plan_of(grad, weight.dtype)
     if plan.grad_input == "dequantize" or not _fits(grad, weight, terms=weight.shape[0]):
         found = _plain_grad_input(grad, weight, scale)
     else:
@@ -336,7 +372,8 @@ def _turn(piece: torch.Tensor, plan: Plan) -> torch.Tensor:
 @torch.compiler.assume_constant_result
 def _slice_width(device: torch.device, num_out: int, num_in: int) -> int:
     """Columns of a weight to transpose at a time; all slices are about equal: a narrow rest would idle a large card."""
-    count = math.ceil(num_out * num_in / _slice_of(device))
+    rehearsed = _rehearsed.get() if device.type == "meta" else None
+    count = math.ceil(num_out * num_in / (_slice_of(device) if rehearsed is None else rehearsed.slice_weights))
     return math.ceil(num_in / count / _MULTIPLE) * _MULTIPLE
 
 

@@ -20,7 +20,8 @@ float8 sums: wgmma keeps about 14 bits while it adds up, which over thousands of
 rounding itself. `matmul` therefore moves the partial sum to float32 registers after every BLOCK_I terms.
 
 Needs Triton 3.2 (torch 2.6). Importing this file is safe without Triton and touches no device. The kernels also run in
-Triton's interpreter (TRITON_INTERPRET=1) on the CPU, which is how their numbers are tested.
+Triton's interpreter (TRITON_INTERPRET=1) on the CPU, which is how their numbers are tested. On meta they
+allocate as elsewhere and launch nothing: a forecast of memory counts it.
 """
 # ruff: noqa: ANN001, ANN202  (Triton reads annotations of a kernel as its own types)
 
@@ -107,6 +108,8 @@ def quantize_rows(
     rows, columns = x.shape
     values = torch.empty((rows, columns), dtype=dtype, device=x.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    if x.device.type == "meta":
+        return values, scale
     width = _TILE_WIDTH if rotation is None else rotation.shape[0]
     height = max(16, min(_COLUMNS_PER_STEP, triton.next_power_of_2(columns)) // width)
     with _on(x.device):
@@ -149,6 +152,8 @@ def matmul(
     assert a.is_contiguous() and 1 in b.stride() and inner % 16 == 0 and columns % 16 == 0, (a.shape, b.shape)
     assert a.dtype is b.dtype and (a.dtype is not torch.int8 or inner <= MAX_INT8_TERMS), (a.dtype, b.dtype, inner)
     out = torch.empty((rows, columns), dtype=out_dtype, device=a.device)
+    if a.device.type == "meta":
+        return out
     with _on(a.device):
         _launch_matmul(
             a,
@@ -182,6 +187,8 @@ def rescale(
     """
     rows, columns = sums.shape
     out = torch.empty((rows, columns), dtype=out_dtype, device=sums.device)
+    if sums.device.type == "meta":
+        return out
     block = 1024
     with _on(sums.device):
         _rescale_kernel[(rows, triton.cdiv(columns, block))](
@@ -201,6 +208,8 @@ def transpose(matrix: torch.Tensor) -> torch.Tensor:
     """A contiguous copy of the transpose of an 8-bit matrix, any strides of which one is 1: [I, J] -> [J, I]."""
     inner, columns = matrix.shape
     out = torch.empty((columns, inner), dtype=torch.int8, device=matrix.device)
+    if matrix.device.type == "meta":
+        return out.view(matrix.dtype)
     grid = (triton.cdiv(inner, 128), triton.cdiv(columns, 128))
     with _on(matrix.device):
         _transpose_kernel[grid](matrix.view(torch.int8), out, inner, columns, *matrix.stride(), BLOCK=128, num_warps=8)

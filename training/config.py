@@ -40,7 +40,8 @@ class ModelConfig:
         dtype: type of the frozen weights in memory and of the computation; files of any type are converted. float16 is
             not offered: its range is too small for the gradients of these models without loss scaling.
         quantize: "none", or how the linears that the family allows are held (LoRA is left alone): "fp8" and "int8"
-            store in 8 bits, "fp8-compute" and "int8-compute" multiply in 8 bits too, forwards and backwards.
+            store in 8 bits, "fp8-compute" and "int8-compute" multiply in 8 bits too, forwards and backwards; "auto"
+            lets the planner choose among all of these.
         rotation: for int8-compute: block of the rotation that spreads outliers, 0 for none.
         quantized_cache: folder that keeps the quantized weights for the next run, which then loads at the disk's speed;
             "" keeps none.
@@ -50,15 +51,16 @@ class ModelConfig:
     family: str = ""
     variant: str = ""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    quantize: Literal["none", "fp8", "int8", "fp8-compute", "int8-compute"] = "none"
+    quantize: Literal["none", "fp8", "int8", "fp8-compute", "int8-compute", "auto"] = "none"
     rotation: Literal[0, 16, 64, 256] = 64
     quantized_cache: str = ""
 
     @property
     def quantize_settings(self) -> QuantizeSettings | None:
-        """For the code that quantizes; None where nothing is."""
+        """For the code that quantizes; None where nothing is. A job with "auto" is settled by check_job first."""
         from ..patches.quantize import QuantizeSettings  # brings torch, which reading a config does without
 
+        assert self.quantize != "auto", "a job is settled by check_job before its model is made"
         return None if self.quantize == "none" else QuantizeSettings(self.quantize, self.rotation)
 
 
@@ -72,7 +74,10 @@ class SplitConfig:
         split_at: for manual, the index of the first block of each further device, counted over all block lists.
         memory_limit_gb: per device, decimal GB for weights; () means what is free.
         kept_blocks: with gradient checkpointing, how many blocks of each device keep their activations instead of being
-            computed again, the last ones of each; () none.
+            computed again, the last ones of each; () lets the planner choose where it knows the devices' memory, and
+            keeps none elsewhere.
+        swapped_blocks: per device, how many of its blocks (the first ones) live in pinned host memory and stream in; ()
+            for none.
     """
 
     devices: tuple[str, ...] = ()
@@ -80,6 +85,7 @@ class SplitConfig:
     split_at: tuple[int, ...] = ()
     memory_limit_gb: tuple[float, ...] = ()
     kept_blocks: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    swapped_blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.balance == "manual") != bool(self.split_at):
@@ -220,7 +226,10 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class OptimizerConfig:
-    """name: "adamw", "adamw8bit" or the dotted name of an optimizer class; options are its keyword arguments."""
+    """name: "adamw", "adamw8bit" or the dotted name of an optimizer class; options are its keyword arguments.
+
+    "auto" is adamw where that fits, else adamw8bit.
+    """
 
     name: str = "adamw"
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
@@ -332,6 +341,7 @@ FREE_ON_RESUME = frozenset(
         "model.quantized_cache",
         "pipeline.schedule",
         "pipeline.ahead",
+        "split.kept_blocks",
     }
 )
 

@@ -7,7 +7,10 @@ Kinds and their values:
                                                      are null until there is a pace to tell
     step      loss, learning_rate, elapsed_s         one optimizer step is done
     eval      loss                                   evaluation loss after this many steps
-    memory    GB allocated and at peak, per device   after the first step
+    memory    GB allocated, at peak and reserved,    after the first step
+              per device
+    forecast  devices: GB of peak forecast, per      before loading, and again at the end with what was measured, where
+              device                                 the planner knows the devices' memory
     saved     path                                   a file is complete on disk
     stopped   hint                                   the job was stopped and can be resumed
 """

@@ -10,6 +10,7 @@ import json
 import logging
 import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,11 +36,20 @@ from ..caching.sources import LatentSource, TextSource
 from ..caching.store import CacheStore
 from ..caching.text_place import check_text_device
 from ..caching.vae import find_vae
-from ..families.spec import ModelFamily, Variant
+from ..families.spec import LatentSpec, ModelFamily, Variant
 from ..files import save_tensors_atomically
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
 from ..loading.lora_file import check_original_layout, lora_to_diffusers, lora_to_original
-from ..parallel.devices import find_device, find_devices, free_bytes, own_random_states, release_cached_memory
+from ..parallel.block_split import BlockSplit
+from ..parallel.devices import (
+    find_device,
+    find_devices,
+    free_bytes,
+    memory_in_use,
+    own_random_states,
+    release_cached_memory,
+    reset_peaks,
+)
 from ..parallel.pipeline import Pipeline
 from ..parallel.placement import (
     Placement,
@@ -56,6 +66,7 @@ from ..patches.quantize import check_packages, refusal, stored_bytes
 from ..version import VERSION
 from .adapter import LoraHandle, apply_lora
 from .batches import CachedSamples
+from .cards import Card, cards_of
 from .checkpoint import TrainingState, list_checkpoints, load_checkpoint
 from .config import DataConfig, FolderConfig, JobConfig, differing_keys, job_to_dict, make_job
 from .data import BatchOrder, Sample, TrainingSample, dataset_fingerprint, scan_folders
@@ -64,6 +75,8 @@ from .loop import Trainer, checkpoint_folder
 from .objective import NoiseSchedule, make_noise_schedule
 from .optimizer import make_optimizer
 from .pace import Pace
+from .plan_view import Comparison, compare, describe_comparison
+from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket, plan_training
 from .stock import (
     NO_ENCODERS,
     EncodedSample,
@@ -90,8 +103,10 @@ class JobPlan:
     """A checked job: what will be loaded where, and what it will be trained on.
 
     Args:
+        job: without "auto" for what the planner decides.
         samples: images; () where the dataset arrived encoded.
         encoded: then, its samples.
+        training: what the planner chose; None on machines it knows nothing of.
     """
 
     job: JobConfig
@@ -102,6 +117,21 @@ class JobPlan:
     samples: tuple[Sample, ...]
     eval_samples: tuple[Sample, ...]
     encoded: tuple[EncodedSample, ...] = ()
+    training: TrainingPlan | None = None
+
+    @property
+    def kept_blocks(self) -> tuple[int, ...]:
+        """Per device, how many of its last blocks keep their activations."""
+        return self.job.split.kept_blocks if self.training is None else self.training.kept_blocks
+
+    @property
+    def pipeline(self) -> tuple[Kind, int] | None:
+        """Schedule and how far ahead; None for one micro-batch at a time."""
+        if self.training is None:
+            kind = asked_schedule(self.job, len(self.placement.used_devices))
+            return None if kind is None else (kind, self.job.pipeline.ahead)
+        setting = self.training.setting
+        return None if setting.schedule == "none" else (setting.schedule, setting.ahead)
 
     @property
     def family(self) -> ModelFamily:
@@ -133,6 +163,7 @@ class TrainingResult:
         eval_before, eval_after: evaluation loss before the first and after the last step done, None without a folder.
         checkpoint: the newest full state, to resume from.
         resume_hint: how to continue; "" when finished.
+        memory: a line per card, forecast against measured; () where nothing was forecast.
     """
 
     status: str
@@ -144,11 +175,14 @@ class TrainingResult:
     eval_after: float | None
     checkpoint: Path | None
     resume_hint: str
+    memory: tuple[str, ...] = ()
 
 
-def check_job(job: JobConfig) -> JobPlan:
+def check_job(job: JobConfig, *, is_to_train: bool = True) -> JobPlan:
     """Everything that can be refused before weights are loaded.
 
+    Args:
+        is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
     Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
         or settings that contradict the model.
     """
@@ -164,30 +198,78 @@ def check_job(job: JobConfig) -> JobPlan:
     latent = info.family.latent_of(variant)
     encoded = _read_encoded(job, info, variant)
     resolution = resolution_of(encoded, latent) if encoded else max(job.data.resolutions)
-    placement = plan_job_placement(job, info, variant, model, resolution)
-    if pipeline_kind(job, placement) is not None:
-        placement = replace(placement, tail=tuple(info.family.tail))
     samples = tuple(scan_folders(job.data, latent)) if not encoded else ()
     eval_samples: tuple[Sample, ...] = ()
     if job.evaluation.folder:
         eval_samples = tuple(scan_folders(_evaluation_data(job), latent))
-    plan = JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded)
+    training = _plan_on_cards(job, info, variant, _largest(samples, encoded, latent)) if is_to_train else None
+    if training is None:
+        job = _without_auto(job)
+        placement = plan_job_placement(job, info, variant, model, resolution)
+    else:
+        job, placement = training.job, training.placement
+    plan = JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded, training)
+    if plan.pipeline is not None:
+        plan = replace(plan, placement=replace(placement, tail=tuple(info.family.tail)))
     _check_tools(plan)
     return plan
 
 
-def pipeline_kind(job: JobConfig, placement: Placement) -> Kind | None:
-    """The schedule that keeps this job's devices busy; None for one micro-batch at a time.
+def _plan_on_cards(
+    job: JobConfig,
+    info: CheckpointInfo,
+    variant: Variant,
+    bucket: tuple[int, int],
+    devices: Sequence[torch.device] = (),
+) -> TrainingPlan | None:
+    """What the planner chooses on this machine; None where it does not know a device's memory, as on a CPU.
 
-    Several devices and micro-batches are needed; with fewer a schedule asked for is left out, and that is logged.
+    Args:
+        bucket: (height, width) in pixels of the largest samples.
+        devices: of every block, where a run that is resumed must have them; () leaves the cut to the planner.
+    Raises: ValueError if nothing fits.
     """
-    asked = job.pipeline.schedule
-    is_possible = len(placement.used_devices) > 1 and job.train.accumulation > 1
-    if asked != "none" and not is_possible:
-        if asked != "auto":
-            _log.warning("pipeline.schedule %s needs several devices and train.accumulation above 1; left out", asked)
+    cards = cards_of(list(dict.fromkeys(devices)) or find_devices(job.split.devices))
+    if cards is None:
         return None
-    return {"auto": "1f1b", "none": None, "1f1b": "1f1b", "gpipe": "gpipe"}[asked]  # type: ignore[return-value]
+    cuts = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]] if devices else None
+    training = plan_training(Planner(job, info, variant, cards, bucket, cuts=cuts))
+    if training.warning:
+        _log.warning("%s", training.warning)
+    return training
+
+
+def _without_auto(job: JobConfig) -> JobConfig:
+    """Where no planner decides, "auto" is what every machine can do."""
+    quantize = "none" if job.model.quantize == "auto" else job.model.quantize
+    optimizer = "adamw" if job.optimizer.name == "auto" else job.optimizer.name
+    return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=optimizer))
+
+
+def plan_job(job: JobConfig, cards: Sequence[Card] = ()) -> TrainingPlan:
+    """How a job would use these cards, which need not exist; () takes this machine's. Reads headers and images only.
+
+    Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards.
+    """
+    info = read_checkpoint(job.model.path, job.model.family, job.model.variant)
+    variant = info.variant or info.family.variants[0]
+    latent, encoded = info.family.latent_of(variant), _read_encoded(job, info, variant)
+    samples = () if encoded else scan_folders(job.data, latent)
+    known = list(cards) or cards_of(find_devices(job.split.devices))
+    if known is None:
+        raise ValueError(
+            "a plan was asked for this machine's cards, but there is none whose memory torch can tell; name cards "
+            'with --cards, such as "24GB,24GB"'
+        )
+    return plan_training(Planner(job, info, variant, known, _largest(samples, encoded, latent)))
+
+
+def _largest(samples: Sequence[Sample], encoded: Sequence[EncodedSample], latent: LatentSpec) -> tuple[int, int]:
+    """(height, width) in pixels of the samples that take the most."""
+    if encoded:
+        side = resolution_of(encoded, latent)
+        return side, side
+    return largest_bucket(samples)
 
 
 def _read_encoded(job: JobConfig, info: CheckpointInfo, variant: Variant) -> tuple[EncodedSample, ...]:
@@ -554,6 +636,17 @@ def find_state(plan: JobPlan, identity: dict[str, Any], *, resume: bool) -> Trai
     return state
 
 
+def _as_decided(job: JobConfig) -> JobConfig:
+    """With what "auto" became when the run to resume began: memory that is free today must not change it."""
+    found = list_checkpoints(checkpoint_folder(job))
+    if not found or (job.model.quantize != "auto" and job.optimizer.name != "auto"):
+        return job
+    old = make_job(load_checkpoint(found[-1]).facts["config"])
+    quantize = old.model.quantize if job.model.quantize == "auto" else job.model.quantize
+    name = old.optimizer.name if job.optimizer.name == "auto" else job.optimizer.name
+    return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=name))
+
+
 def run_job(
     job: JobConfig,
     *,
@@ -565,22 +658,28 @@ def run_job(
 
     Raises: ValueError for a job that cannot be run as written, before weights are loaded.
     """
+    if resume:
+        job = _as_decided(job)
     plan = check_job(job)
+    job = plan.job
     folder = Path(job.output.folder)
     identity = run_identity(plan)
     state = find_state(plan, identity, resume=resume)
     if state is not None:  # planned from the memory that was free then; another cut would draw dropout elsewhere
         devices = tuple(map(find_device, state.facts["placement"]))
-        plan = replace(plan, placement=replace(plan.placement, devices=devices))
+        if devices != plan.placement.devices:
+            largest = _largest(plan.samples, plan.encoded, plan.family.latent_of(plan.variant))
+            training = _plan_on_cards(job, plan.info, plan.variant, largest, devices)
+            plan = replace(plan, placement=replace(plan.placement, devices=devices), training=training)
         identity["placement"] = state.facts["placement"]
-    with EventLog(folder, on_event, tensorboard=job.output.tensorboard) as events:
+    with EventLog(folder, on_event, tensorboard=job.output.tensorboard) as events, ExitStack() as cleanup:
         try:
             train_data, eval_data = cache_job(plan, events, should_stop)
         except Stopped:
             hint = "captions and latents done so far are kept; start the job again to continue"
             events.emit("stopped", hint=hint)
             return TrainingResult("stopped", 0, None, {}, [], None, None, None, hint)
-        trainer = _make_trainer(plan, identity, train_data, eval_data, events)
+        trainer = _make_trainer(plan, identity, train_data, eval_data, events, cleanup)
         with own_random_states(trainer.devices, job.train.seed):  # dropout draws from them
             if state is not None:
                 trainer.restore(state)
@@ -595,13 +694,18 @@ def _make_trainer(
     train_data: CachedSamples,
     eval_data: CachedSamples | None,
     events: EventLog,
+    cleanup: ExitStack,
 ) -> Trainer:
     job = plan.job
     events.emit("phase", name="loading", placement=plan.placement.describe())
+    if plan.training is not None:
+        events.emit("forecast", devices=compare(plan.training.forecast))
+    reset_peaks(plan.placement.used_devices)  # of the encoders
     assembled = assemble(plan)
     assert isinstance(assembled.adapter, LoraHandle)
     lora = assembled.adapter
-    kind = pipeline_kind(job, plan.placement)
+    if assembled.compiled is not None:
+        cleanup.callback(assembled.compiled.remove)  # it changes settings of the process
     if assembled.quantized is not None:
         report = assembled.quantized
         events.emit("quantized", summary=report.summary(), weight_snr_db=dict(report.weight_snr_db))
@@ -624,9 +728,16 @@ def _make_trainer(
         devices=plan.placement.used_devices,
         events=events,
         save_lora=lambda path: save_lora(plan, lora, path),
-        pipeline=None if kind is None else Pipeline(assembled.split.bridge, kind=kind, ahead=job.pipeline.ahead),
+        pipeline=_make_pipeline(plan, assembled.split),
         is_compiled=assembled.compiled is not None,
     )
+
+
+def _make_pipeline(plan: JobPlan, split: BlockSplit) -> Pipeline | None:
+    if plan.pipeline is None:
+        return None
+    kind, ahead = plan.pipeline
+    return Pipeline(split.bridge, kind=kind, ahead=ahead)
 
 
 def assemble(plan: JobPlan) -> Assembled:
@@ -640,13 +751,17 @@ def assemble(plan: JobPlan) -> Assembled:
         quantize=job.model.quantize_settings,
         attach_adapter=lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed),
         gradient_checkpointing=job.train.gradient_checkpointing,
-        kept_blocks=job.split.kept_blocks,
+        kept_blocks=plan.kept_blocks,
         is_compiled=job.train.compile == "auto",
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
     )
 
 
 def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingResult:
+    compared: Comparison = {}
+    if plan.training is not None:
+        compared = compare(plan.training.forecast, memory_in_use(trainer.devices))
+        trainer.events.emit("forecast", trainer.step, plan.job.train.steps, devices=compared)
     path = save_lora(plan, trainer.lora, Path(plan.job.output.folder))
     trainer.events.emit("saved", trainer.step, plan.job.train.steps, path=str(path))
     hint = ""
@@ -666,6 +781,7 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
         eval_after=trainer.evaluations.get(trainer.step),
         checkpoint=next(reversed(list_checkpoints(checkpoint_folder(plan.job))), None),
         resume_hint=hint,
+        memory=tuple(describe_comparison(compared)),
     )
 
 

@@ -23,6 +23,7 @@ NODE_IDS = [
     "DeviceBridgeTrainingDataset",
     "DeviceBridgeCacheCaptionsAndLatents",
     "DeviceBridgeDatasetFromLatents",
+    "DeviceBridgePlanTraining",
     "DeviceBridgeTrainLora",
     "DeviceBridgeSplitModel",
     "DeviceBridgeLoadDiffusionModelSplit",
@@ -134,7 +135,7 @@ def test_sockets_offer_what_the_config_accepts(nodes: ModuleType) -> None:
     for node_id, input_id, section, name in pairs:
         hint = get_type_hints(section)[name]
         assert get_origin(hint) is Literal
-        found, accepted = offered(node_id, input_id), set(get_args(hint))
+        found, accepted = offered(node_id, input_id), set(get_args(hint)) - {"auto"}  # a node's own auto is ""
         assert found in (accepted, accepted | {""}), f"{node_id}.{input_id}"  # a node may answer auto by itself
 
 
@@ -531,6 +532,35 @@ def test_cancel_in_the_last_step_keeps_the_result(
     assert host.is_interrupted is True, "the host still has to stop before the next node"
 
 
+# ---- planning ----
+
+
+def test_the_plan_node_shows_the_plan_of_the_job(
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from devicebridge.training import job as job_module
+    from devicebridge.training import plan_view
+
+    asked = []
+    monkeypatch.setattr(job_module, "plan_job", lambda job, cards: asked.append((job, cards, list(host.calls))))
+    monkeypatch.setattr(plan_view, "describe_plan", lambda plan: "the plan")
+    monkeypatch.setattr(plan_view, "picture_of", lambda plan: "the picture")
+    node = _node(nodes, "DeviceBridgePlanTraining")
+    settings = {**_defaults(node.define_schema()), "rank": 32, "batch_size": 2, "optimizer": "adamw8bit"}
+    for cards in ("24GB, 12GB@0.5", " "):
+        output = node.execute(model=sockets["model"], dataset=sockets["dataset"], **settings | {"cards": cards})
+        assert output.args == ("the plan", "the picture") and host.texts[-1] == "the plan"
+    (job, named, calls), (_, own, later_calls) = asked
+    assert (job.lora.rank, job.train.batch_size, job.optimizer.name) == (32, 2, "adamw8bit")
+    assert (job.model, job.split, job.data) == (
+        sockets["model"].model,
+        sockets["model"].split,
+        sockets["dataset"].data,
+    )
+    assert [(card.total_bytes, card.speed) for card in named] == [(24 * 10**9, 1.0), (12 * 10**9, 0.5)]
+    assert own == [] and calls == [] and later_calls, "ComfyUI lets go of its models only for a plan of its own cards"
+
+
 # ---- caching ----
 
 
@@ -541,7 +571,7 @@ def test_the_cache_node_hands_its_settings_on(
 
     (host.root / "models/vae/ae.safetensors").touch()
     seen = []
-    monkeypatch.setattr(job_module, "check_job", lambda job: seen.append(job) or job)
+    monkeypatch.setattr(job_module, "check_job", lambda job, **how: seen.append(job) or job)
     monkeypatch.setattr(job_module, "cache_job", lambda plan, events, stop, encoders: (_Samples(), None))
     node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
     settings = {**_defaults(node.define_schema()), "vae": "ae.safetensors", "vae_device": "cpu"}
@@ -570,7 +600,7 @@ def test_cancel_while_caching_ends_the_prompt(
         assert should_stop()
         raise Stopped
 
-    monkeypatch.setattr(job_module, "check_job", lambda job: job)
+    monkeypatch.setattr(job_module, "check_job", lambda job, **how: job)
     monkeypatch.setattr(job_module, "cache_job", stop)
     node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
     with pytest.raises(comfy_stub.InterruptProcessingException):

@@ -8,7 +8,7 @@ import pytest
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.training.config import PipelineConfig
-from devicebridge.training.job import check_job, pipeline_kind, run_job
+from devicebridge.training.job import check_job, run_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,7 +75,7 @@ def test_which_schedule_a_job_gets(tmp_path, caplog, devices, accumulation, sche
     )
     with emulated_cards():
         plan = check_job(job)
-        assert pipeline_kind(job, plan.placement) == expected
+        assert plan.pipeline == (None if expected is None else (expected, 1))
         assert plan.placement.tail_device == plan.placement.used_devices[-1 if expected else 0]
     assert ("left out" in caplog.text) == (expected is None and schedule == "1f1b")
 

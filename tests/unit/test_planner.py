@@ -1,0 +1,402 @@
+"""The planner on full-size models and on made-up costs: what it chooses, what it refuses, what it says would help."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.cli import main
+from devicebridge.families.registry import FAMILIES, find_family
+from devicebridge.loading.checkpoint import CheckpointInfo
+from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.training import job as job_module
+from devicebridge.training import planner as planner_module
+from devicebridge.training.block_times import FlopTimes
+from devicebridge.training.cards import Card, cards_of, parse_cards
+from devicebridge.training.config import JobConfig, make_job, save_job
+from devicebridge.training.forecast import Optimizer
+from devicebridge.training.job import check_job, run_job
+from devicebridge.training.plan_view import compare, describe_comparison, describe_plan, draw_plan, parts_of, picture_of
+from devicebridge.training.planner import Planner, TrainingPlan, optimizer_bytes, plan_training
+from devicebridge.training.rehearsal import BlockCost, Rehearsal, rehearse_training
+
+GB = 10**9
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+_REHEARSED: dict[Any, Rehearsal] = {}
+
+
+@pytest.fixture(autouse=True)
+def rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same work costs the same in every test of this file."""
+
+    def rehearse(model: Any, family: Any, variant: Any, config: Any, work: Any, kernels: Any) -> Rehearsal:
+        key = family.name, str(config), work
+        if key not in _REHEARSED:
+            _REHEARSED[key] = rehearse_training(model, family, variant, config, work, kernels)
+        return _REHEARSED[key]
+
+    monkeypatch.setattr(planner_module, "rehearse_training", rehearse)
+
+
+def _job(**sections: dict[str, Any]) -> JobConfig:
+    values: dict[str, Any] = {
+        "model": {"path": "x", "quantize": "fp8-compute"},
+        "data": {"folders": [{"path": "x"}], "resolutions": [512]},
+        "lora": {"rank": 32},
+        "train": {"steps": 10},
+        "output": {"folder": "x"},
+    }
+    return make_job({name: values.get(name, {}) | sections.get(name, {}) for name in values.keys() | sections.keys()})
+
+
+def _full_size(family_name: str = "flux2") -> tuple[CheckpointInfo, Any]:
+    family = find_family(family_name)
+    variant = family.variants[0]
+    return CheckpointInfo(Path("x"), family, variant, variant.transformer_config, "diffusers", {}, None), variant
+
+
+def _plan(cards: str, bucket: tuple[int, int] = (512, 512), **sections: dict[str, Any]) -> TrainingPlan:
+    info, variant = _full_size()
+    return plan_training(Planner(_job(**sections), info, variant, parse_cards(cards), bucket))
+
+
+# ---- full-size FLUX.2
+
+
+def test_two_cards_of_24_gb_take_flux2_in_8_bits():
+    plan = _plan("24GB,24GB")
+    assert all(device.needed <= 0.95 * 24 * GB for device in plan.forecast.devices)
+    assert sum(device.num_blocks for device in plan.forecast.devices) == 56 == len(plan.placement.devices)
+    assert sum(plan.kept_blocks) > 0 and plan.relative_time < 1
+    assert sum(device.weights for device in plan.forecast.devices) == pytest.approx(33.06 * GB, rel=1e-3)
+    text = describe_plan(plan)
+    assert "cuda:0" in text and "keep them" in text and "needed" in text
+
+
+def test_uneven_cards_get_uneven_cuts_and_larger_pictures_fewer_kept_blocks():
+    small = _plan("40GB,16GB", (512, 512))
+    first, second = small.forecast.devices
+    assert first.num_blocks > second.num_blocks and first.weights > 1.5 * second.weights
+    large = _plan("40GB,16GB", (1024, 1024))
+    assert sum(large.kept_blocks) < sum(small.kept_blocks)
+
+
+def test_three_cards_of_16_gb_take_it_with_every_block_recomputed():
+    plan = _plan("16GB,16GB,16GB", (1024, 1024))
+    assert plan.kept_blocks == (0, 0, 0) and all(d.needed <= 16 * GB for d in plan.forecast.devices)
+
+
+def test_what_does_not_fit_is_refused_with_what_would_help():
+    with pytest.raises(ValueError) as refusal:
+        _plan("24GB,24GB", (1024, 1024), model={"quantize": "none"}, data={"resolutions": [1024]})
+    text = str(refusal.value)
+    assert "1024x1024" in text and "bf16 weights" in text and "are missing" in text
+    assert 'model.quantize = "fp8-compute"' in text and "another card of" in text
+    assert "lora.rank" not in text and "resolutions = " not in text  # 64 GB of weights: these would not do
+    _plan("24GB,24GB", (1024, 1024), model={"quantize": "fp8-compute"})  # what it said is true
+    size = text.split("another card of ")[1].split(" ")[0]
+    _plan(f"24GB,24GB,{size}GB", (1024, 1024), model={"quantize": "none"})
+
+
+def test_a_batch_or_a_size_that_is_too_large_is_named():
+    with pytest.raises(ValueError) as refusal:
+        _plan("24GB,24GB", (1024, 1024), train={"batch_size": 4}, data={"resolutions": [1024]})
+    text = str(refusal.value)
+    assert "train.batch_size = 1 with accumulation = 4" in text
+    assert "data.resolutions = [" in text
+
+
+def test_auto_takes_the_fastest_scheme_and_the_users_choice_stays():
+    plan = _plan("80GB,80GB", model={"quantize": "auto"})
+    assert plan.setting.scheme == "fp8-compute" == plan.job.model.quantize
+    assert any(reason.startswith("scheme fp8-compute: without would take") for reason in plan.reasons)
+    assert _plan("80GB,80GB", model={"quantize": "none"}).setting.scheme == "none"
+
+
+def test_8_bit_optimizer_state_is_for_what_does_not_fit_otherwise():
+    assert _plan("24GB,24GB", optimizer={"name": "auto"}).job.optimizer.name == "adamw"
+    plan = _plan("19.4GB,19.4GB", optimizer={"name": "auto"})
+    assert plan.job.optimizer.name == "adamw8bit"
+    with pytest.raises(ValueError, match='optimizer.name = "adamw8bit"'):
+        _plan("19.4GB,19.4GB", optimizer={"name": "adamw"})
+
+
+def test_the_hint_of_replicas_is_for_cards_that_hold_everything():
+    assert any("replicas" in hint for hint in _plan("48GB,48GB").hints)
+    assert not _plan("48GB,24GB").hints
+
+
+def test_settings_of_the_user_are_kept_and_only_checked():
+    manual = {"split": {"balance": "manual", "split_at": [20], "kept_blocks": [1, 2]}}
+    plan = _plan("40GB,40GB", **manual)
+    assert plan.placement.devices.count(torch.device("cuda:0")) == 20 and plan.kept_blocks == (1, 2)
+    assert any("given" in reason for reason in plan.reasons)
+    with pytest.raises(ValueError, match=r'split.balance = "bytes"'):
+        _plan("26GB,26GB", split={"balance": "manual", "split_at": [40]})
+    with pytest.raises(ValueError, match="kept_blocks has 1 values"):
+        _plan("40GB,40GB", split={"kept_blocks": [1]})
+    full = _plan("80GB,80GB", train={"gradient_checkpointing": False})
+    assert full.kept_blocks == tuple(device.num_blocks for device in full.forecast.devices)
+
+
+def test_limits_of_the_user_bind_weights_and_let_the_rest_be_tried():
+    plan = _plan("10GB,10GB", split={"memory_limit_gb": [20.0, 20.0]})
+    assert "memory_limit_gb says to try" in plan.warning and plan.kept_blocks == (0, 0)
+    with pytest.raises(ValueError, match="memory_limit_gb allows"):
+        _plan("80GB,80GB", split={"memory_limit_gb": [10.0, 10.0]})
+
+
+def test_swapped_blocks_are_forecast_where_the_user_asks():
+    plain = _plan("40GB,40GB")
+    plan = _plan("24GB,24GB", split={"swapped_blocks": [10, 10], "kept_blocks": [0, 0]})
+    assert plan.swapped_blocks == (10, 10)
+    assert sum(d.weights for d in plan.forecast.devices) < sum(d.weights for d in plain.forecast.devices)
+    assert plan.forecast.host_bytes > plain.forecast.host_bytes + 5 * GB
+
+
+# ---- made-up costs
+
+
+class _Times:
+    """As many units per block as its place says, on a card of speed 1."""
+
+    def __init__(self, units: list[float]) -> None:
+        self.units = units
+
+    def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
+        return self.units[block] / card.speed, self.units[block] / card.speed
+
+
+def _made_up(
+    monkeypatch: pytest.MonkeyPatch, cards: list[Card], times: Any, *, count: int = 10, **sections: dict[str, Any]
+) -> Planner:
+    block = BlockCost(1000 * 10**6, 0, 0, 10**7, {}, 10**7, 10**8, 10**7, 10**8, 2 * 10**8, 2 * 10**8)
+    names = tuple(f"transformer_blocks.{index}" for index in range(count))
+    rehearsal = Rehearsal(names, (block,) * count, 0, 0, 0, 0, 0, 0, 0)
+    monkeypatch.setattr(planner_module, "rehearse_training", lambda *args: rehearsal)
+    monkeypatch.setattr(planner_module, "block_names", lambda *args: names)
+    info, variant = _full_size()
+    return Planner(_job(model={"quantize": "none"}, **sections), info, variant, cards, (512, 512), times=times)
+
+
+def _cards(*sizes_gb: float, speeds: tuple[float, ...] = ()) -> list[Card]:
+    speeds = speeds or (1.0,) * len(sizes_gb)
+    return [
+        Card(torch.device("cuda", i), int(gb * GB), int(gb * GB), speed)
+        for i, (gb, speed) in enumerate(zip(sizes_gb, speeds, strict=True))
+    ]
+
+
+def test_a_pipeline_is_cut_where_its_slowest_stage_is_shortest(monkeypatch):
+    """Against every cut there is."""
+    units = [1.0, 5.0, 1.0, 1.0, 2.0, 1.0, 1.0, 3.0, 1.0, 1.0]
+    cards = _cards(100, 100, 100, speeds=(1.0, 1.0, 0.5))
+    sections = {"pipeline": {"schedule": "1f1b"}, "train": {"accumulation": 8, "gradient_checkpointing": False}}
+    plan = plan_training(_made_up(monkeypatch, cards, _Times(units), **sections))
+
+    def slowest(a: int, b: int) -> float:
+        return max(2 * sum(units[:a]), 2 * sum(units[a:b]), 4 * sum(units[b:]))
+
+    best = min(slowest(a, b) for a, b in itertools.combinations(range(1, 10), 2))
+    counts = [device.num_blocks for device in plan.forecast.devices]
+    assert slowest(counts[0], counts[0] + counts[1]) == best
+    total = 2 * sum(units[: -counts[2]]) + 4 * sum(units[-counts[2] :])
+    assert plan.relative_time == pytest.approx((total + 7 * max(best, total / 3)) / (8 * 1.5 * total))
+
+
+def test_a_pipeline_is_chosen_by_itself(monkeypatch):
+    cards, times = _cards(100, 100), _Times([1.0] * 10)
+    off = {"pipeline": {"schedule": "none"}, "train": {"accumulation": 4}}
+    one = plan_training(_made_up(monkeypatch, cards, times, **off))
+    assert one.setting.schedule == "none"
+    two = plan_training(_made_up(monkeypatch, cards, times, train={"accumulation": 4}))
+    assert (two.setting.schedule, two.setting.ahead) == ("1f1b", 1)
+    assert two.relative_time < one.relative_time and [d.held for d in two.forecast.devices] == [3, 1]
+    assert plan_training(_made_up(monkeypatch, cards, times)).setting.schedule == "none"  # nothing to overlap
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_pipeline_of_equal_stages_takes_its_slowest_one(monkeypatch, ahead):
+    cards, times = _cards(100, 100), _Times([1.0] * 10)
+    sections = {"train": {"accumulation": 4}, "pipeline": {"schedule": "1f1b", "ahead": ahead}}
+    plan = plan_training(_made_up(monkeypatch, cards, times, split={"kept_blocks": [0, 0]}, **sections))
+    assert plan.relative_time == pytest.approx((10 + 3 * 5) / 40)
+    assert [device.held for device in plan.forecast.devices] == [min(2 + ahead, 4), 1]
+
+
+def test_without_a_pipeline_equal_cards_are_filled_evenly_and_a_faster_one_more(monkeypatch):
+    even = plan_training(_made_up(monkeypatch, _cards(6.5, 6.5), _Times([1.0] * 10)))
+    assert [device.num_blocks for device in even.forecast.devices] == [5, 5]
+    cards = _cards(12, 12, speeds=(1.0, 0.5))
+    sections = {"split": {"kept_blocks": [0, 0]}}
+    faster = plan_training(_made_up(monkeypatch, cards, _Times([1.0] * 10), **sections))
+    assert [device.num_blocks for device in faster.forecast.devices] == [9, 1]
+
+
+def test_as_many_blocks_keep_their_activations_as_leave_headroom(monkeypatch):
+    """By hand: 5 blocks of 1 GB, inputs 0.05, context and workspace 0.567, 0.1 GB a kept block, 0.2 at work, 10 %."""
+    planner = _made_up(monkeypatch, _cards(6.6, 6.6), _Times([1.0] * 10))
+    plan = plan_training(planner)
+
+    def needed(kept: int) -> float:
+        return 5 + 0.5 + 2 * 32 * 2**20 / 1e9 + 1.1 * (0.05 + 0.2 + 0.1 * max(0, kept - 1))
+
+    most = max(kept for kept in range(6) if needed(kept) <= 0.95 * 6.6)
+    assert plan.kept_blocks == (most, most) and 0 < most < 5
+    assert plan.relative_time == pytest.approx((3 * 10 - 2 * most) / 30)
+
+
+def test_operations_are_the_default_times():
+    card = _cards(1, speeds=(2.0,))[0]
+    assert FlopTimes([10.0]).of(0, card, "none") == (5.0, 5.0)
+    assert FlopTimes([10.0]).of(0, card, "fp8-compute")[0] < 5.0
+
+
+# ---- cards, optimizers, words
+
+
+def test_cards_are_read_as_written():
+    cards = parse_cards("24GB, 12GiB@0.5")
+    assert [card.total_bytes for card in cards] == [24 * GB, 12 * 2**30]
+    assert [card.speed for card in cards] == [1.0, 0.5] and cards[1].name == "cuda:1"
+    for text in ("24", "GB", "0GB", "24GB@0", ""):
+        with pytest.raises(ValueError, match="is no card"):
+            parse_cards(text)
+
+
+def test_nothing_is_planned_for_a_cpu_or_a_card_whose_memory_nobody_knows():
+    assert cards_of([torch.device("cpu")]) is None
+
+
+def test_optimizer_state_is_known_or_measured():
+    assert optimizer_bytes("adamw", "float32") == Optimizer(8, 4)
+    assert optimizer_bytes("adamw", "bfloat16") == Optimizer(4, 2)
+    assert optimizer_bytes("adamw8bit", "float32").state == pytest.approx(2.03, abs=0.01)
+    assert optimizer_bytes("torch.optim.Adagrad", "float32").state == pytest.approx(4, abs=0.01)
+
+
+def test_a_picture_has_a_bar_per_card():
+    plan = _plan("24GB,24GB")
+    picture = draw_plan(plan)
+    tensor = picture_of(plan)
+    assert tensor.shape == (1, picture.height, picture.width, 3) and tensor.max() <= 1
+    weights = picture.getcolors(maxcolors=2**20)
+    shown = {colour: count for count, colour in weights}
+    share = parts_of(plan.forecast.devices[0])["weights"] / plan.cards[0].usable_bytes
+    assert shown[(0, 0x72, 0xB2)] > 2 * 0.8 * share * 640 * 30  # both bars are mostly weights
+
+
+def test_forecast_and_measured_stand_side_by_side():
+    plan = _plan("24GB,24GB")
+    peak = plan.forecast.devices[0].allocated / 1e9
+    compared = compare(plan.forecast, {"cuda:0": {"peak": peak / 1.1, "reserved": peak}})
+    first, second = describe_comparison(compared)
+    assert first.endswith("(forecast +10.0 %)") and "measured" not in second
+    json.dumps(compared)
+
+
+# ---- jobs
+
+
+def _known_cards(monkeypatch: pytest.MonkeyPatch, *sizes: int, first_speed: float = 1.0) -> None:
+    """As if the job's devices were cards of these sizes, in bytes; only the first's speed is not 1."""
+
+    def cards(devices: list[torch.device]) -> list[Card]:
+        speeds = (first_speed, *(1.0 for _ in sizes[1:]))
+        return [Card(*each) for each in zip(devices, sizes, sizes, speeds, strict=True)]
+
+    monkeypatch.setattr(job_module, "cards_of", cards)
+
+
+def test_every_job_is_planned_before_it_loads(tmp_path, monkeypatch):
+    from devicebridge.tests.emulated import emulated_cards
+
+    two = {"split": {"devices": ["lazy:0", "lazy:1"]}, "cache": {"vae_device": "cpu"}, "train": {"steps": 2}}
+    with emulated_cards():
+        _known_cards(monkeypatch, 10**9, 10**9)
+        job = make_tiny_job(tmp_path, **two, evaluation={"folder": ""}, optimizer={"name": "auto"})
+        plan = check_job(job)
+        assert plan.training is not None and plan.placement == plan.training.placement
+        assert plan.kept_blocks == (2, 2) and plan.job.optimizer.name == "adamw"
+        seen = []
+        result = run_job(job, on_event=seen.append)
+        forecasts = [event.values["devices"] for event in seen if event.kind == "forecast"]
+        assert len(forecasts) == 2 and len(result.memory) == 2
+        _known_cards(monkeypatch, 10**6, 10**6)
+        with pytest.raises(ValueError, match="does not fit its cards"):
+            check_job(dataclasses.replace(job, output=dataclasses.replace(job.output, folder=str(tmp_path / "b"))))
+        assert check_job(job, is_to_train=False).training is None
+
+
+def test_kept_blocks_change_no_loss_and_a_resumed_run_keeps_its_cut(tmp_path, monkeypatch):
+    from devicebridge.tests.emulated import emulated_cards
+
+    two = {"split": {"devices": ["lazy:0", "lazy:1"]}, "cache": {"vae_device": "cpu"}, "evaluation": {"folder": ""}}
+    losses = {}
+    with emulated_cards():
+        for name, kept in (("none", [0, 0]), ("some", [1, 2])):
+            split = {"split": {"devices": ["lazy:0", "lazy:1"], "kept_blocks": kept}}
+            job = make_tiny_job(tmp_path, **two | split, train={"steps": 2}, output={"folder": str(tmp_path / name)})
+            losses[name] = run_job(job).losses
+        assert losses["none"] == losses["some"]
+        _known_cards(monkeypatch, 10**9, 10**9, first_speed=2.0)
+        sections = two | {"train": {"steps": 2, "batch_size": 2}, "optimizer": {"name": "auto"}}
+        job = make_tiny_job(tmp_path, **sections, output={"folder": str(tmp_path / "resumed")})
+        steps: list[Any] = []
+        stopped = run_job(job, on_event=steps.append, should_stop=lambda: any(e.kind == "step" for e in steps))
+        cut = check_job(job).placement.devices.count(torch.device("lazy:0"))
+        _known_cards(monkeypatch, 10**9, 10**9, first_speed=0.5)
+        assert check_job(job).placement.devices.count(torch.device("lazy:0")) != cut  # if it were chosen anew
+        placed: list[Any] = []
+        resumed = run_job(job, resume=True, on_event=placed.append)
+    assert (stopped.step, resumed.step) == (1, 2)
+    loading = next(e.values["placement"] for e in placed if e.values.get("name") == "loading")
+    assert loading.startswith(f"lazy:0: {cut} blocks")
+
+
+def test_a_plan_is_the_same_in_the_inference_mode_of_comfyuis_nodes():
+    _REHEARSED.clear()
+    with torch.inference_mode():
+        inside = _plan("24GB,24GB")
+    _REHEARSED.clear()
+    assert inside.forecast == _plan("24GB,24GB").forecast
+
+
+def test_this_machines_cards_as_they_are(monkeypatch):
+    """Capped, half full, of different speed; asked as torch's CUDA module would answer."""
+    from devicebridge.training import cards as cards_module
+
+    monkeypatch.setattr(cards_module, "total_bytes", lambda device: 100 * GB)
+    monkeypatch.setattr(cards_module, "free_bytes", lambda device: 60 * GB)
+    monkeypatch.setattr(cards_module, "refusal", lambda settings, devices: "" if "int8" in settings.scheme else "no")
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda d: (0.25, 1.0)[d.index], raising=False)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: GB)
+    properties = type("Properties", (), {"multi_processor_count": 64})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    first, second = cards_of([torch.device("cuda:0"), torch.device("cuda:1")]) or []
+    assert (first.usable_bytes, second.usable_bytes) == (24 * GB, 60 * GB) and first.speed == second.speed == 1.0
+    assert first.refuses == {"fp8", "fp8-compute"} and first.has_context
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_the_command_plans_every_family(name, tmp_path, capsys):
+    save_job(make_tiny_job(tmp_path, name), tmp_path / "job.toml")
+    job = str(tmp_path / "job.toml")
+    assert main(["plan", job, "--cards", "1GB,1GB"]) == 0
+    assert "cuda:1" in capsys.readouterr().out
+    if name != "flux2":
+        return
+    assert main(["plan", job, "--cards", "2GB", "--json", "--resolution", "64"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    (device,) = values["devices"]
+    assert sum(device["bytes"].values()) == device["needed"] and values["pixels"]["height"] <= 96
+    assert main(["plan", job]) == 2
+    assert "--cards" in capsys.readouterr().err
+    assert main(["plan", job, "--cards", "1GB", "--resolution", "0"]) == 2

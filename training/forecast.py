@@ -1,0 +1,304 @@
+"""How much memory every card will take, added up from what its blocks cost; arithmetic on sizes, no torch.
+
+A card holds weights, LoRA with gradients and optimizer state, and for every micro-batch in flight the inputs of its
+blocks (for recomputation) and the activations of those blocks that keep them. On top comes what one block needs while
+it computes. The peak is the largest sum over the moments of a step:
+
+    forward of block i       inputs 0..i, kept activations 0..i-1, the forward's own peak
+    tail                     all inputs and kept activations, tail, loss and their backward
+    backward of block i      inputs 0..i, kept activations 0..i-1, recomputation and backward, gradients of i+1..
+    optimizer step           no activations; a copy as large as the trained weights while AdamW divides by it
+    loading                  weights, and the layer that is being rounded
+
+Not seen by torch's counters and so only set against the size of a card: the CUDA context. Not allocated but reserved:
+what the allocator loses to rounding and fragments, taken as a share of everything that comes and goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+from ..parallel.schedule import Kind, num_held
+from .rehearsal import Rehearsal
+
+CONTEXT_BYTES = 500_000_000  # the driver's own, per card, once CUDA has started; read off nvidia-smi, differs by card
+# cuBLAS takes its workspace from torch's allocator: 32 MiB on Hopper, 8 MiB on others, for the thread that runs
+# forwards and for the one that runs backwards.
+CARD_WORKSPACE_BYTES = 2 * 32 * 2**20
+# Of activations and temporaries, which come in hundreds of sizes: not measured, a guess on the safe side.
+FRAGMENTATION = 0.10
+SWAP_SLOTS = 2  # blocks on the card at once: one computes, the next arrives
+# What rounding a layer to 8 bits takes beside it: copies of 16 bytes per weight, but only some rows at a time.
+ROUNDING_BYTES, ROUNDING_COPIES = 500_000_000, 8
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a step runs.
+
+    Args:
+        schedule: "none": one micro-batch after the other; "gpipe", "1f1b": micro-batches overlap.
+        ahead: micro-batches that every stage but the last may hold beyond what 1f1b needs.
+        kept_blocks, swapped_blocks: per device, how many blocks keep their activations, or stream in from the host;
+            () for none. The last blocks of each device are the kept ones.
+        is_checkpointing: False keeps all activations of all blocks.
+    """
+
+    schedule: Kind | Literal["none"] = "none"
+    accumulation: int = 1
+    ahead: int = 0
+    kept_blocks: tuple[int, ...] = ()
+    swapped_blocks: tuple[int, ...] = ()
+    is_checkpointing: bool = True
+
+    def held(self, stage: int, num_stages: int) -> int:
+        """Micro-batches whose activations a stage holds at once."""
+        if self.schedule == "none":
+            return 1
+        return num_held(self.schedule, num_stages, self.accumulation, self.ahead)[stage]
+
+    def tail_stage(self, num_stages: int) -> int:
+        """Which device has norm_out, proj_out and loss."""
+        return 0 if self.schedule == "none" else num_stages - 1
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Bytes per trained value: state, and temporaries of a step."""
+
+    state: float = 8.0
+    step: float = 4.0
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What one kind of device adds to the bytes of tensors."""
+
+    workspace: int = CARD_WORKSPACE_BYTES
+    fragmentation: float = FRAGMENTATION
+    context: int = CONTEXT_BYTES
+
+
+@dataclass(frozen=True)
+class DeviceForecast:
+    """Bytes on one device at its peak.
+
+    Args:
+        weights: base weights, those of swapped blocks left out but two slots for them counted.
+        checkpoints: block inputs kept for recomputation and constants, of all micro-batches held.
+        kept: activations of the blocks that keep them, of all micro-batches held.
+        moving: what the moment of the peak needs besides.
+        moment: when that is.
+        overhead: reserved and not allocated. context: outside torch's counters.
+    """
+
+    device: str
+    num_blocks: int
+    num_kept: int
+    num_swapped: int
+    held: int
+    weights: int
+    lora: int
+    gradients: int
+    optimizer: int
+    checkpoints: int
+    kept: int
+    moving: int
+    workspace: int
+    overhead: int
+    context: int
+    moment: str
+
+    @property
+    def allocated(self) -> int:
+        """To be compared with torch.cuda.max_memory_allocated."""
+        parts = (self.weights, self.lora, self.gradients, self.optimizer, self.checkpoints, self.kept, self.moving)
+        return sum(parts) + self.workspace
+
+    @property
+    def reserved(self) -> int:
+        """To be compared with torch.cuda.max_memory_reserved, and with a cap on it."""
+        return self.allocated + self.overhead
+
+    @property
+    def needed(self) -> int:
+        """To be compared with the card's memory."""
+        return self.reserved + self.context
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Every device in execution order; host_bytes is what loading and swapped blocks take of host memory."""
+
+    devices: tuple[DeviceForecast, ...]
+    host_bytes: int
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Blocks [start, end) as the stage of one device."""
+
+    stage: int
+    num_stages: int
+    start: int
+    end: int
+    num_kept: int = 0
+    num_swapped: int = 0
+
+
+class Forecaster:
+    """Adds up for any cut of one rehearsed model.
+
+    Args:
+        largest_layer: weight bytes of the widest layer before it is rounded; 0 where nothing is rounded on load.
+    """
+
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        optimizer: Optimizer,
+        settings: StepSettings,
+        *,
+        backend: Backend | None = None,
+        largest_layer: int = 0,
+    ) -> None:
+        self.rehearsal = rehearsal
+        self.settings = settings
+        self._optimizer = optimizer
+        self._backend = backend or Backend()
+        self._largest_layer = largest_layer
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.rehearsal.blocks)
+
+    @cached_property
+    def _sums(self) -> dict[str, list[int]]:
+        """Of the blocks before each index."""
+        names = ("weights", "lora", "num_trained", "inputs", "kept")
+        return {
+            name: list(accumulate((getattr(block, name) for block in self.rehearsal.blocks), initial=0))
+            for name in names
+        }
+
+    def _between(self, name: str, start: int, end: int) -> int:
+        return self._sums[name][end] - self._sums[name][start]
+
+    def device(self, name: str, plan: StagePlan) -> DeviceForecast:
+        """What the device of a stage will hold."""
+        weights, lora, trained = self._resident(plan)
+        state = int(trained * self._optimizer.state)
+        moment = max(self._moments(plan, lora, trained), key=lambda each: each.total + each.has_lora * (lora + state))
+        going = moment.checkpoints + moment.kept + moment.moving + moment.gradients
+        return DeviceForecast(
+            device=name,
+            num_blocks=plan.end - plan.start,
+            num_kept=plan.end - self._first_kept(plan),
+            num_swapped=plan.num_swapped,
+            held=self.settings.held(plan.stage, plan.num_stages),
+            weights=weights,
+            lora=lora * moment.has_lora,
+            gradients=moment.gradients,
+            optimizer=state * moment.has_lora,
+            checkpoints=moment.checkpoints,
+            kept=moment.kept,
+            moving=moment.moving,
+            workspace=self._backend.workspace,
+            overhead=int(going * self._backend.fragmentation),
+            context=self._backend.context,
+            moment=moment.name,
+        )
+
+    def _first_kept(self, plan: StagePlan) -> int:
+        return plan.end - plan.num_kept if self.settings.is_checkpointing else plan.start
+
+    def _resident(self, plan: StagePlan) -> tuple[int, int, int]:
+        """Base weights and LoRA in bytes, and the number of trained values."""
+        found = self.rehearsal
+        weights = self._between("weights", plan.start, plan.end)
+        if plan.num_swapped:
+            away = plan.start + plan.num_swapped
+            largest = max(block.weights for block in found.blocks[plan.start : away])
+            weights += min(SWAP_SLOTS, plan.num_swapped) * largest - self._between("weights", plan.start, away)
+        lora, trained = self._between("lora", plan.start, plan.end), self._between("num_trained", plan.start, plan.end)
+        if plan.stage == 0:
+            weights += found.home_weights - found.tail_weights
+            lora, trained = lora + found.home_lora, trained + found.home_trained
+        if plan.stage == self.settings.tail_stage(plan.num_stages):
+            weights += found.tail_weights
+        return weights, lora, trained
+
+    @cached_property
+    def _run_starts(self) -> list[int]:
+        """Where a run of blocks of one kind begins."""
+        blocks = self.rehearsal.blocks
+        return [i for i in range(len(blocks)) if i == 0 or blocks[i] is not blocks[i - 1]]
+
+    def _ends_of_runs(self, start: int, end: int, first_kept: int) -> list[int]:
+        """First and last block of every run of blocks that are alike: along a run all sums grow or fall evenly, so no
+        other block can have the peak."""
+        bounds = {start, end, *(at for at in (*self._run_starts, first_kept) if start < at < end)}
+        return sorted({*(bounds - {end}), *(at - 1 for at in bounds - {start})})
+
+    def _constants(self, plan: StagePlan) -> int:
+        """Modulation, rotary tables and the like, once per device whatever the number of blocks that read them."""
+        named: dict[int, int] = {}
+        for index in self._ends_of_runs(plan.start, plan.end, plan.start):
+            named.update(self.rehearsal.blocks[index].constants)
+        return sum(named.values())
+
+    def _moments(self, plan: StagePlan, lora: int, trained: int) -> Iterator[_Moment]:
+        found, settings = self.rehearsal, self.settings
+        start, end, first_kept = plan.start, plan.end, self._first_kept(plan)
+        constants = self._constants(plan)
+        others = settings.held(plan.stage, plan.num_stages) - 1
+        all_inputs, all_kept = self._between("inputs", start, end), self._between("kept", first_kept, end)
+        before = constants + others * (all_inputs + constants)
+        gradients = lora if settings.accumulation > 1 else 0  # those of earlier micro-batches
+        front = max(0, found.front - constants - found.first_inputs) if plan.stage == 0 else 0
+        for index in self._ends_of_runs(start, end, first_kept):
+            block, is_kept = found.blocks[index], index >= first_kept
+            inputs = before + self._between("inputs", start, index + 1)
+            kept = others * all_kept + self._between("kept", min(first_kept, index), index)
+            later = 0 if gradients else self._between("lora", index + 1, end)
+            forward = front + (block.forward_kept if is_kept else block.forward)
+            yield _Moment(f"forward of {found.names[index]}", inputs, kept, forward, gradients)
+            backward = block.backward if is_kept else block.recompute
+            yield _Moment(f"backward of {found.names[index]}", inputs, kept, backward, gradients + later)
+        if plan.stage == settings.tail_stage(plan.num_stages):
+            tail = front + found.blocks[-1].outputs + found.tail
+            yield _Moment("last layers and loss", before + all_inputs, (others + 1) * all_kept, tail, gradients)
+        yield _Moment("optimizer step", 0, 0, int(trained * self._optimizer.step), lora)
+        if self._largest_layer:
+            copies = min(ROUNDING_BYTES, ROUNDING_COPIES * self._largest_layer)
+            yield _Moment("loading", 0, 0, self._largest_layer + copies, 0, has_lora=False)
+
+    def host_bytes(self, plans: Sequence[StagePlan]) -> int:
+        """Host memory: swapped blocks, pinned, and one layer on its way from the file to its device."""
+        swapped = sum(self._between("weights", plan.start, plan.start + plan.num_swapped) for plan in plans)
+        return swapped + max(self._largest_layer, max(block.weights for block in self.rehearsal.blocks))
+
+    def forecast(self, names: Sequence[str], plans: Sequence[StagePlan]) -> Forecast:
+        """Every device; one plan per device name."""
+        devices = tuple(self.device(name, plan) for name, plan in zip(names, plans, strict=True))
+        return Forecast(devices, self.host_bytes(plans))
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What a device holds besides weights, LoRA and optimizer state."""
+
+    name: str
+    checkpoints: int
+    kept: int
+    moving: int
+    gradients: int
+    has_lora: bool = True
+
+    @property
+    def total(self) -> int:
+        return self.checkpoints + self.kept + self.moving + self.gradients

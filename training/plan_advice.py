@@ -1,0 +1,140 @@
+"""What to say when a job fits its cards in no way: what each lacks, and which changes would do, each computed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .planner import Planner
+
+_CARD_SIZES_GB = (8, 10, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141)
+_RESOLUTIONS = (1024, 768, 512, 384, 256)
+_RANKS = (64, 32, 16, 8, 4)
+
+
+def describe_refusal(planner: Planner) -> str:
+    """What is needed against what is there, and the changes that were computed to be enough."""
+    best = min(planner.without_limits(), key=lambda found: max(stage.share for stage in found.stages))
+    lines = [
+        f"the job does not fit its cards at {planner.bucket[1]}x{planner.bucket[0]} pixels, batch "
+        f"{planner.job.train.batch_size}, rank {planner.job.lora.rank}, {best.setting.describe()}; the best cut needs"
+    ]
+    for card, stage in zip(planner.cards, best.stages, strict=True):
+        needed, there = stage.forecast.needed, card.usable_bytes
+        verdict = f"{(needed - there) / 1e9:.2f} GB are missing" if needed > there else "fits"
+        lines.append(
+            f"  {card.name}: {stage.forecast.num_blocks} blocks, {needed / 1e9:.2f} GB of {there / 1e9:.2f} GB, "
+            f"{verdict} (weights {stage.forecast.weights / 1e9:.2f} GB)"
+        )
+    if planner.job.split.memory_limit_gb:
+        lines.append(f"  memory_limit_gb allows weights of {list(planner.job.split.memory_limit_gb)} GB")
+    helps = _what_helps(planner)
+    lines.append("Each of these would make it fit:" if helps else "None of the changes that were tried makes it fit")
+    return "\n".join([*lines, *(f"  {line}" for line in helps)])
+
+
+# Words for a change, and the planner of the job with it.
+_Change = tuple[str, "Callable[[Planner], Planner]"]
+
+
+def _what_helps(planner: Planner) -> list[str]:
+    """Single changes that make the job fit; where there is none, as many as it takes; and another card."""
+    single, sizes = _choices(planner), _sizes(planner)
+    found = [text for text, change in single if change(planner).is_possible()]
+    for ladder in sizes:
+        index = bisect_left(ladder, True, key=lambda each: each[1](planner).is_possible())
+        found += [ladder[index][0]] if index < len(ladder) else []
+    card = _card_that_helps(planner)
+    if found:
+        return [*found, card] if card else found
+    texts: list[str] = []
+    together = planner
+    for text, change in [*single, *(ladder[-1] for ladder in sizes if ladder)]:
+        texts, together = [*texts, text], change(together)
+        if len(texts) > 1 and together.is_possible():
+            return [" and ".join(texts), *([card] if card else [])]
+    if card:
+        return [card]
+    card = _card_that_helps(together)
+    return [" and ".join([*texts, card])] if card else []
+
+
+def _choices(planner: Planner) -> list[_Change]:
+    """Settings that can be changed to one other, the cheapest for the result first."""
+    job = planner.job
+    scheme, count = _smaller_scheme(planner), job.train.batch_size * job.train.accumulation
+    found: list[tuple[bool, str, str, dict[str, object]]] = [
+        (
+            not job.train.gradient_checkpointing,
+            "gradient_checkpointing = true",
+            "train",
+            {"gradient_checkpointing": True},
+        ),
+        (bool(job.split.kept_blocks), "kept_blocks = []", "split", {"kept_blocks": ()}),
+        (job.split.balance == "manual", 'balance = "bytes"', "split", {"balance": "bytes", "split_at": ()}),
+        (bool(scheme), f'quantize = "{scheme}"', "model", {"quantize": scheme}),
+        (job.optimizer.name == "adamw", 'name = "adamw8bit"', "optimizer", {"name": "adamw8bit"}),
+        (
+            job.train.batch_size > 1,
+            f"batch_size = 1 with accumulation = {count}",
+            "train",
+            {"batch_size": 1, "accumulation": count},
+        ),
+    ]
+    return [(f"{section}.{text}", _setter(section, values)) for is_open, text, section, values in found if is_open]
+
+
+def _setter(section: str, values: dict[str, object]) -> Callable[[Planner], Planner]:
+    def change(planner: Planner) -> Planner:
+        part = replace(getattr(planner.job, section), **values)
+        return planner.changed(replace(planner.job, **{section: part}), planner.cards, planner.bucket)
+
+    return change
+
+
+def _sizes(planner: Planner) -> list[list[_Change]]:
+    """Smaller resolutions and ranks, the largest first."""
+    now = max(planner.job.data.resolutions)
+    smaller = [each for each in _RESOLUTIONS if each < now]
+    ranks = [rank for rank in _RANKS if rank < planner.job.lora.rank]
+    return [
+        [(f"data.resolutions = [{each}]", _resizer(now, each)) for each in smaller],
+        [(f"lora.rank = {rank}", _setter("lora", {"rank": rank})) for rank in ranks],
+    ]
+
+
+def _resizer(now: int, wanted: int) -> Callable[[Planner], Planner]:
+    def change(planner: Planner) -> Planner:
+        job = replace(planner.job, data=replace(planner.job.data, resolutions=(wanted,)))
+        height, width = (max(64, side * wanted // now // 64 * 64) for side in planner.bucket)
+        return planner.changed(job, planner.cards, (height, width))
+
+    return change
+
+
+def _smaller_scheme(planner: Planner) -> str | None:
+    """The fastest scheme of the cards, if the job has none or one that only stores."""
+    if planner.job.model.quantize in ("auto", "fp8-compute", "int8-compute"):
+        return None
+    return next((scheme for scheme in planner.able_schemes if scheme != planner.job.model.quantize), None)
+
+
+def _card_that_helps(planner: Planner) -> str:
+    """The smallest further card with which it fits; "" if none does."""
+    last = planner.cards[-1]
+    device = torch.device(last.device.type, max(card.device.index or 0 for card in planner.cards) + 1)
+    job = replace(
+        planner.job, split=replace(planner.job.split, balance="bytes", split_at=(), kept_blocks=(), memory_limit_gb=())
+    )
+
+    def is_enough(size: int) -> bool:
+        added = replace(last, device=device, total_bytes=int(size * 1e9), usable_bytes=int(size * 1e9))
+        return planner.changed(job, (*planner.cards, added), planner.bucket).is_possible()
+
+    index = bisect_left(_CARD_SIZES_GB, True, key=is_enough)
+    return f"another card of {_CARD_SIZES_GB[index]} GB" if index < len(_CARD_SIZES_GB) else ""

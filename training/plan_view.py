@@ -1,0 +1,200 @@
+"""A plan as people read it: a table with reasons, plain values for --json, a picture; and forecast against measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .forecast import DeviceForecast, Forecast
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image as PilImage
+
+    from .planner import TrainingPlan
+
+# Per device, decimal GB: forecast peak, the same as reserved by the allocator, and what was measured of both.
+Comparison = Mapping[str, Mapping[str, "float | None"]]
+
+# What the bars and the table's columns are made of, with colours that are told apart in grey and by the colour-blind.
+_PARTS = (
+    ("weights", "#0072b2"),
+    ("lora", "#009e73"),
+    ("gradients", "#f0e442"),
+    ("optimizer", "#e69f00"),
+    ("checkpoints", "#56b4e9"),
+    ("kept", "#cc79a7"),
+    ("moving", "#d55e00"),
+    ("other", "#999999"),
+)
+_LABELS = {
+    "lora": "LoRA",
+    "checkpoints": "block inputs",
+    "kept": "kept activations",
+    "moving": "one block at work",
+    "other": "workspace, allocator, driver",
+}
+_BAR_HEIGHT, _BAR_WIDTH, _MARGIN = 34, 640, 16  # pixels
+
+
+def parts_of(device: DeviceForecast) -> dict[str, int]:
+    """Bytes by what they are for; they add up to what is needed."""
+    parts = {name: getattr(device, name) for name, _ in _PARTS if name != "other"}
+    return parts | {"other": device.workspace + device.overhead + device.context}
+
+
+def describe_plan(plan: TrainingPlan) -> str:
+    """The choice, a line per card in decimal GB, the reasons."""
+    height, width = plan.bucket
+    job = plan.job
+    lines = [
+        f"{plan.setting.describe()}; {plan.placement.describe()}; {width}x{height} pixels, batch "
+        f"{job.train.batch_size}, accumulation {job.train.accumulation}, LoRA rank {job.lora.rank}",
+        "",
+        *_table(plan),
+        "",
+        f"host memory: {plan.forecast.host_bytes / 1e9:.1f} GB while loading, beside the system's cache of the files",
+        f"a step takes {plan.relative_time:.2f} of the time with every block recomputed and no pipeline (estimated)",
+        *plan.reasons,
+        *plan.hints,
+    ]
+    return "\n".join([*lines, f"warning: {plan.warning}"] if plan.warning else lines)
+
+
+def _table(plan: TrainingPlan) -> list[str]:
+    names = [name for name, _ in _PARTS if any(parts_of(device)[name] for device in plan.forecast.devices)]
+    head = ["card", "blocks", *(_LABELS.get(name, name) for name in names), "needed", "free", "peak at"]
+    rows = [head]
+    for card, device in zip(plan.cards, plan.forecast.devices, strict=True):
+        blocks = str(device.num_blocks) + (f" ({device.num_kept} kept)" if device.num_kept else "")
+        sizes = [_gb(parts_of(device)[name]) for name in names]
+        rows.append([card.name, blocks, *sizes, _gb(device.needed), _gb(card.usable_bytes), device.moment])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f}"
+
+
+def plan_values(plan: TrainingPlan) -> dict[str, Any]:
+    """Plain values, sizes in bytes, for --json."""
+    return {
+        "setting": {
+            "quantize": plan.setting.scheme,
+            "optimizer": plan.setting.optimizer,
+            "schedule": plan.setting.schedule,
+            "ahead": plan.setting.ahead,
+            "split_at": _cuts(plan),
+            "kept_blocks": list(plan.kept_blocks),
+            "swapped_blocks": list(plan.swapped_blocks),
+        },
+        "pixels": {"height": plan.bucket[0], "width": plan.bucket[1]},
+        "devices": [
+            {
+                "device": device.device,
+                "num_blocks": device.num_blocks,
+                "micro_batches_held": device.held,
+                "bytes": parts_of(device),
+                "allocated": device.allocated,
+                "reserved": device.reserved,
+                "needed": device.needed,
+                "usable": card.usable_bytes,
+                "peak_at": device.moment,
+            }
+            for card, device in zip(plan.cards, plan.forecast.devices, strict=True)
+        ],
+        "host_bytes": plan.forecast.host_bytes,
+        "relative_time": plan.relative_time,
+        "reasons": list(plan.reasons),
+        "alternatives": [
+            {"setting": other.setting.describe(), "times_longer": other.times_longer} for other in plan.alternatives
+        ],
+        "hints": list(plan.hints),
+        "warning": plan.warning,
+    }
+
+
+def _cuts(plan: TrainingPlan) -> list[int]:
+    devices = plan.placement.devices
+    return [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]]
+
+
+# ---- forecast against measured
+
+
+def compare(forecast: Forecast, measured: Mapping[str, Mapping[str, float]] | None = None) -> Comparison:
+    """For the event "forecast".
+
+    Args:
+        measured: what memory_in_use returned after the run; None before it.
+    """
+    return {
+        device.device: {
+            "forecast": device.allocated / 1e9,
+            "forecast_reserved": device.reserved / 1e9,
+            "measured": (measured or {}).get(device.device, {}).get("peak"),
+            "measured_reserved": (measured or {}).get(device.device, {}).get("reserved"),
+        }
+        for device in forecast.devices
+    }
+
+
+def describe_comparison(compared: Comparison) -> list[str]:
+    """ "memory cuda:0: forecast 21.5 GB, measured 21.3 GB (forecast +1.0 %)"; a line per card."""
+    lines = []
+    for device, values in compared.items():
+        forecast, measured = values["forecast"], values["measured"]
+        assert forecast is not None
+        line = f"memory {device}: forecast {forecast:.2f} GB"
+        if measured:
+            line += f", measured {measured:.2f} GB (forecast {100 * (forecast / measured - 1):+.1f} %)"
+        lines.append(line)
+    return lines
+
+
+# ---- the picture
+
+
+def picture_of(plan: TrainingPlan) -> torch.Tensor:
+    """draw_plan as ComfyUI hands images on: float32 in 0..1. [1, height, width, 3]"""
+    import torch
+
+    picture = draw_plan(plan)
+    values = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+    return (values.float() / 255).view(1, picture.height, picture.width, 3)
+
+
+def draw_plan(plan: TrainingPlan) -> PilImage:
+    """A bar per card, its parts side by side, the card's free memory as the frame. RGB"""
+    from PIL import Image, ImageDraw, ImageFont
+
+    font = ImageFont.load_default(14)
+    devices = list(zip(plan.cards, plan.forecast.devices, strict=True))
+    largest = max(max(card.usable_bytes, device.needed) for card, device in devices)
+    row = _BAR_HEIGHT + 30
+    height = 2 * _MARGIN + len(devices) * row + 22 * len(_PARTS)
+    sheet = Image.new("RGB", (_BAR_WIDTH + 2 * _MARGIN, height), "white")
+    draw = ImageDraw.Draw(sheet)
+    for number, (card, device) in enumerate(devices):
+        top = _MARGIN + number * row
+        label = f"{card.name}: {device.num_blocks} blocks, {_gb(device.needed)} of {_gb(card.usable_bytes)} GB"
+        draw.text((_MARGIN, top), label, fill="black", font=font)
+        top += 20
+        left = float(_MARGIN)
+        for (_, colour), size in zip(_PARTS, parts_of(device).values(), strict=True):
+            right = left + _BAR_WIDTH * size / largest
+            if round(right) > round(left):
+                draw.rectangle((round(left), top, round(right) - 1, top + _BAR_HEIGHT), fill=colour)
+            left = right
+        frame = _MARGIN + _BAR_WIDTH * card.usable_bytes / largest
+        draw.rectangle((_MARGIN, top, round(frame), top + _BAR_HEIGHT), outline="black", width=2)
+    _draw_legend(draw, font, _MARGIN + len(devices) * row)
+    return sheet
+
+
+def _draw_legend(draw: Any, font: Any, top: int) -> None:
+    for number, (name, colour) in enumerate(_PARTS):
+        at = top + 22 * number
+        draw.rectangle((_MARGIN, at, _MARGIN + 14, at + 14), fill=colour)
+        draw.text((_MARGIN + 22, at - 2), _LABELS.get(name, name), fill="black", font=font)

@@ -1,0 +1,598 @@
+"""Chooses how a job uses its cards: the fastest setting whose forecast fits, or a refusal that says what would help.
+
+Everything comes from sizes: forecast.py says what a setting needs on every card, BlockTimes what a block takes.
+Searched are the scheme and the optimizer (where the user left them to us), the schedule and its micro-batches in
+flight, the cut, and how many blocks of every card keep their activations. What the user has set is only checked.
+
+The time of a step with `a` micro-batches over stages that take t_k each:
+
+    one after the other   a * sum(t)
+    in a pipeline         sum(t) + (a - 1) * max(max(t), sum(t) / p)     p micro-batches held by the first stage
+
+Without a pipeline the cut does not change the time while the cards are equally fast; then it evens out memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ..families.spec import ModelFamily, Variant
+from ..loading.checkpoint import CheckpointInfo, make_empty_transformer
+from ..parallel.placement import Placement, block_names, estimate_block_flops, plan_manual
+from ..parallel.schedule import Kind
+from ..patches.eight_bit import kernels_of
+from ..patches.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages
+from .block_times import SCHEME_TIMES, BlockTimes, FlopTimes
+from .cards import Card
+from .config import JobConfig, OptimizerConfig
+from .data import Sample
+from .forecast import (
+    CARD_WORKSPACE_BYTES,
+    CONTEXT_BYTES,
+    FRAGMENTATION,
+    Backend,
+    DeviceForecast,
+    Forecast,
+    Forecaster,
+    Optimizer,
+    StagePlan,
+    StepSettings,
+)
+from .optimizer import make_optimizer
+from .plan_advice import describe_refusal
+from .rehearsal import UNSEEN_CARD, Kernels, Rehearsal, Work, rehearse_training
+
+CAN_SWAP = False  # whether it may let blocks stream in from host memory
+_log = logging.getLogger(__name__)
+
+HEADROOM = 0.05  # of a card, left free by what the planner chooses to keep; the forecast may be off by as much
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run a job; see StepSettings."""
+
+    scheme: str
+    optimizer: str
+    schedule: Kind | Literal["none"]
+    ahead: int
+
+    def describe(self) -> str:
+        """ "fp8-compute, 1f1b, 1 ahead"."""
+        parts = ["bf16 weights" if self.scheme == "none" else self.scheme]
+        if self.schedule != "none":
+            parts.append(self.schedule + (f", {self.ahead} ahead" if self.ahead else ""))
+        if self.optimizer == "adamw8bit":
+            parts.append("adamw8bit")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A setting that was looked at; times_longer than the chosen one, None if it does not fit."""
+
+    setting: Setting
+    times_longer: float | None
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What was chosen and why.
+
+    Args:
+        job: with every "auto" that the planner answers replaced.
+        kept_blocks, swapped_blocks: per device.
+        bucket: (height, width) in pixels that was planned for.
+        relative_time: of a step, over the same with every block recomputed and no pipeline.
+        warning: why it may not fit after all, where the user has vouched for it; "" otherwise.
+    """
+
+    job: JobConfig
+    cards: tuple[Card, ...]
+    placement: Placement
+    setting: Setting
+    kept_blocks: tuple[int, ...]
+    swapped_blocks: tuple[int, ...]
+    forecast: Forecast
+    relative_time: float
+    reasons: tuple[str, ...]
+    alternatives: tuple[Alternative, ...] = ()
+    hints: tuple[str, ...] = ()
+    warning: str = ""
+    bucket: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class _Stage:
+    plan: StagePlan
+    forecast: DeviceForecast
+    time: float
+    share: float  # of the card that is needed
+
+
+@dataclass(frozen=True)
+class _Found:
+    setting: Setting
+    stages: tuple[_Stage, ...]
+    time: float
+    settings: StepSettings
+
+
+def asked_schedule(job: JobConfig, num_devices: int) -> Kind | None:
+    """The schedule that a job asks for on so many devices; None for one micro-batch at a time, "auto" means 1f1b.
+
+    Several devices and micro-batches are needed; with fewer a schedule asked for is left out, and that is logged.
+    """
+    asked = job.pipeline.schedule
+    if num_devices > 1 and job.train.accumulation > 1:
+        return None if asked == "none" else "1f1b" if asked == "auto" else asked
+    if asked not in ("auto", "none"):
+        _log.warning("pipeline.schedule %s needs several devices and train.accumulation above 1; left out", asked)
+    return None
+
+
+def largest_bucket(samples: Sequence[Sample]) -> tuple[int, int]:
+    """(height, width) in pixels of the samples that take the most."""
+    return max((sample.bucket for sample in samples), key=lambda size: size[0] * size[1])
+
+
+class Planner:
+    """Plans one job for one set of cards; rehearses each scheme once.
+
+    Args:
+        info: the checkpoint; only its header was read.
+        bucket: (height, width) in pixels of the largest samples. frames: video frames.
+        times: () takes operations. cuts: first block of each further card, where a resumed run must cut as before.
+    """
+
+    def __init__(
+        self,
+        job: JobConfig,
+        info: CheckpointInfo,
+        variant: Variant,
+        cards: Sequence[Card],
+        bucket: tuple[int, int],
+        *,
+        frames: int = 1,
+        times: BlockTimes | None = None,
+        cuts: Sequence[int] | None = None,
+    ) -> None:
+        self.job, self.info, self.variant = job, info, variant
+        self.family: ModelFamily = info.family
+        self.names = block_names(self._model, self.family)
+        self.cards = tuple(cards[: len(self.names)])
+        self.bucket, self.frames = bucket, frames
+        self._given_times, self._cuts = times, cuts
+        self._rehearsals: dict[str, Rehearsal] = {}
+
+    @cached_property
+    def _model(self) -> nn.Module:
+        """Sizes without weights."""
+        return make_empty_transformer(self.info)
+
+    def changed(self, job: JobConfig, cards: Sequence[Card], bucket: tuple[int, int]) -> Planner:
+        """The same for another job, other cards or another size; the cut is the planner's again if they differ."""
+        other = copy(self)
+        other.job, other.cards, other.bucket = job, tuple(cards[: len(self.names)]), bucket
+        other._cuts = self._cuts if len(cards) == len(self.cards) else None
+        for name in ("times", "bounds"):
+            other.__dict__.pop(name, None)
+        if replace(job, split=self.job.split, optimizer=self.job.optimizer) != self.job or bucket != self.bucket:
+            other._rehearsals = {}
+        return other
+
+    # ---- what is known of the job
+
+    @cached_property
+    def times(self) -> BlockTimes:
+        if self._given_times is not None:
+            return self._given_times
+        num_image = self.family.latent_of(self.variant).num_tokens(*self.bucket, self.frames)
+        num_text = max(encoder.max_length for encoder in self.variant.text_encoders)
+        flops = estimate_block_flops(self._model, self.family, num_image, num_text)
+        return FlopTimes([self.job.train.batch_size * each for each in flops])
+
+    def _work(self, scheme: str) -> Work:
+        latent = self.family.latent_of(self.variant)
+        height, width = (side // latent.spatial_stride for side in self.bucket)
+        model = replace(self.job.model, quantize=scheme)  # type: ignore[arg-type]
+        frames = 1 + (self.frames - 1) // latent.frame_stride
+        published = self.variant.transformer_config["in_channels"]  # a model of its own size may have another VAE
+        channels = latent.channels * self.info.config.get("in_channels", published) // published
+        return Work(
+            latent_shape=(channels, frames, height, width),
+            batch_size=self.job.train.batch_size,
+            dtype=getattr(torch, model.dtype),
+            quantize=model.quantize_settings,
+            lora=self.job.lora,
+        )
+
+    def _rehearsal(self, scheme: str) -> Rehearsal:
+        if scheme not in self._rehearsals:
+            with torch.inference_mode(False):  # ComfyUI runs nodes in it, and such tensors pass no gradients
+                model = make_empty_transformer(self.info)
+            self._rehearsals[scheme] = rehearse_training(
+                model, self.family, self.variant, self.info.config, self._work(scheme), self._kernels(scheme)
+            )
+        return self._rehearsals[scheme]
+
+    def _kernels(self, scheme: str) -> Kernels:
+        """Those of the first card; only 8-bit products ask a card for what it has, which compiles a kernel there."""
+        first = self.cards[0]
+        if first.eight_bit is None and first.has_context and scheme.endswith("-compute"):
+            return Kernels(kernels_of(first.device))
+        return Kernels(first.eight_bit or UNSEEN_CARD)
+
+    def forecaster(self, setting: Setting, settings: StepSettings) -> Forecaster:
+        has_context = all(card.has_context for card in self.cards)
+        backend = Backend(CARD_WORKSPACE_BYTES, FRAGMENTATION, 0 if has_context else CONTEXT_BYTES)
+        return Forecaster(
+            self._rehearsal(setting.scheme),
+            optimizer_bytes(setting.optimizer, self.job.lora.dtype),
+            settings,
+            backend=backend,
+            largest_layer=0 if setting.scheme == "none" else self._largest_layer,
+        )
+
+    @cached_property
+    def _largest_layer(self) -> int:
+        """A linear in full precision while it is rounded, in bytes."""
+        linears = (module for module in self._model.modules() if isinstance(module, nn.Linear))
+        return max(module.weight.numel() for module in linears) * getattr(torch, self.job.model.dtype).itemsize
+
+    # ---- the search
+
+    def settings(self) -> Iterator[Setting]:
+        """Every setting the user allows."""
+        job, num_stages = self.job, len(self.cards)
+        asked = asked_schedule(job, num_stages)
+        schedules: list[Kind | Literal["none"]] = ["none" if asked is None else asked]
+        if asked is not None and job.pipeline.schedule == "auto":
+            schedules.append("none")
+        for scheme in self._schemes():
+            for optimizer in ["adamw", "adamw8bit"] if job.optimizer.name == "auto" else [job.optimizer.name]:
+                for schedule in schedules:
+                    is_free = schedule == "1f1b" and job.pipeline.schedule == "auto"
+                    for ahead in sorted({job.pipeline.ahead, 0}, reverse=True) if is_free else [job.pipeline.ahead]:
+                        yield Setting(scheme, optimizer, schedule, 0 if schedule != "1f1b" else ahead)
+
+    def _schemes(self) -> list[str]:
+        if self.job.model.quantize != "auto":
+            return [self.job.model.quantize]
+        able = self.able_schemes
+        faster = [scheme for scheme in able if SCHEME_TIMES[scheme] < 1]
+        return ["none", *(faster or able)]  # a scheme that only stores is slower; for cards without 8-bit products
+
+    @property
+    def able_schemes(self) -> list[str]:
+        """8-bit schemes that every card and the packages installed here can do, the fastest first."""
+        refused = frozenset().union(*(card.refuses for card in self.cards))
+        return [scheme for scheme in BEST_FIRST if scheme not in refused and _has_packages(scheme)]
+
+    def find(self) -> tuple[_Found | None, list[tuple[Setting, _Found | None]]]:
+        """The fastest setting that fits, None if none does; and everything that was looked at.
+
+        A larger optimizer is preferred to a faster setting: 8-bit state is for what would not fit otherwise.
+        """
+        looked_at = [(setting, self.fit(setting)) for setting in self.settings()]
+        fitting = [found for _, found in looked_at if found is not None]
+        best = min(fitting, key=lambda found: (found.setting.optimizer == "adamw8bit", found.time), default=None)
+        return best, looked_at
+
+    def fit(self, setting: Setting) -> _Found | None:
+        """The best cut for a setting, None if there is none that fits: with some headroom and blocks that keep their
+        activations if possible, else as tight as it gets."""
+        return self._search(setting, 1 - HEADROOM) or self._search(setting, self._most, keeps=False)
+
+    def is_possible(self) -> bool:
+        """Whether anything fits."""
+        return any(self._search(setting, self._most, keeps=False) is not None for setting in self.settings())
+
+    def without_limits(self) -> list[_Found]:
+        """What every setting would need at least."""
+        found = (self._search(setting, math.inf, keeps=False, has_limits=False) for setting in self.settings())
+        return [each for each in found if each is not None]
+
+    @property
+    def _most(self) -> float:
+        """Share of a card that may be needed; with memory_limit_gb the user says what fits."""
+        return math.inf if self.job.split.memory_limit_gb else 1.0
+
+    def _search(self, setting: Setting, most: float, *, keeps: bool = True, has_limits: bool = True) -> _Found | None:
+        job = self.job
+        settings = StepSettings(
+            schedule=setting.schedule,
+            accumulation=job.train.accumulation,
+            ahead=setting.ahead,
+            is_checkpointing=job.train.gradient_checkpointing,
+        )
+        forecaster = self.forecaster(setting, settings)
+        search = _Search(self, setting, settings, forecaster, most=most, keeps=keeps, has_limits=has_limits)
+        stages = search.fixed(self.bounds) if self.bounds else search.best()
+        if stages is None:
+            return None
+        return _Found(setting, tuple(stages), _step_time(settings, [stage.time for stage in stages]), settings)
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Where the user cuts, ends included; () where the planner does."""
+        if self._cuts is not None:
+            return 0, *self._cuts, len(self.names)
+        if self.job.split.balance != "manual":
+            return ()
+        plan_manual(self.names, [card.device for card in self.cards], self.job.split.split_at)  # refuses wrong cuts
+        return 0, *self.job.split.split_at, len(self.names)
+
+
+def _has_packages(scheme: Scheme) -> bool:
+    try:
+        check_packages(QuantizeSettings(scheme))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _step_time(settings: StepSettings, times: Sequence[float]) -> float:
+    total, count = sum(times), settings.accumulation
+    if settings.schedule == "none":
+        return count * total
+    return total + (count - 1) * max(max(times), total / settings.held(0, len(times)))
+
+
+class _Search:
+    """Cuts for one setting: a dynamic programme over (stages used, blocks placed)."""
+
+    def __init__(
+        self,
+        planner: Planner,
+        setting: Setting,
+        settings: StepSettings,
+        forecaster: Forecaster,
+        *,
+        most: float,
+        keeps: bool,
+        has_limits: bool,
+    ) -> None:
+        self._planner, self._settings, self._forecaster = planner, settings, forecaster
+        self._most, self._keeps = most, keeps
+        split = planner.job.split
+        self._limits = split.memory_limit_gb if has_limits else ()
+        for name in ("memory_limit_gb", "kept_blocks", "swapped_blocks"):
+            values = getattr(split, name)
+            if values and len(values) != len(planner.cards):
+                raise ValueError(
+                    f"{name} has {len(values)} values, but the devices are "
+                    f"{', '.join(card.name for card in planner.cards)}; give one each"
+                )
+        self._kept, self._swapped = split.kept_blocks, split.swapped_blocks
+        blocks = range(len(planner.names))
+        self._times = [[planner.times.of(block, card, setting.scheme) for block in blocks] for card in planner.cards]
+        self._seconds = [_prefix(sum(each) for each in times) for times in self._times]
+        self._again = [_prefix(each[0] for each in times) for times in self._times]
+
+    def fixed(self, bounds: Sequence[int]) -> list[_Stage] | None:
+        """The stages of the user's cut, None if one does not fit."""
+        stages = []
+        for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+            stage = self._stage(index, start, end)
+            if stage is None:
+                return None
+            stages.append(stage)
+        return stages
+
+    def best(self) -> list[_Stage] | None:
+        """Of the cuts that fit, the one with the shortest step; of equals, the one whose fullest card is emptiest."""
+        num_blocks, num_stages = len(self._planner.names), len(self._planner.cards)
+        best: dict[int, tuple[tuple[float, float], list[_Stage]]] = {0: ((0.0, 0.0), [])}
+        for index in range(num_stages):
+            options: dict[int, tuple[tuple[float, float], list[_Stage]]] = {}
+            ends = range(index + 1, num_blocks - (num_stages - 1 - index) + 1)
+            for start, (value, stages) in best.items():
+                for end in ends if index < num_stages - 1 else (num_blocks,):
+                    stage = self._stage(index, start, end) if end > start else None
+                    if stage is None:
+                        continue
+                    added = self._add(value, stage)
+                    if end not in options or added < options[end][0]:
+                        options[end] = added, [*stages, stage]
+            best = options
+        return best[num_blocks][1] if num_blocks in best else None
+
+    def _add(self, value: tuple[float, float], stage: _Stage) -> tuple[float, float]:
+        """Time first, then the fullest card; rounded, so that sums of equal parts in another order are equal."""
+        is_slowest = self._settings.schedule != "none" or self._planner.job.split.balance == "time"
+        time = max(value[0], stage.time) if is_slowest else value[0] + stage.time
+        return float(f"{time:.9g}"), max(value[1], stage.share)
+
+    def _stage(self, index: int, start: int, end: int) -> _Stage | None:
+        plan = StagePlan(index, len(self._planner.cards), start, end)
+        if self._swapped:
+            plan = replace(plan, num_swapped=min(self._swapped[index], end - start))
+        if self._kept or not self._settings.is_checkpointing:
+            kept = min(self._kept[index], end - start) if self._kept else 0
+            return self._checked(replace(plan, num_kept=kept))
+        found = self._checked(plan)
+        if found is None or not self._keeps:
+            return found
+        low, high = 0, end - start  # the most blocks that may keep their activations
+        while low < high:
+            middle = (low + high + 1) // 2
+            stage = self._checked(replace(plan, num_kept=middle))
+            if stage is None:
+                high = middle - 1
+            else:
+                low, found = middle, stage
+        return found
+
+    def _checked(self, plan: StagePlan) -> _Stage | None:
+        """The stage, None if it needs more of its card than it may."""
+        card = self._planner.cards[plan.stage]
+        found = self._forecaster.device(card.name, plan)
+        if self._limits and found.weights > self._limits[plan.stage] * 1e9:
+            return None
+        share = found.needed / max(1, card.usable_bytes)
+        return _Stage(plan, found, self._time(plan), share) if share <= self._most else None
+
+    def _time(self, plan: StagePlan) -> float:
+        """A micro-batch: forward, backward, and forward again where blocks are recomputed."""
+        seconds, again = self._seconds[plan.stage], self._again[plan.stage]
+        time = seconds[plan.end] - seconds[plan.start]
+        if self._settings.is_checkpointing:
+            time += again[plan.end - plan.num_kept] - again[plan.start]
+        return time
+
+
+def _prefix(values: Any) -> list[float]:
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums
+
+
+def optimizer_bytes(name: str, lora_dtype: str) -> Optimizer:
+    """What an optimizer holds per trained value: state between steps, and temporaries of a step.
+
+    Of an optimizer that this pack does not name, the state is measured on a small parameter.
+    """
+    size = getattr(torch, lora_dtype).itemsize
+    if name in ("adamw", "auto"):
+        return Optimizer(state=2 * size, step=size)  # torch takes the root of all second moments of a card at once
+    if name == "adamw8bit":
+        return Optimizer(state=2 * (1 + 4 / 256), step=0.0)  # two moments, a float32 per 256 values; one by one
+    return Optimizer(state=_measured_state(name, lora_dtype), step=size)
+
+
+def _measured_state(name: str, lora_dtype: str) -> float:
+    with torch.inference_mode(False), torch.enable_grad():
+        parameter = nn.Parameter(torch.zeros(64, 64, dtype=getattr(torch, lora_dtype)))
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer = make_optimizer([parameter], OptimizerConfig(name=name))
+        optimizer.step()
+        held = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+    return sum(value.numel() * value.element_size() for value in held) / parameter.numel()
+
+
+# ---- the plan
+
+
+def plan_training(planner: Planner) -> TrainingPlan:
+    """The fastest way to run a job on its cards that fits.
+
+    Raises: ValueError if none does; it says what each card lacks and which changes would do.
+    """
+    found, looked_at = planner.find()
+    if found is None:
+        raise ValueError(describe_refusal(planner))
+    forecast = Forecast(tuple(stage.forecast for stage in found.stages), _host_bytes(planner, found))
+    devices = [card.device for card, stage in zip(planner.cards, found.stages, strict=True) for _ in _blocks(stage)]
+    plain = _step_time(replace(found.settings, schedule="none"), [_recomputed(planner, found, s) for s in found.stages])
+    return TrainingPlan(
+        job=_settled(planner.job, found.setting),
+        cards=planner.cards,
+        placement=Placement(planner.names, tuple(devices), planner.cards[0].device),
+        setting=found.setting,
+        kept_blocks=tuple(stage.forecast.num_kept for stage in found.stages),
+        swapped_blocks=tuple(stage.plan.num_swapped for stage in found.stages),
+        forecast=forecast,
+        relative_time=found.time / plain,
+        reasons=tuple(_reasons(planner, found, looked_at)),
+        alternatives=tuple(
+            Alternative(setting, None if other is None else other.time / found.time) for setting, other in looked_at
+        ),
+        hints=tuple(_hints(planner, found)),
+        warning=_warning(planner, found),
+        bucket=planner.bucket,
+    )
+
+
+def _blocks(stage: _Stage) -> range:
+    return range(stage.plan.start, stage.plan.end)
+
+
+def _settled(job: JobConfig, setting: Setting) -> JobConfig:
+    return replace(
+        job,
+        model=replace(job.model, quantize=setting.scheme),  # type: ignore[arg-type]
+        optimizer=replace(job.optimizer, name=setting.optimizer),
+    )
+
+
+def _host_bytes(planner: Planner, found: _Found) -> int:
+    forecaster = planner.forecaster(found.setting, found.settings)
+    return forecaster.host_bytes([stage.plan for stage in found.stages])
+
+
+def _recomputed(planner: Planner, found: _Found, stage: _Stage) -> float:
+    card = planner.cards[stage.plan.stage]
+    times = [planner.times.of(block, card, found.setting.scheme) for block in _blocks(stage)]
+    return sum(2 * forward + backward for forward, backward in times)
+
+
+def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting, _Found | None]]) -> Iterator[str]:
+    """A line per choice that was ours."""
+    job, stages = planner.job, found.stages
+    cut = " + ".join(str(len(_blocks(stage))) for stage in stages)
+    shares = " and ".join(f"{stage.share:.0%}" for stage in stages)
+    if planner.bounds:
+        yield f"cut {cut} blocks: given; it needs {shares} of what the cards have free"
+    elif len(stages) > 1:
+        why = "shortest time in its slowest stage" if found.setting.schedule != "none" else "even use of memory"
+        yield f"cut {cut} blocks: {why}; it needs {shares} of what the cards have free"
+    kept = [stage.forecast.num_kept for stage in stages]
+    if not job.train.gradient_checkpointing:
+        yield "activations: all are kept, as gradient_checkpointing is off"
+    elif job.split.kept_blocks:
+        yield f"activations: the last {_joined(kept)} blocks keep them: given"
+    elif any(kept):
+        yield f"activations: the last {_joined(kept)} blocks keep them, which saves computing those blocks again"
+    else:
+        yield f"activations: every block is recomputed; keeping one would leave less than {HEADROOM:.0%} of a card free"
+    others = [(setting, other) for setting, other in looked_at if setting != found.setting]
+    for label, of in (("scheme", "scheme"), ("schedule", "schedule"), ("optimizer", "optimizer")):
+        rivals = {getattr(setting, of) for setting, _ in others} - {getattr(found.setting, of)}
+        for rival in sorted(rivals):
+            times = [other.time for setting, other in others if getattr(setting, of) == rival and other is not None]
+            chosen = getattr(found.setting, of)
+            verdict = f"{min(times) / found.time:.2f} times as long" if times else "does not fit"
+            yield f"{label} {_named(chosen)}: {_named(rival)} {'would take ' if times else ''}{verdict}"
+
+
+def _joined(numbers: Sequence[int]) -> str:
+    return " + ".join(map(str, numbers))
+
+
+def _named(choice: str) -> str:
+    return "without" if choice == "none" else choice
+
+
+def _hints(planner: Planner, found: _Found) -> Iterator[str]:
+    if len(planner.cards) < 2:
+        return
+    alone = replace(found.settings, schedule="none", ahead=0)
+    forecaster = planner.forecaster(found.setting, alone)
+    whole = [forecaster.device(card.name, StagePlan(0, 1, 0, len(planner.names))) for card in planner.cards]
+    if all(each.needed <= card.usable_bytes for each, card in zip(whole, planner.cards, strict=True)):
+        yield (
+            f"replicas would be faster: the whole model with everything needs {whole[0].needed / 1e9:.1f} GB and fits "
+            "on each card alone; a job per card trains as many LoRAs at once (this pack does not share one among them)"
+        )
+
+
+def _warning(planner: Planner, found: _Found) -> str:
+    over = [
+        f"{card.name} {stage.forecast.needed / 1e9:.2f} GB of {card.usable_bytes / 1e9:.2f} GB"
+        for card, stage in zip(planner.cards, found.stages, strict=True)
+        if stage.forecast.needed > card.usable_bytes
+    ]
+    if not over:
+        return ""
+    return f"the forecast exceeds what is free ({', '.join(over)}), and memory_limit_gb says to try"
