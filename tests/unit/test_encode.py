@@ -40,15 +40,7 @@ SPECS = (CLIP, T5, QWEN3)
 CAPTIONS = [f"a picture of {number} cats" for number in range(10)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick():
-    """One thread (tiny matrices only wait for more), and nothing old for the collector to walk through."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
