@@ -260,7 +260,8 @@ def cache_job(
     def cached(samples: tuple[Sample, ...]) -> CachedSamples:
         keys = [latent_keys[sample.image_request()] for sample in samples]
         tokens_per_cell = plan.family.latent_of(plan.variant).num_tokens_per_cell
-        return CachedSamples(store, samples, keys, text_keys, plan.job.data.use_masks, tokens_per_cell)
+        varying = frozenset(spec.output for spec in plan.variant.text_encoders if spec.has_varying_length)
+        return CachedSamples(store, samples, keys, text_keys, plan.job.data.use_masks, tokens_per_cell, varying)
 
     return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
 

@@ -132,7 +132,7 @@ class Trainer:
         noise = torch.randn(batch.latents.shape, generator=generator)
         sigmas = self.schedule.sigmas(quantiles, batch.num_tokens)
         noisy = add_noise(batch.latents, noise, sigmas)
-        text = {name: states.to(self._home, self._dtype) for name, states in batch.text.items()}
+        text = {name: self._at_home(states) for name, states in batch.text.items()}
         guidance = self.job.objective.guidance
         inputs = self.family.make_inputs(
             noisy.to(self._home, self._dtype),
@@ -143,6 +143,10 @@ class Trainer:
         output = self.model(**inputs, return_dict=False)[0]
         prediction = self.family.read_prediction(output, batch.latents)
         return flow_matching_loss(prediction, batch.latents.to(self._home), noise.to(self._home), batch.mask)
+
+    def _at_home(self, states: torch.Tensor) -> torch.Tensor:
+        """Text states in the type that the model computes in; masks stay masks."""
+        return states.to(self._home, self._dtype if states.is_floating_point() else states.dtype)
 
     @torch.no_grad()
     def evaluate(self) -> float:
