@@ -76,7 +76,8 @@ def _make_parser() -> argparse.ArgumentParser:
     mode.add_argument(
         "--verify",
         action="store_true",
-        help="compute nothing: read every entry of the jobs, say what is missing or damaged; exit code 1 if so",
+        help="only check: read every entry that the jobs need and compare checksums; names those that are missing or "
+        "damaged, deletes the damaged ones (the next run computes them), and ends with exit code 1 if there were any",
     )
     mode.add_argument(
         "--prune",

@@ -226,6 +226,8 @@ def _encode_missing_captions(
 ) -> None:
     """The encoder lives in this frame only, so that it can be freed when the frame is left, by an error too."""
     encoder = None
+    if not spec.pads:  # passes take captions of one length, so let these come together
+        missing = dict(sorted(missing.items(), key=lambda item: len(item[1])))
     try:
         with fill.shared(missing, place.captions_per_batch) as batches:
             for batch in batches:
@@ -234,8 +236,15 @@ def _encode_missing_captions(
                     encoder = open_text_encoder(spec, folder, place, dtype, quantize)
                     _log_memory(f"loaded text encoder {spec.folder}", place.device)
                     on_begin()
-                for key, states in zip(batch, encoder.encode_batch([missing[key] for key in batch]), strict=True):
-                    fill.put(key, spec.output, states)
+                texts = [missing[key] for key in batch]
+                problems = []
+                for key, text, states in zip(batch, texts, encoder.encode_batch(texts), strict=True):
+                    if problem := encoder.problem_of(states, text):
+                        problems.append(problem)
+                    else:
+                        fill.put(key, spec.output, states)
+                if problems:
+                    raise RuntimeError("\n".join([*problems, "all captions encoded until then are kept"]))
     finally:
         if encoder is not None:
             encoder.close()

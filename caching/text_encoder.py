@@ -92,16 +92,20 @@ class TextEncoder:
         Raises: RuntimeError if the states are not finite, or there are none, or the installed transformers lacks an
             argument we need.
         """
-        return self._encode_together([text])[0]
+        states = self._encode_together([text])[0]
+        if problem := self.problem_of(states, text):
+            raise RuntimeError(problem)
+        return states
 
     def encode_batch(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        """encode() of each text, bit by bit; where layers are streamed, in as few passes as can be.
+        """encode() of each text, bit by bit, unless problem_of says why not to use it; where layers are streamed, in as
+        few passes as can be.
 
         A batch that plan_batches made takes one pass. The states of streamed encoders are on the CPU, so that a batch
         of them does not take the room of the next pass.
         """
         if self.stream is None:
-            return [self.encode(text) for text in texts]
+            return [self._encode_together([text])[0] for text in texts]
         states: dict[str, torch.Tensor] = {}
         for batch in self.plan_batches(texts):
             states.update(zip(batch, self._encode_together(batch), strict=True))
@@ -139,20 +143,21 @@ class TextEncoder:
             found = _ENCODE[self.spec.kind](self, texts)
             if self.stream is not None:
                 found = (states.to("cpu") for states in found)
-            return [self._checked(states, text) for states, text in zip(found, texts, strict=True)]
+            return list(found)
 
-    def _checked(self, states: torch.Tensor, text: str) -> torch.Tensor:
+    def problem_of(self, states: torch.Tensor, text: str) -> str:
+        """Why these states must not be used, and what would help; "" if they may be."""
         if not states.numel():
-            raise RuntimeError(
+            return (
                 f"{self.spec.folder} gave no states for {_shorten(text)}: its {self.spec.num_dropped_tokens} first "
                 f"tokens are left out and there are no others; use the tokenizer folder published with the model"
             )
         if not torch.isfinite(states).all():
-            raise RuntimeError(
+            return (
                 f"{self.spec.folder} gave states that are not finite in {states.dtype} for {_shorten(text)}; "
                 'set cache.dtype to "bfloat16" or "float32"'
             )
-        return states
+        return ""
 
 
 def prepare_text(caption: str, spec: TextEncoderSpec) -> str:
