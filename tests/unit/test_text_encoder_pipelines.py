@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from devicebridge.caching import streamed_encoder, text_encoder
+from devicebridge.caching import encode, streamed_encoder, text_encoder
+from devicebridge.caching.store import CacheStore
 from devicebridge.caching.streamed_encoder import StreamPlan
 from devicebridge.caching.text_encoder import TextEncoder, load_text_encoder
-from devicebridge.caching.text_place import forecast_size
+from devicebridge.caching.text_place import TextPlace, forecast_size
 from devicebridge.caching.text_weights import TextScheme, is_rounded
 from devicebridge.families.spec import TextEncoderSpec
 from devicebridge.tests.noise import decibels
@@ -293,3 +294,23 @@ def test_contradictions_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             change(spec, **changes)
+
+
+def test_captions_of_one_length_come_together_in_the_cache(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six captions of two lengths in turn, three to a pass: two passes, where their own order would take four."""
+    copies = []
+    close = streamed_encoder.StreamedLayers.close
+    monkeypatch.setattr(
+        streamed_encoder.StreamedLayers, "close", lambda layers: copies.append(layers.num_copies) or close(layers)
+    )
+    place = TextPlace(torch.device("cpu"), StreamPlan(3), "for this test")
+    monkeypatch.setattr(encode, "plan_text_place", lambda *args: place)
+    captions = ["a", "bcd", "e", "fgh", "i", "jkl"]
+    store = CacheStore(tmp_path)
+    keys = encode.encode_captions(captions, [QWEN_IMAGE], folders["qwen_image"], "cpu", torch.float32, store)
+    assert copies == [2 * NUM_LAYERS]
+    resident = load_text_encoder(QWEN_IMAGE, folders["qwen_image"], "cpu", torch.float32)
+    for caption in captions:
+        assert torch.equal(store.get(keys[caption])["prompt_embeds"], resident.encode(caption))
