@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 NUM_BUFFERS = 2
 _ALIGNMENT = 256  # bytes; what torch's allocator gives a tensor of its own
 # Arguments of a layer that may have a dim before the batch's, and their dims without it: Qwen2.5-VL counts positions
-# along three axes, [3, B, S] and (before transformers 5) [3, B, S, D], which shapes could not tell from a batch of three.
+# along three axes, [3, B, S] and, in transformers 4, [3, B, S, D]; shapes could not tell these from a batch of three.
 _MOST_DIMS = {"position_ids": 2, "position_embeddings": 3}
 _ANY = 99
 
