@@ -130,7 +130,7 @@ def _check(options: argparse.Namespace) -> int:
     plan = check_job(load_job(options.job))
     print(f"model: {plan.family.title}, {plan.variant.name} ({plan.info.layout} layout)")
     print(f"placement: {plan.placement.describe()}")
-    print(f"images: {len(plan.samples)} for training, {len(plan.eval_samples)} for evaluation")
+    print(f"images: {len(plan.training_samples)} for training, {len(plan.eval_samples)} for evaluation")
     print(f"quantize: {preview_job(plan.job, plan.info, plan.placement).table()}")
     return 0
 

@@ -16,12 +16,14 @@ are sampled: the size, the whole safetensors header (every name, type, shape and
 start, the middle and the end of every tensor. Fine-tuning, merging, quantizing or swapping a tensor changes it nearly
 everywhere, so three samples per tensor see it. What they can miss is an edit by hand of single numbers in between.
 Files up to `_WHOLE_FILE_BYTES`, which includes most VAEs and the CLIP encoders, are hashed in full.
+Encoders that ComfyUI holds in memory have no file to ask; their weights are sampled in the same way.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 # Raise when our own code changes what it computes from the same inputs.
 TEXT_VERSION = 1
 IMAGE_VERSION = 1
+STOCK_VERSION = 1  # how ComfyUI's own encoders are asked, and how their weights are hashed
 ROUNDING_VERSION = 1  # of text encoders in 8 bits
 
 # Fields that text encoders got when caches were in use already, with what they mean where they are not set: they are in
@@ -123,6 +126,68 @@ def latent_key(
             "dtype": str(dtype),
         }
     )
+
+
+def stock_text_key(text: str, fingerprint: str) -> str:
+    """Key of what a stock CLIP makes of one text; its fingerprint covers all but the text."""
+    return _digest({"what": "stock text", "version": STOCK_VERSION, "text": text, "clip": fingerprint})
+
+
+def stock_latent_key(
+    image_fingerprint: str, resize: tuple[int, int], crop: tuple[int, int, int, int], fingerprint: str
+) -> str:
+    """Key of what a stock VAE makes of one image. What the model's family makes of it is done when it is read."""
+    return _digest(
+        {
+            "what": "stock latents",
+            "version": (STOCK_VERSION, IMAGE_VERSION),
+            "image": image_fingerprint,
+            "resize": resize,
+            "crop": crop,
+            "vae": fingerprint,
+        }
+    )
+
+
+def content_key(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Key of tensors that are known by nothing but their content: names, types, shapes and all bytes."""
+    return _digest({"what": "content", "tensors": _tensor_facts(tensors, math.inf)})
+
+
+def tensors_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Hash of weights in memory, on any device: as file_fingerprint samples a file of them. Nothing is moved whole.
+
+    Raises: ValueError naming a tensor that does not show its bytes.
+    """
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return _digest(_tensor_facts(tensors, math.inf if num_bytes <= _WHOLE_FILE_BYTES else _SAMPLE_BYTES))
+
+
+def _tensor_facts(tensors: Mapping[str, torch.Tensor], sample_bytes: float) -> dict[str, Any]:
+    return {
+        name: (str(tensor.dtype), list(tensor.shape), _hash_bytes(name, tensor, sample_bytes))
+        for name, tensor in tensors.items()
+    }
+
+
+def _hash_bytes(name: str, tensor: torch.Tensor, sample_bytes: float) -> str:
+    """Of all bytes if they are up to 3 * sample_bytes, else of as many at the start, in the middle and at the end."""
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.is_sparse:
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__} on {tensor.device}, whose bytes cannot be hashed; load the weights "
+            "with a loader that keeps plain tensors, such as ComfyUI's own"
+        )
+    flat = tensor.detach().reshape(-1)  # a view where the tensor is contiguous
+    count = flat.numel()
+    length = count if 3 * sample_bytes >= count * flat.element_size() else int(sample_bytes) // flat.element_size()
+    starts = {0} if length == count else {0, (count - length) // 2, count - length}
+    digest = hashlib.sha256()
+    for start in sorted(starts):
+        part = flat[start : start + length].to("cpu").contiguous()
+        digest.update(part.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def settings_fingerprint(settings: Any) -> str:

@@ -308,6 +308,37 @@ class Variant:
     caution: str = ""
 
 
+# normalise(samples [C, F, H, W] as ComfyUI's VAE.encode returns them) -> what the model is trained on, of that shape.
+NormaliseSamples = Callable[["torch.Tensor"], "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class ComfyInputs:
+    """What ComfyUI's own model of a family makes of a CONDITIONING and a LATENT before it computes with them.
+
+    Training on what ComfyUI's encoders made has to do the same; comfy_inputs.py does. Read in comfy/model_base.py
+    (extra_conds) and comfy/latent_formats.py (process_in) of ComfyUI 0.33.0.
+
+    Args:
+        states: the text input, as make_inputs names it, that the CONDITIONING's tensor becomes.
+        width: key of the transformer's config that says how wide this is.
+        normalise: LATENT to normalised latents.
+        pooled, pooled_width: the same for its pooled_output; "" where the model reads none.
+        min_tokens: shorter texts get rows of zeros in front, up to this number of tokens.
+        latent_dims: of a LATENT without batch and channels: 2 for [H, W], 3 for [F, H, W].
+        cells_per_token: latent cells that make_inputs packs into one token of the transformer's in_channels.
+    """
+
+    states: str
+    width: str
+    normalise: NormaliseSamples
+    pooled: str = ""
+    pooled_width: str = ""
+    min_tokens: int = 0
+    latent_dims: Literal[2, 3] = 2
+    cells_per_token: int = 1
+
+
 # make_inputs(latents [B, C, F, H, W], sigma [B], text, guidance) -> keyword arguments of the transformer's forward.
 # Where captions of several lengths meet, text has a bool mask NAME_mask [B, S] beside NAME, True where no padding is.
 MakeInputs = Callable[["torch.Tensor", "torch.Tensor", Mapping[str, "torch.Tensor"], "float | None"], dict[str, Any]]
@@ -338,6 +369,7 @@ class ModelFamily:
         modelspec_architecture, ss_base_model_version: what LoRA metadata calls this family.
         make_inputs, read_prediction, encode_latents, decode_latents: see the aliases above.
         native: ComfyUI's own classes of this architecture, as described in families/native.py.
+        comfy: how they read what ComfyUI's text encoders and VAEs make; None if nobody has looked.
     """
 
     name: str
@@ -361,6 +393,7 @@ class ModelFamily:
     prediction_target: Literal["velocity"] = "velocity"
     original_prefixes: tuple[str, ...] = field(default=("model.diffusion_model.", "diffusion_model.", ""))
     native: tuple[NativeModel, ...] = ()
+    comfy: ComfyInputs | None = None
 
     def variant(self, name: str) -> Variant:
         """The variant of this name.

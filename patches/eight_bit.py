@@ -366,6 +366,28 @@ def _dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     return weight.to(dtype).mul_(scale)
 
 
+@torch.compiler.assume_constant_result
+def _has_rowwise_products(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype is torch.float8_e4m3fn and plan_for(device, dtype) == Plan("vendor", "transpose", has_triton=True)
+
+
+def _traced_linear8(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """linear8 as the compiler sees it: rounding x joins the kernel that made x. Backwards stay opaque, since the
+    compiler may move what depends on weights alone, a transposed copy of them, into the forward and keep it."""
+    a, a_scale = quantize_rows(x, weight.dtype)
+    out = torch._scaled_mm(
+        a,
+        weight.t(),
+        scale_a=a_scale,
+        scale_b=scale.t(),
+        out_dtype=torch.bfloat16,
+        use_fast_accum=weight.shape[1] <= _MAX_FAST_TERMS,
+    ).to(x.dtype)
+    return out if bias is None else out + bias
+
+
 # Opaque to torch.compile, which would otherwise trace into the choice of kernels; eager calls do without their cost.
 @torch.library.custom_op("devicebridge::linear8", mutates_args=())
 def _linear8_op(
@@ -415,9 +437,11 @@ class _Linear8(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.frozen = weight, scale, rotation
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if torch.compiler.is_compiling():
-            return _linear8_op(x, weight, scale, bias, rotation)
-        return linear8(x, weight, scale, bias, rotation)
+        if not torch.compiler.is_compiling():
+            return linear8(x, weight, scale, bias, rotation)
+        if _has_rowwise_products(x.device, weight.dtype) and _fits(x, weight, terms=weight.shape[1]):
+            return _traced_linear8(x, weight, scale, bias)
+        return _linear8_op(x, weight, scale, bias, rotation)
 
     @staticmethod
     @once_differentiable

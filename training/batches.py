@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ..caching.store import CacheStore
-from .data import Sample, load_mask
+from .data import Sample, TrainingSample, load_mask
+
+
+def _own_latents(entry: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Of an entry that our own VAE code made."""
+    return entry["latents"]
 
 
 @dataclass(frozen=True)
@@ -40,35 +45,43 @@ class CachedSamples:
         use_masks: whether masks of samples that have one weigh the loss.
         tokens_per_cell: image tokens per latent cell.
         varying: names of text states that are as long as their caption.
+        read_latents, read_text: an entry as normalised latents [C, F, H, W], and as the text that make_inputs reads;
+            entries of ComfyUI's encoders are made fit here.
     """
 
     store: CacheStore
-    samples: Sequence[Sample]
+    samples: Sequence[TrainingSample]
     latent_keys: Sequence[str]
     text_keys: Mapping[str, str]
     use_masks: bool
     tokens_per_cell: float
     varying: frozenset[str] = frozenset()
+    read_latents: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] = _own_latents
+    read_text: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
 
     def load(self, indices: Sequence[int], drop_caption: Sequence[bool]) -> LoadedBatch:
         """Read the samples of one batch; all must be of one bucket.
 
         Raises: RuntimeError if an entry is gone from the cache, or its text states are of another length than others.
         """
-        latents = torch.stack([self._entry(self.latent_keys[i])["latents"] for i in indices])
+        latents = torch.stack([self.read_latents(self._entry(self.latent_keys[i])) for i in indices])
         captions = ["" if drop else self.samples[i].caption for i, drop in zip(indices, drop_caption, strict=True)]
-        texts = [self._entry(self.text_keys[caption]) for caption in captions]
+        texts = [self.read_text(self._entry(self.text_keys[caption])) for caption in captions]
         text = join_texts(texts, self.varying)
         num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
         return LoadedBatch(latents, text, self._masks(indices, latents), num_tokens)
 
     def _masks(self, indices: Sequence[int], latents: torch.Tensor) -> torch.Tensor | None:
-        if not self.use_masks or not any(self.samples[i].mask_path for i in indices):
+        samples = [self.samples[i] for i in indices]
+        if not self.use_masks or not any(sample.mask_path for sample in samples):
             return None
         height, width = latents.shape[-2:]
         full = torch.ones(1, 1, height, width)
         return torch.stack(
-            [load_mask(self.samples[i], (height, width)) if self.samples[i].mask_path else full for i in indices]
+            [
+                load_mask(sample, (height, width)) if isinstance(sample, Sample) and sample.mask_path else full
+                for sample in samples
+            ]
         )
 
     def _entry(self, key: str) -> dict[str, torch.Tensor]:

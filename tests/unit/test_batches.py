@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from devicebridge.tests.tiny_pipeline import make_tiny_job
-from devicebridge.training.batches import join_texts
+from devicebridge.training.batches import LoadedBatch, join_texts
 from devicebridge.training.events import EventLog
 from devicebridge.training.job import cache_job, check_job
 from devicebridge.training.loop import Trainer
@@ -61,6 +63,28 @@ def test_a_job_knows_which_of_its_encoders_make_states_as_long_as_the_caption(tm
 
 
 def test_masks_stay_masks_on_their_way_to_the_model() -> None:
-    trainer = types.SimpleNamespace(_home=torch.device("cpu"), _dtype=torch.bfloat16)
-    states, mask = (Trainer._at_home(trainer, tensor) for tensor in (torch.ones(1, 2, 3), torch.ones(1, 2).bool()))  # type: ignore[arg-type]
-    assert states.dtype == torch.bfloat16 and mask.dtype == torch.bool
+    seen: list[Mapping[str, torch.Tensor]] = []
+
+    def make_inputs(
+        latents: torch.Tensor, sigma: torch.Tensor, text: Mapping[str, torch.Tensor], guidance: None
+    ) -> Any:
+        seen.append(text)
+        return {"states": latents}
+
+    trainer = object.__new__(Trainer)
+    trainer._home, trainer._dtype = torch.device("cpu"), torch.bfloat16
+    trainer.schedule = types.SimpleNamespace(sigmas=lambda quantiles, num_tokens: quantiles.float())  # type: ignore[assignment]
+    trainer.job = types.SimpleNamespace(objective=types.SimpleNamespace(guidance=None))  # type: ignore[assignment]
+    trainer.variant = types.SimpleNamespace(training_guidance=None)  # type: ignore[assignment]
+    read = types.SimpleNamespace(make_inputs=make_inputs, read_prediction=lambda output, latents: output)
+    trainer.family = read  # type: ignore[assignment]
+    trainer.model = lambda states, return_dict: (states,)  # type: ignore[assignment]
+    text = join_texts(_states(3, 1), {"states"})
+    noisy = trainer._noisy(LoadedBatch(torch.ones(2, 1, 1, 4, 4), text, None, 16), torch.ones(2) / 2, torch.Generator())
+    assert trainer._loss(noisy).isfinite()
+    assert {name: states.dtype for name, states in seen[0].items()} == {
+        "states": torch.bfloat16,
+        "states_mask": torch.bool,
+        "pooled": torch.bfloat16,
+    }
+    assert torch.equal(seen[0]["states_mask"], text["states_mask"])

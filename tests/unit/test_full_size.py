@@ -13,6 +13,7 @@ import diffusers
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel import recompute
 from devicebridge.parallel.block_split import apply_block_split
 from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement
 from devicebridge.training.adapter import apply_lora
@@ -106,7 +107,8 @@ def test_forward_of_every_variant(family_name, variant_name):
 
 
 @pytest.mark.parametrize("family_name", sorted(FAMILIES))
-def test_training_step_of_every_family(family_name):
+def test_training_step_of_every_family(family_name, monkeypatch):
+    monkeypatch.setattr(recompute, "random_states", lambda devices: {})  # fake cards draw no numbers
     family = FAMILIES[family_name]
     variant = family.variants[0]
     model, placement = _build(family, variant, lora=True)
