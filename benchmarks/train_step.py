@@ -9,14 +9,13 @@ Full-size models with random weights; no checkpoint is needed. All contestants o
 - "usual split": what a split by hooks usually is: blocks cut at the middle of the last list, every foreign block moves
   all of its arguments, PEFT's LoRA, torch's gradient checkpointing of every block, one micro-batch in flight; 8-bit
   sections hold its weights in torchao's weight-only float8.
-- "pipeline ...": the pack: cut by time, LoRA computed with its base, its recomputation; m micro-batches per step;
-  "keep": as many blocks keep their activations as fit --card-gb per card (measured by trying); "compiled": blocks
-  compiled.
+- "pipeline m": the pack: cut by time, LoRA computed with its base, its recomputation; m micro-batches per step. "keep":
+  as many blocks keep their activations as fit --card-gb per card (found by trying); "compiled": blocks compiled.
 
 A step is the pack's own loop: noise, copies from pinned memory, forward, loss, backward, clipping, AdamW; LoRA in
 bfloat16, rank 32, batch 1, text at full length. Seconds are per sample: a step's divided by its micro-batches. Busy is
-the share of a step in which a card runs kernels, from one step under torch.profiler. Ratios come first; results are
-written after each section. --tiny runs the same on emulated cards, where times mean nothing.
+the share of a step in which a card runs kernels, from one step under torch.profiler, of the ways in --busy. Ratios come
+first; results are written after each section. --tiny runs the same on emulated cards, where times mean nothing.
 """
 
 from __future__ import annotations
@@ -241,6 +240,7 @@ def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer
             each.is_compiled.remove()
             each.is_compiled = None
         trainer.is_compiled = way.compiled
+    torch.backends.cuda.enable_cudnn_sdp(not way.compiled)  # the others may have it even where blocks are compiled
     yield trainer
 
 
@@ -353,7 +353,7 @@ def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) 
         row["kept_blocks"] = kept[way.name]
         if each.devices[0].type == "cuda":
             row["peak_gb"] = [round(peak / 1e9, 2) for peak in _peaks(each, way, kept[way.name])]
-        row["busy"] = busy_shares(each, way, kept[way.name])
+        row["busy"] = busy_shares(each, way, kept[way.name]) if way.name in options.busy else {}
     usual = found.get(USUAL.name, {}).get("s_per_sample")
     for name, row in found.items():
         if usual and "s_per_sample" in row:
@@ -400,9 +400,7 @@ def run_section(options: argparse.Namespace, name: str, scheme: str, rivals: dic
     eager = [(each, way) for each, way in entries if not way.compiled]
     section["ways"] = measure(options, eager)
     compiled = [(each, way) for each, way in entries if way.compiled]
-    if (
-        compiled and elapsed_s() < options.budget_s
-    ):  # apart, with the usual split once more: blocks are compiled in place
+    if compiled and elapsed_s() < options.budget_s:  # apart, beside the usual split again: blocks compile in place
         again = measure(options, [*(entry for entry in entries if entry[1] is USUAL), *compiled])
         section["ways"] |= {f"{name}, again" if name == USUAL.name else name: row for name, row in again.items()}
     del ours, usual, entries, eager, compiled
@@ -430,6 +428,7 @@ def parse() -> argparse.Namespace:
     )
     names = [way.name for way in (ONE_GPU, USUAL, *OURS)]
     parser.add_argument("--ways", nargs="+", choices=names, default=names)
+    parser.add_argument("--busy", nargs="*", choices=names, default=[], help="ways to profile, which takes its time")
     parser.add_argument("--rounds", type=int, default=4, help="measured steps of each way, after 2 to warm up")
     parser.add_argument("--card-gb", type=float, default=80.0, help="what a card may hold where blocks are kept")
     parser.add_argument("--budget-s", type=float, default=480.0, help="no section is begun after this many seconds")

@@ -44,6 +44,7 @@ class BlockSplit:
         self._residents = _residents(model, placement)
         self._found_on = [(module, _device_of(module)) for module, _ in self._residents]
         self._placing = threading.Lock()
+        self._checked_in_run = -1
         self._kept: frozenset[nn.Module] = frozenset()
         self._hooks = HookSet()
 
@@ -101,7 +102,9 @@ class BlockSplit:
             yield from blocks[len(blocks) - count :]
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_residents()
+        if self.bridge.turns is None or self._checked_in_run != self.bridge.num_runs:
+            self._checked_in_run = self.bridge.num_runs  # once for all forwards of an interleaved run
+            self._check_residents()
         self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
         self.bridge.begin()
         return self.bridge.move((args, kwargs), self.home)

@@ -90,6 +90,7 @@ class Bridge:
         self.turns: Traffic | None = None
         # Side streams of interleaved runs, by (source, target). Kept here since they outlive a run: memory freed on one
         # stream is only handed out again on the same stream.
+        self.num_runs = 0  # interleaved ones so far
         self.side_streams: dict[tuple[torch.device, torch.device], Any] = {}
         self._hooks = HookSet()
         self._local = _Local()
@@ -176,6 +177,7 @@ class Bridge:
             raise RuntimeError("this model runs interleaved forwards already; wait for them, runs do not nest")
         try:
             self.turns = turns
+            self.num_runs += 1
             yield
         finally:
             self.turns = None

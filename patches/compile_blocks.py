@@ -5,8 +5,12 @@ checkpointing and LoRA bookkeeping stay Python and cause no graph break. Weights
 alike share one; torch compiles anew per device, per input shape, and once more for the first block, whose input needs
 no gradient.
 
-Shapes are compiled as they come (dynamic=False). Compiled for any shape at once, torch 2.11 produced an illegal memory
-access in a plain bfloat16 model when the resolution changed, on an H200; one graph per bucket costs seconds instead.
+Shapes are compiled as they come (dynamic=False): one graph per bucket costs seconds.
+
+Attention without cuDNN. The compiler chooses strides of its own for what attention returns and gets back as gradient;
+the backward of cuDNN's attention then reads past the end of its tensors (`compute_dot_do_o_specialized`, found with
+compute-sanitizer on an H200, torch 2.11.0+cu130), which ends in an illegal memory access or goes unseen, as the
+neighbours lie. So while blocks are compiled torch may not choose it, in this process; flash attention takes its place.
 """
 
 from __future__ import annotations
@@ -60,14 +64,16 @@ def compile_fault(devices: Sequence[torch.device]) -> str:
 def apply_compile(model: nn.Module, family: ModelFamily, **options: Any) -> CompiledBlocks:
     """Compile the forward of every block of a model, in place; the work is done at the first calls.
 
-    Torch may keep MAX_GRAPHS graphs per kind of block. Where it takes that limit for the whole process only (before
-    2.13), it is raised until remove() is called.
+    Until remove() is called this process does without cuDNN's attention. Torch may keep MAX_GRAPHS graphs per kind of
+    block; where it takes that limit for the whole process only (before 2.13), it is raised until then, too.
 
     Args:
         options: of torch.compile.
     """
     blocks = [block for each in family.block_lists for block in model.get_submodule(each.name).children()]
     settings = ExitStack()
+    settings.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options = {"recompile_limit": MAX_GRAPHS, **options}
     else:

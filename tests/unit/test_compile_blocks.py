@@ -91,3 +91,14 @@ def test_what_cannot_compile_says_why_and_is_left_alone(caplog):
     assert compile_if_possible(model, FAMILIES["flux2"], CARDS[:1]) is None
     assert "not compiled" in caplog.text
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_while_blocks_are_compiled_torch_may_not_choose_cudnns_attention():
+    """Whose backward reads out of bounds with the compiler's strides; afterwards the setting is what it was."""
+    model, _ = _make("wan")
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    handle = apply_compile(model, FAMILIES["wan"], backend="eager")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    handle.remove()
+    handle.remove()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before
