@@ -434,10 +434,13 @@ def cache_job(
     text_keys = fill_captions(plan, events, should_stop, encoders)
     latent_keys = fill_latents(plan, events, should_stop, encoders)
     store, settings = cache_store(plan.job), plan.job.cache
+    varying = frozenset(spec.output for spec in plan.variant.text_encoders if spec.has_varying_length)
     readers: dict[str, Any] = {}
     if settings.text_source:
-        readers["read_text"] = _stock_reader(plan).read_text
-        refuse_unfit_texts(_stock_reader(plan), store, text_keys, _captions_in_batches(plan))
+        reader = _stock_reader(plan)
+        readers["read_text"] = reader.read_text
+        can_pad = reader.comfy.states in varying  # and make_inputs reads the mask
+        refuse_unfit_texts(reader, store, text_keys, frozenset() if can_pad else _captions_in_batches(plan))
     if settings.latent_source:
         readers["read_latents"] = _stock_reader(plan).read_latents
         refuse_unfit_latents(_stock_reader(plan), store, latent_keys)
@@ -445,7 +448,8 @@ def cache_job(
     def cached(samples: tuple[Sample, ...]) -> CachedSamples:
         keys = [latent_keys[sample.image_request()] for sample in samples]
         tokens_per_cell = plan.family.latent_of(plan.variant).num_tokens_per_cell
-        return CachedSamples(store, samples, keys, text_keys, plan.job.data.use_masks, tokens_per_cell, **readers)
+        use_masks = plan.job.data.use_masks
+        return CachedSamples(store, samples, keys, text_keys, use_masks, tokens_per_cell, varying, **readers)
 
     return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
 

@@ -182,9 +182,13 @@ class Trainer:
         noise = torch.randn(batch.latents.shape, generator=generator)
         sigmas = self.schedule.sigmas(quantiles, batch.num_tokens)
         noisy = add_noise(batch.latents, noise, sigmas).to(self._dtype)
-        text = {name: self._pinned(states.to(self._dtype)) for name, states in batch.text.items()}
+        text = {name: self._pinned(self._in_type(states)) for name, states in batch.text.items()}
         pinned = [self._pinned(tensor) for tensor in (noisy, batch.latents, noise, sigmas)]
         return NoisyBatch(text, batch.mask, *pinned)
+
+    def _in_type(self, states: torch.Tensor) -> torch.Tensor:
+        """Text states in the type that the model computes in; masks stay masks."""
+        return states.to(self._dtype) if states.is_floating_point() else states
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """In memory that a GPU reads by itself, so that the host need not wait for it."""
