@@ -444,21 +444,15 @@ def _rowwise_product(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_
     return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=is_fast)
 
 
-# Named as depending on `after`, a result of the backward: else the compiler might move what depends on weights alone
-# into the forward and keep it until the backward, a second copy of all weights.
-@torch.library.custom_op("devicebridge::turned", mutates_args=())
-def _turned_op(weight: torch.Tensor, start: int, width: int, after: torch.Tensor) -> torch.Tensor:
-    return _turn(weight[:, start : start + width], plan_for(weight.device, weight.dtype))
-
-
-@_turned_op.register_fake
-def _(weight: torch.Tensor, start: int, width: int, after: torch.Tensor) -> torch.Tensor:
-    return weight.new_empty((width, weight.shape[0]))
+def _make_op(name: str, compute: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Any:
+    """An operator that torch.compile takes as it is; registered once, however often this file is imported."""
+    if not hasattr(torch.ops.devicebridge, name):
+        torch.library.custom_op(f"devicebridge::{name}", compute, mutates_args=()).register_fake(fake)
+    return getattr(torch.ops.devicebridge, name)
 
 
 # Opaque to torch.compile, which would otherwise trace into the choice of kernels; eager calls do without their cost.
-@torch.library.custom_op("devicebridge::linear8", mutates_args=())
-def _linear8_op(
+def _linear8_opaque(
     x: torch.Tensor,
     weight: torch.Tensor,
     scale: torch.Tensor,
@@ -468,27 +462,27 @@ def _linear8_op(
     return linear8(x, weight, scale, bias, rotation)
 
 
-@_linear8_op.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    rotation: torch.Tensor | None,
-) -> torch.Tensor:
-    return x.new_empty((x.shape[0], weight.shape[0]))
-
-
-@torch.library.custom_op("devicebridge::grad_input8", mutates_args=())
-def _grad_input8_op(
+def _grad_input8_opaque(
     grad: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, rotation: torch.Tensor | None
 ) -> torch.Tensor:
     return grad_input8(grad, weight, scale, rotation)
 
 
-@_grad_input8_op.register_fake
-def _(grad: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, rotation: torch.Tensor | None) -> torch.Tensor:
-    return grad.new_empty((grad.shape[0], weight.shape[1]))
+# Named as depending on `after`, a result of the backward: else the compiler might move what depends on weights alone
+# into the forward and keep it until the backward, a second copy of all weights.
+def _turned_opaque(weight: torch.Tensor, start: int, width: int, after: torch.Tensor) -> torch.Tensor:
+    return _turn(weight[:, start : start + width], plan_for(weight.device, weight.dtype))
+
+
+_linear8_op = _make_op(
+    "linear8", _linear8_opaque, lambda x, weight, *others: x.new_empty((x.shape[0], weight.shape[0]))
+)
+_grad_input8_op = _make_op(
+    "grad_input8", _grad_input8_opaque, lambda grad, weight, *others: grad.new_empty((grad.shape[0], weight.shape[1]))
+)
+_turned_op = _make_op(
+    "turned", _turned_opaque, lambda weight, start, width, after: weight.new_empty((width, weight.shape[0]))
+)
 
 
 def _grad_input(

@@ -633,7 +633,7 @@ def test_stock_encoders_take_the_place_of_the_models_own(
     clip, vae = f"comfyui 0.33.0 CLIP {'a' * 64}", f"comfyui 0.33.0 VAE {'b' * 64}"
     monkeypatch.setattr(host_module, "HostClip", lambda value: _Named(f"comfyui 0.33.0 CLIP {value * 64}"))
     monkeypatch.setattr(host_module, "HostVae", lambda value: _Named(f"comfyui 0.33.0 VAE {value * 64}"))
-    monkeypatch.setattr(job_module, "check_job", lambda job: job)
+    monkeypatch.setattr(job_module, "check_job", lambda job, **how: job)
     monkeypatch.setattr(job_module, "cache_job", lambda *arguments: seen.append(arguments) or (_Samples(), None))
     node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
     settings = {**_defaults(node.define_schema()), "vae": "gone.safetensors", "text_quantize": "int8"}
