@@ -212,7 +212,7 @@ def _write_down(log: Path) -> None:
 
     CacheStore.put = put_and_note  # type: ignore[method-assign]
     TextEncoder.encode = begin(TextEncoder.encode, lambda encoder, text: f"{encoder.spec.folder} {text}")  # type: ignore[method-assign]
-    encode.read_pixels = begin(encode.read_pixels, lambda request: f"{request.path}")
+    encode.read_frames = begin(encode.read_frames, lambda request: f"{request.path}")
 
 
 if __name__ == "__main__":

@@ -24,13 +24,14 @@ import torch
 
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
 from .claims import Claims, Shared
-from .image import ImageRequest, read_pixels
-from .key import file_fingerprint, folder_fingerprint, joint_key, latent_key, text_key
+from .image import ImageRequest
+from .key import folder_fingerprint, joint_key, latent_key, text_key
 from .store import CacheStore
 from .text_encoder import prepare_text
 from .text_place import TextPlace, open_text_encoder, plan_text_place
 from .text_weights import TextScheme, applied_scheme
 from .vae import load_vae, vae_fingerprint
+from .video import media_fingerprint, read_frames
 
 __all__ = [
     "ImageRequest",
@@ -41,7 +42,7 @@ __all__ = [
     "image_entries",
     "load_vae",
     "never",
-    "read_pixels",
+    "read_frames",
 ]
 
 logger = logging.getLogger(__name__)
@@ -117,8 +118,8 @@ class _Fill:
         with closing(Shared(claims, keys, self.is_done, progress.add, progress.stop_if_asked).batches(size)) as batches:
             yield batches
 
-    def put(self, key: str, name: str, tensor: torch.Tensor) -> None:
-        self.store.put(key, {name: tensor})
+    def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.store.put(key, tensors)
         self.progress.add()
 
 
@@ -235,7 +236,7 @@ def _encode_missing_captions(
                     _log_memory(f"loaded text encoder {spec.folder}", place.device)
                     on_begin()
                 for key, states in zip(batch, encoder.encode_batch([missing[key] for key in batch]), strict=True):
-                    fill.put(key, spec.output, states)
+                    fill.put(key, {spec.output: states})
     finally:
         if encoder is not None:
             encoder.close()
@@ -266,16 +267,18 @@ def encode_images(
     not_before_s: float = 0.0,
     on_begin: Callable[[], None] = _do_nothing,
 ) -> dict[ImageRequest, str]:
-    """Have the normalised latents of every image in the store, encoding those that are missing; equal pixels once.
+    """Have the normalised latents of every image and clip in the store, encoding those that are missing; equal pixels
+    once.
 
-    An image that cannot be read does not keep the others from being encoded.
+    One that cannot be read does not keep the others from being encoded.
 
     Args:
         vae_path: what load_vae takes.
         dtype: the VAE computes in it. Latents are stored in float32.
         on_progress, not_before_s, on_begin: as for encode_captions.
-    Returns: request -> key of an entry {"latents": [C, F, H, W]}.
-    Raises: Stopped; ValueError naming all images that cannot be read, or a VAE that does not fit the family;
+    Returns: request -> key of an entry {"latents": [C, F, H, W]}; of a variant with a condition also
+        {"image_condition": [C', F, H, W]}.
+    Raises: Stopped; ValueError naming all files that cannot be read, or a VAE that does not fit the family;
         RuntimeError for latents that are not finite; OSError naming the file if the store cannot be written.
     """
     key_of = image_entries(requests, family, variant, vae_path, dtype)
@@ -308,6 +311,8 @@ def image_entries(
             latent=family.latent_of(variant),
             vae_fingerprint=vae,
             dtype=dtype,
+            frames=request.frames,
+            condition=variant.condition,
         )
         for request in dict.fromkeys(requests)
     }
@@ -317,7 +322,7 @@ def _image_fingerprints(paths: Iterable[str]) -> dict[str, str]:
     fingerprints, problems = {}, []
     for path in paths:
         try:
-            fingerprints[path] = file_fingerprint(path)
+            fingerprints[path] = media_fingerprint(path)
         except OSError as error:
             problems.append(f"{path} cannot be read ({error}); put it back or take it out of the dataset")
     if problems:
@@ -341,7 +346,7 @@ def _encode_missing_images(
         with fill.shared(missing) as batches:
             for (key,) in batches:
                 try:
-                    pixels = read_pixels(missing[key])[None, :, None]  # [B=1, 3, F=1, H, W]
+                    pixels = read_frames(missing[key])[None]  # [B=1, 3, F, H, W]
                 except ValueError as error:  # broken since the dataset was looked at
                     problems.append(str(error))
                     continue
@@ -351,21 +356,32 @@ def _encode_missing_images(
                     _log_memory("loaded the VAE", device)
                     on_begin()
                 pixels = pixels.to(device=device, dtype=dtype)
-                fill.put(key, "latents", _encode_image(vae, family, pixels, missing[key].path))
+                fill.put(key, _encode_image(vae, family, variant, pixels, missing[key].path))
     finally:
         del vae
     if problems:
         raise ValueError("\n".join([*problems, "all other images are encoded and kept"]))
 
 
-def _encode_image(vae: Any, family: ModelFamily, pixels: torch.Tensor, path: str) -> torch.Tensor:
+def _encode_image(
+    vae: Any, family: ModelFamily, variant: Variant, pixels: torch.Tensor, path: str
+) -> dict[str, torch.Tensor]:
+    """What the entry of one image or clip holds."""
     with torch.inference_mode():
-        latents = family.encode_latents(vae, pixels)[0].to(torch.float32)
-    if not torch.isfinite(latents).all():
+        tensors = {"latents": family.encode_latents(vae, pixels)[0].to(torch.float32)}
+        if variant.condition != "none":
+            assert family.encode_condition is not None
+            tensors["image_condition"] = family.encode_condition(vae, pixels)[0].to(torch.float32)
+    if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
         raise RuntimeError(
             f'the latents of {path} are not finite in {pixels.dtype}; set cache.dtype to "bfloat16" or "float32"'
         )
-    return latents
+    found, expected = tensors["latents"].shape[1], family.latent_of(variant).num_latent_frames(pixels.shape[2])
+    if found != expected:  # a VAE that leaves frames out would train a clip that is shorter than its caption says
+        raise RuntimeError(
+            f"the VAE made {found} latent frames of {pixels.shape[2]} frames of {path}; {variant.name} needs {expected}"
+        )
+    return tensors
 
 
 def _free(device: torch.device | str, what: str) -> None:

@@ -17,6 +17,7 @@ modulation tables), which become float32.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import inspect
 import json
@@ -183,6 +184,7 @@ def _read_folder(source: _Source, records: dict[str, TensorRecord], families: Se
     family = next((family for family in families if family.transformer_class == class_name), None)
     if family is None:
         raise ValueError(f"{source.folder} holds a {class_name}, not a model of {families[0].title}")
+    _refuse_unsupported(source.folder, records, family)
     config = {name: value for name, value in source.config.items() if not name.startswith("_")}
     ignored = getattr(_class_of(family), "_keys_to_ignore_on_load_unexpected", None) or ()
     tensors = {name: r for name, r in records.items() if not any(re.search(pattern, name) for pattern in ignored)}
@@ -201,6 +203,7 @@ def _read_by_names(
     if best.unknown and len(best.unknown) > len(records) // 2 or not records:
         raise ValueError(_nothing_known(source, records, families))
     family = best.family
+    _refuse_unsupported(source.path, records, family)
     if best.unknown:
         raise ValueError(
             f"{source.path} resembles {family.title}, but {len(best.unknown)} of its {len(records)} tensors have no "
@@ -220,6 +223,15 @@ def _read_by_names(
         )
     config = dict(fitting[0].transformer_config)
     return CheckpointInfo(source.path, family, fitting[0], config, best.layout, best.tensors, source.pipeline_folder)
+
+
+def _refuse_unsupported(path: Path, names: Iterable[str], family: ModelFamily) -> None:
+    for name in names:
+        for pattern, reason in family.unsupported.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                raise ValueError(
+                    f"{path} is of {family.title}, but {reason} (it has {name}). Supported: {_names(family.variants)}"
+                )
 
 
 @dataclass(frozen=True)

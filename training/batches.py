@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,12 +20,14 @@ class LoadedBatch:
         text: what the text encoders left, by name. [B, S, D] or [B, D]
         mask: loss weight per latent cell, or None. [B, 1, 1, H, W]
         num_tokens: image tokens of one sample.
+        conditions: what else the model is given, by name, normalised like the latents. [B, C', F, H, W]
     """
 
     latents: torch.Tensor
     text: Mapping[str, torch.Tensor]
     mask: torch.Tensor | None
     num_tokens: int
+    conditions: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -47,16 +49,18 @@ class CachedSamples:
     tokens_per_cell: float
 
     def load(self, indices: Sequence[int], drop_caption: Sequence[bool]) -> LoadedBatch:
-        """Read the samples of one batch; all must be of one bucket.
+        """Read the samples of one batch; all must be of one bucket and length.
 
         Raises: RuntimeError if an entry is gone from the cache.
         """
-        latents = torch.stack([self._entry(self.latent_keys[i])["latents"] for i in indices])
+        entries = [self._entry(self.latent_keys[i]) for i in indices]
+        conditions = {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
+        latents = conditions.pop("latents")
         captions = ["" if drop else self.samples[i].caption for i, drop in zip(indices, drop_caption, strict=True)]
         texts = [self._entry(self.text_keys[caption]) for caption in captions]
         text = {name: torch.stack([entry[name] for entry in texts]) for name in texts[0]}
         num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
-        return LoadedBatch(latents, text, self._masks(indices, latents), num_tokens)
+        return LoadedBatch(latents, text, self._masks(indices, latents), num_tokens, conditions)
 
     def _masks(self, indices: Sequence[int], latents: torch.Tensor) -> torch.Tensor | None:
         if not self.use_masks or not any(self.samples[i].mask_path for i in indices):

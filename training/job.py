@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -129,9 +129,20 @@ def check_job(job: JobConfig) -> JobPlan:
     eval_samples: tuple[Sample, ...] = ()
     if job.evaluation.folder:
         eval_samples = tuple(scan_folders(_evaluation_data(job), latent))
+    _refuse_stills(variant, (*samples, *eval_samples))
     plan = JobPlan(job, info, variant, placement, schedule, samples, eval_samples)
     _check_tools(plan)
     return plan
+
+
+def _refuse_stills(variant: Variant, samples: Iterable[Sample]) -> None:
+    stills = dict.fromkeys(sample.path for sample in samples if sample.num_frames == 1)
+    if variant.condition == "first_frame" and stills:
+        names = ", ".join(list(stills)[:5]) + (f" and {len(stills) - 5} more" if len(stills) > 5 else "")
+        raise ValueError(
+            f"{variant.name} is given the first frame, so in a single image nothing is left to learn; take out these "
+            f"{len(stills)}, or give clips and data.frames above 1: {names}"
+        )
 
 
 def _check_tools(plan: JobPlan) -> None:
@@ -175,13 +186,7 @@ def run_identity(plan: JobPlan) -> dict[str, Any]:
 
 
 def _evaluation_data(job: JobConfig) -> DataConfig:
-    return DataConfig(
-        folders=(FolderConfig(job.evaluation.folder),),
-        resolutions=job.data.resolutions,
-        max_aspect_ratio=job.data.max_aspect_ratio,
-        bucket_step=job.data.bucket_step,
-        use_masks=job.data.use_masks,
-    )
+    return replace(job.data, folders=(FolderConfig(job.evaluation.folder),), caption_dropout=0.0)
 
 
 def plan_job_placement(job: JobConfig, info: CheckpointInfo, variant: Variant, model: nn.Module) -> Placement:
@@ -207,7 +212,8 @@ def plan_job_placement(job: JobConfig, info: CheckpointInfo, variant: Variant, m
     home_cost = float(home_bytes)
     if job.split.balance == "time":
         resolution = max(job.data.resolutions)
-        num_image_tokens = info.family.latent_of(variant).num_tokens(resolution, resolution)
+        latent = info.family.latent_of(variant)
+        num_image_tokens = latent.num_tokens(resolution, resolution, max(job.data.frames or latent.frame_lengths))
         num_text_tokens = max(encoder.max_length for encoder in variant.text_encoders)
         cost = estimate_block_flops(model, info.family, num_image_tokens, num_text_tokens)
         home_cost = 0.0
@@ -331,7 +337,7 @@ def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
         entries = caption_entries(_captions(plan), plan.variant.text_encoders, folder, dtype, settings.text_quantize)
         return {key: f"caption {textwrap.shorten(caption, 80)!r}" for caption, keys in entries.items() for key in keys}
     images = image_entries(_image_requests(plan), plan.family, plan.variant, _vae_path(plan), dtype)
-    return {key: f"image {request.path}" for request, key in images.items()}
+    return {key: f"{'clip' if request.frames else 'image'} {request.path}" for request, key in images.items()}
 
 
 def _captions(plan: JobPlan) -> list[str]:

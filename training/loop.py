@@ -132,7 +132,8 @@ class Trainer:
         noise = torch.randn(batch.latents.shape, generator=generator)
         sigmas = self.schedule.sigmas(quantiles, batch.num_tokens)
         noisy = add_noise(batch.latents, noise, sigmas)
-        text = {name: states.to(self._home, self._dtype) for name, states in batch.text.items()}
+        given = {**batch.text, **batch.conditions}
+        text = {name: states.to(self._home, self._dtype) for name, states in given.items()}
         guidance = self.job.objective.guidance
         inputs = self.family.make_inputs(
             noisy.to(self._home, self._dtype),

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from devicebridge.caching import encode
-from devicebridge.caching.encode import ImageRequest, Stopped, encode_captions, encode_images, load_vae, read_pixels
+from devicebridge.caching.encode import ImageRequest, Stopped, encode_captions, encode_images, load_vae
+from devicebridge.caching.image import read_pixels
 from devicebridge.caching.store import CacheStore
 from devicebridge.caching.streamed_encoder import StreamPlan
 from devicebridge.caching.text_encoder import TextEncoder, load_text_encoder, prepare_text
