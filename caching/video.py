@@ -125,12 +125,12 @@ def media_fingerprint(path: str | Path) -> str:
 def sequence_files(folder: Path) -> list[Path]:
     """The images of a folder as the frames of a clip: 2 comes before 10."""
     files = (f for f in folder.iterdir() if f.suffix.lower() in IMAGE_SUFFIXES and not f.name.startswith("."))
-    return sorted(files, key=lambda file: [*_natural(file.stem), file.name])
+    return sorted(files, key=lambda file: (_natural(file.stem), file.name))
 
 
 def _natural(name: str) -> list[Any]:
     """A key that compares runs of digits as numbers."""
-    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"[0-9]+|[^0-9]+", name)]
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.findall(r"[0-9]+|[^0-9]+", name)]
 
 
 def _is_animation(path: Path) -> bool:
@@ -381,7 +381,7 @@ def _decode(container: Any, stream: Any) -> Iterator[Any]:
     for packet in container.demux(stream):
         for frame in decoder.decode(packet if packet.size else None):
             if frame.is_corrupt:
-                raise ValueError(f"the frame at {frame.time or 0:.2f} s is damaged")
+                raise ValueError(f"the frame at {float((frame.pts or 0) * stream.time_base):.2f} s is damaged")
             yield frame
 
 
