@@ -283,7 +283,8 @@ def _nothing_known(source: _Source, records: Mapping[str, TensorRecord], familie
 
 def _choose_variant(info: CheckpointInfo, source: _Source, wanted: Variant | None) -> CheckpointInfo:
     """Settle which variant it is: the one asked for, else the first that fits what is known."""
-    possible = [v for v in info.family.variants if _same_config(info.family, v.transformer_config, info.config)]
+    alike = _with_equal_inputs(info, wanted)
+    possible = [v for v in alike if _same_config(info.family, v.transformer_config, info.config)]
     if wanted is not None:
         if possible and wanted not in possible or wanted not in info.family.variants:
             raise ValueError(
@@ -296,11 +297,31 @@ def _choose_variant(info: CheckpointInfo, source: _Source, wanted: Variant | Non
         if others:
             _say_once(f"{source.path} is taken for {chosen.name}; it could also be {_names(others)}, then name it")
     else:
-        chosen = max(info.family.variants, key=lambda v: _num_equal(info.family, v.transformer_config, info.config))
+        chosen = max(alike, key=lambda v: _num_equal(info.family, v.transformer_config, info.config))
         _say_once(f"{source.path} is a {info.family.title} of a size of its own; it is treated like {chosen.name}")
     if chosen.caution and source.pipeline.get("is_distilled") is not False:
         _say_once(f"{chosen.name}: {chosen.caution}")
     return replace(info, variant=chosen)
+
+
+def _with_equal_inputs(info: CheckpointInfo, wanted: Variant | None) -> list[Variant]:
+    """The family's variants that are given a condition beside the noise, if this model takes one; else the others.
+
+    Raises: ValueError if there are none, or the variant asked for is not among them.
+    """
+    config = _with_defaults(info.family, info.config)
+    num_in, num_out = config.get("in_channels"), config.get("out_channels", "null")
+    takes_condition = num_out not in ("null", num_in)
+    alike = [v for v in info.family.variants if (v.condition != "none") == takes_condition]
+    is_wrong = wanted in info.family.variants and wanted not in alike
+    if is_wrong or not alike:
+        what = "a condition beside the noise" if takes_condition else "noise only, no condition"
+        raise ValueError(
+            f"{info.path} takes {what} ({num_in} channels in, {num_out} out); "
+            + (f"for {info.family.title} that is {_names(alike)}" if alike else f"no {info.family.title} here does")
+            + (f", not {wanted.name}" if wanted and is_wrong else "")
+        )
+    return alike
 
 
 def _likeliest(possible: Sequence[Variant], source: _Source) -> Variant:
