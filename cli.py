@@ -129,7 +129,9 @@ def _check(options: argparse.Namespace) -> int:
     plan = check_job(load_job(options.job))
     print(f"model: {plan.family.title}, {plan.variant.name} ({plan.info.layout} layout)")
     print(f"placement: {plan.placement.describe()}")
-    print(f"images: {len(plan.samples)} for training, {len(plan.eval_samples)} for evaluation")
+    num_clips = sum(bool(sample.frames) for sample in (*plan.samples, *plan.eval_samples))
+    of_clips = f"; {num_clips} of them of clips" if num_clips else ""
+    print(f"images: {len(plan.samples)} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
     print(f"quantize: {preview_job(plan.job, plan.info, plan.placement).table()}")
     return 0
 
