@@ -22,8 +22,8 @@ class TrainingDatasetNode(io.ComfyNode):
             display_name="Training Dataset",
             category="DeviceBridge/training",
             description="A folder of images, and of clips for models that make videos, each with a caption in a .txt "
-            "file of the same name and, where wanted, a mask in name_mask.png. Chain several of these nodes to train on "
-            "several folders.",
+            "file of the same name and, where wanted, a mask in name_mask.png. Chain several of these nodes to train "
+            "on several folders.",
             search_aliases=["image folder", "video folder", "clips", "captions", "buckets"],
             inputs=[
                 io.String.Input(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from devicebridge.caching.encode import load_vae, read_frames
+from devicebridge.cli import main
 from devicebridge.families.wan import WAN
-from devicebridge.tests.clips import save_clip
+from devicebridge.tests.clips import save_clip, save_video
 from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_dataset, save_tiny_pipeline
 from devicebridge.tests.toy import TINY
+from devicebridge.training.config import save_job
 from devicebridge.training.data import BatchOrder
 from devicebridge.training.events import EventLog
 from devicebridge.training.job import cache_job, cache_store, check_job, run_job
@@ -59,6 +62,35 @@ def test_images_and_clips_train_together_and_a_resumed_run_is_the_same(tmp_path)
     resumed = run_job(job, resume=True)
     assert resumed.losses == whole.losses
     assert resumed.lora_path.read_bytes() == whole.lora_path.read_bytes()
+
+
+def test_a_video_that_is_cut_short_is_named_before_anything_is_computed(tmp_path, capsys):
+    save_job(_make_job(tmp_path), tmp_path / "job.toml")
+    clip = tmp_path / "data" / "fall.mp4"
+    clip.write_bytes(clip.read_bytes()[:-50])
+    for command in ("check", "cache", "train"):
+        assert main([command, str(tmp_path / "job.toml")]) == 2
+        error = capsys.readouterr().err
+        assert f"{clip}: cannot be read as a clip (it is cut off" in error and "1 of 7 images and clips" in error
+    assert not list(tmp_path.glob("cache/*/*"))
+
+
+def test_a_video_that_is_damaged_inside_is_named_and_all_others_are_kept(tmp_path, capsys):
+    save_job(_make_job(tmp_path), tmp_path / "job.toml")
+    noise = np.random.default_rng(0).integers(0, 255, (9, 32, 40, 3), dtype=np.uint8)
+    clip = save_video(tmp_path / "data" / "fall.mp4", list(noise), options={"movflags": "faststart"})
+    data = bytearray(clip.read_bytes())
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    clip.write_bytes(data)
+    assert main(["check", str(tmp_path / "job.toml")]) == 0
+    assert "7 for training, 0 for evaluation; 4 of them of clips" in capsys.readouterr().out
+    assert main(["cache", str(tmp_path / "job.toml"), "--only", "latents"]) == 2
+    error = capsys.readouterr().err
+    assert f"{clip}: cannot be read as a clip" in error and "all other images are encoded and kept" in error
+    assert len(list(tmp_path.glob("cache/*/*.safetensors"))) == 6
+    for part in ("fall.mp4", "fall.txt"):
+        (tmp_path / "data" / part).unlink()
+    assert main(["cache", str(tmp_path / "job.toml"), "--only", "latents", "--verify"]) == 0
 
 
 def test_resume_refuses_other_frames(tmp_path):
