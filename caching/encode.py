@@ -276,7 +276,7 @@ def encode_images(
         vae_path: what load_vae takes.
         dtype: the VAE computes in it. Latents are stored in float32.
         on_progress, not_before_s, on_begin: as for encode_captions.
-    Returns: request -> key of an entry {"latents": [C, F, H, W]}; of a variant with a condition also
+    Returns: request -> key of an entry {"latents": [C, F, H, W]}; of a variant that encodes its condition also
         {"image_condition": [C', F, H, W]}.
     Raises: Stopped; ValueError naming all files that cannot be read, or a VAE that does not fit the family;
         RuntimeError for latents that are not finite; OSError naming the file if the store cannot be written.
@@ -312,7 +312,7 @@ def image_entries(
             vae_fingerprint=vae,
             dtype=dtype,
             frames=request.frames,
-            condition=variant.condition,
+            condition=variant.condition if variant.encodes_condition else "none",
         )
         for request in dict.fromkeys(requests)
     }
@@ -369,7 +369,7 @@ def _encode_image(
     """What the entry of one image or clip holds."""
     with torch.inference_mode():
         tensors = {"latents": family.encode_latents(vae, pixels)[0].to(torch.float32)}
-        if variant.condition != "none":
+        if variant.encodes_condition:
             assert family.encode_condition is not None
             tensors["image_condition"] = family.encode_condition(vae, pixels)[0].to(torch.float32)
     if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):

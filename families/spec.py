@@ -129,7 +129,7 @@ TimestepSampling = Literal["uniform", "logit_normal", "sigmoid"]
 
 Transport = Literal["stream", "relay"]
 
-Condition = Literal["none", "first_frame"]
+Condition = Literal["none", "first_frame", "first_latents"]
 
 
 @dataclass(frozen=True)
@@ -266,8 +266,9 @@ class Variant:
         training_guidance: value of the embedded guidance while training; None where the model has no guidance input.
         sigma_range: timesteps this variant is trained on, (0, 1) unless it is one expert of a pair.
         timesteps, latent: override the family's, where a variant's makers chose otherwise.
-        condition: what it is given besides text: "first_frame" is a video whose first frame is the sample's, encoded by
-            the family's encode_condition and cached with the latents.
+        condition: what it is given besides text. "first_frame": a video whose first frame is the sample's, encoded by
+            the family's encode_condition and cached with the latents. "first_latents": the first latent frame in place
+            of its noisy one; the loss leaves it out.
         transformer_folder: where it lies in a diffusers model folder; the second expert of a pair lies elsewhere.
         caution: what to know before training it; logged when the variant is chosen.
     """
@@ -284,9 +285,15 @@ class Variant:
     caution: str = ""
     condition: Condition = "none"
 
+    @property
+    def encodes_condition(self) -> bool:
+        """Whether the cache holds more than latents for it, and its transformer takes more channels than it makes."""
+        return self.condition == "first_frame"
+
 
 # make_inputs(latents [B, C, F, H, W], sigma [B], text, guidance) -> keyword arguments of the transformer's forward.
-# Beside the text there is "image_condition" [B, C', F, H, W], where the variant has a condition.
+# Beside the text there is "image_condition" [B, C', F, H, W] for a variant that is given the first frame, and
+# "first_latents" [B, C, 1, H, W] for one that is given those.
 MakeInputs = Callable[["torch.Tensor", "torch.Tensor", Mapping[str, "torch.Tensor"], "float | None"], dict[str, Any]]
 # read_prediction(output tensor, latents [B, C, F, H, W]) -> prediction with the shape of latents.
 ReadPrediction = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]

@@ -7,7 +7,7 @@ and one for low noise; nothing in a file tells them apart, so the user names the
 Image-to-video of A14B is given, beside the noisy latents, a mask and the latents of a video that is the first frame
 followed by grey: zeros in pixels, encoded, which are not zeros in latents. Wan 2.1's image-to-video wants CLIP's
 features of that frame as well and is not described, nor are VACE, Animate and S2V. TI2V-5B is trained as text-to-video
-only: its way of being given a frame (clean latents with a timestep of their own) is not described.
+by default; as its -i2v variant, which is the same file, it is given the first latent frame clean, at timestep 0.
 """
 
 from __future__ import annotations
@@ -85,6 +85,17 @@ def _config(layers: int, heads: int, ffn_dim: int, channels: int = 16, condition
 
 _14B = _config(40, 40, 13824)
 _I2V_14B = _config(40, 40, 13824, condition_channels=4 + 16)  # the mask of four frames per latent frame, and latents
+
+_5B = _config(30, 24, 14336, channels=48)
+_LATENT_5B = LatentSpec(
+    channels=48,
+    spatial_stride=16,
+    frame_stride=4,
+    size_multiple=32,
+    num_tokens_per_cell=0.25,
+    fps=24,
+    frame_lengths=_FRAME_LENGTHS,
+)
 
 _VAE_21 = {"base_dim": 96, "z_dim": 16, "scale_factor_spatial": 8, "scale_factor_temporal": 4}
 
@@ -214,13 +225,26 @@ def make_inputs(
     Args:
         latents: noisy, [B, C, F, H, W]; H and W even.
         sigma: noise level in 0..1. [B]
-        text: prompt_embeds [B, S, D]; for image-to-video also image_condition, as encode_condition makes it.
+        text: prompt_embeds [B, S, D]; for image-to-video also image_condition, as encode_condition makes it, or the
+            clean first_latents [B, C, 1, H, W].
         guidance: None; Wan has no such input.
     """
     assert guidance is None, "Wan has no guidance input"
     if "image_condition" in text:
         latents = torch.cat([latents, text["image_condition"].to(latents)], dim=1)
-    return {"hidden_states": latents, "timestep": sigma * 1000.0, "encoder_hidden_states": text["prompt_embeds"]}
+    timestep = sigma * 1000.0
+    if "first_latents" in text:
+        latents = torch.cat([text["first_latents"].to(latents), latents[:, :, 1:]], dim=2)
+        timestep = _timestep_per_token(timestep, latents)
+    return {"hidden_states": latents, "timestep": timestep, "encoder_hidden_states": text["prompt_embeds"]}
+
+
+def _timestep_per_token(timestep: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """0 for the tokens of the first latent frame, which has no noise, and the sample's for all others. [B] -> [B, S]"""
+    _, _, frames, height, width = latents.shape
+    per_frame = timestep[:, None].repeat(1, frames)
+    per_frame[:, 0] = 0
+    return per_frame.repeat_interleave((height // 2) * (width // 2), dim=1)
 
 
 def read_prediction(output: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
@@ -335,21 +359,7 @@ WAN = ModelFamily(
             sigma_range=(0.0, _A14B_BOUNDARY),
             transformer_folder="transformer_2",
         ),
-        Variant(
-            "wan2.2-ti2v-5b",
-            _config(30, 24, 14336, channels=48),
-            (_UMT5,),
-            vae_config=_VAE_22,
-            latent=LatentSpec(
-                channels=48,
-                spatial_stride=16,
-                frame_stride=4,
-                size_multiple=32,
-                num_tokens_per_cell=0.25,
-                fps=24,
-                frame_lengths=_FRAME_LENGTHS,
-            ),
-        ),
+        Variant("wan2.2-ti2v-5b", _5B, (_UMT5,), vae_config=_VAE_22, latent=_LATENT_5B),
         Variant(
             "wan2.2-i2v-a14b-high",
             _I2V_14B,
@@ -367,6 +377,7 @@ WAN = ModelFamily(
             transformer_folder="transformer_2",
             condition="first_frame",
         ),
+        Variant("wan2.2-ti2v-5b-i2v", _5B, (_UMT5,), vae_config=_VAE_22, latent=_LATENT_5B, condition="first_latents"),
     ),
     renames=_RENAMES,
     modelspec_architecture="wan2.1",

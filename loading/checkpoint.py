@@ -312,7 +312,7 @@ def _with_equal_inputs(info: CheckpointInfo, wanted: Variant | None) -> list[Var
     config = _with_defaults(info.family, info.config)
     num_in, num_out = config.get("in_channels"), config.get("out_channels", "null")
     takes_condition = num_out not in ("null", num_in)
-    alike = [v for v in info.family.variants if (v.condition != "none") == takes_condition]
+    alike = [v for v in info.family.variants if v.encodes_condition == takes_condition]
     is_wrong = wanted in info.family.variants and wanted not in alike
     if is_wrong or not alike:
         what = "a condition beside the noise" if takes_condition else "noise only, no condition"

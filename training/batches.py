@@ -18,7 +18,7 @@ class LoadedBatch:
     Args:
         latents: clean and normalised, float32. [B, C, F, H, W]
         text: what the text encoders left, by name. [B, S, D] or [B, D]
-        mask: loss weight per latent cell, or None. [B, 1, 1, H, W]
+        mask: loss weight per latent cell, or None. [B, 1, 1 or F, H, W]
         num_tokens: image tokens of one sample.
         conditions: what else the model is given, by name, normalised like the latents. [B, C', F, H, W]
     """
@@ -39,6 +39,7 @@ class CachedSamples:
         text_keys: by caption; the empty caption is always among them.
         use_masks: whether masks of samples that have one weigh the loss.
         tokens_per_cell: image tokens per latent cell.
+        gives_first_latents: whether the model is given the first latent frame, which the loss then leaves out.
     """
 
     store: CacheStore
@@ -47,6 +48,7 @@ class CachedSamples:
     text_keys: Mapping[str, str]
     use_masks: bool
     tokens_per_cell: float
+    gives_first_latents: bool = False
 
     def load(self, indices: Sequence[int], drop_caption: Sequence[bool]) -> LoadedBatch:
         """Read the samples of one batch; all must be of one bucket and length.
@@ -60,7 +62,11 @@ class CachedSamples:
         texts = [self._entry(self.text_keys[caption]) for caption in captions]
         text = {name: torch.stack([entry[name] for entry in texts]) for name in texts[0]}
         num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
-        return LoadedBatch(latents, text, self._masks(indices, latents), num_tokens, conditions)
+        mask = self._masks(indices, latents)
+        if self.gives_first_latents:
+            conditions["first_latents"] = latents[:, :, :1]
+            mask = _without_first_frame(mask, latents)
+        return LoadedBatch(latents, text, mask, num_tokens, conditions)
 
     def _masks(self, indices: Sequence[int], latents: torch.Tensor) -> torch.Tensor | None:
         if not self.use_masks or not any(self.samples[i].mask_path for i in indices):
@@ -78,3 +84,11 @@ class CachedSamples:
                 f"cache entry {key[:16]} is gone from {self.store.folder}; start the job again to refill it"
             )
         return entry
+
+
+def _without_first_frame(mask: torch.Tensor | None, latents: torch.Tensor) -> torch.Tensor:
+    """The mask, or ones, with zeros for the first latent frame. [B, 1, F, H, W]"""
+    shape = (latents.shape[0], 1, *latents.shape[2:])
+    weights = torch.ones(shape) if mask is None else mask.expand(shape).clone()
+    weights[:, :, 0] = 0
+    return weights

@@ -137,7 +137,7 @@ def check_job(job: JobConfig) -> JobPlan:
 
 def _refuse_stills(variant: Variant, samples: Iterable[Sample]) -> None:
     stills = dict.fromkeys(sample.path for sample in samples if sample.num_frames == 1)
-    if variant.condition == "first_frame" and stills:
+    if variant.condition != "none" and stills:
         names = ", ".join(list(stills)[:5]) + (f" and {len(stills) - 5} more" if len(stills) > 5 else "")
         raise ValueError(
             f"{variant.name} is given the first frame, so in a single image nothing is left to learn; take out these "
@@ -266,7 +266,8 @@ def cache_job(
     def cached(samples: tuple[Sample, ...]) -> CachedSamples:
         keys = [latent_keys[sample.image_request()] for sample in samples]
         tokens_per_cell = plan.family.latent_of(plan.variant).num_tokens_per_cell
-        return CachedSamples(store, samples, keys, text_keys, plan.job.data.use_masks, tokens_per_cell)
+        gives_first = plan.variant.condition == "first_latents"
+        return CachedSamples(store, samples, keys, text_keys, plan.job.data.use_masks, tokens_per_cell, gives_first)
 
     return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
 

@@ -9,6 +9,7 @@ from devicebridge.caching.encode import load_vae, read_frames
 from devicebridge.cli import main
 from devicebridge.families.wan import WAN
 from devicebridge.tests.clips import save_clip, save_video
+from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_dataset, save_tiny_pipeline
 from devicebridge.tests.toy import TINY
 from devicebridge.training.config import save_job
@@ -123,6 +124,44 @@ def test_the_first_frame_is_given_and_the_loss_is_that_of_a_plain_computation(tm
         model = TINY["wan"].make_model(in_channels=12, **TINY["wan"].encoder_widths)
         output = model(inputs, sigmas * 1000, text, return_dict=False)[0]
     assert loss == pytest.approx((output - (noise - latents)).square().mean().item(), rel=1e-5)
+
+
+def test_the_first_latents_are_given_and_left_out_of_the_loss(tmp_path):
+    """On one device and split over two: every token has a timestep of its own, which crosses the border."""
+    settings = {"model": {"variant": "wan2.2-ti2v-5b-i2v"}, "data": {"frames": [9]}, "train": {"steps": 1}}
+    _make_job(tmp_path)
+    for file in [*(tmp_path / "data").glob("image_*"), *(tmp_path / "data").glob("walk.txt")]:
+        file.unlink()
+    job = _make_job(tmp_path, **settings)
+    (loss,) = run_job(job).losses
+    plan = check_job(job)
+    indices = BatchOrder(plan.samples, batch_size=2, seed=job.train.seed).next().indices
+    with EventLog(tmp_path / "log") as events:
+        batch = cache_job(plan, events)[0].load(indices, [False] * len(indices))
+    latents = batch.latents
+    assert latents.shape[2] == 3 and set(batch.conditions) == {"first_latents"}
+    generator = make_generator(job.train.seed, "train", 0, 0)
+    sigmas = plan.schedule.sigmas(draw_quantiles(len(indices), generator), 0)
+    noise = torch.randn(latents.shape, generator=generator)
+    noisy = add_noise(latents, noise, sigmas)
+    noisy[:, :, 0] = latents[:, :, 0]
+    timesteps = torch.stack(
+        [torch.cat([torch.zeros(n := latents[0, 0, 0].numel() // 4), s.expand(2 * n)]) for s in sigmas]
+    )
+    model = TINY["wan"].make_model(**TINY["wan"].encoder_widths)
+    with torch.no_grad():
+        output = model(noisy, timesteps * 1000, batch.text["prompt_embeds"], return_dict=False)[0]
+    error = (output - (noise - latents)).square()[:, :, 1:]
+    assert loss == pytest.approx(error.mean().item(), rel=1e-5)
+    two = _make_job(
+        tmp_path,
+        **settings,
+        split={"devices": ["lazy:0", "lazy:1"]},
+        cache={"vae_device": "cpu"},
+        output={"folder": str(tmp_path / "two")},
+    )
+    with emulated_cards():
+        assert run_job(two).losses == pytest.approx([loss], rel=1e-5)
 
 
 def test_single_images_leave_nothing_to_learn_where_the_first_frame_is_given(tmp_path):
