@@ -45,6 +45,7 @@ class ImageRequest:
             raise ValueError(
                 f"{self.path}: crop (top, left, height, width) {self.crop} is not inside (height, width) {self.resize}"
             )
+        assert min(self.frames, default=0) >= 0, "frames are counted from 0"
 
 
 def read_pixels(request: ImageRequest) -> torch.Tensor:

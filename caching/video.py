@@ -67,14 +67,19 @@ class ClipInfo:
 def is_clip(path: Path) -> bool:
     """Whether this is a clip rather than an image: a video, a folder, or an animation of more than one frame.
 
-    Raises: ValueError naming an animation that cannot be opened.
+    An image that cannot be opened is none; whoever reads it says why.
     """
+    from PIL import Image
+
     if path.is_dir() or path.suffix.lower() in CONTAINER_SUFFIXES:
         return True
     if path.suffix.lower() not in ANIMATION_SUFFIXES:
         return False
-    with _naming(path), _opened_animation(path) as file:
-        return getattr(file, "n_frames", 1) > 1
+    try:
+        with Image.open(path) as file:
+            return getattr(file, "n_frames", 1) > 1
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError):
+        return False
 
 
 def probe_clip(path: Path) -> ClipInfo:
@@ -181,17 +186,11 @@ def _probe_sequence(folder: Path) -> ClipInfo:
 # --- animations ------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _opened_animation(path: Path) -> Iterator[Any]:
+def _animation_frames(path: Path) -> Iterator[tuple[Any, float]]:
+    """Every frame, loaded, with the seconds it is shown."""
     from PIL import Image
 
     with Image.open(path) as file:
-        yield file
-
-
-def _animation_frames(path: Path) -> Iterator[tuple[Any, float]]:
-    """Every frame, loaded, with the seconds it is shown."""
-    with _opened_animation(path) as file:
         if file.format == "GIF":
             _refuse_cut_off_gif(path)
         first = 1 if file.info.get("default_image") else 0  # an APNG may have a still that is no part of it

@@ -346,6 +346,15 @@ def test_clips_that_cannot_be_used_are_named_all_at_once(tmp_path):
         assert line.startswith(f"  {folder / name}: ") and reason in line
 
 
+def test_a_broken_image_is_named_as_an_image_where_clips_are_taken_too(tmp_path):
+    folder = _mixed(tmp_path / "data")
+    for name in ("a.png", "c.webp", "e.gif"):
+        (folder / name).write_bytes(b"not a picture")
+    with pytest.raises(ValueError, match="3 of 5 images and clips") as caught:
+        _scan_clips(folder)
+    assert all(f"{folder / name}: cannot be read as an image" in str(caught.value) for name in ("a.png", "c.webp"))
+
+
 def test_folders_without_a_caption_beside_them_are_said_and_not_used(tmp_path, caplog):
     folder = _mixed(tmp_path / "data")
     save_clip(folder / "extra", 9)

@@ -298,6 +298,21 @@ def test_damage_in_the_middle_is_found_when_it_is_decoded(tmp_path):
         _read(path, *range(20))
 
 
+def test_what_the_decoder_conceals_is_refused(tmp_path):
+    """H.264 decoders paint over what they cannot read, and say so in a flag of the frame."""
+    path = save_video(tmp_path / "a.mp4", _noise(12, (64, 96)), options=FAST)
+    whole, messages = path.read_bytes(), []
+    for part in range(4, 10):
+        data = bytearray(whole)
+        data[len(data) * part // 10] ^= 16
+        path.write_bytes(data)
+        try:
+            _read(path, *range(12), size=(64, 96))
+        except ValueError as error:
+            messages.append(str(error))
+    assert any("s is damaged" in message for message in messages)
+
+
 def test_a_clip_that_ends_before_its_frame_is_not_continued_with_the_last_one(tmp_path):
     path = save_clip(tmp_path / "a.mp4", 5)
     with pytest.raises(ValueError, match="ends before its frame 6"):
