@@ -57,11 +57,12 @@ def save_video(
     key_frame_every: int = 12,
     pixel_aspect: Fraction | None = None,
     colours: int | None = None,
+    transfer: int | None = None,
     options: Mapping[str, str] | None = None,
 ) -> Path:
     """Write frames [height, width, 3 or 4] as a video; times_s says when each is shown, else they come at fps.
 
-    colours: FFmpeg's number of the YUV matrix to convert by and to name in the file.
+    colours: FFmpeg's number of the YUV matrix to convert by and to name in the file. transfer: that of the curve.
     """
     usual = _ENCODERS[path.suffix]
     unit = Fraction(1, 90000)
@@ -77,11 +78,15 @@ def save_video(
             stream.codec_context.sample_aspect_ratio = pixel_aspect
         if colours:
             stream.codec_context.colorspace = colours
+        if transfer:
+            stream.codec_context.color_trc = transfer
         for index, values in enumerate(frames):
             frame = av.VideoFrame.from_ndarray(values, format="rgba" if values.shape[2] == 4 else "rgb24")
             if colours:
                 frame = frame.reformat(format=stream.pix_fmt, dst_colorspace=colours)
                 frame.colorspace = colours
+            if transfer:
+                frame.color_trc = transfer
             frame.time_base = unit
             frame.pts = round((times_s[index] if times_s else index / fps) / unit)
             container.mux(stream.encode(frame))

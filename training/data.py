@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -149,7 +150,9 @@ def _list_folder(folder: FolderConfig, use_masks: bool, latent: LatentSpec) -> l
         raise ValueError(f"the dataset folder {root} does not exist; give a folder of images")
     entries = sorted((entry for entry in root.iterdir() if not entry.name.startswith(".")), key=lambda f: f.name)
     files = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in _SUFFIXES]
-    sequences = [entry for entry in entries if entry.is_dir() and _caption_file(entry).is_file()]
+    taken = {file.stem for file in files}  # cat.txt is the caption of cat.png, and not of a folder cat beside it
+    folders = [entry for entry in entries if entry.is_dir()]
+    sequences = [entry for entry in folders if entry.name not in taken and _caption_file(entry).is_file()]
     images = sorted([*(file for file in files if not _is_mask_name(file)), *sequences], key=lambda f: f.name)
     masks = {file.stem.removesuffix(_MASK_END): file for file in files if _is_mask_name(file)}
     stems = {_stem(image) for image in images}
@@ -164,7 +167,7 @@ def _list_folder(folder: FolderConfig, use_masks: bool, latent: LatentSpec) -> l
             "it" if len(orphans) == 1 else "them",
         )
     if latent.is_video:
-        _warn_of_unused_folders(root, [entry for entry in entries if entry.is_dir() and entry not in sequences])
+        _warn_of_unused_folders(root, [entry for entry in folders if entry not in sequences])
     if not images:
         raise ValueError(
             f"no images in {root}; looked for names ending in {', '.join(_SUFFIXES)} (not in _mask.png, which are "
@@ -175,7 +178,7 @@ def _list_folder(folder: FolderConfig, use_masks: bool, latent: LatentSpec) -> l
 
 
 def _warn_of_unused_folders(root: Path, folders: Sequence[Path]) -> None:
-    unused = [folder.name for folder in folders if sequence_files(folder)]
+    unused = [folder.name for folder in folders if os.access(folder, os.R_OK | os.X_OK) and sequence_files(folder)]
     if unused:
         _log.warning(
             "%s: sub-folders with images are not used: %s; if one is a clip, put its caption beside it, named like the "

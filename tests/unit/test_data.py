@@ -11,7 +11,7 @@ import pytest
 import torch
 from devicebridge.caching.image import read_pixels
 from devicebridge.families.spec import LatentSpec
-from devicebridge.tests.clips import save_clip
+from devicebridge.tests.clips import plain_frames, save_clip, save_video
 from devicebridge.training.config import DataConfig, FolderConfig
 from devicebridge.training.data import (
     BatchOrder,
@@ -358,18 +358,21 @@ def test_a_broken_image_is_named_as_an_image_where_clips_are_taken_too(tmp_path)
 def test_folders_without_a_caption_beside_them_are_said_and_not_used(tmp_path, caplog):
     folder = _mixed(tmp_path / "data")
     save_clip(folder / "extra", 9)
+    save_clip(folder / "a", 9)  # a.txt is the caption of a.png
     (folder / "notes").mkdir()
     assert len(_scan_clips(folder)) == 4
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "sub-folders with images are not used: extra;" in message
+    assert "sub-folders with images are not used: a, extra;" in message
 
 
-def test_slow_clips_and_missing_captions_are_warned_of(tmp_path, caplog):
+def test_slow_clips_hdr_and_missing_captions_are_warned_of(tmp_path, caplog):
     folder = _mixed(tmp_path / "data")
     save_clip(folder / "slow.gif", 9, fps=10, size=(64, 64))
+    save_video(folder / "b.mp4", plain_frames(9, (64, 64)), transfer=16)
     samples = _scan_clips(folder)
     assert samples[-1].frames == (0, 0, 1, 1, 2, 3, 3, 4, 5)  # 16 a second of 10 a second
-    first, second = (record.getMessage() for record in caplog.records)
+    first, second, third = (record.getMessage() for record in caplog.records)
+    assert "1 of 4 clips are HDR and look washed out as they are read: b.mp4;" in third
     assert "1 of 5 images and clips have no caption file" in first and "slow.gif" in first
     assert "1 of 4 clips have fewer than 16 frames per second, so frames come twice: slow.gif" in second
 
