@@ -42,6 +42,9 @@ CLIP_SUFFIXES = (*CONTAINER_SUFFIXES, ".gif")  # what is looked for besides imag
 _SHORTEST_S = 0.01  # browsers show a frame that asks for this or less for a tenth of a second, and so do we
 _DEFAULT_S = 0.1
 _HDR_TRANSFERS = (16, 18)  # FFmpeg's AVCOL_TRC of PQ and HLG
+_SWS_MATRICES = {1: 1, 4: 4, 7: 7, 9: 9}  # FFmpeg's AVCOL_SPC -> swscale's: BT.709, FCC, SMPTE 240M, BT.2020
+_SWS_DEFAULT = 5  # BT.601, also for files that name none
+_LIMITED_RANGE, _FULL_RANGE = 1, 2  # AVCOL_RANGE
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoders leave the transparency out
 
 
@@ -436,7 +439,15 @@ def _to_image(frame: Any, pixel_aspect: Any) -> PilImage:
     from PIL import Image
 
     is_transparent = any(component.is_alpha for component in frame.format.components)
-    values = frame.to_ndarray(format="rgba" if is_transparent else "rgb24")
+    # PyAV before 17 converts by BT.601 and limited range, whatever the frame says, unless source and target differ in
+    # what it is told. RGB has no range, so none is named for it.
+    values = frame.to_ndarray(
+        format="rgba" if is_transparent else "rgb24",
+        src_colorspace=_SWS_MATRICES.get(int(frame.colorspace), _SWS_DEFAULT),
+        dst_colorspace=_SWS_DEFAULT,
+        src_color_range=_FULL_RANGE if int(frame.color_range) == _FULL_RANGE else _LIMITED_RANGE,
+        dst_color_range=0,
+    )
     image = to_rgb(Image.fromarray(values))
     if pixel_aspect and pixel_aspect != 1:
         width = max(1, round(image.width * pixel_aspect))

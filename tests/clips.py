@@ -57,12 +57,14 @@ def save_video(
     key_frame_every: int = 12,
     pixel_aspect: Fraction | None = None,
     colours: int | None = None,
+    full_range: bool = False,
     transfer: int | None = None,
     options: Mapping[str, str] | None = None,
 ) -> Path:
     """Write frames [height, width, 3 or 4] as a video; times_s says when each is shown, else they come at fps.
 
-    colours: FFmpeg's number of the YUV matrix to convert by and to name in the file. transfer: that of the curve.
+    colours: FFmpeg's number of the YUV matrix to convert by and to name in the file. full_range: whether Y goes from 0
+        to 255. transfer: number of the brightness curve that is named.
     """
     usual = _ENCODERS[path.suffix]
     unit = Fraction(1, 90000)
@@ -78,13 +80,21 @@ def save_video(
             stream.codec_context.sample_aspect_ratio = pixel_aspect
         if colours:
             stream.codec_context.colorspace = colours
+            stream.codec_context.color_range = 2 if full_range else 1
         if transfer:
             stream.codec_context.color_trc = transfer
         for index, values in enumerate(frames):
             frame = av.VideoFrame.from_ndarray(values, format="rgba" if values.shape[2] == 4 else "rgb24")
             if colours:
-                frame = frame.reformat(format=stream.pix_fmt, dst_colorspace=colours)
+                frame = frame.reformat(
+                    format=stream.pix_fmt,
+                    src_colorspace=5,
+                    dst_colorspace=colours,
+                    src_color_range=2,
+                    dst_color_range=2 if full_range else 1,
+                )
                 frame.colorspace = colours
+                frame.color_range = 2 if full_range else 1
             if transfer:
                 frame.color_trc = transfer
             frame.time_base = unit
