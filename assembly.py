@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from .loading.checkpoint import CheckpointInfo, load_transformer
 from .loading.quantized_cache import load_through_cache
 from .parallel.block_split import BlockSplit, apply_block_split
 from .parallel.placement import Placement
+from .patches.compile_blocks import CompiledBlocks, compile_if_possible
 from .patches.quantize import Quantizer, QuantizeReport, QuantizeSettings
 
 # Attaches an adapter in place; training passes its own, so that this room needs nothing below it.
@@ -28,6 +29,7 @@ class Assembled:
     split: BlockSplit
     adapter: object
     quantized: QuantizeReport | None = None
+    compiled: CompiledBlocks | None = None
 
 
 def assemble_for_training(
@@ -39,12 +41,16 @@ def assemble_for_training(
     quantize: QuantizeSettings | None,
     attach_adapter: AttachAdapter,
     gradient_checkpointing: bool,
+    kept_blocks: Sequence[int] = (),
+    is_compiled: bool = False,
     quantized_cache: Path | None = None,
 ) -> Assembled:
     """Load a transformer straight onto its devices and make it trainable.
 
     Args:
         quantize: how the frozen linears are held; None as they are.
+        kept_blocks: with gradient_checkpointing, how many blocks of each device keep their activations; () none.
+        is_compiled: compile the blocks where these devices can; where they cannot, that is logged.
         quantized_cache: folder that keeps quantized weights for the next time; None for none.
         attach_adapter: adds the LoRA in place and returns its handle.
     """
@@ -65,4 +71,8 @@ def assemble_for_training(
     model.train()
     if gradient_checkpointing:
         model.enable_gradient_checkpointing(split.checkpoint)  # type: ignore[operator]
-    return Assembled(model, split, adapter, quantized)
+        if kept_blocks:
+            split.keep_activations(kept_blocks)
+    # 5. Only a block's own forward is compiled, with the LoRA in it: hooks and recomputation around it stay Python.
+    compiled = compile_if_possible(model, family, placement.used_devices) if is_compiled else None
+    return Assembled(model, split, adapter, quantized, compiled)

@@ -131,7 +131,8 @@ def _check(options: argparse.Namespace) -> int:
     print(f"placement: {plan.placement.describe()}")
     num_clips = sum(bool(sample.frames) for sample in (*plan.samples, *plan.eval_samples))
     of_clips = f"; {num_clips} of them of clips" if num_clips else ""
-    print(f"images: {len(plan.samples)} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
+    num_training = len(plan.training_samples)
+    print(f"images: {num_training} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
     print(f"quantize: {preview_job(plan.job, plan.info, plan.placement).table()}")
     return 0
 

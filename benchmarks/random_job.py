@@ -15,8 +15,9 @@ import diffusers
 import torch
 from devicebridge.caching.store import CacheStore
 from devicebridge.families.registry import find_family
-from devicebridge.families.spec import Variant
+from devicebridge.families.spec import ModelFamily, Variant
 from devicebridge.parallel.block_split import BlockSplit, apply_block_split
+from devicebridge.parallel.pipeline import Pipeline
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement
 from devicebridge.patches.lora_linear import FusedLora
 from devicebridge.patches.quantize import Quantizer, QuantizeReport, QuantizeSettings, replace_module
@@ -57,6 +58,7 @@ class RandomModel:
     model: Any
     split: BlockSplit
     report: QuantizeReport | None
+    family: ModelFamily = FAMILY
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -71,17 +73,18 @@ def make_config(layers: tuple[int, int], **changes: Any) -> dict[str, Any]:
     return dict(VARIANT.transformer_config) | {"num_layers": layers[0], "num_single_layers": layers[1]} | changes
 
 
-def plan_devices(config: Mapping[str, Any], devices: Sequence[torch.device]) -> Placement:
+def plan_devices(config: Mapping[str, Any], devices: Sequence[torch.device], family: ModelFamily = FAMILY) -> Placement:
     """Blocks to devices by their bytes in bf16: one cut for all schemes, so that their cards can be compared."""
-    model = _make_empty(config)
-    names = block_names(model, FAMILY)
+    model = make_empty(config, family)
+    names = block_names(model, family)
     sizes, home = parameter_bytes(model, names, 2)
     return plan_placement(names, devices, block_cost=sizes, home_cost=home)
 
 
-def _make_empty(config: Mapping[str, Any]) -> Any:
+def make_empty(config: Mapping[str, Any], family: ModelFamily = FAMILY) -> Any:
+    """The family's transformer without memory."""
     with torch.device("meta"):
-        return diffusers.Flux2Transformer2DModel(**config).to(torch.bfloat16)
+        return getattr(diffusers, family.transformer_class)(**config).to(torch.bfloat16)
 
 
 def fill_normal(name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
@@ -92,22 +95,28 @@ def fill_normal(name: str, tensor: torch.Tensor, generator: torch.Generator) -> 
 
 
 def make_random_model(
-    config: Mapping[str, Any], placement: Placement, scheme: str, *, seed: int = 0, fill: Fill = fill_normal
+    config: Mapping[str, Any],
+    placement: Placement,
+    scheme: str,
+    *,
+    seed: int = 0,
+    fill: Fill = fill_normal,
+    family: ModelFamily = FAMILY,
 ) -> RandomModel:
     """Draw each layer on its device and quantize it before the next one exists; then split the model.
 
     The weights before rounding depend on seed and fill alone, so all schemes round the same model.
     """
-    model = _make_empty(config)
-    quantizer = None if scheme == "bf16" else Quantizer(FAMILY, QuantizeSettings(scheme))  # type: ignore[arg-type]
+    model = make_empty(config, family)
+    quantizer = None if scheme == "bf16" else Quantizer(family, QuantizeSettings(scheme))  # type: ignore[arg-type]
     seeds = {name: seed * 100_003 + index for index, (name, _) in enumerate(model.named_parameters())}
     for fqn, module in list(model.named_modules()):
         _materialize(fqn, module, placement.device_of(fqn), seeds, fill)
         if quantizer is not None and quantizer.is_wanted(fqn, module):
             replace_module(model, fqn, quantizer.finish(fqn, module))
     report = quantizer.close(model).report if quantizer is not None else None
-    split = apply_block_split(model.requires_grad_(False), FAMILY, placement)
-    return RandomModel(scheme, model, split, report)
+    split = apply_block_split(model.requires_grad_(False), family, placement)
+    return RandomModel(scheme, model, split, report, family)
 
 
 @torch.no_grad()
@@ -181,21 +190,28 @@ class MemoryStore(CacheStore):
         return self._entries.get(key)
 
 
-def make_samples(latents: torch.Tensor, text: torch.Tensor) -> CachedSamples:
+def make_samples(
+    latents: torch.Tensor,
+    text: torch.Tensor | Mapping[str, torch.Tensor],
+    family: ModelFamily = FAMILY,
+    variant: Variant = VARIANT,
+) -> CachedSamples:
     """Samples as the cache would give them, each with a caption of its own.
 
     Args:
-        latents: [N, C, 1, H, W], float32.    text: [N, S, D]
+        latents: [N, C, F, H, W], float32.
+        text: [N, S, D] for the first encoder, or of every encoder by the name of its output.
     """
-    stride = FAMILY.latent_of(VARIANT).spatial_stride
+    latent = family.latent_of(variant)
+    stride = latent.spatial_stride
     bucket = latents.shape[-2] * stride, latents.shape[-1] * stride
     samples = [Sample(f"{i}.png", f"caption {i}", None, bucket, (0, 0, *bucket), bucket) for i in range(len(latents))]
     entries = {f"latent {index}": {"latents": each} for index, each in enumerate(latents)}
-    output = VARIANT.text_encoders[0].output
-    entries |= {sample.caption: {output: states} for sample, states in zip(samples, text, strict=True)}
+    by_name = text if isinstance(text, Mapping) else {variant.text_encoders[0].output: text}
+    entries |= {s.caption: {name: states[i] for name, states in by_name.items()} for i, s in enumerate(samples)}
     captions = {sample.caption: sample.caption for sample in samples}
     keys = [f"latent {index}" for index in range(len(latents))]
-    return CachedSamples(MemoryStore(entries), samples, keys, captions, False, 1.0)
+    return CachedSamples(MemoryStore(entries), samples, keys, captions, False, latent.num_tokens_per_cell)
 
 
 def attach_lora(built: RandomModel, job: JobConfig, *, seed: int | None = None, is_fused: bool = True) -> LoraHandle:
@@ -205,7 +221,7 @@ def attach_lora(built: RandomModel, job: JobConfig, *, seed: int | None = None, 
         seed: of the LoRA alone; None takes the job's.
         is_fused: False leaves every LoRA layer as PEFT computes it.
     """
-    lora = apply_lora(built.model, FAMILY, job.lora, seed=job.train.seed if seed is None else seed)
+    lora = apply_lora(built.model, built.family, job.lora, seed=job.train.seed if seed is None else seed)
     if not is_fused:
         FusedLora([m for m in built.model.modules() if type(m).__mro__[1] is LoraLinear]).remove()
     built.model.train()
@@ -221,11 +237,12 @@ def make_trainer(
     train_data: CachedSamples,
     eval_data: CachedSamples | None = None,
     variant: Variant = VARIANT,
+    pipeline: Pipeline | None = None,
 ) -> Trainer:
     """The loop of a job over this model; only train_step and evaluate may be called, for there is nowhere to save."""
     return Trainer(
         job=job,
-        family=FAMILY,
+        family=built.family,
         variant=variant,
         model=built.model,
         lora=lora,
@@ -237,6 +254,7 @@ def make_trainer(
         devices=built.devices,
         events=None,  # type: ignore[arg-type]
         save_lora=_refuse_to_save,
+        pipeline=pipeline,
     )
 
 

@@ -1,8 +1,9 @@
 """Captions and images, encoded once and kept.
 
-Both functions here do the same: name every result by its content, see what the store already has, and only if
-something is missing load the model, encode one thing after the other, and free the model before the next is loaded.
-Each result is stored as soon as it is there, so stopping loses at most the one in hand.
+Both fill functions do the same: name every result by its content, see what the store already has, and only if something
+is missing load the model, encode one thing after the other, and free the model before the next is loaded. Each result
+is stored as soon as it is there, so stopping loses at most the one in hand. Who computes is a source's matter: here are
+those of the model's own encoders, in sources.py those of encoders that ComfyUI holds.
 
 Any number of processes may do this at once for one store, on any devices: each claims an entry before it computes it
 (see claims.py), and a model is loaded only by those that got something to compute. Progress counts what is done by
@@ -26,23 +27,29 @@ from ..families.spec import ModelFamily, TextEncoderSpec, Variant
 from .claims import Claims, Shared
 from .image import ImageRequest
 from .key import folder_fingerprint, joint_key, latent_key, text_key
+from .sources import LatentSource, TextRun, TextSource
 from .store import CacheStore
-from .text_encoder import prepare_text
+from .text_encoder import TextEncoder, prepare_text
 from .text_place import TextPlace, open_text_encoder, plan_text_place
 from .text_weights import TextScheme, applied_scheme
 from .vae import load_vae, vae_fingerprint
 from .video import media_fingerprint, read_frames
 
 __all__ = [
+    "FolderLatents",
+    "FolderTexts",
     "ImageRequest",
     "Stopped",
-    "caption_entries",
     "encode_captions",
     "encode_images",
-    "image_entries",
+    "fill_images",
+    "fill_texts",
+    "folder_texts",
+    "image_keys",
     "load_vae",
     "never",
     "read_frames",
+    "text_entries",
 ]
 
 logger = logging.getLogger(__name__)
@@ -118,9 +125,116 @@ class _Fill:
         with closing(Shared(claims, keys, self.is_done, progress.add, progress.stop_if_asked).batches(size)) as batches:
             yield batches
 
-    def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.store.put(key, tensors)
+    def put(self, key: str, entry: Mapping[str, torch.Tensor]) -> None:
+        self.store.put(key, entry)
         self.progress.add()
+
+
+@dataclass(frozen=True)
+class FolderTexts:
+    """What one of the model's own text encoders makes, from its folder; a TextSource."""
+
+    spec: TextEncoderSpec
+    folder: Path
+    device: torch.device | str
+    dtype: torch.dtype
+    quantize: TextScheme = "none"
+    window_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"text encoder {self.spec.folder}"
+
+    @functools.cached_property
+    def _fingerprints(self) -> dict[str, str]:
+        return {
+            "encoder_fingerprint": folder_fingerprint(self.folder / self.spec.folder),
+            "tokenizer_fingerprint": folder_fingerprint(self.folder / self.spec.tokenizer_folder),
+        }
+
+    def text_of(self, caption: str) -> str:
+        return prepare_text(caption, self.spec)
+
+    def key_of(self, text: str) -> str:
+        scheme = applied_scheme(self.spec, self.quantize)
+        return text_key(text, self.spec, **self._fingerprints, dtype=self.dtype, quantize=scheme)
+
+    def plan(self, num_missing: int) -> _FolderTextRun:
+        place = plan_text_place(self.device, self.spec, self.folder, self.dtype, self.quantize, self.window_bytes)
+        return _FolderTextRun(self, place)
+
+
+@dataclass
+class _FolderTextRun:
+    """Holds the encoder while it is needed, so that close can free it."""
+
+    source: FolderTexts
+    place: TextPlace
+    encoder: TextEncoder | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.place.device
+
+    @property
+    def batch_size(self) -> int:
+        return self.place.captions_per_batch
+
+    def load(self) -> None:
+        source = self.source
+        self.encoder = open_text_encoder(source.spec, source.folder, self.place, source.dtype, source.quantize)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[dict[str, torch.Tensor]]:
+        assert self.encoder is not None
+        return [{self.source.spec.output: states} for states in self.encoder.encode_batch(texts)]
+
+    def close(self) -> None:
+        if self.encoder is not None:
+            self.encoder.close()
+        self.encoder = None
+
+
+def fill_texts(
+    captions: Sequence[str],
+    sources: Sequence[TextSource],
+    store: CacheStore,
+    on_progress: OnProgress = _say_nothing,
+    should_stop: ShouldStop = never,
+    *,
+    not_before_s: float = 0.0,
+    on_begin: Callable[[], None] = _do_nothing,
+) -> dict[str, str]:
+    """Have what every source makes of every caption in the store, encoding what is missing; equal captions once.
+
+    Args:
+        sources: every text encoder of the model. One is in memory at a time.
+        on_progress: done and total count one caption through one encoder, whoever computed it.
+        not_before_s: entries written earlier than this, as time.time() counts, are computed again; 0 for none.
+        on_begin: called when an encoder is loaded and begins, from where its pace can be measured.
+    Returns: caption -> key of an entry of all sources' tensors together.
+    Raises: Stopped; ValueError for folders that do not fit, or a source that cannot compute; RuntimeError for states
+        that are not finite; OSError naming the file if the store cannot be written. What was encoded until then is in
+        the store.
+    """
+    keys = _keys_of_sources(captions, sources)
+    texts = [{key: text for text, key in key_of.values()} for key_of in keys]
+    progress = _Progress(sum(map(len, texts)), on_progress, should_stop, "captions")
+    fill = _Fill(store, progress, not_before_s)
+    for source, text_of in zip(sources, texts, strict=True):
+        missing = fill.missing(text_of)
+        if missing:
+            run = source.plan(len(missing))
+            try:
+                _encode_missing_texts(missing, source.name, run, fill, on_begin)
+            finally:
+                run.close()
+                _free(run.device, source.name)
+    parts = {caption: [key_of[caption][1] for key_of in keys] for caption in keys[0]}
+    if len(sources) == 1:
+        return {caption: part for caption, (part,) in parts.items()}
+    joint = {caption: joint_key(each) for caption, each in parts.items()}
+    _link({joint[caption]: each for caption, each in parts.items()}, fill)
+    return joint
 
 
 def encode_captions(
@@ -138,109 +252,68 @@ def encode_captions(
     not_before_s: float = 0.0,
     on_begin: Callable[[], None] = _do_nothing,
 ) -> dict[str, str]:
-    """Have the states of every caption in the store, encoding those that are missing; equal captions once.
+    """fill_texts with the model's own encoders.
 
     Args:
-        specs: every text encoder of the model. One is on the device at a time.
+        specs: every text encoder of the model.
         encoders_folder: folder that holds the specs' folders.
         device: where the encoders run, or a setting that text_place.py turns into such a place.
         dtype: the encoders compute in it, and the states are stored in it.
-        on_progress: done and total count one caption through one encoder, whoever computed it.
         quantize: what the encoders' linears are rounded to as they are read.
         window_bytes: the most a streamed encoder may take on its card; 0 for what is free. Captions that share a pass
             are claimed, and lost by a kill, together.
-        not_before_s: entries written earlier than this, as time.time() counts, are computed again; 0 for none.
-        on_begin: called when an encoder is loaded and begins, from where its pace can be measured.
     Returns: caption -> key of an entry {spec.output: [S, D] or [D]} of all specs together.
-    Raises: Stopped; ValueError for folders that do not fit the specs; RuntimeError for states that are not finite;
-        OSError naming the file if the store cannot be written. What was encoded until then is in the store.
     """
-    folder = Path(encoders_folder)
-    keys = _keys_of_specs(captions, specs, folder, dtype, quantize)
-    texts = [{key: text for text, key in key_of.values()} for key_of in keys]
-    progress = _Progress(sum(map(len, texts)), on_progress, should_stop, "captions")
-    fill = _Fill(store, progress, not_before_s)
-    for spec, text_of in zip(specs, texts, strict=True):
-        missing = fill.missing(text_of)
-        if missing:
-            place = plan_text_place(device, spec, folder, dtype, quantize, window_bytes)
-            try:
-                _encode_missing_captions(missing, spec, folder, place, dtype, quantize, fill, on_begin)
-            finally:
-                _free(place.device, f"text encoder {spec.folder}")
-    parts = {caption: [key_of[caption][1] for key_of in keys] for caption in keys[0]}
-    if len(specs) == 1:
-        return {caption: part for caption, (part,) in parts.items()}
-    joint = {caption: joint_key(each) for caption, each in parts.items()}
-    _link({joint[caption]: each for caption, each in parts.items()}, fill)
-    return joint
+    sources = folder_texts(specs, encoders_folder, device, dtype, quantize, window_bytes)
+    return fill_texts(captions, sources, store, on_progress, should_stop, not_before_s=not_before_s, on_begin=on_begin)
 
 
-def caption_entries(
-    captions: Sequence[str],
+def folder_texts(
     specs: Sequence[TextEncoderSpec],
     encoders_folder: str | Path,
+    device: torch.device | str,
     dtype: torch.dtype,
     quantize: TextScheme = "none",
-) -> dict[str, list[str]]:
-    """caption -> keys of all entries that encode_captions makes of it; no weight is loaded."""
-    keys = _keys_of_specs(captions, specs, Path(encoders_folder), dtype, quantize)
+    window_bytes: int = 0,
+) -> list[FolderTexts]:
+    """The model's own text encoders as sources; arguments as for encode_captions."""
+    outputs = [spec.output for spec in specs]
+    assert len(set(outputs)) == len(outputs) > 0, f"text encoders need distinct outputs, not {outputs}"
+    folder = Path(encoders_folder)
+    return [FolderTexts(spec, folder, device, dtype, quantize, window_bytes) for spec in specs]
+
+
+def text_entries(captions: Sequence[str], sources: Sequence[TextSource]) -> dict[str, list[str]]:
+    """caption -> keys of all entries that fill_texts makes of it; no weight is loaded."""
+    keys = _keys_of_sources(captions, sources)
     parts = {caption: [key_of[caption][1] for key_of in keys] for caption in keys[0]}
     return {caption: each if len(each) == 1 else [*each, joint_key(each)] for caption, each in parts.items()}
 
 
-def _keys_of_specs(
-    captions: Sequence[str], specs: Sequence[TextEncoderSpec], folder: Path, dtype: torch.dtype, quantize: TextScheme
-) -> list[dict[str, tuple[str, str]]]:
-    """What _text_keys says, for every spec."""
-    outputs = [spec.output for spec in specs]
-    assert len(set(outputs)) == len(outputs) > 0, f"text encoders need distinct outputs, not {outputs}"
+def _keys_of_sources(captions: Sequence[str], sources: Sequence[TextSource]) -> list[dict[str, tuple[str, str]]]:
+    """caption -> (text as tokenized, key), for every source."""
     unique = list(dict.fromkeys(captions))
-    return [_text_keys(unique, spec, folder, dtype, quantize) for spec in specs]
+    texts = [{caption: source.text_of(caption) for caption in unique} for source in sources]
+    return [
+        {caption: (text, source.key_of(text)) for caption, text in text_of.items()}
+        for source, text_of in zip(sources, texts, strict=True)
+    ]
 
 
-def _text_keys(
-    captions: Sequence[str], spec: TextEncoderSpec, folder: Path, dtype: torch.dtype, quantize: TextScheme
-) -> dict[str, tuple[str, str]]:
-    """caption -> (text as tokenized, key)."""
-    name = functools.partial(
-        text_key,
-        spec=spec,
-        encoder_fingerprint=folder_fingerprint(folder / spec.folder),
-        tokenizer_fingerprint=folder_fingerprint(folder / spec.tokenizer_folder),
-        dtype=dtype,
-        quantize=applied_scheme(spec, quantize),
-    )
-    texts = {caption: prepare_text(caption, spec) for caption in captions}
-    return {caption: (text, name(text)) for caption, text in texts.items()}
-
-
-def _encode_missing_captions(
-    missing: Mapping[str, str],
-    spec: TextEncoderSpec,
-    folder: Path,
-    place: TextPlace,
-    dtype: torch.dtype,
-    quantize: TextScheme,
-    fill: _Fill,
-    on_begin: Callable[[], None],
+def _encode_missing_texts(
+    missing: Mapping[str, str], name: str, run: TextRun, fill: _Fill, on_begin: Callable[[], None]
 ) -> None:
-    """The encoder lives in this frame only, so that it can be freed when the frame is left, by an error too."""
-    encoder = None
-    try:
-        with fill.shared(missing, place.captions_per_batch) as batches:
-            for batch in batches:
-                if encoder is None:
-                    _log_memory(f"loading text encoder {spec.folder} for up to {len(missing)} captions", place.device)
-                    encoder = open_text_encoder(spec, folder, place, dtype, quantize)
-                    _log_memory(f"loaded text encoder {spec.folder}", place.device)
-                    on_begin()
-                for key, states in zip(batch, encoder.encode_batch([missing[key] for key in batch]), strict=True):
-                    fill.put(key, {spec.output: states})
-    finally:
-        if encoder is not None:
-            encoder.close()
-        del encoder
+    is_loaded = False
+    with fill.shared(missing, run.batch_size) as batches:
+        for batch in batches:
+            if not is_loaded:
+                _log_memory(f"loading {name} for up to {len(missing)} captions", run.device)
+                run.load()
+                _log_memory(f"loaded {name}", run.device)
+                on_begin()
+                is_loaded = True
+            for key, entry in zip(batch, run.encode_batch([missing[key] for key in batch]), strict=True):
+                fill.put(key, entry)
 
 
 def _link(parts_of: Mapping[str, Sequence[str]], fill: _Fill) -> None:
@@ -251,6 +324,100 @@ def _link(parts_of: Mapping[str, Sequence[str]], fill: _Fill) -> None:
     with closing(shared.batches()) as batches:
         for (key,) in batches:
             store.link(key, parts_of[key])
+
+
+@dataclass
+class FolderLatents:
+    """What the model's own VAE makes, from a folder or file; a LatentSource. Latents are normalised."""
+
+    family: ModelFamily
+    variant: Variant
+    path: str | Path
+    device: torch.device | str
+    dtype: torch.dtype
+    vae: Any = None
+    name: str = "VAE"
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
+        return vae_fingerprint(self.family, self.variant, self.path)
+
+    def key_of(self, request: ImageRequest, image_fingerprint: str) -> str:
+        return latent_key(
+            image_fingerprint,
+            request.resize,
+            request.crop,
+            family=self.family.name,
+            latent=self.family.latent_of(self.variant),
+            vae_fingerprint=self._fingerprint,
+            dtype=self.dtype,
+            frames=request.frames,
+            condition=self.variant.condition if self.variant.encodes_condition else "none",
+        )
+
+    def check(self, missing: Sequence[ImageRequest]) -> None:
+        pass
+
+    def load(self) -> None:
+        self.vae = load_vae(self.family, self.variant, self.path, self.dtype).to(self.device)
+
+    def encode(self, pixels: torch.Tensor, path: str) -> dict[str, torch.Tensor]:
+        family, variant = self.family, self.variant
+        batch = pixels[None].to(device=self.device, dtype=self.dtype)  # [B=1, 3, F, H, W]
+        with torch.inference_mode():
+            tensors = {"latents": family.encode_latents(self.vae, batch)[0].to(torch.float32)}
+            if variant.encodes_condition:
+                assert family.encode_condition is not None
+                tensors["image_condition"] = family.encode_condition(self.vae, batch)[0].to(torch.float32)
+        if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
+            raise RuntimeError(
+                f'the latents of {path} are not finite in {self.dtype}; set cache.dtype to "bfloat16" or "float32"'
+            )
+        num_frames = pixels.shape[1]
+        found, expected = tensors["latents"].shape[1], family.latent_of(variant).num_latent_frames(num_frames)
+        if found != expected:  # a VAE that leaves frames out would train a clip that is shorter than its caption says
+            raise RuntimeError(
+                f"the VAE made {found} latent frames of {num_frames} frames of {path}; {variant.name} needs {expected}"
+            )
+        return tensors
+
+    def close(self) -> None:
+        self.vae = None
+
+
+def fill_images(
+    requests: Sequence[ImageRequest],
+    source: LatentSource,
+    store: CacheStore,
+    on_progress: OnProgress = _say_nothing,
+    should_stop: ShouldStop = never,
+    *,
+    not_before_s: float = 0.0,
+    on_begin: Callable[[], None] = _do_nothing,
+) -> dict[ImageRequest, str]:
+    """Have what the source makes of every image and clip in the store, encoding those that are missing; equal pixels
+    once.
+
+    One that cannot be read does not keep the others from being encoded.
+
+    Args:
+        on_progress, not_before_s, on_begin: as for fill_texts.
+    Returns: request -> key of its entry.
+    Raises: Stopped; ValueError naming all files that cannot be read, or a VAE that does not fit; RuntimeError for
+        latents that are not finite; OSError naming the file if the store cannot be written.
+    """
+    key_of = image_keys(requests, source)
+    progress = _Progress(len(set(key_of.values())), on_progress, should_stop, "images")
+    fill = _Fill(store, progress, not_before_s)
+    missing = fill.missing({key: request for request, key in key_of.items()})
+    if missing:
+        source.check(list(missing.values()))
+        try:
+            _encode_missing_images(missing, source, fill, on_begin)
+        finally:
+            source.close()
+            _free(source.device, source.name)
+    return key_of
 
 
 def encode_images(
@@ -267,55 +434,25 @@ def encode_images(
     not_before_s: float = 0.0,
     on_begin: Callable[[], None] = _do_nothing,
 ) -> dict[ImageRequest, str]:
-    """Have the normalised latents of every image and clip in the store, encoding those that are missing; equal pixels
-    once.
-
-    One that cannot be read does not keep the others from being encoded.
+    """fill_images with the model's own VAE.
 
     Args:
         vae_path: what load_vae takes.
         dtype: the VAE computes in it. Latents are stored in float32.
-        on_progress, not_before_s, on_begin: as for encode_captions.
-    Returns: request -> key of an entry {"latents": [C, F, H, W]}; of a variant that encodes its condition also
-        {"image_condition": [C', F, H, W]}.
-    Raises: Stopped; ValueError naming all files that cannot be read, or a VAE that does not fit the family;
-        RuntimeError for latents that are not finite; OSError naming the file if the store cannot be written.
+    Returns: request -> key of an entry {"latents": [C, F, H, W]}, normalised; of a variant that encodes its condition
+        also {"image_condition": [C', F, H, W]}.
     """
-    key_of = image_entries(requests, family, variant, vae_path, dtype)
-    progress = _Progress(len(set(key_of.values())), on_progress, should_stop, "images")
-    fill = _Fill(store, progress, not_before_s)
-    missing = fill.missing({key: request for request, key in key_of.items()})
-    if missing:
-        try:
-            _encode_missing_images(missing, family, variant, vae_path, device, dtype, fill, on_begin)
-        finally:
-            _free(device, "VAE")
-    return key_of
+    source = FolderLatents(family, variant, vae_path, device, dtype)
+    return fill_images(requests, source, store, on_progress, should_stop, not_before_s=not_before_s, on_begin=on_begin)
 
 
-def image_entries(
-    requests: Sequence[ImageRequest], family: ModelFamily, variant: Variant, vae_path: str | Path, dtype: torch.dtype
-) -> dict[ImageRequest, str]:
-    """request -> key of the entry that encode_images makes of it; reads the images' bytes, loads no weight.
+def image_keys(requests: Sequence[ImageRequest], source: LatentSource) -> dict[ImageRequest, str]:
+    """request -> key of the entry that fill_images makes of it; reads the files' bytes, loads no weight.
 
-    Raises: ValueError naming all images that cannot be read.
+    Raises: ValueError naming all files that cannot be read.
     """
-    vae = vae_fingerprint(family, variant, vae_path)
     images = _image_fingerprints(dict.fromkeys(request.path for request in requests))
-    return {
-        request: latent_key(
-            images[request.path],
-            request.resize,
-            request.crop,
-            family=family.name,
-            latent=family.latent_of(variant),
-            vae_fingerprint=vae,
-            dtype=dtype,
-            frames=request.frames,
-            condition=variant.condition if variant.encodes_condition else "none",
-        )
-        for request in dict.fromkeys(requests)
-    }
+    return {request: source.key_of(request, images[request.path]) for request in dict.fromkeys(requests)}
 
 
 def _image_fingerprints(paths: Iterable[str]) -> dict[str, str]:
@@ -331,57 +468,26 @@ def _image_fingerprints(paths: Iterable[str]) -> dict[str, str]:
 
 
 def _encode_missing_images(
-    missing: Mapping[str, ImageRequest],
-    family: ModelFamily,
-    variant: Variant,
-    vae_path: str | Path,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    fill: _Fill,
-    on_begin: Callable[[], None],
+    missing: Mapping[str, ImageRequest], source: LatentSource, fill: _Fill, on_begin: Callable[[], None]
 ) -> None:
-    """The VAE lives in this frame only; see _encode_missing_captions."""
-    vae, problems = None, []
-    try:
-        with fill.shared(missing) as batches:
-            for (key,) in batches:
-                try:
-                    pixels = read_frames(missing[key])[None]  # [B=1, 3, F, H, W]
-                except ValueError as error:  # broken since the dataset was looked at
-                    problems.append(str(error))
-                    continue
-                if vae is None:
-                    _log_memory(f"loading the VAE for up to {len(missing)} images", device)
-                    vae = load_vae(family, variant, vae_path, dtype).to(device)
-                    _log_memory("loaded the VAE", device)
-                    on_begin()
-                pixels = pixels.to(device=device, dtype=dtype)
-                fill.put(key, _encode_image(vae, family, variant, pixels, missing[key].path))
-    finally:
-        del vae
+    is_loaded, problems = False, []
+    with fill.shared(missing) as batches:
+        for (key,) in batches:
+            request = missing[key]
+            try:
+                pixels = read_frames(request)
+            except ValueError as error:  # broken since the dataset was looked at
+                problems.append(str(error))
+                continue
+            if not is_loaded:
+                _log_memory(f"loading the {source.name} for up to {len(missing)} images", source.device)
+                source.load()
+                _log_memory(f"loaded the {source.name}", source.device)
+                on_begin()
+                is_loaded = True
+            fill.put(key, source.encode(pixels, request.path))
     if problems:
         raise ValueError("\n".join([*problems, "all other images are encoded and kept"]))
-
-
-def _encode_image(
-    vae: Any, family: ModelFamily, variant: Variant, pixels: torch.Tensor, path: str
-) -> dict[str, torch.Tensor]:
-    """What the entry of one image or clip holds."""
-    with torch.inference_mode():
-        tensors = {"latents": family.encode_latents(vae, pixels)[0].to(torch.float32)}
-        if variant.encodes_condition:
-            assert family.encode_condition is not None
-            tensors["image_condition"] = family.encode_condition(vae, pixels)[0].to(torch.float32)
-    if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
-        raise RuntimeError(
-            f'the latents of {path} are not finite in {pixels.dtype}; set cache.dtype to "bfloat16" or "float32"'
-        )
-    found, expected = tensors["latents"].shape[1], family.latent_of(variant).num_latent_frames(pixels.shape[2])
-    if found != expected:  # a VAE that leaves frames out would train a clip that is shorter than its caption says
-        raise RuntimeError(
-            f"the VAE made {found} latent frames of {pixels.shape[2]} frames of {path}; {variant.name} needs {expected}"
-        )
-    return tensors
 
 
 def _free(device: torch.device | str, what: str) -> None:

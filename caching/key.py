@@ -17,12 +17,14 @@ are sampled: the size, the whole safetensors header (every name, type, shape and
 start, the middle and the end of every tensor. Fine-tuning, merging, quantizing or swapping a tensor changes it nearly
 everywhere, so three samples per tensor see it. What they can miss is an edit by hand of single numbers in between.
 Files up to `_WHOLE_FILE_BYTES`, which includes most VAEs and the CLIP encoders, are hashed in full.
+Encoders that ComfyUI holds in memory have no file to ask; their weights are sampled in the same way.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 TEXT_VERSION = 1
 IMAGE_VERSION = 1
 CLIP_VERSION = 1  # of how frames are decoded and turned, over and above IMAGE_VERSION
+STOCK_VERSION = 1  # how ComfyUI's own encoders are asked, and how their weights are hashed
 ROUNDING_VERSION = 1  # of text encoders in 8 bits
 
 _WHOLE_FILE_BYTES = 512 * 2**20
@@ -109,8 +112,6 @@ def latent_key(
         frames: of a clip, which of its frames; so frame rate and window are in the key by what they choose.
         condition: what the entry holds besides the latents; see Variant.
     """
-    # Said only where there is something to say, so that keys of images are what they were before there were clips.
-    clip = {"frames": list(frames), "clip_version": CLIP_VERSION} if frames else {}
     conditioned = {"condition": condition} if condition != "none" else {}
     return _digest(
         {
@@ -123,10 +124,85 @@ def latent_key(
             "normalisation_version": latent.normalisation_version,
             "vae": vae_fingerprint,
             "dtype": str(dtype),
-            **clip,
+            **_clip_facts(frames),
             **conditioned,
         }
     )
+
+
+def _clip_facts(frames: Sequence[int]) -> dict[str, Any]:
+    """Said only where there is something to say: keys of images are what they were before there were clips."""
+    return {"frames": list(frames), "clip_version": CLIP_VERSION} if frames else {}
+
+
+def stock_text_key(text: str, fingerprint: str) -> str:
+    """Key of what a stock CLIP makes of one text; its fingerprint covers all but the text."""
+    return _digest({"what": "stock text", "version": STOCK_VERSION, "text": text, "clip": fingerprint})
+
+
+def stock_latent_key(
+    image_fingerprint: str,
+    resize: tuple[int, int],
+    crop: tuple[int, int, int, int],
+    fingerprint: str,
+    frames: Sequence[int] = (),
+) -> str:
+    """Key of what a stock VAE makes of one image or clip. What the model's family makes of it is done when it is read.
+
+    frames: as for latent_key.
+    """
+    return _digest(
+        {
+            "what": "stock latents",
+            "version": (STOCK_VERSION, IMAGE_VERSION),
+            "image": image_fingerprint,
+            "resize": resize,
+            "crop": crop,
+            "vae": fingerprint,
+            **_clip_facts(frames),
+        }
+    )
+
+
+def content_key(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Key of tensors that are known by nothing but their content: names, types, shapes and all bytes."""
+    return _digest({"what": "content", "tensors": _tensor_facts(tensors, math.inf)})
+
+
+def tensors_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Hash of weights in memory, on any device: as file_fingerprint samples a file of them. Nothing is moved whole.
+
+    Raises: ValueError naming a tensor that does not show its bytes.
+    """
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return _digest(_tensor_facts(tensors, math.inf if num_bytes <= _WHOLE_FILE_BYTES else _SAMPLE_BYTES))
+
+
+def _tensor_facts(tensors: Mapping[str, torch.Tensor], sample_bytes: float) -> dict[str, Any]:
+    return {
+        name: (str(tensor.dtype), list(tensor.shape), _hash_bytes(name, tensor, sample_bytes))
+        for name, tensor in tensors.items()
+    }
+
+
+def _hash_bytes(name: str, tensor: torch.Tensor, sample_bytes: float) -> str:
+    """Of all bytes if they are up to 3 * sample_bytes, else of as many at the start, in the middle and at the end."""
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.is_sparse:
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__} on {tensor.device}, whose bytes cannot be hashed; load the weights "
+            "with a loader that keeps plain tensors, such as ComfyUI's own"
+        )
+    flat = tensor.detach().reshape(-1)  # a view where the tensor is contiguous
+    count = flat.numel()
+    length = count if 3 * sample_bytes >= count * flat.element_size() else int(sample_bytes) // flat.element_size()
+    starts = {0} if length == count else {0, (count - length) // 2, count - length}
+    digest = hashlib.sha256()
+    for start in sorted(starts):
+        part = flat[start : start + length].to("cpu").contiguous()
+        digest.update(part.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def settings_fingerprint(settings: Any) -> str:

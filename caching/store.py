@@ -86,6 +86,17 @@ class CacheStore:
             return self._get_parts(parts)
         return _read_checked(path, header)
 
+    def shapes(self, key: str) -> dict[str, tuple[int, ...]]:
+        """Shapes of the entry's tensors by name, from its header; {} for a miss."""
+        header = _read_header(self.path(key))
+        if header is None:
+            return {}
+        if parts := _parts(header):
+            return {name: shape for part in parts for name, shape in self.shapes(part).items()}
+        with open(self.path(key), "rb") as file:
+            listed = json.loads(file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little")))
+        return {name: tuple(tensor["shape"]) for name, tensor in listed.items() if name != "__metadata__"}
+
     def check(self, key: str) -> State:
         """What this entry is, read whole; the entries it links to are not followed.
 

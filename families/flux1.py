@@ -16,6 +16,7 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from .native import FLUX
 from .spec import (
     BlockList,
+    ComfyInputs,
     LatentSpec,
     ModelFamily,
     Rename,
@@ -70,6 +71,7 @@ def _config(guidance: bool) -> dict[str, Any]:
     }
 
 
+_SHIFT, _SCALE = 0.1159, 0.3611  # of the latents
 _VAE = {
     "in_channels": 3,
     "out_channels": 3,
@@ -79,8 +81,8 @@ _VAE = {
     "layers_per_block": 2,
     "latent_channels": 16,
     "sample_size": 1024,
-    "scaling_factor": 0.3611,
-    "shift_factor": 0.1159,
+    "scaling_factor": _SCALE,
+    "shift_factor": _SHIFT,
     "use_quant_conv": False,
     "use_post_quant_conv": False,
 }
@@ -138,6 +140,21 @@ def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     scaled = latents[:, :, 0].float() / vae.config.scaling_factor + vae.config.shift_factor
     return vae.decode(scaled.to(vae.dtype)).sample.unsqueeze(2)
 
+
+def normalise_samples(samples: torch.Tensor) -> torch.Tensor:
+    """What ComfyUI's Flux latent format makes of a LATENT: encode_latents' own shift and scale."""
+    return (samples - _SHIFT) * _SCALE
+
+
+# ComfyUI encodes at least 256 T5 tokens and cuts nothing: dev's makers fill up to 512, so its states differ in length.
+_COMFY = ComfyInputs(
+    states="prompt_embeds",
+    width="joint_attention_dim",
+    pooled="pooled_prompt_embeds",
+    pooled_width="pooled_projection_dim",
+    normalise=normalise_samples,
+    cells_per_token=4,
+)
 
 _DOUBLE = "double_blocks.{}."
 _SINGLE = "single_blocks.{}."
@@ -248,4 +265,5 @@ FLUX1 = ModelFamily(
     encode_latents=encode_latents,
     decode_latents=decode_latents,
     native=(FLUX,),
+    comfy=_COMFY,
 )

@@ -16,6 +16,7 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from .native import FLUX
 from .spec import (
     BlockList,
+    ComfyInputs,
     LatentSpec,
     ModelFamily,
     Rename,
@@ -160,6 +161,15 @@ def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     return vae.decode(pixel_shuffle(cells, 2).to(vae.dtype)).sample.unsqueeze(2)
 
 
+def normalise_samples(samples: torch.Tensor) -> torch.Tensor:
+    """Nothing: ComfyUI's VAE patchifies and applies the batch norm itself, so its LATENT is normalised."""
+    return samples
+
+
+# Mistral's real tokens only, with zeros in front up to 512 that the transformer sees unmasked; klein's encoder pads to
+# 512 itself. The attention_mask beside them is not read without attention_mask_img_shape.
+_COMFY = ComfyInputs(states="prompt_embeds", width="joint_attention_dim", normalise=normalise_samples, min_tokens=512)
+
 _DOUBLE = "double_blocks.{}."
 _SINGLE = "single_blocks.{}."
 _TO_DOUBLE = "transformer_blocks.{}."
@@ -273,4 +283,5 @@ FLUX2 = ModelFamily(
     encode_latents=encode_latents,
     decode_latents=decode_latents,
     native=(FLUX,),
+    comfy=_COMFY,
 )

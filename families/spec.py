@@ -68,6 +68,10 @@ class LatentSpec:
         """Latent frames of so many video frames."""
         return 1 + (frames - 1) // self.frame_stride
 
+    def num_frames(self, latent_frames: int) -> int:
+        """Video frames that so many latent frames stand for."""
+        return 1 + (latent_frames - 1) * self.frame_stride
+
     def num_tokens(self, height: int, width: int, frames: int = 1) -> int:
         """Image tokens of one sample; height and width in pixels, frames in video frames."""
         cells = self.num_latent_frames(frames) * (height // self.spatial_stride) * (width // self.spatial_stride)
@@ -291,6 +295,37 @@ class Variant:
         return self.condition == "first_frame"
 
 
+# normalise(samples [C, F, H, W] as ComfyUI's VAE.encode returns them) -> what the model is trained on, of that shape.
+NormaliseSamples = Callable[["torch.Tensor"], "torch.Tensor"]
+
+
+@dataclass(frozen=True)
+class ComfyInputs:
+    """What ComfyUI's own model of a family makes of a CONDITIONING and a LATENT before it computes with them.
+
+    Training on what ComfyUI's encoders made has to do the same; comfy_inputs.py does. Read in comfy/model_base.py
+    (extra_conds) and comfy/latent_formats.py (process_in) of ComfyUI 0.33.0.
+
+    Args:
+        states: the text input, as make_inputs names it, that the CONDITIONING's tensor becomes.
+        width: key of the transformer's config that says how wide this is.
+        normalise: LATENT to normalised latents.
+        pooled, pooled_width: the same for its pooled_output; "" where the model reads none.
+        min_tokens: shorter texts get rows of zeros in front, up to this number of tokens.
+        latent_dims: of a LATENT without batch and channels: 2 for [H, W], 3 for [F, H, W].
+        cells_per_token: latent cells that make_inputs packs into one token of the transformer's in_channels.
+    """
+
+    states: str
+    width: str
+    normalise: NormaliseSamples
+    pooled: str = ""
+    pooled_width: str = ""
+    min_tokens: int = 0
+    latent_dims: Literal[2, 3] = 2
+    cells_per_token: int = 1
+
+
 # make_inputs(latents [B, C, F, H, W], sigma [B], text, guidance) -> keyword arguments of the transformer's forward.
 # Beside the text there is "image_condition" [B, C', F, H, W] for a variant that is given the first frame, and
 # "first_latents" [B, C, 1, H, W] for one that is given those.
@@ -326,6 +361,7 @@ class ModelFamily:
         unsupported: fnmatch patterns of tensor names, in either layout -> why a checkpoint with such a tensor cannot be
             trained.
         native: ComfyUI's own classes of this architecture, as described in families/native.py.
+        comfy: how they read what ComfyUI's text encoders and VAEs make; None if nobody has looked.
     """
 
     name: str
@@ -351,6 +387,7 @@ class ModelFamily:
     prediction_target: Literal["velocity"] = "velocity"
     original_prefixes: tuple[str, ...] = field(default=("model.diffusion_model.", "diffusion_model.", ""))
     native: tuple[NativeModel, ...] = ()
+    comfy: ComfyInputs | None = None
 
     def variant(self, name: str) -> Variant:
         """The variant of this name.

@@ -20,6 +20,7 @@ import torch
 from .native import WAN_MODEL
 from .spec import (
     BlockList,
+    ComfyInputs,
     LatentSpec,
     ModelFamily,
     Rename,
@@ -290,6 +291,32 @@ def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     return vae.decode((latents.float() * std + mean).to(vae.dtype)).sample
 
 
+# AutoencoderKLWan's own defaults, which the 2.1 VAE has; ComfyUI's Wan21 latent format holds the same.
+# fmt: off
+_MEAN_21 = (
+    -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
+    0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921,
+)
+_STD_21 = (
+    2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
+    3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160,
+)
+# fmt: on
+_STATISTICS = {
+    len(_MEAN_21): (_MEAN_21, _STD_21),
+    _VAE_22["z_dim"]: (_VAE_22["latents_mean"], _VAE_22["latents_std"]),
+}
+
+
+def normalise_samples(samples: torch.Tensor) -> torch.Tensor:
+    """What ComfyUI's Wan21 and Wan22 latent formats make of a LATENT; its channels tell which."""
+    mean, std = (torch.tensor(values).view(-1, 1, 1, 1) for values in _STATISTICS[samples.shape[0]])
+    return (samples - mean) / std
+
+
+# ComfyUI pads to 512 tokens, zeroes the padding's states, and cuts nothing.
+_COMFY = ComfyInputs(states="prompt_embeds", width="text_dim", normalise=normalise_samples, latent_dims=3)
+
 _BLOCK = "blocks.{}."
 
 _RENAMES = (
@@ -394,4 +421,5 @@ WAN = ModelFamily(
         "control_adapter.*": "it is a camera model, whose control inputs are not made here",
     },
     native=(WAN_MODEL,),
+    comfy=_COMFY,
 )

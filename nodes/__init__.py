@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .captions import CacheCaptionsAndLatents
 from .dataset import TrainingDatasetNode
+from .encoded_dataset import DatasetFromLatents
 from .host import ComfyExtension, io
 from .load import LoadModelForTraining
 from .quantize import Quantize
@@ -16,6 +17,7 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     Quantize,
     TrainingDatasetNode,
     CacheCaptionsAndLatents,
+    DatasetFromLatents,
     TrainLora,
     SplitModel,
     LoadDiffusionModelSplit,

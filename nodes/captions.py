@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import logging
+from typing import TYPE_CHECKING, Any
 
 from . import host
 from .fields import AUTO, make_part, read_auto
@@ -11,7 +12,14 @@ from .host import io
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
+if TYPE_CHECKING:
+    from ..training.config import CacheConfig
+    from ..training.stock import StockEncoders
+
+_log = logging.getLogger(__name__)
+
 DEFAULT_FOLDER = "devicebridge/cache"
+_UNCONNECTED = "unconnected"  # None is what a loader gives that found no CLIP or VAE in its file
 
 
 class CacheCaptionsAndLatents(io.ComfyNode):
@@ -23,7 +31,8 @@ class CacheCaptionsAndLatents(io.ComfyNode):
             category="DeviceBridge/training",
             description="Encodes every caption and image once and keeps the results on disk, so that neither text "
             "encoder nor VAE is in memory while training. What is there already is not computed again; Cancel keeps "
-            "what is done.",
+            "what is done. By default the model's own encoders are used; connect ComfyUI's CLIP and VAE to train on "
+            "exactly what your workflows feed the model.",
             search_aliases=["encode dataset", "precompute", "text encoder cache", "latent cache"],
             is_output_node=True,
             inputs=[
@@ -91,6 +100,21 @@ class CacheCaptionsAndLatents(io.ComfyNode):
                     "take. 0 takes what is free. Raise it for more captions per pass, lower it when something else "
                     "needs the card; FLUX.2-dev's encoder needs about 4.",
                 ),
+                io.Clip.Input(
+                    "stock_clip",
+                    display_name="stock CLIP",
+                    optional=True,
+                    tooltip="ComfyUI's CLIP, from its loaders. Connected, it encodes the captions as CLIP Text Encode "
+                    "does, and text_encoders, text_device, text_window_gb and text_quantize have no effect. Choose it "
+                    "when the LoRA will be used in ComfyUI: FLUX.2's prompts are padded differently there.",
+                ),
+                io.Vae.Input(
+                    "stock_vae",
+                    display_name="stock VAE",
+                    optional=True,
+                    tooltip="ComfyUI's VAE, from its loaders. Connected, it encodes images and clips as VAE Encode "
+                    "does, and the vae name and vae_device have no effect. Handy when the model is a single file.",
+                ),
             ],
             outputs=[DatasetSocket.Output("cached", display_name="dataset", tooltip="The same dataset, encoded.")],
             hidden=[io.Hidden.unique_id],
@@ -114,23 +138,26 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         cache_folder: str,
         text_quantize: str = "none",
         text_window_gb: float = 0.0,
+        stock_clip: Any = _UNCONNECTED,
+        stock_vae: Any = _UNCONNECTED,
     ) -> io.NodeOutput:
         from ..caching.encode import Stopped
         from ..training.config import CacheConfig, JobConfig, LoopConfig, OutputConfig
         from ..training.events import EventLog
         from ..training.job import cache_job, check_job
 
+        if dataset.data.encoded:
+            raise ValueError("this dataset arrived encoded; connect it to the training node directly")
         folder = host.folder_in_output(cache_folder, "cache_folder")
+        encoders = _stock_encoders(stock_clip, stock_vae)
         cache = make_part(
             CacheConfig,
             folder=str(folder),
-            text_encoders=host.find_component("text_encoders", text_encoders),
-            vae=host.find_component("vae", vae),
             text_device=text_device.strip() or "cpu",
             vae_device=read_auto(vae_device),
             dtype=dtype,
-            text_quantize=text_quantize,
             text_window_gb=text_window_gb,
+            **_who_encodes(encoders, text_encoders, vae, text_quantize),
         )
         job = JobConfig(
             model=model.model,
@@ -144,9 +171,52 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         view = JobView(cls.hidden.unique_id)
         with host.training_allowed(), host.host_memory_freed(), EventLog(folder, view) as events:
             try:
-                data, _ = cache_job(check_job(job), events, view.is_cancelled)
+                data, _ = cache_job(check_job(job), events, view.is_cancelled, encoders)
             except Stopped:
                 view.show_text("Cancelled. What was encoded is kept; run again to continue.")
                 host.cancel()
-        view.show_text(f"{len(data.samples)} samples are encoded")
+        view.show_text(_describe(len(data.samples), cache))
         return io.NodeOutput(dataclasses.replace(dataset, cache=cache))
+
+
+def _stock_encoders(clip: Any, vae: Any) -> StockEncoders:
+    """Those that are connected, with their names.
+
+    Raises: ValueError for one that was not in its loader's file, or that has no name.
+    """
+    from ..training.stock import StockEncoders
+
+    for socket, value in (("stock_clip", clip), ("stock_vae", vae)):
+        if value is None:
+            raise ValueError(f"{socket} is connected, but its loader found none in its file; use another loader")
+    return StockEncoders(
+        clip=None if clip is _UNCONNECTED else host.HostClip(clip),
+        vae=None if vae is _UNCONNECTED else host.HostVae(vae),
+    )
+
+
+def _who_encodes(encoders: StockEncoders, text_encoders: str, vae: str, text_quantize: str) -> dict[str, str]:
+    """The part of the cache's settings that names the encoders; says which sockets have no effect."""
+    settings: dict[str, str] = {}
+    if encoders.clip:
+        settings["text_source"] = encoders.clip.fingerprint
+    else:
+        settings["text_encoders"] = host.find_component("text_encoders", text_encoders)
+        settings["text_quantize"] = text_quantize
+    if encoders.vae:
+        settings["latent_source"] = encoders.vae.fingerprint
+    else:
+        settings["vae"] = host.find_component("vae", vae)
+    if encoders.clip and text_encoders.strip():
+        _log.warning("text_encoders %r has no effect: the connected CLIP encodes the captions", text_encoders)
+    if encoders.vae and vae.strip():
+        _log.warning("the vae name %r has no effect: the connected VAE encodes the images", vae)
+    return settings
+
+
+def _describe(num_samples: int, cache: CacheConfig) -> str:
+    """With what a job file needs to find the entries of stock encoders."""
+    lines = [f"{num_samples} samples are encoded"]
+    lines += [f'text_source = "{cache.text_source}"'] if cache.text_source else []
+    lines += [f'latent_source = "{cache.latent_source}"'] if cache.latent_source else []
+    return "\n".join(lines)

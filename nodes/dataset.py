@@ -167,6 +167,8 @@ class TrainingDatasetNode(io.ComfyNode):
     ) -> io.NodeOutput:
         from ..training.config import DataConfig, EvaluationConfig, FolderConfig
 
+        if previous and previous.data.encoded:
+            raise ValueError("previous is a dataset that arrived encoded, which folders of images cannot be added to")
         earlier = previous.data.folders if previous else ()
         own = make_part(FolderConfig, path=str(host.folder_in_input(folder, "folder")), repeats=repeats)
         held_out = str(host.folder_in_input(evaluation_folder, "evaluation_folder")) if evaluation_folder else ""

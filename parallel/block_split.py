@@ -3,10 +3,10 @@
 A BlockSplit keeps the weights where the placement says and starts and ends the bridge's forward around the model's own;
 how activations reach the blocks, and what is remembered of them, is the bridge's (bridge.py).
 
-Gradient checkpointing should go through `BlockSplit.checkpoint`. torch saves the random state of those devices it finds
-among a block's arguments; before the first block of a device they are all elsewhere, so dropout would be drawn anew in
-the recomputation and the gradient silently wrong. `checkpoint` moves the arguments first, which also saves the copies
-of the recomputation.
+Gradient checkpointing should go through `BlockSplit.checkpoint`, which first brings the arguments to the block's
+device. That saves the copies of the recomputation, and the recomputation (recompute.py) puts back the random state of
+the device that the block draws from. torch's own looks for devices among the arguments; before the first block of a
+device these are all elsewhere, so dropout would be drawn anew and the gradient silently wrong.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 
 from ..families.spec import ModelFamily
@@ -25,6 +25,7 @@ from ..patches.hooks import HookSet
 from ..patches.lora import is_lora_name, place_lora_with_base
 from .bridge import Bridge
 from .placement import Placement, block_names
+from .recompute import recompute
 
 _log = logging.getLogger(__name__)
 
@@ -39,10 +40,12 @@ class BlockSplit:
             model.get_submodule(name): device for name, device in zip(placement.blocks, placement.devices, strict=True)
         }
         tail = [model.get_submodule(name) for name in family.tail]
-        self.bridge = Bridge(blocks, placement.home, tail=tail)
+        self.bridge = Bridge(blocks, placement.home, tail=tail, tail_device=placement.tail_device)
         self._residents = _residents(model, placement)
         self._found_on = [(module, _device_of(module)) for module, _ in self._residents]
         self._placing = threading.Lock()
+        self._checked_in_run = -1
+        self._kept: frozenset[nn.Module] = frozenset()
         self._hooks = HookSet()
 
     @property
@@ -55,7 +58,7 @@ class BlockSplit:
             _move_module(module, device)
         self._hooks.before(self._model, self._start)
         self.bridge.attach()
-        self._hooks.after(self._model, self._bring_output_home)
+        self._hooks.after(self._model, self._bring_output)
         self._hooks.after(self._model, self._finish, also_on_error=True)
 
     def remove(self) -> None:
@@ -73,11 +76,35 @@ class BlockSplit:
 
         The block is one of the placement's, args are its positional arguments on any device.
         """
-        moved = self.bridge.move(args, self.bridge.blocks[block]) if self._hooks else args
-        return torch.utils.checkpoint.checkpoint(block.__call__, *moved, use_reentrant=False)
+        device = self.bridge.blocks[block]
+        moved = self.bridge.bring(args, device) if self._hooks else args
+        return block(*moved) if block in self._kept else recompute(block, moved, device)
+
+    def keep_activations(self, num_blocks: Sequence[int]) -> None:
+        """Let checkpoint recompute all but the last so many blocks of each device, which keep their activations.
+
+        The last of a device are the first whose memory its backward frees.
+
+        Args:
+            num_blocks: one per device, in order. [num_devices]
+        Raises: ValueError for another number of devices, or more blocks than a device has.
+        """
+        self._kept = frozenset(self._last_blocks(num_blocks))
+
+    def _last_blocks(self, num_blocks: Sequence[int]) -> Iterator[nn.Module]:
+        devices = self.bridge.devices
+        if len(num_blocks) != len(devices):
+            raise ValueError(f"kept blocks {list(num_blocks)} for {', '.join(map(str, devices))}; give one number each")
+        for device, count in zip(devices, num_blocks, strict=True):
+            blocks = [block for block, place in self.bridge.blocks.items() if place == device]
+            if not 0 <= count <= len(blocks):
+                raise ValueError(f"{device} has {len(blocks)} blocks, {count} of them cannot keep their activations")
+            yield from blocks[len(blocks) - count :]
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_residents()
+        if self.bridge.turns is None or self._checked_in_run != self.bridge.num_runs:
+            self._checked_in_run = self.bridge.num_runs  # once for all forwards of an interleaved run
+            self._check_residents()
         self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
         self.bridge.begin()
         return self.bridge.move((args, kwargs), self.home)
@@ -85,8 +112,8 @@ class BlockSplit:
     def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         self.bridge.end()
 
-    def _bring_output_home(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        return self.bridge.move(output, self.home)
+    def _bring_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return self.bridge.move(output, self.bridge.tail_device)
 
     def _check_residents(self) -> None:
         """Bring LoRA weights that were injected or loaded elsewhere to the layer they adapt.
@@ -112,9 +139,9 @@ class BlockSplit:
 def apply_block_split(model: nn.Module, family: ModelFamily, placement: Placement) -> BlockSplit:
     """Put each block on its device, everything else at home, and hook the model so that one forward runs over all.
 
-    Modules already in place are not moved. The model is used as before, from home or any other device; its output is at
-    home. Works under autograd, gradient checkpointing and no_grad, and from several threads at once. handle.remove()
-    restores the model as it was found, places included.
+    Modules already in place are not moved. The model is used as before, from home or any other device; its output is
+    on the placement's tail device, home unless it says otherwise. Works under autograd, gradient checkpointing and
+    no_grad, and from several threads at once. handle.remove() restores the model as it was found, places included.
 
     Raises: ValueError if the placement names other blocks than the model has.
     """
@@ -132,10 +159,10 @@ def apply_block_split(model: nn.Module, family: ModelFamily, placement: Placemen
 def _residents(model: nn.Module, placement: Placement) -> list[tuple[nn.Module, torch.device]]:
     """Modules that together hold every parameter and buffer but the model's own, each with its device."""
     lists = {name.partition(".")[0] for name in placement.blocks}
-    home = [(child, placement.home) for name, child in model.named_children() if name not in lists]
+    others = [(child, placement.device_of(name)) for name, child in model.named_children() if name not in lists]
     blocks = [(model.get_submodule(n), d) for n, d in zip(placement.blocks, placement.devices, strict=True)]
     own = [(_OwnTensors(model), placement.home)]
-    return [*own, *home, *blocks]
+    return [*own, *others, *blocks]
 
 
 class _OwnTensors(nn.Module):

@@ -13,7 +13,7 @@ or raises. Inside a forward a copy is kept as long as its source lives, and no l
 the loop constants, and lets go of the hidden states of a block as soon as it has those of the next. So the hidden
 states of a long video do not pile up on the cards, and an id, unique only among the living, never names two tensors.
 An entry carries its source's version (a tensor changed in place is copied again) and the grad mode (a copy made under
-no_grad, as reentrant checkpointing does, must not serve a block that needs gradients). Tensors made in inference mode
+no_grad, as checkpointing does, must not serve a block that needs gradients). Tensors made in inference mode
 have no version; there, whatever a block returns counts as new. Left over is a tensor of inference mode that crossed, is
 changed in place between two blocks and crosses again: nothing tells that it changed. A block that changes an argument
 in place changes its copy; the caller's own tensor stays as it was.
@@ -47,7 +47,7 @@ from ..patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors
 from .devices import device_module
 
 if TYPE_CHECKING:
-    from .turns import Turns
+    from .lanes import Traffic
 
 T = TypeVar("T")
 Transport = Literal["stream", "relay"]
@@ -57,9 +57,10 @@ class Bridge:
     """Brings activations to blocks that live on several devices; the blocks themselves are put there by others.
 
     Args:
-        blocks: block -> its device, in execution order; the last one's output goes home.
+        blocks: block -> its device, in execution order.
         home: device of everything else.
-        tail: modules after the last block; what they are called with is brought home.
+        tail: modules after the last block; what they are called with is brought to tail_device.
+        tail_device: where the last block's output goes; None for home.
         transport: "stream" leaves activations on a device until the next device's first block; "relay" brings every
             block's output home.
         passed_by: names of arguments and dict keys whose values are handed over as they are, the same object.
@@ -72,6 +73,7 @@ class Bridge:
         home: torch.device,
         *,
         tail: Sequence[nn.Module] = (),
+        tail_device: torch.device | None = None,
         transport: Transport = "stream",
         passed_by: Collection[str] = (),
     ) -> None:
@@ -82,11 +84,13 @@ class Bridge:
         self.blocks = dict(blocks)
         self.home = home
         self.tail = tuple(tail)
+        self.tail_device = tail_device or home
         self.transport = transport
         self.passed_by = frozenset(passed_by)
-        self.turns: Turns | None = None
+        self.turns: Traffic | None = None
         # Side streams of interleaved runs, by (source, target). Kept here since they outlive a run: memory freed on one
         # stream is only handed out again on the same stream.
+        self.num_runs = 0  # interleaved ones so far
         self.side_streams: dict[tuple[torch.device, torch.device], Any] = {}
         self._hooks = HookSet()
         self._local = _Local()
@@ -122,11 +126,12 @@ class Bridge:
         last = next(reversed(self.blocks))
         for block, device in self.blocks.items():
             self._hooks.before(block, self._make_enter(block, device))
-            self._hooks.after(block, self._make_leave(self.transport == "relay" or block is last))
+            goes_to = self.tail_device if block is last else self.home if self.transport == "relay" else None
+            self._hooks.after(block, self._make_leave(goes_to))
             if device != self.home:
                 self._hooks.after(block, _uncompiled(self._restore_device), also_on_error=True)
         for module in self.tail:
-            self._hooks.before(module, self._make_enter(module, self.home))
+            self._hooks.before(module, self._make_enter(module, self.tail_device))
 
     def remove(self) -> None:
         """Take the hooks off; a second call is a no-op."""
@@ -163,7 +168,7 @@ class Bridge:
             self.end()
 
     @contextmanager
-    def interleaved(self, turns: Turns) -> Iterator[None]:
+    def interleaved(self, turns: Traffic) -> Iterator[None]:
         """Let the forwards inside take turns on the devices.
 
         Raises: RuntimeError if a run is interleaved on this bridge already.
@@ -172,6 +177,7 @@ class Bridge:
             raise RuntimeError("this model runs interleaved forwards already; wait for them, runs do not nest")
         try:
             self.turns = turns
+            self.num_runs += 1
             yield
         finally:
             self.turns = None
@@ -182,6 +188,14 @@ class Bridge:
         moved = self._map(value, device)
         if self.turns is not None:
             self.turns.settle()
+        return moved
+
+    def bring(self, value: T, device: torch.device) -> T:
+        """As move, and this thread's forward goes on there."""
+        moved = self._map(value, device)
+        if self.turns is not None:
+            self.turns.arrive(device)
+        self._local.device = device
         return moved
 
     def _map(self, value: Any, device: torch.device) -> Any:
@@ -229,21 +243,14 @@ class Bridge:
         moved = tuple(arg if index in kept else self._map(arg, device) for index, arg in enumerate(args))
         return moved, self._map(kwargs, device)
 
-    def _make_leave(self, goes_home: bool) -> AfterHook:
+    def _make_leave(self, goes_to: torch.device | None) -> AfterHook:
         def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             local = self._local
             if local.copies is not None and torch.is_inference_mode_enabled():
                 local.copies.forget(output)
-            return self._bring_home(output) if goes_home else None
+            return None if goes_to is None else self.bring(output, goes_to)
 
         return _uncompiled(leave)
-
-    def _bring_home(self, output: Any) -> Any:
-        moved = self._map(output, self.home)
-        if self.turns is not None:
-            self.turns.arrive(self.home)
-        self._local.device = self.home
-        return moved
 
     def _restore_device(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         guards = self._local.guards

@@ -25,11 +25,13 @@ class Placement:
         blocks: fqns in execution order. [num_blocks]
         devices: where each lives. [num_blocks]
         home: where everything else lives.
+        tail: fqns of the modules after the last block that live on its device instead, for pipelines.
     """
 
     blocks: tuple[str, ...]
     devices: tuple[torch.device, ...]
     home: torch.device
+    tail: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.blocks) != len(self.devices):
@@ -37,7 +39,13 @@ class Placement:
 
     @cached_property
     def _device_by_block(self) -> dict[str, torch.device]:
-        return dict(zip(self.blocks, self.devices, strict=True))
+        tail = dict.fromkeys(self.tail, self.tail_device)
+        return {**dict(zip(self.blocks, self.devices, strict=True)), **tail}
+
+    @property
+    def tail_device(self) -> torch.device:
+        """Where the model's output is."""
+        return self.devices[-1] if self.tail else self.home
 
     @property
     def used_devices(self) -> tuple[torch.device, ...]:
@@ -45,7 +53,7 @@ class Placement:
         return tuple(dict.fromkeys((self.home, *self.devices)))
 
     def device_of(self, fqn: str) -> torch.device:
-        """Device of a module or parameter by its name in the model: its block's, else home."""
+        """Device of a module or parameter by its name in the model: its block's or the tail's, else home."""
         parts = fqn.split(".")
         for length in range(1, len(parts) + 1):
             device = self._device_by_block.get(".".join(parts[:length]))

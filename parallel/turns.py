@@ -14,12 +14,8 @@ a border it lets go of one device and queues for the next, first come first serv
 stand in a card's queue in front of those of a forward that came before. There is no deadlock: a job that waits for a
 device holds none, so each device waited for is held by a job that can run, and each running job hands the baton on.
 
-Copies travel beside the kernels. torch's own copy between cards runs on the source's current stream and first waits for
-all that the target's current stream has been given, there possibly another forward's kernels. So at a border a copy is
-issued while the source is still held, on a pair of side streams: it waits for the source's kernels so far, which are
-this forward's own, and the target's current stream waits for it once the device is held. Both tensors are recorded on
-the streams that use them, lest the caching allocator hand out their memory early. Devices without streams, and copies
-from or to the host, take the ordinary way.
+Copies travel beside the kernels (lanes.py): at a border a copy is issued while the source is still held, and so waits
+for this forward's own kernels only; the target's current stream waits for it once the device is held.
 
 When a job raises, the others are stopped where they next enter a block: an exception that is no Exception unwinds them,
 still one at a time. No thread outlives the run.
@@ -28,18 +24,15 @@ still one at a time. No thread outlives the run.
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import overrides
-from torch.utils import _python_dispatch
 
-from .bridge import Bridge, copy_to
-from .devices import device_module
+from .bridge import Bridge
+from .lanes import Pair, Stopped, ThreadState, copy_beside, make_thread, settle, wait_for
 
 T = TypeVar("T")
 Trace = list[tuple[int, torch.device]]
@@ -76,13 +69,13 @@ class Turns:
 
     def _run_in_threads(self, lanes: list[_Lane[T]]) -> list[T]:
         schedule = _Schedule(lanes)
-        state = _ThreadState(self.bridge.devices)
-        threads = [_make_thread(self._work, lane, schedule, state) for lane in lanes]
+        state = ThreadState(self.bridge.devices)
+        threads = [make_thread(self._work, lane, schedule, state) for lane in lanes]
         try:
             for thread in threads:
                 thread.start()
             schedule.start(self.bridge.home)
-            _wait(lanes, threads)
+            wait_for(lanes, threads)
         except BaseException:  # KeyboardInterrupt while waiting, or no thread to be had
             _stop(schedule, lanes, threads)
             self._error = None
@@ -98,14 +91,14 @@ class Turns:
         finally:
             del error  # its traceback holds this frame: memory would wait for the garbage collector
 
-    def _work(self, lane: _Lane[Any], schedule: _Schedule, state: _ThreadState) -> None:
+    def _work(self, lane: _Lane[Any], schedule: _Schedule, state: ThreadState) -> None:
         try:
             schedule.await_first_turn(lane)
             with state.taken_over(), contextlib.ExitStack() as stack:
                 stack.callback(self.bridge.end)  # whatever the job left
                 self._local.lane, self._local.schedule = lane, schedule
                 lane.result = lane.job()
-        except _Stopped:
+        except Stopped:
             pass
         except BaseException as error:
             if not schedule.is_stopping:  # what a stopped job raises while it unwinds is a consequence
@@ -119,7 +112,7 @@ class Turns:
     def arrive(self, device: torch.device) -> None:
         """Let the other jobs go on, hold device, and have its current stream wait for what was copied to it.
 
-        For a thread that is no job's this is a no-op. Raises: _Stopped if the run is to end.
+        For a thread that is no job's this is a no-op. Raises: Stopped if the run is to end.
         """
         lane, schedule = self._local.lane, self._local.schedule
         if lane is None or schedule is None:
@@ -132,30 +125,13 @@ class Turns:
     def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A copy on device which its current stream must not use before the next arrive or settle."""
         lane = self._local.lane
-        module = _module_with_streams(tensor.device, device)
-        if lane is None or module is None:
-            return copy_to(tensor, device)
-        pair = (tensor.device, device)
-        streams = self.bridge.side_streams.get(pair)
-        if streams is None:
-            streams = self.bridge.side_streams[pair] = _SideStreams(module, *pair)
-        copy, lane.arrivals[pair] = streams.copy(tensor)
-        return copy
+        return copy_beside(self.bridge.side_streams, tensor, device, None if lane is None else lane.arrivals)
 
     def settle(self) -> None:
         """Have the current streams wait for the copies this job has under way."""
         lane = self._local.lane
-        if lane is None:
-            return
-        for (_, device), arrival in lane.arrivals.items():
-            module = device_module(device)
-            assert module is not None
-            module.current_stream(device).wait_event(arrival)
-        lane.arrivals.clear()
-
-
-class _Stopped(BaseException):
-    """Unwinds a job of a run that is to end; no Exception, so that no `except Exception` of a model keeps it."""
+        if lane is not None:
+            settle(lane.arrivals)
 
 
 class _Lane(Generic[T]):
@@ -171,7 +147,7 @@ class _Lane(Generic[T]):
         self.is_done = False
         self.wake = threading.Event()
         self.ended = threading.Event()
-        self.arrivals: dict[tuple[torch.device, torch.device], Any] = {}  # (source, target) -> event of the last copy
+        self.arrivals: dict[Pair, Any] = {}  # the last copy's event
 
 
 class _Local(threading.local):
@@ -208,19 +184,19 @@ class _Schedule:
                 lane.wake.set()
 
     def await_first_turn(self, lane: _Lane[Any]) -> None:
-        """Wait for the baton. Raises: _Stopped if the run is to end, then possibly without it."""
+        """Wait for the baton. Raises: Stopped if the run is to end, then possibly without it."""
         while self._running is not lane and not self.is_stopping:
             _sleep(lane)
         if self.is_stopping:
-            raise _Stopped
+            raise Stopped
 
     def pass_turn(self, lane: _Lane[Any], device: torch.device) -> None:
         """Let go of another device if lane holds one, hand the baton on, and return with it and with device held.
 
-        Raises: _Stopped, with the baton held, if the run is to end.
+        Raises: Stopped, with the baton held, if the run is to end.
         """
         if self.is_stopping:
-            raise _Stopped
+            raise Stopped
         with self._lock:
             if lane.device != device:
                 self._release(lane)
@@ -229,7 +205,7 @@ class _Schedule:
         while self._running is not lane:
             _sleep(lane)
         if self.is_stopping:
-            raise _Stopped
+            raise Stopped
 
     def leave(self, lane: _Lane[Any]) -> None:
         """Let go of everything for good."""
@@ -276,105 +252,11 @@ def _sleep(lane: _Lane[Any]) -> None:
     lane.wake.clear()
 
 
-def _make_thread(work: Callable[..., None], lane: _Lane[Any], *args: Any) -> threading.Thread:
-    run = contextvars.copy_context().run
-    return threading.Thread(target=run, args=(work, lane, *args), name=f"devicebridge-forward-{lane.index}")
-
-
-def _wait(lanes: Sequence[_Lane[Any]], threads: Sequence[threading.Thread]) -> None:
-    """Wait for the threads that were started, open to interrupts.
-
-    CPython 3.11 takes a thread for ended when a join is interrupted, hence events of our own; an interrupt that comes
-    just before a wait without a limit, or on Windows during one, is noticed when it ends, hence the limit.
-    """
-    started = [(lane, thread) for lane, thread in zip(lanes, threads, strict=True) if thread.ident is not None]
-    for lane, _ in started:
-        while not lane.ended.wait(timeout=0.2):
-            pass
-    for _, thread in started:
-        thread.join()
-
-
 def _stop(schedule: _Schedule, lanes: Sequence[_Lane[Any]], threads: Sequence[threading.Thread]) -> None:
     """Stop the run and wait for its end, however often the user interrupts."""
     while True:
         try:
             schedule.stop()
-            return _wait(lanes, threads)
+            return wait_for(lanes, threads)
         except KeyboardInterrupt:
             continue
-
-
-class _SideStreams:
-    """The two streams on which copies from source to target run, beside the kernels of both."""
-
-    def __init__(self, module: Any, source: torch.device, target: torch.device) -> None:
-        self.module = module
-        self.source, self.target = source, target
-        self.leaving, self.arriving = module.Stream(source), module.Stream(target)
-
-    def copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A copy on target and the event of its arrival."""
-        self.leaving.wait_stream(self.module.current_stream(self.source))
-        # torch runs the copy on the source's current stream and has it wait for the target's: both must be ours.
-        with self.module.stream(self.leaving), self.module.stream(self.arriving):
-            copy = tensor.to(self.target, non_blocking=True)
-        tensor.record_stream(self.leaving)
-        copy.record_stream(self.module.current_stream(self.target))
-        return copy, self.arriving.record_event()
-
-
-def _module_with_streams(source: torch.device, target: torch.device) -> Any:
-    """torch.cuda or its like if both devices are of it and it has streams; else None."""
-    if source.type != target.type:
-        return None
-    module = device_module(source)
-    needs = ("Stream", "stream", "current_stream", "set_stream")
-    return module if all(hasattr(module, name) for name in needs) else None
-
-
-class _ThreadState:
-    """What torch keeps per thread, as the thread that makes this has it."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._is_grad, self._is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self._autocast = [_autocast_of(kind) for kind in {"cpu", *(device.type for device in devices)}]
-        self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
-        self._function_modes = overrides._get_current_function_mode_stack()
-        module = device_module(devices[0])
-        has_streams = _module_with_streams(devices[0], devices[0]) is not None
-        self._streams = [module.current_stream(device) for device in devices if has_streams and module is not None]
-        self._device = module.current_device() if module is not None and hasattr(module, "set_device") else None
-        self._module = module
-
-    @contextlib.contextmanager
-    def taken_over(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self._is_inference))
-            stack.enter_context(torch.set_grad_enabled(self._is_grad))
-            for kind, dtype, is_cached in filter(None, self._autocast):
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=is_cached))
-            # Pushed, not entered: entering a mode a second time may start its bookkeeping anew.
-            for mode in self._function_modes:
-                overrides._push_mode(mode)
-                stack.callback(overrides._pop_mode)
-            for mode in self._dispatch_modes:
-                _python_dispatch._push_mode(mode)
-                stack.callback(_python_dispatch._pop_mode)
-            self._take_over_device()
-            yield
-
-    def _take_over_device(self) -> None:
-        """The thread ends with the job, so nothing is put back."""
-        module: Any = self._module
-        for stream in self._streams:
-            module.set_stream(stream)
-        if self._device is not None:
-            module.set_device(self._device)  # last, since choosing a stream chooses its device
-
-
-def _autocast_of(kind: str) -> tuple[str, torch.dtype, bool] | None:
-    """Device type, dtype and whether casts are cached, where autocast is on; else None."""
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return None
-    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()

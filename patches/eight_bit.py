@@ -321,14 +321,23 @@ def _grad_input_by_slices(
 ) -> torch.Tensor:
     """h @ weight * h_scale; a slice of weight's columns at a time is transposed, multiplied and dropped."""
     num_out, num_in = weight.shape
-    count = math.ceil(num_out * num_in / _slice_of(h.device))  # of equal width: a narrow rest would idle a large card
-    width = math.ceil(num_in / count / _MULTIPLE) * _MULTIPLE
+    width = _slice_width(h.device, num_out, num_in)
     found = []
     for start in range(0, num_in, width):
-        piece = weight[:, start : start + width]
-        turned = kernels.transpose(piece) if plan.has_triton else piece.t().contiguous()
+        turned = _turn(weight[:, start : start + width], plan)
         found.append(_product(h, h_scale, turned.t(), None, None, dtype, plan))
     return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def _turn(piece: torch.Tensor, plan: Plan) -> torch.Tensor:
+    return kernels.transpose(piece) if plan.has_triton else piece.t().contiguous()
+
+
+@torch.compiler.assume_constant_result
+def _slice_width(device: torch.device, num_out: int, num_in: int) -> int:
+    """Columns of a weight to transpose at a time; all slices are about equal: a narrow rest would idle a large card."""
+    count = math.ceil(num_out * num_in / _slice_of(device))
+    return math.ceil(num_in / count / _MULTIPLE) * _MULTIPLE
 
 
 @cache
@@ -366,6 +375,50 @@ def _dequantize(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     return weight.to(dtype).mul_(scale)
 
 
+@torch.compiler.assume_constant_result
+def _has_rowwise_products(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype is torch.float8_e4m3fn and plan_for(device, dtype) == Plan("vendor", "transpose", has_triton=True)
+
+
+def _traced_linear8(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """linear8 as the compiler sees it: rounding x joins the kernel that made x."""
+    a, a_scale = quantize_rows(x, weight.dtype)
+    out = _rowwise_product(a, a_scale, weight.t(), scale.t()).to(x.dtype)
+    return out if bias is None else out + bias
+
+
+def _traced_grad_input8(grad: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """grad_input8 as the compiler sees it: rounding grad joins the kernel that made grad."""
+    h, h_scale = quantize_rows(grad, weight.dtype, multiplier=scale.view(-1))
+    num_out, num_in = weight.shape
+    width = _slice_width(grad.device, num_out, num_in)
+    found = []
+    for start in range(0, num_in, width):
+        turned = _turned_op(weight, start, min(width, num_in - start), h_scale)
+        ones = torch.ones((1, turned.shape[0]), device=grad.device)
+        found.append(_rowwise_product(h, h_scale, turned.t(), ones).to(grad.dtype))
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+def _rowwise_product(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
+    is_fast = a.shape[1] <= _MAX_FAST_TERMS
+    return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=is_fast)
+
+
+# Named as depending on `after`, a result of the backward: else the compiler might move what depends on weights alone
+# into the forward and keep it until the backward, a second copy of all weights.
+@torch.library.custom_op("devicebridge::turned", mutates_args=())
+def _turned_op(weight: torch.Tensor, start: int, width: int, after: torch.Tensor) -> torch.Tensor:
+    return _turn(weight[:, start : start + width], plan_for(weight.device, weight.dtype))
+
+
+@_turned_op.register_fake
+def _(weight: torch.Tensor, start: int, width: int, after: torch.Tensor) -> torch.Tensor:
+    return weight.new_empty((width, weight.shape[0]))
+
+
 # Opaque to torch.compile, which would otherwise trace into the choice of kernels; eager calls do without their cost.
 @torch.library.custom_op("devicebridge::linear8", mutates_args=())
 def _linear8_op(
@@ -401,6 +454,16 @@ def _(grad: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, rotation: t
     return grad.new_empty((grad.shape[0], weight.shape[1]))
 
 
+def _grad_input(
+    grad: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, rotation: torch.Tensor | None
+) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        return grad_input8(grad, weight, scale, rotation)
+    if _has_rowwise_products(grad.device, weight.dtype) and _fits(grad, weight, terms=weight.shape[0]):
+        return _traced_grad_input8(grad, weight, scale)
+    return _grad_input8_op(grad, weight, scale, rotation)
+
+
 class _Linear8(torch.autograd.Function):
     """linear8 with grad_input8 as its backward; keeps references to the frozen weight and no activation."""
 
@@ -415,17 +478,18 @@ class _Linear8(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.frozen = weight, scale, rotation
         ctx.bias_dtype = None if bias is None else bias.dtype
-        if torch.compiler.is_compiling():
-            return _linear8_op(x, weight, scale, bias, rotation)
-        return linear8(x, weight, scale, bias, rotation)
+        if not torch.compiler.is_compiling():
+            return linear8(x, weight, scale, bias, rotation)
+        if _has_rowwise_products(x.device, weight.dtype) and _fits(x, weight, terms=weight.shape[1]):
+            return _traced_linear8(x, weight, scale, bias)
+        return _linear8_op(x, weight, scale, bias, rotation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            call = _grad_input8_op if torch.compiler.is_compiling() else grad_input8
-            grad_x = call(grad, *ctx.frozen)
+            grad_x = _grad_input(grad, *ctx.frozen)
         if ctx.needs_input_grad[3]:
             grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return grad_x, None, None, grad_bias, None

@@ -101,12 +101,13 @@ def _only_adapter(layer: Any, x: torch.Tensor) -> str | None:
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether somebody hangs on a call that this file would pass by."""
+    own = module.__dict__  # asked for every LoRA layer at every call, hence not through nn.Module's __getattr__
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
     )
 
 

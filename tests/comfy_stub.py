@@ -70,6 +70,7 @@ class Schema:
     hidden: list[Any] = field(default_factory=list)
     search_aliases: list[str] = field(default_factory=list)
     is_output_node: bool = False
+    is_input_list: bool = False
     is_experimental: bool = False
 
 
@@ -116,6 +117,7 @@ def _api() -> ModuleType:
     module = ModuleType("comfy_api.v0_0_2")
     kinds = {"Combo": "COMBO", "String": "STRING", "Int": "INT", "Float": "FLOAT", "Boolean": "BOOLEAN"}
     kinds |= {"AnyType": "*", "LoraModel": "LORA_MODEL", "LossMap": "LOSS_MAP", "Model": "MODEL"}
+    kinds |= {"Clip": "CLIP", "Vae": "VAE", "Latent": "LATENT", "Conditioning": "CONDITIONING"}
     module.io = SimpleNamespace(  # type: ignore[attr-defined]
         **{name: _socket_type(io_type) for name, io_type in kinds.items()},
         Custom=_socket_type,

@@ -15,6 +15,7 @@ streams, peer access, low-precision kernels, speed; and torch.compile lets every
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ _LIVE = WeakIdKeyDictionary()  # every emulated tensor that somebody still holds
 _COPIES_BETWEEN_DEVICES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default, aten.copy.default}
 _RETURNS_HOST_VALUE = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 _TAKES_INDICES = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+_GENERATORS = [torch.Generator() for _ in CARDS]  # each card has its own, as on GPUs
 _SIMPLE: set[Any] = set()  # operations that are not made of others
 
 
@@ -165,9 +167,12 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], copies: list[Copy]) -> An
     target = _target(func, args, kwargs, devices, tensors)
     _count(func, args, target, copies)
     plain_kwargs = {k: v for k, v in kwargs.items() if k not in {"device", "pin_memory", "non_blocking"}}
+    if target.type == DEVICE_TYPE and _draws(func) and plain_kwargs.get("generator") is None:
+        plain_kwargs["generator"] = _GENERATORS[target.index]
     if "device" in kwargs:
         plain_kwargs["device"] = torch.device("cpu")
-    out = func(*map(_plain, args), **{key: _plain(value) for key, value in plain_kwargs.items()})
+    run = functools.partial(_dropout, _GENERATORS[target.index]) if func is aten.native_dropout.default else func
+    out = run(*map(_plain, args), **{key: _plain(value) for key, value in plain_kwargs.items()})
     if func in _RETURNS_HOST_VALUE:
         return out
     if _is_in_place(func):
@@ -175,6 +180,21 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], copies: list[Copy]) -> An
     if target.type == "cpu":
         return out
     return _on_card(out, target)
+
+
+def _dropout(
+    generator: torch.Generator, x: torch.Tensor, p: float, is_training: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """native_dropout, which takes no generator."""
+    kept = torch.empty(x.shape).bernoulli_(1 - p, generator=generator).bool() if is_training else x.bool() | True
+    return (x * kept / (1 - p) if is_training else x.clone()), kept
+
+
+@functools.cache
+def _draws(func: Any) -> bool:
+    """Whether an operation draws random numbers and can be told from which generator."""
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    return is_random and any(argument.name == "generator" for argument in func._schema.arguments)
 
 
 def _on_card(value: Any, device: torch.device) -> Any:
@@ -233,9 +253,11 @@ def emulated_cards(num_cards: int = 2) -> Iterator[EmulatedCards]:
         device_count=lambda: num_cards,
         device=lambda index: contextlib.nullcontext(),
         synchronize=lambda *device: None,
-        get_rng_state=lambda *device: torch.get_rng_state(),
-        set_rng_state=lambda state, *device: torch.set_rng_state(state),
+        get_rng_state=lambda device: _GENERATORS[torch.device(device).index].get_state(),
+        set_rng_state=lambda state, device: _GENERATORS[torch.device(device).index].set_state(state),
     )
+    for index, generator in enumerate(_GENERATORS):
+        generator.manual_seed(index)
     with mock.patch.object(torch, DEVICE_TYPE, module, create=True), EmulatedCards() as cards:
         yield cards
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ..caching.store import CacheStore
-from .data import Sample, load_mask
+from ..families.comfy_inputs import SAMPLES
+from .data import Sample, TrainingSample, load_mask
+
+
+def _own_latents(entry: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Of an entry that our own VAE code made."""
+    return entry["latents"]
+
+
+_LATENTS = frozenset({"latents", SAMPLES})  # what an entry holds besides these are conditions
 
 
 @dataclass(frozen=True)
@@ -39,15 +48,19 @@ class CachedSamples:
         text_keys: by caption; the empty caption is always among them.
         use_masks: whether masks of samples that have one weigh the loss.
         tokens_per_cell: image tokens per latent cell.
+        read_latents, read_text: an entry as normalised latents [C, F, H, W], and as the text that make_inputs reads;
+            entries of ComfyUI's encoders are made fit here.
         gives_first_latents: whether the model is given the first latent frame, which the loss then leaves out.
     """
 
     store: CacheStore
-    samples: Sequence[Sample]
+    samples: Sequence[TrainingSample]
     latent_keys: Sequence[str]
     text_keys: Mapping[str, str]
     use_masks: bool
     tokens_per_cell: float
+    read_latents: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] = _own_latents
+    read_text: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
     gives_first_latents: bool = False
 
     def load(self, indices: Sequence[int], drop_caption: Sequence[bool]) -> LoadedBatch:
@@ -56,10 +69,11 @@ class CachedSamples:
         Raises: RuntimeError if an entry is gone from the cache.
         """
         entries = [self._entry(self.latent_keys[i]) for i in indices]
-        conditions = {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
-        latents = conditions.pop("latents")
+        latents = torch.stack([self.read_latents(entry) for entry in entries])
+        names = [name for name in entries[0] if name not in _LATENTS]
+        conditions = {name: torch.stack([entry[name] for entry in entries]) for name in names}
         captions = ["" if drop else self.samples[i].caption for i, drop in zip(indices, drop_caption, strict=True)]
-        texts = [self._entry(self.text_keys[caption]) for caption in captions]
+        texts = [self.read_text(self._entry(self.text_keys[caption])) for caption in captions]
         text = {name: torch.stack([entry[name] for entry in texts]) for name in texts[0]}
         num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
         mask = self._masks(indices, latents)
@@ -69,12 +83,16 @@ class CachedSamples:
         return LoadedBatch(latents, text, mask, num_tokens, conditions)
 
     def _masks(self, indices: Sequence[int], latents: torch.Tensor) -> torch.Tensor | None:
-        if not self.use_masks or not any(self.samples[i].mask_path for i in indices):
+        samples = [self.samples[i] for i in indices]
+        if not self.use_masks or not any(sample.mask_path for sample in samples):
             return None
         height, width = latents.shape[-2:]
         full = torch.ones(1, 1, height, width)
         return torch.stack(
-            [load_mask(self.samples[i], (height, width)) if self.samples[i].mask_path else full for i in indices]
+            [
+                load_mask(sample, (height, width)) if isinstance(sample, Sample) and sample.mask_path else full
+                for sample in samples
+            ]
         )
 
     def _entry(self, key: str) -> dict[str, torch.Tensor]:

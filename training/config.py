@@ -25,6 +25,11 @@ Positive = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
+def _source_pattern(kind: str) -> str:
+    """Of "comfyui <version> <kind> <fingerprint>", or nothing."""
+    return rf"^(comfyui \S+ {kind} [0-9a-f]{{64}})?$"
+
+
 @dataclass(frozen=True, config=_STRICT)
 class ModelConfig:
     """What to train.
@@ -66,12 +71,15 @@ class SplitConfig:
         balance: "bytes" equalises memory, "time" equalises estimated compute, "manual" cuts at split_at.
         split_at: for manual, the index of the first block of each further device, counted over all block lists.
         memory_limit_gb: per device, decimal GB for weights; () means what is free.
+        kept_blocks: with gradient checkpointing, how many blocks of each device keep their activations instead of being
+            computed again, the last ones of each; () none.
     """
 
     devices: tuple[str, ...] = ()
     balance: Literal["bytes", "time", "manual"] = "bytes"
     split_at: tuple[int, ...] = ()
     memory_limit_gb: tuple[float, ...] = ()
+    kept_blocks: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
     def __post_init__(self) -> None:
         if (self.balance == "manual") != bool(self.split_at):
@@ -85,6 +93,20 @@ class SplitConfig:
             raise ValueError(
                 f"memory_limit_gb has {len(self.memory_limit_gb)} values for {len(self.devices)} devices; give one each"
             )
+
+
+@dataclass(frozen=True, config=_STRICT)
+class PipelineConfig:
+    """How several devices share the micro-batches of a step (train.accumulation); numbers do not depend on it.
+
+    Args:
+        schedule: "none": one micro-batch at a time, one device computing; "1f1b" and "gpipe" keep all devices busy,
+            the first with less memory; "auto" takes 1f1b where there are several devices and micro-batches.
+        ahead: micro-batches that every device but the last may hold beyond what 1f1b needs.
+    """
+
+    schedule: Literal["auto", "none", "gpipe", "1f1b"] = "auto"
+    ahead: Annotated[int, Field(ge=0)] = 1
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -126,9 +148,11 @@ class DataConfig:
         fps: frames per second that are taken from a clip; 0 takes the family's, "source" every frame there is.
         window: which part of a longer clip: its "start", its "centre", or num_windows of them, spread evenly from start
             to end ("uniform"), each a sample of its own.
+        encoded: in place of folders, a list of samples that arrived as latents and text states, see
+            caching/encoded.py. Everything that is about images has no effect then.
     """
 
-    folders: Annotated[tuple[FolderConfig, ...], Field(min_length=1)]
+    folders: tuple[FolderConfig, ...] = ()
     resolutions: Annotated[tuple[Positive, ...], Field(min_length=1)] = (512,)
     max_aspect_ratio: Annotated[float, Field(ge=1.0)] = 2.0
     bucket_step: Annotated[int, Field(ge=0)] = 0
@@ -138,8 +162,13 @@ class DataConfig:
     fps: Annotated[float, Field(ge=0, le=1000)] | Literal["source"] = 0.0
     window: Literal["start", "centre", "uniform"] = "start"
     num_windows: Positive = 1
+    encoded: str = ""
 
     def __post_init__(self) -> None:
+        if bool(self.folders) == bool(self.encoded):
+            raise ValueError("data needs folders of images, or encoded, and not both")
+        if self.encoded and self.caption_dropout:
+            raise ValueError("caption_dropout needs the empty caption's states, which data.encoded has not; use 0")
         if (self.window == "uniform") != (self.num_windows > 1):
             raise ValueError('num_windows above 1 belongs to window = "uniform", and uniform needs it')
 
@@ -159,6 +188,9 @@ class CacheConfig:
         dtype: type the encoders compute in; results are stored in the same type, latents in float32.
         text_quantize: "int8" or "fp8" hold the text encoders' linears in 8 bits, each rounded as it is read: half the
             memory of bfloat16, no speed. int8 is the more exact and, on a CPU, the faster of the two.
+        text_source: "" for the model's own text encoders. Else the name of a CLIP of ComfyUI's whose states are in the
+            cache folder already, as the caching node shows it; what is missing cannot be computed without ComfyUI.
+        latent_source: the same for the VAE.
     """
 
     folder: str = ""
@@ -169,6 +201,14 @@ class CacheConfig:
     vae_device: str = ""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     text_quantize: Literal["none", "fp8", "int8"] = "none"
+    text_source: Annotated[str, Field(pattern=_source_pattern("CLIP"))] = ""
+    latent_source: Annotated[str, Field(pattern=_source_pattern("VAE"))] = ""
+
+    def __post_init__(self) -> None:
+        if self.text_source and (self.text_encoders or self.text_quantize != "none"):
+            raise ValueError("text_source says that ComfyUI's CLIP encodes; remove text_encoders and text_quantize")
+        if self.latent_source and self.vae:
+            raise ValueError("latent_source says that ComfyUI's VAE encodes; remove vae")
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -223,7 +263,11 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class LoopConfig:
-    """The loop: steps are optimizer steps; batch_size is per forward, accumulation forwards make one step."""
+    """The loop: steps are optimizer steps; batch_size is per forward, accumulation forwards make one step.
+
+    compile: "auto" compiles each kind of transformer block once per device and shape, where a compiler is found: the
+        first steps take minutes, the others are faster. Numbers differ in the last bits from those without.
+    """
 
     steps: Positive
     batch_size: Positive = 1
@@ -231,6 +275,7 @@ class LoopConfig:
     clip_norm: Annotated[float, Field(ge=0)] = 1.0
     seed: int = 0
     gradient_checkpointing: bool = True
+    compile: Literal["off", "auto"] = "off"
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -268,12 +313,19 @@ class JobConfig:
     train: LoopConfig
     output: OutputConfig
     split: SplitConfig = Field(default_factory=SplitConfig)
+    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     lora: LoraSettings = Field(default_factory=LoraSettings)
     cache: CacheConfig = Field(default_factory=CacheConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        if self.data.encoded and self.evaluation.folder:
+            raise ValueError("evaluation.folder holds images, but a job on data.encoded has no encoders; remove it")
+        if self.data.encoded and (self.cache.text_source or self.cache.latent_source):
+            raise ValueError("cache.text_source and latent_source are for images; data.encoded is encoded already")
 
 
 # Settings that change neither what is trained nor in which order; everything else must match for --resume.
@@ -289,6 +341,8 @@ FREE_ON_RESUME = frozenset(
         "cache.text_device",
         "cache.text_window_gb",
         "model.quantized_cache",
+        "pipeline.schedule",
+        "pipeline.ahead",
     }
 )
 
@@ -371,6 +425,7 @@ def _without_none(values: Any) -> Any:
 _PATH_KEYS = (
     ("model", "path"),
     ("model", "quantized_cache"),
+    ("data", "encoded"),
     ("cache", "folder"),
     ("cache", "text_encoders"),
     ("cache", "vae"),

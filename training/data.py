@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -50,6 +50,26 @@ _SUFFIXES = (*IMAGE_SUFFIXES, *CLIP_SUFFIXES)
 _MASK_END = "_mask"
 _MAX_NAMES = 5  # file names spelt out in a warning
 _MASK_SHAPE_TOLERANCE = 0.02  # mask and image may differ by this much in aspect ratio: sizes get rounded
+
+
+class TrainingSample(Protocol):
+    """What batches are made of: an image or clip with its caption, or a sample that arrived encoded."""
+
+    @property
+    def caption(self) -> str: ...
+
+    @property
+    def mask_path(self) -> str | None: ...
+
+    @property
+    def bucket(self) -> tuple[int, ...]:
+        """Samples of one bucket and length can share a batch."""
+        ...
+
+    @property
+    def num_frames(self) -> int:
+        """Video frames; 1 for an image."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -482,7 +502,9 @@ class BatchOrder:
         caption_dropout: probability, per sample and epoch, that its caption is dropped.
     """
 
-    def __init__(self, samples: Sequence[Sample], *, batch_size: int, seed: int, caption_dropout: float = 0.0) -> None:
+    def __init__(
+        self, samples: Sequence[TrainingSample], *, batch_size: int, seed: int, caption_dropout: float = 0.0
+    ) -> None:
         if not samples:
             raise ValueError("there are no samples to train on; give a dataset with at least one image")
         self._buckets = [(*sample.bucket, sample.num_frames) for sample in samples]
@@ -504,7 +526,7 @@ class BatchOrder:
     def batches_of(self, epoch: int) -> list[Batch]:
         """All batches of an epoch, in order."""
         shuffled = sorted(range(len(self._buckets)), key=lambda i: self._draw("sample", epoch, i))
-        by_bucket: dict[tuple[int, int, int], list[int]] = {}
+        by_bucket: dict[tuple[int, ...], list[int]] = {}
         for index in shuffled:
             by_bucket.setdefault(self._buckets[index], []).append(index)
         size = self._batch_size

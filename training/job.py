@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,15 +19,19 @@ from torch import nn
 
 from ..assembly import Assembled, assemble_for_training
 from ..caching.encode import (
+    FolderLatents,
     ImageRequest,
     Stopped,
-    caption_entries,
-    encode_captions,
-    encode_images,
-    image_entries,
+    fill_images,
+    fill_texts,
+    folder_texts,
+    image_keys,
     never,
+    text_entries,
 )
-from ..caching.key import file_fingerprint, folder_fingerprint
+from ..caching.encoded import store_of_encoded
+from ..caching.key import file_fingerprint, folder_fingerprint, settings_fingerprint
+from ..caching.sources import LatentSource, TextSource
 from ..caching.store import CacheStore
 from ..caching.text_place import check_text_device
 from ..caching.vae import find_vae
@@ -36,6 +40,7 @@ from ..files import save_tensors_atomically
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
 from ..loading.lora_file import check_original_layout, lora_to_diffusers, lora_to_original
 from ..parallel.devices import find_device, find_devices, free_bytes, own_random_states, release_cached_memory
+from ..parallel.pipeline import Pipeline
 from ..parallel.placement import (
     Placement,
     block_names,
@@ -45,6 +50,7 @@ from ..parallel.placement import (
     plan_manual,
     plan_placement,
 )
+from ..parallel.schedule import Kind
 from ..patches.lora import resolve_targets
 from ..patches.quantize import check_packages, refusal, stored_bytes
 from ..version import VERSION
@@ -52,12 +58,27 @@ from .adapter import LoraHandle, apply_lora
 from .batches import CachedSamples
 from .checkpoint import TrainingState, list_checkpoints, load_checkpoint
 from .config import DataConfig, FolderConfig, JobConfig, differing_keys, job_to_dict, make_job
-from .data import BatchOrder, Sample, dataset_fingerprint, scan_folders
+from .data import BatchOrder, Sample, TrainingSample, dataset_fingerprint, scan_folders
 from .events import EventLog, Listener
 from .loop import Trainer, checkpoint_folder
 from .objective import NoiseSchedule, make_noise_schedule
 from .optimizer import make_optimizer
 from .pace import Pace
+from .stock import (
+    NO_ENCODERS,
+    EncodedSample,
+    StockEncoders,
+    StockReader,
+    make_stock_reader,
+    read_encoded_samples,
+    refuse_condition,
+    refuse_missing,
+    refuse_unfit_latents,
+    refuse_unfit_texts,
+    resolution_of,
+    stock_latents,
+    stock_texts,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +88,12 @@ CACHE_PARTS: tuple[CachePart, ...] = ("captions", "latents")
 
 @dataclass(frozen=True)
 class JobPlan:
-    """A checked job: what will be loaded where, and what it will be trained on."""
+    """A checked job: what will be loaded where, and what it will be trained on.
+
+    Args:
+        samples: images and clips; () where the dataset arrived encoded.
+        encoded: then, its samples.
+    """
 
     job: JobConfig
     info: CheckpointInfo
@@ -76,10 +102,23 @@ class JobPlan:
     schedule: NoiseSchedule
     samples: tuple[Sample, ...]
     eval_samples: tuple[Sample, ...]
+    encoded: tuple[EncodedSample, ...] = ()
 
     @property
     def family(self) -> ModelFamily:
         return self.info.family
+
+    @property
+    def training_samples(self) -> tuple[TrainingSample, ...]:
+        """Either kind."""
+        return self.encoded or self.samples
+
+    @property
+    def resolution(self) -> int:
+        """Of the largest images, in pixels along a square's side."""
+        if self.encoded:
+            return resolution_of(self.encoded, self.family.latent_of(self.variant))
+        return max(self.job.data.resolutions)
 
 
 @dataclass(frozen=True)
@@ -123,26 +162,53 @@ def check_job(job: JobConfig) -> JobPlan:
     targets = resolve_targets(model, job.lora.targets or info.family.lora_targets)
     if job.output.lora_layout == "original":
         check_original_layout(info.family, targets, job.lora.dora)
-    placement = plan_job_placement(job, info, variant, model)
     latent = info.family.latent_of(variant)
-    samples = tuple(scan_folders(job.data, latent))
+    encoded = _read_encoded(job, info, variant)
+    sizes = (resolution_of(encoded, latent), max(sample.num_frames for sample in encoded)) if encoded else ()
+    placement = plan_job_placement(job, info, variant, model, *sizes)
+    if pipeline_kind(job, placement) is not None:
+        placement = replace(placement, tail=tuple(info.family.tail))
+    samples = tuple(scan_folders(job.data, latent)) if not encoded else ()
     eval_samples: tuple[Sample, ...] = ()
     if job.evaluation.folder:
         eval_samples = tuple(scan_folders(_evaluation_data(job), latent))
-    _refuse_stills(variant, (*samples, *eval_samples))
-    plan = JobPlan(job, info, variant, placement, schedule, samples, eval_samples)
+    _refuse_stills(variant, (*samples, *eval_samples), encoded)
+    plan = JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded)
     _check_tools(plan)
     return plan
 
 
-def _refuse_stills(variant: Variant, samples: Iterable[Sample]) -> None:
+def _refuse_stills(variant: Variant, samples: Iterable[Sample], encoded: Sequence[EncodedSample]) -> None:
+    """Raises: ValueError naming the single images, if the variant is given the first frame."""
     stills = dict.fromkeys(sample.path for sample in samples if sample.num_frames == 1)
+    stills |= {f"sample {n}": None for n, sample in enumerate(encoded, start=1) if sample.num_frames == 1}
     if variant.condition != "none" and stills:
         names = ", ".join(list(stills)[:5]) + (f" and {len(stills) - 5} more" if len(stills) > 5 else "")
         raise ValueError(
             f"{variant.name} is given the first frame, so in a single image nothing is left to learn; take out these "
             f"{len(stills)}, or give clips and data.frames above 1: {names}"
         )
+
+
+def pipeline_kind(job: JobConfig, placement: Placement) -> Kind | None:
+    """The schedule that keeps this job's devices busy; None for one micro-batch at a time.
+
+    Several devices and micro-batches are needed; with fewer a schedule asked for is left out, and that is logged.
+    """
+    asked = job.pipeline.schedule
+    is_possible = len(placement.used_devices) > 1 and job.train.accumulation > 1
+    if asked != "none" and not is_possible:
+        if asked != "auto":
+            _log.warning("pipeline.schedule %s needs several devices and train.accumulation above 1; left out", asked)
+        return None
+    return {"auto": "1f1b", "none": None, "1f1b": "1f1b", "gpipe": "gpipe"}[asked]  # type: ignore[return-value]
+
+
+def _read_encoded(job: JobConfig, info: CheckpointInfo, variant: Variant) -> tuple[EncodedSample, ...]:
+    if not job.data.encoded:
+        return ()
+    refuse_condition(variant)
+    return read_encoded_samples(job.data.encoded, make_stock_reader(info.family, variant, info.config))
 
 
 def _check_tools(plan: JobPlan) -> None:
@@ -154,19 +220,36 @@ def _check_tools(plan: JobPlan) -> None:
     make_optimizer([nn.Parameter(torch.zeros(1))], job.optimizer)
     if job.cache.vae_device:
         find_device(job.cache.vae_device)
-    encoders = _component_folder(plan, job.cache.text_encoders, "text_encoders")
-    dtype = getattr(torch, job.cache.dtype)
-    check_text_device(job.cache.text_device, plan.variant.text_encoders, encoders, dtype, job.cache.text_quantize)
-    for spec in plan.variant.text_encoders:
-        folder_fingerprint(encoders / spec.folder)
-        folder_fingerprint(encoders / spec.tokenizer_folder)
-    find_vae(_vae_path(plan))
+    if not plan.encoded:
+        _check_encoders(plan)
     settings = job.model.quantize_settings
     if settings is not None:
         check_packages(settings)
         reason = refusal(settings, plan.placement.used_devices)
         if reason:
             raise ValueError(reason)
+
+
+def _check_encoders(plan: JobPlan) -> None:
+    """What captions and images will be encoded with, where that is the job's own matter."""
+    cache = plan.job.cache
+    if cache.text_source or cache.latent_source:
+        _stock_reader(plan)
+    if cache.latent_source:
+        refuse_condition(plan.variant)
+    if not cache.text_source:
+        encoders = _component_folder(plan, cache.text_encoders, "text_encoders")
+        dtype = getattr(torch, cache.dtype)
+        check_text_device(cache.text_device, plan.variant.text_encoders, encoders, dtype, cache.text_quantize)
+        for spec in plan.variant.text_encoders:
+            folder_fingerprint(encoders / spec.folder)
+            folder_fingerprint(encoders / spec.tokenizer_folder)
+    if not cache.latent_source:
+        find_vae(_vae_path(plan))
+
+
+def _stock_reader(plan: JobPlan) -> StockReader:
+    return make_stock_reader(plan.family, plan.variant, plan.info.config)
 
 
 def _vae_path(plan: JobPlan) -> Path:
@@ -178,20 +261,31 @@ def run_identity(plan: JobPlan) -> dict[str, Any]:
     """Plain facts that a resumed run must share with the one it continues, beyond the config. Reads every image and
     samples of the weights."""
     return {
-        "dataset": dataset_fingerprint(plan.samples),
+        "dataset": _dataset_identity(plan),
         "evaluation": dataset_fingerprint(plan.eval_samples) if plan.eval_samples else "",
         "model": [file_fingerprint(file) for file in plan.info.files],
         "placement": [str(device) for device in plan.placement.devices],
     }
 
 
+def _dataset_identity(plan: JobPlan) -> str:
+    if plan.encoded:
+        return settings_fingerprint([[sample.latents, sample.caption] for sample in plan.encoded])
+    return dataset_fingerprint(plan.samples)
+
+
 def _evaluation_data(job: JobConfig) -> DataConfig:
     return replace(job.data, folders=(FolderConfig(job.evaluation.folder),), caption_dropout=0.0)
 
 
-def plan_job_placement(job: JobConfig, info: CheckpointInfo, variant: Variant, model: nn.Module) -> Placement:
+def plan_job_placement(
+    job: JobConfig, info: CheckpointInfo, variant: Variant, model: nn.Module, resolution: int = 0, num_frames: int = 0
+) -> Placement:
     """Which block goes where, from sizes alone; model may be empty.
 
+    Args:
+        resolution, num_frames: of the largest samples in pixels, and of the longest, where the job's config does not
+            say them.
     Raises: ValueError if it does not fit or the cuts are impossible.
     """
     devices = find_devices(job.split.devices)
@@ -211,9 +305,10 @@ def plan_job_placement(job: JobConfig, info: CheckpointInfo, variant: Variant, m
     cost: list[float] = list(map(float, block_bytes))
     home_cost = float(home_bytes)
     if job.split.balance == "time":
-        resolution = max(job.data.resolutions)
         latent = info.family.latent_of(variant)
-        num_image_tokens = latent.num_tokens(resolution, resolution, max(job.data.frames or latent.frame_lengths))
+        resolution = resolution or max(job.data.resolutions)
+        num_frames = num_frames or max(job.data.frames or latent.frame_lengths)
+        num_image_tokens = latent.num_tokens(resolution, resolution, num_frames)
         num_text_tokens = max(encoder.max_length for encoder in variant.text_encoders)
         cost = estimate_block_flops(model, info.family, num_image_tokens, num_text_tokens)
         home_cost = 0.0
@@ -249,79 +344,135 @@ def _usable_bytes(device: torch.device) -> int | None:
 
 def cache_store(job: JobConfig) -> CacheStore:
     """Where the job keeps its captions and latents."""
+    if job.data.encoded:
+        return store_of_encoded(job.data.encoded)
     return CacheStore(Path(job.cache.folder) if job.cache.folder else Path(job.output.folder) / "cache")
 
 
 def cache_job(
-    plan: JobPlan, events: EventLog, should_stop: Callable[[], bool] = never
+    plan: JobPlan,
+    events: EventLog,
+    should_stop: Callable[[], bool] = never,
+    encoders: StockEncoders = NO_ENCODERS,
 ) -> tuple[CachedSamples, CachedSamples | None]:
     """Compute the captions and latents that the cache does not hold yet; returns training and evaluation data.
 
-    Raises: what the fill functions raise.
+    Args:
+        encoders: those that cache.text_source and cache.latent_source name, if something may have to be computed.
+    Raises: what the fill functions raise; ValueError for entries that do not fit the model.
     """
-    text_keys = fill_captions(plan, events, should_stop)
-    latent_keys = fill_latents(plan, events, should_stop)
-    store = cache_store(plan.job)
+    if plan.encoded:
+        return _encoded_data(plan), None
+    text_keys = fill_captions(plan, events, should_stop, encoders)
+    latent_keys = fill_latents(plan, events, should_stop, encoders)
+    store, settings = cache_store(plan.job), plan.job.cache
+    readers: dict[str, Any] = {}
+    if settings.text_source:
+        readers["read_text"] = _stock_reader(plan).read_text
+        refuse_unfit_texts(_stock_reader(plan), store, text_keys, _captions_in_batches(plan))
+    if settings.latent_source:
+        readers["read_latents"] = _stock_reader(plan).read_latents
+        refuse_unfit_latents(_stock_reader(plan), store, latent_keys)
 
     def cached(samples: tuple[Sample, ...]) -> CachedSamples:
         keys = [latent_keys[sample.image_request()] for sample in samples]
         tokens_per_cell = plan.family.latent_of(plan.variant).num_tokens_per_cell
-        gives_first = plan.variant.condition == "first_latents"
-        return CachedSamples(store, samples, keys, text_keys, plan.job.data.use_masks, tokens_per_cell, gives_first)
+        return CachedSamples(
+            store,
+            samples,
+            keys,
+            text_keys,
+            plan.job.data.use_masks,
+            tokens_per_cell,
+            gives_first_latents=_gives_first_latents(plan),
+            **readers,
+        )
 
     return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
 
 
+def _captions_in_batches(plan: JobPlan) -> frozenset[str]:
+    """Captions that may have to share a batch."""
+    if plan.job.train.batch_size == 1:
+        return frozenset()
+    dropped = {""} if plan.job.data.caption_dropout else set()
+    return frozenset(dropped | {sample.caption for sample in plan.samples})
+
+
+def _encoded_data(plan: JobPlan) -> CachedSamples:
+    store = cache_store(plan.job)
+    refuse_missing(plan.encoded, store)
+    reader = _stock_reader(plan)
+    return CachedSamples(
+        store,
+        plan.encoded,
+        [sample.latents for sample in plan.encoded],
+        {sample.caption: sample.caption for sample in plan.encoded},
+        use_masks=False,
+        tokens_per_cell=plan.family.latent_of(plan.variant).num_tokens_per_cell,
+        gives_first_latents=_gives_first_latents(plan),
+        read_latents=reader.read_latents,
+        read_text=reader.read_text,
+    )
+
+
+def _gives_first_latents(plan: JobPlan) -> bool:
+    return plan.variant.condition == "first_latents"
+
+
 def fill_captions(
-    plan: JobPlan, events: EventLog, should_stop: Callable[[], bool] = never, *, not_before_s: float = 0.0
+    plan: JobPlan,
+    events: EventLog,
+    should_stop: Callable[[], bool] = never,
+    encoders: StockEncoders = NO_ENCODERS,
+    *,
+    not_before_s: float = 0.0,
 ) -> dict[str, str]:
     """Compute the captions that the cache does not hold yet, the text encoders being freed before this returns.
 
     Args:
         not_before_s: entries written earlier than this, as time.time() counts, are computed again; 0 for none.
-    Returns: caption -> entry.
+    Returns: caption -> entry; {} for a dataset that arrived encoded.
     Raises: Stopped when should_stop() became true; OSError naming the file if the folder cannot be written. What was
         done stays in the cache.
     """
-    settings = plan.job.cache
+    if plan.encoded:
+        return {}
     events.emit("phase", name="captions")
     pace = Pace()
-    return encode_captions(
+    return fill_texts(
         _captions(plan),
-        plan.variant.text_encoders,
-        _component_folder(plan, settings.text_encoders, "text_encoders"),
-        device=settings.text_device,
-        dtype=getattr(torch, settings.dtype),
-        store=cache_store(plan.job),
-        on_progress=_tell_progress(events, pace),
-        should_stop=should_stop,
-        quantize=settings.text_quantize,
-        window_bytes=int(settings.text_window_gb * 1e9),
+        _text_sources(plan, encoders),
+        cache_store(plan.job),
+        _tell_progress(events, pace),
+        should_stop,
         not_before_s=not_before_s,
         on_begin=pace.restart,
     )
 
 
 def fill_latents(
-    plan: JobPlan, events: EventLog, should_stop: Callable[[], bool] = never, *, not_before_s: float = 0.0
+    plan: JobPlan,
+    events: EventLog,
+    should_stop: Callable[[], bool] = never,
+    encoders: StockEncoders = NO_ENCODERS,
+    *,
+    not_before_s: float = 0.0,
 ) -> dict[ImageRequest, str]:
     """As fill_captions, for the images; the VAE is freed before this returns.
 
     Raises: also ValueError naming the images that cannot be read, when all others are done.
     """
-    settings = plan.job.cache
+    if plan.encoded:
+        return {}
     events.emit("phase", name="latents")
     pace = Pace()
-    latent_keys = encode_images(
+    latent_keys = fill_images(
         _image_requests(plan),
-        plan.family,
-        plan.variant,
-        _vae_path(plan),
-        device=find_device(settings.vae_device) if settings.vae_device else plan.placement.home,
-        dtype=getattr(torch, settings.dtype),
-        store=cache_store(plan.job),
-        on_progress=_tell_progress(events, pace),
-        should_stop=should_stop,
+        _latent_source(plan, encoders),
+        cache_store(plan.job),
+        _tell_progress(events, pace),
+        should_stop,
         not_before_s=not_before_s,
         on_begin=pace.restart,
     )
@@ -329,15 +480,37 @@ def fill_latents(
     return latent_keys
 
 
+def _text_sources(plan: JobPlan, encoders: StockEncoders = NO_ENCODERS) -> Sequence[TextSource]:
+    settings = plan.job.cache
+    if settings.text_source:
+        return [stock_texts(settings, _stock_reader(plan), encoders)]
+    return folder_texts(
+        plan.variant.text_encoders,
+        _component_folder(plan, settings.text_encoders, "text_encoders"),
+        settings.text_device,
+        getattr(torch, settings.dtype),
+        settings.text_quantize,
+        int(settings.text_window_gb * 1e9),
+    )
+
+
+def _latent_source(plan: JobPlan, encoders: StockEncoders = NO_ENCODERS) -> LatentSource:
+    settings = plan.job.cache
+    if settings.latent_source:
+        return stock_latents(settings, _stock_reader(plan), encoders)
+    device = find_device(settings.vae_device) if settings.vae_device else plan.placement.home
+    return FolderLatents(plan.family, plan.variant, _vae_path(plan), device, getattr(torch, settings.dtype))
+
+
 def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
     """Key of every entry that filling this part makes -> what it is of, for a message. No weight is loaded."""
-    settings = plan.job.cache
-    dtype = getattr(torch, settings.dtype)
+    if plan.encoded:
+        keys = [sample.caption if part == "captions" else sample.latents for sample in plan.encoded]
+        return {key: f"{part} of sample {number}" for number, key in enumerate(keys, start=1)}
     if part == "captions":
-        folder = _component_folder(plan, settings.text_encoders, "text_encoders")
-        entries = caption_entries(_captions(plan), plan.variant.text_encoders, folder, dtype, settings.text_quantize)
+        entries = text_entries(_captions(plan), _text_sources(plan))
         return {key: f"caption {textwrap.shorten(caption, 80)!r}" for caption, keys in entries.items() for key in keys}
-    images = image_entries(_image_requests(plan), plan.family, plan.variant, _vae_path(plan), dtype)
+    images = image_keys(_image_requests(plan), _latent_source(plan))
     return {key: f"{'clip' if request.frames else 'image'} {request.path}" for request, key in images.items()}
 
 
@@ -456,6 +629,7 @@ def _make_trainer(
     assembled = assemble(plan)
     assert isinstance(assembled.adapter, LoraHandle)
     lora = assembled.adapter
+    kind = pipeline_kind(job, plan.placement)
     if assembled.quantized is not None:
         report = assembled.quantized
         events.emit("quantized", summary=report.summary(), weight_snr_db=dict(report.weight_snr_db))
@@ -469,7 +643,7 @@ def _make_trainer(
         train_data=train_data,
         eval_data=eval_data,
         order=BatchOrder(
-            plan.samples,
+            plan.training_samples,
             batch_size=job.train.batch_size,
             seed=job.train.seed,
             caption_dropout=job.data.caption_dropout,
@@ -478,6 +652,8 @@ def _make_trainer(
         devices=plan.placement.used_devices,
         events=events,
         save_lora=lambda path: save_lora(plan, lora, path),
+        pipeline=None if kind is None else Pipeline(assembled.split.bridge, kind=kind, ahead=job.pipeline.ahead),
+        is_compiled=assembled.compiled is not None,
     )
 
 
@@ -492,6 +668,8 @@ def assemble(plan: JobPlan) -> Assembled:
         quantize=job.model.quantize_settings,
         attach_adapter=lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed),
         gradient_checkpointing=job.train.gradient_checkpointing,
+        kept_blocks=job.split.kept_blocks,
+        is_compiled=job.train.compile == "auto",
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
     )
 
@@ -544,7 +722,7 @@ def lora_metadata(plan: JobPlan) -> dict[str, str]:
     No paths and no dates: they would tell about the user's machine, and make equal results unequal files.
     """
     job = plan.job
-    resolution = max(job.data.resolutions)
+    resolution = plan.resolution
     return {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.0",
@@ -562,10 +740,22 @@ def lora_metadata(plan: JobPlan) -> dict[str, str]:
         "ss_lr_scheduler": job.schedule.name,
         "ss_max_train_steps": str(job.train.steps),
         "ss_seed": str(job.train.seed),
-        "ss_num_train_images": str(len(plan.samples)),
+        "ss_num_train_images": str(len(plan.training_samples)),
         "devicebridge_version": VERSION,
+        **_encoded_by(plan),
         "devicebridge_variant": plan.variant.name,
         "devicebridge_config": json.dumps(_without_places(job_to_dict(job)), sort_keys=True),
+    }
+
+
+def _encoded_by(plan: JobPlan) -> dict[str, str]:
+    """Whose encoders made what was trained on: a LoRA meets in use what it met in training only with the same."""
+    if plan.encoded:
+        return {"devicebridge_text_source": "comfyui CONDITIONING", "devicebridge_latent_source": "comfyui LATENT"}
+    cache = plan.job.cache
+    return {
+        "devicebridge_text_source": cache.text_source or "transformers",
+        "devicebridge_latent_source": cache.latent_source or "diffusers",
     }
 
 
@@ -574,6 +764,7 @@ def _without_places(config: dict[str, Any]) -> dict[str, Any]:
     config["model"]["path"] = Path(config["model"]["path"]).name
     del config["model"]["quantized_cache"]
     config["data"]["folders"] = [{**folder, "path": Path(folder["path"]).name} for folder in config["data"]["folders"]]
+    config["data"]["encoded"] = Path(config["data"]["encoded"]).name
     config["evaluation"]["folder"] = Path(config["evaluation"]["folder"]).name
     for section in ("split", "cache", "output"):
         del config[section]

@@ -1,14 +1,15 @@
 """The training loop: what one step does, when the state is saved, and how a run ends.
 
-The loop knows no devices but the model's home: batches are made on the CPU and moved there, the split does the rest.
+The loop knows no devices but the model's home: batches are made on the CPU and moved there, the split and the pipeline
+do the rest.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import memory_in_use, random_states, restore_random_states
+from ..parallel.pipeline import MicroBatch, Pipeline
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
 from .checkpoint import TrainingState, pack_optimizer, save_checkpoint, unpack_optimizer
@@ -32,16 +34,30 @@ def checkpoint_folder(job: JobConfig) -> Path:
     return Path(job.output.folder) / "checkpoints"
 
 
+@dataclass(frozen=True)
+class NoisyBatch:
+    """One forward's worth of data on the CPU, noised: see LoadedBatch and add_noise. text: with the conditions."""
+
+    text: Mapping[str, torch.Tensor]
+    mask: torch.Tensor | None
+    noisy: torch.Tensor
+    latents: torch.Tensor
+    noise: torch.Tensor
+    sigmas: torch.Tensor
+
+
 @dataclass
 class Trainer:
     """One run: a model with a LoRA, its data, and where it stands.
 
     Args:
-        model: split or not; its inputs may be anywhere, its output is at home.
+        model: split or not; its inputs may be anywhere.
         train_data, eval_data: cached samples; eval_data None evaluates nothing.
         identity: plain facts about model, data and placement, kept in checkpoints so that no other run continues them.
         devices: every device the model uses, home first.
         save_lora: writes the LoRA file for users into a folder and returns its path.
+        pipeline: of the model, to keep several devices busy; None for one batch at a time.
+        is_compiled: whether the model's blocks are compiled, which takes place at the first batch of each shape.
     """
 
     job: JobConfig
@@ -57,6 +73,8 @@ class Trainer:
     devices: tuple[torch.device, ...]
     events: EventLog
     save_lora: Callable[[Path], Path]
+    pipeline: Pipeline | None = None
+    is_compiled: bool = False
     step: int = 0
     losses: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -66,6 +84,7 @@ class Trainer:
         self._optimizer = make_optimizer(self._parameters, self.job.optimizer)
         self._dtype = getattr(torch, self.job.model.dtype)
         self._home = self.devices[0]
+        self._compiled_shapes: set[Any] = set()
 
     def run(self, should_stop: Callable[[], bool]) -> bool:
         """Train until the last step or until should_stop() is true between two steps; True if all steps are done.
@@ -105,15 +124,7 @@ class Trainer:
         Raises: RuntimeError if the loss or a gradient is not finite, before the weights are touched.
         """
         settings = self.job.train
-        total = 0.0
-        for micro_step in range(settings.accumulation):
-            chosen = self.order.next()
-            batch = self.train_data.load(chosen.indices, chosen.captions_dropped)
-            generator = make_generator(settings.seed, "train", self.step, micro_step)
-            quantiles = draw_quantiles(len(chosen.indices), generator)
-            loss = self._loss(batch, quantiles, generator) / settings.accumulation
-            loss.backward()
-            total += loss.item()
+        total = sum(loss.item() for loss in self._accumulate(settings.accumulation))
         limit = settings.clip_norm or math.inf
         norm = nn.utils.clip_grad_norm_(self._parameters, limit).item()
         if not (math.isfinite(total) and math.isfinite(norm)):
@@ -127,23 +138,75 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         return total
 
-    def _loss(self, batch: LoadedBatch, quantiles: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """Loss of one batch at these quantiles, with noise from the generator; a scalar at home, float32."""
+    def _accumulate(self, num_batches: int) -> list[torch.Tensor]:
+        """Forward and backward of so many batches; their losses, each divided by their number."""
+        batches = [self._micro_batch(index, num_batches) for index in range(num_batches)]
+        if self.pipeline is not None:
+            new_shapes: set[Any] = set()
+            batches = [replace(batch, is_alone=self._watch_shapes(new_shapes)) for batch in batches]
+            detached = self.pipeline.run(batches)
+            self._compiled_shapes |= new_shapes
+            return detached
+        losses = []
+        for batch in batches:
+            loss = batch.forward(batch.prepare())
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _micro_batch(self, index: int, num_batches: int) -> MicroBatch[NoisyBatch]:
+        chosen, step = self.order.next(), self.step
+
+        def prepare() -> NoisyBatch:
+            batch = self.train_data.load(chosen.indices, chosen.captions_dropped)
+            generator = make_generator(self.job.train.seed, "train", step, index)
+            quantiles = draw_quantiles(len(chosen.indices), generator)
+            return self._noisy(batch, quantiles, generator)
+
+        return MicroBatch(prepare, lambda batch: self._loss(batch) / num_batches)
+
+    def _watch_shapes(self, new_shapes: set[Any]) -> Callable[[NoisyBatch], bool]:
+        """Whether a batch is the first of its shape through compiled blocks; such shapes are added to new_shapes."""
+
+        def is_new(batch: NoisyBatch) -> bool:
+            shapes = (batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
+            if not self.is_compiled or shapes in self._compiled_shapes:
+                return False
+            new_shapes.add(shapes)
+            return True
+
+        return is_new
+
+    def _noisy(self, batch: LoadedBatch, quantiles: torch.Tensor, generator: torch.Generator) -> NoisyBatch:
+        """One batch at these quantiles, with noise from the generator; still on the host."""
         noise = torch.randn(batch.latents.shape, generator=generator)
         sigmas = self.schedule.sigmas(quantiles, batch.num_tokens)
-        noisy = add_noise(batch.latents, noise, sigmas)
+        noisy = add_noise(batch.latents, noise, sigmas).to(self._dtype)
         given = {**batch.text, **batch.conditions}
-        text = {name: states.to(self._home, self._dtype) for name, states in given.items()}
+        text = {name: self._pinned(states.to(self._dtype)) for name, states in given.items()}
+        mask = None if batch.mask is None else self._pinned(batch.mask)
+        pinned = [self._pinned(tensor) for tensor in (noisy, batch.latents, noise, sigmas)]
+        return NoisyBatch(text, mask, *pinned)
+
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In memory that a GPU reads by itself, so that the host need not wait for it."""
+        return tensor.pin_memory() if self._home.type == "cuda" else tensor
+
+    def _loss(self, batch: NoisyBatch) -> torch.Tensor:
+        """Loss of one batch; a scalar on the device of the model's output, float32."""
+        home = self._home
         guidance = self.job.objective.guidance
         inputs = self.family.make_inputs(
-            noisy.to(self._home, self._dtype),
-            sigmas.to(self._home),
-            text,
+            batch.noisy.to(home, non_blocking=True),
+            batch.sigmas.to(home, non_blocking=True),
+            {name: states.to(home, non_blocking=True) for name, states in batch.text.items()},
             self.variant.training_guidance if guidance is None else guidance,
         )
         output = self.model(**inputs, return_dict=False)[0]
         prediction = self.family.read_prediction(output, batch.latents)
-        return flow_matching_loss(prediction, batch.latents.to(self._home), noise.to(self._home), batch.mask)
+        latents, noise = (t.to(output.device, non_blocking=True) for t in (batch.latents, batch.noise))
+        mask = None if batch.mask is None else batch.mask.to(output.device, non_blocking=True)
+        return flow_matching_loss(prediction, latents, noise, mask)
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -156,7 +219,8 @@ class Trainer:
             batch = self.eval_data.load([index], [False])
             for quantile in settings.quantiles:
                 generator = make_generator(settings.seed, "eval", index, quantile)
-                losses.append(self._loss(batch, torch.tensor([quantile], dtype=torch.float64), generator).item())
+                noisy = self._noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
+                losses.append(self._loss(noisy).item())
         self.model.train()
         return math.fsum(losses) / len(losses)
 

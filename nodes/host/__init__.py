@@ -15,11 +15,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from comfy_api.v0_0_2 import ComfyExtension, io
 
+from .stock_encoders import HostClip, HostVae
+
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "ComfyExtension",
+    "HostClip",
+    "HostVae",
     "NodeView",
     "cancel",
     "find_checkpoint",

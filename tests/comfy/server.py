@@ -90,7 +90,8 @@ def start_server(comfyui: Path, base: Path) -> Iterator[Server]:
     for name in ("custom_nodes", "models", "input", "output", "user"):
         (base / name).mkdir(parents=True, exist_ok=True)
     (base / "custom_nodes" / "devicebridge").symlink_to(ROOT)
-    (base / "custom_nodes" / "card_nodes").symlink_to(ROOT / "tests" / "comfy" / "card_nodes")
+    for name in ("card_nodes", "stock_nodes"):
+        (base / "custom_nodes" / name).symlink_to(ROOT / "tests" / "comfy" / name)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

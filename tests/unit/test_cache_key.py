@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from devicebridge.caching import key as key_module
-from devicebridge.caching.key import file_fingerprint, folder_fingerprint, joint_key, latent_key, text_key
+from devicebridge.caching.key import (
+    content_key,
+    file_fingerprint,
+    folder_fingerprint,
+    joint_key,
+    latent_key,
+    stock_latent_key,
+    stock_text_key,
+    tensors_fingerprint,
+    text_key,
+)
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import LatentSpec, TextEncoderSpec
 from safetensors.torch import load_file, save_file
@@ -153,6 +163,64 @@ def test_a_key_is_the_same_in_another_process():
         dtype=torch.float16,
     )
     assert found == {here + "\n"}
+
+
+def test_what_stock_encoders_make_has_keys_of_its_own(monkeypatch):
+    plan = ("i", (64, 96), (0, 16, 64, 64))
+    keys = {stock_text_key("a", "clip"), stock_text_key("b", "clip"), stock_text_key("a", "clip 2")}
+    keys |= {stock_latent_key(*plan, "vae"), stock_latent_key("j", *plan[1:], "vae"), stock_latent_key(*plan, "vae 2")}
+    keys.add(stock_latent_key("i", (64, 97), plan[2], "vae"))
+    keys.add(stock_latent_key("i", plan[1], (0, 17, 64, 64), "vae"))
+    monkeypatch.setattr(key_module, "IMAGE_VERSION", 99)
+    keys.add(stock_latent_key(*plan, "vae"))
+    monkeypatch.setattr(key_module, "STOCK_VERSION", 99)
+    keys |= {stock_latent_key(*plan, "vae"), stock_text_key("a", "clip")}
+    assert len(keys) == 11
+
+
+@pytest.mark.parametrize("whole_file_bytes", [key_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
+def test_weights_in_memory_are_told_by_their_content(monkeypatch, whole_file_bytes):
+    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
+    weights = {
+        "one": torch.arange(9000, dtype=torch.float32).view(90, 100),
+        "two": torch.arange(5).to(torch.float8_e4m3fn),
+        "none": torch.empty(0),
+        "scalar": torch.tensor(True),
+    }
+    name = tensors_fingerprint(weights)
+    assert tensors_fingerprint(dict(reversed(weights.items()))) == name
+    turned = {**weights, "one": torch.nn.Parameter(weights["one"].T.contiguous().T)}
+    assert tensors_fingerprint(turned) == name, "how it lies in memory does not count"
+    names = {name}
+    for position in ((0, 0), (45, 0), (89, 99)):  # the start, the middle and the end
+        changed = weights["one"].clone()
+        changed[position] += 1
+        names.add(tensors_fingerprint({**weights, "one": changed}))
+    names.add(tensors_fingerprint({**weights, "one": weights["one"].view(100, 90)}))
+    names.add(tensors_fingerprint({**weights, "one": weights["one"].view(torch.int32)}))
+    names.add(tensors_fingerprint({**weights, "two": (torch.arange(5) + 1).to(torch.float8_e4m3fn)}))
+    names.add(tensors_fingerprint({"eins" if key == "one" else key: value for key, value in weights.items()}))
+    assert len(names) == 8
+
+
+def test_content_is_hashed_whole(monkeypatch):
+    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", 0)
+    tensor = torch.zeros(100_000)
+    keys = {content_key({"a": tensor}), content_key({"b": tensor})}
+    for index in range(0, 100_000, 9_999):
+        changed = tensor.clone()
+        changed[index] = 1
+        keys.add(content_key({"a": changed}))
+    assert len(keys) == 2 + 11
+
+
+def test_weights_that_hide_their_bytes_are_refused():
+    class Packed(torch.Tensor):
+        pass
+
+    for tensor in (torch.ones(2).as_subclass(Packed), torch.ones(2, device="meta")):
+        with pytest.raises(ValueError, match="layer.weight is a .*whose bytes cannot be hashed"):
+            tensors_fingerprint({"layer.weight": tensor})
 
 
 def test_what_has_no_plain_spelling_is_refused():

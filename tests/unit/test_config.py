@@ -13,6 +13,7 @@ MINIMAL = {
     "train": {"steps": 10},
     "output": {"folder": "/runs/a"},
 }
+CLIP = f"comfyui 0.33.0 CLIP {'0a' * 32}"
 
 
 def _with(section, **values):
@@ -42,11 +43,29 @@ def test_toml_round_trip(tmp_path):
         ("output", {"name": "../x"}, "plain file name"),
         ("data", {"caption_dropout": 1.5}, r"data\.caption_dropout"),
         ("nonsense", {"a": 1}, r"nonsense: there is no such key"),
+        ("data", {"encoded": "a.json"}, "folders of images, or encoded, and not both"),
+        ("data", {"folders": []}, "folders of images, or encoded, and not both"),
+        ("data", {"folders": [], "encoded": "a.json", "caption_dropout": 0.1}, "caption_dropout needs"),
+        ("cache", {"text_source": "some CLIP"}, r"cache\.text_source"),
+        ("cache", {"latent_source": CLIP}, r"cache\.latent_source"),
+        ("cache", {"text_source": CLIP, "text_encoders": "/t"}, "remove text_encoders and text_quantize"),
+        ("cache", {"text_source": CLIP, "text_quantize": "int8"}, "remove text_encoders and text_quantize"),
+        ("cache", {"latent_source": CLIP.replace("CLIP", "VAE"), "vae": "/v"}, "encodes; remove vae"),
     ],
 )
 def test_problems_are_named(section, values, message):
     with pytest.raises(ValueError, match=message):
         make_job(_with(section, **values))
+
+
+@pytest.mark.parametrize(
+    ("section", "values"), [("evaluation", {"folder": "/held_out"}), ("cache", {"text_source": CLIP})]
+)
+def test_a_dataset_that_arrived_encoded_needs_no_encoders(section, values):
+    job = {**MINIMAL, "data": {"encoded": "/cache/datasets/a.json"}}
+    assert make_job(job).data.folders == ()
+    with pytest.raises(ValueError, match=r"data\.encoded"):
+        make_job({**job, section: values})
 
 
 def test_missing_keys_are_named():
@@ -66,6 +85,10 @@ def test_relative_paths_start_at_the_file(tmp_path):
     job = load_job(tmp_path / "job.toml")
     assert job.model.path == str(tmp_path / "m") and job.data.folders[0].path == str(tmp_path / "d")
     assert job.output.folder == str(tmp_path / "out") and job.cache.folder == ""
+    (tmp_path / "job.toml").write_text(
+        '[model]\npath = "m"\n[data]\nencoded = "c/datasets/a.json"\n[train]\nsteps = 1\n[output]\nfolder = "out"\n'
+    )
+    assert load_job(tmp_path / "job.toml").data.encoded == str(tmp_path / "c" / "datasets" / "a.json")
 
 
 def test_broken_toml_names_the_file(tmp_path):
@@ -77,4 +100,6 @@ def test_broken_toml_names_the_file(tmp_path):
 def test_differences_that_matter_on_resume():
     old = make_job(MINIMAL)
     assert differing_keys(old, make_job(_with("output", save_every_steps=5, keep_last=7))) == []
+    other = differing_keys(old, make_job(_with("cache", text_source=CLIP)))
+    assert other == [f"cache.text_source: '' -> {CLIP!r}"]
     assert differing_keys(old, make_job(_with("lora", rank=8))) == ["lora.rank: 16 -> 8"]

@@ -735,3 +735,24 @@ def test_a_second_import_under_another_name_works():
         for layer in (other, model.first):
             assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), expected)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("slice_size", [2**27, 1024], ids=["whole", "slices"])
+def test_what_the_compiler_sees_is_what_eager_code_computes(monkeypatch, slice_size):
+    """The traced forward and backward, with row-wise products in float32 in place of CUDA's."""
+
+    def product(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
+        assert a.is_contiguous() and b.stride(0) == 1 and scale_b.shape == (1, b.shape[1])
+        return ((a.float() @ b.float()) * scale_a * scale_b).to(out_dtype)
+
+    layer = FrozenLinear8.from_linear(nn.Linear(96, 64), FP8)
+    rows, grad = torch.randn(40, 96), torch.randn(40, 64)
+    expected = eight_bit.linear8(rows, layer.weight, layer.scale, layer.bias, None)
+    expected_grad = eight_bit.grad_input8(grad, layer.weight, layer.scale, None)
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    monkeypatch.setattr(eight_bit, "_slice_of", lambda device: slice_size)
+    found = eight_bit._traced_linear8(rows, layer.weight, layer.scale, layer.bias)
+    found_grad = eight_bit._traced_grad_input8(grad, layer.weight, layer.scale)
+    assert found.dtype == found_grad.dtype == torch.float32
+    assert decibels(expected, found) > 45  # both round their sums to bfloat16
+    assert decibels(expected_grad, found_grad) > 45

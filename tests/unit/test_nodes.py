@@ -23,6 +23,7 @@ NODE_IDS = [
     "DeviceBridgeQuantize",
     "DeviceBridgeTrainingDataset",
     "DeviceBridgeCacheCaptionsAndLatents",
+    "DeviceBridgeDatasetFromLatents",
     "DeviceBridgeTrainLora",
     "DeviceBridgeSplitModel",
     "DeviceBridgeLoadDiffusionModelSplit",
@@ -104,6 +105,8 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "fps": "STRING",
         "window": "COMBO",
         "num_windows": "INT",
+        "stock_clip": "CLIP",
+        "stock_vae": "VAE",
     }
 
 
@@ -571,7 +574,7 @@ def test_the_cache_node_hands_its_settings_on(
     (host.root / "models/vae/ae.safetensors").touch()
     seen = []
     monkeypatch.setattr(job_module, "check_job", lambda job: seen.append(job) or job)
-    monkeypatch.setattr(job_module, "cache_job", lambda plan, events, stop: (_Samples(), None))
+    monkeypatch.setattr(job_module, "cache_job", lambda plan, events, stop, encoders: (_Samples(), None))
     node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
     settings = {**_defaults(node.define_schema()), "vae": "ae.safetensors", "vae_device": "cpu"}
     settings |= {"text_quantize": "int8", "text_device": " stream:cuda:1 ", "text_window_gb": 6.5}
@@ -593,7 +596,7 @@ def test_cancel_while_caching_ends_the_prompt(
     from devicebridge.caching.encode import Stopped
     from devicebridge.training import job as job_module
 
-    def stop(plan: Any, events: Any, should_stop: Any) -> Any:
+    def stop(plan: Any, events: Any, should_stop: Any, encoders: Any) -> Any:
         host.is_interrupted = True
         events.emit("progress", 1, 2, what="captions")
         assert should_stop()
@@ -609,6 +612,75 @@ def test_cancel_while_caching_ends_the_prompt(
 
 class _Samples:
     samples = (1, 2)
+
+
+class _Named:
+    """In place of HostClip and HostVae, which name what a socket holds."""
+
+    def __init__(self, name: str) -> None:
+        self.fingerprint = name
+
+
+def test_stock_encoders_take_the_place_of_the_models_own(
+    nodes: ModuleType,
+    host: comfy_stub.FakeHost,
+    sockets: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from devicebridge.nodes import host as host_module
+    from devicebridge.training import job as job_module
+
+    seen: list[Any] = []
+    clip, vae = f"comfyui 0.33.0 CLIP {'a' * 64}", f"comfyui 0.33.0 VAE {'b' * 64}"
+    monkeypatch.setattr(host_module, "HostClip", lambda value: _Named(f"comfyui 0.33.0 CLIP {value * 64}"))
+    monkeypatch.setattr(host_module, "HostVae", lambda value: _Named(f"comfyui 0.33.0 VAE {value * 64}"))
+    monkeypatch.setattr(job_module, "check_job", lambda job: job)
+    monkeypatch.setattr(job_module, "cache_job", lambda *arguments: seen.append(arguments) or (_Samples(), None))
+    node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
+    settings = {**_defaults(node.define_schema()), "vae": "gone.safetensors", "text_quantize": "int8"}
+    links = {"model": sockets["model"], "dataset": sockets["dataset"]}
+    dataset = node.execute(**links, **settings, stock_clip="a", stock_vae="b").args[0]
+    assert (dataset.cache.text_source, dataset.cache.latent_source) == (clip, vae)
+    assert (dataset.cache.vae, dataset.cache.text_quantize) == ("", "none")
+    assert (seen[0][3].clip.fingerprint, seen[0][3].vae.fingerprint) == (clip, vae)
+    assert host.texts[-1] == f'2 samples are encoded\ntext_source = "{clip}"\nlatent_source = "{vae}"'
+    assert "gone.safetensors" in caplog.text and _job(nodes, {**sockets, "dataset": dataset}).cache == dataset.cache
+
+    one = node.execute(**links, **{**settings, "vae": ""}, stock_clip="a").args[0].cache
+    assert (one.text_source, one.latent_source) == (clip, "") and seen[1][3].vae is None
+    for socket in ("stock_clip", "stock_vae"):
+        with pytest.raises(ValueError, match=f"{socket} is connected, but its loader found none"):
+            node.execute(**links, **settings, **{socket: None})
+
+
+def test_lists_become_a_dataset_that_only_the_training_node_takes(
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any]
+) -> None:
+    from devicebridge.caching.encoded import load_encoded
+
+    latents = [{"samples": torch.randn(1, 16, 2, 2)}, {"samples": torch.randn(2, 16, 2, 2)}]
+    item = [torch.ones(1, 3, 8), {"pooled_output": None}]
+    node = _node(nodes, "DeviceBridgeDatasetFromLatents")
+    assert node.define_schema().is_input_list
+    lists = {"latents": latents, "conditioning": [[item], [item, item]], "cache_folder": ["mine"]}
+    dataset = node.execute(**lists).args[0]
+    path = Path(dataset.data.encoded)
+    assert path.parent == host.root / "output" / "mine" / "datasets" and len(load_encoded(path)) == 3
+    assert host.progress[-1] == (3, 3) and host.texts[-1].startswith("3 samples are kept")
+    assert _job(nodes, {**sockets, "dataset": dataset}).data.encoded == str(path)
+
+    cache = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
+    with pytest.raises(ValueError, match="arrived encoded; connect it to the training node"):
+        cache.execute(model=sockets["model"], dataset=dataset, **_defaults(cache.define_schema()))
+    folder = _node(nodes, "DeviceBridgeTrainingDataset")
+    with pytest.raises(ValueError, match="previous is a dataset that arrived encoded"):
+        folder.execute(**{**_defaults(folder.define_schema()), "folder": str(host.root)}, previous=dataset)
+
+    host.is_interrupted = True
+    with pytest.raises(comfy_stub.InterruptProcessingException):
+        node.execute(**{**lists, "cache_folder": ["another"]})
+    assert list((host.root / "output" / "another").rglob("*.safetensors")) and "kept" in host.texts[-1]
 
 
 # ---- the fix ----

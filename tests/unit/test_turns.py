@@ -12,23 +12,20 @@ import signal
 import threading
 import time
 import weakref
-from unittest import mock
 
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel import bridge as bridge_module
-from devicebridge.parallel import turns as turns_module
 from devicebridge.parallel.block_split import apply_block_split
 from devicebridge.parallel.bridge import Bridge
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.parallel.turns import Turns
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
+from devicebridge.tests.streams import Clock, SimulatedMachine
 from devicebridge.tests.toy import TINY
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 HOME, NEXT, THIRD = CARDS[:3]
 WIDTH = 4
@@ -482,111 +479,9 @@ def test_jobs_see_what_torch_keeps_per_thread(mode, autocast):
 # Simulated streams --------------------------------------------------------------------------------------------------
 
 
-class _Stream:
-    def __init__(self, machine, device):
-        self.machine, self.device, self.busy_until = machine, torch.device(device), 0.0
-
-    def record_event(self):
-        return self.busy_until
-
-    def wait_event(self, event):
-        self.busy_until = max(self.busy_until, event)
-
-    def wait_stream(self, other):
-        self.wait_event(other.record_event())
-
-
-class _Machine:
-    """What torch.cuda is to two cards: streams per card, a current one per card and thread, a current card."""
-
-    def __init__(self, num_cards):
-        self.streams_made = []
-        self.default = {CARDS[index]: _Stream(self, CARDS[index]) for index in range(num_cards)}
-        self.local = threading.local()
-        self.used_on = []  # (device, stream) of record_stream
-
-    def Stream(self, device):
-        self.streams_made.append(_Stream(self, device))
-        return self.streams_made[-1]
-
-    def current_stream(self, device):
-        return self._current().get(device, self.default[device])
-
-    def _current(self):
-        if not hasattr(self.local, "streams"):
-            self.local.streams, self.local.device = {}, 0
-        return self.local.streams
-
-    def set_stream(self, stream):
-        self._current()[stream.device] = stream
-        self.local.device = stream.device.index
-
-    @contextlib.contextmanager
-    def stream(self, stream):
-        before, device = self.current_stream(stream.device), self.current_device()
-        self.set_stream(stream)
-        yield
-        self.set_stream(before)
-        self.set_device(device)
-
-    @contextlib.contextmanager
-    def device(self, index):
-        before = self.current_device()
-        self.set_device(index)
-        yield
-        self.set_device(before)
-
-    def current_device(self):
-        self._current()
-        return self.local.device
-
-    def set_device(self, index):
-        self._current()
-        self.local.device = index
-
-    @contextlib.contextmanager
-    def installed(self):
-        """The module of the emulated cards, as far as our code asks for it; torch remembers its own answer."""
-        with (
-            mock.patch.object(turns_module, "device_module", lambda device: self),
-            mock.patch.object(bridge_module, "device_module", lambda device: self),
-        ):
-            yield
-
-
-_LINEARS = {torch.ops.aten.linear.default, torch.ops.aten.addmm.default}  # the first in inference mode
-
-
-class _Clock(TorchDispatchMode):
-    """Gives a linear one unit on its card's current stream, and orders copies between cards as torch does.
-
-    What a tensor holds is ready at a time; a kernel or copy that starts earlier is a race.
-    """
-
-    def __init__(self, machine, copy_cost):
-        super().__init__()
-        self.machine, self.copy_cost, self.races = machine, copy_cost, 0
-        self.ready = WeakIdKeyDictionary()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, EmulatedTensor)]
-        if not tensors or not isinstance(out, EmulatedTensor):
-            return out
-        source, target = tensors[0].device, out.device
-        streams = {self.machine.current_stream(source), self.machine.current_stream(target)}
-        start = max(stream.busy_until for stream in streams)
-        self.races += any(self.ready.get(tensor, 0.0) > start for tensor in tensors)
-        cost = self.copy_cost if source != target else float(func in _LINEARS)
-        for stream in streams:
-            stream.busy_until = start + cost
-        self.ready[out] = start + cost
-        return out
-
-
 @pytest.fixture
 def machine(monkeypatch):
-    machine = _Machine(4)
+    machine = SimulatedMachine(4)
     monkeypatch.setattr(
         EmulatedTensor, "record_stream", lambda tensor, stream: machine.used_on.append((tensor, stream)), raising=False
     )
@@ -599,7 +494,7 @@ def _makespan(machine, devices, count, *, interleave, copy_cost=0.0):
         model, bridge = _make(devices)
         model.front, model.tail = nn.Sigmoid(), nn.Identity()  # only blocks take time
         jobs = _jobs(model, bridge, count)
-        with _Clock(machine, copy_cost) as clock:
+        with Clock(machine, copy_cost) as clock:
             results = Turns(bridge).run(jobs) if interleave else [job() for job in jobs]
         end = max(stream.busy_until for stream in machine.default.values())
         return end, clock.races, [on_cpu(result) for result in results], bridge
@@ -607,7 +502,7 @@ def _makespan(machine, devices, count, *, interleave, copy_cost=0.0):
 
 @pytest.mark.parametrize(("count", "expected"), [(2, 3 / 4), (4, 5 / 8), (8, 9 / 16)])
 def test_two_cards_take_the_time_of_a_pipeline(machine, count, expected):
-    alone, races, reference, _ = _makespan(_Machine(4), HALVES, count, interleave=False)
+    alone, races, reference, _ = _makespan(SimulatedMachine(4), HALVES, count, interleave=False)
     assert alone == 4 * count and races == 0
     together, races, results, _ = _makespan(machine, HALVES, count, interleave=True)
     assert together == alone * expected and races == 0
@@ -640,7 +535,7 @@ def test_what_the_host_moves_inside_a_block_may_be_used_at_once(machine):
         for block in model.blocks:
             block.register_forward_pre_hook(add)
         expected = [on_cpu(job()) for job in jobs]
-        with _Clock(machine, copy_cost=0.5) as clock:
+        with Clock(machine, copy_cost=0.5) as clock:
             results = Turns(bridge).run(jobs)
         assert clock.races == 0
         assert all(torch.equal(on_cpu(a), b) for a, b in zip(results, expected, strict=True))

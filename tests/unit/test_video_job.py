@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import diffusers
 import numpy as np
 import pytest
 import torch
+from devicebridge.caching.comfy_data import read_pairs
 from devicebridge.caching.encode import load_vae, read_frames
+from devicebridge.caching.encoded import save_encoded
 from devicebridge.cli import main
 from devicebridge.families.wan import WAN
 from devicebridge.tests.clips import save_clip, save_video
@@ -15,8 +20,9 @@ from devicebridge.tests.toy import TINY
 from devicebridge.training.config import save_job
 from devicebridge.training.data import BatchOrder
 from devicebridge.training.events import EventLog
-from devicebridge.training.job import cache_job, cache_store, check_job, run_job
+from devicebridge.training.job import cache_job, cache_store, check_job, pipeline_kind, run_job
 from devicebridge.training.objective import add_noise, draw_quantiles, make_generator
+from devicebridge.training.stock import StockEncoders
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CLIPS = (("fall.mp4", 9, 16), ("run.gif", 12, 20), ("walk", 5, 16), ("jump.webm", 14, 24))
@@ -171,3 +177,144 @@ def test_single_images_leave_nothing_to_learn_where_the_first_frame_is_given(tmp
         check_job(job)
     with pytest.raises(ValueError, match=r"is given the first frame"):
         check_job(_make_job(tmp_path, first_frame=True, data={"frames": [1]}))
+
+
+@pytest.mark.parametrize("first_frame", [True, False])
+def test_what_is_given_reaches_the_pipeline_whose_loss_is_on_the_last_device(tmp_path, first_frame):
+    """image_condition, or first_latents with a mask, against one batch at a time."""
+    variant = {} if first_frame else {"variant": "wan2.2-ti2v-5b-i2v"}
+    _make_job(tmp_path, first_frame=first_frame)
+    for file in (tmp_path / "data").glob("image_*"):
+        file.unlink()
+    settings = {"data": {"frames": [5, 9]}, "train": {"steps": 2, "accumulation": 3}, "model": variant}
+
+    def job(name, devices, schedule):
+        split, pipeline, cache = {"devices": devices}, {"schedule": schedule}, {"vae_device": "cpu"}
+        sections = {"split": split, "pipeline": pipeline, "cache": cache, "output": {"folder": str(tmp_path / name)}}
+        return _make_job(tmp_path, first_frame=first_frame, **settings, **sections)
+
+    one = run_job(job("one", ["cpu"], "none"))
+    with emulated_cards():
+        two = job("two", ["lazy:0", "lazy:1"], "1f1b")
+        plan = check_job(two)
+        assert pipeline_kind(two, plan.placement) == "1f1b" and plan.placement.tail
+        found = run_job(two)
+        plain = run_job(job("plain", ["lazy:0", "lazy:1"], "none"))
+    assert found.losses == pytest.approx(one.losses, rel=1e-5) and len(set(found.losses)) == 2
+    assert found.losses == plain.losses
+    assert all(torch.equal(found.lora[name], tensor) for name, tensor in plain.lora.items())
+
+
+# --- ComfyUI's VAE ---------------------------------------------------------------------------------------------------
+
+
+class HostLike:
+    """A diffusers VAE in the clothes of ComfyUI's: [F, height, width, 3] in 0..1 -> plain samples [1, C, F', H, W]."""
+
+    fingerprint = f"comfyui 1 VAE {'b' * 64}"
+    takes_clips = True
+
+    def __init__(self, vae):
+        self.vae, self.num_encoded = vae, 0
+
+    @torch.no_grad()
+    def encode(self, pixels):
+        self.num_encoded += 1
+        return self.vae.encode(pixels.movedim(-1, 0)[None] * 2 - 1).latent_dist.mode()
+
+    def release(self):
+        pass
+
+
+def _stock_job(folder, **sections):
+    """A tiny Wan of 16 latent channels, of which ComfyUI's format knows the statistics, on clips; and its VAE."""
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=4, z_dim=16, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[True, True],
+        scale_factor_spatial=4, scale_factor_temporal=4,
+    ).eval()  # fmt: skip
+    if not (folder / "model").exists():
+        _make_job(folder)
+        vae.save_pretrained(folder / "model" / "vae")
+        model = TINY["wan"].make_model(in_channels=16, out_channels=16, **TINY["wan"].encoder_widths)
+        model.save_pretrained(folder / "model" / "transformer")
+    vae = diffusers.AutoencoderKLWan.from_pretrained(folder / "model" / "vae")
+    return _make_job(folder, **sections), StockEncoders(vae=HostLike(vae))
+
+
+def _cached(job, encoders):
+    with EventLog(Path(job.output.folder)) as events:
+        return cache_job(check_job(job), events, encoders=encoders)[0]
+
+
+@pytest.mark.parametrize("variant", ["wan2.1-t2v-14b", "wan2.2-ti2v-5b-i2v"])
+def test_clips_of_a_stock_vae_are_trained_on_as_those_of_the_models_own(tmp_path, variant):
+    settings = {"model": {"variant": variant}, "train": {"steps": 1, "batch_size": 1}}
+    is_given, _ = variant.endswith("i2v"), _stock_job(tmp_path)
+    for file in (tmp_path / "data").glob("image_*") if is_given else ():
+        file.unlink()
+    own_job, encoders = _stock_job(tmp_path, **settings)
+    stock_job, _ = _stock_job(
+        tmp_path,
+        **settings,
+        cache={"latent_source": HostLike.fingerprint},
+        output={"folder": str(tmp_path / "stock")},
+    )
+    stock, own = _cached(stock_job, encoders), _cached(own_job, StockEncoders())
+    assert encoders.vae.num_encoded == len(stock.samples) == len(own.samples) >= 3
+    for index in range(len(own.samples)):
+        found, expected = stock.load([index], [False]), own.load([index], [False])
+        torch.testing.assert_close(found.latents, expected.latents, rtol=1e-4, atol=1e-4)
+        assert found.conditions.keys() == expected.conditions.keys()
+        if is_given:
+            assert torch.equal(found.conditions["first_latents"], found.latents[:, :, :1])
+            assert torch.equal(found.mask, expected.mask)
+    assert run_job(stock_job).losses == pytest.approx(run_job(own_job).losses, rel=1e-3)
+
+
+def test_lists_of_latents_train_what_their_clips_train(tmp_path):
+    """With the first latents given too; a single image is refused there."""
+    settings = {"model": {"variant": "wan2.2-ti2v-5b-i2v"}, "train": {"steps": 1, "batch_size": 1}}
+    _stock_job(tmp_path)
+    for file in [*(tmp_path / "data").glob("image_*"), *(tmp_path / "data").glob("walk.txt")]:
+        file.unlink()
+    job, encoders = _stock_job(tmp_path, **settings, cache={"latent_source": HostLike.fingerprint})
+    data = _cached(job, encoders)
+    samples = [data.store.get(key)["samples"][None] for key in data.latent_keys]
+    states = [data.store.get(data.text_keys[sample.caption])["prompt_embeds"] for sample in data.samples]
+
+    def listed(latents):
+        conditioning = [[[text[None], {}]] for text in states]
+        path = save_encoded(read_pairs([{"samples": sample} for sample in latents], conditioning), data.store)
+        lists = {"folders": [], "encoded": str(path), "frames": []}
+        return _make_job(tmp_path, **settings, data=lists, output={"folder": str(tmp_path / "lists")})
+
+    assert [sample.num_frames for sample in check_job(listed(samples)).encoded] == [9, 9, 9]
+    assert run_job(listed(samples)).losses == run_job(job).losses
+    with pytest.raises(ValueError, match=r"nothing is left to learn; take out these 1, .*: sample 2"):
+        check_job(listed([samples[0], samples[1][:, :, :1], samples[2]]))
+
+
+def test_a_stock_vae_for_a_variant_that_encodes_its_condition_is_refused_first(tmp_path):
+    job = _make_job(tmp_path, first_frame=True, cache={"latent_source": HostLike.fingerprint})
+    with pytest.raises(ValueError, match=r"wan2\.2-i2v-a14b-high is also given the encoded first frame.*stock_vae"):
+        check_job(job)
+    lists = {"folders": [], "encoded": str(tmp_path / "none.json")}
+    with pytest.raises(ValueError, match="give clips in place of latents"):
+        check_job(_make_job(tmp_path, first_frame=True, data=lists))
+
+
+def test_entries_of_other_lengths_are_refused(tmp_path):
+    """A VAE that leaves frames out, at the first clip; and what such a one left in the cache."""
+    job, encoders = _stock_job(tmp_path, cache={"latent_source": HostLike.fingerprint})
+    for file in (tmp_path / "data").glob("image_*"):
+        file.unlink()
+    whole = encoders.vae.encode
+    encoders.vae.encode = lambda pixels: whole(pixels)[:, :, :1]
+    with pytest.raises(ValueError, match="it has 1 latent frames of 9 frames, but wan2.1-t2v-14b takes 3"):
+        _cached(job, encoders)
+    encoders.vae.encode = whole
+    data = _cached(job, encoders)
+    key = data.latent_keys[0]
+    data.store.put(key, {"samples": data.store.get(key)["samples"][:, :1].contiguous()})
+    with pytest.raises(ValueError, match="it has 1 latent frames of 9 frames"):
+        _cached(job, encoders)

@@ -1,0 +1,492 @@
+"""Seconds per sample of LoRA training over two GPUs: one GPU, the usual split, and the pack's pipeline, in one run.
+
+    python benchmarks/train_step.py [--out results.json] [--subject flux2-512 flux2-1024 flux1-512 wan-480]
+                                    [--scheme bf16 fp8-compute int8-compute] [--budget-s 500] [--tiny]
+
+Full-size models with random weights; no checkpoint is needed. All contestants of a section take turns, step by step.
+
+- "one GPU": all blocks on cuda:0, micro-batches one after the other, every block recomputed.
+- "usual split": what a split by hooks usually is: blocks cut at the middle of the last list, every foreign block moves
+  all of its arguments, PEFT's LoRA, torch's gradient checkpointing of every block, one micro-batch in flight; 8-bit
+  sections hold its weights in torchao's weight-only float8.
+- "pipeline m": the pack: cut by time, LoRA computed with its base, its recomputation; m micro-batches per step. "keep":
+  as many blocks keep their activations as fit --card-gb per card (found by trying); "compiled": blocks compiled.
+
+A step is the pack's own loop: noise, copies from pinned memory, forward, loss, backward, clipping, AdamW; LoRA in
+bfloat16, rank 32, batch 1, text at full length. Seconds are per sample: a step's divided by its micro-batches. Busy is
+the share of a step in which a card runs kernels, from one step under torch.profiler, of the ways in --busy. Ratios come
+first; results are written after each section. --tiny runs the same on emulated cards, where times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import runpy
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
+
+import torch  # noqa: E402
+from devicebridge.families.registry import find_family  # noqa: E402
+from devicebridge.families.spec import ModelFamily, Variant  # noqa: E402
+from devicebridge.parallel.devices import available_devices, synchronize  # noqa: E402
+from devicebridge.parallel.pipeline import Pipeline  # noqa: E402
+from devicebridge.parallel.placement import (  # noqa: E402
+    Placement,
+    block_names,
+    estimate_block_flops,
+    plan_placement,
+)
+from devicebridge.parallel.schedule import Kind  # noqa: E402
+from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
+from devicebridge.patches.hooks import map_tensors  # noqa: E402
+from devicebridge.training.loop import Trainer  # noqa: E402
+from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
+from random_job import (  # noqa: E402
+    TINY_CONFIG,
+    RandomModel,
+    attach_lora,
+    make_empty,
+    make_random_job,
+    make_random_model,
+    make_samples,
+    make_trainer,
+)
+
+WARM_UP_STEPS = 2
+NUM_TEXT_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained: latent is [C, F, H, W] of one sample; text (S, D) of each text tensor, S 0 for pooled ones."""
+
+    family: str
+    variant: str
+    latent: tuple[int, int, int, int]
+    text: dict[str, tuple[int, int]]
+    layers: dict[str, int] = field(default_factory=dict)
+
+
+SUBJECTS = {
+    "flux2-512": Subject("flux2", "flux2-dev", (128, 1, 32, 32), {"prompt_embeds": (512, 15360)}),
+    "flux2-1024": Subject("flux2", "flux2-dev", (128, 1, 64, 64), {"prompt_embeds": (512, 15360)}),
+    "flux1-512": Subject(
+        "flux1", "flux1-dev", (16, 1, 64, 64), {"prompt_embeds": (512, 4096), "pooled_prompt_embeds": (0, 768)}
+    ),
+    "wan-480": Subject(
+        "wan", "wan2.1-t2v-14b", (16, 13, 60, 104), {"prompt_embeds": (512, 4096)}
+    ),  # 480x832, 49 frames
+}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train.
+
+    Args:
+        num_batches: micro-batches of a step.
+        kind: None for one in flight.
+        keep: whether as many blocks as fit keep their activations.
+    """
+
+    name: str
+    num_batches: int
+    kind: Kind | None = None
+    keep: bool = False
+    compiled: bool = False
+
+
+ONE_GPU, USUAL = Way("one GPU", 4), Way("usual split", 4)
+OURS = [
+    Way("split, one in flight", 4),
+    Way("pipeline 8", 8, "1f1b"),
+    Way("pipeline 16", 16, "1f1b"),
+    Way("pipeline 8, gpipe", 8, "gpipe"),
+    Way("pipeline 8, keep", 8, "1f1b", keep=True),
+    Way("pipeline 8, compiled", 8, "1f1b", compiled=True),
+    Way("pipeline 8, compiled, keep", 8, "1f1b", keep=True, compiled=True),
+    Way("pipeline 16, compiled, keep", 16, "1f1b", keep=True, compiled=True),
+]
+
+
+# ---- models
+
+
+def cut_by_time(config: dict[str, Any], subject: Subject, devices: Sequence[torch.device]) -> Placement:
+    """Blocks to devices by estimated compute, the tail on the last one."""
+    family, variant = _described(subject)
+    model = make_empty(config, family)
+    names = block_names(model, family)
+    tokens = int(_cells(subject) * family.latent_of(variant).num_tokens_per_cell)
+    cost = estimate_block_flops(model, family, tokens, NUM_TEXT_TOKENS)
+    return replace(plan_placement(names, devices, block_cost=cost), tail=tuple(family.tail))
+
+
+def cut_in_the_middle(config: dict[str, Any], subject: Subject, devices: Sequence[torch.device]) -> Placement:
+    """The later half of the last block list on the second device, as usual."""
+    family, _ = _described(subject)
+    model = make_empty(config, family)
+    names = block_names(model, family)
+    last = len(model.get_submodule(family.block_lists[-1].name))
+    first = len(names) - last + last // 2
+    placed = tuple(devices[0] if index < first else devices[1] for index in range(len(names)))
+    return Placement(names, placed, devices[0])
+
+
+def split_as_usual(built: RandomModel) -> None:
+    """Hooks that move everything a foreign block is called with, and what the tail is called with back."""
+    built.split.remove()  # ours; the blocks stay where they were made
+
+    def move_to(device: torch.device) -> Callable[..., Any]:
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.device == device else tensor.to(device)
+
+        return lambda module, args, kwargs: (map_tensors(args, move), map_tensors(kwargs, move))
+
+    placement = built.split.placement
+    for name, device in zip(placement.blocks, placement.devices, strict=True):
+        if device != placement.home:
+            block = built.model.get_submodule(name)
+            block.register_forward_pre_hook(move_to(device), with_kwargs=True)
+    built.model.get_submodule(placement.blocks[-1]).register_forward_hook(
+        lambda module, args, output: map_tensors(output, lambda tensor: tensor.to(placement.home))
+    )
+
+
+def _described(subject: Subject) -> tuple[ModelFamily, Variant]:
+    family = find_family(subject.family)
+    return family, family.variant(subject.variant)
+
+
+def _cells(subject: Subject) -> int:
+    _, frames, height, width = subject.latent
+    return frames * height * width
+
+
+@dataclass
+class Contestant:
+    """A model that is trained in one or several ways."""
+
+    built: RandomModel
+    trainer: Trainer
+    job: Any
+    is_compiled: Any = None
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        return self.built.devices
+
+
+def make_contestant(
+    options: argparse.Namespace,
+    subject: Subject,
+    config: dict[str, Any],
+    placement: Placement,
+    scheme: str,
+    *,
+    usual: bool,
+) -> Contestant:
+    family, variant = _described(subject)
+    built = make_random_model(config, placement, scheme, family=family)
+    rank = 4 if options.tiny else 32
+    job = make_random_job(
+        lora={"rank": rank, "alpha": rank, "dtype": "float32" if options.tiny else "bfloat16"},
+        model={"path": "random weights", "dtype": "bfloat16"},
+    )
+    lora = attach_lora(built, job, is_fused=not usual)
+    if usual:
+        if len(placement.used_devices) > 1:
+            split_as_usual(built)
+        built.model.enable_gradient_checkpointing()
+    trainer = make_trainer(built, lora, job, _make_data(subject, options.tiny), variant=variant)
+    return Contestant(built, trainer, job)
+
+
+def _make_data(subject: Subject, is_tiny: bool) -> Any:
+    family, variant = _described(subject)
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(2, *subject.latent, generator=generator)
+    text = {
+        name: torch.randn(*((2, length, width) if length else (2, width)), generator=generator).bfloat16()
+        for name, (length, width) in subject.text.items()
+    }
+    return make_samples(latents, text, family, variant)
+
+
+# ---- steps
+
+
+@contextlib.contextmanager
+def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer]:
+    """The contestant's trainer, set for this way."""
+    trainer = each.trainer
+    trainer.job = replace(each.job, train=replace(each.job.train, accumulation=way.num_batches))
+    trainer.pipeline = None if way.kind is None else Pipeline(each.built.split.bridge, kind=way.kind)
+    if way is not USUAL and way is not ONE_GPU:
+        each.built.split.keep_activations(kept or [0] * len(each.devices))
+        if way.compiled and each.is_compiled is None:
+            each.is_compiled = apply_compile(each.built.model, each.built.family)
+        if not way.compiled and each.is_compiled is not None:
+            each.is_compiled.remove()
+            each.is_compiled = None
+        trainer.is_compiled = way.compiled
+    torch.backends.cuda.enable_cudnn_sdp(not way.compiled)  # the others may have it even where blocks are compiled
+    yield trainer
+
+
+def timed_step(each: Contestant, way: Way, kept: Sequence[int]) -> tuple[float, float]:
+    """Seconds per sample of one step, and its loss."""
+    with trained(each, way, kept) as trainer:
+        synchronize(each.devices)
+        start = time.perf_counter()
+        loss = trainer.train_step(1e-5)
+        synchronize(each.devices)
+        trainer.step += 1
+        return (time.perf_counter() - start) / way.num_batches, loss
+
+
+def find_kept(each: Contestant, way: Way, card_gb: float) -> list[int]:
+    """How many blocks of each card may keep their activations, from the peaks of two steps; one is then checked."""
+    counts = [list(each.built.split.placement.devices).count(device) for device in each.devices]
+    if each.devices[0].type != "cuda":
+        return [count // 2 for count in counts]
+    none, few = ([0] * len(counts), [2] * len(counts))
+    base, some = (_peaks(each, way, kept) for kept in (none, few))
+    kept = []
+    for count, start, end in zip(counts, base, some, strict=True):
+        per_block = max((end - start) / 2, 1e6)
+        kept.append(int(min(count, max(0, (card_gb * 1e9 - start) // per_block))))
+    while any(peak > card_gb * 1e9 for peak in _peaks(each, way, kept)):
+        kept = [max(0, count - 2) for count in kept]
+    return kept
+
+
+def _peaks(each: Contestant, way: Way, kept: Sequence[int]) -> list[int]:
+    """Bytes this contestant needs per card in a step, as if it were alone."""
+    others = [_allocated(device) - _own(each, device) for device in each.devices]
+    for device in each.devices:
+        torch.cuda.reset_peak_memory_stats(device)
+    timed_step(each, way, kept)
+    peaks = [torch.cuda.max_memory_allocated(device) for device in each.devices]
+    return [peak - other for peak, other in zip(peaks, others, strict=True)]
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _own(each: Contestant, device: torch.device) -> int:
+    """What the contestant holds between steps: weights, LoRA and optimizer state."""
+    held = [*each.built.model.parameters(), *each.built.model.buffers()]
+    state = each.trainer._optimizer.state.values()
+    held += [value for entry in state for value in entry.values() if isinstance(value, torch.Tensor) and value.ndim]
+    return sum(
+        t.untyped_storage().nbytes() if not hasattr(t, "qdata") else _bytes(t) for t in held if t.device == device
+    )
+
+
+def _bytes(tensor: Any) -> int:
+    names, _ = tensor.__tensor_flatten__()
+    return sum(getattr(tensor, name).untyped_storage().nbytes() for name in names)
+
+
+def busy_shares(each: Contestant, way: Way, kept: Sequence[int]) -> dict[str, float]:
+    """Share of one step in which each card runs kernels."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    if each.devices[0].type != "cuda":
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        seconds = timed_step(each, way, kept)[0] * way.num_batches
+    spans: dict[int, list[tuple[float, float]]] = {}
+    for event in found.events():
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            spans.setdefault(event.device_index, []).append((event.time_range.start, event.time_range.end))
+    return {f"cuda:{index}": round(_covered(times) / 1e6 / seconds, 3) for index, times in sorted(spans.items())}
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) -> dict[str, Any]:
+    """Every way in turns -> seconds, peaks, losses and busy shares."""
+    kept: dict[str, list[int]] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for each, way in list(entries):
+        start = time.perf_counter()
+        try:
+            for _ in range(WARM_UP_STEPS):
+                timed_step(each, way, [])
+            kept[way.name] = find_kept(each, way, options.card_gb) if way.keep else []
+        except RuntimeError as error:  # one way that fails is a result, too
+            found[way.name] = {"error": str(error)[-300:]}
+            say(f"{way.name}: {traceback.format_exc()[-1500:]}")
+            entries.remove((each, way))
+            continue
+        found[way.name] = {"warm_up_s": round(time.perf_counter() - start, 1), "seconds": [], "losses": []}
+        say(f"{way.name}: warm, {found[way.name]['warm_up_s']} s, kept {kept[way.name]}")
+    for _ in range(options.rounds):
+        for each, way in entries:
+            seconds, loss = timed_step(each, way, kept[way.name])
+            found[way.name]["seconds"].append(seconds)
+            found[way.name]["losses"].append(round(loss, 5))
+    for each, way in entries:
+        row = found[way.name]
+        row["s_per_sample"] = round(statistics.median(row["seconds"]), 4)
+        row["s_per_sample_min_max"] = [round(min(row["seconds"]), 4), round(max(row.pop("seconds")), 4)]
+        row["kept_blocks"] = kept[way.name]
+        if each.devices[0].type == "cuda":
+            row["peak_gb"] = [round(peak / 1e9, 2) for peak in _peaks(each, way, kept[way.name])]
+        row["busy"] = busy_shares(each, way, kept[way.name]) if way.name in options.busy else {}
+    usual = found.get(USUAL.name, {}).get("s_per_sample")
+    for name, row in found.items():
+        if usual and "s_per_sample" in row:
+            row["times_faster_than_the_usual_split"] = round(usual / row["s_per_sample"], 3)
+        say(f"{name}: {row}")
+    return found
+
+
+def measure_alone(options: argparse.Namespace, make: Callable[[], Contestant], ways: Sequence[Way]) -> dict[str, Any]:
+    each = make()
+    try:
+        return measure(options, [(each, way) for way in ways])
+    finally:
+        del each
+        _release()
+
+
+def _release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def run_section(options: argparse.Namespace, name: str, scheme: str, rivals: dict[str, float]) -> dict[str, Any]:
+    """One subject and scheme: the usual split (bf16, or weight-only float8 beside 8 bits) against ours."""
+    subject = SUBJECTS[name]
+    family, variant = _described(subject)
+    config = {**variant.transformer_config, **subject.layers}
+    if options.tiny:
+        subject = Subject("flux2", "flux2-dev", (16, 1, 4, 4), {"prompt_embeds": (8, 32)})
+        config = dict(variant.transformer_config) | TINY_CONFIG
+    devices = options.devices
+
+    def contestant(placement: Placement, base: str, usual: bool) -> Contestant:
+        return make_contestant(options, subject, config, placement, base, usual=usual)
+
+    ours = contestant(cut_by_time(config, subject, devices), scheme, False)
+    entries = [(ours, way) for way in OURS if way.name in options.ways]
+    usual = None
+    if "usual split" in options.ways:
+        usual = contestant(cut_in_the_middle(config, subject, devices), "bf16" if scheme == "bf16" else "fp8", True)
+        entries.insert(0, (usual, USUAL))
+    section = {"placement": ours.built.split.placement.describe()}
+    eager = [(each, way) for each, way in entries if not way.compiled]
+    section["ways"] = measure(options, eager)
+    compiled = [(each, way) for each, way in entries if way.compiled]
+    if compiled and elapsed_s() < options.budget_s:  # apart, beside the usual split again: blocks compile in place
+        again = measure(options, [*(entry for entry in entries if entry[1] is USUAL), *compiled])
+        section["ways"] |= {f"{name}, again" if name == USUAL.name else name: row for name, row in again.items()}
+    del ours, usual, entries, eager, compiled
+    _release()
+    if "one GPU" in options.ways and elapsed_s() < options.budget_s:
+        one = replace(cut_by_time(config, subject, devices[:1]), tail=())
+        section["ways"] |= measure_alone(options, lambda: contestant(one, scheme, True), [ONE_GPU])
+    return section
+
+
+def ratios(section: dict[str, Any]) -> dict[str, float]:
+    """How many times faster than the usual split in the same turns; one GPU, which ran apart, than the first."""
+    found = {name: row.get("times_faster_than_the_usual_split") for name, row in section["ways"].items()}
+    one, usual = (section["ways"].get(way.name, {}).get("s_per_sample") for way in (ONE_GPU, USUAL))
+    if one and usual:
+        found[ONE_GPU.name] = round(usual / one, 3)
+    return {name: ratio for name, ratio in found.items() if ratio is not None}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--subject", nargs="+", choices=SUBJECTS, default=["flux2-512"])
+    parser.add_argument(
+        "--scheme", nargs="+", choices=("bf16", "fp8-compute", "int8-compute"), default=["bf16", "fp8-compute"]
+    )
+    names = [way.name for way in (ONE_GPU, USUAL, *OURS)]
+    parser.add_argument("--ways", nargs="+", choices=names, default=names)
+    parser.add_argument("--busy", nargs="*", choices=names, default=[], help="ways to profile, which takes its time")
+    parser.add_argument("--rounds", type=int, default=4, help="measured steps of each way, after 2 to warm up")
+    parser.add_argument("--card-gb", type=float, default=80.0, help="what a card may hold where blocks are kept")
+    parser.add_argument("--budget-s", type=float, default=480.0, help="no section is begun after this many seconds")
+    parser.add_argument("--tiny", action="store_true", help="toy shapes on emulated cards")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.tiny:
+        from devicebridge.tests.emulated import CARDS
+
+        options.devices = list(CARDS[:2])
+        options.ways = [name for name in options.ways if "compiled" not in name]
+    else:
+        options.devices = available_devices()[:2]
+    if len(options.devices) < 2:
+        parser.error(f"this needs two GPUs and found {len(options.devices)}; --tiny runs on the CPU")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    report: dict[str, Any] = {"times_faster_than_the_usual_split": {}, "sections": {}, "left_out": []}
+    report["setup"] = {
+        "weights": "random",
+        "rank": 32,
+        "batch": 1,
+        "card_gb": options.card_gb,
+        **describe_run("diffusers", "peft", "torchao", "triton"),
+    }
+    with _emulation(is_on=options.tiny):
+        for name in options.subject:
+            for scheme in options.scheme:
+                key = f"{name}, {scheme}"
+                if elapsed_s() > options.budget_s:
+                    report["left_out"].append(key)
+                    continue
+                say(key)
+                section = run_section(options, name, scheme, {})
+                report["sections"][key] = section
+                report["times_faster_than_the_usual_split"][key] = ratios(section)
+                say(f"{key}: {ratios(section)}")
+                write_json(report, options.out)
+    report["elapsed_s"] = round(elapsed_s(), 1)
+    print_or_write(report, options.out)
+
+
+@contextlib.contextmanager
+def _emulation(*, is_on: bool) -> Iterator[None]:
+    if not is_on:
+        yield
+        return
+    import peft.tuners.lora  # noqa: F401  # before the stand-ins are in place, which libraries would keep
+    import torchao.quantization  # noqa: F401
+    from devicebridge.tests.emulated import emulated_cards, factories_on_cards
+
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    with emulated_cards(2), factories_on_cards():
+        yield
+
+
+if __name__ == "__main__":
+    main()

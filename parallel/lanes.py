@@ -1,0 +1,175 @@
+"""Host threads that each carry one forward through a split model, and copies that travel beside the kernels.
+
+What turns.py (inference: one baton) and pipeline.py (training: one thread per device) have in common.
+
+torch keeps grad mode, autocast, dispatch modes, current device and streams per thread; a lane takes over those of the
+thread that starts it. torch's own copy between cards runs on the source's current stream and first waits for all that
+the target's current stream has been given, there possibly another forward's kernels. So copies between cards run on a
+pair of side streams: they wait for the source's kernels so far, and the target's current stream waits for them once the
+lane goes on there. Both tensors are recorded on the streams that use them, lest the caching allocator hand out their
+memory early. Devices without streams, and copies from or to the host, take the ordinary way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch
+
+from .bridge import copy_to
+from .devices import device_module
+
+Pair = tuple[torch.device, torch.device]  # source, target
+
+
+class Stopped(BaseException):
+    """Unwinds a lane of a run that is to end; no Exception, so that no `except Exception` of a model keeps it."""
+
+
+class Traffic(Protocol):
+    """Decides when a bridge's forwards may go on; the bridge asks wherever they cross."""
+
+    def arrive(self, device: torch.device) -> None:
+        """Return when this thread's forward may compute on device, with its copies ready for use there."""
+
+    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy on device, for use after the next arrive or settle."""
+
+    def settle(self) -> None:
+        """Have current streams wait for this thread's copies."""
+
+
+class Lane(Protocol):
+    """What a thread carries."""
+
+    index: int
+    ended: threading.Event
+
+
+def make_thread(work: Callable[..., None], lane: Lane, *args: Any) -> threading.Thread:
+    run = contextvars.copy_context().run
+    return threading.Thread(target=run, args=(work, lane, *args), name=f"devicebridge-forward-{lane.index}")
+
+
+def wait_for(lanes: Sequence[Lane], threads: Sequence[threading.Thread]) -> None:
+    """Wait for the threads that were started, open to interrupts.
+
+    CPython 3.11 takes a thread for ended when a join is interrupted, hence events of our own; an interrupt that comes
+    just before a wait without a limit, or on Windows during one, is noticed when it ends, hence the limit.
+    """
+    started = [(lane, thread) for lane, thread in zip(lanes, threads, strict=True) if thread.ident is not None]
+    for lane, _ in started:
+        while not lane.ended.wait(timeout=0.2):
+            pass
+    for _, thread in started:
+        thread.join()
+
+
+class SideStreams:
+    """The two streams on which copies from source to target run, beside the kernels of both."""
+
+    def __init__(self, module: Any, source: torch.device, target: torch.device) -> None:
+        self.module = module
+        self.source, self.target = source, target
+        self.leaving, self.arriving = module.Stream(source), module.Stream(target)
+
+    def copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A copy on target and the event of its arrival."""
+        self.leaving.wait_stream(self.module.current_stream(self.source))
+        # torch runs the copy on the source's current stream and has it wait for the target's: both must be ours.
+        with self.module.stream(self.leaving), self.module.stream(self.arriving):
+            copy = tensor.to(self.target, non_blocking=True)
+        tensor.record_stream(self.leaving)
+        copy.record_stream(self.module.current_stream(self.target))
+        return copy, self.arriving.record_event()
+
+
+def copy_beside(
+    side_streams: dict[Pair, Any], tensor: torch.Tensor, device: torch.device, arrivals: dict[Pair, Any] | None
+) -> torch.Tensor:
+    """A copy on device which its current stream must not use before settle(arrivals); an ordinary one without them.
+
+    Args:
+        side_streams: made once per pair and kept by the caller: memory freed on one stream is only handed out again on
+            the same stream.
+    """
+    module = module_with_streams(tensor.device, device)
+    if arrivals is None or module is None:
+        return copy_to(tensor, device)
+    pair = (tensor.device, device)
+    streams = side_streams.get(pair)
+    if streams is None:
+        streams = side_streams[pair] = SideStreams(module, *pair)
+    copy, arrivals[pair] = streams.copy(tensor)
+    return copy
+
+
+def settle(arrivals: dict[Pair, Any]) -> None:
+    """Have the targets' current streams wait for the copies under way, and forget these."""
+    for (_, device), arrival in arrivals.items():
+        module = device_module(device)
+        assert module is not None
+        module.current_stream(device).wait_event(arrival)
+    arrivals.clear()
+
+
+def module_with_streams(source: torch.device, target: torch.device) -> Any:
+    """torch.cuda or its like if both devices are of it and it has streams; else None."""
+    if source.type != target.type:
+        return None
+    module = device_module(source)
+    needs = ("Stream", "stream", "current_stream", "set_stream")
+    return module if all(hasattr(module, name) for name in needs) else None
+
+
+class ThreadState:
+    """What torch keeps per thread, as the thread that makes this has it."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._is_grad, self._is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._autocast = [_autocast_of(kind) for kind in {"cpu", *(device.type for device in devices)}]
+        self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
+        self._function_modes = overrides._get_current_function_mode_stack()
+        module = device_module(devices[0])
+        has_streams = module_with_streams(devices[0], devices[0]) is not None
+        self._streams = [module.current_stream(device) for device in devices if has_streams and module is not None]
+        self._device = module.current_device() if module is not None and hasattr(module, "set_device") else None
+        self._module = module
+
+    @contextlib.contextmanager
+    def taken_over(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self._is_inference))
+            stack.enter_context(torch.set_grad_enabled(self._is_grad))
+            for kind, dtype, is_cached in filter(None, self._autocast):
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=is_cached))
+            # Pushed, not entered: entering a mode a second time may start its bookkeeping anew.
+            for mode in self._function_modes:
+                overrides._push_mode(mode)
+                stack.callback(overrides._pop_mode)
+            for mode in self._dispatch_modes:
+                _python_dispatch._push_mode(mode)
+                stack.callback(_python_dispatch._pop_mode)
+            self._take_over_device()
+            yield
+
+    def _take_over_device(self) -> None:
+        """The thread ends with the job, so nothing is put back."""
+        module: Any = self._module
+        for stream in self._streams:
+            module.set_stream(stream)
+        if self._device is not None:
+            module.set_device(self._device)  # last, since choosing a stream chooses its device
+
+
+def _autocast_of(kind: str) -> tuple[str, torch.dtype, bool] | None:
+    """Device type, dtype and whether casts are cached, where autocast is on; else None."""
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()

@@ -1,0 +1,346 @@
+"""All cards of a split model train at once: micro-batches follow each other through the stages, forwards and backwards.
+
+A stage is the run of blocks on one device; the first has the model's front as well, the last its tail and the loss. In
+plain accumulation one micro-batch is in flight and one card computes. Here each stage follows an order of its own
+(schedule.py), and all work at the same time.
+
+Threads. Every micro-batch is carried by a host thread (a lane), since the model's forward is one function that only
+a thread can leave in the middle. A lane works on a stage when the stage's order says so, and no two lanes are on one
+stage at a time: one host thread per card issues kernels, and torch's backward engine has a thread per card of its own.
+One thread for all cards would not do: every backward holds it until the last kernel is issued (measured on two H200: no
+gain). The next lane's data is prepared on the host meanwhile, one lane at a time.
+
+A stage's graph ends at its border. What crosses and needs a gradient arrives as a leaf: the copy of a detached tensor.
+After the stage's backward the leaves' gradients go back to the stages that the tensors came from, and are the starting
+points there. So stages run backward independently, and every stage's memory is free as soon as its own part is done.
+
+Equal numbers. Each device sees the forwards in the order of the micro-batches, and the backwards too. Random numbers of
+a device are drawn, and a parameter's gradients summed, in the order of plain accumulation; recomputation puts the
+device's generator back. Same kernels, same order: on kernels that repeat themselves the gradients are bitwise those of
+plain accumulation. What may differ: a tensor that crosses to several devices and needs a gradient (LoRA on what makes
+the modulation) sums its parts in another order.
+
+Copies travel beside the kernels (lanes.py): issued while the lane is still on the stage that it leaves, so they wait
+for no other lane's kernels.
+
+Devices follow each other in the order of the placement, each once; a model that returns to one is refused. When a lane
+raises, the others are stopped where they next wait, no thread outlives the run, and gradients are as they happen to be:
+the step is lost, drop them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from .bridge import Bridge
+from .devices import device_module
+from .lanes import Pair, Stopped, ThreadState, copy_beside, make_thread, settle, wait_for
+from .schedule import Kind, Work, plan_order
+
+T = TypeVar("T")
+Trace = list[tuple[int, Work]]  # stage, what it worked on; in the order in which work began
+
+
+@dataclass(frozen=True)
+class MicroBatch(Generic[T]):
+    """One micro-batch of a step.
+
+    Args:
+        prepare: work of the host alone, such as reading files; called in order, ahead of time.
+        forward: one forward through the model, given what prepare returned -> the loss, a scalar on the last device,
+            already divided by the number of micro-batches.
+        is_alone: given what prepare returned, whether no other micro-batch may compute while this one does. For the
+            first of its shape through compiled blocks: while torch compiles, it intercepts the modules of all threads.
+    """
+
+    prepare: Callable[[], T]
+    forward: Callable[[T], torch.Tensor]
+    is_alone: Callable[[T], bool] = lambda prepared: False
+
+
+class Pipeline:
+    """Trains a bridged model with several micro-batches in flight; one step at a time per bridge.
+
+    Args:
+        bridge: of the model; attached, with its tail on the last device.
+        kind, ahead: see schedule.py.
+        trace: takes what the stages work on, in order.
+    Raises: ValueError if the model's tail is elsewhere.
+    """
+
+    def __init__(self, bridge: Bridge, *, kind: Kind = "1f1b", ahead: int = 1, trace: Trace | None = None) -> None:
+        if bridge.tail_device != bridge.devices[-1]:
+            raise ValueError(
+                f"the model's tail is on {bridge.tail_device}, a pipeline needs it on the last device, "
+                f"{bridge.devices[-1]}; place it there before loading"
+            )
+        self.bridge = bridge
+        self.kind: Kind = kind
+        self.ahead = ahead
+        self.trace = trace
+        self._stage_of = {device: stage for stage, device in enumerate(bridge.devices)}
+        self._local = _Local()
+
+    def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
+        """Forward and backward of every micro-batch, gradients added to the parameters'; the losses, detached.
+
+        Raises: the first exception of a lane, after all have ended; RuntimeError inside another run, without autograd,
+            and for a model that goes through its devices in another order.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("a pipeline is for training; call the model itself for a forward without gradients")
+        order = plan_order(self.kind, len(self._stage_of), len(microbatches), self.ahead)
+        run = _Run(_Orders(order, self.trace), [_Lane(index, batch) for index, batch in enumerate(microbatches)])
+        with self.bridge.interleaved(self):
+            self._run_in_threads(run)
+        return [lane.loss for lane in run.lanes if lane.loss is not None]
+
+    def _run_in_threads(self, run: _Run) -> None:
+        state = ThreadState(self.bridge.devices)
+        threads = [make_thread(self._work, lane, run, state) for lane in run.lanes]
+        try:
+            for thread in threads:
+                thread.start()
+            wait_for(run.lanes, threads)
+        except BaseException:  # KeyboardInterrupt while waiting, or no thread to be had
+            _stop(run, threads)
+            run.error = None
+            raise
+        error, run.error = run.error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame: memory would wait for the garbage collector
+
+    def _work(self, lane: _Lane, run: _Run, state: ThreadState) -> None:
+        try:
+            with state.taken_over(), contextlib.ExitStack() as stack:
+                stack.callback(self.bridge.end)  # whatever the lane left
+                self._local.lane, self._local.orders = lane, run.orders
+                self._forward(lane, run.orders)
+                self._backward(lane, run.orders)
+        except Stopped:
+            pass
+        except BaseException as error:
+            run.fail(error)
+        finally:
+            lane.forget()
+            lane.ended.set()
+
+    def _forward(self, lane: _Lane, orders: _Orders) -> None:
+        with orders.host_turn(lane.index):
+            prepared = lane.microbatch.prepare()
+        lane.is_alone = lane.microbatch.is_alone(prepared)
+        orders.begin(0, Work(False, lane.index), lane.is_alone)
+        lane.stage = 0
+        loss = lane.microbatch.forward(prepared)
+        last = len(self._stage_of) - 1
+        if lane.stage != last:
+            raise RuntimeError(
+                f"the forward ended on {self.bridge.devices[lane.stage]}, not on {self.bridge.devices[last]}: blocks "
+                "were left out. Train without a pipeline"
+            )
+        lane.loss = loss.detach()
+        lane.borders.append(_Border(last, loss, None))
+        orders.finish(last)
+        lane.stage = None
+
+    def _backward(self, lane: _Lane, orders: _Orders) -> None:
+        for stage in reversed(range(len(self._stage_of))):
+            orders.begin(stage, Work(True, lane.index), lane.is_alone)
+            settle(lane.arrivals)
+            starts = [border for border in lane.borders if border.stage == stage and border.has_gradient]
+            with _current(self.bridge.devices[stage]):
+                if starts:
+                    torch.autograd.backward([start.tensor for start in starts], [start.gradient for start in starts])
+                self._send_back(lane, stage)
+            lane.borders = [border for border in lane.borders if border.stage != stage]
+            orders.finish(stage)
+
+    def _send_back(self, lane: _Lane, stage: int) -> None:
+        """The gradients of what arrived on this stage, to where it came from."""
+        for border in lane.borders:
+            leaf = border.leaf
+            if leaf is None or self._stage_of[leaf.device] != stage or leaf.grad is None:
+                continue
+            source = border.tensor.device
+            border.gradient = copy_beside(self.bridge.side_streams, leaf.grad, source, lane.arrivals)
+            border.leaf = None
+
+    # ---- what the bridge asks of whom its forwards take turns with
+
+    def arrive(self, device: torch.device) -> None:
+        """Go on to the device's stage when it is this lane's turn there; a no-op outside a lane's forward."""
+        lane, orders = self._local.lane, self._local.orders
+        if lane is None or orders is None or lane.stage is None:
+            return
+        stage = self._stage_of[device]
+        if stage != lane.stage:
+            if stage != lane.stage + 1:
+                raise RuntimeError(
+                    f"the model goes from {self.bridge.devices[lane.stage]} to {device}; in a pipeline every device "
+                    "follows the one before it, once. Train without a pipeline"
+                )
+            orders.finish(lane.stage)
+            lane.stage = None  # held by none while waiting
+            orders.begin(stage, Work(False, lane.index), lane.is_alone)
+            lane.stage = stage
+        settle(lane.arrivals)
+
+    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy on device which its current stream must not use before the next arrive or settle.
+
+        Where tensor needs a gradient the copy is a leaf, and the graph ends here.
+        """
+        lane = self._local.lane
+        if lane is None or lane.stage is None:
+            return copy_beside(self.bridge.side_streams, tensor, device, None)
+        copy = copy_beside(self.bridge.side_streams, tensor.detach(), device, lane.arrivals)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            lane.borders.append(_Border(self._stage_of[tensor.device], tensor, copy.requires_grad_(True)))
+        return copy
+
+    def settle(self) -> None:
+        """Have the current streams wait for the copies this lane has under way."""
+        lane = self._local.lane
+        if lane is not None and lane.stage is not None:
+            settle(lane.arrivals)
+
+
+@dataclass(eq=False)
+class _Border:
+    """Where a stage's backward starts.
+
+    Args:
+        stage: that made the tensor.
+        tensor: with the stage's graph. leaf: its copy on a later device; None for the loss, and once sent back.
+        gradient: of tensor; None for the loss, which starts with 1.
+    """
+
+    stage: int
+    tensor: torch.Tensor
+    leaf: torch.Tensor | None
+    gradient: torch.Tensor | None = None
+
+    @property
+    def has_gradient(self) -> bool:
+        """Not for a tensor that the later device had no use for."""
+        return self.leaf is None
+
+
+class _Lane:
+    """One micro-batch on its way."""
+
+    def __init__(self, index: int, microbatch: MicroBatch[Any]) -> None:
+        self.index = index
+        self.microbatch = microbatch
+        self.is_alone = False
+        self.stage: int | None = None  # held for a forward; then what the bridge moves is ours
+        self.loss: torch.Tensor | None = None
+        self.borders: list[_Border] = []
+        self.arrivals: dict[Pair, Any] = {}
+        self.ended = threading.Event()
+
+    def forget(self) -> None:
+        """Let go of everything but the loss."""
+        del self.microbatch
+        self.borders.clear()
+        self.arrivals.clear()
+
+
+class _Local(threading.local):
+    lane: _Lane | None = None
+    orders: _Orders | None = None
+
+
+@dataclass
+class _Run:
+    orders: _Orders
+    lanes: list[_Lane]
+    error: BaseException | None = field(default=None)
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first error and end the run; what lanes raise while it ends is a consequence."""
+        if not self.orders.is_stopping:
+            self.error = error
+        self.orders.stop()
+
+
+class _Orders:
+    """Lets every stage's work begin in its order. Waiting lanes hold nothing, so there is no deadlock as long as the
+    orders of the stages agree, which plan_order sees to."""
+
+    def __init__(self, orders: Sequence[Sequence[Work]], trace: Trace | None) -> None:
+        self.is_stopping = False
+        self._orders = orders
+        self._position = [0] * len(orders)
+        self._is_busy = [False] * len(orders)
+        self._is_exclusive = False
+        self._num_prepared = 0
+        self._trace = trace
+        self._changed = threading.Condition()
+
+    def begin(self, stage: int, work: Work, is_alone: bool) -> None:
+        """Wait until this work is next on the stage, and with is_alone until no stage works; none begins meanwhile.
+
+        Raises: Stopped if the run is to end.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_stopping or self._is_next(stage, work, is_alone))
+            if self.is_stopping:
+                raise Stopped
+            self._is_busy[stage], self._is_exclusive = True, is_alone
+            if self._trace is not None:
+                self._trace.append((stage, work))
+
+    def finish(self, stage: int) -> None:
+        """The stage's work in hand is issued."""
+        with self._changed:
+            self._is_busy[stage] = self._is_exclusive = False
+            self._position[stage] += 1
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def host_turn(self, index: int) -> Any:
+        """Inside, no other lane prepares; they come in the order of the micro-batches."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_stopping or self._num_prepared == index)
+            if self.is_stopping:
+                raise Stopped
+        yield
+        with self._changed:
+            self._num_prepared += 1
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Have every lane end where it next waits."""
+        with self._changed:
+            self.is_stopping = True
+            self._changed.notify_all()
+
+    def _is_next(self, stage: int, work: Work, is_alone: bool) -> bool:
+        is_free = not any(self._is_busy) if is_alone else not (self._is_busy[stage] or self._is_exclusive)
+        return is_free and self._orders[stage][self._position[stage]] == work
+
+
+def _stop(run: _Run, threads: Sequence[threading.Thread]) -> None:
+    """End the run and wait for it, however often the user interrupts."""
+    while True:
+        try:
+            run.orders.stop()
+            return wait_for(run.lanes, threads)
+        except KeyboardInterrupt:
+            continue
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Inside, device is the current one, for kernels that go by that."""
+    switch = getattr(device_module(device), "device", None)
+    return contextlib.nullcontext() if switch is None else switch(device.index)

@@ -1,0 +1,85 @@
+"""Tiny text encoders and VAEs as ComfyUI's loaders hand them on: its own classes and tokenizers, random weights."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import comfy.ldm.wan.vae
+import comfy.sd
+import comfy.supported_models_base
+import comfy.text_encoders.flux
+import torch
+
+_SPECIAL = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<pad>")
+_NUM_SPECIAL = 20  # Mistral3Tokenizer pads with token 11
+_WIDTH = 16  # of every hidden state, as in tests/tiny_pipeline.py
+
+
+def tekken() -> bytes:
+    """A Mistral tokenizer of single bytes."""
+    vocabulary = [{"rank": byte, "token_bytes": base64.b64encode(bytes([byte])).decode()} for byte in range(256)]
+    names = [*_SPECIAL, *(f"<special {index}>" for index in range(len(_SPECIAL), _NUM_SPECIAL))]
+    special = [{"rank": rank, "token_str": name} for rank, name in enumerate(names)]
+    config = {"default_num_special_tokens": _NUM_SPECIAL, "default_vocab_size": _NUM_SPECIAL + 256}
+    return json.dumps({"config": config, "vocab": vocabulary, "special_tokens": special}).encode()
+
+
+def make_clip(family: str, seed: int = 0, width: int = _WIDTH) -> comfy.sd.CLIP:
+    """ "flux2": Mistral, states 3 * width wide; "flux1": CLIP-L and T5, width wide both."""
+    flux = comfy.text_encoders.flux
+    data: dict[str, Any] = {}
+    if family == "flux2":
+        sizes = {"vocab_size": _NUM_SPECIAL + 256, "hidden_size": width, "intermediate_size": 2 * width}
+        heads = {"num_hidden_layers": 31, "num_attention_heads": 2, "num_key_value_heads": 1}
+        target = (flux.Flux2Tokenizer, flux.flux2_te())
+        data["tekken_model"] = torch.frombuffer(bytearray(tekken()), dtype=torch.uint8)
+        options = {"mistral3_24b_model_config": {**sizes, **heads}}
+    else:
+        target = (flux.FluxTokenizer, flux.flux_clip())
+        t5 = {"d_model": width, "d_ff": 2 * width, "d_kv": width // 2, "num_heads": 2, "num_layers": 2}
+        clip = {"hidden_size": width, "intermediate_size": 2 * width, "projection_dim": width}
+        options = {
+            "t5xxl_model_config": t5,
+            "clip_l_model_config": {**clip, "num_attention_heads": 2, "num_hidden_layers": 2},
+        }
+    target = comfy.supported_models_base.ClipTarget(target[0], target[1])
+    made = comfy.sd.CLIP(target, tokenizer_data=data, model_options={**options, "dtype": torch.float32})
+    _randomise(made.cond_stage_model, seed)
+    return made
+
+
+def make_vae(family: str, seed: int = 0) -> comfy.sd.VAE:
+    """A KL encoder of stride 2; for flux2 with the batch norm over 2 x 2 patches. 4 channels, or 16 then."""
+    sizes = {"double_z": True, "z_channels": 4, "resolution": 32, "in_channels": 3, "out_ch": 3, "ch": 32}
+    sizes |= {"ch_mult": [1, 1], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0}
+    if family == "flux2":
+        sizes["batch_norm_latent"] = True
+    vae = comfy.sd.VAE(sd={}, config={"params": {"ddconfig": sizes, "embed_dim": 4}}, dtype=torch.float32)
+    vae.latent_channels = 16 if family == "flux2" else 4
+    vae.downscale_ratio = vae.upscale_ratio = 4 if family == "flux2" else 2
+    _randomise(vae.first_stage_model, seed)
+    return vae
+
+
+def make_video_vae(seed: int = 0, width: int = 8) -> comfy.sd.VAE:
+    """Wan 2.1's with a twelfth of its width: 16 channels, stride 8, 4 frames per latent frame."""
+    layout = {"dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": []}
+    strides = {"temperal_downsample": [False, True, True]}
+    model = comfy.ldm.wan.vae.WanVAE(dim=width, z_dim=16, **layout, **strides)
+    _randomise(model, seed)
+    return comfy.sd.VAE(sd=model.state_dict(), dtype=torch.float32)
+
+
+@torch.no_grad()
+def _randomise(model: torch.nn.Module, seed: int) -> None:
+    """The host's layers leave their weights as memory was."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not tensor.is_floating_point() or name.endswith("logit_scale"):
+            continue
+        noise = torch.randn(tensor.shape, generator=generator)
+        is_scale = name.endswith("running_var") or (tensor.ndim == 1 and name.endswith("weight"))
+        scale = tensor[0].numel() ** -0.5 if tensor.ndim > 1 else 0.1
+        tensor.copy_(1 + 0.1 * noise.abs() if is_scale else noise * scale)

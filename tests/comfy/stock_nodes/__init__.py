@@ -1,0 +1,86 @@
+"""Nodes for tests of training on ComfyUI's own encoders, in a running server: tiny ones, their results kept in files,
+and the cases of stock_cases.py. ComfyUI loads this folder as a custom node pack of its own."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(os.path.realpath(__file__)).parents[3]
+
+
+def _load_pack() -> None:
+    runpy.run_path(str(_ROOT / "bootstrap.py"))["load_pack"]()
+
+
+class TinyEncoders:
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"family": ("STRING", {}), "seed": ("INT", {"default": 0})}}
+
+    RETURN_TYPES = ("CLIP", "VAE")
+    FUNCTION = "make"
+    CATEGORY = "test"
+
+    def make(self, family: str, seed: int) -> tuple[Any, Any]:
+        _load_pack()
+        from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae
+
+        return make_clip(family, seed), make_vae(family, seed)
+
+
+class KeepTensors:
+    """Writes what it is given to a safetensors file, under the names that ComfyUI has for it."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {
+            "required": {"path": ("STRING", {})},
+            "optional": {"conditioning": ("CONDITIONING",), "latent": ("LATENT",)},
+        }
+
+    RETURN_TYPES = ()
+    FUNCTION = "keep"
+    OUTPUT_NODE = True
+    CATEGORY = "test"
+
+    def keep(self, path: str, conditioning: Any = None, latent: Any = None) -> dict[str, Any]:
+        from safetensors.torch import save_file
+
+        tensors = {"samples": latent["samples"]} if latent else {}
+        if conditioning:
+            states, options = conditioning[0]
+            tensors["cond"] = states
+            if options.get("pooled_output") is not None:
+                tensors["pooled_output"] = options["pooled_output"]
+        save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, path)
+        return {}
+
+
+class StockCase:
+    """Runs a case of stock_cases.py; the prompt fails if the case does."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"case": ("STRING", {})}}
+
+    RETURN_TYPES = ()
+    FUNCTION = "run"
+    OUTPUT_NODE = True
+    CATEGORY = "test"
+
+    def run(self, case: str) -> dict[str, Any]:
+        _load_pack()
+        from devicebridge.tests.comfy import stock_cases
+
+        getattr(stock_cases, f"case_{case}")()
+        return {}
+
+
+NODE_CLASS_MAPPINGS = {
+    "TestTinyEncoders": TinyEncoders,
+    "TestKeepTensors": KeepTensors,
+    "TestStockCase": StockCase,
+}

@@ -1,0 +1,104 @@
+"""Compiled blocks: the numbers of uncompiled ones, one graph per kind, and no trace after removal."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+from devicebridge.families.registry import FAMILIES
+from devicebridge.patches.compile_blocks import apply_compile, compile_fault, compile_if_possible
+from devicebridge.patches.quantize import QuantizeSettings, apply_quantization
+from devicebridge.tests.emulated import CARDS
+from devicebridge.tests.toy import TINY
+from devicebridge.training.adapter import apply_lora
+from devicebridge.training.config import LoraSettings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def _make(name, scheme=None):
+    model, family = TINY[name].make_model(seed=0), FAMILIES[name]
+    if scheme is not None:
+        apply_quantization(model, family, QuantizeSettings(scheme))
+    lora = apply_lora(model, family, LoraSettings(rank=2, alpha=3), seed=1)
+    for parameter in lora.parameters().values():
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+    return model.train(), lora
+
+
+def _step(model, lora, name, seed=0):
+    for parameter in lora.parameters().values():
+        parameter.grad = None
+    output = model(**TINY[name].make_inputs(seed=seed), return_dict=False)[0]
+    output.square().mean().backward()
+    return output.detach(), {n: p.grad.clone() for n, p in lora.parameters().items()}
+
+
+class _Counted:
+    """torch.compile's "eager" backend that counts the graphs of each kind of block."""
+
+    def __init__(self):
+        self.num_graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.num_graphs += 1
+        return graph.forward
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [*((name, None) for name in sorted(FAMILIES)), ("flux2", "fp8-compute"), ("flux2", "int8-compute")],
+)
+def test_output_and_gradients_are_those_without(name, scheme):
+    model, lora = _make(name, scheme)
+    expected = _step(model, lora, name)
+    torch._dynamo.reset()
+    handle = apply_compile(model, FAMILIES[name], backend="aot_eager")
+    found = _step(model, lora, name)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4 * expected[0].abs().max().item())
+    for parameter, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][parameter], gradient, rtol=1e-3, atol=1e-3 * gradient.abs().max().item())
+    handle.remove()
+    again = _step(model, lora, name)
+    assert torch.equal(again[0], expected[0]) and all(torch.equal(again[1][n], g) for n, g in expected[1].items())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_blocks_alike_share_their_graphs():
+    """Two per kind at most: the first block's input needs no gradient."""
+    model, lora = _make("flux2")
+    backend = _Counted()
+    torch._dynamo.reset()
+    handle = apply_compile(model, FAMILIES["flux2"], backend=backend)
+    _step(model, lora, "flux2")
+    kinds = collections.Counter(
+        type(block).__name__
+        for each in ("transformer_blocks", "single_transformer_blocks")
+        for block in model.get_submodule(each)
+    )
+    assert max(kinds.values()) > 1
+    assert backend.num_graphs <= 2 * len(kinds)
+    _step(model, lora, "flux2", seed=1)
+    assert backend.num_graphs <= 2 * len(kinds)  # nothing anew for the same shapes
+    handle.remove()
+
+
+def test_what_cannot_compile_says_why_and_is_left_alone(caplog):
+    assert "nothing is known" in compile_fault(CARDS[:1])
+    model, _ = _make("flux2")
+    assert compile_if_possible(model, FAMILIES["flux2"], CARDS[:1]) is None
+    assert "not compiled" in caplog.text
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_while_blocks_are_compiled_torch_may_not_choose_cudnns_attention():
+    """Whose backward reads out of bounds with the compiler's strides; afterwards the setting is what it was."""
+    model, _ = _make("wan")
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    handle = apply_compile(model, FAMILIES["wan"], backend="eager")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    handle.remove()
+    handle.remove()
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before

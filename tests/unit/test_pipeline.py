@@ -1,0 +1,371 @@
+"""Training with several micro-batches in flight: the gradients, random numbers and errors of plain accumulation."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel import lanes as lanes_module
+from devicebridge.parallel.block_split import apply_block_split
+from devicebridge.parallel.bridge import Bridge
+from devicebridge.parallel.pipeline import MicroBatch, Pipeline
+from devicebridge.parallel.placement import Placement, block_names, plan_manual
+from devicebridge.parallel.schedule import Work, plan_order
+from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
+from devicebridge.tests.streams import Clock, SimulatedMachine
+from devicebridge.tests.toy import TINY
+from devicebridge.training.adapter import apply_lora
+from devicebridge.training.config import LoraSettings
+from torch import nn
+
+FAMILY_NAMES = sorted(FAMILIES)
+HOME, NEXT, THIRD = CARDS[:3]
+KINDS = pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left():
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == before
+
+
+def _make(name, cards, *, dropout=0.0, checkpointing=True, kept=(), targets=(), cuts=None, seed=0):
+    """A tiny model of a family over cards with a LoRA that is not zero, its tail on the last card."""
+    family = FAMILIES[name]
+    model = TINY[name].make_model(seed=0)
+    names = block_names(model, family)
+    cuts = cuts or [len(names) * (i + 1) // len(cards) for i in range(len(cards) - 1)]
+    manual = plan_manual(names, list(cards), cuts)
+    placement = Placement(manual.blocks, manual.devices, manual.home, tail=tuple(family.tail))
+    split = apply_block_split(model, family, placement)
+    lora = apply_lora(model, family, LoraSettings(rank=2, alpha=3, dropout=dropout, targets=targets), seed=1)
+    for parameter in lora.parameters().values():
+        generator = torch.Generator().manual_seed(parameter.numel())
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
+    model.train()
+    if checkpointing:
+        model.enable_gradient_checkpointing(split.checkpoint)
+        if kept:
+            split.keep_activations(kept)
+    return model, split, lora
+
+
+def _micro_batches(model, name, count):
+    family, tiny = FAMILIES[name], TINY[name]
+
+    def make(index):
+        def forward(inputs):
+            inputs = {k: v.to(HOME) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+            output = model(**inputs, return_dict=False)[0]
+            return family.read_prediction(output, tiny.make_latents(seed=index)).square().mean() / count
+
+        return MicroBatch(lambda: tiny.make_inputs(seed=index), forward)
+
+    return [make(index) for index in range(count)]
+
+
+def _plainly(batches):
+    losses = []
+    for batch in batches:
+        loss = batch.forward(batch.prepare())
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def _gradients(lora):
+    return {name: on_cpu(parameter.grad) for name, parameter in lora.parameters().items()}
+
+
+def _step(name, cards, count, *, kind=None, ahead=0, **settings):
+    """Losses, gradients and the cards' random states after one step; kind None is plain accumulation."""
+    with emulated_cards(4):
+        model, split, lora = _make(name, cards, **settings)
+        batches = _micro_batches(model, name, count)
+        losses = _plainly(batches) if kind is None else Pipeline(split.bridge, kind=kind, ahead=ahead).run(batches)
+        states = [torch.lazy.get_rng_state(card) for card in cards]
+        return [on_cpu(loss) for loss in losses], _gradients(lora), states
+
+
+def _assert_equal(found, expected):
+    for a, b in zip(found[0], expected[0], strict=True):
+        assert torch.equal(a, b)
+    assert found[1].keys() == expected[1].keys() and all(g.abs().sum() > 0 for g in expected[1].values())
+    assert all(torch.equal(gradient, expected[1][n]) for n, gradient in found[1].items())
+    assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
+
+
+@KINDS
+@pytest.mark.parametrize("num_cards", [1, 2, 3])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_losses_and_gradients_are_those_of_plain_accumulation_bit_for_bit(name, num_cards, kind):
+    cards = CARDS[:num_cards]
+    _assert_equal(_step(name, cards, 4, kind=kind), _step(name, cards, 4))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("ahead", [0, 1, 5])
+def test_any_number_of_micro_batches_and_any_number_ahead(count, ahead):
+    _assert_equal(_step("flux2", CARDS[:2], count, kind="1f1b", ahead=ahead), _step("flux2", CARDS[:2], count))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"checkpointing": False}, {"kept": (1, 0)}, {"kept": (0, 2)}, {"cuts": [1]}], ids=str
+)
+def test_without_recomputation_with_some_of_it_and_with_uneven_cuts(settings):
+    plain = _step("flux2", CARDS[:2], 4, **settings)
+    _assert_equal(_step("flux2", CARDS[:2], 4, kind="1f1b", **settings), plain)
+    _assert_equal(plain, _step("flux2", CARDS[:2], 4, **{**settings, "checkpointing": True, "kept": ()}))
+
+
+@KINDS
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_draws_the_same_numbers_and_leaves_the_same_states(kind, checkpointing):
+    settings = {"dropout": 0.5, "checkpointing": checkpointing}
+    expected = _step("flux2", CARDS[:2], 4, **settings)
+    _assert_equal(_step("flux2", CARDS[:2], 4, kind=kind, **settings), expected)
+    without = _step("flux2", CARDS[:2], 4, checkpointing=checkpointing)
+    assert not torch.equal(without[0][0], expected[0][0])
+
+
+def test_a_tensor_that_crosses_to_several_devices_gets_all_its_gradients():
+    """LoRA on what makes the modulation: computed on the first card, used on all; sums in another order."""
+    targets = ("*stream_modulation*.linear", "*to_q")
+    expected = _step("flux2", CARDS[:3], 4, targets=targets)
+    found = _step("flux2", CARDS[:3], 4, kind="1f1b", targets=targets)
+    modulations = [name for name in expected[1] if "modulation" in name]
+    assert modulations
+    for name, gradient in expected[1].items():
+        assert gradient.abs().sum() > 0
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-7 * gradient.abs().max().item())
+
+
+def test_gradients_equal_one_ordinary_card():
+    one = _step("wan", CARDS[:1], 4)
+    _, split, _ = found = _step("wan", CARDS[:2], 4, kind="1f1b")
+    assert all(torch.equal(a, b) for a, b in zip(found[0], one[0], strict=True))
+    assert all(torch.equal(gradient, one[1][n]) for n, gradient in found[1].items())
+
+
+def test_the_stages_follow_the_plan_and_two_work_at_once():
+    """Each lane leaves a stage for the next to enter: with 1f1b the second card is never ahead of its input."""
+    with emulated_cards(4):
+        model, split, _ = _make("flux2", CARDS[:2])
+        trace = []
+        Pipeline(split.bridge, kind="1f1b", ahead=0, trace=trace).run(_micro_batches(model, "flux2", 4))
+    plan = plan_order("1f1b", 2, 4, 0)
+    for stage in (0, 1):
+        assert [work for at, work in trace if at == stage] == plan[stage]
+
+
+def test_a_micro_batch_that_must_be_alone_is():
+    """Nobody else computes while it does, forwards or backwards; the numbers are the same."""
+    with emulated_cards(2):
+        model, bridge = _chain([HOME, NEXT])
+        inside, most = [], {}
+        lock = threading.Lock()
+
+        def enter(module, args):
+            with lock:
+                inside.append(threading.current_thread())
+                for thread in inside:
+                    most[thread] = max(most.get(thread, 0), len(set(inside)))
+            time.sleep(0.01)
+
+        def leave(module, args, output):
+            with lock:
+                inside.remove(threading.current_thread())
+
+        for block in model.blocks:
+            block.register_forward_pre_hook(enter)
+            block.register_forward_hook(leave)
+        batches = [replace(batch, is_alone=lambda x: True) for batch in _chain_batches(model, bridge, 6)]
+        Pipeline(bridge).run(batches)
+        assert set(most.values()) == {1}
+        most.clear()
+        mixed = [replace(batch, is_alone=lambda x, i=i: i == 2) for i, batch in enumerate(batches)]
+        Pipeline(bridge).run(mixed)
+        assert [count for thread, count in most.items() if thread.name.endswith("-2")] == [1]
+        assert max(most.values()) == 2
+
+
+class _Chain(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks, self.tail = nn.ModuleList(blocks), nn.Identity()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.tail(x)
+
+
+def _chain(devices):
+    torch.manual_seed(0)
+    model = _Chain([nn.Linear(4, 4) for _ in devices])
+    blocks = {block.to(device): device for block, device in zip(model.blocks, devices, strict=True)}
+    bridge = Bridge(blocks, devices[0], tail=[model.tail], tail_device=devices[-1])
+    bridge.attach()
+    return model, bridge
+
+
+def _chain_batches(model, bridge, count, fail_at=None):
+    def forward(x):
+        with bridge.forward():
+            loss = model(bridge.move(x, bridge.home)).square().mean()
+        if fail_at is not None:
+            raise fail_at
+        return loss
+
+    return [MicroBatch(lambda: torch.ones(2, 4), forward) for _ in range(count)]
+
+
+def test_two_cards_compute_at_the_same_time():
+    """The first micro-batch waits on card 1 until the second is on card 0."""
+    started = [threading.Event(), threading.Event()]
+    waited = []
+
+    def start(module, args):
+        next(event for event in started if not event.is_set()).set()
+
+    with emulated_cards(2):
+        model, bridge = _chain([HOME, NEXT])
+        model.blocks[0].register_forward_pre_hook(start)
+        handle = model.blocks[1].register_forward_pre_hook(lambda *_: waited.append(started[1].wait(timeout=20)))
+        Pipeline(bridge).run(_chain_batches(model, bridge, 2))
+        handle.remove()
+    assert waited == [True, True]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    monkeypatch.setattr(EmulatedTensor, "record_stream", lambda tensor, stream: None, raising=False)
+    return SimulatedMachine(4)
+
+
+def _makespan(machine, devices, count, *, pipelined, copy_cost=0.0, kind="1f1b"):
+    """Time until all streams are idle, and races seen, of one step; a block's forward takes 1, its backward 2."""
+    with emulated_cards(4), machine.installed():
+        model, bridge = _chain(devices)
+        batches = _chain_batches(model, bridge, count)
+        with Clock(machine, copy_cost) as clock:
+            Pipeline(bridge, kind=kind, ahead=0).run(batches) if pipelined else _plainly(batches)
+        return max(stream.busy_until for stream in machine.default.values()), clock.races
+
+
+@KINDS
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_a_step_takes_the_time_of_a_pipeline(machine, count, kind):
+    alone, races = _makespan(SimulatedMachine(4), [HOME, HOME, NEXT, NEXT], count, pipelined=False)
+    assert races == 0 and alone == 11 * count  # 12, but nobody needs the gradient of the input
+    together, races = _makespan(machine, [HOME, HOME, NEXT, NEXT], count, pipelined=True, kind=kind)
+    assert races == 0 and together == 2 + 6 * count + 3  # first in, the slower card all the time, last out
+
+
+def test_copies_on_the_main_streams_would_wait_for_other_lanes(machine, monkeypatch):
+    """The simulation can tell: torch's plain copy has the stages wait for each other."""
+    monkeypatch.setattr(lanes_module, "module_with_streams", lambda source, target: None)
+    together, races = _makespan(machine, [HOME, HOME, NEXT, NEXT], 8, pipelined=True)
+    assert races == 0 and together > 6 * 9 + 3
+
+
+def test_slow_copies_run_beside_the_kernels(machine):
+    together, races = _makespan(machine, [HOME, HOME, NEXT, NEXT], 8, pipelined=True, copy_cost=0.5)
+    assert races == 0 and together <= 6 * 9 + 4
+
+
+def test_an_error_of_one_lane_is_raised_and_nothing_is_left():
+    with emulated_cards(2):
+        model, bridge = _chain([HOME, NEXT])
+        with pytest.raises(ZeroDivisionError):
+            Pipeline(bridge).run(_chain_batches(model, bridge, 4, fail_at=ZeroDivisionError()))
+        assert bridge.turns is None and not bridge.is_running
+        Pipeline(bridge).run(_chain_batches(model, bridge, 4))  # and it can be used again
+
+
+@pytest.mark.parametrize("where", ["prepare", "backward"])
+def test_an_error_elsewhere_is_raised_too(where):
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ArithmeticError
+
+    with emulated_cards(2):
+        model, bridge = _chain([HOME, NEXT])
+        batches = _chain_batches(model, bridge, 4)
+        if where == "prepare":
+            batches[2] = MicroBatch(lambda: 1 / 0, batches[2].forward)
+        else:
+            model.blocks[0].register_forward_hook(lambda module, args, output: Broken.apply(output))
+        with pytest.raises(ArithmeticError):
+            Pipeline(bridge).run(batches)
+
+
+def test_an_interrupt_stops_all_lanes(monkeypatch):
+    from devicebridge.parallel import pipeline as pipeline_module
+
+    def interrupted(lanes, threads):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with emulated_cards(2):
+        model, bridge = _chain([HOME, NEXT])
+        monkeypatch.setattr(pipeline_module, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Pipeline(bridge).run(_chain_batches(model, bridge, 4))
+        assert bridge.turns is None
+
+
+def test_a_model_that_comes_back_to_a_device_is_refused():
+    with emulated_cards(2):
+        model, bridge = _chain([HOME, NEXT, HOME, NEXT])
+        with pytest.raises(RuntimeError, match="every device follows the one before it"):
+            Pipeline(bridge).run(_chain_batches(model, bridge, 2))
+
+
+def test_a_tail_at_home_and_a_run_without_gradients_are_refused():
+    with emulated_cards(2):
+        model, split, _ = _make("flux2", CARDS[:2])
+        pipeline = Pipeline(split.bridge)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="for training"):
+            pipeline.run(_micro_batches(model, "flux2", 2))
+        bridge = Bridge({nn.Linear(1, 1): HOME, nn.Linear(1, 1): NEXT}, HOME)
+        with pytest.raises(ValueError, match="on the last device"):
+            Pipeline(bridge)
+
+
+def test_memory_is_given_back_and_held_as_the_schedule_says():
+    """Between forward and backward a stage holds what its micro-batches need; afterwards nothing."""
+    with emulated_cards(4):
+        model, split, _ = _make("flux2", CARDS[:2], checkpointing=False)
+        gc.collect()
+        before = [live_bytes(card) for card in CARDS[:2]]
+        refs = []
+
+        def watch(module, args, kwargs, output):
+            refs.append(weakref.ref(output[0] if isinstance(output, tuple) else output))
+
+        handle = next(iter(split.bridge.blocks)).register_forward_hook(watch, with_kwargs=True)
+        losses = Pipeline(split.bridge, ahead=0).run(_micro_batches(model, "flux2", 6))
+        handle.remove()
+        model.zero_grad(set_to_none=True)
+        del losses
+        gc.collect()
+        assert all(ref() is None for ref in refs) and len(refs) == 6
+        assert [live_bytes(card) for card in CARDS[:2]] == before
+
+
+def test_work_is_named_by_micro_batch():
+    assert plan_order("1f1b", 2, 2, 0)[1] == [Work(False, 0), Work(True, 0), Work(False, 1), Work(True, 1)]
