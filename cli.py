@@ -76,7 +76,8 @@ def _make_parser() -> argparse.ArgumentParser:
     mode.add_argument(
         "--verify",
         action="store_true",
-        help="compute nothing: read every entry of the jobs, say what is missing or damaged; exit code 1 if so",
+        help="only check: read every entry that the jobs need and compare checksums; names those that are missing or "
+        "damaged, deletes the damaged ones (the next run computes them), and ends with exit code 1 if there were any",
     )
     mode.add_argument(
         "--prune",
@@ -285,16 +286,9 @@ class _Terminal:
 
 
 def _describe_progress(event: Event) -> str:
-    """ "captions 12/500, 0.067 captions/s, about 2 h 01 min left" """
-    from .training.pace import describe_duration, describe_rate
+    from .training.pace import describe_progress
 
-    values = event.values
-    line = f"{values['what']} {event.step}/{event.total}"
-    if values.get("per_second"):
-        line += f", {describe_rate(values['per_second'], values['what'])}"
-        if event.step < event.total:
-            line += f", about {describe_duration(values['left_s'])} left"
-    return line
+    return describe_progress(event.step, event.total, **event.values)
 
 
 def _describe(event: Event) -> str:

@@ -211,7 +211,9 @@ def _write_down(log: Path) -> None:
         note("stored", key)
 
     CacheStore.put = put_and_note  # type: ignore[method-assign]
-    TextEncoder.encode = begin(TextEncoder.encode, lambda encoder, text: f"{encoder.spec.folder} {text}")  # type: ignore[method-assign]
+    TextEncoder._encode_together = begin(  # type: ignore[method-assign]
+        TextEncoder._encode_together, lambda encoder, texts: f"{encoder.spec.folder} {' '.join(texts)}"
+    )
     encode.read_frames = begin(encode.read_frames, lambda request: f"{request.path}")
 
 

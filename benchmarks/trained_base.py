@@ -16,7 +16,7 @@ import contextlib
 import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ def _make_kind(size: Size, count: int, kind: int) -> tuple[torch.Tensor, torch.T
 def cut_samples(samples: CachedSamples, start: int, end: int) -> CachedSamples:
     """A part of them."""
     chosen, keys = samples.samples[start:end], samples.latent_keys[start:end]
-    return CachedSamples(samples.store, chosen, keys, samples.text_keys, samples.use_masks, samples.tokens_per_cell)
+    return replace(samples, samples=chosen, latent_keys=keys)
 
 
 # ---- step 1

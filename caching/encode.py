@@ -180,6 +180,10 @@ class _FolderTextRun:
     def batch_size(self) -> int:
         return self.place.captions_per_batch
 
+    @property
+    def wants_equal_lengths(self) -> bool:
+        return not self.source.spec.pads
+
     def load(self) -> None:
         source = self.source
         self.encoder = open_text_encoder(source.spec, source.folder, self.place, source.dtype, source.quantize)
@@ -187,6 +191,10 @@ class _FolderTextRun:
     def encode_batch(self, texts: Sequence[str]) -> list[dict[str, torch.Tensor]]:
         assert self.encoder is not None
         return [{self.source.spec.output: states} for states in self.encoder.encode_batch(texts)]
+
+    def problem_of(self, entry: Mapping[str, torch.Tensor], text: str) -> str:
+        assert self.encoder is not None
+        return self.encoder.problem_of(entry[self.source.spec.output], text)
 
     def close(self) -> None:
         if self.encoder is not None:
@@ -212,9 +220,9 @@ def fill_texts(
         not_before_s: entries written earlier than this, as time.time() counts, are computed again; 0 for none.
         on_begin: called when an encoder is loaded and begins, from where its pace can be measured.
     Returns: caption -> key of an entry of all sources' tensors together.
-    Raises: Stopped; ValueError for folders that do not fit, or a source that cannot compute; RuntimeError for states
-        that are not finite; OSError naming the file if the store cannot be written. What was encoded until then is in
-        the store.
+    Raises: Stopped; ValueError for folders that do not fit, or a source that cannot compute; RuntimeError naming the
+        captions of a pass whose states are not finite; OSError naming the file if the store cannot be written. What
+        was encoded until then is in the store.
     """
     keys = _keys_of_sources(captions, sources)
     texts = [{key: text for text, key in key_of.values()} for key_of in keys]
@@ -304,6 +312,8 @@ def _encode_missing_texts(
     missing: Mapping[str, str], name: str, run: TextRun, fill: _Fill, on_begin: Callable[[], None]
 ) -> None:
     is_loaded = False
+    if run.wants_equal_lengths:  # so let captions of one length come together
+        missing = dict(sorted(missing.items(), key=lambda item: len(item[1])))
     with fill.shared(missing, run.batch_size) as batches:
         for batch in batches:
             if not is_loaded:
@@ -312,8 +322,15 @@ def _encode_missing_texts(
                 _log_memory(f"loaded {name}", run.device)
                 on_begin()
                 is_loaded = True
-            for key, entry in zip(batch, run.encode_batch([missing[key] for key in batch]), strict=True):
-                fill.put(key, entry)
+            texts = [missing[key] for key in batch]
+            problems = []
+            for key, text, entry in zip(batch, texts, run.encode_batch(texts), strict=True):
+                if problem := run.problem_of(entry, text):
+                    problems.append(problem)
+                else:
+                    fill.put(key, entry)
+            if problems:
+                raise RuntimeError("\n".join([*problems, "all captions encoded until then are kept"]))
 
 
 def _link(parts_of: Mapping[str, Sequence[str]], fill: _Fill) -> None:

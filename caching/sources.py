@@ -31,6 +31,7 @@ class TextRun(Protocol):
 
     Args:
         batch_size: texts that are best encoded together.
+        wants_equal_lengths: whether these are best of one length.
     """
 
     @property
@@ -39,10 +40,17 @@ class TextRun(Protocol):
     @property
     def batch_size(self) -> int: ...
 
+    @property
+    def wants_equal_lengths(self) -> bool: ...
+
     def load(self) -> None: ...
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Entry]:
-        """One entry per text. Raises: RuntimeError for states that are not finite."""
+        """One entry per text, to be kept unless problem_of says why not."""
+        ...
+
+    def problem_of(self, entry: Entry, text: str) -> str:
+        """Why what encode_batch made of this text must not be kept, and what would help; "" if it may be."""
         ...
 
     def close(self) -> None: ...
@@ -143,6 +151,7 @@ class StockTexts:
     name: str = "stock CLIP"
     device: str = "cpu"  # of the results; the host places the encoder itself
     batch_size: int = 1
+    wants_equal_lengths: bool = False
 
     def text_of(self, caption: str) -> str:
         return caption
@@ -170,9 +179,11 @@ class StockTexts:
         for text in texts:
             entry = read_conditioning(self.clip.encode(text), f"the caption {text!r}")
             _refuse(self.problem, entry, f"the stock CLIP does not fit: of the caption {text!r}, ")
-            _check_finite(entry, f"the states of {text!r}")
             entries.append(entry)
         return entries
+
+    def problem_of(self, entry: Entry, text: str) -> str:
+        return _finite_problem(entry, f"the states of {text!r}")
 
     def close(self) -> None:
         if self.clip is not None:
@@ -213,7 +224,8 @@ class StockLatents:
             raise ValueError(f"the stock VAE does not fit: of {path}, it made {len(entries)} samples, not one")
         entry, num_frames = entries[0], pixels.shape[1]
         _refuse(lambda shapes: self.problem(shapes, num_frames), entry, f"the stock VAE does not fit: of {path}, ")
-        _check_finite(entry, f"the latents of {path}")
+        if not_finite := _finite_problem(entry, f"the latents of {path}"):
+            raise RuntimeError(not_finite)
         return entry
 
     def close(self) -> None:
@@ -232,9 +244,10 @@ def _refuse(problem: Problem, entry: Entry, what: str) -> None:
         raise ValueError(what + reason)
 
 
-def _check_finite(entry: Entry, what: str) -> None:
-    if not all(tensor.isfinite().all() for tensor in entry.values()):
-        raise RuntimeError(f"{what} are not finite; load the encoder in another number type")
+def _finite_problem(entry: Entry, what: str) -> str:
+    if all(tensor.isfinite().all() for tensor in entry.values()):
+        return ""
+    return f"{what} are not finite; load the encoder in another number type"
 
 
 def _not_here(num_missing: int, what: str, fingerprint: str, key: str) -> str:

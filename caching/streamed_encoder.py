@@ -12,7 +12,8 @@ where the encoder is resident and rounds as it does there. Results are bitwise t
 other captions share the pass, and so the cache's keys need not know about passes. This costs nothing: 512 tokens keep a
 card busy. What runs between layers (embedding, rotary frequencies, last norm) sees the batch; it works row by row.
 What one pass must not mix is captions with padding and captions without: the attention of the latter needs no mask,
-and another kernel may compute it.
+and another kernel may compute it. Where nothing is padded (Qwen-Image), a pass takes captions of one length only: a
+pass is then less well filled, and nobody's bits depend on others.
 
 On the host. A layer's tensors lie in one buffer as the card wants them, in the computation's types, registered with the
 driver so that a copy runs beside everything else (pinned memory of torch's own is rounded up to powers of two, and kept
@@ -48,6 +49,10 @@ logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 2
 _ALIGNMENT = 256  # bytes; what torch's allocator gives a tensor of its own
+# Arguments of a layer that may have a dim before the batch's, and their dims without it: Qwen2.5-VL counts positions
+# along three axes, [3, B, S] and, in transformers 4, [3, B, S, D]; shapes could not tell these from a batch of three.
+_MOST_DIMS = {"position_ids": 2, "position_embeddings": 3}
+_ANY = 99
 
 
 @dataclass(frozen=True)
@@ -224,9 +229,9 @@ class StreamedLayers:
         self._finished = []
         batch = _batch_size(args, kwargs)
         for position in range(batch - 1):
-            item_args, item_kwargs = _caption((args, kwargs), position, batch)
+            item_args, item_kwargs = _caption(args, kwargs, position, batch)
             self._finished.append(layer.forward(*item_args, **item_kwargs))
-        return _caption((args, kwargs), batch - 1, batch)
+        return _caption(args, kwargs, batch - 1, batch)
 
 
 def _put(owner: nn.Module, leaf: str, tensor: torch.Tensor) -> None:
@@ -242,14 +247,21 @@ def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return states.shape[0]
 
 
-def _caption(value: Any, position: int, batch: int) -> Any:
-    """One caption of a layer's arguments: tensors whose first dim is the batch, which of shared ones is 1."""
+def _caption(
+    args: tuple[Any, ...], kwargs: dict[str, Any], position: int, batch: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """One caption of a layer's arguments: of every tensor its part of the batch's dim, which of shared ones is 1."""
 
-    def pick(tensor: torch.Tensor) -> torch.Tensor:
-        is_batched = batch > 1 and tensor.ndim > 1 and tensor.shape[0] == batch
-        return tensor[position : position + 1] if is_batched else tensor
+    def pick(most_dims: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def from_tensor(tensor: torch.Tensor) -> torch.Tensor:
+            dim = 0 if tensor.ndim <= most_dims else 1
+            is_batched = batch > 1 and tensor.ndim > 1 and tensor.shape[dim] == batch
+            return tensor.narrow(dim, position, 1) if is_batched else tensor
 
-    return map_tensors(value, pick)
+        return from_tensor
+
+    named = {name: map_tensors(value, pick(_MOST_DIMS.get(name, _ANY))) for name, value in kwargs.items()}
+    return map_tensors(args, pick(_ANY)), named
 
 
 def _joined(outputs: Sequence[Any]) -> Any:
@@ -257,7 +269,7 @@ def _joined(outputs: Sequence[Any]) -> Any:
     first = outputs[0]
     if len(outputs) == 1:
         return first
-    if isinstance(first, torch.Tensor):  # more than one caption: an argument we did not take apart, as [3, B, S, D] is
+    if isinstance(first, torch.Tensor):  # more than one caption: an argument that we did not take apart
         assert all(len(output) == 1 for output in outputs), f"a layer mixed captions: {[*map(len, outputs)]} for one"
         return torch.cat(list(outputs))
     if isinstance(first, tuple):

@@ -1,6 +1,7 @@
 """One text encoder: loading no more of it than is needed, and running it exactly as diffusers' pipelines do.
 
-chat_hidden_states (Mistral 3 for FLUX.2-dev, Qwen3 for FLUX.2-klein). hidden_states[k] is what enters layer k, so
+chat_hidden_states (Mistral 3 for FLUX.2-dev, Qwen3 for FLUX.2-klein and Z-Image, Qwen2.5-VL for Qwen-Image).
+hidden_states[k] is what enters layer k, so
 layers from max(k) on are not needed, nor are the vision tower, the projector and lm_head. The language model is
 therefore built with max(k) layers and without the final norm, on no device, and only its own tensors are read from
 the files, each straight to where it will compute. The result is bitwise that of the whole model: the layers left out
@@ -11,6 +12,13 @@ handled as WanPipeline does: cleaned first, padding masked in the encoder and ze
 FluxPipeline does: the text as it is, and no mask, so that the padding is encoded too. In full precision from_pretrained
 loads them; to be held in 8 bits they are read tensor by tensor, as the language models always are.
 
+hidden_states and projected are what StableDiffusion3Pipeline takes of a CLIP: the state before its last layer, and what
+its projection makes of the pooled state. One CLIP is two specs, hence loaded and run twice: they are small.
+
+Lengths. ZImagePipeline pads, and leaves the padding's states out afterwards (drop_padding). QwenImagePipeline pads to
+the longest caption of a batch, which for one caption is not at all (pads = False), and leaves the template's first
+tokens out (num_dropped_tokens). States are then as long as the caption; training/batches.py puts such together.
+
 Texts are computed one by one. In a batch, matrix products of another size would round differently, and what is cached
 for a caption would depend on which captions happened to be missing beside it. Nor would a CPU be faster: one core made
 97 GFLOP/s in bfloat16 products of 512 tokens with a weight of Mistral 3's width, and 92 in those of 2048. An encoder
@@ -20,7 +28,8 @@ one, too.
 Hidden states are taken from the layers by hooks, which does not change from one version of transformers to the next
 as its own way of recording them does.
 
-Shape legend: B captions in a pass, S tokens (the spec's max_length), D width, L number of layers kept.
+Shape legend: B captions in a pass, S tokens (the spec's max_length, or fewer where the length varies), D width,
+L number of layers kept.
 """
 
 from __future__ import annotations
@@ -80,18 +89,23 @@ class TextEncoder:
     def encode(self, text: str) -> torch.Tensor:
         """States of one prepared text, in the encoder's dtype on its device: [S, L * D], [S, D] or [D] by kind.
 
-        Raises: RuntimeError if the states are not finite, or the installed transformers lacks an argument we need.
+        Raises: RuntimeError if the states are not finite, or there are none, or the installed transformers lacks an
+            argument we need.
         """
-        return self._encode_together([text])[0]
+        states = self._encode_together([text])[0]
+        if problem := self.problem_of(states, text):
+            raise RuntimeError(problem)
+        return states
 
     def encode_batch(self, texts: Sequence[str]) -> list[torch.Tensor]:
-        """encode() of each text, bit by bit; where layers are streamed, in as few passes as can be.
+        """encode() of each text, bit by bit, unless problem_of says why not to use it; where layers are streamed, in as
+        few passes as can be.
 
         A batch that plan_batches made takes one pass. The states of streamed encoders are on the CPU, so that a batch
         of them does not take the room of the next pass.
         """
         if self.stream is None:
-            return [self.encode(text) for text in texts]
+            return [self._encode_together([text])[0] for text in texts]
         states: dict[str, torch.Tensor] = {}
         for batch in self.plan_batches(texts):
             states.update(zip(batch, self._encode_together(batch), strict=True))
@@ -99,41 +113,51 @@ class TextEncoder:
 
     def plan_batches(self, texts: Iterable[str]) -> list[list[str]]:
         """The different texts in batches for encode_batch: single where the encoder is resident, else as many as one
-        pass takes, those that fill all tokens apart from those that are padded."""
+        pass takes, those that fill all tokens apart from those that are padded; of one length where none is padded."""
         unique = list(dict.fromkeys(texts))
         if self.stream is None:
             return [[text] for text in unique]
-        full = {text for text in unique if self._sees_mask and self._num_tokens(text) >= self.spec.max_length}
+        groups: dict[int, list[str]] = {}
+        for text in unique:
+            groups.setdefault(self._company(text), []).append(text)
         size = self.stream.plan.captions_per_pass
-        groups = ([text for text in unique if (text in full) is is_full] for is_full in (False, True))
-        return [group[start : start + size] for group in groups for start in range(0, len(group), size)]
+        return [
+            group[start : start + size] for _, group in sorted(groups.items()) for start in range(0, len(group), size)
+        ]
 
     def close(self) -> None:
         """Give back what a streamed encoder holds beside its model; encode nothing afterwards."""
         if self.stream is not None:
             self.stream.close()
 
-    @property
-    def _sees_mask(self) -> bool:
-        return self.spec.kind == "chat_hidden_states" or self.spec.zero_padding
-
-    def _num_tokens(self, text: str) -> int:
-        return _count_tokens(self, _SOURCE[self.spec.kind](self, text))
+    def _company(self, text: str) -> int:
+        """Texts with the same number may share a pass."""
+        sees_mask = self.spec.kind == "chat_hidden_states" or self.spec.zero_padding
+        if not sees_mask:
+            return 0
+        length = min(_count_tokens(self, _source(self, text)), self.spec.max_length)
+        return int(length == self.spec.max_length) if self.spec.pads else length
 
     def _encode_together(self, texts: Sequence[str]) -> list[torch.Tensor]:
         with torch.inference_mode():
             found = _ENCODE[self.spec.kind](self, texts)
             if self.stream is not None:
                 found = (states.to("cpu") for states in found)
-            return [self._checked(states, text) for states, text in zip(found, texts, strict=True)]
+            return list(found)
 
-    def _checked(self, states: torch.Tensor, text: str) -> torch.Tensor:
+    def problem_of(self, states: torch.Tensor, text: str) -> str:
+        """Why these states must not be used, and what would help; "" if they may be."""
+        if not states.numel():
+            return (
+                f"{self.spec.folder} gave no states for {_shorten(text)}: its {self.spec.num_dropped_tokens} first "
+                f"tokens are left out and there are no others; use the tokenizer folder published with the model"
+            )
         if not torch.isfinite(states).all():
-            raise RuntimeError(
+            return (
                 f"{self.spec.folder} gave states that are not finite in {states.dtype} for {_shorten(text)}; "
                 'set cache.dtype to "bfloat16" or "float32"'
             )
-        return states
+        return ""
 
 
 def prepare_text(caption: str, spec: TextEncoderSpec) -> str:
@@ -175,6 +199,7 @@ def load_text_encoder(
     """
     folder, device = Path(folder), torch.device(device)
     tokenizer = _load_tokenizer(folder / spec.tokenizer_folder)
+    _check_dropped_tokens(spec, tokenizer)
     config = _read_config(folder / spec.folder)
     storage = Storage(device, dtype, applied_scheme(spec, quantize), spec.keep_full_precision)
     layers = None
@@ -186,6 +211,7 @@ def load_text_encoder(
         model = make_empty_encoder(spec, folder)
         read_weights(model, _find_sources(spec, model, folder / spec.folder), storage)
     else:
+        _check_kind(spec, folder)
         model = _load_encoder(folder / spec.folder, config, dtype).to(device)
     return TextEncoder(
         spec=spec,
@@ -231,9 +257,19 @@ def call_accepting(
 
 
 def _encode_chat(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
-    """[S, L * D] each, as diffusers' Flux2Pipeline and Flux2KleinPipeline make it."""
+    """[S, L * D] each, as the encode_prompt of Flux2Pipeline, Flux2KleinPipeline, ZImagePipeline, QwenImagePipeline."""
     tokens = _tokenize(encoder, texts)
     states = _layer_outputs(encoder, tokens)
+    mask, first = tokens["attention_mask"].bool(), encoder.spec.num_dropped_tokens
+    for index in range(len(texts)):
+        joined = torch.cat([state[index] for state in states], dim=-1)
+        yield (joined[mask[index]] if encoder.spec.has_varying_length else joined)[first:]
+
+
+def _encode_layers(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
+    """[S, L * D] each; see StableDiffusion3Pipeline._get_clip_prompt_embeds."""
+    tokens = _tokenize(encoder, texts)
+    states = _layer_outputs(encoder, {"input_ids": tokens["input_ids"]})
     return (torch.cat([state[index] for state in states], dim=-1) for index in range(len(texts)))
 
 
@@ -258,13 +294,14 @@ def _layer_outputs(encoder: TextEncoder, tokens: Mapping[str, torch.Tensor]) -> 
 
         return after
 
-    for number in set(encoder.spec.layers) - {len(layers)}:
+    for number in set(encoder.spec.layers):
         hooks.after(layers[number - 1], keep(number))
     try:
         output = call_accepting(encoder.model.forward, required=tokens, optional={"use_cache": False})
     finally:
         hooks.remove()
-    found[len(layers)] = output.last_hidden_state
+    if len(layers) in found and encoder.spec.kind == "chat_hidden_states":
+        found[len(layers)] = output.last_hidden_state
     return [found[number] for number in encoder.spec.layers]
 
 
@@ -288,21 +325,35 @@ def _zero_after(states: torch.Tensor, length: int) -> torch.Tensor:
 
 def _encode_pooled(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
     """[D] each; see FluxPipeline._get_clip_prompt_embeds."""
+    return iter(_clip_output(encoder, texts).pooler_output)
+
+
+def _encode_projected(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
+    """[D] each; see StableDiffusion3Pipeline._get_clip_prompt_embeds."""
+    return iter(_clip_output(encoder, texts).text_embeds)
+
+
+def _clip_output(encoder: TextEncoder, texts: Sequence[str]) -> Any:
     tokens = _tokenize(encoder, texts)
-    return iter(call_accepting(encoder.model.forward, required={"input_ids": tokens["input_ids"]}).pooler_output)
-
-
-def _plain_source(encoder: TextEncoder, text: str) -> tuple[str, bool]:
-    return text, True
+    return call_accepting(encoder.model.forward, required={"input_ids": tokens["input_ids"]})
 
 
 _ENCODE: Mapping[str, Callable[[TextEncoder, Sequence[str]], Iterable[torch.Tensor]]] = MappingProxyType(
-    {"chat_hidden_states": _encode_chat, "last_hidden_state": _encode_last, "pooled": _encode_pooled}
+    {
+        "chat_hidden_states": _encode_chat,
+        "hidden_states": _encode_layers,
+        "last_hidden_state": _encode_last,
+        "pooled": _encode_pooled,
+        "projected": _encode_projected,
+    }
 )
-# What the tokenizer reads for a text, and whether it is to add its special tokens.
-_SOURCE: Mapping[str, Callable[[TextEncoder, str], tuple[str, bool]]] = MappingProxyType(
-    {"chat_hidden_states": _chat_source, "last_hidden_state": _plain_source, "pooled": _plain_source}
-)
+
+
+def _source(encoder: TextEncoder, text: str) -> tuple[str, bool]:
+    """What the tokenizer reads for a text, and whether it is to add its special tokens."""
+    if encoder.spec.prompt_template:
+        return encoder.spec.prompt_template.replace("{}", text), True
+    return _chat_source(encoder, text) if encoder.spec.kind == "chat_hidden_states" else (text, True)
 
 
 def _tokenize(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -315,14 +366,14 @@ def _tokenize(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, torch.Ten
 
 def _tokenize_one(encoder: TextEncoder, text: str) -> Mapping[str, torch.Tensor]:
     spec = encoder.spec
-    source, adds_special = _SOURCE[spec.kind](encoder, text)
+    source, adds_special = _source(encoder, text)
     length = _count_tokens(encoder, (source, adds_special))
     if length > spec.max_length:
         message = "%s reads %d tokens and the caption %s needs %d: its end is cut off"
         logger.warning(message, spec.folder, spec.max_length, _shorten(text), length)
     return encoder.tokenizer(
         source,
-        padding="max_length",
+        padding="max_length" if spec.pads else False,
         max_length=spec.max_length,
         truncation=True,
         add_special_tokens=adds_special,
@@ -405,6 +456,18 @@ def _load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+def _check_dropped_tokens(spec: TextEncoderSpec, tokenizer: Any) -> None:
+    """Raises: ValueError if the template's beginning is not as many tokens here as are left out."""
+    if not spec.prompt_template:
+        return
+    found = len(tokenizer(spec.prompt_template.partition("{}")[0])["input_ids"])
+    if found != spec.num_dropped_tokens:
+        raise ValueError(
+            f"{spec.tokenizer_folder} makes {found} tokens of the prompt template's beginning, and states of "
+            f"{spec.num_dropped_tokens} are to be left out; use the tokenizer folder published with the model"
+        )
+
+
 def _image_placeholder(config: Mapping[str, Any], tokenizer: Any) -> str:
     """The token that stands for an image, which a caption must not contain; "" for encoders that read text only."""
     index = config.get("image_token_index", config.get("image_token_id"))
@@ -443,6 +506,21 @@ def _encoder_class(folder: Path, config: Mapping[str, Any]) -> Any:
     return getattr(transformers, name)
 
 
+def _check_kind(spec: TextEncoderSpec, folder: Path) -> None:
+    """Raises: ValueError if the folder's config describes an encoder that does not give what the spec keeps."""
+    config = _read_config(folder / spec.folder)
+    if spec.kind == "hidden_states":
+        _num_layers_needed(folder / spec.folder, spec.layers, config["num_hidden_layers"])
+    if spec.kind in ("pooled", "projected"):
+        found = (config.get("architectures") or ["none"])[0]
+        if found.endswith("WithProjection") != (spec.kind == "projected"):
+            wanted = "CLIPTextModelWithProjection" if spec.kind == "projected" else "CLIPTextModel"
+            raise ValueError(
+                f"{folder / spec.folder} holds a {found}, and a {wanted} was expected; use the folder published with "
+                "the model"
+            )
+
+
 def _dtype_argument() -> str:
     """from_pretrained calls it `dtype` since transformers 4.56; before that `dtype` would be taken for a config key."""
     import transformers
@@ -458,6 +536,7 @@ def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
     """
     if spec.kind == "chat_hidden_states":
         return _make_empty_language_model(folder / spec.folder, spec.layers)
+    _check_kind(spec, folder)
     from accelerate import init_empty_weights
     from transformers import AutoConfig
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..training.pace import describe_duration
+from ..training.pace import describe_duration, describe_progress
 from . import host
 
 if TYPE_CHECKING:
@@ -26,9 +27,10 @@ class JobView(host.NodeView):
     Every event is also sent to the browser as {"node", "kind", "step", "total", "values"}, see docs/events.md.
     """
 
-    def __init__(self, node_id: str | None) -> None:
+    def __init__(self, node_id: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(node_id)
-        self._last_text_s = 0.0
+        self._clock = clock
+        self._last_text_s = -_TEXT_INTERVAL_S  # the first line is never too early
         self._seconds_per_step = 0.0
 
     def __call__(self, event: Event) -> None:
@@ -47,7 +49,7 @@ class JobView(host.NodeView):
 
     def _show_line(self, event: Event) -> None:
         text = self._line(event)
-        now = time.monotonic()
+        now = self._clock()
         is_last = event.step == event.total
         if text and (event.kind == "phase" or is_last or now - self._last_text_s >= _TEXT_INTERVAL_S):
             self._last_text_s = now
@@ -59,7 +61,7 @@ class JobView(host.NodeView):
             text = _PHASES.get(values["name"], values["name"])
             return f"{text}: {values['placement']}" if values.get("placement") else text
         if event.kind == "progress":
-            return f"{values['what']} {event.step}/{event.total}"
+            return describe_progress(event.step, event.total, **values)
         if event.kind == "step":
             return self._step_line(event.step, event.total, values["loss"], values["elapsed_s"])
         if event.kind == "eval":

@@ -19,13 +19,12 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import torch
 from devicebridge.caching.encode import encode_captions
 from devicebridge.caching.image import read_pixels
-from devicebridge.caching.store import CacheStore
 from devicebridge.caching.vae import load_vae
 from devicebridge.families.spec import ModelFamily
 from devicebridge.loading.checkpoint import load_transformer
 from devicebridge.loading.lora_file import lora_from_file
 from devicebridge.training.config import load_job
-from devicebridge.training.job import JobPlan, check_job
+from devicebridge.training.job import JobPlan, cache_store, check_job
 from devicebridge.training.preview import sample_images, save_image_grid, to_images
 from safetensors.torch import load_file
 from torch import nn
@@ -133,7 +132,7 @@ def spread(items: Sequence[Any], number: int) -> list[Any]:
 def read_text(plan: JobPlan, caption: str) -> dict[str, torch.Tensor]:
     """The caption's text states from the run's cache, for one image. [1, S, D]"""
     settings = plan.job.cache
-    store = CacheStore(Path(settings.folder) if settings.folder else Path(plan.job.output.folder) / "cache")
+    store = cache_store(plan.job)
     folder = Path(settings.text_encoders) if settings.text_encoders else plan.info.pipeline_folder
     assert folder is not None
     dtype = getattr(torch, settings.dtype)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import gc
 import os
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _what_lives_now_is_left_alone() -> None:
+    """Jobs and tests collect garbage often; among the libraries' objects alone, a third of a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """One thread, whatever the environment says: tiny matrices only wait for more."""
@@ -28,6 +37,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadfile a file stays in one process, and so does all of tests/comfy, which has one ComfyUI."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/comfy" if nodeid.startswith("tests/comfy/") else super()._split_scope(nodeid)
+
+    return ByFile(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -366,10 +366,13 @@ def cache_job(
     text_keys = fill_captions(plan, events, should_stop, encoders)
     latent_keys = fill_latents(plan, events, should_stop, encoders)
     store, settings = cache_store(plan.job), plan.job.cache
+    varying = frozenset(spec.output for spec in plan.variant.text_encoders if spec.has_varying_length)
     readers: dict[str, Any] = {}
     if settings.text_source:
-        readers["read_text"] = _stock_reader(plan).read_text
-        refuse_unfit_texts(_stock_reader(plan), store, text_keys, _captions_in_batches(plan))
+        reader = _stock_reader(plan)
+        readers["read_text"] = reader.read_text
+        can_pad = reader.comfy.states in varying  # and make_inputs reads the mask
+        refuse_unfit_texts(reader, store, text_keys, frozenset() if can_pad else _captions_in_batches(plan))
     if settings.latent_source:
         readers["read_latents"] = _stock_reader(plan).read_latents
         refuse_unfit_latents(_stock_reader(plan), store, latent_keys)
@@ -384,6 +387,7 @@ def cache_job(
             text_keys,
             plan.job.data.use_masks,
             tokens_per_cell,
+            varying,
             gives_first_latents=_gives_first_latents(plan),
             **readers,
         )
@@ -766,6 +770,6 @@ def _without_places(config: dict[str, Any]) -> dict[str, Any]:
     config["data"]["folders"] = [{**folder, "path": Path(folder["path"]).name} for folder in config["data"]["folders"]]
     config["data"]["encoded"] = Path(config["data"]["encoded"]).name
     config["evaluation"]["folder"] = Path(config["evaluation"]["folder"]).name
-    for section in ("split", "cache", "output"):
+    for section in ("split", "pipeline", "cache", "output"):
         del config[section]
     return config

@@ -183,10 +183,14 @@ class Trainer:
         sigmas = self.schedule.sigmas(quantiles, batch.num_tokens)
         noisy = add_noise(batch.latents, noise, sigmas).to(self._dtype)
         given = {**batch.text, **batch.conditions}
-        text = {name: self._pinned(states.to(self._dtype)) for name, states in given.items()}
+        text = {name: self._pinned(self._in_type(states)) for name, states in given.items()}
         mask = None if batch.mask is None else self._pinned(batch.mask)
         pinned = [self._pinned(tensor) for tensor in (noisy, batch.latents, noise, sigmas)]
         return NoisyBatch(text, mask, *pinned)
+
+    def _in_type(self, states: torch.Tensor) -> torch.Tensor:
+        """Text states and conditions in the type that the model computes in; masks stay masks."""
+        return states.to(self._dtype) if states.is_floating_point() else states
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """In memory that a GPU reads by itself, so that the host need not wait for it."""

@@ -45,6 +45,17 @@ class Pace:
         return None if per_second is None else (total - self._done) / per_second
 
 
+def describe_progress(
+    done: int, total: int, what: str, per_second: float | None = None, left_s: float | None = None
+) -> str:
+    """ "captions 12/500, 0.067 captions/s, about 2 h 01 min left"; without speed and time where they are not known."""
+    line = f"{what} {done}/{total}"
+    if per_second is None:
+        return line
+    line += f", {describe_rate(per_second, what)}"
+    return line if left_s is None or done >= total else f"{line}, about {describe_duration(left_s)} left"
+
+
 def describe_rate(per_second: float, what: str) -> str:
     """ "12.4 images/s" or "0.067 captions/s"."""
     return f"{per_second:.1f} {what}/s" if per_second >= 10 else f"{per_second:.2g} {what}/s"

@@ -51,7 +51,11 @@ SPEC_CHANGES = {
     "template_options": {"add_generation_prompt": True, "other": [1, 2]},
     "zero_padding": True,
     "keep_full_precision": ("*.wo",),
+    "pads": False,
+    "drop_padding": True,
 }
+TEMPLATED = dataclasses.replace(SPEC, system_prompt=None, template_options={}, prompt_template="Tell of {}")
+TEMPLATE_CHANGES = {"prompt_template": "Tell {}", "num_dropped_tokens": 2}
 # Of the caption "a cat", made before encoders could be quantized; caches hold entries under such names.
 STORED_KEYS = {
     ("flux2-dev", "prompt_embeds"): "6f8906a9eee3eb3f5042ec1ffe83d65d03baefe29586746ae0ed2dafba240a01",
@@ -63,11 +67,13 @@ STORED_KEYS = {
 
 
 def test_every_field_of_the_spec_is_in_the_text_key():
-    assert SPEC_CHANGES.keys() == {field.name for field in dataclasses.fields(TextEncoderSpec)}
-    keys = {text_key("a", SPEC, **TEXT, quantize="int8")}
-    for name, new in SPEC_CHANGES.items():
-        keys.add(text_key("a", dataclasses.replace(SPEC, **{name: new}), **TEXT, quantize="int8"))
-    assert len(keys) == 1 + len(SPEC_CHANGES)
+    names = {field.name for field in dataclasses.fields(TextEncoderSpec)}
+    assert SPEC_CHANGES.keys() | TEMPLATE_CHANGES.keys() == names
+    keys = set()
+    for spec, changes in ((SPEC, SPEC_CHANGES), (TEMPLATED, TEMPLATE_CHANGES)):
+        changed = [spec, *(dataclasses.replace(spec, **{name: new}) for name, new in changes.items())]
+        keys.update(text_key("a", each, **TEXT, quantize="int8") for each in changed)
+    assert len(keys) == 2 + len(names)
 
 
 def test_caches_from_before_there_were_schemes_stay_valid():

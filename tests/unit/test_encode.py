@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import os
+import re
 import shutil
+import types
 import weakref
 
 import diffusers
@@ -42,15 +45,7 @@ SPECS = (CLIP, T5, QWEN3)
 CAPTIONS = [f"a picture of {number} cats" for number in range(10)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _quick():
-    """One thread (tiny matrices only wait for more), and nothing old for the collector to walk through."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.freeze()
-    yield
-    gc.unfreeze()
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -453,6 +448,78 @@ def test_stopping_keeps_the_latents_that_are_done(vae_folder, images, tmp_path, 
         _encode_images(images, vae_folder, store, stop_after=7)
     assert _encode_images(images, vae_folder, store)[1] == 3
     assert loads == [("vae", 0), ("vae", 0)]
+
+
+def test_captions_that_give_no_finite_states_are_named_and_the_others_of_their_pass_kept(
+    encoders, tmp_path, monkeypatch
+):
+    """A streamed pass of five, two of them bad."""
+    bad, store = CAPTIONS[1:3], CacheStore(tmp_path / "cache")
+    together = TextEncoder._encode_together
+
+    def spoil(self, texts):
+        found = together(self, texts)
+        return [states * float("inf") if text in bad else states for states, text in zip(found, texts, strict=True)]
+
+    monkeypatch.setattr(TextEncoder, "_encode_together", spoil)
+    place = TextPlace(torch.device("cpu"), StreamPlan(5), "for this test")
+    monkeypatch.setattr(encode, "plan_text_place", lambda *args: place)
+    with pytest.raises(RuntimeError, match=r"(?s)not finite in.*'a picture of 1.*'a picture of 2.*are kept"):
+        encode_captions(CAPTIONS[:5], [T5], encoders, "cpu", torch.float32, store)
+    assert len(list(store.keys())) == 3
+    monkeypatch.setattr(TextEncoder, "_encode_together", together)
+    keys = encode_captions(CAPTIONS[:5], [T5], encoders, "cpu", torch.float32, store)
+    assert all(torch.isfinite(store.get(key)[T5.output]).all() for key in keys.values())
+
+
+def test_the_log_says_what_is_held_before_with_and_after_each_model(
+    encoders, vae_folder, images, tmp_path, monkeypatch, caplog
+):
+    """By a process that holds 1 GB, and 5 for each model that is alive: after the last line nothing may be."""
+    models, open_place, load = [], open_text_encoder, load_vae
+
+    def remember(model):
+        models.append(weakref.ref(model))
+        return model
+
+    def open_and_remember(*args):
+        encoder = open_place(*args)
+        remember(encoder.model)
+        return encoder
+
+    def memory_info():
+        alive = sum(reference() is not None for reference in models)
+        return types.SimpleNamespace(rss=(1 + 5 * alive) * 10**9)
+
+    monkeypatch.setattr(encode, "open_text_encoder", open_and_remember)
+    monkeypatch.setattr(encode, "load_vae", lambda *args: remember(load(*args)))
+    monkeypatch.setattr("psutil.Process", lambda: types.SimpleNamespace(memory_info=memory_info))
+    store = CacheStore(tmp_path / "cache")
+    with caplog.at_level(logging.INFO, logger=encode.logger.name):
+        encode_captions(CAPTIONS[:2], [CLIP, T5], encoders, "cpu", torch.float32, store)
+        _encode_images(images, vae_folder, store)
+    assert [line for line in caplog.messages if "in use by this process" in line] == [
+        f"{what} GB in use by this process"
+        for what in (
+            "loading text encoder text_encoder for up to 2 captions; 1.00",
+            "loaded text encoder text_encoder; 6.00",
+            "freed text encoder text_encoder; 1.00",
+            "loading text encoder text_encoder_2 for up to 2 captions; 1.00",
+            "loaded text encoder text_encoder_2; 6.00",
+            "freed text encoder text_encoder_2; 1.00",
+            "loading the VAE for up to 10 images; 1.00",
+            "loaded the VAE; 6.00",
+            "freed VAE; 1.00",
+        )
+    ]
+
+
+def test_the_log_says_what_a_card_holds(monkeypatch, caplog):
+    card = types.SimpleNamespace(memory_allocated=lambda device: 3 * 10**9)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: card)
+    with caplog.at_level(logging.INFO, logger=encode.logger.name):
+        encode._log_memory("freed VAE", "cuda:0")
+    assert re.fullmatch(r"freed VAE; \d+\.\d\d GB and 3\.00 GB on cuda:0 in use by this process", caplog.messages[0])
 
 
 def test_latents_that_are_not_finite_are_refused(vae_folder, images, tmp_path):

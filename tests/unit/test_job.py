@@ -80,20 +80,22 @@ def _escape(name):
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_fifty_steps_of_the_split_trainer_are_those_of_a_plain_loop(name, tmp_path):
+def test_steps_of_the_split_trainer_are_those_of_a_plain_loop(name, tmp_path):
+    """Fifty of the quickest family; of others so many that a difference in how they are driven shows."""
+    steps = 50 if name == "wan" else 8
     job = make_tiny_job(
         tmp_path,
         name,
-        train={"steps": 50, "batch_size": 2, "seed": 3},
+        train={"steps": steps, "batch_size": 2, "seed": 3},
         evaluation={"folder": ""},
         output={"save_every_steps": 0},
         split={"devices": ["lazy:0", "lazy:1"]},
         cache={"vae_device": "cpu"},
     )
-    expected = _plain_loop(dataclasses.replace(job, split=dataclasses.replace(job.split, devices=("cpu",))), 50)
+    expected = _plain_loop(dataclasses.replace(job, split=dataclasses.replace(job.split, devices=("cpu",))), steps)
     with emulated_cards():
         result = run_job(job)
-    assert result.step == 50 and len(set(result.losses)) == 50
+    assert result.step == steps and len(set(result.losses)) == steps
     assert result.losses == pytest.approx(expected, rel=1e-5)
 
 

@@ -104,8 +104,9 @@ def test_captions_go_through_a_layer_one_by_one(folders: dict[str, Path]) -> Non
 
 
 def test_a_layer_that_would_mix_captions_is_an_error() -> None:
-    """Qwen2.5-VL has rotary frequencies of [3, B, S, D], which would make two captions of one."""
-    one = torch.zeros(1, 4, 8) * streamed_encoder._caption(torch.ones(3, 2, 4, 8), 0, 2)[0].unsqueeze(1)
+    """An argument whose batch is not where we look for it would make two captions of one."""
+    unknown = streamed_encoder._caption((), {"other": torch.ones(3, 2, 4, 8)}, 0, 2)[1]["other"]
+    one = torch.zeros(1, 4, 8) * unknown[0]
     with pytest.raises(AssertionError, match="mixed captions"):
         streamed_encoder._joined([one, one])
 

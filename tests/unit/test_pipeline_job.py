@@ -1,0 +1,88 @@
+"""Whole jobs with several micro-batches in flight: the same files as without, stopped, resumed and rescheduled."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from devicebridge.tests.emulated import emulated_cards
+from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.training.config import PipelineConfig
+from devicebridge.training.job import check_job, pipeline_kind, run_job
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def _job(tmp_path, folder, **sections):
+    values = {
+        "split": {"devices": ["lazy:0", "lazy:1"]},
+        "cache": {"vae_device": "cpu"},
+        "lora": {"dropout": 0.3},
+        "train": {"steps": 3, "batch_size": 1, "accumulation": 3, "seed": 3},
+        "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
+    }
+    return make_tiny_job(tmp_path, "flux2", **{**values, **sections})
+
+
+def _run(job, **arguments):
+    with emulated_cards():
+        return run_job(job, **arguments)
+
+
+def test_every_schedule_writes_the_same_lora_and_resumes_any_other(tmp_path):
+    """With dropout, which draws from the cards' generators; evaluation runs in between."""
+    plain = _run(_job(tmp_path, "none", pipeline={"schedule": "none"}))
+    assert plain.status == "finished" and len(set(plain.losses)) == 3
+    for schedule in ("auto", "gpipe"):
+        found = _run(_job(tmp_path, schedule, pipeline={"schedule": schedule}))
+        assert found.losses == plain.losses and found.eval_after == plain.eval_after
+        assert found.lora_path.read_bytes() == plain.lora_path.read_bytes()
+    seen = []
+    job = _job(tmp_path, "stopped", pipeline={"schedule": "1f1b"})
+    stopped = _run(job, on_event=seen.append, should_stop=lambda: any(e.kind == "step" for e in seen))
+    assert (stopped.status, stopped.step) == ("stopped", 1)
+    resumed = _run(dataclasses.replace(job, pipeline=PipelineConfig(schedule="gpipe", ahead=3)), resume=True)
+    assert resumed.losses == plain.losses and resumed.eval_before == plain.eval_before
+    assert resumed.lora_path.read_bytes() == plain.lora_path.read_bytes()
+
+
+def test_kept_blocks_change_nothing_but_memory(tmp_path):
+    plain = _run(_job(tmp_path, "none", pipeline={"schedule": "none"}))
+    split = {"devices": ["lazy:0", "lazy:1"], "kept_blocks": [1, 2]}
+    kept = _run(_job(tmp_path, "kept", split=split))
+    assert kept.losses == plain.losses and kept.lora_path.read_bytes() == plain.lora_path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("devices", "accumulation", "schedule", "expected"),
+    [
+        (2, 4, "auto", "1f1b"),
+        (2, 4, "1f1b", "1f1b"),
+        (2, 4, "gpipe", "gpipe"),
+        (2, 4, "none", None),
+        (2, 1, "auto", None),
+        (1, 4, "auto", None),
+        (1, 4, "1f1b", None),
+    ],
+)
+def test_which_schedule_a_job_gets(tmp_path, caplog, devices, accumulation, schedule, expected):
+    job = _job(
+        tmp_path,
+        "run",
+        split={"devices": [f"lazy:{index}" for index in range(devices)]},
+        train={"steps": 1, "accumulation": accumulation},
+        pipeline={"schedule": schedule},
+    )
+    with emulated_cards():
+        plan = check_job(job)
+        assert pipeline_kind(job, plan.placement) == expected
+        assert plan.placement.tail_device == plan.placement.used_devices[-1 if expected else 0]
+    assert ("left out" in caplog.text) == (expected is None and schedule == "1f1b")
+
+
+def test_a_compiled_job_is_refused_nothing_and_leaves_no_setting_behind(tmp_path, caplog):
+    """Emulated cards cannot compile: the job runs as it is, and says so once."""
+    plain = _run(_job(tmp_path, "none"))
+    train = {"steps": 3, "batch_size": 1, "accumulation": 3, "seed": 3, "compile": "auto"}
+    found = _run(_job(tmp_path, "auto", train=train))
+    assert found.losses == plain.losses and caplog.text.count("not compiled") == 1
