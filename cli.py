@@ -149,7 +149,10 @@ def _check(options: argparse.Namespace) -> int:
     print(f"placement: {plan.placement.describe()}")
     if plan.training is not None:
         print(describe_plan(plan.training))
-    print(f"images: {len(plan.training_samples)} for training, {len(plan.eval_samples)} for evaluation")
+    num_clips = sum(bool(sample.frames) for sample in (*plan.samples, *plan.eval_samples))
+    of_clips = f"; {num_clips} of them of clips" if num_clips else ""
+    num_training = len(plan.training_samples)
+    print(f"images: {num_training} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
     print(f"quantize: {preview_job(plan.job, plan.info, plan.placement).table()}")
     return 0
 

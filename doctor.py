@@ -266,6 +266,10 @@ def _split_model(facts: dict[str, Any]) -> str:
     return "" if facts["comfyui"] else "no ComfyUI was found; set COMFYUI_PATH to its folder"
 
 
+def _clips(facts: dict[str, Any]) -> str:
+    return _missing(facts, *_TRAINING, "av")
+
+
 def _captions(facts: dict[str, Any]) -> str:
     return _missing(facts, "torch", "transformers", "diffusers", "safetensors")
 
@@ -281,6 +285,7 @@ _FEATURES: tuple[tuple[str, Judge], ...] = (
     ("LoRA training", _training),
     ("LoRA training on a GPU", _training_on_gpu),
     ("LoRA training split over GPUs", _split),
+    ("LoRA training on videos", _clips),
     ("encoding captions and images", _captions),
     ("devicebridge run (ComfyUI workflows without a browser)", _workflows),
 )

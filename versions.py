@@ -50,4 +50,5 @@ TESTED: dict[str, TestedRange] = {
     "torchao": TestedRange("0.18", "0.18", "weights held in fp8 or int8"),
     "pydantic": TestedRange("2.14", "2.14", "job configs"),
     "tomlkit": TestedRange("0.15", "0.15", "job files"),
+    "av": TestedRange("18.1", "18.1", "reading videos"),
 }

@@ -214,7 +214,7 @@ def _write_down(log: Path) -> None:
     TextEncoder._encode_together = begin(  # type: ignore[method-assign]
         TextEncoder._encode_together, lambda encoder, texts: f"{encoder.spec.folder} {' '.join(texts)}"
     )
-    encode.read_pixels = begin(encode.read_pixels, lambda request: f"{request.path}")
+    encode.read_frames = begin(encode.read_frames, lambda request: f"{request.path}")
 
 
 if __name__ == "__main__":

@@ -25,14 +25,15 @@ import torch
 
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
 from .claims import Claims, Shared
-from .image import ImageRequest, read_pixels
-from .key import file_fingerprint, folder_fingerprint, joint_key, latent_key, text_key
+from .image import ImageRequest
+from .key import folder_fingerprint, joint_key, latent_key, text_key
 from .sources import LatentSource, TextRun, TextSource
 from .store import CacheStore
 from .text_encoder import TextEncoder, prepare_text
 from .text_place import TextPlace, open_text_encoder, plan_text_place
 from .text_weights import TextScheme, applied_scheme
 from .vae import load_vae, vae_fingerprint
+from .video import media_fingerprint, read_frames
 
 __all__ = [
     "FolderLatents",
@@ -47,7 +48,7 @@ __all__ = [
     "image_keys",
     "load_vae",
     "never",
-    "read_pixels",
+    "read_frames",
     "text_entries",
 ]
 
@@ -367,23 +368,35 @@ class FolderLatents:
             latent=self.family.latent_of(self.variant),
             vae_fingerprint=self._fingerprint,
             dtype=self.dtype,
+            frames=request.frames,
+            condition=self.variant.condition if self.variant.encodes_condition else "none",
         )
 
-    def check(self, num_missing: int) -> None:
+    def check(self, missing: Sequence[ImageRequest]) -> None:
         pass
 
     def load(self) -> None:
         self.vae = load_vae(self.family, self.variant, self.path, self.dtype).to(self.device)
 
     def encode(self, pixels: torch.Tensor, path: str) -> dict[str, torch.Tensor]:
-        batch = pixels[None, :, None].to(device=self.device, dtype=self.dtype)  # [B=1, 3, F=1, H, W]
+        family, variant = self.family, self.variant
+        batch = pixels[None].to(device=self.device, dtype=self.dtype)  # [B=1, 3, F, H, W]
         with torch.inference_mode():
-            latents = self.family.encode_latents(self.vae, batch)[0].to(torch.float32)
-        if not torch.isfinite(latents).all():
+            tensors = {"latents": family.encode_latents(self.vae, batch)[0].to(torch.float32)}
+            if variant.encodes_condition:
+                assert family.encode_condition is not None
+                tensors["image_condition"] = family.encode_condition(self.vae, batch)[0].to(torch.float32)
+        if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
             raise RuntimeError(
                 f'the latents of {path} are not finite in {self.dtype}; set cache.dtype to "bfloat16" or "float32"'
             )
-        return {"latents": latents}
+        num_frames = pixels.shape[1]
+        found, expected = tensors["latents"].shape[1], family.latent_of(variant).num_latent_frames(num_frames)
+        if found != expected:  # a VAE that leaves frames out would train a clip that is shorter than its caption says
+            raise RuntimeError(
+                f"the VAE made {found} latent frames of {num_frames} frames of {path}; {variant.name} needs {expected}"
+            )
+        return tensors
 
     def close(self) -> None:
         self.vae = None
@@ -399,14 +412,15 @@ def fill_images(
     not_before_s: float = 0.0,
     on_begin: Callable[[], None] = _do_nothing,
 ) -> dict[ImageRequest, str]:
-    """Have what the source makes of every image in the store, encoding those that are missing; equal pixels once.
+    """Have what the source makes of every image and clip in the store, encoding those that are missing; equal pixels
+    once.
 
-    An image that cannot be read does not keep the others from being encoded.
+    One that cannot be read does not keep the others from being encoded.
 
     Args:
         on_progress, not_before_s, on_begin: as for fill_texts.
     Returns: request -> key of its entry.
-    Raises: Stopped; ValueError naming all images that cannot be read, or a VAE that does not fit; RuntimeError for
+    Raises: Stopped; ValueError naming all files that cannot be read, or a VAE that does not fit; RuntimeError for
         latents that are not finite; OSError naming the file if the store cannot be written.
     """
     key_of = image_keys(requests, source)
@@ -414,7 +428,7 @@ def fill_images(
     fill = _Fill(store, progress, not_before_s)
     missing = fill.missing({key: request for request, key in key_of.items()})
     if missing:
-        source.check(len(missing))
+        source.check(list(missing.values()))
         try:
             _encode_missing_images(missing, source, fill, on_begin)
         finally:
@@ -442,16 +456,17 @@ def encode_images(
     Args:
         vae_path: what load_vae takes.
         dtype: the VAE computes in it. Latents are stored in float32.
-    Returns: request -> key of an entry {"latents": [C, F, H, W]}, normalised.
+    Returns: request -> key of an entry {"latents": [C, F, H, W]}, normalised; of a variant that encodes its condition
+        also {"image_condition": [C', F, H, W]}.
     """
     source = FolderLatents(family, variant, vae_path, device, dtype)
     return fill_images(requests, source, store, on_progress, should_stop, not_before_s=not_before_s, on_begin=on_begin)
 
 
 def image_keys(requests: Sequence[ImageRequest], source: LatentSource) -> dict[ImageRequest, str]:
-    """request -> key of the entry that fill_images makes of it; reads the images' bytes, loads no weight.
+    """request -> key of the entry that fill_images makes of it; reads the files' bytes, loads no weight.
 
-    Raises: ValueError naming all images that cannot be read.
+    Raises: ValueError naming all files that cannot be read.
     """
     images = _image_fingerprints(dict.fromkeys(request.path for request in requests))
     return {request: source.key_of(request, images[request.path]) for request in dict.fromkeys(requests)}
@@ -461,7 +476,7 @@ def _image_fingerprints(paths: Iterable[str]) -> dict[str, str]:
     fingerprints, problems = {}, []
     for path in paths:
         try:
-            fingerprints[path] = file_fingerprint(path)
+            fingerprints[path] = media_fingerprint(path)
         except OSError as error:
             problems.append(f"{path} cannot be read ({error}); put it back or take it out of the dataset")
     if problems:
@@ -477,7 +492,7 @@ def _encode_missing_images(
         for (key,) in batches:
             request = missing[key]
             try:
-                pixels = read_pixels(request)
+                pixels = read_frames(request)
             except ValueError as error:  # broken since the dataset was looked at
                 problems.append(str(error))
                 continue

@@ -1,16 +1,15 @@
-"""One training image: from its file to pixels.
+"""One training image: from its file to pixels. Clips are read by video.py, which cuts every frame as is done here.
 
 The order is fixed, because each step changes what the next one sees: rotate as EXIF says, make RGB, resize with Lanczos
 to `resize`, cut `crop` out. Where a file holds more than RGB: transparency is laid on white (as web pages and most
 viewers show it; the colours under full transparency are arbitrary), 16-bit grey is scaled to 8 bit, colour profiles are
 not applied, and of an animation the first frame is taken.
-
-Video will come with its own request and reader; encode_images already hands [1, 3, F, H, W] on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,19 +19,24 @@ if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
 
 
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
 @dataclass(frozen=True)
 class ImageRequest:
-    """An image file and the pixels wanted of it.
+    """An image or clip and the pixels wanted of it.
 
     Args:
-        path: image file.
-        resize: (height, width) in pixels of the whole image, after EXIF rotation.
+        path: image, video file, or folder of images.
+        resize: (height, width) in pixels of the whole image, after rotation.
         crop: (top, left, height, width) in pixels, inside `resize`.
+        frames: of a clip, the numbers of the wanted frames, in the order of showing; () for an image.
     """
 
     path: str
     resize: tuple[int, int]
     crop: tuple[int, int, int, int]
+    frames: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         top, left, height, width = self.crop
@@ -41,31 +45,66 @@ class ImageRequest:
             raise ValueError(
                 f"{self.path}: crop (top, left, height, width) {self.crop} is not inside (height, width) {self.resize}"
             )
+        assert min(self.frames, default=0) >= 0, "frames are counted from 0"
 
 
 def read_pixels(request: ImageRequest) -> torch.Tensor:
-    """The requested pixels, float32 in -1..1. [3, crop height, crop width]
+    """The requested pixels of an image, float32 in -1..1. [3, crop height, crop width]
+
+    Raises: ValueError naming the file if it cannot be read as an image.
+    """
+    pixels = cut_out(open_image(request.path), request)
+    return torch.from_numpy(pixels.copy()).permute(2, 0, 1).to(torch.float32) / 127.5 - 1.0
+
+
+def open_image(path: str | Path) -> PilImage:
+    """The whole image, turned as EXIF says, in RGB.
 
     Raises: ValueError naming the file if it cannot be read as an image.
     """
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(request.path) as file:
-            image = _to_rgb(ImageOps.exif_transpose(file))
+        with Image.open(path) as file:
+            return to_rgb(ImageOps.exif_transpose(file))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG chunk
         raise ValueError(
-            f"{request.path} cannot be read as an image ({error}); repair it or take it out of the dataset"
+            f"{path} cannot be read as an image ({error}); repair it or take it out of the dataset"
         ) from error
+
+
+def cut_out(image: PilImage, request: ImageRequest) -> np.ndarray:
+    """Resize an RGB image and cut the crop out of it. uint8, [crop height, crop width, 3]"""
+    from PIL import Image
+
     height, width = request.resize
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.LANCZOS)
     top, left, height, width = request.crop
-    pixels = np.asarray(image)[top : top + height, left : left + width]
-    return torch.from_numpy(pixels.copy()).permute(2, 0, 1).to(torch.float32) / 127.5 - 1.0
+    return np.asarray(image)[top : top + height, left : left + width]
 
 
-def _to_rgb(image: PilImage) -> Any:
+def read_size(path: Path) -> tuple[int, int]:
+    """(height, width) of an image as read_pixels will see it; decodes all of it.
+
+    Raises: ValueError naming the file if it is broken.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            # JPEG: all of the file is read, an eighth is computed
+            image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
+            image.load()
+            is_turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path}: cannot be read as an image ({error})") from error
+    return (width, height) if is_turned else (height, width)
+
+
+def to_rgb(image: PilImage) -> Any:
+    """Any kind of image as 8-bit RGB; see the top of this file."""
     from PIL import Image
 
     if image.mode == "F":

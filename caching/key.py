@@ -2,13 +2,14 @@
 
 Same inputs, same key: a renamed image, a moved encoder folder, another device or a second run find their entries
 again. Changed inputs, new key: a caption, a setting of the text encoder, a weight, the resize or crop, the type, or
-our own code where it changes a result (`TEXT_VERSION`, `IMAGE_VERSION`, the family's `normalisation_version`).
+our own code where it changes a result (`TEXT_VERSION`, `IMAGE_VERSION`, `CLIP_VERSION`, the family's
+`normalisation_version`).
 
 An encoder held in 8 bits makes other states than in full precision: the scheme is in the key. Without one nothing is
 said about schemes, so keys of full precision are what they were before there were any.
 
 The device is left out on purpose: the same encoder on a CPU and a GPU rounds differently but computes the same thing.
-So are the versions of torch, transformers, diffusers and Pillow: an update would throw away every cache, for
+So are the versions of torch, transformers, diffusers, Pillow and PyAV: an update would throw away every cache, for
 differences that are nearly always none. Where an update does matter to our code, raise a version below.
 
 Fingerprints of weights. Hashing the 48 GB of a text encoder takes minutes of disk time before every job, so large files
@@ -25,7 +26,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 # Raise when our own code changes what it computes from the same inputs.
 TEXT_VERSION = 1
 IMAGE_VERSION = 1
+CLIP_VERSION = 1  # of how frames are decoded and turned, over and above IMAGE_VERSION
 STOCK_VERSION = 1  # how ComfyUI's own encoders are asked, and how their weights are hashed
 ROUNDING_VERSION = 1  # of text encoders in 8 bits
 
@@ -103,16 +105,21 @@ def latent_key(
     latent: LatentSpec,
     vae_fingerprint: str,
     dtype: torch.dtype,
+    frames: Sequence[int] = (),
+    condition: str = "none",
 ) -> str:
-    """Key of the latents of one image, resized and cropped.
+    """Key of the latents of one image or clip, resized and cropped.
 
     Args:
-        image_fingerprint: file_fingerprint of the image; its name and place are not part of the key.
+        image_fingerprint: hash of the file's bytes, or those of a clip's images; name and place are not in the key.
         resize: (height, width) in pixels. crop: (top, left, height, width) in pixels.
         family: name; families that share a VAE normalise its latents differently.
         latent: only normalisation_version matters.
         dtype: type the VAE computes in.
+        frames: of a clip, which of its frames; so frame rate and window are in the key by what they choose.
+        condition: what the entry holds besides the latents; see Variant.
     """
+    conditioned = {"condition": condition} if condition != "none" else {}
     return _digest(
         {
             "what": "latents",
@@ -124,8 +131,15 @@ def latent_key(
             "normalisation_version": latent.normalisation_version,
             "vae": vae_fingerprint,
             "dtype": str(dtype),
+            **_clip_facts(frames),
+            **conditioned,
         }
     )
+
+
+def _clip_facts(frames: Sequence[int]) -> dict[str, Any]:
+    """Said only where there is something to say: keys of images are what they were before there were clips."""
+    return {"frames": list(frames), "clip_version": CLIP_VERSION} if frames else {}
 
 
 def stock_text_key(text: str, fingerprint: str) -> str:
@@ -134,9 +148,16 @@ def stock_text_key(text: str, fingerprint: str) -> str:
 
 
 def stock_latent_key(
-    image_fingerprint: str, resize: tuple[int, int], crop: tuple[int, int, int, int], fingerprint: str
+    image_fingerprint: str,
+    resize: tuple[int, int],
+    crop: tuple[int, int, int, int],
+    fingerprint: str,
+    frames: Sequence[int] = (),
 ) -> str:
-    """Key of what a stock VAE makes of one image. What the model's family makes of it is done when it is read."""
+    """Key of what a stock VAE makes of one image or clip. What the model's family makes of it is done when it is read.
+
+    frames: as for latent_key.
+    """
     return _digest(
         {
             "what": "stock latents",
@@ -145,6 +166,7 @@ def stock_latent_key(
             "resize": resize,
             "crop": crop,
             "vae": fingerprint,
+            **_clip_facts(frames),
         }
     )
 

@@ -84,15 +84,17 @@ class LatentSource(Protocol):
 
     def key_of(self, request: ImageRequest, image_fingerprint: str) -> str: ...
 
-    def check(self, num_missing: int) -> None:
-        """Raises: ValueError if it cannot be run here."""
+    def check(self, missing: Sequence[ImageRequest]) -> None:
+        """Raises: ValueError if it cannot be run here, or not on these."""
         ...
 
     def load(self) -> None: ...
 
     def encode(self, pixels: torch.Tensor, path: str) -> Entry:
-        """The entry of an image, [3, height, width], float32 in -1..1. Raises: RuntimeError naming the image if its
-        latents are not finite."""
+        """The entry of an image or clip, [3, F, height, width], float32 in -1..1; an image is one frame.
+
+        Raises: RuntimeError naming the file if its latents are not finite.
+        """
         ...
 
     def close(self) -> None: ...
@@ -110,11 +112,18 @@ class StockClip(Protocol):
 
 
 class StockVae(Protocol):
-    """A VAE that somebody else holds. encode takes pixels [1, height, width, 3] in 0..1 and gives samples with their
-    batch; release makes room."""
+    """A VAE that somebody else holds. encode takes pixels [F, height, width, 3] in 0..1 and gives samples with their
+    batch; release makes room.
+
+    Args:
+        takes_clips: whether it makes one sample of several frames, rather than one of each.
+    """
 
     @property
     def fingerprint(self) -> str: ...
+
+    @property
+    def takes_clips(self) -> bool: ...
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor: ...
 
@@ -123,6 +132,7 @@ class StockVae(Protocol):
 
 Shapes = Mapping[str, tuple[int, ...]]
 Problem = Callable[[Shapes], str]  # why an entry of these shapes does not fit the model; "" if it does
+LatentsProblem = Callable[[Shapes, int], str]  # the same, for an entry of so many video frames
 
 
 @dataclass(frozen=True)
@@ -185,26 +195,35 @@ class StockLatents:
     """What a stock VAE makes; a LatentSource. Arguments as for StockTexts."""
 
     fingerprint: str
-    problem: Problem
+    problem: LatentsProblem
     vae: StockVae | None = None
     name: str = "stock VAE"
     device: str = "cpu"
 
     def key_of(self, request: ImageRequest, image_fingerprint: str) -> str:
-        return stock_latent_key(image_fingerprint, request.resize, request.crop, self.fingerprint)
+        return stock_latent_key(image_fingerprint, request.resize, request.crop, self.fingerprint, request.frames)
 
-    def check(self, num_missing: int) -> None:
+    def check(self, missing: Sequence[ImageRequest]) -> None:
         if self.vae is None:
-            raise ValueError(_not_here(num_missing, "images", self.fingerprint, "latent_source"))
+            raise ValueError(_not_here(len(missing), "images", self.fingerprint, "latent_source"))
+        clips = [request.path for request in missing if len(request.frames) > 1]
+        if clips and not self.vae.takes_clips:
+            raise ValueError(
+                f"the stock VAE encodes every frame for itself, but {len(clips)} clips are to be encoded, such as "
+                f"{clips[0]}; connect the VAE that belongs to the model, or leave stock_vae unconnected"
+            )
 
     def load(self) -> None:
         pass
 
     def encode(self, pixels: torch.Tensor, path: str) -> Entry:
         assert self.vae is not None
-        levels = ((pixels + 1) * 127.5).round()  # the image's own bytes; the host's image loader divides them by 255
-        entry = read_samples(self.vae.encode((levels / 255).permute(1, 2, 0)[None]), path)[0]
-        _refuse(self.problem, entry, f"the stock VAE does not fit: of {path}, ")
+        levels = ((pixels + 1) * 127.5).round()  # the file's own bytes; the host's loaders divide them by 255
+        entries = read_samples(self.vae.encode((levels / 255).permute(1, 2, 3, 0)), path)
+        if len(entries) != 1:
+            raise ValueError(f"the stock VAE does not fit: of {path}, it made {len(entries)} samples, not one")
+        entry, num_frames = entries[0], pixels.shape[1]
+        _refuse(lambda shapes: self.problem(shapes, num_frames), entry, f"the stock VAE does not fit: of {path}, ")
         if not_finite := _finite_problem(entry, f"the latents of {path}"):
             raise RuntimeError(not_finite)
         return entry

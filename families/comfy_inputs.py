@@ -58,9 +58,17 @@ def text_problem(comfy: ComfyInputs, config: Mapping[str, Any], title: str, shap
 
 
 def latents_problem(
-    comfy: ComfyInputs, config: Mapping[str, Any], latent: LatentSpec, title: str, shapes: Mapping[str, Shape]
+    comfy: ComfyInputs,
+    config: Mapping[str, Any],
+    latent: LatentSpec,
+    title: str,
+    shapes: Mapping[str, Shape],
+    num_frames: int = 0,
 ) -> str:
-    """Why latents of these shapes cannot be trained on with this config; "" if they can."""
+    """Why latents of these shapes cannot be trained on with this config; "" if they can.
+
+    num_frames: video frames that they were made of; 0 if nobody knows.
+    """
     channels, *sides = shapes[SAMPLES]
     if len(sides) != comfy.latent_dims:
         kinds = {2: "an image, [channels, height, width]", 3: "a video, [channels, frames, height, width]"}
@@ -71,6 +79,11 @@ def latents_problem(
     wanted = config["in_channels"] // comfy.cells_per_token
     if channels != wanted:
         return f"it has {channels} channels, but {title} takes {wanted}; connect the VAE that belongs to the model"
+    if num_frames and comfy.latent_dims == 3 and sides[0] != latent.num_latent_frames(num_frames):
+        return (
+            f"it has {sides[0]} latent frames of {num_frames} frames, but {title} takes "
+            f"{latent.num_latent_frames(num_frames)}; connect the VAE that belongs to the model"
+        )
     multiple = latent.size_multiple // latent.spatial_stride
     if any(side % multiple for side in sides[-2:]):
         return (

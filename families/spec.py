@@ -43,6 +43,8 @@ class LatentSpec:
         channels: C of a normalised latent as it is cached, [C, F, H, W].
         spatial_stride: pixels per latent cell along height and width, packing included.
         frame_stride: video frames per latent frame after the first; 1 for image families.
+        fps: frames per second of the videos the model was trained on; 0 for image families.
+        frame_lengths: lengths of clips, in video frames, if the user names none: frame_stride * n + 1.
         size_multiple: height and width in pixels must be multiples of this.
         normalisation_version: part of the cache key; raise it when encode_latents changes its result.
         num_tokens_per_cell: transformer tokens per latent cell (1/4 where the model packs 2x2 cells itself).
@@ -54,11 +56,25 @@ class LatentSpec:
     size_multiple: int = 16
     normalisation_version: int = 1
     num_tokens_per_cell: float = 1.0
+    fps: float = 0.0
+    frame_lengths: tuple[int, ...] = (1,)
+
+    @property
+    def is_video(self) -> bool:
+        """Whether the model makes videos; it makes images as well then."""
+        return self.fps > 0
+
+    def num_latent_frames(self, frames: int) -> int:
+        """Latent frames of so many video frames."""
+        return 1 + (frames - 1) // self.frame_stride
+
+    def num_frames(self, latent_frames: int) -> int:
+        """Video frames that so many latent frames stand for."""
+        return 1 + (latent_frames - 1) * self.frame_stride
 
     def num_tokens(self, height: int, width: int, frames: int = 1) -> int:
         """Image tokens of one sample; height and width in pixels, frames in video frames."""
-        latent_frames = 1 + (frames - 1) // self.frame_stride
-        cells = latent_frames * (height // self.spatial_stride) * (width // self.spatial_stride)
+        cells = self.num_latent_frames(frames) * (height // self.spatial_stride) * (width // self.spatial_stride)
         return int(cells * self.num_tokens_per_cell)
 
 
@@ -156,6 +172,8 @@ class ShiftRule:
 TimestepSampling = Literal["uniform", "logit_normal", "sigmoid"]
 
 Transport = Literal["stream", "relay"]
+
+Condition = Literal["none", "first_frame", "first_latents"]
 
 
 @dataclass(frozen=True)
@@ -292,6 +310,9 @@ class Variant:
         training_guidance: value of the embedded guidance while training; None where the model has no guidance input.
         sigma_range: timesteps this variant is trained on, (0, 1) unless it is one expert of a pair.
         timesteps, latent: override the family's, where a variant's makers chose otherwise.
+        condition: what it is given besides text. "first_frame": a video whose first frame is the sample's, encoded by
+            the family's encode_condition and cached with the latents. "first_latents": the first latent frame in place
+            of its noisy one; the loss leaves it out.
         transformer_folder: where it lies in a diffusers model folder; the second expert of a pair lies elsewhere.
         caution: what to know before training it; logged when the variant is chosen.
     """
@@ -306,6 +327,12 @@ class Variant:
     latent: LatentSpec | None = None
     transformer_folder: str = "transformer"
     caution: str = ""
+    condition: Condition = "none"
+
+    @property
+    def encodes_condition(self) -> bool:
+        """Whether the cache holds more than latents for it, and its transformer takes more channels than it makes."""
+        return self.condition == "first_frame"
 
 
 # normalise(samples [C, F, H, W] as ComfyUI's VAE.encode returns them) -> what the model is trained on, of that shape.
@@ -340,12 +367,16 @@ class ComfyInputs:
 
 
 # make_inputs(latents [B, C, F, H, W], sigma [B], text, guidance) -> keyword arguments of the transformer's forward.
+# Beside the text there is "image_condition" [B, C', F, H, W] for a variant that is given the first frame, and
+# "first_latents" [B, C, 1, H, W] for one that is given those.
 # Where captions of several lengths meet, text has a bool mask NAME_mask [B, S] beside NAME, True where no padding is.
 MakeInputs = Callable[["torch.Tensor", "torch.Tensor", Mapping[str, "torch.Tensor"], "float | None"], dict[str, Any]]
 # read_prediction(output tensor, latents [B, C, F, H, W]) -> prediction with the shape of latents.
 ReadPrediction = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 # encode_latents(vae, pixels [B, 3, F, height, width] in -1..1) -> normalised latents [B, C, F, H, W], float32.
 EncodeLatents = Callable[[Any, "torch.Tensor"], "torch.Tensor"]
+# encode_condition(vae, pixels [B, 3, F, height, width]) -> what goes beside noisy latents, [B, C', F, H, W], float32.
+EncodeCondition = Callable[[Any, "torch.Tensor"], "torch.Tensor"]
 # decode_latents(vae, normalised latents [B, C, F, H, W]) -> pixels [B, 3, F, height, width].
 DecodeLatents = Callable[[Any, "torch.Tensor"], "torch.Tensor"]
 
@@ -367,7 +398,9 @@ class ModelFamily:
         renames: between original and diffusers names; every parameter of the model is covered.
         original_prefixes: prefixes an original single file may carry in front of every name.
         modelspec_architecture, ss_base_model_version: what LoRA metadata calls this family.
-        make_inputs, read_prediction, encode_latents, decode_latents: see the aliases above.
+        make_inputs, read_prediction, encode_latents, decode_latents, encode_condition: see the aliases above.
+        unsupported: fnmatch patterns of tensor names, in either layout -> why a checkpoint with such a tensor cannot be
+            trained.
         native: ComfyUI's own classes of this architecture, as described in families/native.py.
         comfy: how they read what ComfyUI's text encoders and VAEs make; None if nobody has looked.
     """
@@ -390,6 +423,8 @@ class ModelFamily:
     read_prediction: ReadPrediction
     encode_latents: EncodeLatents
     decode_latents: DecodeLatents
+    encode_condition: EncodeCondition | None = None
+    unsupported: Mapping[str, str] = field(default_factory=dict)
     prediction_target: Literal["velocity"] = "velocity"
     original_prefixes: tuple[str, ...] = field(default=("model.diffusion_model.", "diffusion_model.", ""))
     native: tuple[NativeModel, ...] = ()

@@ -1,9 +1,13 @@
-"""Wan 2.1 and 2.2 text-to-video (Alibaba): one list of blocks, self-attention over video, cross-attention to text.
+"""Wan 2.1 and 2.2 (Alibaba): one list of blocks, self-attention over video, cross-attention to text.
 
 Sizes and names: diffusers 0.42.1, scripts/convert_wan_to_diffusers.py and WanTransformer3DModel; model cards of
-Wan2.1-T2V, Wan2.2-T2V-A14B and Wan2.2-TI2V-5B. A14B is two transformers of 2.1's shape, one for high and one for low
-noise; nothing in a file tells them apart, so the user names the variant. Image-to-video, VACE, Animate and S2V are not
-described: their extra inputs need more than a caption.
+Wan2.1-T2V, Wan2.2-T2V-A14B, Wan2.2-I2V-A14B and Wan2.2-TI2V-5B. A14B is two transformers of 2.1's shape, one for high
+and one for low noise; nothing in a file tells them apart, so the user names the variant.
+
+Image-to-video of A14B is given, beside the noisy latents, a mask and the latents of a video that is the first frame
+followed by grey: zeros in pixels, encoded, which are not zeros in latents. Wan 2.1's image-to-video wants CLIP's
+features of that frame as well and is not described, nor are VACE, Animate and S2V. TI2V-5B is trained as text-to-video
+by default; as its -i2v variant, which is the same file, it is given the first latent frame clean, at timestep 0.
 """
 
 from __future__ import annotations
@@ -48,14 +52,23 @@ _SHIFTS = {
 
 # WanPipeline's boundary_ratio: noisier than this is the first expert's, the rest the second's.
 _A14B_BOUNDARY = 0.875
+_I2V_A14B_BOUNDARY = 0.9
+
+# Short lengths by default: the makers sample 81 frames (TI2V-5B 121), which only large cards can train.
+_FRAME_LENGTHS = (1, 17, 33)
+
+_NEEDS_CLIP = (
+    "it is image-to-video of Wan 2.1 (or made from it), which needs CLIP's features of the first frame; those are not "
+    "computed here. Image-to-video of Wan 2.2 A14B needs none and can be trained"
+)
 
 
-def _config(layers: int, heads: int, ffn_dim: int, channels: int = 16) -> dict[str, Any]:
+def _config(layers: int, heads: int, ffn_dim: int, channels: int = 16, condition_channels: int = 0) -> dict[str, Any]:
     return {
         "patch_size": (1, 2, 2),
         "num_attention_heads": heads,
         "attention_head_dim": 128,
-        "in_channels": channels,
+        "in_channels": channels + condition_channels,
         "out_channels": channels,
         "text_dim": 4096,
         "freq_dim": 256,
@@ -72,6 +85,18 @@ def _config(layers: int, heads: int, ffn_dim: int, channels: int = 16) -> dict[s
 
 
 _14B = _config(40, 40, 13824)
+_I2V_14B = _config(40, 40, 13824, condition_channels=4 + 16)  # the mask of four frames per latent frame, and latents
+
+_5B = _config(30, 24, 14336, channels=48)
+_LATENT_5B = LatentSpec(
+    channels=48,
+    spatial_stride=16,
+    frame_stride=4,
+    size_multiple=32,
+    num_tokens_per_cell=0.25,
+    fps=24,
+    frame_lengths=_FRAME_LENGTHS,
+)
 
 _VAE_21 = {"base_dim": 96, "z_dim": 16, "scale_factor_spatial": 8, "scale_factor_temporal": 4}
 
@@ -201,11 +226,26 @@ def make_inputs(
     Args:
         latents: noisy, [B, C, F, H, W]; H and W even.
         sigma: noise level in 0..1. [B]
-        text: prompt_embeds [B, S, D].
+        text: prompt_embeds [B, S, D]; for image-to-video also image_condition, as encode_condition makes it, or the
+            clean first_latents [B, C, 1, H, W].
         guidance: None; Wan has no such input.
     """
     assert guidance is None, "Wan has no guidance input"
-    return {"hidden_states": latents, "timestep": sigma * 1000.0, "encoder_hidden_states": text["prompt_embeds"]}
+    if "image_condition" in text:
+        latents = torch.cat([latents, text["image_condition"].to(latents)], dim=1)
+    timestep = sigma * 1000.0
+    if "first_latents" in text:
+        latents = torch.cat([text["first_latents"].to(latents), latents[:, :, 1:]], dim=2)
+        timestep = _timestep_per_token(timestep, latents)
+    return {"hidden_states": latents, "timestep": timestep, "encoder_hidden_states": text["prompt_embeds"]}
+
+
+def _timestep_per_token(timestep: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """0 for the tokens of the first latent frame, which has no noise, and the sample's for all others. [B] -> [B, S]"""
+    _, _, frames, height, width = latents.shape
+    per_frame = timestep[:, None].repeat(1, frames)
+    per_frame[:, 0] = 0
+    return per_frame.repeat_interleave((height // 2) * (width // 2), dim=1)
 
 
 def read_prediction(output: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
@@ -229,6 +269,20 @@ def encode_latents(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
     latents = vae.encode(pixels.to(vae.dtype)).latent_dist.mode().float()
     mean, std = _statistics(vae, latents.device)
     return (latents - mean) / std
+
+
+def encode_condition(vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """The first frame as WanImageToVideoPipeline gives it: [B, 3, F, height, width] -> [B, stride + C, F', H, W].
+
+    Mask first, 1 where a frame is given: its channels are the video frames of a latent frame, and the first latent
+    frame, which stands for one video frame, has it in all of them. Then the latents of first frame and grey.
+    """
+    given = torch.cat([pixels[:, :, :1], torch.zeros_like(pixels[:, :, 1:])], dim=2)
+    latents = encode_latents(vae, given)
+    batch, _, *cells = latents.shape
+    mask = latents.new_zeros(batch, vae.config.scale_factor_temporal, *cells)
+    mask[:, :, 0] = 1
+    return torch.cat([mask, latents], dim=1)
 
 
 def decode_latents(vae: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -310,7 +364,15 @@ WAN = ModelFamily(
         "blocks.*.attn[12].to_out.0",
         "blocks.*.ffn.net.*",
     ),
-    latent=LatentSpec(channels=16, spatial_stride=8, frame_stride=4, size_multiple=16, num_tokens_per_cell=0.25),
+    latent=LatentSpec(
+        channels=16,
+        spatial_stride=8,
+        frame_stride=4,
+        size_multiple=16,
+        num_tokens_per_cell=0.25,
+        fps=16,
+        frame_lengths=_FRAME_LENGTHS,
+    ),
     timesteps=TimestepSpec(sampling="logit_normal", shift="musubi_3.0", shift_presets=_SHIFTS),
     variants=(
         Variant("wan2.1-t2v-14b", _14B, (_UMT5,), vae_config=_VAE_21),
@@ -324,15 +386,25 @@ WAN = ModelFamily(
             sigma_range=(0.0, _A14B_BOUNDARY),
             transformer_folder="transformer_2",
         ),
+        Variant("wan2.2-ti2v-5b", _5B, (_UMT5,), vae_config=_VAE_22, latent=_LATENT_5B),
         Variant(
-            "wan2.2-ti2v-5b",
-            _config(30, 24, 14336, channels=48),
+            "wan2.2-i2v-a14b-high",
+            _I2V_14B,
             (_UMT5,),
-            vae_config=_VAE_22,
-            latent=LatentSpec(
-                channels=48, spatial_stride=16, frame_stride=4, size_multiple=32, num_tokens_per_cell=0.25
-            ),
+            vae_config=_VAE_21,
+            sigma_range=(_I2V_A14B_BOUNDARY, 1.0),
+            condition="first_frame",
         ),
+        Variant(
+            "wan2.2-i2v-a14b-low",
+            _I2V_14B,
+            (_UMT5,),
+            vae_config=_VAE_21,
+            sigma_range=(0.0, _I2V_A14B_BOUNDARY),
+            transformer_folder="transformer_2",
+            condition="first_frame",
+        ),
+        Variant("wan2.2-ti2v-5b-i2v", _5B, (_UMT5,), vae_config=_VAE_22, latent=_LATENT_5B, condition="first_latents"),
     ),
     renames=_RENAMES,
     modelspec_architecture="wan2.1",
@@ -341,6 +413,13 @@ WAN = ModelFamily(
     read_prediction=read_prediction,
     encode_latents=encode_latents,
     decode_latents=decode_latents,
+    encode_condition=encode_condition,
+    unsupported={
+        "img_emb.*": _NEEDS_CLIP,
+        "condition_embedder.image_embedder.*": _NEEDS_CLIP,
+        "vace_*": "it is VACE, whose control inputs are not made here",
+        "control_adapter.*": "it is a camera model, whose control inputs are not made here",
+    },
     native=(WAN_MODEL,),
     comfy=_COMFY,
 )

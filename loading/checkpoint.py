@@ -17,6 +17,7 @@ modulation tables), which become float32.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import inspect
 import json
@@ -183,6 +184,7 @@ def _read_folder(source: _Source, records: dict[str, TensorRecord], families: Se
     family = next((family for family in families if family.transformer_class == class_name), None)
     if family is None:
         raise ValueError(f"{source.folder} holds a {class_name}, not a model of {families[0].title}")
+    _refuse_unsupported(source.folder, records, family)
     config = {name: value for name, value in source.config.items() if not name.startswith("_")}
     ignored = getattr(_class_of(family), "_keys_to_ignore_on_load_unexpected", None) or ()
     tensors = {name: r for name, r in records.items() if not any(re.search(pattern, name) for pattern in ignored)}
@@ -201,6 +203,7 @@ def _read_by_names(
     if best.unknown and len(best.unknown) > len(records) // 2 or not records:
         raise ValueError(_nothing_known(source, records, families))
     family = best.family
+    _refuse_unsupported(source.path, records, family)
     if best.unknown:
         raise ValueError(
             f"{source.path} resembles {family.title}, but {len(best.unknown)} of its {len(records)} tensors have no "
@@ -220,6 +223,15 @@ def _read_by_names(
         )
     config = dict(fitting[0].transformer_config)
     return CheckpointInfo(source.path, family, fitting[0], config, best.layout, best.tensors, source.pipeline_folder)
+
+
+def _refuse_unsupported(path: Path, names: Iterable[str], family: ModelFamily) -> None:
+    for name in names:
+        for pattern, reason in family.unsupported.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                raise ValueError(
+                    f"{path} is of {family.title}, but {reason} (it has {name}). Supported: {_names(family.variants)}"
+                )
 
 
 @dataclass(frozen=True)
@@ -271,7 +283,8 @@ def _nothing_known(source: _Source, records: Mapping[str, TensorRecord], familie
 
 def _choose_variant(info: CheckpointInfo, source: _Source, wanted: Variant | None) -> CheckpointInfo:
     """Settle which variant it is: the one asked for, else the first that fits what is known."""
-    possible = [v for v in info.family.variants if _same_config(info.family, v.transformer_config, info.config)]
+    alike = _with_equal_inputs(info, wanted)
+    possible = [v for v in alike if _same_config(info.family, v.transformer_config, info.config)]
     if wanted is not None:
         if possible and wanted not in possible or wanted not in info.family.variants:
             raise ValueError(
@@ -284,11 +297,31 @@ def _choose_variant(info: CheckpointInfo, source: _Source, wanted: Variant | Non
         if others:
             _say_once(f"{source.path} is taken for {chosen.name}; it could also be {_names(others)}, then name it")
     else:
-        chosen = max(info.family.variants, key=lambda v: _num_equal(info.family, v.transformer_config, info.config))
+        chosen = max(alike, key=lambda v: _num_equal(info.family, v.transformer_config, info.config))
         _say_once(f"{source.path} is a {info.family.title} of a size of its own; it is treated like {chosen.name}")
     if chosen.caution and source.pipeline.get("is_distilled") is not False:
         _say_once(f"{chosen.name}: {chosen.caution}")
     return replace(info, variant=chosen)
+
+
+def _with_equal_inputs(info: CheckpointInfo, wanted: Variant | None) -> list[Variant]:
+    """The family's variants that are given a condition beside the noise, if this model takes one; else the others.
+
+    Raises: ValueError if there are none, or the variant asked for is not among them.
+    """
+    config = _with_defaults(info.family, info.config)
+    num_in, num_out = config.get("in_channels"), config.get("out_channels", "null")
+    takes_condition = num_out not in ("null", num_in)
+    alike = [v for v in info.family.variants if v.encodes_condition == takes_condition]
+    is_wrong = wanted in info.family.variants and wanted not in alike
+    if is_wrong or not alike:
+        what = "a condition beside the noise" if takes_condition else "noise only, no condition"
+        raise ValueError(
+            f"{info.path} takes {what} ({num_in} channels in, {num_out} out); "
+            + (f"for {info.family.title} that is {_names(alike)}" if alike else f"no {info.family.title} here does")
+            + (f", not {wanted.name}" if wanted and is_wrong else "")
+        )
+    return alike
 
 
 def _likeliest(possible: Sequence[Variant], source: _Source) -> Variant:

@@ -112,8 +112,8 @@ class CacheCaptionsAndLatents(io.ComfyNode):
                     "stock_vae",
                     display_name="stock VAE",
                     optional=True,
-                    tooltip="ComfyUI's VAE, from its loaders. Connected, it encodes the images as VAE Encode does, and "
-                    "the vae name and vae_device have no effect. Handy when the model is a single file.",
+                    tooltip="ComfyUI's VAE, from its loaders. Connected, it encodes images and clips as VAE Encode "
+                    "does, and the vae name and vae_device have no effect. Handy when the model is a single file.",
                 ),
             ],
             outputs=[DatasetSocket.Output("cached", display_name="dataset", tooltip="The same dataset, encoded.")],

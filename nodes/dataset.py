@@ -1,4 +1,4 @@
-"""Node: folders of images with captions, and how they are used."""
+"""Node: folders of images and clips with captions, and how they are used."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from . import host
-from .fields import folder_state, make_part, read_list
+from .fields import folder_state, make_part, read_auto, read_list, read_number_or_name
 from .host import io
 from .types import DatasetSocket, TrainingDataset
 
@@ -21,9 +21,10 @@ class TrainingDatasetNode(io.ComfyNode):
             node_id="DeviceBridgeTrainingDataset",
             display_name="Training Dataset",
             category="DeviceBridge/training",
-            description="A folder of images, each with a caption in a .txt file of the same name and, where wanted, a "
-            "mask in name_mask.png. Chain several of these nodes to train on several folders.",
-            search_aliases=["image folder", "captions", "buckets"],
+            description="A folder of images, and of clips for models that make videos, each with a caption in a .txt "
+            "file of the same name and, where wanted, a mask in name_mask.png. Chain several of these nodes to train "
+            "on several folders.",
+            search_aliases=["image folder", "video folder", "clips", "captions", "buckets"],
             inputs=[
                 io.String.Input(
                     "folder",
@@ -36,14 +37,14 @@ class TrainingDatasetNode(io.ComfyNode):
                     default=1,
                     min=1,
                     max=10000,
-                    tooltip="How often each image of this folder is used per epoch. Matters when folders of different "
-                    "size are mixed.",
+                    tooltip="How often each image or clip of this folder is used per epoch. Matters when folders of "
+                    "different size are mixed.",
                 ),
                 io.String.Input(
                     "resolutions",
                     default="512",
-                    tooltip="Size in pixels; images are scaled to about this squared, keeping their shape. Several, "
-                    "such as 512, 768, use each image once per size.",
+                    tooltip="Size in pixels; images and clips are scaled to about this squared, keeping their shape. "
+                    "Several, such as 512, 768, use each once per size.",
                 ),
                 io.Float.Input(
                     "caption_dropout",
@@ -98,8 +99,42 @@ class TrainingDatasetNode(io.ComfyNode):
                     tooltip="Another dataset, whose folders come first. Every setting but folder and repeats is then "
                     "taken from this node.",
                 ),
+                io.String.Input(
+                    "frames",
+                    default="auto",
+                    optional=True,
+                    tooltip="Lengths in frames that clips may be cut to; each gets the longest that fits, and a clip "
+                    "that is shorter than all is refused by name. Wan takes 4n + 1, such as 17, 33, 81. auto takes the "
+                    "model's. Matters with clips, and decides the memory a step needs.",
+                ),
+                io.String.Input(
+                    "fps",
+                    default="auto",
+                    optional=True,
+                    advanced=True,
+                    tooltip="Frames per second taken from a clip. auto takes what the model was trained on, source "
+                    "takes every frame there is, whatever its speed. Matters with clips.",
+                ),
+                io.Combo.Input(
+                    "window",
+                    options=["start", "centre", "uniform"],
+                    default="start",
+                    optional=True,
+                    advanced=True,
+                    tooltip="Which part of a clip that is longer: its start, its centre, or several parts spread "
+                    "evenly (uniform), each a sample with the same caption. Matters with clips.",
+                ),
+                io.Int.Input(
+                    "num_windows",
+                    default=1,
+                    optional=True,
+                    min=1,
+                    max=1000,
+                    advanced=True,
+                    tooltip="Parts per clip. Above 1 with window = uniform only.",
+                ),
             ],
-            outputs=[DatasetSocket.Output("dataset", tooltip="The images and how they are used.")],
+            outputs=[DatasetSocket.Output("dataset", tooltip="The images and clips, and how they are used.")],
             hidden=[io.Hidden.unique_id],
         )
 
@@ -125,6 +160,10 @@ class TrainingDatasetNode(io.ComfyNode):
         max_aspect_ratio: float,
         bucket_step: int,
         previous: TrainingDataset | None = None,
+        frames: str = "auto",
+        fps: str = "auto",
+        window: str = "start",
+        num_windows: int = 1,
     ) -> io.NodeOutput:
         from ..training.config import DataConfig, EvaluationConfig, FolderConfig
 
@@ -141,23 +180,37 @@ class TrainingDatasetNode(io.ComfyNode):
             bucket_step=bucket_step,
             caption_dropout=caption_dropout,
             use_masks=use_masks,
+            frames=read_list(read_auto(frames), int, "frames"),
+            fps=_read_fps(fps),
+            window=window,
+            num_windows=num_windows,
         )
         evaluation = make_part(EvaluationConfig, folder=held_out, every_steps=evaluate_every)
         host.NodeView(cls.hidden.unique_id).show_text(_describe(data, evaluation))
         return io.NodeOutput(TrainingDataset(data, evaluation))
 
 
-def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
-    """Reads every image's header, so that a broken one is named at once.
+def _read_fps(text: str) -> float | str:
+    fps = read_number_or_name(text) or 0.0
+    if isinstance(fps, str) and fps != "source":
+        raise ValueError(f"fps: {text!r} is neither a number, auto nor source")
+    return fps
 
-    Raises: ValueError naming every unreadable image.
+
+def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
+    """Reads every image, and every clip as far as scan_folders does, so that a broken one is named at once.
+
+    Raises: ValueError naming everything that cannot be used.
     """
     from ..families.spec import LatentSpec
     from ..training.config import FolderConfig
     from ..training.data import scan_folders
 
-    latent = LatentSpec(channels=16, spatial_stride=16)  # no model is known here; only the images are looked at
-    text = f"{len(scan_folders(data, latent))} samples per epoch"
+    # No model is known here; the files are looked at as a model would that takes any clip.
+    latent = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
+    samples = scan_folders(data, latent)
+    num_clips = sum(bool(sample.frames) for sample in samples)
+    text = f"{len(samples)} samples per epoch" + (f" ({num_clips} of clips)" if num_clips else "")
     if evaluation.folder:
         held_out = dataclasses.replace(data, folders=(FolderConfig(evaluation.folder),))
         text += f", {len(scan_folders(held_out, latent))} for evaluation"

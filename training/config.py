@@ -132,7 +132,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, config=_STRICT)
 class FolderConfig:
-    """One dataset folder: images with captions of the same name (.txt) and optional masks (name_mask.png)."""
+    """One dataset folder: images and clips with captions of the same name (.txt) and optional masks (name_mask.png)."""
 
     path: str
     repeats: Positive = 1
@@ -140,15 +140,20 @@ class FolderConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class DataConfig:
-    """The images.
+    """The images and clips.
 
     Args:
         folders: dataset folders.
-        resolutions: pixels; each image is used once per resolution, at an area of about resolution squared.
+        resolutions: pixels; each image or clip is used once per resolution, at an area of about resolution squared.
         max_aspect_ratio: widest bucket, long side over short side.
         bucket_step: bucket sides are multiples of this many pixels; 0 takes the family's smallest.
         caption_dropout: probability that a sample is trained with the empty caption.
         use_masks: weigh the loss by name_mask.png where it exists.
+        frames: lengths a clip may be cut to; it gets the longest that fits. () takes the family's. 1 is for images, and
+            for clips only if it is the only length.
+        fps: frames per second that are taken from a clip; 0 takes the family's, "source" every frame there is.
+        window: which part of a longer clip: its "start", its "centre", or num_windows of them, spread evenly from start
+            to end ("uniform"), each a sample of its own.
         encoded: in place of folders, a list of samples that arrived as latents and text states, see
             caching/encoded.py. Everything that is about images has no effect then.
     """
@@ -159,6 +164,10 @@ class DataConfig:
     bucket_step: Annotated[int, Field(ge=0)] = 0
     caption_dropout: Fraction = 0.0
     use_masks: bool = True
+    frames: tuple[Positive, ...] = ()
+    fps: Annotated[float, Field(ge=0, le=1000)] | Literal["source"] = 0.0
+    window: Literal["start", "centre", "uniform"] = "start"
+    num_windows: Positive = 1
     encoded: str = ""
 
     def __post_init__(self) -> None:
@@ -166,6 +175,8 @@ class DataConfig:
             raise ValueError("data needs folders of images, or encoded, and not both")
         if self.encoded and self.caption_dropout:
             raise ValueError("caption_dropout needs the empty caption's states, which data.encoded has not; use 0")
+        if (self.window == "uniform") != (self.num_windows > 1):
+            raise ValueError('num_windows above 1 belongs to window = "uniform", and uniform needs it')
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -1,11 +1,14 @@
-"""The images a LoRA is trained on: which there are, how each is cut to a bucket, and in which order they come.
+"""The images and clips a LoRA is trained on: which there are, how each is cut to a bucket, and in which order.
 
 A dataset is one or more ordinary folders: name.png (or .jpg, .jpeg, .webp, .bmp) with its caption in name.txt and,
-where wanted, a loss mask in name_mask.png. Sub-folders and hidden files are not looked at.
+where wanted, a loss mask in name_mask.png. Models that make videos also take clips: name.mp4 (or .m4v, .mov, .mkv,
+.webm), animations (name.gif, .webp, .png), and a sub-folder `name` of images that has a name.txt beside it. Other
+sub-folders and hidden files are not looked at.
 
-Batches need images of one size, so a sample is resized and cropped to a bucket: a size of about resolution squared
-pixels whose sides the model accepts. Of a resolution's buckets an image gets the one of the nearest aspect ratio, is
-resized to cover it, and loses what overhangs in equal parts on both sides.
+Batches need samples of one size and length, so a sample is resized and cropped to a bucket: a size of about resolution
+squared pixels whose sides the model accepts. Of a resolution's buckets an image gets the one of the nearest aspect
+ratio, is resized to cover it, and loses what overhangs in equal parts on both sides. What is taken from a clip is said
+in clips.py.
 
 Nothing random is carried along. Whatever is drawn (the order of an epoch, whether a caption is dropped) is a hash of
 the seed, the epoch and the position, so where a run stands is two integers, and it continues alike with any version of
@@ -19,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,8 +31,11 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from ..caching.key import file_fingerprint, settings_fingerprint
+from ..caching.image import IMAGE_SUFFIXES, read_size
+from ..caching.key import settings_fingerprint
+from ..caching.video import CLIP_SUFFIXES, ClipInfo, is_clip, media_fingerprint, probe_clip, sequence_files
 from ..families.spec import LatentSpec
+from .clips import ClipPlan, is_slower, make_clip_plan
 from .config import DataConfig, FolderConfig
 
 if TYPE_CHECKING:
@@ -39,14 +46,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+_SUFFIXES = (*IMAGE_SUFFIXES, *CLIP_SUFFIXES)
 _MASK_END = "_mask"
 _MAX_NAMES = 5  # file names spelt out in a warning
 _MASK_SHAPE_TOLERANCE = 0.02  # mask and image may differ by this much in aspect ratio: sizes get rounded
 
 
 class TrainingSample(Protocol):
-    """What batches are made of: an image with its caption, or a sample that arrived encoded."""
+    """What batches are made of: an image or clip with its caption, or a sample that arrived encoded."""
 
     @property
     def caption(self) -> str: ...
@@ -56,21 +63,27 @@ class TrainingSample(Protocol):
 
     @property
     def bucket(self) -> tuple[int, ...]:
-        """Samples of one bucket can share a batch."""
+        """Samples of one bucket and length can share a batch."""
+        ...
+
+    @property
+    def num_frames(self) -> int:
+        """Video frames; 1 for an image."""
         ...
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One image as it is trained on.
+    """One image, or one window of a clip, as it is trained on.
 
     Args:
-        path: image file.
+        path: image, video file, or folder of images.
         caption: "" where there is none.
-        mask_path: loss mask, or None.
+        mask_path: loss mask, or None; of a clip it counts for all frames.
         resize: size of the whole image after resizing.
         crop: (top, left, height, width) in pixels, inside `resize`.
-        bucket: size of what is left; samples of one bucket can share a batch.
+        bucket: size of what is left; samples of one bucket and length can share a batch.
+        frames: of a clip, which of its frames; () for an image.
     """
 
     path: str
@@ -79,12 +92,18 @@ class Sample:
     resize: tuple[int, int]
     crop: tuple[int, int, int, int]
     bucket: tuple[int, int]
+    frames: tuple[int, ...] = ()
+
+    @property
+    def num_frames(self) -> int:
+        """Video frames; 1 for an image."""
+        return len(self.frames) or 1
 
     def image_request(self) -> ImageRequest:
         """The pixels to encode; equal for samples that differ in caption or mask only."""
         from ..caching.encode import ImageRequest
 
-        return ImageRequest(self.path, self.resize, self.crop)
+        return ImageRequest(self.path, self.resize, self.crop, self.frames)
 
 
 # --- folders to samples ----------------------------------------------------------------------------------------------
@@ -92,59 +111,73 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Picture:
-    """One image file as found: caption None without a caption file, size None if unreadable, and all that is wrong."""
+    """One image or clip as found: caption None without a caption file, size None if unreadable, and all that is wrong.
+
+    Args:
+        clip: what a clip is; None for an image. cuts: its frames of each sample.
+    """
 
     path: Path
     mask: Path | None
     size: tuple[int, int] | None
     caption: str | None
     problems: tuple[str, ...]
+    clip: ClipInfo | None = None
+    cuts: tuple[tuple[int, ...], ...] = ((),)
 
 
 def scan_folders(config: DataConfig, latent: LatentSpec) -> list[Sample]:
-    """Every image of every folder as samples: by file name, each image at each resolution, each `repeats` times.
+    """Every image and clip of every folder as samples: by file name, each at each resolution, each `repeats` times.
 
     All images and masks are decoded once, so that a broken file is found now and not hours later; that costs some
-    milliseconds per megapixel and core. One warning each says how many captions are missing, how many are empty, and
-    how many images are smaller than their bucket and so upscaled.
+    milliseconds per megapixel and core. Of a video all packets are read and the first frame is decoded, which finds a
+    file that is cut short; damage in its middle is found when it is encoded. One warning each says how many captions
+    are missing, how many are empty, how many images are smaller than their bucket and so upscaled, and how many clips
+    are slower than asked for or HDR.
 
     Raises: ValueError for a folder that is missing or holds no image; for files that cannot be used, naming all of
-        them with the reason; for a resolution below the model's smallest side.
+        them with the reason; for a resolution below the model's smallest side, or a clip length it does not take.
     """
     from PIL import Image
 
     step = math.lcm(latent.size_multiple, config.bucket_step or 1)
     choices = [make_buckets(resolution, step, config.max_aspect_ratio) for resolution in config.resolutions]
-    found = [(folder, *files) for folder in config.folders for files in _list_folder(folder, config.use_masks)]
+    plan = make_clip_plan(config, latent)
+    found = [(folder, *files) for folder in config.folders for files in _list_folder(folder, config.use_masks, latent)]
     Image.init()  # not thread-safe: in two threads at once, one would not know the formats yet
     with ThreadPoolExecutor() as pool:
-        pictures = list(pool.map(lambda entry: _inspect(entry[1], entry[2]), found))
+        pictures = list(pool.map(lambda entry: _inspect(entry[1], entry[2], plan, latent), found))
     _refuse_problems(pictures)
     samples = []
     for (folder, _, _), picture in zip(found, pictures, strict=True):
         for buckets in choices:
-            samples += [_make_sample(picture, buckets)] * folder.repeats
+            samples += _make_samples(picture, buckets) * folder.repeats
     _warn_of_missing_captions(pictures)
     _warn_of_empty_captions(pictures)
     _warn_of_small_images(pictures, samples)
+    _warn_of_clips(pictures, plan)
     _refuse_masks_outside(samples, latent)
     return samples
 
 
-def _list_folder(folder: FolderConfig, use_masks: bool) -> list[tuple[Path, Path | None]]:
-    """The images of a folder with their masks, sorted by name.
+def _list_folder(folder: FolderConfig, use_masks: bool, latent: LatentSpec) -> list[tuple[Path, Path | None]]:
+    """The images and clips of a folder with their masks, sorted by name.
 
-    Raises: ValueError if there is no image; for a mask that is no PNG.
+    Raises: ValueError if there is none; for a mask that is no PNG.
     """
     root = Path(folder.path)
     if not root.is_dir():
         raise ValueError(f"the dataset folder {root} does not exist; give a folder of images")
-    files = sorted((file for file in root.iterdir() if _is_image_name(file) and file.is_file()), key=lambda f: f.name)
-    images = [file for file in files if not _is_mask_name(file)]
+    entries = sorted((entry for entry in root.iterdir() if not entry.name.startswith(".")), key=lambda f: f.name)
+    files = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in _SUFFIXES]
+    taken = {file.stem for file in files}  # cat.txt is the caption of cat.png, and not of a folder cat beside it
+    folders = [entry for entry in entries if entry.is_dir()]
+    sequences = [entry for entry in folders if entry.name not in taken and _caption_file(entry).is_file()]
+    images = sorted([*(file for file in files if not _is_mask_name(file)), *sequences], key=lambda f: f.name)
     masks = {file.stem.removesuffix(_MASK_END): file for file in files if _is_mask_name(file)}
-    stems = {image.stem for image in images}
+    stems = {_stem(image) for image in images}
     for image in images:
-        if image.stem.endswith(_MASK_END) and image.stem.removesuffix(_MASK_END) in stems:
+        if _stem(image).endswith(_MASK_END) and _stem(image).removesuffix(_MASK_END) in stems:
             raise ValueError(f"{image} looks like a mask, which must be a PNG; save it as {image.stem}.png")
     if orphans := [mask.name for stem, mask in masks.items() if stem not in stems]:
         _log.warning(
@@ -153,24 +186,43 @@ def _list_folder(folder: FolderConfig, use_masks: bool) -> list[tuple[Path, Path
             _names(orphans),
             "it" if len(orphans) == 1 else "them",
         )
+    if latent.is_video:
+        _warn_of_unused_folders(root, [entry for entry in folders if entry not in sequences])
     if not images:
         raise ValueError(
-            f"no images in {root}; looked for names ending in {', '.join(IMAGE_SUFFIXES)} (not in _mask.png, which are "
-            "masks), directly in the folder and not in its sub-folders"
+            f"no images in {root}; looked for names ending in {', '.join(_SUFFIXES)} (not in _mask.png, which are "
+            "masks), directly in the folder and not in its sub-folders, except those of a clip, whose caption lies "
+            "beside them"
         )
-    return [(image, masks.get(image.stem) if use_masks else None) for image in images]
+    return [(image, masks.get(_stem(image)) if use_masks else None) for image in images]
 
 
-def _is_image_name(file: Path) -> bool:
-    return file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".")
+def _warn_of_unused_folders(root: Path, folders: Sequence[Path]) -> None:
+    unused = [folder.name for folder in folders if os.access(folder, os.R_OK | os.X_OK) and sequence_files(folder)]
+    if unused:
+        _log.warning(
+            "%s: sub-folders with images are not used: %s; if one is a clip, put its caption beside it, named like the "
+            "folder with .txt",
+            root,
+            _names(unused),
+        )
+
+
+def _stem(path: Path) -> str:
+    """The name without a file's ending; a folder's name has none."""
+    return path.name if path.is_dir() else path.stem
+
+
+def _caption_file(path: Path) -> Path:
+    return path.with_name(f"{_stem(path)}.txt")
 
 
 def _is_mask_name(file: Path) -> bool:
     return file.stem.endswith(_MASK_END) and file.suffix.lower() == ".png"
 
 
-def _inspect(path: Path, mask: Path | None) -> _Picture:
-    """Read everything about one image, keeping what is wrong instead of stopping at it."""
+def _inspect(path: Path, mask: Path | None, plan: ClipPlan, latent: LatentSpec) -> _Picture:
+    """Read everything about one image or clip, keeping what is wrong instead of stopping at it."""
     problems: list[str] = []
 
     def attempt(read: Callable[[Path], _T], file: Path) -> _T | None:
@@ -180,35 +232,42 @@ def _inspect(path: Path, mask: Path | None) -> _Picture:
             problems.append(str(error))
             return None
 
-    size = attempt(_read_size, path)
-    caption = attempt(_read_caption, path.with_suffix(".txt"))
+    clip = attempt(lambda file: _read_clip(file, latent), path)
+    cuts = attempt(lambda file: _cut_clip(file, clip, plan), path)
+    size = clip.size if clip else None if problems else attempt(read_size, path)
+    caption = attempt(_read_caption, _caption_file(path))
     mask_size = attempt(_read_mask_size, mask) if mask else None
     if size and mask_size and abs(math.log(_aspect(mask_size) / _aspect(size))) > _MASK_SHAPE_TOLERANCE:
         problems.append(
             f"{mask}: is {mask_size[1]}x{mask_size[0]}, but its image is {size[1]}x{size[0]}; "
             "a mask needs the shape of its image"
         )
-    return _Picture(path, mask, size, caption, tuple(problems))
+    return _Picture(path, mask, size, caption, tuple(problems), clip, cuts or ((),))
 
 
-def _read_size(path: Path) -> tuple[int, int]:
-    """Size of an image as read_pixels will see it; decodes all of it.
+def _read_clip(path: Path, latent: LatentSpec) -> ClipInfo | None:
+    """None for an image. For a model that makes images, an animation is its first frame, unless its name says video.
 
-    Raises: ValueError naming the file if it is broken.
+    Raises: ValueError naming a clip that cannot be used.
     """
-    from PIL import Image
+    is_by_name = path.is_dir() or path.suffix.lower() in CLIP_SUFFIXES
+    if not (is_by_name or latent.is_video) or not is_clip(path):
+        return None
+    if not latent.is_video:
+        raise ValueError(
+            f"{path}: is a clip, but this model makes images only; save the frames you want as images, or take it out "
+            "of the dataset"
+        )
+    return probe_clip(path)
 
+
+def _cut_clip(path: Path, clip: ClipInfo | None, plan: ClipPlan) -> tuple[tuple[int, ...], ...]:
+    if clip is None:
+        return ((),)
     try:
-        with Image.open(path) as image:
-            width, height = image.size
-            image.draft(
-                "RGB", (max(1, width // 8), max(1, height // 8))
-            )  # JPEG: all of the file is read, an eighth is computed
-            image.load()
-            is_turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path}: cannot be read as an image ({error})") from error
-    return (width, height) if is_turned else (height, width)
+        return tuple(plan.cut(clip))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _read_caption(path: Path) -> str | None:
@@ -238,8 +297,34 @@ def _refuse_problems(pictures: Sequence[_Picture]) -> None:
     if bad:
         lines = "\n".join(f"  {problem}" for picture in bad for problem in picture.problems)
         raise ValueError(
-            f"{len(bad)} of {len(pictures)} images cannot be used; repair them or take them out of the dataset:\n"
-            + lines
+            f"{len(bad)} of {len(pictures)} {_kinds(pictures)} cannot be used; "
+            f"repair them or take them out of the dataset:\n{lines}"
+        )
+
+
+def _kinds(pictures: Sequence[_Picture]) -> str:
+    """What to call them."""
+    has_clips = any(p.clip or p.path.is_dir() or p.path.suffix.lower() in CLIP_SUFFIXES for p in pictures)
+    return "images and clips" if has_clips else "images"
+
+
+def _warn_of_clips(pictures: Sequence[_Picture], plan: ClipPlan) -> None:
+    clips = [(picture.path.name, picture.clip) for picture in pictures if picture.clip]
+    if slow := [name for name, clip in clips if is_slower(clip, plan.fps)]:
+        _log.warning(
+            "%d of %d clips have fewer than %g frames per second, so frames come twice: %s; "
+            'set data.fps to theirs, or to "source"',
+            len(slow),
+            len(clips),
+            plan.fps,
+            _names(slow),
+        )
+    if hdr := [name for name, clip in clips if clip.is_hdr]:
+        _log.warning(
+            "%d of %d clips are HDR and look washed out as they are read: %s; convert them to SDR first",
+            len(hdr),
+            len(clips),
+            _names(hdr),
         )
 
 
@@ -247,16 +332,17 @@ def _warn_of_missing_captions(pictures: Sequence[_Picture]) -> None:
     missing = [picture.path.name for picture in pictures if picture.caption is None]
     if missing:
         _log.warning(
-            "%d of %d images have no caption file and are trained with an empty caption: %s; "
+            "%d of %d %s have no caption file and are trained with an empty caption: %s; "
             "write the caption of name.png into name.txt",
             len(missing),
             len(pictures),
+            _kinds(pictures),
             _names(missing),
         )
 
 
 def _warn_of_empty_captions(pictures: Sequence[_Picture]) -> None:
-    empty = [str(picture.path.with_suffix(".txt")) for picture in pictures if picture.caption == ""]
+    empty = [str(_caption_file(picture.path)) for picture in pictures if picture.caption == ""]
     if empty:
         _log.warning(
             "%d of %d caption files are empty, as a full disk leaves them, and their images are trained with an empty "
@@ -332,12 +418,14 @@ def plan_crop(size: tuple[int, int], bucket: tuple[int, int]) -> tuple[tuple[int
     return resize, ((resize[0] - bucket[0]) // 2, (resize[1] - bucket[1]) // 2, *bucket)
 
 
-def _make_sample(picture: _Picture, buckets: Sequence[tuple[int, int]]) -> Sample:
+def _make_samples(picture: _Picture, buckets: Sequence[tuple[int, int]]) -> list[Sample]:
+    """One, or one per window of a clip."""
     assert picture.size is not None
     bucket = choose_bucket(picture.size, buckets)
     resize, crop = plan_crop(picture.size, bucket)
     mask = str(picture.mask) if picture.mask else None
-    return Sample(str(picture.path), picture.caption or "", mask, resize, crop, bucket)
+    caption = picture.caption or ""
+    return [Sample(str(picture.path), caption, mask, resize, crop, bucket, frames) for frames in picture.cuts]
 
 
 def _aspect(size: tuple[int, int]) -> float:
@@ -394,14 +482,16 @@ def _read_mask(path: Path) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """Indices into the samples, all of one bucket, and which of them are trained with the empty caption. [B] each"""
+    """Indices into the samples, all of one bucket and length, and which are trained with the empty caption. [B] each"""
 
     indices: tuple[int, ...]
     captions_dropped: tuple[bool, ...]
 
 
 class BatchOrder:
-    """An endless order of batches: every sample once per epoch, batches of one bucket, shuffled anew for every epoch.
+    """An endless order of batches: every sample once per epoch, shuffled anew for every epoch.
+
+    A batch is of one bucket and length.
 
     Where a bucket's samples do not divide by the batch size, its last batch of the epoch is smaller; filling it up
     would train some samples more often than others.
@@ -417,7 +507,7 @@ class BatchOrder:
     ) -> None:
         if not samples:
             raise ValueError("there are no samples to train on; give a dataset with at least one image")
-        self._buckets = [sample.bucket for sample in samples]
+        self._buckets = [(*sample.bucket, sample.num_frames) for sample in samples]
         self._batch_size = batch_size
         self._seed = seed
         self._caption_dropout = caption_dropout
@@ -472,13 +562,17 @@ class BatchOrder:
 
 
 def dataset_fingerprint(samples: Sequence[Sample]) -> str:
-    """Hash of what is trained on, in order: image and mask bytes, captions, crops; not where the files lie.
+    """Hash of what is trained on, in order: image and mask bytes, captions, crops, frames; not where the files lie.
 
     Raises: OSError if a file has gone.
     """
     paths = dict.fromkeys(path for sample in samples for path in (sample.path, sample.mask_path) if path)
     with ThreadPoolExecutor() as pool:
-        content = dict(zip(paths, pool.map(file_fingerprint, paths), strict=True))
+        content = dict(zip(paths, pool.map(media_fingerprint, paths), strict=True))
     return settings_fingerprint(
-        [[content[s.path], s.caption, s.mask_path and content[s.mask_path], s.resize, s.crop] for s in samples]
+        [
+            [content[s.path], s.caption, s.mask_path and content[s.mask_path], s.resize, s.crop]
+            + ([s.frames] if s.frames else [])  # images alone hash as they did before there were clips
+            for s in samples
+        ]
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -84,6 +84,7 @@ from .stock import (
     StockReader,
     make_stock_reader,
     read_encoded_samples,
+    refuse_condition,
     refuse_missing,
     refuse_unfit_latents,
     refuse_unfit_texts,
@@ -104,7 +105,7 @@ class JobPlan:
 
     Args:
         job: without "auto" for what the planner decides.
-        samples: images; () where the dataset arrived encoded.
+        samples: images and clips; () where the dataset arrived encoded.
         encoded: then, its samples.
         training: what the planner chose; None on machines it knows nothing of.
     """
@@ -197,15 +198,17 @@ def check_job(job: JobConfig, *, is_to_train: bool = True) -> JobPlan:
         check_original_layout(info.family, targets, job.lora.dora)
     latent = info.family.latent_of(variant)
     encoded = _read_encoded(job, info, variant)
-    resolution = resolution_of(encoded, latent) if encoded else max(job.data.resolutions)
     samples = tuple(scan_folders(job.data, latent)) if not encoded else ()
     eval_samples: tuple[Sample, ...] = ()
     if job.evaluation.folder:
         eval_samples = tuple(scan_folders(_evaluation_data(job), latent))
-    training = _plan_on_cards(job, info, variant, _largest(samples, encoded, latent)) if is_to_train else None
+    _refuse_stills(variant, (*samples, *eval_samples), encoded)
+    largest = _largest(samples, encoded, latent)
+    training = _plan_on_cards(job, info, variant, largest) if is_to_train else None
     if training is None:
         job = _without_auto(job)
-        placement = plan_job_placement(job, info, variant, model, resolution)
+        sizes = (resolution_of(encoded, latent), largest[2]) if encoded else ()
+        placement = plan_job_placement(job, info, variant, model, *sizes)
     else:
         job, placement = training.job, training.placement
     plan = JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded, training)
@@ -215,17 +218,29 @@ def check_job(job: JobConfig, *, is_to_train: bool = True) -> JobPlan:
     return plan
 
 
+def _refuse_stills(variant: Variant, samples: Iterable[Sample], encoded: Sequence[EncodedSample]) -> None:
+    """Raises: ValueError naming the single images, if the variant is given the first frame."""
+    stills = dict.fromkeys(sample.path for sample in samples if sample.num_frames == 1)
+    stills |= {f"sample {n}": None for n, sample in enumerate(encoded, start=1) if sample.num_frames == 1}
+    if variant.condition != "none" and stills:
+        names = ", ".join(list(stills)[:5]) + (f" and {len(stills) - 5} more" if len(stills) > 5 else "")
+        raise ValueError(
+            f"{variant.name} is given the first frame, so in a single image nothing is left to learn; take out these "
+            f"{len(stills)}, or give clips and data.frames above 1: {names}"
+        )
+
+
 def _plan_on_cards(
     job: JobConfig,
     info: CheckpointInfo,
     variant: Variant,
-    bucket: tuple[int, int],
+    largest: tuple[int, int, int],
     devices: Sequence[torch.device] = (),
 ) -> TrainingPlan | None:
     """What the planner chooses on this machine; None where it does not know a device's memory, as on a CPU.
 
     Args:
-        bucket: (height, width) in pixels of the largest samples.
+        largest: height and width in pixels and frames of the samples that take the most.
         devices: of every block, where a run that is resumed must have them; () leaves the cut to the planner.
     Raises: ValueError if nothing fits.
     """
@@ -233,7 +248,7 @@ def _plan_on_cards(
     if cards is None:
         return None
     cuts = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]] if devices else None
-    training = plan_training(Planner(job, info, variant, cards, bucket, cuts=cuts))
+    training = plan_training(Planner(job, info, variant, cards, largest[:2], frames=largest[2], cuts=cuts))
     if training.warning:
         _log.warning("%s", training.warning)
     return training
@@ -261,20 +276,22 @@ def plan_job(job: JobConfig, cards: Sequence[Card] = ()) -> TrainingPlan:
             "a plan was asked for this machine's cards, but there is none whose memory torch can tell; name cards "
             'with --cards, such as "24GB,24GB"'
         )
-    return plan_training(Planner(job, info, variant, known, _largest(samples, encoded, latent)))
+    height, width, frames = _largest(samples, encoded, latent)
+    return plan_training(Planner(job, info, variant, known, (height, width), frames=frames))
 
 
-def _largest(samples: Sequence[Sample], encoded: Sequence[EncodedSample], latent: LatentSpec) -> tuple[int, int]:
-    """(height, width) in pixels of the samples that take the most."""
+def _largest(samples: Sequence[Sample], encoded: Sequence[EncodedSample], latent: LatentSpec) -> tuple[int, int, int]:
+    """Height and width in pixels and frames of the samples that take the most."""
     if encoded:
         side = resolution_of(encoded, latent)
-        return side, side
+        return side, side, max(sample.num_frames for sample in encoded)
     return largest_bucket(samples)
 
 
 def _read_encoded(job: JobConfig, info: CheckpointInfo, variant: Variant) -> tuple[EncodedSample, ...]:
     if not job.data.encoded:
         return ()
+    refuse_condition(variant)
     return read_encoded_samples(job.data.encoded, make_stock_reader(info.family, variant, info.config))
 
 
@@ -302,6 +319,8 @@ def _check_encoders(plan: JobPlan) -> None:
     cache = plan.job.cache
     if cache.text_source or cache.latent_source:
         _stock_reader(plan)
+    if cache.latent_source:
+        refuse_condition(plan.variant)
     if not cache.text_source:
         encoders = _component_folder(plan, cache.text_encoders, "text_encoders")
         dtype = getattr(torch, cache.dtype)
@@ -340,22 +359,17 @@ def _dataset_identity(plan: JobPlan) -> str:
 
 
 def _evaluation_data(job: JobConfig) -> DataConfig:
-    return DataConfig(
-        folders=(FolderConfig(job.evaluation.folder),),
-        resolutions=job.data.resolutions,
-        max_aspect_ratio=job.data.max_aspect_ratio,
-        bucket_step=job.data.bucket_step,
-        use_masks=job.data.use_masks,
-    )
+    return replace(job.data, folders=(FolderConfig(job.evaluation.folder),), caption_dropout=0.0)
 
 
 def plan_job_placement(
-    job: JobConfig, info: CheckpointInfo, variant: Variant, model: nn.Module, resolution: int = 0
+    job: JobConfig, info: CheckpointInfo, variant: Variant, model: nn.Module, resolution: int = 0, num_frames: int = 0
 ) -> Placement:
     """Which block goes where, from sizes alone; model may be empty.
 
     Args:
-        resolution: of the largest images in pixels, where the job's config does not say it.
+        resolution, num_frames: of the largest samples in pixels, and of the longest, where the job's config does not
+            say them.
     Raises: ValueError if it does not fit or the cuts are impossible.
     """
     devices = find_devices(job.split.devices)
@@ -375,8 +389,10 @@ def plan_job_placement(
     cost: list[float] = list(map(float, block_bytes))
     home_cost = float(home_bytes)
     if job.split.balance == "time":
+        latent = info.family.latent_of(variant)
         resolution = resolution or max(job.data.resolutions)
-        num_image_tokens = info.family.latent_of(variant).num_tokens(resolution, resolution)
+        num_frames = num_frames or max(job.data.frames or latent.frame_lengths)
+        num_image_tokens = latent.num_tokens(resolution, resolution, num_frames)
         num_text_tokens = max(encoder.max_length for encoder in variant.text_encoders)
         cost = estimate_block_flops(model, info.family, num_image_tokens, num_text_tokens)
         home_cost = 0.0
@@ -448,8 +464,17 @@ def cache_job(
     def cached(samples: tuple[Sample, ...]) -> CachedSamples:
         keys = [latent_keys[sample.image_request()] for sample in samples]
         tokens_per_cell = plan.family.latent_of(plan.variant).num_tokens_per_cell
-        use_masks = plan.job.data.use_masks
-        return CachedSamples(store, samples, keys, text_keys, use_masks, tokens_per_cell, varying, **readers)
+        return CachedSamples(
+            store,
+            samples,
+            keys,
+            text_keys,
+            plan.job.data.use_masks,
+            tokens_per_cell,
+            varying,
+            gives_first_latents=_gives_first_latents(plan),
+            **readers,
+        )
 
     return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
 
@@ -473,9 +498,14 @@ def _encoded_data(plan: JobPlan) -> CachedSamples:
         {sample.caption: sample.caption for sample in plan.encoded},
         use_masks=False,
         tokens_per_cell=plan.family.latent_of(plan.variant).num_tokens_per_cell,
+        gives_first_latents=_gives_first_latents(plan),
         read_latents=reader.read_latents,
         read_text=reader.read_text,
     )
+
+
+def _gives_first_latents(plan: JobPlan) -> bool:
+    return plan.variant.condition == "first_latents"
 
 
 def fill_captions(
@@ -569,7 +599,7 @@ def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
         entries = text_entries(_captions(plan), _text_sources(plan))
         return {key: f"caption {textwrap.shorten(caption, 80)!r}" for caption, keys in entries.items() for key in keys}
     images = image_keys(_image_requests(plan), _latent_source(plan))
-    return {key: f"image {request.path}" for request, key in images.items()}
+    return {key: f"{'clip' if request.frames else 'image'} {request.path}" for request, key in images.items()}
 
 
 def _captions(plan: JobPlan) -> list[str]:

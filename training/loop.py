@@ -36,7 +36,7 @@ def checkpoint_folder(job: JobConfig) -> Path:
 
 @dataclass(frozen=True)
 class NoisyBatch:
-    """One forward's worth of data on the CPU, noised: see LoadedBatch and add_noise."""
+    """One forward's worth of data on the CPU, noised: see LoadedBatch and add_noise. text: with the conditions."""
 
     text: Mapping[str, torch.Tensor]
     mask: torch.Tensor | None
@@ -182,12 +182,14 @@ class Trainer:
         noise = torch.randn(batch.latents.shape, generator=generator)
         sigmas = self.schedule.sigmas(quantiles, batch.num_tokens)
         noisy = add_noise(batch.latents, noise, sigmas).to(self._dtype)
-        text = {name: self._pinned(self._in_type(states)) for name, states in batch.text.items()}
+        given = {**batch.text, **batch.conditions}
+        text = {name: self._pinned(self._in_type(states)) for name, states in given.items()}
+        mask = None if batch.mask is None else self._pinned(batch.mask)
         pinned = [self._pinned(tensor) for tensor in (noisy, batch.latents, noise, sigmas)]
-        return NoisyBatch(text, batch.mask, *pinned)
+        return NoisyBatch(text, mask, *pinned)
 
     def _in_type(self, states: torch.Tensor) -> torch.Tensor:
-        """Text states in the type that the model computes in; masks stay masks."""
+        """Text states and conditions in the type that the model computes in; masks stay masks."""
         return states.to(self._dtype) if states.is_floating_point() else states
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -207,7 +209,8 @@ class Trainer:
         output = self.model(**inputs, return_dict=False)[0]
         prediction = self.family.read_prediction(output, batch.latents)
         latents, noise = (t.to(output.device, non_blocking=True) for t in (batch.latents, batch.noise))
-        return flow_matching_loss(prediction, latents, noise, batch.mask)
+        mask = None if batch.mask is None else batch.mask.to(output.device, non_blocking=True)
+        return flow_matching_loss(prediction, latents, noise, mask)
 
     @torch.no_grad()
     def evaluate(self) -> float:

@@ -100,7 +100,7 @@ def flow_matching_loss(
 ) -> torch.Tensor:
     """Mean squared error to the velocity noise - latents, computed in float32. [B, C, F, H, W] -> scalar
 
-    mask: weight per latent cell, [B, 1, 1, H, W] in 0..1; the loss is the weighted mean, so a small mask does not
+    mask: weight per latent cell, [B, 1, 1 or F, H, W] in 0..1; the loss is the weighted mean, so a small mask does not
         weaken the step. A sample whose mask is all zero contributes nothing.
     """
     error = (prediction.float() - (noise - latents).float()).square()

@@ -140,9 +140,9 @@ def asked_schedule(job: JobConfig, num_devices: int) -> Kind | None:
     return None
 
 
-def largest_bucket(samples: Sequence[Sample]) -> tuple[int, int]:
-    """(height, width) in pixels of the samples that take the most."""
-    return max((sample.bucket for sample in samples), key=lambda size: size[0] * size[1])
+def largest_bucket(samples: Sequence[Sample]) -> tuple[int, int, int]:
+    """Height and width in pixels and frames of the samples that take the most."""
+    return max(((*sample.bucket, sample.num_frames) for sample in samples), key=math.prod)
 
 
 class Planner:

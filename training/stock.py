@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..caching.encoded import load_encoded
+from ..caching.encoded import EncodedPair, load_encoded
 from ..caching.sources import Shapes, StockClip, StockLatents, StockTexts, StockVae
 from ..families.comfy_inputs import SAMPLES, latents_problem, num_tokens, read_latents, read_text, text_problem
 from ..families.spec import ComfyInputs, LatentSpec, ModelFamily, Variant
@@ -55,8 +55,9 @@ class StockReader:
         """Why text of these shapes does not fit; "" if it does."""
         return text_problem(self.comfy, self.config, self.title, shapes)
 
-    def latents_problem(self, shapes: Shapes) -> str:
-        return latents_problem(self.comfy, self.config, self.latent, self.title, shapes)
+    def latents_problem(self, shapes: Shapes, num_frames: int = 0) -> str:
+        """The same for latents, made of so many video frames; 0 if nobody knows."""
+        return latents_problem(self.comfy, self.config, self.latent, self.title, shapes, num_frames)
 
     def num_tokens(self, shapes: Shapes) -> int:
         """Text tokens that the model sees."""
@@ -76,6 +77,15 @@ def make_stock_reader(family: ModelFamily, variant: Variant, config: Mapping[str
     if family.comfy is None:
         raise ValueError(f"{family.title} cannot be trained on what ComfyUI's encoders make; leave them unconnected")
     return StockReader(family.comfy, config, family.latent_of(variant), variant.name)
+
+
+def refuse_condition(variant: Variant) -> None:
+    """Raises: ValueError for a variant whose cache entries hold more than a LATENT does."""
+    if variant.encodes_condition:
+        raise ValueError(
+            f"{variant.name} is also given the encoded first frame, which only the model's own VAE makes here, not "
+            "ComfyUI's; leave stock_vae unconnected (cache.latent_source), and give clips in place of latents"
+        )
 
 
 def stock_texts(settings: CacheConfig, reader: StockReader, encoders: StockEncoders) -> StockTexts:
@@ -129,7 +139,7 @@ def refuse_unfit_latents(reader: StockReader, store: CacheStore, keys: Mapping[I
     Raises: ValueError.
     """
     for request, key in keys.items():
-        if reason := reader.latents_problem(store.shapes(key)):
+        if reason := reader.latents_problem(store.shapes(key), len(request.frames) or 1):
             raise ValueError(f"the stock VAE does not fit: of {request.path}, {reason}")
 
 
@@ -140,11 +150,13 @@ class EncodedSample:
     Args:
         latents: key of its latents. caption: key of its text, by which the text's entry is asked for.
         bucket: latent sides and text tokens; samples of one bucket can share a batch.
+        num_frames: video frames that its latents stand for.
     """
 
     latents: str
     caption: str
     bucket: tuple[int, ...]
+    num_frames: int = 1
     mask_path: None = None
 
 
@@ -165,10 +177,13 @@ def read_encoded_samples(path: str, reader: StockReader) -> tuple[EncodedSample,
         rest = len(problems) - _MAX_NAMES
         more = [f"and {rest} more"] if rest > 0 else []
         raise ValueError("\n".join(["the encoded dataset does not fit the model:", *problems[:_MAX_NAMES], *more]))
-    return tuple(
-        EncodedSample(p.latents, p.text, (*p.latents_shapes[SAMPLES][1:], reader.num_tokens(p.text_shapes)))
-        for p in pairs
-    )
+    return tuple(_encoded_sample(pair, reader) for pair in pairs)
+
+
+def _encoded_sample(pair: EncodedPair, reader: StockReader) -> EncodedSample:
+    sides = pair.latents_shapes[SAMPLES][1:]
+    num_frames = reader.latent.num_frames(sides[0]) if reader.comfy.latent_dims == 3 else 1
+    return EncodedSample(pair.latents, pair.text, (*sides, reader.num_tokens(pair.text_shapes)), num_frames)
 
 
 def refuse_missing(samples: Sequence[EncodedSample], store: CacheStore) -> None:

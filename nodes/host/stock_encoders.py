@@ -89,9 +89,10 @@ class HostVae:
         settings = {name: _plain(getattr(vae, name)) for name in _VAE_SETTINGS}
         settings["output_dtype"] = str(vae.vae_output_dtype())
         self.fingerprint = _name("VAE", vae.patcher, settings)
+        self.takes_clips = bool(vae.latent_dim == 3 and not vae.not_video)  # VAE.encode makes one video of a batch then
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-        """[1, height, width, 3] in 0..1 -> the samples of a LATENT, as VAEEncode gives them."""
+        """[F, height, width, 3] in 0..1 -> the samples of a LATENT, as VAEEncode gives them."""
         import torch
 
         with torch.inference_mode():

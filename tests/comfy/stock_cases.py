@@ -7,6 +7,8 @@ both with the same weights.
 
 from __future__ import annotations
 
+import dataclasses
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,13 +16,17 @@ import comfy.latent_formats
 import diffusers
 import torch
 from devicebridge.caching.comfy_data import read_conditioning, read_samples
+from devicebridge.caching.vae import load_vae
 from devicebridge.families.comfy_inputs import read_latents, read_text
 from devicebridge.families.registry import find_family
 from devicebridge.nodes.host.stock_encoders import HostClip, HostVae
-from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae
+from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae, make_video_vae
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES as NATIVE
 from devicebridge.tests.comfy.tiny_checkpoints import make_config
 from devicebridge.tests.toy import stack_tensors
+from safetensors.torch import save_file
+
+import nodes
 
 _HEAD = {"num_attention_heads": 1, "attention_head_dim": 128}
 _FLUX = {"num_layers": 2, "num_single_layers": 4, "joint_attention_dim": 48, "guidance_embeds": True, **_HEAD}
@@ -124,6 +130,28 @@ def case_normalisation() -> None:
         (entry,) = read_samples(samples, "test")
         expected = latent_format.process_in(samples).view(1, shape[1], -1, *shape[-2:])
         assert torch.equal(read_latents(comfy_inputs, entry)[None], expected), name
+
+
+def case_clips_of_wan() -> None:
+    """A batch of frames becomes one video, as VAEEncode makes it and as our own VAE does with the same weights."""
+    stock, family = make_video_vae(), find_family("wan")
+    vae = HostVae(stock)
+    assert vae.takes_clips and not HostVae(make_vae("flux1")).takes_clips
+    variant = family.variants[0]
+    variant = dataclasses.replace(variant, vae_config={**variant.vae_config, "base_dim": 8})
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(stock.get_sd(), f"{folder}/vae.safetensors")
+        own = load_vae(family, variant, f"{folder}/vae.safetensors", torch.float32)
+    for num_frames in (1, 5, 9):
+        pixels = torch.rand(num_frames, 32, 48, 3, generator=torch.Generator().manual_seed(num_frames))
+        samples = vae.encode(pixels)
+        assert torch.equal(samples, nodes.VAEEncode().encode(stock, pixels)[0]["samples"]), num_frames
+        found = read_latents(family.comfy, *read_samples(samples, "test"))
+        with torch.no_grad():
+            expected = family.encode_latents(own, (pixels * 2 - 1).movedim(-1, 0)[None])[0]
+        assert found.shape == expected.shape == (16, 1 + num_frames // 4, 4, 6)
+        error = (found - expected).norm() / expected.norm()
+        assert error < 1e-5, f"{num_frames} frames: relative error {error}"
 
 
 def case_clip_names() -> None:

@@ -6,6 +6,7 @@ import base64
 import json
 from typing import Any
 
+import comfy.ldm.wan.vae
 import comfy.sd
 import comfy.supported_models_base
 import comfy.text_encoders.flux
@@ -60,6 +61,15 @@ def make_vae(family: str, seed: int = 0) -> comfy.sd.VAE:
     vae.downscale_ratio = vae.upscale_ratio = 4 if family == "flux2" else 2
     _randomise(vae.first_stage_model, seed)
     return vae
+
+
+def make_video_vae(seed: int = 0, width: int = 8) -> comfy.sd.VAE:
+    """Wan 2.1's with a twelfth of its width: 16 channels, stride 8, 4 frames per latent frame."""
+    layout = {"dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": []}
+    strides = {"temperal_downsample": [False, True, True]}
+    model = comfy.ldm.wan.vae.WanVAE(dim=width, z_dim=16, **layout, **strides)
+    _randomise(model, seed)
+    return comfy.sd.VAE(sd=model.state_dict(), dtype=torch.float32)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.comfy
 EXAMPLE_API = ROOT / "tests" / "assets" / "train_lora_demo_api.json"
 CASES = [
     "clip_names",
+    "clips_of_wan",
     "forward_flux1",
     "forward_flux2",
     "forward_flux2_long",

@@ -120,11 +120,19 @@ def test_everything_about_an_image_is_in_the_latent_key(monkeypatch):
         {"latent": LatentSpec(16, 8, normalisation_version=2)},
         {"vae_fingerprint": "x"},
         {"dtype": torch.float32},
+        {"frames": (0,)},
+        {"frames": (0, 1)},
+        {"frames": (1, 0)},
+        {"condition": "first_frame"},
     ):
         keys.add(latent_key(*plan, **{**LATENT, **change}))
+    monkeypatch.setattr(key_module, "CLIP_VERSION", 99)
+    keys.add(latent_key(*plan, **LATENT, frames=(0,)))
+    image = latent_key(*plan, **LATENT)
+    assert image in keys  # clips have no say in an image's key
     monkeypatch.setattr(key_module, "IMAGE_VERSION", 99)
     keys.add(latent_key(*plan, **LATENT))
-    assert len(keys) == 9
+    assert len(keys) == 14
 
 
 def test_joint_keys_tell_parts_and_their_order():

@@ -188,7 +188,9 @@ def test_published_models_are_recognised_by_their_header(family_name, variant_na
     size = _write_header(file, _full_shapes(family, variant.transformer_config, layout))
     monkeypatch.setattr(header.os.path, "getsize", lambda _: size)
     info = read_checkpoint(file)
-    twin = "wan2.1-t2v-14b" if "a14b" in variant_name else variant_name
+    twin = variant_name.replace("5b-i2v", "5b")  # one file serves both
+    if "a14b" in variant_name:  # experts share their shapes
+        twin = "wan2.2-i2v-a14b-high" if "i2v" in variant_name else "wan2.1-t2v-14b"
     assert (info.family, info.layout, info.variant.name) == (family, layout, twin)
     assert read_checkpoint(file, variant=variant_name).variant == variant
     assert sum(torch.Size(r.shape).numel() for r in info.tensors.values()) == sum(
@@ -276,6 +278,43 @@ def test_experts_of_a_pair_are_told_apart_by_boundary_and_folder(tmp_path, monke
     said = [record.getMessage() for record in caplog.records if "it could also be" in record.getMessage()]
     assert len([message for message in said if str(tmp_path) in message and "wan2.1-t2v-14b;" in message]) == 1
     assert "wan2.2-t2v-a14b-high, wan2.2-t2v-a14b-low" in said[-1]
+
+
+def test_image_to_video_is_told_from_text_to_video(tmp_path, monkeypatch):
+    wan = FAMILIES["wan"]
+    config = wan.variant("wan2.2-i2v-a14b-low").transformer_config
+    for folder in ("transformer", "transformer_2"):
+        _write_full_folder(tmp_path / folder, wan, config, monkeypatch)
+    index = {"transformer": ["diffusers", "W"], "transformer_2": ["diffusers", "W"], "boundary_ratio": 0.9}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert read_checkpoint(tmp_path).variant.name == "wan2.2-i2v-a14b-high"
+    assert read_checkpoint(tmp_path / "transformer_2").variant.name == "wan2.2-i2v-a14b-low"
+    with pytest.raises(ValueError, match=r"36 channels in, 16 out.* wan2\.2-i2v-a14b-low, not wan2\.2-t2v-a14b-high"):
+        read_checkpoint(tmp_path, variant="wan2.2-t2v-a14b-high")
+
+
+def test_a_folder_of_its_own_size_is_not_taken_for_one_with_other_inputs(tmp_path):
+    small = tmp_path / "small"
+    TINY["wan"].make_model(in_channels=12).save_pretrained(small)
+    assert read_checkpoint(small).variant.name == "wan2.2-i2v-a14b-high"
+    TINY["flux1"].make_model(in_channels=24, out_channels=4).save_pretrained(tmp_path / "fill")
+    with pytest.raises(ValueError, match=r"takes a condition .*24 channels in, 4 out.* no FLUX\.1 here does"):
+        read_checkpoint(tmp_path / "fill")
+
+
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+def test_image_to_video_that_needs_clip_features_is_refused_with_the_reason(layout, tmp_path):
+    wan = FAMILIES["wan"]
+    names = {"original": "img_emb.proj.1.weight", "diffusers": "condition_embedder.image_embedder.ff.net.2.weight"}
+    tensors = TINY["wan"].make_model().state_dict()
+    tensors = stack_tensors(wan, tensors) if layout == "original" else tensors
+    save_file({**tensors, names[layout]: torch.zeros(2)}, tmp_path / "i2v.safetensors")
+    with pytest.raises(ValueError, match=r"i2v\.safetensors is of Wan, but .*Wan 2\.1.*CLIP's features.*i2v-a14b-low"):
+        read_checkpoint(tmp_path / "i2v.safetensors")
+    folder = tmp_path / "folder"
+    TINY["wan"].make_model(in_channels=12, image_dim=8, added_kv_proj_dim=64).save_pretrained(folder)
+    with pytest.raises(ValueError, match="CLIP's features of the first frame"):
+        read_checkpoint(folder)
 
 
 def test_folders_of_their_own_size_are_treated_like_the_variant_they_resemble(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from devicebridge.caching.image import read_pixels
 from devicebridge.families.spec import LatentSpec
+from devicebridge.tests.clips import plain_frames, save_clip, save_video
 from devicebridge.training.config import DataConfig, FolderConfig
 from devicebridge.training.data import (
     BatchOrder,
@@ -25,6 +26,7 @@ from devicebridge.training.data import (
 from PIL import Image
 
 LATENT = LatentSpec(channels=4, spatial_stride=8, size_multiple=16)
+VIDEO = dataclasses.replace(LATENT, frame_stride=4, fps=16, frame_lengths=(1, 5, 9))
 
 
 def _save(path, height=64, width=64, seed=0, **options):
@@ -268,6 +270,113 @@ def test_the_pixels_are_those_of_the_middle(tmp_path):
     assert np.array_equal(pixels, values[:, 18:82])
 
 
+# --- clips -----------------------------------------------------------------------------------------------------------
+
+
+def _scan_clips(*folders, **options):
+    return scan_folders(_config(*folders, **options), VIDEO)
+
+
+def _mixed(folder):
+    """An image, a video, an animation and a folder of images with a dot in its name, each with its caption."""
+    folder.mkdir()
+    _save(folder / "a.png")
+    for name, count in (("b.mp4", 9), ("c.webp", 6), ("d", 5)):
+        save_clip(folder / name, count, size=(64, 64))
+    (folder / "d").rename(folder / "d.e")
+    for name in ("a", "b", "c", "d.e"):
+        (folder / f"{name}.txt").write_text(f"caption of {name}")
+    return folder
+
+
+def test_images_and_clips_are_mixed(tmp_path):
+    samples = _scan_clips(_mixed(tmp_path / "data"))
+    assert _names(samples) == ["a.png", "b.mp4", "c.webp", "d.e"]
+    assert [sample.caption for sample in samples] == [f"caption of {name}" for name in ("a", "b", "c", "d.e")]
+    assert [sample.frames for sample in samples] == [(), tuple(range(9)), tuple(range(5)), tuple(range(5))]
+    assert [sample.num_frames for sample in samples] == [1, 9, 5, 5]
+    assert [sample.image_request().frames for sample in samples] == [sample.frames for sample in samples]
+
+
+def test_a_batch_is_of_one_length(tmp_path):
+    samples = _scan_clips(_mixed(tmp_path / "data"), window="uniform", num_windows=2)
+    order = BatchOrder(samples, batch_size=8, seed=0)
+    lengths = sorted(tuple(samples[i].num_frames for i in batch.indices) for batch in order.batches_of(0))
+    assert lengths == [(1,), (5, 5, 5), (9,)]  # c has two windows
+
+
+def test_a_mask_of_a_clip_lies_beside_it(tmp_path):
+    folder = _mixed(tmp_path / "data")
+    for name in ("b", "d.e"):
+        Image.new("L", (64, 64), 200).save(folder / f"{name}_mask.png")
+    assert [bool(sample.mask_path) for sample in _scan_clips(folder)] == [False, True, False, True]
+    Image.new("L", (64, 32), 200).save(folder / "b_mask.png")
+    with pytest.raises(ValueError, match=r"b_mask\.png: is 64x32, but its image is 64x64"):
+        _scan_clips(folder)
+
+
+def test_models_of_images_refuse_clips_and_take_the_first_frame_of_an_image_that_moves(tmp_path):
+    folder = _mixed(tmp_path / "data")
+    with pytest.raises(ValueError, match="makes images only; save the frames") as caught:
+        _scan(folder)
+    assert "2 of 4 images and clips" in str(caught.value)
+    assert "b.mp4: is a clip" in str(caught.value) and "d.e: is a clip" in str(caught.value)
+    (folder / "b.mp4").unlink()
+    (folder / "d.e.txt").unlink()
+    assert [(sample.path, sample.frames) for sample in _scan(folder)] == [
+        (str(folder / "a.png"), ()),
+        (str(folder / "c.webp"), ()),
+    ]
+    with pytest.raises(ValueError, match="this model makes images only; take the setting out"):
+        _scan(folder, frames=(1, 5))
+
+
+def test_clips_that_cannot_be_used_are_named_all_at_once(tmp_path):
+    folder = _mixed(tmp_path / "data")
+    save_clip(folder / "short.mp4", 4)
+    whole = save_clip(folder / "cut.mkv", 9).read_bytes()
+    (folder / "cut.mkv").write_bytes(whole[: len(whole) // 2])
+    (folder / "empty.webm").touch()
+    (folder / "b.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match="4 of 7 images and clips cannot be used") as caught:
+        _scan_clips(folder)
+    lines = str(caught.value).splitlines()[1:]
+    expected = {"b.txt": "is not UTF-8", "cut.mkv": "cut off", "empty.webm": "is empty", "short.mp4": "its 4 frames"}
+    for line, (name, reason) in zip(lines, expected.items(), strict=True):
+        assert line.startswith(f"  {folder / name}: ") and reason in line
+
+
+def test_a_broken_image_is_named_as_an_image_where_clips_are_taken_too(tmp_path):
+    folder = _mixed(tmp_path / "data")
+    for name in ("a.png", "c.webp", "e.gif"):
+        (folder / name).write_bytes(b"not a picture")
+    with pytest.raises(ValueError, match="3 of 5 images and clips") as caught:
+        _scan_clips(folder)
+    assert all(f"{folder / name}: cannot be read as an image" in str(caught.value) for name in ("a.png", "c.webp"))
+
+
+def test_folders_without_a_caption_beside_them_are_said_and_not_used(tmp_path, caplog):
+    folder = _mixed(tmp_path / "data")
+    save_clip(folder / "extra", 9)
+    save_clip(folder / "a", 9)  # a.txt is the caption of a.png
+    (folder / "notes").mkdir()
+    assert len(_scan_clips(folder)) == 4
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "sub-folders with images are not used: a, extra;" in message
+
+
+def test_slow_clips_hdr_and_missing_captions_are_warned_of(tmp_path, caplog):
+    folder = _mixed(tmp_path / "data")
+    save_clip(folder / "slow.gif", 9, fps=10, size=(64, 64))
+    save_video(folder / "b.mp4", plain_frames(9, (64, 64)), transfer=16)
+    samples = _scan_clips(folder)
+    assert samples[-1].frames == (0, 0, 1, 1, 2, 3, 3, 4, 5)  # 16 a second of 10 a second
+    first, second, third = (record.getMessage() for record in caplog.records)
+    assert "1 of 4 clips are HDR and look washed out as they are read: b.mp4;" in third
+    assert "1 of 5 images and clips have no caption file" in first and "slow.gif" in first
+    assert "1 of 4 clips have fewer than 16 frames per second, so frames come twice: slow.gif" in second
+
+
 # --- masks -----------------------------------------------------------------------------------------------------------
 
 
@@ -454,6 +563,19 @@ def test_the_fingerprint_follows_the_content_and_not_the_place(tmp_path):
     assert len({original, *found}) == len(found) + 1
     without_mask = changed(lambda f: (f / "1_mask.png").unlink())
     assert dataset_fingerprint(_scan(folder, use_masks=False)) == without_mask
+
+
+def test_the_fingerprint_follows_the_frames_that_are_used(tmp_path):
+    folder = _mixed(tmp_path / "data")
+    found = [
+        dataset_fingerprint(_scan_clips(folder, **settings))
+        for settings in ({}, {"frames": (5,)}, {"fps": 8, "frames": (1,)}, {"frames": (5,), "window": "centre"})
+    ]
+    assert len(set(found)) == len(found)
+    assert dataset_fingerprint(_scan_clips(folder, fps="source")) == found[0]  # these clips have the model's rate
+    files = sorted((folder / "d.e").iterdir())
+    files[0].write_bytes(files[1].read_bytes())
+    assert dataset_fingerprint(_scan_clips(folder)) != found[0]
 
 
 def test_a_sample_is_plain_data():

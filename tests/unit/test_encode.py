@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 from devicebridge.caching import encode
-from devicebridge.caching.encode import ImageRequest, Stopped, encode_captions, encode_images, load_vae, read_pixels
+from devicebridge.caching.encode import ImageRequest, Stopped, encode_captions, encode_images, load_vae
+from devicebridge.caching.image import read_pixels
 from devicebridge.caching.store import CacheStore
 from devicebridge.caching.streamed_encoder import StreamPlan
 from devicebridge.caching.text_encoder import TextEncoder, load_text_encoder, prepare_text
@@ -30,6 +31,7 @@ from devicebridge.families.spec import (
     TimestepSpec,
     Variant,
 )
+from devicebridge.tests.clips import save_clip
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -410,6 +412,34 @@ def test_images_that_cannot_be_read_are_named_and_all_others_are_encoded(vae_fol
     (tmp_path / "6.png").unlink()
     with pytest.raises(ValueError, match=r"(?s)3\.png cannot be read.*6\.png cannot be read"):
         _encode_images(images, vae_folder, store)
+
+
+def test_clips_that_cannot_be_read_are_named_and_all_others_are_encoded(vae_folder, images, tmp_path):
+    """A clip that was cut short after it was looked at, one with too few frames, and a folder that has gone."""
+
+    def encode_video(vae, pixels):
+        return torch.cat([_encode_latents(vae, frame) for frame in pixels.split(1, dim=2)], dim=2)
+
+    cut = ImageRequest(str(save_clip(tmp_path / "cut.mp4", 8)), (18, 20), (1, 2, 16, 16), (0, 4, 5))
+    whole = [dataclasses.replace(cut, path=str(save_clip(tmp_path / name, 8))) for name in ("whole.mkv", "folder")]
+    (tmp_path / "cut.mp4").write_bytes((tmp_path / "cut.mp4").read_bytes()[:-200])
+    short = dataclasses.replace(whole[0], frames=(5, 8))
+    store, family = CacheStore(tmp_path / "cache"), _family(encode_video)
+    with pytest.raises(ValueError, match=r"(?s)cut\.mp4: .*cut off.*whole\.mkv: .*ends before its frame 9.*all other"):
+        _encode_images([images[0], cut, short, *whole], vae_folder, store, family=family)
+    keys, computed = _encode_images([images[0], *whole], vae_folder, store, family=family)
+    assert computed == 0 and len(list(store.keys())) == 3
+    assert store.get(keys[whole[0]])["latents"].shape == (4, 3, 8, 8)
+    shutil.rmtree(tmp_path / "folder")
+    with pytest.raises(ValueError, match=r"folder cannot be read"):
+        _encode_images([*images, *whole], vae_folder, store, family=family)
+
+
+def test_a_vae_that_leaves_frames_out_is_refused(vae_folder, tmp_path):
+    clip = ImageRequest(str(save_clip(tmp_path / "a.mp4", 8)), (18, 20), (1, 2, 16, 16), (0, 4, 5))
+    family = _family(lambda vae, pixels: _encode_latents(vae, pixels[:, :, :1]))
+    with pytest.raises(RuntimeError, match=r"the VAE made 1 latent frames of 3 frames of .*a\.mp4; small needs 3"):
+        _encode_images([clip], vae_folder, CacheStore(tmp_path / "cache"), family=family)
 
 
 def test_stopping_keeps_the_latents_that_are_done(vae_folder, images, tmp_path, loads):

@@ -28,6 +28,9 @@ SIZES = {
     "wan2.2-t2v-a14b-high": 14.29,
     "wan2.2-t2v-a14b-low": 14.29,
     "wan2.2-ti2v-5b": 5.00,
+    "wan2.2-i2v-a14b-high": 14.29,
+    "wan2.2-i2v-a14b-low": 14.29,
+    "wan2.2-ti2v-5b-i2v": 5.00,
 }
 
 
@@ -269,11 +272,91 @@ def test_latent_geometry_is_that_of_the_vae_and_the_transformer(family_name, var
         tokens = family.make_inputs(latents, torch.ones(1), text, None)["hidden_states"]
         assert tokens.shape[1] == latent.num_tokens(side, side)
         assert tokens.shape[2] == variant.transformer_config["in_channels"]
-    assert family.latent_of(variant).num_tokens(1024, 1024) == {"wan2.2-ti2v-5b": 1024}.get(variant_name, 4096)
+    assert family.latent_of(variant).num_tokens(1024, 1024) == (1024 if "5b" in variant_name else 4096)
 
 
 def _listed(value):
     return list(value) if isinstance(value, tuple) else value
+
+
+# --- image-to-video --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_frames", [1, 5, 9])
+@torch.no_grad()
+def test_the_first_frame_is_given_as_by_the_image_to_video_pipeline(num_frames):
+    """The whole pipeline, with an image and a transformer that records what it gets."""
+    tiny, family = TINY["wan"], FAMILIES["wan"]
+    vae = tiny.make_video_vae()
+    model = tiny.make_model(in_channels=4 + 4 + 4)
+    pixels = torch.rand(1, 3, num_frames, 32, 48, generator=torch.Generator().manual_seed(3)) * 2 - 1
+    latents, text = torch.randn(1, 4, 1 + num_frames // 4, 8, 12), tiny.make_text(batch=1)
+    pipeline = diffusers.WanImageToVideoPipeline(
+        tokenizer=None, text_encoder=None, vae=vae, scheduler=_scheduler(), transformer=model
+    )
+    with _recording(model) as seen:
+        pipeline(
+            image=pixels[:, :, 0] / 2 + 0.5, prompt_embeds=text["prompt_embeds"], latents=latents, height=32, width=48,
+            num_frames=num_frames, num_inference_steps=1, guidance_scale=1.0, output_type="latent",
+        )  # fmt: skip
+    theirs = seen[0]
+    condition = family.encode_condition(vae, pixels)
+    ours = family.make_inputs(latents, theirs["timestep"] / 1000, {**text, "image_condition": condition}, None)
+    assert condition.dtype == torch.float32 and ours["hidden_states"].shape == theirs["hidden_states"].shape
+    assert torch.allclose(ours["hidden_states"], theirs["hidden_states"], atol=1e-5)
+    assert not condition[:, 4:, 1:].eq(0).any()  # grey was encoded
+    assert family.read_prediction(model(**ours, return_dict=False)[0], latents).shape == latents.shape
+
+
+@torch.no_grad()
+def test_the_first_latents_are_given_as_by_the_pipeline_of_ti2v_5b():
+    tiny, family = TINY["wan"], FAMILIES["wan"]
+    vae, model = tiny.make_video_vae(), tiny.make_model()
+    pixels = torch.rand(1, 3, 9, 32, 48, generator=torch.Generator().manual_seed(3)) * 2 - 1
+    noisy, text = torch.randn(1, 4, 3, 8, 12), tiny.make_text(batch=1)
+    pipeline = diffusers.WanImageToVideoPipeline(
+        tokenizer=None, text_encoder=None, vae=vae, scheduler=_scheduler(), transformer=model, expand_timesteps=True
+    )
+    with _recording(model) as seen:
+        pipeline(
+            image=pixels[:, :, 0] / 2 + 0.5, prompt_embeds=text["prompt_embeds"], latents=noisy, height=32, width=48,
+            num_frames=9, num_inference_steps=1, guidance_scale=1.0, output_type="latent",
+        )  # fmt: skip
+    theirs = seen[0]
+    first = family.encode_latents(vae, pixels)[:, :, :1]  # of the whole clip: the VAE looks back only
+    sigma = theirs["timestep"].amax(dim=1) / 1000
+    ours = family.make_inputs(noisy, sigma, {**text, "first_latents": first}, None)
+    assert ours["timestep"].shape == theirs["timestep"].shape == (1, 3 * 4 * 6)
+    assert torch.allclose(ours["timestep"], theirs["timestep"].float(), rtol=1e-6)
+    assert torch.allclose(ours["hidden_states"], theirs["hidden_states"], atol=1e-5)
+    two = family.make_inputs(
+        noisy.repeat(2, 1, 1, 1, 1),
+        torch.tensor([0.25, 0.5]),
+        {**text, "first_latents": first.repeat(2, 1, 1, 1, 1)},
+        None,
+    )
+    assert [sorted(set(row.tolist())) for row in two["timestep"]] == [[0, 250], [0, 500]]
+
+
+def test_channels_of_image_to_video_are_those_of_latents_mask_and_condition():
+    for name in ("wan2.2-i2v-a14b-high", "wan2.2-i2v-a14b-low"):
+        variant = FAMILIES["wan"].variant(name)
+        latent = FAMILIES["wan"].latent_of(variant)
+        in_channels = variant.transformer_config["in_channels"]
+        assert in_channels == 2 * latent.channels + latent.frame_stride == 36
+        assert variant.condition == "first_frame" and variant.transformer_config["out_channels"] == 16
+    (high, low) = (FAMILIES["wan"].variant(f"wan2.2-i2v-a14b-{kind}").sigma_range for kind in ("high", "low"))
+    assert (high, low) == ((0.9, 1.0), (0.0, 0.9))
+
+
+@pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)
+def test_default_lengths_are_those_the_vae_makes_whole_latent_frames_of(family_name, variant_name):
+    latent = find_family(family_name).latent_of(find_family(family_name).variant(variant_name))
+    assert latent.is_video == (latent.frame_stride > 1)
+    assert all((length - 1) % latent.frame_stride == 0 for length in latent.frame_lengths)
+    assert [latent.num_latent_frames(length) for length in latent.frame_lengths] == [
+        1 + (length - 1) // latent.frame_stride for length in latent.frame_lengths
+    ]
 
 
 # --- published sizes -------------------------------------------------------------------------------------------------

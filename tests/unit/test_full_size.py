@@ -72,6 +72,12 @@ def _inputs(family, variant, side, num_text_tokens=512):
         shape = (1, variant.transformer_config["pooled_projection_dim"]) if is_pooled else (1, num_text_tokens)
         width = () if is_pooled else (widths.get(encoder.output, _text_width(variant)),)
         text[encoder.output] = torch.empty(*shape, *width, dtype=torch.bfloat16, device=CARDS[0])
+    if variant.condition == "first_latents":
+        text["first_latents"] = latents
+    if variant.condition == "first_frame":
+        extra = variant.transformer_config["in_channels"] - latent.channels
+        shape = (1, extra, *latents.shape[2:])
+        text["image_condition"] = torch.empty(*shape, dtype=torch.bfloat16, device=CARDS[0])
     sigma = torch.empty(1, device=CARDS[0])
     return family.make_inputs(latents, sigma, text, variant.training_guidance), latents
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import torch
 from devicebridge.tests import comfy_stub
+from devicebridge.tests.clips import save_clip
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -101,6 +102,10 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "cache": "BOOLEAN",
         "text_quantize": "COMBO",
         "text_window_gb": "FLOAT",
+        "frames": "STRING",
+        "fps": "STRING",
+        "window": "COMBO",
+        "num_windows": "INT",
         "stock_clip": "CLIP",
         "stock_vae": "VAE",
     }
@@ -160,7 +165,7 @@ from devicebridge.tests import comfy_stub
 comfy_stub.install(pytest.MonkeyPatch(), pathlib.Path(tempfile.mkdtemp()))
 nodes = importlib.import_module("devicebridge.nodes")
 [node.define_schema() for node in nodes.NODES]
-heavy = {"diffusers", "peft", "torchao", "transformers", "accelerate", "pydantic", "tomlkit"} & set(sys.modules)
+heavy = {"diffusers", "peft", "torchao", "transformers", "accelerate", "pydantic", "tomlkit", "av"} & set(sys.modules)
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()
 """
@@ -331,6 +336,33 @@ def test_datasets_chain_and_the_last_decides(nodes: ModuleType, host: comfy_stub
     both = _dataset(nodes, previous=first)
     assert [(Path(folder.path).name, folder.repeats) for folder in both.data.folders] == [("cats", 3), ("dogs", 1)]
     assert both.data.resolutions == (64,)
+
+
+def test_a_dataset_of_clips_holds_what_its_sockets_say(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    folder = _make_images(host.root / "input/dogs")
+    save_clip(folder / "run.mp4", 12)
+    (folder / "run.txt").write_text("a dog runs", encoding="utf-8")
+    data = _dataset(nodes).data
+    assert (data.frames, data.fps, data.window, data.num_windows) == ((), 0.0, "start", 1)
+    assert host.texts[-1] == "3 samples per epoch (1 of clips)"
+    data = _dataset(nodes, frames="1, 5", fps="24", window="uniform", num_windows=3).data
+    assert (data.frames, data.fps, data.window, data.num_windows) == ((1, 5), 24.0, "uniform", 3)
+    assert host.texts[-1] == "5 samples per epoch (3 of clips)"
+    assert _dataset(nodes, fps="source").data.fps == "source"
+    for changes, words in (
+        ({"fps": "fast"}, "fps: 'fast' is neither a number, auto nor source"),
+        ({"frames": "5, x"}, "frames: 'x'"),
+        ({"num_windows": 2}, "num_windows above 1 belongs to"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            _dataset(nodes, **changes)
+
+
+def test_a_clip_that_is_cut_short_is_refused_by_name(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    clip = save_clip(_make_images(host.root / "input/dogs") / "run.mp4", 12)
+    clip.write_bytes(clip.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"run\.mp4: .*cut off"):
+        _dataset(nodes)
 
 
 def test_an_unreadable_image_is_refused_by_name(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:

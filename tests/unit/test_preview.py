@@ -135,3 +135,9 @@ def test_a_sheet_shows_every_image_in_its_row(tmp_path):
     assert blue[0] > red[0] + 40 and blue[1] == red[1]
     dark = (sheet.sum(-1) < 200).any(axis=1)
     assert dark[: red[0]].any() and dark[red[0] + 40 : blue[0]].any(), "the text stands over its row"
+
+
+def test_a_video_is_shown_by_its_first_frame():
+    pixels = torch.stack([torch.full((3, 4, 6), value) for value in (1.0, 0.0, -1.0)], dim=1)[None]
+    (image,) = to_images(pixels)
+    assert image.size == (6, 4) and image.getpixel((0, 0)) == (255, 255, 255)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ class StubVae:
     """Keeps the pixels it is given; latents are their means over 2 x 2."""
 
     fingerprint = f"comfyui 1 VAE {'b' * 64}"
+    takes_clips = False
 
     def __init__(self):
         self.pixels, self.released = [], 0
@@ -52,7 +54,16 @@ class StubVae:
         self.released += 1
 
 
-def _fits(shapes):
+class StubVideoVae(StubVae):
+    """Of frames 1 + 4 n it keeps every fourth, each as StubVae makes it; one sample."""
+
+    takes_clips = True
+
+    def encode(self, pixels):
+        return super().encode(pixels)[::4].movedim(0, 1)[None]
+
+
+def _fits(shapes, num_frames=0):
     return ""
 
 
@@ -177,5 +188,47 @@ def test_a_known_vae_finds_its_latents_and_computes_none(requests, tmp_path):
 def test_a_vae_of_another_model_is_refused_at_its_first_image(requests, tmp_path):
     store, vae = CacheStore(tmp_path / "cache"), StubVae()
     with pytest.raises(ValueError, match=r"the stock VAE does not fit: of .*0\.png, no"):
-        fill_images(requests, StockLatents(vae.fingerprint, lambda shapes: "no", vae), store)
+        fill_images(requests, StockLatents(vae.fingerprint, lambda shapes, num_frames: "no", vae), store)
     assert len(vae.pixels) == 1 and not list(store.keys()) and vae.released == 1
+
+
+@pytest.fixture
+def clips(requests):
+    """The first nine frames of a folder of images, and every other one of them."""
+    folder = Path(requests[0].path).parent / "clip"
+    folder.mkdir()
+    generator = np.random.default_rng(1)
+    for index in range(10):
+        Image.fromarray(generator.integers(0, 256, (12, 10, 3), dtype=np.uint8)).save(folder / f"{index}.png")
+    size = ((12, 10), (2, 0, 8, 8))
+    return [ImageRequest(str(folder), *size, tuple(range(9))), ImageRequest(str(folder), *size, (0, 2, 4, 6, 8))]
+
+
+def test_clips_reach_the_vae_as_a_batch_of_frames_and_other_frames_are_another_entry(requests, clips, tmp_path):
+    """As core's nodes hand videos to VAEEncode: [F, height, width, 3]."""
+    store, vae, asked = CacheStore(tmp_path / "cache"), StubVideoVae(), []
+
+    def problem(shapes, num_frames):
+        asked.append((shapes["samples"], num_frames))
+        return ""
+
+    source = StockLatents(vae.fingerprint, problem, vae)
+    keys = fill_images([requests[0], *clips], source, store)
+    assert len(set(keys.values())) == 3
+    assert asked == [((3, 1, 4, 4), 1), ((3, 3, 4, 4), 9), ((3, 2, 4, 4), 5)]
+    for clip, pixels in zip(clips, vae.pixels[1:], strict=True):
+        files = [f"{clip.path}/{index}.png" for index in clip.frames]
+        loaded = np.stack([np.array(Image.open(file)).astype(np.float32) / 255.0 for file in files])
+        assert torch.equal(pixels, torch.from_numpy(loaded)[:, 2:10, :8])
+        assert torch.equal(store.get(keys[clip])["samples"], StubVideoVae().encode(pixels)[0])
+
+
+def test_a_vae_of_single_images_is_refused_before_a_clip_is_encoded(requests, clips, tmp_path):
+    store, vae = CacheStore(tmp_path / "cache"), StubVae()
+    with pytest.raises(ValueError, match="encodes every frame for itself, but 2 clips are to be .*, such as .*clip"):
+        fill_images([requests[0], *clips], StockLatents(vae.fingerprint, _fits, vae), store)
+    assert not vae.pixels and not list(store.keys())
+    vae.takes_clips = True  # which it claims wrongly
+    with pytest.raises(ValueError, match="it made 9 samples, not one"):
+        fill_images(clips, StockLatents(vae.fingerprint, _fits, vae), store)
+    assert not list(store.keys())
