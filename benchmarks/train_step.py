@@ -62,7 +62,6 @@ from random_job import (  # noqa: E402
     make_trainer,
 )
 
-WARM_UP_STEPS = 2
 NUM_TEXT_TOKENS = 512
 
 
@@ -331,7 +330,7 @@ def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) 
     for each, way in list(entries):
         start = time.perf_counter()
         try:
-            for _ in range(WARM_UP_STEPS):
+            for _ in range(options.warm_up):
                 timed_step(each, way, [])
             kept[way.name] = find_kept(each, way, options.card_gb) if way.keep else []
         except RuntimeError as error:  # one way that fails is a result, too
@@ -429,7 +428,8 @@ def parse() -> argparse.Namespace:
     names = [way.name for way in (ONE_GPU, USUAL, *OURS)]
     parser.add_argument("--ways", nargs="+", choices=names, default=names)
     parser.add_argument("--busy", nargs="*", choices=names, default=[], help="ways to profile, which takes its time")
-    parser.add_argument("--rounds", type=int, default=4, help="measured steps of each way, after 2 to warm up")
+    parser.add_argument("--rounds", type=int, default=4, help="measured steps of each way")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps of each way before; the first may compile")
     parser.add_argument("--card-gb", type=float, default=80.0, help="what a card may hold where blocks are kept")
     parser.add_argument("--budget-s", type=float, default=480.0, help="no section is begun after this many seconds")
     parser.add_argument("--tiny", action="store_true", help="toy shapes on emulated cards")

@@ -513,14 +513,23 @@ def _step(
         for encoder in variant.text_encoders
     }
     noisy, sigmas = torch.empty_like(latents, dtype=work.dtype), torch.empty(work.batch_size, device=META)
-    inputs = family.make_inputs(noisy, sigmas, text, variant.training_guidance)
-    del noisy, text
+    conditions = _make_conditions(variant, config, noisy)
+    inputs = family.make_inputs(noisy, sigmas, {**text, **conditions}, variant.training_guidance)
+    del noisy, text, conditions
     output = run.sample.model(**inputs, return_dict=False)[0]
     del inputs
     prediction = family.read_prediction(output, latents)
     loss = flow_matching_loss(prediction, latents.clone(), latents.clone())
     del output, prediction
     loss.backward()
+
+
+def _make_conditions(variant: Variant, config: Mapping[str, Any], noisy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What an image-to-video variant is given besides text."""
+    batch, channels, frames, height, width = noisy.shape
+    if variant.condition == "first_frame":
+        return {"image_condition": noisy.new_empty(batch, config["in_channels"] - channels, frames, height, width)}
+    return {"first_latents": noisy[:, :, :1]} if variant.condition == "first_latents" else {}
 
 
 def text_shape(encoder: TextEncoderSpec, config: Mapping[str, Any]) -> tuple[int, ...]:

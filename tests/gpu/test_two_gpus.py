@@ -64,3 +64,24 @@ def test_quantized_base_trains_on_two_gpus(name, tmp_path):
     small = _run(tmp_path, name, ["cuda:0", "cuda:1"], "fp8", model={"dtype": "bfloat16", "quantize": "fp8"})
     assert small.losses == pytest.approx(plain.losses, rel=0.03) and small.losses != plain.losses
     assert torch.cuda.max_memory_allocated(1) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pipeline_is_plain_accumulation_bit_for_bit(name, tmp_path):
+    """Losses, LoRA and, by dropout, the cards' random numbers, on side streams and two backward threads."""
+    train = {"steps": 4, "batch_size": 1, "accumulation": 5, "seed": 3}
+    results = []
+    for schedule in ("none", "1f1b", "gpipe"):
+        job = make_tiny_job(
+            tmp_path,
+            name,
+            split={"devices": ["cuda:0", "cuda:1"]},
+            train=train,
+            lora={"dropout": 0.3},
+            pipeline={"schedule": schedule},
+            output={"folder": str(tmp_path / schedule)},
+        )
+        results.append(run_job(job))
+    for found in results[1:]:
+        assert found.losses == results[0].losses and found.eval_after == results[0].eval_after
+        assert found.lora_path.read_bytes() == results[0].lora_path.read_bytes()
