@@ -110,7 +110,8 @@ def make_random_model(
     model = make_empty(config, family)
     quantizer = None if scheme == "bf16" else Quantizer(family, QuantizeSettings(scheme))  # type: ignore[arg-type]
     seeds = {name: seed * 100_003 + index for index, (name, _) in enumerate(model.named_parameters())}
-    for fqn, module in list(model.named_modules()):
+    for fqn in [fqn for fqn, _ in model.named_modules()]:  # names: the modules would be held, and their weights
+        module = model.get_submodule(fqn)
         _materialize(fqn, module, placement.device_of(fqn), seeds, fill)
         if quantizer is not None and quantizer.is_wanted(fqn, module):
             replace_module(model, fqn, quantizer.finish(fqn, module))
@@ -122,7 +123,7 @@ def make_random_model(
 @torch.no_grad()
 def _materialize(fqn: str, module: nn.Module, device: torch.device, seeds: Mapping[str, int], fill: Fill) -> None:
     for leaf, parameter in list(module.named_parameters(recurse=False)):
-        name = f"{fqn}.{leaf}"
+        name = f"{fqn}.{leaf}" if fqn else leaf
         data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         fill(name, data, make_device_generator(device, seeds[name]))
         module._parameters[leaf] = nn.Parameter(data, requires_grad=False)

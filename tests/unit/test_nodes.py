@@ -108,6 +108,7 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "num_windows": "INT",
         "stock_clip": "CLIP",
         "stock_vae": "VAE",
+        "compile_blocks": "COMBO",
     }
 
 
@@ -442,6 +443,7 @@ CHANGES = [
     ("lora_layout", "diffusers", "output.lora_layout", "diffusers"),
     ("lora_dtype", "float32", "output.lora_dtype", "float32"),
     ("tensorboard", True, "output.tensorboard", True),
+    ("compile_blocks", "auto", "train.compile", "auto"),
 ]
 
 
