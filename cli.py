@@ -19,8 +19,9 @@ from .version import VERSION
 
 if TYPE_CHECKING:
     from .training.config import JobConfig
+    from .training.encode_job import CachePart
     from .training.events import Event
-    from .training.job import CachePart, JobPlan
+    from .training.job_plan import JobPlan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -175,7 +176,8 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _cache(options: argparse.Namespace) -> int:
     from .training.config import load_job
-    from .training.job import CACHE_PARTS, check_job
+    from .training.encode_job import CACHE_PARTS
+    from .training.job import check_job
 
     if options.prune and options.only:
         raise ValueError("--prune looks at captions and latents together; leave out --only")
@@ -203,8 +205,8 @@ def _on_device(job: JobConfig, device: str | None) -> JobConfig:
 
 def _fill_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart], *, not_before_s: float) -> int:
     from .caching.encode import Stopped
+    from .training.encode_job import fill_captions, fill_latents
     from .training.events import EventLog
-    from .training.job import fill_captions, fill_latents
 
     fill = {"captions": fill_captions, "latents": fill_latents}
     with _stop_on_signal() as should_stop:

@@ -147,7 +147,7 @@ class _Trial:
 
     def _check(self, workers: list[Worker]) -> None:
         from devicebridge.training.cache_upkeep import prune_caches, verify_cache
-        from devicebridge.training.job import CACHE_PARTS
+        from devicebridge.training.encode_job import CACHE_PARTS
 
         verified = verify_cache(self.plan, CACHE_PARTS)
         assert verified.is_clean, verified.report()
@@ -174,8 +174,8 @@ class _Trial:
 
 
 def _fill(plan: Any, events_folder: Path) -> None:
+    from devicebridge.training.encode_job import cache_job
     from devicebridge.training.events import EventLog
-    from devicebridge.training.job import cache_job
 
     with EventLog(events_folder) as events:
         cache_job(plan, events)

@@ -143,8 +143,9 @@ class CacheCaptionsAndLatents(io.ComfyNode):
     ) -> io.NodeOutput:
         from ..caching.encode import Stopped
         from ..training.config import CacheConfig, JobConfig, LoopConfig, OutputConfig
+        from ..training.encode_job import cache_job
         from ..training.events import EventLog
-        from ..training.job import cache_job, check_job
+        from ..training.job import check_job
 
         if dataset.data.encoded:
             raise ValueError("this dataset arrived encoded; connect it to the training node directly")

@@ -24,7 +24,9 @@ from devicebridge.families.spec import ModelFamily
 from devicebridge.loading.checkpoint import load_transformer
 from devicebridge.loading.lora_file import lora_from_file
 from devicebridge.training.config import load_job
-from devicebridge.training.job import JobPlan, cache_store, check_job
+from devicebridge.training.encode_job import cache_store
+from devicebridge.training.job import check_job
+from devicebridge.training.job_plan import JobPlan
 from devicebridge.training.preview import sample_images, save_image_grid, to_images
 from safetensors.torch import load_file
 from torch import nn

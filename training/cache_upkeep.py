@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ..caching.claims import Claims
 from ..caching.store import CacheStore, State
-from .job import CachePart, JobPlan, cache_entries, cache_store
+from .encode_job import CachePart, cache_entries, cache_store
+from .job_plan import JobPlan
 
 _MAX_NAMES = 20  # of a kind that a report spells out
 

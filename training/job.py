@@ -6,40 +6,27 @@ and the VAE are gone before the transformer is loaded. The same functions serve 
 
 from __future__ import annotations
 
-import json
 import logging
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..assembly import Assembled, assemble_for_training
 from ..caching.encode import (
-    FolderLatents,
-    ImageRequest,
     Stopped,
-    fill_images,
-    fill_texts,
-    folder_texts,
-    image_keys,
     never,
-    text_entries,
 )
-from ..caching.encoded import store_of_encoded
 from ..caching.key import file_fingerprint, folder_fingerprint, settings_fingerprint
-from ..caching.sources import LatentSource, TextSource
-from ..caching.store import CacheStore
 from ..caching.text_place import check_text_device
 from ..caching.vae import find_vae
-from ..families.spec import LatentSpec, ModelFamily, Variant
-from ..files import save_tensors_atomically
+from ..families.spec import LatentSpec, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
-from ..loading.lora_file import check_original_layout, lora_to_diffusers, lora_to_original
+from ..loading.lora_file import check_original_layout
 from ..parallel.block_split import BlockSplit
 from ..parallel.devices import (
     find_device,
@@ -47,7 +34,6 @@ from ..parallel.devices import (
     free_bytes,
     memory_in_use,
     own_random_states,
-    release_cached_memory,
     reset_peaks,
 )
 from ..parallel.pipeline import Pipeline
@@ -60,95 +46,32 @@ from ..parallel.placement import (
     plan_manual,
     plan_placement,
 )
-from ..parallel.schedule import Kind
 from ..patches.lora import resolve_targets
 from ..patches.quantize import check_packages, refusal, stored_bytes
-from ..version import VERSION
 from .adapter import LoraHandle, apply_lora
 from .batches import CachedSamples
 from .cards import Card, cards_of
 from .checkpoint import TrainingState, list_checkpoints, load_checkpoint
-from .config import DataConfig, FolderConfig, JobConfig, differing_keys, job_to_dict, make_job
-from .data import BatchOrder, Sample, TrainingSample, dataset_fingerprint, scan_folders
+from .config import DataConfig, FolderConfig, JobConfig, differing_keys, make_job
+from .data import BatchOrder, Sample, dataset_fingerprint, scan_folders
+from .encode_job import cache_job
 from .events import EventLog, Listener
+from .job_plan import JobPlan, component_folder, stock_reader, vae_path
 from .loop import Trainer, checkpoint_folder
-from .objective import NoiseSchedule, make_noise_schedule
+from .lora_output import lora_file_tensors, save_lora
+from .objective import make_noise_schedule
 from .optimizer import make_optimizer
-from .pace import Pace
 from .plan_view import Comparison, compare, describe_comparison
-from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket, plan_training
+from .planner import Planner, TrainingPlan, largest_bucket, plan_training
 from .stock import (
-    NO_ENCODERS,
     EncodedSample,
-    StockEncoders,
-    StockReader,
     make_stock_reader,
     read_encoded_samples,
     refuse_condition,
-    refuse_missing,
-    refuse_unfit_latents,
-    refuse_unfit_texts,
     resolution_of,
-    stock_latents,
-    stock_texts,
 )
 
 _log = logging.getLogger(__name__)
-
-CachePart = Literal["captions", "latents"]
-CACHE_PARTS: tuple[CachePart, ...] = ("captions", "latents")
-
-
-@dataclass(frozen=True)
-class JobPlan:
-    """A checked job: what will be loaded where, and what it will be trained on.
-
-    Args:
-        job: without "auto" for what the planner decides.
-        samples: images and clips; () where the dataset arrived encoded.
-        encoded: then, its samples.
-        training: what the planner chose; None on machines it knows nothing of.
-    """
-
-    job: JobConfig
-    info: CheckpointInfo
-    variant: Variant
-    placement: Placement
-    schedule: NoiseSchedule
-    samples: tuple[Sample, ...]
-    eval_samples: tuple[Sample, ...]
-    encoded: tuple[EncodedSample, ...] = ()
-    training: TrainingPlan | None = None
-
-    @property
-    def kept_blocks(self) -> tuple[int, ...]:
-        """Per device, how many of its last blocks keep their activations."""
-        return self.job.split.kept_blocks if self.training is None else self.training.kept_blocks
-
-    @property
-    def pipeline(self) -> tuple[Kind, int] | None:
-        """Schedule and how far ahead; None for one micro-batch at a time."""
-        if self.training is None:
-            kind = asked_schedule(self.job, len(self.placement.used_devices))
-            return None if kind is None else (kind, self.job.pipeline.ahead)
-        setting = self.training.setting
-        return None if setting.schedule == "none" else (setting.schedule, setting.ahead)
-
-    @property
-    def family(self) -> ModelFamily:
-        return self.info.family
-
-    @property
-    def training_samples(self) -> tuple[TrainingSample, ...]:
-        """Either kind."""
-        return self.encoded or self.samples
-
-    @property
-    def resolution(self) -> int:
-        """Of the largest images, in pixels along a square's side."""
-        if self.encoded:
-            return resolution_of(self.encoded, self.family.latent_of(self.variant))
-        return max(self.job.data.resolutions)
 
 
 @dataclass(frozen=True)
@@ -318,27 +241,18 @@ def _check_encoders(plan: JobPlan) -> None:
     """What captions and images will be encoded with, where that is the job's own matter."""
     cache = plan.job.cache
     if cache.text_source or cache.latent_source:
-        _stock_reader(plan)
+        stock_reader(plan)
     if cache.latent_source:
         refuse_condition(plan.variant)
     if not cache.text_source:
-        encoders = _component_folder(plan, cache.text_encoders, "text_encoders")
+        encoders = component_folder(plan, cache.text_encoders, "text_encoders")
         dtype = getattr(torch, cache.dtype)
         check_text_device(cache.text_device, plan.variant.text_encoders, encoders, dtype, cache.text_quantize)
         for spec in plan.variant.text_encoders:
             folder_fingerprint(encoders / spec.folder)
             folder_fingerprint(encoders / spec.tokenizer_folder)
     if not cache.latent_source:
-        find_vae(_vae_path(plan))
-
-
-def _stock_reader(plan: JobPlan) -> StockReader:
-    return make_stock_reader(plan.family, plan.variant, plan.info.config)
-
-
-def _vae_path(plan: JobPlan) -> Path:
-    setting = plan.job.cache.vae
-    return Path(setting) if setting else _component_folder(plan, "", "vae") / "vae"
+        find_vae(vae_path(plan))
 
 
 def run_identity(plan: JobPlan) -> dict[str, Any]:
@@ -424,209 +338,6 @@ def _usable_bytes(device: torch.device) -> int | None:
     """What is free, less a tenth on accelerators: a first guess at activations, LoRA and optimizer."""
     free = free_bytes(device)
     return free if free is None or device.type == "cpu" else int(0.9 * free)
-
-
-def cache_store(job: JobConfig) -> CacheStore:
-    """Where the job keeps its captions and latents."""
-    if job.data.encoded:
-        return store_of_encoded(job.data.encoded)
-    return CacheStore(Path(job.cache.folder) if job.cache.folder else Path(job.output.folder) / "cache")
-
-
-def cache_job(
-    plan: JobPlan,
-    events: EventLog,
-    should_stop: Callable[[], bool] = never,
-    encoders: StockEncoders = NO_ENCODERS,
-) -> tuple[CachedSamples, CachedSamples | None]:
-    """Compute the captions and latents that the cache does not hold yet; returns training and evaluation data.
-
-    Args:
-        encoders: those that cache.text_source and cache.latent_source name, if something may have to be computed.
-    Raises: what the fill functions raise; ValueError for entries that do not fit the model.
-    """
-    if plan.encoded:
-        return _encoded_data(plan), None
-    text_keys = fill_captions(plan, events, should_stop, encoders)
-    latent_keys = fill_latents(plan, events, should_stop, encoders)
-    store, settings = cache_store(plan.job), plan.job.cache
-    varying = frozenset(spec.output for spec in plan.variant.text_encoders if spec.has_varying_length)
-    readers: dict[str, Any] = {}
-    if settings.text_source:
-        reader = _stock_reader(plan)
-        readers["read_text"] = reader.read_text
-        can_pad = reader.comfy.states in varying  # and make_inputs reads the mask
-        refuse_unfit_texts(reader, store, text_keys, frozenset() if can_pad else _captions_in_batches(plan))
-    if settings.latent_source:
-        readers["read_latents"] = _stock_reader(plan).read_latents
-        refuse_unfit_latents(_stock_reader(plan), store, latent_keys)
-
-    def cached(samples: tuple[Sample, ...]) -> CachedSamples:
-        keys = [latent_keys[sample.image_request()] for sample in samples]
-        tokens_per_cell = plan.family.latent_of(plan.variant).num_tokens_per_cell
-        return CachedSamples(
-            store,
-            samples,
-            keys,
-            text_keys,
-            plan.job.data.use_masks,
-            tokens_per_cell,
-            varying,
-            gives_first_latents=_gives_first_latents(plan),
-            **readers,
-        )
-
-    return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
-
-
-def _captions_in_batches(plan: JobPlan) -> frozenset[str]:
-    """Captions that may have to share a batch."""
-    if plan.job.train.batch_size == 1:
-        return frozenset()
-    dropped = {""} if plan.job.data.caption_dropout else set()
-    return frozenset(dropped | {sample.caption for sample in plan.samples})
-
-
-def _encoded_data(plan: JobPlan) -> CachedSamples:
-    store = cache_store(plan.job)
-    refuse_missing(plan.encoded, store)
-    reader = _stock_reader(plan)
-    return CachedSamples(
-        store,
-        plan.encoded,
-        [sample.latents for sample in plan.encoded],
-        {sample.caption: sample.caption for sample in plan.encoded},
-        use_masks=False,
-        tokens_per_cell=plan.family.latent_of(plan.variant).num_tokens_per_cell,
-        gives_first_latents=_gives_first_latents(plan),
-        read_latents=reader.read_latents,
-        read_text=reader.read_text,
-    )
-
-
-def _gives_first_latents(plan: JobPlan) -> bool:
-    return plan.variant.condition == "first_latents"
-
-
-def fill_captions(
-    plan: JobPlan,
-    events: EventLog,
-    should_stop: Callable[[], bool] = never,
-    encoders: StockEncoders = NO_ENCODERS,
-    *,
-    not_before_s: float = 0.0,
-) -> dict[str, str]:
-    """Compute the captions that the cache does not hold yet, the text encoders being freed before this returns.
-
-    Args:
-        not_before_s: entries written earlier than this, as time.time() counts, are computed again; 0 for none.
-    Returns: caption -> entry; {} for a dataset that arrived encoded.
-    Raises: Stopped when should_stop() became true; OSError naming the file if the folder cannot be written. What was
-        done stays in the cache.
-    """
-    if plan.encoded:
-        return {}
-    events.emit("phase", name="captions")
-    pace = Pace()
-    return fill_texts(
-        _captions(plan),
-        _text_sources(plan, encoders),
-        cache_store(plan.job),
-        _tell_progress(events, pace),
-        should_stop,
-        not_before_s=not_before_s,
-        on_begin=pace.restart,
-    )
-
-
-def fill_latents(
-    plan: JobPlan,
-    events: EventLog,
-    should_stop: Callable[[], bool] = never,
-    encoders: StockEncoders = NO_ENCODERS,
-    *,
-    not_before_s: float = 0.0,
-) -> dict[ImageRequest, str]:
-    """As fill_captions, for the images; the VAE is freed before this returns.
-
-    Raises: also ValueError naming the images that cannot be read, when all others are done.
-    """
-    if plan.encoded:
-        return {}
-    events.emit("phase", name="latents")
-    pace = Pace()
-    latent_keys = fill_images(
-        _image_requests(plan),
-        _latent_source(plan, encoders),
-        cache_store(plan.job),
-        _tell_progress(events, pace),
-        should_stop,
-        not_before_s=not_before_s,
-        on_begin=pace.restart,
-    )
-    release_cached_memory()
-    return latent_keys
-
-
-def _text_sources(plan: JobPlan, encoders: StockEncoders = NO_ENCODERS) -> Sequence[TextSource]:
-    settings = plan.job.cache
-    if settings.text_source:
-        return [stock_texts(settings, _stock_reader(plan), encoders)]
-    return folder_texts(
-        plan.variant.text_encoders,
-        _component_folder(plan, settings.text_encoders, "text_encoders"),
-        settings.text_device,
-        getattr(torch, settings.dtype),
-        settings.text_quantize,
-        int(settings.text_window_gb * 1e9),
-    )
-
-
-def _latent_source(plan: JobPlan, encoders: StockEncoders = NO_ENCODERS) -> LatentSource:
-    settings = plan.job.cache
-    if settings.latent_source:
-        return stock_latents(settings, _stock_reader(plan), encoders)
-    device = find_device(settings.vae_device) if settings.vae_device else plan.placement.home
-    return FolderLatents(plan.family, plan.variant, _vae_path(plan), device, getattr(torch, settings.dtype))
-
-
-def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
-    """Key of every entry that filling this part makes -> what it is of, for a message. No weight is loaded."""
-    if plan.encoded:
-        keys = [sample.caption if part == "captions" else sample.latents for sample in plan.encoded]
-        return {key: f"{part} of sample {number}" for number, key in enumerate(keys, start=1)}
-    if part == "captions":
-        entries = text_entries(_captions(plan), _text_sources(plan))
-        return {key: f"caption {textwrap.shorten(caption, 80)!r}" for caption, keys in entries.items() for key in keys}
-    images = image_keys(_image_requests(plan), _latent_source(plan))
-    return {key: f"{'clip' if request.frames else 'image'} {request.path}" for request, key in images.items()}
-
-
-def _captions(plan: JobPlan) -> list[str]:
-    return sorted({"", *(sample.caption for sample in (*plan.samples, *plan.eval_samples))})
-
-
-def _image_requests(plan: JobPlan) -> list[ImageRequest]:
-    return [sample.image_request() for sample in (*plan.samples, *plan.eval_samples)]
-
-
-def _tell_progress(events: EventLog, pace: Pace) -> Callable[[int, int, str], None]:
-    def tell(done: int, total: int, what: str) -> None:
-        pace.update(done)
-        events.emit("progress", done, total, what=what, per_second=pace.per_second, left_s=pace.left_s(total))
-
-    return tell
-
-
-def _component_folder(plan: JobPlan, setting: str, key: str) -> Path:
-    if setting:
-        return Path(setting)
-    if plan.info.pipeline_folder is None:
-        raise ValueError(
-            f"{plan.job.model.path} holds a transformer only; name the {key.replace('_', ' ')} with cache.{key} "
-            "(a diffusers model folder has them)"
-        )
-    return plan.info.pipeline_folder
 
 
 _IDENTITY = {
@@ -817,77 +528,3 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
         resume_hint=hint,
         memory=tuple(describe_comparison(compared)),
     )
-
-
-def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor]:
-    """The LoRA as the job's layout and type name it."""
-    output = plan.job.output
-    is_original = output.lora_layout == "original"
-    convert = lora_to_original if is_original else lora_to_diffusers
-    trained = lora.tensors_for_comfyui() if is_original else lora.tensors()
-    tensors = convert(plan.family, trained, plan.job.lora.alpha, plan.job.lora.rank)
-    dtype = getattr(torch, output.lora_dtype)
-    # alpha stays float32: a rounded one would change the strength of the whole layer
-    return {name: t if name.endswith(".alpha") else t.to(dtype) for name, t in tensors.items()}
-
-
-def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path) -> Path:
-    """Write the LoRA with its metadata to folder/<output.name>.safetensors, atomically."""
-    path = folder / f"{plan.job.output.name}.safetensors"
-    save_tensors_atomically(path, lora_file_tensors(plan, lora), lora_metadata(plan))
-    return path
-
-
-def lora_metadata(plan: JobPlan) -> dict[str, str]:
-    """What the file says of itself: ss_* as other trainers write it, modelspec, and our config.
-
-    No paths and no dates: they would tell about the user's machine, and make equal results unequal files.
-    """
-    job = plan.job
-    resolution = plan.resolution
-    return {
-        "format": "pt",
-        "modelspec.sai_model_spec": "1.0.0",
-        "modelspec.architecture": f"{plan.family.modelspec_architecture}/lora",
-        "modelspec.implementation": "diffusers",
-        "modelspec.title": job.output.name,
-        "modelspec.resolution": f"{resolution}x{resolution}",
-        "modelspec.prediction_type": plan.family.prediction_target,
-        "ss_base_model_version": plan.family.ss_base_model_version,
-        "ss_network_module": "networks.lora",
-        "ss_network_dim": str(job.lora.rank),
-        "ss_network_alpha": str(job.lora.alpha),
-        "ss_learning_rate": str(job.optimizer.learning_rate),
-        "ss_optimizer": job.optimizer.name,
-        "ss_lr_scheduler": job.schedule.name,
-        "ss_max_train_steps": str(job.train.steps),
-        "ss_seed": str(job.train.seed),
-        "ss_num_train_images": str(len(plan.training_samples)),
-        "devicebridge_version": VERSION,
-        **_encoded_by(plan),
-        "devicebridge_variant": plan.variant.name,
-        "devicebridge_config": json.dumps(_without_places(job_to_dict(job)), sort_keys=True),
-    }
-
-
-def _encoded_by(plan: JobPlan) -> dict[str, str]:
-    """Whose encoders made what was trained on: a LoRA meets in use what it met in training only with the same."""
-    if plan.encoded:
-        return {"devicebridge_text_source": "comfyui CONDITIONING", "devicebridge_latent_source": "comfyui LATENT"}
-    cache = plan.job.cache
-    return {
-        "devicebridge_text_source": cache.text_source or "transformers",
-        "devicebridge_latent_source": cache.latent_source or "diffusers",
-    }
-
-
-def _without_places(config: dict[str, Any]) -> dict[str, Any]:
-    """The config without what belongs to one machine: folders become names, devices and saving cadence go."""
-    config["model"]["path"] = Path(config["model"]["path"]).name
-    del config["model"]["quantized_cache"]
-    config["data"]["folders"] = [{**folder, "path": Path(folder["path"]).name} for folder in config["data"]["folders"]]
-    config["data"]["encoded"] = Path(config["data"]["encoded"]).name
-    config["evaluation"]["folder"] = Path(config["evaluation"]["folder"]).name
-    for section in ("split", "pipeline", "cache", "output"):
-        del config[section]
-    return config

@@ -12,8 +12,9 @@ import pytest
 import torch
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.training.batches import LoadedBatch, join_texts
+from devicebridge.training.encode_job import cache_job
 from devicebridge.training.events import EventLog
-from devicebridge.training.job import cache_job, check_job
+from devicebridge.training.job import check_job
 from devicebridge.training.loop import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

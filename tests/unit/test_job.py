@@ -22,8 +22,9 @@ from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.toy import TINY
 from devicebridge.training.config import differing_keys, save_job
 from devicebridge.training.data import BatchOrder
+from devicebridge.training.encode_job import cache_job
 from devicebridge.training.events import EventLog
-from devicebridge.training.job import cache_job, check_job, run_job
+from devicebridge.training.job import check_job, run_job
 from devicebridge.training.objective import make_generator
 from safetensors import safe_open
 from safetensors.torch import load_file

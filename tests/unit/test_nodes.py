@@ -601,12 +601,13 @@ def test_the_plan_node_shows_the_plan_of_the_job(
 def test_the_cache_node_hands_its_settings_on(
     nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from devicebridge.training import encode_job
     from devicebridge.training import job as job_module
 
     (host.root / "models/vae/ae.safetensors").touch()
     seen = []
     monkeypatch.setattr(job_module, "check_job", lambda job, **how: seen.append(job) or job)
-    monkeypatch.setattr(job_module, "cache_job", lambda plan, events, stop, encoders: (_Samples(), None))
+    monkeypatch.setattr(encode_job, "cache_job", lambda plan, events, stop, encoders: (_Samples(), None))
     node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
     settings = {**_defaults(node.define_schema()), "vae": "ae.safetensors", "vae_device": "cpu"}
     settings |= {"text_quantize": "int8", "text_device": " stream:cuda:1 ", "text_window_gb": 6.5}
@@ -626,6 +627,7 @@ def test_cancel_while_caching_ends_the_prompt(
     nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from devicebridge.caching.encode import Stopped
+    from devicebridge.training import encode_job
     from devicebridge.training import job as job_module
 
     def stop(plan: Any, events: Any, should_stop: Any, encoders: Any) -> Any:
@@ -635,7 +637,7 @@ def test_cancel_while_caching_ends_the_prompt(
         raise Stopped
 
     monkeypatch.setattr(job_module, "check_job", lambda job, **how: job)
-    monkeypatch.setattr(job_module, "cache_job", stop)
+    monkeypatch.setattr(encode_job, "cache_job", stop)
     node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
     with pytest.raises(comfy_stub.InterruptProcessingException):
         node.execute(model=sockets["model"], dataset=sockets["dataset"], **_defaults(node.define_schema()))
@@ -661,6 +663,7 @@ def test_stock_encoders_take_the_place_of_the_models_own(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from devicebridge.nodes import host as host_module
+    from devicebridge.training import encode_job
     from devicebridge.training import job as job_module
 
     seen: list[Any] = []
@@ -668,7 +671,7 @@ def test_stock_encoders_take_the_place_of_the_models_own(
     monkeypatch.setattr(host_module, "HostClip", lambda value: _Named(f"comfyui 0.33.0 CLIP {value * 64}"))
     monkeypatch.setattr(host_module, "HostVae", lambda value: _Named(f"comfyui 0.33.0 VAE {value * 64}"))
     monkeypatch.setattr(job_module, "check_job", lambda job, **how: job)
-    monkeypatch.setattr(job_module, "cache_job", lambda *arguments: seen.append(arguments) or (_Samples(), None))
+    monkeypatch.setattr(encode_job, "cache_job", lambda *arguments: seen.append(arguments) or (_Samples(), None))
     node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
     settings = {**_defaults(node.define_schema()), "vae": "gone.safetensors", "text_quantize": "int8"}
     links = {"model": sockets["model"], "dataset": sockets["dataset"]}

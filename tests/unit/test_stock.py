@@ -17,8 +17,9 @@ from devicebridge.families.registry import find_family
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.unit.test_sources import StubClip, StubVae
 from devicebridge.training.cache_upkeep import prune_caches, verify_cache
+from devicebridge.training.encode_job import CACHE_PARTS, cache_job, cache_store
 from devicebridge.training.events import EventLog
-from devicebridge.training.job import CACHE_PARTS, cache_job, cache_store, check_job, run_job
+from devicebridge.training.job import check_job, run_job
 from devicebridge.training.stock import StockEncoders
 from safetensors import safe_open
 from safetensors.torch import load_file

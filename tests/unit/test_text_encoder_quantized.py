@@ -26,8 +26,9 @@ from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
 from devicebridge.tests.noise import decibels
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
+from devicebridge.training.encode_job import cache_job
 from devicebridge.training.events import EventLog
-from devicebridge.training.job import cache_job, check_job
+from devicebridge.training.job import check_job
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -19,8 +19,9 @@ from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_dataset, s
 from devicebridge.tests.toy import TINY
 from devicebridge.training.config import save_job
 from devicebridge.training.data import BatchOrder
+from devicebridge.training.encode_job import cache_job, cache_store
 from devicebridge.training.events import EventLog
-from devicebridge.training.job import cache_job, cache_store, check_job, pipeline_kind, run_job
+from devicebridge.training.job import check_job, run_job
 from devicebridge.training.objective import add_noise, draw_quantiles, make_generator
 from devicebridge.training.stock import StockEncoders
 
@@ -197,7 +198,7 @@ def test_what_is_given_reaches_the_pipeline_whose_loss_is_on_the_last_device(tmp
     with emulated_cards():
         two = job("two", ["lazy:0", "lazy:1"], "1f1b")
         plan = check_job(two)
-        assert pipeline_kind(two, plan.placement) == "1f1b" and plan.placement.tail
+        assert plan.pipeline == ("1f1b", 1) and plan.placement.tail
         found = run_job(two)
         plain = run_job(job("plain", ["lazy:0", "lazy:1"], "none"))
     assert found.losses == pytest.approx(one.losses, rel=1e-5) and len(set(found.losses)) == 2

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from devicebridge.tests import comfy_stub
 from devicebridge.tests.unit.test_pace import _Clock
+from devicebridge.training.encode_job import tell_progress
 from devicebridge.training.events import EventLog
-from devicebridge.training.job import _tell_progress
 from devicebridge.training.pace import Pace
 
 
@@ -23,7 +23,7 @@ def test_a_node_shows_captions_per_second_and_the_time_left(host: comfy_stub.Fak
     view = importlib.import_module("devicebridge.nodes.view").JobView("7", clock)
     pace = Pace(clock)
     with EventLog(tmp_path, view) as events:
-        tell = _tell_progress(events, pace)
+        tell = tell_progress(events, pace)
         events.emit("phase", name="captions")
         clock.now_s += 1
         tell(40, 100, "captions")  # found in the cache

@@ -1,0 +1,101 @@
+"""A checked job, and where the parts of its model lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..families.spec import ModelFamily, Variant
+from ..loading.checkpoint import CheckpointInfo
+from ..parallel.placement import (
+    Placement,
+)
+from ..parallel.schedule import Kind
+from .config import JobConfig
+from .data import Sample, TrainingSample
+from .objective import NoiseSchedule
+from .planner import TrainingPlan, asked_schedule
+from .stock import (
+    EncodedSample,
+    StockReader,
+    make_stock_reader,
+    resolution_of,
+)
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """A checked job: what will be loaded where, and what it will be trained on.
+
+    Args:
+        job: without "auto" for what the planner decides.
+        samples: images and clips; () where the dataset arrived encoded.
+        encoded: then, its samples.
+        training: what the planner chose; None on machines it knows nothing of.
+    """
+
+    job: JobConfig
+    info: CheckpointInfo
+    variant: Variant
+    placement: Placement
+    schedule: NoiseSchedule
+    samples: tuple[Sample, ...]
+    eval_samples: tuple[Sample, ...]
+    encoded: tuple[EncodedSample, ...] = ()
+    training: TrainingPlan | None = None
+
+    @property
+    def kept_blocks(self) -> tuple[int, ...]:
+        """Per device, how many of its last blocks keep their activations."""
+        return self.job.split.kept_blocks if self.training is None else self.training.kept_blocks
+
+    @property
+    def pipeline(self) -> tuple[Kind, int] | None:
+        """Schedule and how far ahead; None for one micro-batch at a time."""
+        if self.training is None:
+            kind = asked_schedule(self.job, len(self.placement.used_devices))
+            return None if kind is None else (kind, self.job.pipeline.ahead)
+        setting = self.training.setting
+        return None if setting.schedule == "none" else (setting.schedule, setting.ahead)
+
+    @property
+    def family(self) -> ModelFamily:
+        return self.info.family
+
+    @property
+    def training_samples(self) -> tuple[TrainingSample, ...]:
+        """Either kind."""
+        return self.encoded or self.samples
+
+    @property
+    def resolution(self) -> int:
+        """Of the largest images, in pixels along a square's side."""
+        if self.encoded:
+            return resolution_of(self.encoded, self.family.latent_of(self.variant))
+        return max(self.job.data.resolutions)
+
+
+def stock_reader(plan: JobPlan) -> StockReader:
+    """Reads what ComfyUI's own encoders left, as this model takes it."""
+    return make_stock_reader(plan.family, plan.variant, plan.info.config)
+
+
+def vae_path(plan: JobPlan) -> Path:
+    """Where the job's VAE is."""
+    setting = plan.job.cache.vae
+    return Path(setting) if setting else component_folder(plan, "", "vae") / "vae"
+
+
+def component_folder(plan: JobPlan, setting: str, key: str) -> Path:
+    """The folder that a setting names, else the model's own.
+
+    Raises: ValueError if the model came without one; it names the setting.
+    """
+    if setting:
+        return Path(setting)
+    if plan.info.pipeline_folder is None:
+        raise ValueError(
+            f"{plan.job.model.path} holds a transformer only; name the {key.replace('_', ' ')} with cache.{key} "
+            "(a diffusers model folder has them)"
+        )
+    return plan.info.pipeline_folder

@@ -1,0 +1,90 @@
+"""The LoRA file that a job leaves: its tensors as the layout names them, and what it says of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..files import save_tensors_atomically
+from ..loading.lora_file import lora_to_diffusers, lora_to_original
+from ..version import VERSION
+from .adapter import LoraHandle
+from .config import job_to_dict
+from .job_plan import JobPlan
+
+
+def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor]:
+    """The LoRA as the job's layout and type name it."""
+    output = plan.job.output
+    is_original = output.lora_layout == "original"
+    convert = lora_to_original if is_original else lora_to_diffusers
+    trained = lora.tensors_for_comfyui() if is_original else lora.tensors()
+    tensors = convert(plan.family, trained, plan.job.lora.alpha, plan.job.lora.rank)
+    dtype = getattr(torch, output.lora_dtype)
+    # alpha stays float32: a rounded one would change the strength of the whole layer
+    return {name: t if name.endswith(".alpha") else t.to(dtype) for name, t in tensors.items()}
+
+
+def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path) -> Path:
+    """Write the LoRA with its metadata to folder/<output.name>.safetensors, atomically."""
+    path = folder / f"{plan.job.output.name}.safetensors"
+    save_tensors_atomically(path, lora_file_tensors(plan, lora), lora_metadata(plan))
+    return path
+
+
+def lora_metadata(plan: JobPlan) -> dict[str, str]:
+    """What the file says of itself: ss_* as other trainers write it, modelspec, and our config.
+
+    No paths and no dates: they would tell about the user's machine, and make equal results unequal files.
+    """
+    job = plan.job
+    resolution = plan.resolution
+    return {
+        "format": "pt",
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.architecture": f"{plan.family.modelspec_architecture}/lora",
+        "modelspec.implementation": "diffusers",
+        "modelspec.title": job.output.name,
+        "modelspec.resolution": f"{resolution}x{resolution}",
+        "modelspec.prediction_type": plan.family.prediction_target,
+        "ss_base_model_version": plan.family.ss_base_model_version,
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": str(job.lora.rank),
+        "ss_network_alpha": str(job.lora.alpha),
+        "ss_learning_rate": str(job.optimizer.learning_rate),
+        "ss_optimizer": job.optimizer.name,
+        "ss_lr_scheduler": job.schedule.name,
+        "ss_max_train_steps": str(job.train.steps),
+        "ss_seed": str(job.train.seed),
+        "ss_num_train_images": str(len(plan.training_samples)),
+        "devicebridge_version": VERSION,
+        **_encoded_by(plan),
+        "devicebridge_variant": plan.variant.name,
+        "devicebridge_config": json.dumps(_without_places(job_to_dict(job)), sort_keys=True),
+    }
+
+
+def _encoded_by(plan: JobPlan) -> dict[str, str]:
+    """Whose encoders made what was trained on: a LoRA meets in use what it met in training only with the same."""
+    if plan.encoded:
+        return {"devicebridge_text_source": "comfyui CONDITIONING", "devicebridge_latent_source": "comfyui LATENT"}
+    cache = plan.job.cache
+    return {
+        "devicebridge_text_source": cache.text_source or "transformers",
+        "devicebridge_latent_source": cache.latent_source or "diffusers",
+    }
+
+
+def _without_places(config: dict[str, Any]) -> dict[str, Any]:
+    """The config without what belongs to one machine: folders become names, devices and saving cadence go."""
+    config["model"]["path"] = Path(config["model"]["path"]).name
+    del config["model"]["quantized_cache"]
+    config["data"]["folders"] = [{**folder, "path": Path(folder["path"]).name} for folder in config["data"]["folders"]]
+    config["data"]["encoded"] = Path(config["data"]["encoded"]).name
+    config["evaluation"]["folder"] = Path(config["evaluation"]["folder"]).name
+    for section in ("split", "pipeline", "cache", "output"):
+        del config[section]
+    return config
