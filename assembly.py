@@ -42,7 +42,7 @@ def assemble_for_training(
     attach_adapter: AttachAdapter,
     gradient_checkpointing: bool,
     kept_blocks: Sequence[int] = (),
-    is_compiled: bool = False,
+    compiled_shapes: int | None = None,
     quantized_cache: Path | None = None,
 ) -> Assembled:
     """Load a transformer straight onto its devices and make it trainable.
@@ -50,7 +50,8 @@ def assemble_for_training(
     Args:
         quantize: how the frozen linears are held; None as they are.
         kept_blocks: with gradient_checkpointing, how many blocks of each device keep their activations; () none.
-        is_compiled: compile the blocks where these devices can; where they cannot, that is logged.
+        compiled_shapes: compile the blocks for so many shapes of batches, 0 if their number is unknown; where that
+            cannot be done, it is logged. None compiles nothing.
         quantized_cache: folder that keeps quantized weights for the next time; None for none.
         attach_adapter: adds the LoRA in place and returns its handle.
     """
@@ -74,5 +75,7 @@ def assemble_for_training(
         if kept_blocks:
             split.keep_activations(kept_blocks)
     # 5. Only a block's own forward is compiled, with the LoRA in it: hooks and recomputation around it stay Python.
-    compiled = compile_if_possible(model, family, placement.used_devices) if is_compiled else None
+    compiled = None
+    if compiled_shapes is not None:
+        compiled = compile_if_possible(model, family, placement.used_devices, compiled_shapes)
     return Assembled(model, split, adapter, quantized, compiled)

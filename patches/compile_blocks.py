@@ -5,7 +5,8 @@ checkpointing and LoRA bookkeeping stay Python and cause no graph break. Weights
 alike share one; torch compiles anew per device, per input shape, and once more for the first block, whose input needs
 no gradient.
 
-Shapes are compiled as they come (dynamic=False): one graph per bucket costs seconds.
+Shapes are compiled as they come (dynamic=False): graphs per bucket cost seconds. Their number is known beforehand, so
+torch is given it as its limit, and a job that needs more than torch keeps is not compiled.
 
 Attention without cuDNN. The compiler chooses strides of its own for what attention returns and gets back as gradient;
 the backward of cuDNN's attention then reads past the end of its tensors (`compute_dot_do_o_specialized`, found with
@@ -31,7 +32,10 @@ from .eight_bit_kernels import fault
 
 _log = logging.getLogger(__name__)
 
-MAX_GRAPHS = 64  # per kind of block; torch's own limit of 8 is spent by two devices and two buckets
+# Of one kind of block, device and shape, with some to spare: recomputed blocks run without gradients and once more with
+# them, kept ones with them, all in evaluation without; the first block's input needs no gradient, the others' do.
+_GRAPHS_PER_SHAPE = 8
+_MOST_GRAPHS = 256  # per kind; torch keeps no more (accumulated_recompile_limit)
 
 
 class CompiledBlocks:
@@ -61,13 +65,15 @@ def compile_fault(devices: Sequence[torch.device]) -> str:
     return "" if importlib.util.find_spec("torch._inductor") else "this build of torch has no compiler"
 
 
-def apply_compile(model: nn.Module, family: ModelFamily, **options: Any) -> CompiledBlocks:
+def apply_compile(model: nn.Module, family: ModelFamily, max_graphs: int = 64, **options: Any) -> CompiledBlocks:
     """Compile the forward of every block of a model, in place; the work is done at the first calls.
 
-    Until remove() is called this process does without cuDNN's attention. Torch may keep MAX_GRAPHS graphs per kind of
-    block; where it takes that limit for the whole process only (before 2.13), it is raised until then, too.
+    Until remove() is called this process does without cuDNN's attention. Where torch takes the limit of graphs for the
+    whole process only (before 2.13), it is raised until then, too.
 
     Args:
+        max_graphs: that torch may keep per kind of block; beyond it a call raises. Torch's own limit of 8 is spent by
+            two devices and two buckets.
         options: of torch.compile.
     """
     blocks = [block for each in family.block_lists for block in model.get_submodule(each.name).children()]
@@ -75,20 +81,37 @@ def apply_compile(model: nn.Module, family: ModelFamily, **options: Any) -> Comp
     settings.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
     torch.backends.cuda.enable_cudnn_sdp(False)
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        options = {"recompile_limit": MAX_GRAPHS, **options}
+        options = {"recompile_limit": max_graphs, **options}
     else:
-        settings.enter_context(torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS))
+        settings.enter_context(torch._dynamo.config.patch(recompile_limit=max_graphs))
     for block in blocks:
         block.forward = torch.compile(block.forward, **{"fullgraph": True, "dynamic": False, **options})
     return CompiledBlocks(blocks, settings)
 
 
 def compile_if_possible(
-    model: nn.Module, family: ModelFamily, devices: Sequence[torch.device]
+    model: nn.Module, family: ModelFamily, devices: Sequence[torch.device], num_shapes: int
 ) -> CompiledBlocks | None:
-    """apply_compile, or None and one line in the log that says why not."""
-    reason = compile_fault(devices)
+    """apply_compile, or None and one line in the log that says why not.
+
+    Args:
+        num_shapes: different shapes of batches to come; 0 if nobody can tell.
+    """
+    max_graphs = _GRAPHS_PER_SHAPE * len(devices) * num_shapes
+    reason = compile_fault(devices) or _count_fault(max_graphs, num_shapes)
     if reason:
         _log.warning("blocks are not compiled: %s", reason)
         return None
-    return apply_compile(model, family)
+    _log.info("blocks are compiled for %d shapes of batches, at most %d graphs per kind", num_shapes, max_graphs)
+    return apply_compile(model, family, max_graphs)
+
+
+def _count_fault(max_graphs: int, num_shapes: int) -> str:
+    if not num_shapes:
+        return "captions of any length would each be compiled anew"
+    if max_graphs <= _MOST_GRAPHS:
+        return ""
+    return (
+        f"{num_shapes} shapes of batches would need up to {max_graphs} graphs per kind of block, torch keeps "
+        f"{_MOST_GRAPHS}; use fewer resolutions, a larger bucket_step or batch_size 1"
+    )

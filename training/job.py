@@ -485,6 +485,16 @@ def _make_pipeline(plan: JobPlan, split: BlockSplit) -> Pipeline | None:
     return Pipeline(split.bridge, kind=kind, ahead=ahead)
 
 
+def _num_shapes(plan: JobPlan) -> int:
+    """Of all batches of a job, at most; 0 if captions come in any length."""
+    if any(spec.has_varying_length for spec in plan.variant.text_encoders):
+        return 0
+    train = {(*sample.bucket, sample.num_frames) for sample in plan.training_samples}
+    alone = {(*sample.bucket, sample.num_frames) for sample in plan.eval_samples}
+    sizes = min(plan.job.train.batch_size, 2)  # the last batch of a bucket may be smaller
+    return len(train) * sizes + len(alone - train if sizes == 1 else alone)
+
+
 def assemble(plan: JobPlan) -> Assembled:
     """Load the model of a checked job onto its devices, with its LoRA."""
     job = plan.job
@@ -497,7 +507,7 @@ def assemble(plan: JobPlan) -> Assembled:
         attach_adapter=lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed),
         gradient_checkpointing=job.train.gradient_checkpointing,
         kept_blocks=plan.kept_blocks,
-        is_compiled=job.train.compile == "auto",
+        compiled_shapes=_num_shapes(plan) if job.train.compile == "auto" else None,
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
     )
 

@@ -7,6 +7,8 @@ import collections
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel.block_split import apply_block_split
+from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.patches.compile_blocks import apply_compile, compile_fault, compile_if_possible
 from devicebridge.patches.quantize import QuantizeSettings, apply_quantization
 from devicebridge.tests.emulated import CARDS
@@ -14,6 +16,7 @@ from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.config import LoraSettings
 
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -88,8 +91,12 @@ def test_blocks_alike_share_their_graphs():
 def test_what_cannot_compile_says_why_and_is_left_alone(caplog):
     assert "nothing is known" in compile_fault(CARDS[:1])
     model, _ = _make("flux2")
-    assert compile_if_possible(model, FAMILIES["flux2"], CARDS[:1]) is None
-    assert "not compiled" in caplog.text
+    assert compile_if_possible(model, FAMILIES["flux2"], CARDS[:1], 1) is None
+    cpu = [torch.device("cpu")]
+    assert compile_if_possible(model, FAMILIES["flux2"], cpu, 0) is None
+    assert compile_if_possible(model, FAMILIES["flux2"], cpu, 33) is None
+    assert caplog.text.count("not compiled") == 3
+    assert "captions of any length" in caplog.text and "torch keeps 256" in caplog.text
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
@@ -102,3 +109,21 @@ def test_while_blocks_are_compiled_torch_may_not_choose_cudnns_attention():
     handle.remove()
     handle.remove()
     assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+def test_a_step_and_an_evaluation_need_no_more_graphs_per_shape_than_reckoned():
+    """Recomputed and kept blocks, training and evaluation, on the limit that a job sets."""
+    model, lora = _make("flux2")
+    split = apply_block_split(model, FAMILIES["flux2"], plan_manual(block_names(model, FAMILIES["flux2"]), [CPU], []))
+    model.enable_gradient_checkpointing(split.checkpoint)
+    torch._dynamo.reset()
+    backend = _Counted()
+    handle = apply_compile(model, FAMILIES["flux2"], max_graphs=8, backend=backend)
+    for kept in ([0], [2]):
+        split.keep_activations(kept)
+        _step(model, lora, "flux2")
+    model.eval()
+    with torch.no_grad():
+        model(**TINY["flux2"].make_inputs(seed=0), return_dict=False)
+    assert 4 * 2 <= backend.num_graphs <= 8 * 2  # two kinds of block
+    handle.remove()
