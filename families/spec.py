@@ -389,7 +389,9 @@ class ModelFamily:
         name: registry name. title: as people write it.
         transformer_class, vae_class: class names in diffusers.
         block_lists: in execution order; a split may cut between any two blocks.
-        tail: fqns of the modules after the last block; they stay at home.
+        tail: fqns of the modules after the last block; they stay at home, in a pipeline on the last device.
+        read_by_tail: patterns of linears whose output the model's own forward mixes into the stream after the last
+            block. With LoRA on them a pipeline's last stage would run backwards through the first, so there is none.
         keep_full_precision: fnmatch patterns of module fqns that are never quantized.
         lora_targets: fnmatch patterns of the linears LoRA adapts by default; matched against nn.Linear modules only.
         latent, timesteps: geometry and noise schedule in training.
@@ -424,6 +426,7 @@ class ModelFamily:
     encode_latents: EncodeLatents
     decode_latents: DecodeLatents
     encode_condition: EncodeCondition | None = None
+    read_by_tail: tuple[str, ...] = ()
     unsupported: Mapping[str, str] = field(default_factory=dict)
     prediction_target: Literal["velocity"] = "velocity"
     original_prefixes: tuple[str, ...] = field(default=("model.diffusion_model.", "diffusion_model.", ""))

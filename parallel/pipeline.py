@@ -8,7 +8,7 @@ Threads. Every micro-batch is carried by a host thread (a lane), since the model
 a thread can leave in the middle. A lane works on a stage when the stage's order says so, and no two lanes are on one
 stage at a time: one host thread per card issues kernels, and torch's backward engine has a thread per card of its own.
 One thread for all cards would not do: every backward holds it until the last kernel is issued (measured on two H200: no
-gain). The next lane's data is prepared on the host meanwhile, one lane at a time.
+gain). The next lane's data is prepared on the host meanwhile, one lane at a time and two ahead at most.
 
 A stage's graph ends at its border. What crosses and needs a gradient arrives as a leaf: the copy of a detached tensor.
 After the stage's backward the leaves' gradients go back to the stages that the tensors came from, and are the starting
@@ -41,7 +41,7 @@ import torch
 from .bridge import Bridge
 from .devices import device_module
 from .lanes import Pair, Stopped, ThreadState, copy_beside, make_thread, settle, wait_for
-from .schedule import Kind, Work, plan_order
+from .schedule import Kind, Work, num_held, plan_order
 
 T = TypeVar("T")
 Trace = list[tuple[int, Work]]  # stage, what it worked on; in the order in which work began
@@ -96,7 +96,9 @@ class Pipeline:
         if not torch.is_grad_enabled():
             raise RuntimeError("a pipeline is for training; call the model itself for a forward without gradients")
         order = plan_order(self.kind, len(self._stage_of), len(microbatches), self.ahead)
-        run = _Run(_Orders(order, self.trace), [_Lane(index, batch) for index, batch in enumerate(microbatches)])
+        held = num_held(self.kind, len(self._stage_of), len(microbatches), self.ahead)
+        lanes = [_Lane(index, batch) for index, batch in enumerate(microbatches)]
+        run = _Run(_Orders(order, self.trace), lanes, window=sum(held) + 2)
         with self.bridge.interleaved(self):
             self._run_in_threads(run)
         return [lane.loss for lane in run.lanes if lane.loss is not None]
@@ -105,7 +107,10 @@ class Pipeline:
         state = ThreadState(self.bridge.devices)
         threads = [make_thread(self._work, lane, run, state) for lane in run.lanes]
         try:
-            for thread in threads:
+            for index, thread in enumerate(threads):
+                wait_for(run.lanes[: max(0, index - run.window)], threads[: max(0, index - run.window)])
+                if run.orders.is_stopping:
+                    break
                 thread.start()
             wait_for(run.lanes, threads)
         except BaseException:  # KeyboardInterrupt while waiting, or no thread to be had
@@ -262,8 +267,11 @@ class _Local(threading.local):
 
 @dataclass
 class _Run:
+    """Args: window: how many lanes may be under way; more would only wait."""
+
     orders: _Orders
     lanes: list[_Lane]
+    window: int
     error: BaseException | None = field(default=None)
 
     def fail(self, error: BaseException) -> None:
@@ -283,7 +291,7 @@ class _Orders:
         self._position = [0] * len(orders)
         self._is_busy = [False] * len(orders)
         self._is_exclusive = False
-        self._num_prepared = 0
+        self._num_prepared = self._num_begun = 0
         self._trace = trace
         self._changed = threading.Condition()
 
@@ -297,6 +305,9 @@ class _Orders:
             if self.is_stopping:
                 raise Stopped
             self._is_busy[stage], self._is_exclusive = True, is_alone
+            if stage == 0 and not work.is_backward:
+                self._num_begun += 1
+                self._changed.notify_all()
             if self._trace is not None:
                 self._trace.append((stage, work))
 
@@ -309,15 +320,18 @@ class _Orders:
 
     @contextlib.contextmanager
     def host_turn(self, index: int) -> Any:
-        """Inside, no other lane prepares; they come in the order of the micro-batches."""
+        """Inside, no other lane prepares; they come in the order of the micro-batches, with one waiting at most."""
         with self._changed:
-            self._changed.wait_for(lambda: self.is_stopping or self._num_prepared == index)
+            self._changed.wait_for(lambda: self.is_stopping or self._may_prepare(index))
             if self.is_stopping:
                 raise Stopped
         yield
         with self._changed:
             self._num_prepared += 1
             self._changed.notify_all()
+
+    def _may_prepare(self, index: int) -> bool:
+        return self._num_prepared == index and index - self._num_begun <= 1
 
     def stop(self) -> None:
         """Have every lane end where it next waits."""

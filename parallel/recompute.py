@@ -4,8 +4,11 @@ torch.utils.checkpoint does this for any code, with Python hooks on every saved 
 that costs some per cent of a step, and its care for random numbers sets the CPU's generator, which all threads share.
 Here a block is one autograd node: forward without a graph, and in the backward once more with one, run at once.
 
-Random numbers (dropout) come out as the first time: generators that the first forward advanced are set back for the
-second and then restored. Those of other devices than the block's and the CPU's are not looked at.
+Random numbers (dropout) come out as the first time: if the first forward advanced the generator of the block's device,
+it is set back for the second and then restored. No other generator is looked at: the CPU's is shared by all threads,
+and another stage of a pipeline, or the host, may draw from it meanwhile.
+
+A block that changes an argument in place is refused: the second forward would start from the changed one.
 
 Only tensors among the positional arguments get gradients, at any depth; outputs are a tensor or a tuple of tensors.
 """
@@ -22,7 +25,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..patches.hooks import map_tensors
-from .devices import random_states, restore_random_states
+from .devices import device_module
 
 _SEAT = torch.empty(0)  # stands where a tensor was
 
@@ -63,12 +66,18 @@ class _Recomputed(torch.autograd.Function):
         seats: Any,
         *tensors: torch.Tensor,
     ) -> Any:
-        ctx.block, ctx.seats = block, seats
-        ctx.save_for_backward(*tensors)
-        before = random_states([device])
+        ctx.block, ctx.seats, ctx.device = block, seats, device
+        ctx.set_materialize_grads(False)
+        before, versions = _random_state(device), [_version(tensor) for tensor in tensors]
         output = block(*_fill(seats, tensors))
-        after = random_states([device])
-        ctx.random = {name: state for name, state in before.items() if not torch.equal(state, after[name])}
+        if versions != [_version(tensor) for tensor in tensors]:
+            raise RuntimeError(
+                f"{type(block).__name__} changes what it is called with in place, so it cannot be computed again; "
+                "switch gradient checkpointing off for this model"
+            )
+        ctx.save_for_backward(*tensors)
+        after = _random_state(device)
+        ctx.random = None if before is None or after is None or torch.equal(before, after) else before
         return _checked(output, block)
 
     @staticmethod
@@ -76,7 +85,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved]
-        with torch.enable_grad(), _replayed(ctx.random):
+        with torch.enable_grad(), _replayed(ctx.device, ctx.random):
             output = ctx.block(*_fill(ctx.seats, inputs))
             outputs = output if isinstance(output, tuple) else (output,)
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
@@ -116,16 +125,36 @@ def _checked(output: Any, block: nn.Module) -> Any:
     return output
 
 
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _random_state(device: torch.device) -> torch.Tensor | None:
+    """Of the device's generator; None for tensors without memory."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    module = device_module(device)
+    return None if module is None else module.get_rng_state(device)
+
+
+def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    module = device_module(device)
+    if module is None:
+        torch.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
+
+
 @contextmanager
-def _replayed(states: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, these generators stand as then; outside, nothing has happened."""
-    if not states:
+def _replayed(device: torch.device, state: torch.Tensor | None) -> Iterator[None]:
+    """Inside, the device's generator stands as then; outside, nothing has happened. None is a no-op."""
+    if state is None:
         yield
         return
-    devices = [torch.device(name) for name in states if name != "cpu"]
-    now = {name: state for name, state in random_states(devices).items() if name in states}
-    restore_random_states(states)
+    now = _random_state(device)
+    assert now is not None
+    _set_random_state(device, state)
     try:
         yield
     finally:
-        restore_random_states(now)
+        _set_random_state(device, now)

@@ -78,15 +78,20 @@ def apply_compile(model: nn.Module, family: ModelFamily, max_graphs: int = 64, *
     """
     blocks = [block for each in family.block_lists for block in model.get_submodule(each.name).children()]
     settings = ExitStack()
+    handle = CompiledBlocks(blocks, settings)
     settings.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
     torch.backends.cuda.enable_cudnn_sdp(False)
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options = {"recompile_limit": max_graphs, **options}
     else:
         settings.enter_context(torch._dynamo.config.patch(recompile_limit=max_graphs))
-    for block in blocks:
-        block.forward = torch.compile(block.forward, **{"fullgraph": True, "dynamic": False, **options})
-    return CompiledBlocks(blocks, settings)
+    try:
+        for block in blocks:
+            block.forward = torch.compile(block.forward, **{"fullgraph": True, "dynamic": False, **options})
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
 
 
 def compile_if_possible(
@@ -103,7 +108,11 @@ def compile_if_possible(
         _log.warning("blocks are not compiled: %s", reason)
         return None
     _log.info("blocks are compiled for %d shapes of batches, at most %d graphs per kind", num_shapes, max_graphs)
-    return apply_compile(model, family, max_graphs)
+    try:
+        return apply_compile(model, family, max_graphs)
+    except RuntimeError as error:  # a Python or a machine that torch.compile does not know
+        _log.warning("blocks are not compiled: %s", error)
+        return None
 
 
 def _count_fault(max_graphs: int, num_shapes: int) -> str:

@@ -353,6 +353,7 @@ FREE_ON_RESUME = frozenset(
         "pipeline.schedule",
         "pipeline.ahead",
         "split.kept_blocks",
+        "split.memory_limit_gb",
     }
 )
 

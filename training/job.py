@@ -6,6 +6,7 @@ and the VAE are gone before the transformer is loaded. The same functions serve 
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from ..caching.encode import (
 from ..caching.key import file_fingerprint, folder_fingerprint, settings_fingerprint
 from ..caching.text_place import check_text_device
 from ..caching.vae import find_vae
-from ..families.spec import LatentSpec, Variant
+from ..families.spec import LatentSpec, ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
 from ..loading.lora_file import check_original_layout
 from ..parallel.block_split import BlockSplit
@@ -119,6 +120,7 @@ def check_job(job: JobConfig, *, is_to_train: bool = True) -> JobPlan:
     targets = resolve_targets(model, job.lora.targets or info.family.lora_targets)
     if job.output.lora_layout == "original":
         check_original_layout(info.family, targets, job.lora.dora)
+    job = _checked_schedule(_checked_blocks(job), info.family, targets)
     latent = info.family.latent_of(variant)
     encoded = _read_encoded(job, info, variant)
     samples = tuple(scan_folders(job.data, latent)) if not encoded else ()
@@ -134,11 +136,69 @@ def check_job(job: JobConfig, *, is_to_train: bool = True) -> JobPlan:
         placement = plan_job_placement(job, info, variant, model, *sizes)
     else:
         job, placement = training.job, training.placement
-    plan = JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded, training)
-    if plan.pipeline is not None:
-        plan = replace(plan, placement=replace(placement, tail=tuple(info.family.tail)))
+    plan = _with_tail(JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded, training))
+    _check_kept(plan)
     _check_tools(plan)
     return plan
+
+
+def _with_tail(plan: JobPlan) -> JobPlan:
+    """The plan with the model's tail where its schedule needs it."""
+    tail = () if plan.pipeline is None else tuple(plan.family.tail)
+    if plan.pipeline is None and plan.job.pipeline.schedule in ("1f1b", "gpipe"):
+        _log.warning(
+            "pipeline.schedule %s needs train.accumulation above 1 and several GPUs of one kind; left out",
+            plan.job.pipeline.schedule,
+        )
+    return replace(plan, placement=replace(plan.placement, tail=tail))
+
+
+def _checked_blocks(job: JobConfig) -> JobConfig:
+    """Raises: ValueError for what is asked of blocks and cannot be done."""
+    if any(job.split.swapped_blocks):
+        raise ValueError(
+            "split.swapped_blocks asks for blocks that stream from host memory, which training cannot do yet; remove "
+            'it, and take an 8-bit scheme (model.quantize = "auto") or another card if the model does not fit'
+        )
+    if any(job.split.kept_blocks) and not job.train.gradient_checkpointing:
+        raise ValueError(
+            "split.kept_blocks says which blocks gradient checkpointing passes over, but train.gradient_checkpointing "
+            "is false, so all keep their activations; remove one of the two"
+        )
+    return job
+
+
+def _checked_schedule(job: JobConfig, family: ModelFamily, targets: Sequence[str]) -> JobConfig:
+    """Without a pipeline where LoRA is on what the model's tail reads past its modules.
+
+    Raises: ValueError if a schedule was asked for by name.
+    """
+    read = [name for name in targets if any(fnmatch.fnmatch(name, pattern) for pattern in family.read_by_tail)]
+    if not read or job.pipeline.schedule == "none":
+        return job
+    why = f"LoRA on {read[0]}, which {family.title}'s last layers read as well, trains one micro-batch at a time"
+    if job.pipeline.schedule != "auto":
+        raise ValueError(f'{why}; set pipeline.schedule to "none", or leave that layer out of lora.targets')
+    _log.info("%s", why)
+    return replace(job, pipeline=replace(job.pipeline, schedule="none"))
+
+
+def _check_kept(plan: JobPlan) -> None:
+    """Raises: ValueError for kept blocks that the devices do not have."""
+    kept, devices = plan.job.split.kept_blocks, plan.placement.used_devices
+    if not kept:
+        return
+    if len(kept) != len(devices):
+        raise ValueError(
+            f"split.kept_blocks has {len(kept)} values, but the devices are {', '.join(map(str, devices))}; give one "
+            "each"
+        )
+    for device, count in zip(devices, kept, strict=True):
+        if count > plan.placement.devices.count(device):
+            raise ValueError(
+                f"split.kept_blocks asks {count} blocks of {device} to keep their activations, it has "
+                f"{plan.placement.devices.count(device)}; lower the number, or leave the setting out"
+            )
 
 
 def _refuse_stills(variant: Variant, samples: Iterable[Sample], encoded: Sequence[EncodedSample]) -> None:
@@ -189,6 +249,7 @@ def plan_job(job: JobConfig, cards: Sequence[Card] = ()) -> TrainingPlan:
 
     Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards.
     """
+    job = _checked_blocks(job)
     info = read_checkpoint(job.model.path, job.model.family, job.model.variant)
     variant = info.variant or info.family.variants[0]
     latent, encoded = info.family.latent_of(variant), _read_encoded(job, info, variant)
@@ -415,7 +476,7 @@ def run_job(
         if devices != plan.placement.devices:
             largest = _largest(plan.samples, plan.encoded, plan.family.latent_of(plan.variant))
             training = _plan_on_cards(job, plan.info, plan.variant, largest, devices)
-            plan = replace(plan, placement=replace(plan.placement, devices=devices), training=training)
+            plan = _with_tail(replace(plan, placement=replace(plan.placement, devices=devices), training=training))
         identity["placement"] = state.facts["placement"]
     with EventLog(folder, on_event, tensorboard=job.output.tensorboard) as events, ExitStack() as cleanup:
         try:
@@ -485,6 +546,15 @@ def _make_pipeline(plan: JobPlan, split: BlockSplit) -> Pipeline | None:
     return Pipeline(split.bridge, kind=kind, ahead=ahead)
 
 
+def _shapes_to_compile(plan: JobPlan) -> int | None:
+    if plan.job.train.compile == "off":
+        return None
+    if plan.job.lora.dora:
+        _log.warning("blocks are not compiled: torch cannot trace PEFT's DoRA")
+        return None
+    return _num_shapes(plan)
+
+
 def _num_shapes(plan: JobPlan) -> int:
     """Of all batches of a job, at most; 0 if captions come in any length."""
     if any(spec.has_varying_length for spec in plan.variant.text_encoders):
@@ -507,7 +577,7 @@ def assemble(plan: JobPlan) -> Assembled:
         attach_adapter=lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed),
         gradient_checkpointing=job.train.gradient_checkpointing,
         kept_blocks=plan.kept_blocks,
-        compiled_shapes=_num_shapes(plan) if job.train.compile == "auto" else None,
+        compiled_shapes=_shapes_to_compile(plan),
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
     )
 

@@ -53,7 +53,7 @@ class JobPlan:
     def pipeline(self) -> tuple[Kind, int] | None:
         """Schedule and how far ahead; None for one micro-batch at a time."""
         if self.training is None:
-            kind = asked_schedule(self.job, len(self.placement.used_devices))
+            kind = asked_schedule(self.job, self.placement.used_devices)
             return None if kind is None else (kind, self.job.pipeline.ahead)
         setting = self.training.setting
         return None if setting.schedule == "none" else (setting.schedule, setting.ahead)

@@ -127,17 +127,17 @@ class _Found:
     settings: StepSettings
 
 
-def asked_schedule(job: JobConfig, num_devices: int) -> Kind | None:
-    """The schedule that a job asks for on so many devices; None for one micro-batch at a time, "auto" means 1f1b.
+def asked_schedule(job: JobConfig, devices: Sequence[torch.device]) -> Kind | None:
+    """The schedule that a job asks for on these devices; None for one micro-batch at a time, "auto" means 1f1b.
 
-    Several devices and micro-batches are needed; with fewer a schedule asked for is left out, and that is logged.
+    Several micro-batches and several devices of one kind are needed, else there is none whatever is asked for. The CPU
+    is left out: its random numbers are drawn from one generator by all threads.
     """
     asked = job.pipeline.schedule
-    if num_devices > 1 and job.train.accumulation > 1:
-        return None if asked == "none" else "1f1b" if asked == "auto" else asked
-    if asked not in ("auto", "none"):
-        _log.warning("pipeline.schedule %s needs several devices and train.accumulation above 1; left out", asked)
-    return None
+    kinds = {device.type for device in devices}
+    if len(devices) < 2 or len(kinds) > 1 or "cpu" in kinds or job.train.accumulation < 2 or asked == "none":
+        return None
+    return "1f1b" if asked == "auto" else asked
 
 
 def largest_bucket(samples: Sequence[Sample]) -> tuple[int, int, int]:
@@ -253,8 +253,8 @@ class Planner:
 
     def settings(self) -> Iterator[Setting]:
         """Every setting the user allows."""
-        job, num_stages = self.job, len(self.cards)
-        asked = asked_schedule(job, num_stages)
+        job = self.job
+        asked = asked_schedule(job, [card.device for card in self.cards])
         schedules: list[Kind | Literal["none"]] = ["none" if asked is None else asked]
         if asked is not None and job.pipeline.schedule == "auto":
             schedules.append("none")
@@ -418,8 +418,8 @@ class _Search:
         if self._swapped:
             plan = replace(plan, num_swapped=min(self._swapped[index], end - start))
         if self._kept or not self._settings.is_checkpointing:
-            kept = min(self._kept[index], end - start) if self._kept else 0
-            return self._checked(replace(plan, num_kept=kept))
+            kept = self._kept[index] if self._kept else 0
+            return self._checked(replace(plan, num_kept=kept)) if kept <= end - start else None
         found = self._checked(plan)
         if found is None or not self._keeps:
             return found

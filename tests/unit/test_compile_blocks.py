@@ -127,3 +127,20 @@ def test_a_step_and_an_evaluation_need_no_more_graphs_per_shape_than_reckoned():
         model(**TINY["flux2"].make_inputs(seed=0), return_dict=False)
     assert 4 * 2 <= backend.num_graphs <= 8 * 2  # two kinds of block
     handle.remove()
+
+
+def test_a_compiler_that_refuses_leaves_no_trace(monkeypatch, caplog):
+    model, _ = _make("flux2")
+    calls = []
+
+    def compile_twice(function, **options):
+        calls.append(function)
+        if len(calls) > 1:
+            raise RuntimeError("torch.compile is not supported on this Python")
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_twice)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    assert compile_if_possible(model, FAMILIES["flux2"], [CPU], 1) is None
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before and "not supported" in caplog.text
+    assert not any("forward" in module.__dict__ for module in model.modules())

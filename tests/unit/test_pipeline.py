@@ -16,6 +16,7 @@ from devicebridge.parallel.block_split import apply_block_split
 from devicebridge.parallel.bridge import Bridge
 from devicebridge.parallel.pipeline import MicroBatch, Pipeline
 from devicebridge.parallel.placement import Placement, block_names, plan_manual
+from devicebridge.parallel.recompute import recompute
 from devicebridge.parallel.schedule import Work, plan_order
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.streams import Clock, SimulatedMachine
@@ -198,6 +199,54 @@ def test_a_micro_batch_that_must_be_alone_is():
         Pipeline(bridge).run(mixed)
         assert [count for thread, count in most.items() if thread.name.endswith("-2")] == [1]
         assert max(most.values()) == 2
+
+
+def test_micro_batches_are_prepared_one_ahead_and_threads_are_few():
+    """However many there are: a step of many video clips would else fill the host's pinned memory."""
+    with emulated_cards(2):
+        model, bridge = _chain([HOME, NEXT])
+        prepared, begun, waiting, alive = [], [], [], []
+
+        def prepare():
+            prepared.append(1)
+            waiting.append(len(prepared) - len(begun))
+            alive.append(threading.active_count())
+            return torch.ones(2, 4)
+
+        model.blocks[0].register_forward_pre_hook(lambda module, args: begun.append(1))
+        batches = [replace(batch, prepare=prepare) for batch in _chain_batches(model, bridge, 40)]
+        before = threading.active_count()
+        losses = Pipeline(bridge, ahead=0).run(batches)
+        assert len(losses) == 40 and max(waiting) <= 3 and max(alive) - before <= 3 + 3
+
+
+class _InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x += 1
+        return self.linear(x)
+
+
+def test_a_block_that_changes_its_input_is_not_recomputed():
+    with pytest.raises(RuntimeError, match="in place"):
+        recompute(_InPlace(), (torch.ones(2, 4),), torch.device("cpu"))
+
+
+def test_another_generator_than_the_blocks_is_left_alone():
+    """Somebody draws on the CPU between a block's forward and backward, and while it runs."""
+    with emulated_cards(1):
+        linear = nn.Linear(4, 4).to(HOME)
+        linear.register_forward_hook(lambda *_: torch.rand(1) * 0 and None)
+        out = recompute(linear, (torch.ones(2, 4).to(HOME),), HOME)
+        before = torch.get_rng_state()
+        expected = torch.rand(3), torch.rand(1)
+        torch.set_rng_state(before)
+        torch.rand(3)
+        out.sum().backward()  # the hook draws once more
+        assert not torch.equal(torch.rand(1), expected[1])
 
 
 class _Chain(nn.Module):

@@ -86,3 +86,49 @@ def test_a_compiled_job_is_refused_nothing_and_leaves_no_setting_behind(tmp_path
     train = {"steps": 3, "batch_size": 1, "accumulation": 3, "seed": 3, "compile": "auto"}
     found = _run(_job(tmp_path, "auto", train=train))
     assert found.losses == plain.losses and caplog.text.count("not compiled") == 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"split": {"kept_blocks": [1, 1, 1]}}, "give one each"),
+        ({"split": {"kept_blocks": [50, 0]}}, "asks 50 blocks"),
+        ({"split": {"swapped_blocks": [1, 1]}}, "cannot do yet"),
+        ({"split": {"kept_blocks": [1, 1]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
+    ],
+)
+def test_what_blocks_cannot_do_is_refused_before_anything_is_loaded(tmp_path, sections, message):
+    sections["split"] = {"devices": ["lazy:0", "lazy:1"], **sections["split"]}
+    job = _job(tmp_path, "run", **sections)
+    with emulated_cards(), pytest.raises(ValueError, match=message):
+        check_job(job)
+
+
+def test_lora_on_what_the_tail_reads_past_its_modules_has_no_pipeline(tmp_path):
+    """Wan mixes the time embedding into the stream after the last block; the stage that made it is another's."""
+    sections = {
+        "split": {"devices": ["lazy:0", "lazy:1"]},
+        "cache": {"vae_device": "cpu"},
+        "lora": {"targets": ["*time_embedder*", "*to_q"]},
+        "train": {"steps": 2, "accumulation": 3},
+    }
+    job = make_tiny_job(tmp_path, "wan", **sections)
+    with emulated_cards():
+        assert check_job(job).pipeline is None
+        assert run_job(job).status == "finished"
+        asked = dataclasses.replace(job, pipeline=PipelineConfig(schedule="1f1b"))
+        with pytest.raises(ValueError, match="which Wan's last layers read"):
+            check_job(asked)
+
+
+def test_the_cpu_beside_a_card_has_no_pipeline(tmp_path):
+    """All threads of the host draw from its one generator."""
+    with emulated_cards():
+        plan = check_job(_job(tmp_path, "run", split={"devices": ["lazy:0", "cpu"]}))
+    assert plan.pipeline is None and plan.placement.tail == ()
+
+
+def test_dora_is_not_compiled(tmp_path, caplog):
+    train = {"steps": 1, "compile": "auto"}
+    job = _job(tmp_path, "run", split={"devices": ["cpu"]}, lora={"dora": True}, train=train)
+    assert run_job(job).status == "finished" and "cannot trace PEFT's DoRA" in caplog.text
