@@ -76,7 +76,7 @@ class SplitConfig:
         kept_blocks: with gradient checkpointing, how many blocks of each device keep their activations instead of being
             computed again, the last ones of each; () lets the planner choose where it knows the devices' memory, and
             keeps none elsewhere.
-        swapped_blocks: per device, how many of its blocks (the first ones) live in pinned host memory and stream in; ()
+        swapped_blocks: refused, until training can do it; how many blocks of each device stream from host memory, ()
             for none.
     """
 

@@ -254,7 +254,7 @@ def plan_job(job: JobConfig, cards: Sequence[Card] = ()) -> TrainingPlan:
     variant = info.variant or info.family.variants[0]
     latent, encoded = info.family.latent_of(variant), _read_encoded(job, info, variant)
     samples = () if encoded else scan_folders(job.data, latent)
-    known = list(cards) or cards_of(find_devices(job.split.devices))
+    known = list(cards) or _cards_here(job)
     if known is None:
         raise ValueError(
             "a plan was asked for this machine's cards, but there is none whose memory torch can tell; name cards "
@@ -262,6 +262,13 @@ def plan_job(job: JobConfig, cards: Sequence[Card] = ()) -> TrainingPlan:
         )
     height, width, frames = _largest(samples, encoded, latent)
     return plan_training(Planner(job, info, variant, known, (height, width), frames=frames))
+
+
+def _cards_here(job: JobConfig) -> list[Card] | None:
+    try:
+        return cards_of(find_devices(job.split.devices))
+    except ValueError as error:
+        raise ValueError(f'{error}. For a plan of cards that are elsewhere, name them: --cards "24GB,24GB"') from error
 
 
 def _largest(samples: Sequence[Sample], encoded: Sequence[EncodedSample], latent: LatentSpec) -> tuple[int, int, int]:

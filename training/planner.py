@@ -68,7 +68,7 @@ class Setting:
 
     def describe(self) -> str:
         """ "fp8-compute, 1f1b, 1 ahead"."""
-        parts = ["bf16 weights" if self.scheme == "none" else self.scheme]
+        parts = ["weights in full precision" if self.scheme == "none" else self.scheme]
         if self.schedule != "none":
             parts.append(self.schedule + (f", {self.ahead} ahead" if self.ahead else ""))
         if self.optimizer == "adamw8bit":

@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_refused_with_what_would_help():
     with pytest.raises(ValueError) as refusal:
         _plan("24GB,24GB", (1024, 1024), model={"quantize": "none"}, data={"resolutions": [1024]})
     text = str(refusal.value)
-    assert "1024x1024" in text and "bf16 weights" in text and "are missing" in text
+    assert "1024x1024" in text and "weights in full precision" in text and "are missing" in text
     assert 'model.quantize = "fp8-compute"' in text and "another card of" in text
     assert "lora.rank" not in text and "resolutions = " not in text  # 64 GB of weights: these would not do
     _plan("24GB,24GB", (1024, 1024), model={"quantize": "fp8-compute"})  # what it said is true
