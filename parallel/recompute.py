@@ -92,7 +92,7 @@ class _Recomputed(torch.autograd.Function):
             seed = _Seed.apply([g for _, g in pairs], *(o for o, _ in pairs)) if pairs else None
         del output, outputs, pairs  # nobody needs what the block returns
         if seed is not None:
-            seed.backward(seed.detach())  # any value: nobody reads it
+            torch.autograd.backward([seed], [seed.detach()])  # any value: nobody reads it
         return (None, None, None, None, *(tensor.grad for tensor in inputs))
 
 
