@@ -27,6 +27,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -59,6 +60,10 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # threads do not survive a fork
     runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
+    # Progress bars share a lock between processes, and a worker that is killed while it has it keeps it for all others.
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(_Trial(Path(folder), arguments.samples, random.Random(arguments.seed)).run(arguments.kills)))
 
