@@ -50,6 +50,7 @@ from devicebridge.parallel.schedule import Kind  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
+from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402
     TINY_CONFIG,
@@ -457,7 +458,7 @@ def main() -> None:
         "card_gb": options.card_gb,
         **describe_run("diffusers", "peft", "torchao", "triton"),
     }
-    with _emulation(is_on=options.tiny):
+    with emulation(is_on=options.tiny):
         for name in options.subject:
             for scheme in options.scheme:
                 key = f"{name}, {scheme}"
@@ -472,20 +473,6 @@ def main() -> None:
                 write_json(report, options.out)
     report["elapsed_s"] = round(elapsed_s(), 1)
     print_or_write(report, options.out)
-
-
-@contextlib.contextmanager
-def _emulation(*, is_on: bool) -> Iterator[None]:
-    if not is_on:
-        yield
-        return
-    import peft.tuners.lora  # noqa: F401  # before the stand-ins are in place, which libraries would keep
-    import torchao.quantization  # noqa: F401
-    from devicebridge.tests.emulated import emulated_cards, factories_on_cards
-
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    with emulated_cards(2), factories_on_cards():
-        yield
 
 
 if __name__ == "__main__":

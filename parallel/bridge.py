@@ -218,7 +218,7 @@ class Bridge:
         return copy_to(tensor, device) if self.turns is None else self.turns.copy(tensor, device)
 
     def _make_enter(self, block: nn.Module, device: torch.device) -> BeforeHook:
-        change_device = _device_switch(device) if device != self.home else None
+        change_device = device_switch(device) if device != self.home else None
         kept = _positions(block, self.passed_by)
 
         def enter(
@@ -340,7 +340,7 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _device_switch(device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
+def device_switch(device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
     """Makes the context in which device is the current one; None for kinds without a current device."""
     switch = getattr(device_module(device), "device", None)
     return None if switch is None else functools.partial(switch, device.index)

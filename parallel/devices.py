@@ -137,14 +137,27 @@ def synchronize(devices: Iterable[torch.device]) -> None:
             module.synchronize(device)
 
 
+def random_state(device: torch.device) -> torch.Tensor | None:
+    """State of the device's default generator, as a uint8 tensor; None for tensors without memory."""
+    if device == CPU:
+        return torch.get_rng_state()
+    module = device_module(device)
+    return None if module is None else module.get_rng_state(device)
+
+
+def set_random_state(device: torch.device, state: torch.Tensor) -> None:
+    """Put back what random_state returned."""
+    module = device_module(device)
+    if module is None:
+        torch.set_rng_state(state)
+    else:
+        module.set_rng_state(state, device)
+
+
 def random_states(devices: Iterable[torch.device]) -> dict[str, torch.Tensor]:
-    """State of the default generator of the CPU and of every device named, as uint8 tensors."""
-    states = {"cpu": torch.get_rng_state()}
-    for device in devices:
-        module = device_module(device)
-        if module is not None:
-            states[str(device)] = module.get_rng_state(device)
-    return states
+    """random_state of the CPU and of every device named."""
+    states = {str(device): random_state(device) for device in (CPU, *devices)}
+    return {name: state for name, state in states.items() if state is not None}
 
 
 def restore_random_states(states: dict[str, torch.Tensor]) -> None:
@@ -153,13 +166,7 @@ def restore_random_states(states: dict[str, torch.Tensor]) -> None:
     Raises: ValueError for the state of a device that does not exist here.
     """
     for name, state in states.items():
-        if name == "cpu":
-            torch.set_rng_state(state)
-            continue
-        device = find_device(name)
-        module = device_module(device)
-        assert module is not None
-        module.set_rng_state(state, device)
+        set_random_state(find_device(name), state)
 
 
 @contextmanager

@@ -71,6 +71,16 @@ def wait_for(lanes: Sequence[Lane], threads: Sequence[threading.Thread]) -> None
         thread.join()
 
 
+def stop_and_wait(stop: Callable[[], None], lanes: Sequence[Lane], threads: Sequence[threading.Thread]) -> None:
+    """Stop a run and wait for its end, however often the user interrupts."""
+    while True:
+        try:
+            stop()
+            return wait_for(lanes, threads)
+        except KeyboardInterrupt:
+            continue
+
+
 class SideStreams:
     """The two streams on which copies from source to target run, beside the kernels of both."""
 
@@ -133,7 +143,7 @@ class ThreadState:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._is_grad, self._is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self._autocast = [_autocast_of(kind) for kind in {"cpu", *(device.type for device in devices)}]
+        self._autocast = [autocast_of(kind) for kind in {"cpu", *(device.type for device in devices)}]
         self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
         self._function_modes = overrides._get_current_function_mode_stack()
         module = device_module(devices[0])
@@ -168,7 +178,7 @@ class ThreadState:
             module.set_device(self._device)  # last, since choosing a stream chooses its device
 
 
-def _autocast_of(kind: str) -> tuple[str, torch.dtype, bool] | None:
+def autocast_of(kind: str) -> tuple[str, torch.dtype, bool] | None:
     """Device type, dtype and whether casts are cached, where autocast is on; else None."""
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None

@@ -38,9 +38,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from .bridge import Bridge
-from .devices import device_module
-from .lanes import Pair, Stopped, ThreadState, copy_beside, make_thread, settle, wait_for
+from .bridge import Bridge, device_switch
+from .lanes import Pair, Stopped, ThreadState, copy_beside, make_thread, settle, stop_and_wait, wait_for
 from .schedule import Kind, Work, num_held, plan_order
 
 T = TypeVar("T")
@@ -114,7 +113,7 @@ class Pipeline:
                 thread.start()
             wait_for(run.lanes, threads)
         except BaseException:  # KeyboardInterrupt while waiting, or no thread to be had
-            _stop(run, threads)
+            stop_and_wait(run.orders.stop, run.lanes, threads)
             run.error = None
             raise
         error, run.error = run.error, None
@@ -162,7 +161,8 @@ class Pipeline:
             orders.begin(stage, Work(True, lane.index), lane.is_alone)
             settle(lane.arrivals)
             starts = [border for border in lane.borders if border.stage == stage and border.has_gradient]
-            with _current(self.bridge.devices[stage]):
+            switch = device_switch(self.bridge.devices[stage])  # for kernels that go by the current device
+            with contextlib.nullcontext() if switch is None else switch():
                 if starts:
                     torch.autograd.backward([start.tensor for start in starts], [start.gradient for start in starts])
                 self._send_back(lane, stage)
@@ -342,19 +342,3 @@ class _Orders:
     def _is_next(self, stage: int, work: Work, is_alone: bool) -> bool:
         is_free = not any(self._is_busy) if is_alone else not (self._is_busy[stage] or self._is_exclusive)
         return is_free and self._orders[stage][self._position[stage]] == work
-
-
-def _stop(run: _Run, threads: Sequence[threading.Thread]) -> None:
-    """End the run and wait for it, however often the user interrupts."""
-    while True:
-        try:
-            run.orders.stop()
-            return wait_for(run.lanes, threads)
-        except KeyboardInterrupt:
-            continue
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Inside, device is the current one, for kernels that go by that."""
-    switch = getattr(device_module(device), "device", None)
-    return contextlib.nullcontext() if switch is None else switch(device.index)

@@ -6,7 +6,6 @@ most num_devices - 1 times per forward. The first device is home: it also holds 
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from ..families.spec import BlockList, ModelFamily, NativeModel
+from ..patches.lora import matches_any
 
 
 @dataclass(frozen=True)
@@ -276,15 +276,11 @@ def _block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int,
     width = min((module.in_features for module in linears.values()), default=0)  # D; the others read wider states
     total = 4.0 * all_tokens**2 * width
     for name, module in linears.items():
-        if _matches(name, block_list.sample_modules):
+        if matches_any(name, block_list.sample_modules):
             tokens = 1
-        elif _matches(name, block_list.text_modules):
+        elif matches_any(name, block_list.text_modules):
             tokens = num_text_tokens
         else:
             tokens = all_tokens if block_list.is_joint else num_image_tokens
         total += 2.0 * module.weight.numel() * tokens
     return total
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

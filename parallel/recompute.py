@@ -25,7 +25,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..patches.hooks import map_tensors
-from .devices import device_module
+from .devices import random_state, set_random_state
+from .lanes import autocast_of
 
 _SEAT = torch.empty(0)  # stands where a tensor was
 
@@ -39,7 +40,7 @@ def recompute(block: nn.Module, args: tuple[Any, ...], device: torch.device) -> 
     """
     if not torch.is_grad_enabled():
         return block(*args)
-    if torch.is_autocast_enabled(device.type) if torch.amp.is_autocast_available(device.type) else False:
+    if autocast_of(device.type) is not None:
         return torch.utils.checkpoint.checkpoint(block.__call__, *args, use_reentrant=False)
     tensors: list[torch.Tensor] = []
 
@@ -68,7 +69,7 @@ class _Recomputed(torch.autograd.Function):
     ) -> Any:
         ctx.block, ctx.seats, ctx.device = block, seats, device
         ctx.set_materialize_grads(False)
-        before, versions = _random_state(device), [_version(tensor) for tensor in tensors]
+        before, versions = random_state(device), [_version(tensor) for tensor in tensors]
         output = block(*_fill(seats, tensors))
         if versions != [_version(tensor) for tensor in tensors]:
             raise RuntimeError(
@@ -76,7 +77,7 @@ class _Recomputed(torch.autograd.Function):
                 "switch gradient checkpointing off for this model"
             )
         ctx.save_for_backward(*tensors)
-        after = _random_state(device)
+        after = random_state(device)
         ctx.random = None if before is None or after is None or torch.equal(before, after) else before
         return _checked(output, block)
 
@@ -89,15 +90,18 @@ class _Recomputed(torch.autograd.Function):
             output = ctx.block(*_fill(ctx.seats, inputs))
             outputs = output if isinstance(output, tuple) else (output,)
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
-            seed = _Seed.apply([g for _, g in pairs], *(o for o, _ in pairs)) if pairs else None
+            seed = HandOut.apply([g for _, g in pairs], *(o for o, _ in pairs)) if pairs else None
         del output, outputs, pairs  # nobody needs what the block returns
         if seed is not None:
             torch.autograd.backward([seed], [seed.detach()])  # any value: nobody reads it
         return (None, None, None, None, *(tensor.grad for tensor in inputs))
 
 
-class _Seed(torch.autograd.Function):
-    """A scalar whose backward hands out these gradients of a block's outputs, so that these need not be held for it."""
+class HandOut(torch.autograd.Function):
+    """A scalar whose backward hands out these gradients of a block's outputs, so that these need not be held for it.
+
+    The list is empty afterwards.
+    """
 
     @staticmethod
     def forward(ctx: Any, grads: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
@@ -106,7 +110,9 @@ class _Seed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *ctx.grads
+        handed = tuple(ctx.grads)
+        ctx.grads.clear()
+        return None, *handed
 
 
 def _fill(seats: Any, tensors: Any) -> Any:
@@ -129,32 +135,16 @@ def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _random_state(device: torch.device) -> torch.Tensor | None:
-    """Of the device's generator; None for tensors without memory."""
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    module = device_module(device)
-    return None if module is None else module.get_rng_state(device)
-
-
-def _set_random_state(device: torch.device, state: torch.Tensor) -> None:
-    module = device_module(device)
-    if module is None:
-        torch.set_rng_state(state)
-    else:
-        module.set_rng_state(state, device)
-
-
 @contextmanager
 def _replayed(device: torch.device, state: torch.Tensor | None) -> Iterator[None]:
     """Inside, the device's generator stands as then; outside, nothing has happened. None is a no-op."""
     if state is None:
         yield
         return
-    now = _random_state(device)
+    now = random_state(device)
     assert now is not None
-    _set_random_state(device, state)
+    set_random_state(device, state)
     try:
         yield
     finally:
-        _set_random_state(device, now)
+        set_random_state(device, now)

@@ -32,7 +32,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from .bridge import Bridge
-from .lanes import Pair, Stopped, ThreadState, copy_beside, make_thread, settle, wait_for
+from .lanes import Pair, Stopped, ThreadState, copy_beside, make_thread, settle, stop_and_wait, wait_for
 
 T = TypeVar("T")
 Trace = list[tuple[int, torch.device]]
@@ -77,7 +77,7 @@ class Turns:
             schedule.start(self.bridge.home)
             wait_for(lanes, threads)
         except BaseException:  # KeyboardInterrupt while waiting, or no thread to be had
-            _stop(schedule, lanes, threads)
+            stop_and_wait(schedule.stop, lanes, threads)
             self._error = None
             raise
         self._raise_error()
@@ -250,13 +250,3 @@ def _sleep(lane: _Lane[Any]) -> None:
     # The baton's holder is written before the event is set, so a wake-up cleared here too early is seen in the loop.
     lane.wake.wait()
     lane.wake.clear()
-
-
-def _stop(schedule: _Schedule, lanes: Sequence[_Lane[Any]], threads: Sequence[threading.Thread]) -> None:
-    """Stop the run and wait for its end, however often the user interrupts."""
-    while True:
-        try:
-            schedule.stop()
-            return wait_for(lanes, threads)
-        except KeyboardInterrupt:
-            continue

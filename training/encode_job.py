@@ -22,10 +22,7 @@ from ..caching.encode import (
 from ..caching.encoded import store_of_encoded
 from ..caching.sources import LatentSource, TextSource
 from ..caching.store import CacheStore
-from ..parallel.devices import (
-    find_device,
-    release_cached_memory,
-)
+from ..parallel.devices import find_device, release_cached_memory
 from .batches import CachedSamples
 from .config import JobConfig
 from .data import Sample

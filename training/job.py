@@ -6,7 +6,6 @@ and the VAE are gone before the transformer is loaded. The same functions serve 
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -18,10 +17,7 @@ import torch
 from torch import nn
 
 from ..assembly import Assembled, assemble_for_training
-from ..caching.encode import (
-    Stopped,
-    never,
-)
+from ..caching.encode import Stopped, never
 from ..caching.key import file_fingerprint, folder_fingerprint, settings_fingerprint
 from ..caching.text_place import check_text_device
 from ..caching.vae import find_vae
@@ -29,14 +25,7 @@ from ..families.spec import LatentSpec, ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
 from ..loading.lora_file import check_original_layout
 from ..parallel.block_split import BlockSplit
-from ..parallel.devices import (
-    find_device,
-    find_devices,
-    free_bytes,
-    memory_in_use,
-    own_random_states,
-    reset_peaks,
-)
+from ..parallel.devices import find_device, find_devices, free_bytes, memory_in_use, own_random_states, reset_peaks
 from ..parallel.pipeline import Pipeline
 from ..parallel.placement import (
     Placement,
@@ -47,7 +36,7 @@ from ..parallel.placement import (
     plan_manual,
     plan_placement,
 )
-from ..patches.lora import resolve_targets
+from ..patches.lora import matches_any, resolve_targets
 from ..patches.quantize import check_packages, refusal, stored_bytes
 from .adapter import LoraHandle, apply_lora
 from .batches import CachedSamples
@@ -64,13 +53,7 @@ from .objective import make_noise_schedule
 from .optimizer import make_optimizer
 from .plan_view import Comparison, compare, describe_comparison
 from .planner import Planner, TrainingPlan, largest_bucket, plan_training
-from .stock import (
-    EncodedSample,
-    make_stock_reader,
-    read_encoded_samples,
-    refuse_condition,
-    resolution_of,
-)
+from .stock import EncodedSample, make_stock_reader, read_encoded_samples, refuse_condition, resolution_of
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +94,7 @@ def check_job(job: JobConfig, *, is_to_train: bool = True) -> JobPlan:
     Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
         or settings that contradict the model.
     """
+    _refuse_block_settings(job)
     info = read_checkpoint(job.model.path, job.model.family, job.model.variant)
     variant = info.variant or info.family.variants[0]
     if job.objective.guidance is not None and variant.training_guidance is None:
@@ -120,7 +104,7 @@ def check_job(job: JobConfig, *, is_to_train: bool = True) -> JobPlan:
     targets = resolve_targets(model, job.lora.targets or info.family.lora_targets)
     if job.output.lora_layout == "original":
         check_original_layout(info.family, targets, job.lora.dora)
-    job = _checked_schedule(_checked_blocks(job), info.family, targets)
+    job = _checked_schedule(job, info.family, targets)
     latent = info.family.latent_of(variant)
     encoded = _read_encoded(job, info, variant)
     samples = tuple(scan_folders(job.data, latent)) if not encoded else ()
@@ -153,7 +137,7 @@ def _with_tail(plan: JobPlan) -> JobPlan:
     return replace(plan, placement=replace(plan.placement, tail=tail))
 
 
-def _checked_blocks(job: JobConfig) -> JobConfig:
+def _refuse_block_settings(job: JobConfig) -> None:
     """Raises: ValueError for what is asked of blocks and cannot be done."""
     if any(job.split.swapped_blocks):
         raise ValueError(
@@ -165,7 +149,6 @@ def _checked_blocks(job: JobConfig) -> JobConfig:
             "split.kept_blocks says which blocks gradient checkpointing passes over, but train.gradient_checkpointing "
             "is false, so all keep their activations; remove one of the two"
         )
-    return job
 
 
 def _checked_schedule(job: JobConfig, family: ModelFamily, targets: Sequence[str]) -> JobConfig:
@@ -173,7 +156,7 @@ def _checked_schedule(job: JobConfig, family: ModelFamily, targets: Sequence[str
 
     Raises: ValueError if a schedule was asked for by name.
     """
-    read = [name for name in targets if any(fnmatch.fnmatch(name, pattern) for pattern in family.read_by_tail)]
+    read = [name for name in targets if matches_any(name, family.read_by_tail)]
     if not read or job.pipeline.schedule == "none":
         return job
     why = f"LoRA on {read[0]}, which {family.title}'s last layers read as well, trains one micro-batch at a time"
@@ -249,7 +232,7 @@ def plan_job(job: JobConfig, cards: Sequence[Card] = ()) -> TrainingPlan:
 
     Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards.
     """
-    job = _checked_blocks(job)
+    _refuse_block_settings(job)
     info = read_checkpoint(job.model.path, job.model.family, job.model.variant)
     variant = info.variant or info.family.variants[0]
     latent, encoded = info.family.latent_of(variant), _read_encoded(job, info, variant)

@@ -7,20 +7,13 @@ from pathlib import Path
 
 from ..families.spec import ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo
-from ..parallel.placement import (
-    Placement,
-)
+from ..parallel.placement import Placement
 from ..parallel.schedule import Kind
 from .config import JobConfig
 from .data import Sample, TrainingSample
 from .objective import NoiseSchedule
 from .planner import TrainingPlan, asked_schedule
-from .stock import (
-    EncodedSample,
-    StockReader,
-    make_stock_reader,
-    resolution_of,
-)
+from .stock import EncodedSample, StockReader, make_stock_reader, resolution_of
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
 from ..parallel.placement import block_names
+from ..parallel.recompute import HandOut
 from ..patches.eight_bit import KernelsOf, Plan, rehearse
 from ..patches.lora import resolve_targets
 from ..patches.quantize import Quantizer, QuantizeSettings, Stored8, replace_module
@@ -439,7 +440,7 @@ class _Run:
         del outputs
         gradient = self.meter.live - base
         self.meter.start()
-        seed = _HandOut.apply(grads, *_tensors(block(*args)))
+        seed = HandOut.apply(grads, *_tensors(block(*args)))
         top = self.meter.peak - base
         kept = self.meter.live - base - gradient
         self.meter.start()
@@ -463,7 +464,7 @@ class _Run:
         """Of the backward; parallel/recompute.py has been handed the gradients of the outputs and holds them."""
         outputs = _tensors(block(*args))
         grads = [torch.empty_like(tensor) for tensor in outputs]
-        seed = _HandOut.apply(list(grads), *outputs)
+        seed = HandOut.apply(list(grads), *outputs)
         del outputs
         self.meter.start()
         seed.backward()
@@ -486,22 +487,6 @@ def _forget_gradients(block: nn.Module, args: Any) -> None:
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-class _HandOut(torch.autograd.Function):
-    """A scalar whose backward hands out these gradients of a block's outputs. The outputs themselves are gone by then,
-    as they are when the block is recomputed."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.grads = grads
-        return outputs[0].new_empty(())
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        handed = tuple(ctx.grads)
-        ctx.grads.clear()
-        return None, *handed
 
 
 def _step(
