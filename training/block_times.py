@@ -12,11 +12,20 @@ from .cards import Card
 SCHEME_TIMES: Mapping[str, float] = {"none": 1.0, "fp8-compute": 0.78, "int8-compute": 0.81, "int8": 1.16, "fp8": 1.26}
 
 
+# Where nothing was measured: what a card of speed 1 sustains in bf16, and what reaches it over half a PCIe 4.0 slot.
+ASSUMED_FLOPS_PER_S = 50e12
+ASSUMED_LINK_BYTES_PER_S = 12e9
+
+
 class BlockTimes(Protocol):
-    """How long blocks take."""
+    """How long blocks take, and what they may need before."""
 
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
-        """Forward and backward (without recomputation) of a micro-batch, in seconds or any one unit."""
+        """Forward and backward (without recomputation) of a micro-batch, in seconds."""
+        ...
+
+    def link(self, card: Card) -> float:
+        """Bytes per second from pinned host memory to the card, and about as many back."""
         ...
 
 
@@ -31,5 +40,8 @@ class FlopTimes:
     flops: Sequence[float]
 
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
-        time = self.flops[block] * SCHEME_TIMES[scheme] / card.speed
+        time = self.flops[block] * SCHEME_TIMES[scheme] / (card.speed * ASSUMED_FLOPS_PER_S)
         return time, time
+
+    def link(self, card: Card) -> float:
+        return ASSUMED_LINK_BYTES_PER_S
