@@ -13,6 +13,7 @@ from typing import Any
 
 import diffusers
 import torch
+from accelerate import init_empty_weights
 from devicebridge.caching.store import CacheStore
 from devicebridge.families.registry import find_family
 from devicebridge.families.spec import ModelFamily, Variant
@@ -107,7 +108,8 @@ def make_random_model(
 
     The weights before rounding depend on seed and fill alone, so all schemes round the same model.
     """
-    model = make_empty(config, family)
+    with init_empty_weights(include_buffers=False):  # Wan's rotary tables are computed in the constructor
+        model = getattr(diffusers, family.transformer_class)(**config)
     quantizer = None if scheme == "bf16" else Quantizer(family, QuantizeSettings(scheme))  # type: ignore[arg-type]
     seeds = {name: seed * 100_003 + index for index, (name, _) in enumerate(model.named_parameters())}
     for fqn in [fqn for fqn, _ in model.named_modules()]:  # names: the modules would be held, and their weights
@@ -115,6 +117,9 @@ def make_random_model(
         _materialize(fqn, module, placement.device_of(fqn), seeds, fill)
         if quantizer is not None and quantizer.is_wanted(fqn, module):
             replace_module(model, fqn, quantizer.finish(fqn, module))
+    for name, buffer in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = buffer.to(placement.device_of(name))
     report = quantizer.close(model).report if quantizer is not None else None
     split = apply_block_split(model.requires_grad_(False), family, placement)
     return RandomModel(scheme, model, split, report, family)
@@ -124,7 +129,7 @@ def make_random_model(
 def _materialize(fqn: str, module: nn.Module, device: torch.device, seeds: Mapping[str, int], fill: Fill) -> None:
     for leaf, parameter in list(module.named_parameters(recurse=False)):
         name = f"{fqn}.{leaf}" if fqn else leaf
-        data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        data = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
         fill(name, data, make_device_generator(device, seeds[name]))
         module._parameters[leaf] = nn.Parameter(data, requires_grad=False)
 

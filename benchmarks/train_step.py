@@ -377,14 +377,26 @@ def _release() -> None:
         torch.cuda.empty_cache()
 
 
+def make_tiny(subject: Subject) -> tuple[Subject, dict[str, Any]]:
+    """The same kind of model in a size for the CPU; FLUX.2 in one that all schemes can do."""
+    family, variant = _described(subject)
+    if subject.family == "flux2":
+        small = replace(subject, latent=(16, 1, 4, 4), text={"prompt_embeds": (8, 32)})
+        return small, dict(variant.transformer_config) | TINY_CONFIG
+    from devicebridge.tests.toy import TINY
+
+    row = TINY[subject.family]
+    text = {name: (shape[0], shape[1]) if len(shape) > 1 else (0, shape[0]) for name, shape in row.text_shapes.items()}
+    return replace(subject, latent=row.latent_shape, text=text), dict(row.transformer_config)
+
+
 def run_section(options: argparse.Namespace, name: str, scheme: str, rivals: dict[str, float]) -> dict[str, Any]:
     """One subject and scheme: the usual split (bf16, or weight-only float8 beside 8 bits) against ours."""
     subject = SUBJECTS[name]
     family, variant = _described(subject)
     config = {**variant.transformer_config, **subject.layers}
     if options.tiny:
-        subject = Subject("flux2", "flux2-dev", (16, 1, 4, 4), {"prompt_embeds": (8, 32)})
-        config = dict(variant.transformer_config) | TINY_CONFIG
+        subject, config = make_tiny(subject)
     devices = options.devices
 
     def contestant(placement: Placement, base: str, usual: bool) -> Contestant:
