@@ -232,7 +232,7 @@ def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer
     trainer = each.trainer
     trainer.job = replace(each.job, train=replace(each.job.train, accumulation=way.num_batches))
     trainer.pipeline = None if way.kind is None else Pipeline(each.built.split.bridge, kind=way.kind)
-    if way is not USUAL and way is not ONE_GPU:
+    if way.name not in (USUAL.name, ONE_GPU.name):
         each.built.split.keep_activations(kept or [0] * len(each.devices))
         if way.compiled and each.is_compiled is None:
             each.is_compiled = apply_compile(each.built.model, each.built.family)
@@ -273,12 +273,19 @@ def find_kept(each: Contestant, way: Way, card_gb: float) -> list[int]:
 
 def _peaks(each: Contestant, way: Way, kept: Sequence[int]) -> list[int]:
     """Bytes this contestant needs per card in a step, as if it were alone."""
+    return step_with_peaks(each, way, kept)[2]
+
+
+def step_with_peaks(each: Contestant, way: Way, kept: Sequence[int]) -> tuple[float, float, list[int]]:
+    """As timed_step, and the bytes that this contestant needs per card, as if it were alone; [] without GPUs."""
+    if each.devices[0].type != "cuda":
+        return *timed_step(each, way, kept), []
     others = [_allocated(device) - _own(each, device) for device in each.devices]
     for device in each.devices:
         torch.cuda.reset_peak_memory_stats(device)
-    timed_step(each, way, kept)
+    seconds, loss = timed_step(each, way, kept)
     peaks = [torch.cuda.max_memory_allocated(device) for device in each.devices]
-    return [peak - other for peak, other in zip(peaks, others, strict=True)]
+    return seconds, loss, [peak - other for peak, other in zip(peaks, others, strict=True)]
 
 
 def _allocated(device: torch.device) -> int:
@@ -343,7 +350,8 @@ def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) 
         say(f"{way.name}: warm, {found[way.name]['warm_up_s']} s, kept {kept[way.name]}")
     for _ in range(options.rounds):
         for each, way in entries:
-            seconds, loss = timed_step(each, way, kept[way.name])
+            seconds, loss, peaks = step_with_peaks(each, way, kept[way.name])
+            found[way.name]["peak_gb"] = [round(peak / 1e9, 2) for peak in peaks]
             found[way.name]["seconds"].append(seconds)
             found[way.name]["losses"].append(round(loss, 5))
     for each, way in entries:
@@ -351,8 +359,6 @@ def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) 
         row["s_per_sample"] = round(statistics.median(row["seconds"]), 4)
         row["s_per_sample_min_max"] = [round(min(row["seconds"]), 4), round(max(row.pop("seconds")), 4)]
         row["kept_blocks"] = kept[way.name]
-        if each.devices[0].type == "cuda":
-            row["peak_gb"] = [round(peak / 1e9, 2) for peak in _peaks(each, way, kept[way.name])]
         row["busy"] = busy_shares(each, way, kept[way.name]) if way.name in options.busy else {}
     usual = found.get(USUAL.name, {}).get("s_per_sample")
     for name, row in found.items():
@@ -407,13 +413,13 @@ def run_section(options: argparse.Namespace, name: str, scheme: str, rivals: dic
     usual = None
     if "usual split" in options.ways:
         usual = contestant(cut_in_the_middle(config, subject, devices), "bf16" if scheme == "bf16" else "fp8", True)
-        entries.insert(0, (usual, USUAL))
+        entries.insert(0, (usual, replace(USUAL, num_batches=options.usual_batches)))
     section = {"placement": ours.built.split.placement.describe()}
     eager = [(each, way) for each, way in entries if not way.compiled]
     section["ways"] = measure(options, eager)
     compiled = [(each, way) for each, way in entries if way.compiled]
     if compiled and elapsed_s() < options.budget_s:  # apart, beside the usual split again: blocks compile in place
-        again = measure(options, [*(entry for entry in entries if entry[1] is USUAL), *compiled])
+        again = measure(options, [*(entry for entry in entries if entry[1].name == USUAL.name), *compiled])
         section["ways"] |= {f"{name}, again" if name == USUAL.name else name: row for name, row in again.items()}
     del ours, usual, entries, eager, compiled
     _release()
@@ -443,6 +449,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--busy", nargs="*", choices=names, default=[], help="ways to profile, which takes its time")
     parser.add_argument("--rounds", type=int, default=4, help="measured steps of each way")
     parser.add_argument("--warm-up", type=int, default=2, help="steps of each way before; the first may compile")
+    parser.add_argument("--usual-batches", type=int, default=USUAL.num_batches, help="micro-batches of the usual split")
     parser.add_argument("--card-gb", type=float, default=80.0, help="what a card may hold where blocks are kept")
     parser.add_argument("--budget-s", type=float, default=480.0, help="no section is begun after this many seconds")
     parser.add_argument("--tiny", action="store_true", help="toy shapes on emulated cards")
