@@ -238,8 +238,9 @@ def quantize_rows(
     if rotation is not None:
         value = rotate(value, rotation)
     amax = value.abs().amax(1, keepdim=True).clamp(min=SMALLEST_AMAX)  # both keep NaN
-    scale = torch.where(amax.isfinite(), amax / LARGEST[dtype], torch.nan)
-    value = (value * (LARGEST[dtype] / amax)).clamp_(-LARGEST[dtype], LARGEST[dtype])
+    largest = torch.full_like(amax, LARGEST[dtype])  # by a number, CUDA would multiply with its rounded inverse
+    scale = torch.where(amax.isfinite(), amax / largest, torch.nan)
+    value = (value * (largest / amax)).clamp_(-LARGEST[dtype], LARGEST[dtype])
     value = value.round_() if dtype is torch.int8 else value
     return value.to(dtype, memory_format=torch.contiguous_format), scale
 
