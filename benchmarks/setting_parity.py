@@ -1,0 +1,229 @@
+"""Whether every setting the planner can choose learns as well: evaluation loss after the same training, over two GPUs.
+
+    python benchmarks/setting_parity.py [--out results.json] [--steps 100] [--tiny]
+
+The base is the one of loss_parity.py (a FLUX.2 of 0.7 billion parameters that has learnt something and has outliers,
+trained_base.py); a LoRA learns another kind of pictures by the pack's own loop, four micro-batches of two a step, and
+is judged on held-out pictures at fixed timesteps with fixed noise. The reference holds bf16 weights on one GPU, one
+micro-batch at a time, every block recomputed. All runs share base, data, order, noise and the LoRA's start. The gap of
+a setting is its loss over the reference's; the bar is 0.1 % where weights stay in bf16 and the optimizer is the same,
+1 % elsewhere. A run whose LoRA starts elsewhere says what chance alone does; one with a tenth of the learning rate must
+be outside the bar, else the comparison could not fail.
+
+--tiny is the same at toy size on emulated cards, without what needs a compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import runpy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
+
+import torch  # noqa: E402
+from devicebridge.parallel.devices import available_devices, release_cached_memory  # noqa: E402
+from devicebridge.parallel.pipeline import Pipeline  # noqa: E402
+from devicebridge.parallel.schedule import Kind  # noqa: E402
+from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
+from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
+from devicebridge.training.batches import CachedSamples  # noqa: E402
+from eight_bit_training import emulation  # noqa: E402
+from loss_parity import FULL, TINY  # noqa: E402
+from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
+from random_job import FAMILY, attach_lora, make_random_job, make_random_model, make_trainer, plan_devices, run_steps  # noqa: E402
+from trained_base import LORA_KIND, Size, cut_samples, fill_from, make_base, make_pictures  # noqa: E402
+
+NUM_BATCHES = 4
+BAR_PERCENT, SAME_WEIGHTS_BAR_PERCENT = 1.0, 0.1
+
+
+@dataclass(frozen=True)
+class Way:
+    """One setting.
+
+    Args:
+        num_cards: that hold the blocks.
+        kind: schedule of the pipeline, None for one micro-batch at a time. ahead: see schedule.py.
+        kept_share: of each card's blocks, how many keep their activations.
+        rate: times the learning rate. lora_seed: where the LoRA starts.
+    """
+
+    name: str
+    scheme: str = "bf16"
+    num_cards: int = 2
+    kind: Kind | None = None
+    ahead: int = 0
+    kept_share: float = 0.0
+    compiled: bool = False
+    optimizer: str = "adamw"
+    rate: float = 1.0
+    lora_seed: int = 0
+
+    @property
+    def bar_percent(self) -> float:
+        return SAME_WEIGHTS_BAR_PERCENT if (self.scheme, self.optimizer) == ("bf16", "adamw") else BAR_PERCENT
+
+
+REFERENCE = Way("reference: bf16, one card", num_cards=1)
+CHANCE, MUST_DIFFER = Way("another LoRA seed", num_cards=1, lora_seed=1), Way("a tenth of the rate", rate=0.1)
+WAYS = (
+    REFERENCE,
+    Way("bf16, split"),
+    Way("bf16, 1f1b", kind="1f1b"),
+    Way("bf16, 1f1b, 1 ahead, half kept", kind="1f1b", ahead=1, kept_share=0.5),
+    Way("bf16, gpipe, all kept", kind="gpipe", kept_share=1.0),
+    Way("bf16, 1f1b, compiled", kind="1f1b", ahead=1, compiled=True),
+    Way("bf16, 1f1b, adamw8bit", kind="1f1b", optimizer="adamw8bit"),
+    Way("fp8, 1f1b", "fp8", kind="1f1b"),
+    Way("int8, 1f1b", "int8", kind="1f1b"),
+    Way("fp8-compute, 1f1b", "fp8-compute", kind="1f1b", ahead=1, kept_share=0.5),
+    Way("int8-compute, 1f1b", "int8-compute", kind="1f1b", ahead=1, kept_share=0.5),
+    Way("fp8-compute, 1f1b, compiled, adamw8bit", "fp8-compute", kind="1f1b", compiled=True, optimizer="adamw8bit"),
+    CHANCE,
+    MUST_DIFFER,
+)
+CONTROLS = (CHANCE.name, MUST_DIFFER.name)
+
+
+def train(
+    options: argparse.Namespace,
+    size: Size,
+    way: Way,
+    weights: Mapping[str, torch.Tensor],
+    train_data: CachedSamples,
+    eval_data: CachedSamples,
+) -> dict[str, Any]:
+    """One run on a fresh model -> evaluation loss before and after, training losses."""
+    start = time.perf_counter()
+    devices = options.devices[: way.num_cards]
+    job = make_random_job(
+        lora={"rank": size.rank, "alpha": size.rank, "dtype": "float32"},
+        train={
+            "steps": options.steps,
+            "batch_size": max(1, size.batch_size // NUM_BATCHES),
+            "accumulation": NUM_BATCHES,
+        },
+        optimizer={"learning_rate": options.learning_rate * way.rate, "name": way.optimizer},
+        schedule={"name": "cosine", "warmup_steps": options.steps // 20},
+    )
+    placement = replace(plan_devices(size.config, devices), tail=() if way.kind is None else tuple(FAMILY.tail))
+    built = make_random_model(size.config, placement, way.scheme, fill=fill_from(weights))
+    lora = attach_lora(built, job, seed=way.lora_seed)
+    placed = list(built.split.placement.devices)
+    built.split.keep_activations([round(way.kept_share * placed.count(device)) for device in built.devices])
+    pipeline = None if way.kind is None else Pipeline(built.split.bridge, kind=way.kind, ahead=way.ahead)
+    trainer = make_trainer(built, lora, job, train_data, eval_data, pipeline=pipeline)
+    with contextlib.ExitStack() as stack:
+        if way.compiled:
+            stack.callback(apply_compile(built.model, built.family).remove)
+            trainer.is_compiled = True
+        before = trainer.evaluate()
+        losses = run_steps(trainer)
+        after = trainer.evaluate()
+    del built, trainer, lora, pipeline
+    gc.collect()
+    release_cached_memory()
+    return {
+        "eval_before": before,
+        "eval_after": after,
+        "losses": [round(loss, 5) for loss in losses],
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def gap_percent(runs: Mapping[str, dict[str, Any]], name: str) -> float:
+    """Evaluation loss after training above the reference's."""
+    return round(100 * (runs[name]["eval_after"] / runs[REFERENCE.name]["eval_after"] - 1), 4)
+
+
+def verdicts(runs: Mapping[str, dict[str, Any]], ways: Sequence[Way]) -> dict[str, dict[str, Any]]:
+    """Gap and bar of each setting; controls have no bar."""
+    found: dict[str, dict[str, Any]] = {}
+    for way in ways:
+        if way.name in runs and "eval_after" in runs[way.name] and REFERENCE.name in runs:
+            gap = gap_percent(runs, way.name)
+            found[way.name] = {"gap_percent": gap}
+            if way.name not in CONTROLS:
+                found[way.name] |= {"bar_percent": way.bar_percent, "within": abs(gap) <= way.bar_percent}
+    return found
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [way.name for way in WAYS]
+    parser.add_argument("--ways", nargs="+", choices=names, default=names)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--base-steps", type=int, default=300, help="steps in which the base learns all its weights")
+    parser.add_argument("--base-learning-rate", type=float, default=4e-4)
+    parser.add_argument("--budget-s", type=float, default=300.0, help="no run is begun after this many seconds")
+    parser.add_argument("--tiny", action="store_true", help="toy size on emulated cards")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.tiny:
+        from devicebridge.tests.emulated import CARDS
+
+        options.devices = list(CARDS[:2])
+    else:
+        options.devices = available_devices()[:2]
+    if len(options.devices) < 2:
+        parser.error(f"this needs two GPUs and found {len(options.devices)}; --tiny runs on the CPU")
+    return options
+
+
+def _reason_against(options: argparse.Namespace, way: Way) -> str:
+    if options.tiny and way.compiled:
+        return "emulated cards cannot compile"
+    if way.scheme == "bf16" or options.tiny:
+        return ""
+    return refusal(QuantizeSettings(way.scheme), options.devices) or ""  # type: ignore[arg-type]
+
+
+def main() -> None:
+    options = parse()
+    size = TINY if options.tiny else FULL
+    report: dict[str, Any] = {"gaps": {}, "runs": {}, "left_out": {}}
+    report["setup"] = {
+        "model": f"FLUX.2, {size.config}",
+        "steps": options.steps,
+        "micro_batches": NUM_BATCHES,
+        "learning_rate": options.learning_rate,
+        "ways": {way.name: asdict(way) for way in WAYS},
+        **describe_run("diffusers", "peft", "torchao", "triton"),
+    }
+    base_device = torch.device("cpu") if options.tiny else options.devices[0]
+    weights = make_base(size, base_device, options.base_steps, options.base_learning_rate)
+    pictures = make_pictures(size, size.num_train + size.num_eval, [LORA_KIND])
+    data = cut_samples(pictures, 0, size.num_train), cut_samples(pictures, size.num_train, len(pictures.samples))
+    ways = [way for way in WAYS if way.name in options.ways or way == REFERENCE]
+    with emulation(is_on=options.tiny):
+        for way in ways:
+            reason = _reason_against(options, way)
+            if reason or elapsed_s() > options.budget_s:
+                report["left_out"][way.name] = reason or "no time left"
+                continue
+            try:
+                found = report["runs"][way.name] = train(options, size, way, weights, *data)
+            except RuntimeError as error:  # one setting that fails is a result, too
+                report["runs"][way.name] = {"error": str(error)[-500:]}
+                say(f"{way.name}: {error}")
+                continue
+            report["gaps"] = verdicts(report["runs"], ways)
+            gap = report["gaps"].get(way.name)
+            say(f"{way.name}: {found['eval_before']:.5f} -> {found['eval_after']:.5f} in {found['seconds']} s, {gap}")
+            write_json(report, options.out)
+    print_or_write({**report, "elapsed_s": round(elapsed_s(), 1)}, options.out)
+    outside = [name for name, gap in report["gaps"].items() if gap.get("within") is False]
+    print(f"outside their bars: {', '.join(outside) or 'none'}; left out: {', '.join(report['left_out']) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
