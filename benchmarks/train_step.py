@@ -97,6 +97,7 @@ class Way:
         num_batches: micro-batches of a step.
         kind: None for one in flight.
         keep: whether as many blocks as fit keep their activations.
+        any_size: compiled for any number of tokens, as jobs of several sizes are.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Way:
     kind: Kind | None = None
     keep: bool = False
     compiled: bool = False
+    any_size: bool = False
 
 
 ONE_GPU, USUAL = Way("one GPU", 4), Way("usual split", 4)
@@ -114,6 +116,7 @@ OURS = [
     Way("pipeline 8, gpipe", 8, "gpipe"),
     Way("pipeline 8, keep", 8, "1f1b", keep=True),
     Way("pipeline 8, compiled", 8, "1f1b", compiled=True),
+    Way("pipeline 8, compiled for any size", 8, "1f1b", compiled=True, any_size=True),
     Way("pipeline 8, compiled, keep", 8, "1f1b", keep=True, compiled=True),
     Way("pipeline 16, compiled, keep", 16, "1f1b", keep=True, compiled=True),
 ]
@@ -180,7 +183,8 @@ class Contestant:
     built: RandomModel
     trainer: Trainer
     job: Any
-    is_compiled: Any = None
+    compiled: Any = None  # handle, and for any size or not
+    any_size: bool = False
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -234,11 +238,12 @@ def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer
     trainer.pipeline = None if way.kind is None else Pipeline(each.built.split.bridge, kind=way.kind)
     if way.name not in (USUAL.name, ONE_GPU.name):
         each.built.split.keep_activations(kept or [0] * len(each.devices))
-        if way.compiled and each.is_compiled is None:
-            each.is_compiled = apply_compile(each.built.model, each.built.family)
-        if not way.compiled and each.is_compiled is not None:
-            each.is_compiled.remove()
-            each.is_compiled = None
+        if each.compiled is not None and (not way.compiled or each.any_size != way.any_size):
+            each.compiled.remove()
+            each.compiled = None
+        if way.compiled and each.compiled is None:
+            each.compiled = apply_compile(each.built.model, each.built.family, is_dynamic=way.any_size)
+            each.any_size = way.any_size
         trainer.is_compiled = way.compiled
     torch.backends.cuda.enable_cudnn_sdp(not way.compiled)  # the others may have it even where blocks are compiled
     yield trainer

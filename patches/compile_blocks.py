@@ -5,8 +5,10 @@ checkpointing and LoRA bookkeeping stay Python and cause no graph break. Weights
 alike share one; torch compiles anew per device, per input shape, and once more for the first block, whose input needs
 no gradient.
 
-Shapes are compiled as they come (dynamic=False): graphs per bucket cost seconds. Their number is known beforehand, so
-torch is given it as its limit, and a job that needs more than torch keeps is not compiled.
+A job of one shape is compiled for it alone. Where there are several, or nobody can tell, numbers of tokens are unknowns
+of the graphs, which then serve every bucket and caption. A batch of one and larger batches have graphs of their own,
+and sizes that happen to be equal when a graph is made may cost another one. Torch is given the number as its limit, so
+that a model which compiles anew for every shape after all ends with an error instead of spending its time on it.
 
 Attention without cuDNN. The compiler chooses strides of its own for what attention returns and gets back as gradient;
 the backward of cuDNN's attention then reads past the end of its tensors (`compute_dot_do_o_specialized`, found with
@@ -35,6 +37,9 @@ _log = logging.getLogger(__name__)
 # Of one kind of block, device and shape, with some to spare: recomputed blocks run without gradients and once more with
 # them, kept ones with them, all in evaluation without; the first block's input needs no gradient, the others' do.
 _GRAPHS_PER_SHAPE = 8
+# What unknown sizes may cost, counted as shapes: a batch of one and larger ones, each once more for sizes that were
+# equal in the first shape that came.
+_SHAPES_IF_UNKNOWN = 4
 _MOST_GRAPHS = 256  # per kind; torch keeps no more (accumulated_recompile_limit)
 
 
@@ -44,13 +49,27 @@ class CompiledBlocks:
     def __init__(self, blocks: Sequence[nn.Module], settings: ExitStack) -> None:
         self._blocks = list(blocks)
         self._settings = settings
+        self._graphs_before = _count_graphs()
+
+    @property
+    def num_graphs(self) -> int:
+        """That this process has compiled since, of all kinds and devices."""
+        return _count_graphs() - self._graphs_before
 
     def remove(self) -> None:
         """Give every block its own forward back; a second call is a no-op."""
+        if self._blocks:
+            _log.info("%d graphs were compiled", self.num_graphs)
         for block in self._blocks:
             block.__dict__.pop("forward", None)
         self._blocks = []
         self._settings.close()
+
+
+def _count_graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 def compile_fault(devices: Sequence[torch.device]) -> str:
@@ -65,7 +84,9 @@ def compile_fault(devices: Sequence[torch.device]) -> str:
     return "" if importlib.util.find_spec("torch._inductor") else "this build of torch has no compiler"
 
 
-def apply_compile(model: nn.Module, family: ModelFamily, max_graphs: int = 64, **options: Any) -> CompiledBlocks:
+def apply_compile(
+    model: nn.Module, family: ModelFamily, max_graphs: int = 64, *, is_dynamic: bool = False, **options: Any
+) -> CompiledBlocks:
     """Compile the forward of every block of a model, in place; the work is done at the first calls.
 
     Until remove() is called this process does without cuDNN's attention. Where torch takes the limit of graphs for the
@@ -74,6 +95,7 @@ def apply_compile(model: nn.Module, family: ModelFamily, max_graphs: int = 64, *
     Args:
         max_graphs: that torch may keep per kind of block; beyond it a call raises. Torch's own limit of 8 is spent by
             two devices and two buckets.
+        is_dynamic: compile for any number of tokens instead of those that come.
         options: of torch.compile.
     """
     blocks = [block for each in family.block_lists for block in model.get_submodule(each.name).children()]
@@ -87,7 +109,7 @@ def apply_compile(model: nn.Module, family: ModelFamily, max_graphs: int = 64, *
         settings.enter_context(torch._dynamo.config.patch(recompile_limit=max_graphs))
     try:
         for block in blocks:
-            block.forward = torch.compile(block.forward, **{"fullgraph": True, "dynamic": False, **options})
+            block.forward = torch.compile(block.forward, **{"fullgraph": True, "dynamic": is_dynamic, **options})
     except BaseException:
         handle.remove()
         raise
@@ -102,25 +124,22 @@ def compile_if_possible(
     Args:
         num_shapes: different shapes of batches to come; 0 if nobody can tell.
     """
-    max_graphs = _GRAPHS_PER_SHAPE * len(devices) * num_shapes
-    reason = compile_fault(devices) or _count_fault(max_graphs, num_shapes)
+    is_dynamic = num_shapes != 1
+    max_graphs = _GRAPHS_PER_SHAPE * len(devices) * (_SHAPES_IF_UNKNOWN if is_dynamic else 1)
+    reason = compile_fault(devices) or _count_fault(max_graphs, len(devices))
     if reason:
         _log.warning("blocks are not compiled: %s", reason)
         return None
-    _log.info("blocks are compiled for %d shapes of batches, at most %d graphs per kind", num_shapes, max_graphs)
+    sizes = "any number of tokens" if is_dynamic else "one shape of batches"
+    _log.info("blocks are compiled for %s, at most %d graphs per kind", sizes, max_graphs)
     try:
-        return apply_compile(model, family, max_graphs)
+        return apply_compile(model, family, max_graphs, is_dynamic=is_dynamic)
     except RuntimeError as error:  # a Python or a machine that torch.compile does not know
         _log.warning("blocks are not compiled: %s", error)
         return None
 
 
-def _count_fault(max_graphs: int, num_shapes: int) -> str:
-    if not num_shapes:
-        return "captions of any length would each be compiled anew"
+def _count_fault(max_graphs: int, num_devices: int) -> str:
     if max_graphs <= _MOST_GRAPHS:
         return ""
-    return (
-        f"{num_shapes} shapes of batches would need up to {max_graphs} graphs per kind of block, torch keeps "
-        f"{_MOST_GRAPHS}; use fewer resolutions, a larger bucket_step or batch_size 1"
-    )
+    return f"{num_devices} devices may need {max_graphs} graphs per kind of block, torch keeps {_MOST_GRAPHS}"

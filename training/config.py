@@ -274,8 +274,9 @@ class EvaluationConfig:
 class LoopConfig:
     """The loop: steps are optimizer steps; batch_size is per forward, accumulation forwards make one step.
 
-    compile: "auto" compiles each kind of transformer block once per device and shape, where a compiler is found: the
-        first steps take minutes, the others are faster. Numbers differ in the last bits from those without.
+    compile: "auto" compiles each kind of transformer block once per device, where a compiler is found: for the one
+        shape of all batches, or for any number of tokens. The first steps take minutes, the others are faster. Numbers
+        differ in the last bits from those without.
     """
 
     steps: Positive

@@ -85,3 +85,22 @@ def test_a_pipeline_is_plain_accumulation_bit_for_bit(name, tmp_path):
     for found in results[1:]:
         assert found.losses == results[0].losses and found.eval_after == results[0].eval_after
         assert found.lora_path.read_bytes() == results[0].lora_path.read_bytes()
+
+
+def test_blocks_compiled_for_any_number_of_tokens_train_in_a_pipeline(tmp_path, caplog):
+    """Several sizes and, with a batch of two whose last is one, two kinds of batches; losses as uncompiled."""
+    found = {}
+    caplog.set_level("INFO")
+    for name in ("off", "auto"):
+        job = make_tiny_job(
+            tmp_path,
+            "flux2",
+            data={"resolutions": [32, 64, 96]},
+            split={"devices": ["cuda:0", "cuda:1"]},
+            train={"steps": 6, "batch_size": 2, "accumulation": 4, "seed": 3, "compile": name},
+            output={"folder": str(tmp_path / name)},
+        )
+        found[name] = run_job(job)
+    assert "compiled for any number of tokens" in caplog.text and "graphs were compiled" in caplog.text
+    assert found["auto"].losses == pytest.approx(found["off"].losses, rel=1e-4)
+    assert found["auto"].losses != found["off"].losses  # the last bits tell that it was compiled
