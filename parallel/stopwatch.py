@@ -91,4 +91,4 @@ def link_speed(source: torch.device, target: torch.device, stopwatch: Stopwatch 
 
 def _size(devices: Sequence[torch.device]) -> int:
     free = [free_bytes(device) for device in devices]
-    return max(2**20, min(_PIECE_BYTES, *(each // 4 for each in free if each is not None)))
+    return max(2**20, min([_PIECE_BYTES, *(each // 4 for each in free if each is not None)]))

@@ -5,9 +5,9 @@ attached and random weights, at the size of a job's batch. Its embedders and tai
 weights come when it is called, are timed with what it is called with, and go. So a card needs room for the embedders
 and one block with its activations, which training needs anyway.
 
-Timed is a block as training calls it: forward with a graph, then backward. The forward of a block that is computed again
-later keeps no graph and takes about as long. Not in here: torch.compile (blocks are eager), what several host threads
-take from each other in a pipeline, optimizer steps, copies between cards.
+Timed is a block as training calls it: forward with a graph, then backward. The forward of a block that is computed
+again later keeps no graph and takes about as long. Not in here: torch.compile (blocks are eager), what several host
+threads take from each other in a pipeline, optimizer steps, copies between cards.
 """
 
 from __future__ import annotations
