@@ -94,18 +94,24 @@ def time_blocks(
 
     Raises: what the device raises where memory or a kernel is missing.
     """
-    start = time.perf_counter()
     try:
-        with torch.inference_mode(False), torch.enable_grad(), own_random_states([device], 0), _current(device):
-            reset_peaks([device])
-            course = _Course(shorten(make_unfilled_transformer(info), info.family, work), device, watch(device))
-            with course.with_home():
-                ends = course.run(info, variant, work)
-            peak = memory_in_use([device]).get(str(device), {}).get("peak")
-        elapsed = time.perf_counter() - start
-        return CardTimes(course.kinds(), *ends, elapsed, time.strftime("%Y-%m-%d"), peak)
+        return _time_blocks(info, variant, work, device, watch(device))
     finally:
         release_cached_memory()
+
+
+def _time_blocks(
+    info: CheckpointInfo, variant: Variant, work: Work, device: torch.device, watch: Stopwatch
+) -> CardTimes:
+    start = time.perf_counter()
+    with torch.inference_mode(False), torch.enable_grad(), own_random_states([device], 0), _current(device):
+        reset_peaks([device])
+        course = _Course(shorten(make_unfilled_transformer(info), info.family, work), device, watch)
+        with course.with_home():
+            ends = course.run(info, variant, work)
+        peak = memory_in_use([device]).get(str(device), {}).get("peak")
+    elapsed = time.perf_counter() - start
+    return CardTimes(course.kinds(), *ends, elapsed, time.strftime("%Y-%m-%d"), peak)
 
 
 def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -30,7 +30,7 @@ from ..caching.key import file_fingerprint, settings_fingerprint
 from ..families.spec import Variant
 from ..files import user_cache_folder, write_atomically
 from ..loading.checkpoint import CheckpointInfo
-from ..parallel.devices import CPU, device_module, total_bytes
+from ..parallel.devices import CPU, device_module, release_cached_memory, total_bytes
 from ..parallel.stopwatch import link_speed
 from ..version import VERSION
 from .block_clock import CardTimes, time_blocks
@@ -44,6 +44,12 @@ _log = logging.getLogger(__name__)
 _VERSION = 1  # raise it when block_clock.py measures something else
 _PACKAGES = ("diffusers", "peft", "torchao", "triton")
 _OWN_CODE = ("patches/eight_bit.py", "patches/eight_bit_kernels.py", "patches/lora_linear.py", "patches/weight_only.py")
+_ATTENTION = (
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+)
 
 Key = Mapping[str, Any]
 
@@ -101,7 +107,8 @@ class CardBench:
             "config": settings_fingerprint(dict(self._info.config)),
             "scheme": scheme,
             "rotation": work.quantize.rotation if work.quantize is not None else 0,
-            "lora": json.loads(json.dumps(asdict(work.lora))),
+            "lora": asdict(work.lora) | {"targets": work.lora.targets or self._info.family.lora_targets},
+            "kept": self._info.family.keep_full_precision,
             "dtype": str(work.dtype).removeprefix("torch."),
             "batch_size": work.batch_size,
             "latent": list(work.latent_shape),
@@ -152,6 +159,7 @@ def describe_software() -> dict[str, Any]:
         "cuda": torch.version.cuda or "",
         "rocm": torch.version.hip or "",
         "cudnn": torch.backends.cudnn.version() or 0,
+        "attention": [is_enabled() for is_enabled in _ATTENTION],
         "float32_matmul": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         **{name: _version(name) for name in _PACKAGES},
@@ -185,7 +193,7 @@ class CalibrationStore:
         path = self.path_of(key)
         try:
             entry = json.loads(path.read_text(encoding="utf-8"))
-            if entry["key"] != key:
+            if entry["key"] != _plain(key):
                 raise ValueError("it holds another key")
             return TypeAdapter(kind).validate_python(entry["value"])
         except FileNotFoundError:
@@ -201,6 +209,11 @@ class CalibrationStore:
             write_atomically(self.path_of(key), text.encode("utf-8"))
         except OSError as error:
             _log.warning("a calibration is not kept: %s", error)
+
+
+def _plain(key: Key) -> Any:
+    """As JSON gives it back."""
+    return json.loads(json.dumps(key))
 
 
 def calibration_folder() -> Path:
@@ -266,10 +279,14 @@ class MeasuredTimes:
     def _measure(self, card: Card, scheme: str, key: Key) -> CardTimes:
         if not self._may_measure:
             raise NotMeasured(f"{scheme} on {card.name}")
+        reason = ""
         try:
             found = self._bench.blocks(card.device, scheme)
         except Exception as error:  # a missing kernel, compiler or memory: whatever it raises, estimates answer it
-            raise CalibrationFailed(f"{scheme} on {card.name}: {_first_line(error)}") from error
+            reason = _first_line(error)
+        if reason:
+            release_cached_memory()  # the error is gone, and with it the tensors that its traceback held
+            raise CalibrationFailed(f"{scheme} on {card.name}: {reason}")
         _log.info("timed the blocks in %s on %s in %.1f s", scheme, card.name, found.elapsed_s)
         self._store.put(key, found)
         return found
@@ -299,7 +316,7 @@ class MeasuredTimes:
         found = [(card, self.times(card, scheme)) for card in cards]
         of_cards = {
             card.name: {
-                **json.loads(json.dumps(asdict(times))),
+                **asdict(times),
                 "card": self._bench.block_key(card.device, scheme)["card"]["name"],
                 "host_link_bytes_per_s": self.speed(None, card),
             }
