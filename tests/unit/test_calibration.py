@@ -132,6 +132,9 @@ def test_blocks_run_as_in_training_and_leave_nothing_behind(name, scheme, monkey
         assert {parameter.device for parameter in block.parameters()} == {CARDS[0]}
         trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
         assert trained and all(parameter.grad is not None for parameter in trained)
+        assert all(tensor.grad is None for tensor in args if isinstance(tensor, torch.Tensor) and tensor.is_leaf)
+        others = [other for other in self._short.modules if other is not block]
+        assert {p.device.type for other in others for p in other.parameters()} <= {"meta"}  # one at a time
         seen.append(sum(isinstance(module, FrozenLinear8) for module in block.modules()))
         return found
 
@@ -143,6 +146,16 @@ def test_blocks_run_as_in_training_and_leave_nothing_behind(name, scheme, monkey
     assert len(seen) == len(found.kinds) and all(bool(count) == scheme.endswith("compute") for count in seen)
     assert torch.equal(before, torch.get_rng_state())
     assert found.front_s > 0 and found.tail_s > 0 and all(k.forward_s > 0 < k.backward_s for k in found.kinds)
+
+
+def test_weights_come_for_a_while():
+    layer = torch.nn.Linear(4, 3, device="meta")
+    layer.register_buffer("table", torch.arange(3.0))
+    before = [*layer.parameters(), *layer.buffers()]
+    with block_clock.filled([layer], CPU):
+        assert layer(torch.ones(1, 4)).isfinite().all() and layer.table.tolist() == [0, 1, 2]
+        assert 0 < layer.weight.std() < 0.1 and layer.bias.mean().item() == pytest.approx(1, abs=0.1)
+    assert all(one is other for one, other in zip(before, [*layer.parameters(), *layer.buffers()], strict=True))
 
 
 def test_memory_is_given_back_where_a_block_fails(tmp_path, monkeypatch):
@@ -162,7 +175,7 @@ def test_memory_is_given_back_where_a_block_fails(tmp_path, monkeypatch):
 
 def test_links_are_bytes_over_seconds(monkeypatch):
     script = _Script()
-    script.deltas = [0, 99, *[0, 0.5] * 5]
+    script.deltas = [0, 99, 0, 0.25, 0, 0.25, 0, 0.5, 0, 2, 0, 2]
     assert link_speed(CPU, CPU, script) == 4 * 2**26 / 0.5  # 4 copies of 64 MiB
     with emulated_cards(2):
         assert link_speed(CARDS[0], CARDS[1]) > 0 and link_speed(CPU, CARDS[0]) > 0
