@@ -7,7 +7,7 @@ and one block with its activations, which training needs anyway.
 
 Timed is a block as training calls it: forward with a graph, then backward. The forward of a block that is computed
 again later keeps no graph and takes about as long. Not in here: torch.compile (blocks are eager), what several host
-threads take from each other in a pipeline, optimizer steps, copies between cards.
+threads take from each other in a pipeline, optimizer steps, copies between cards, the backward of embedders with LoRA.
 """
 
 from __future__ import annotations

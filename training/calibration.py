@@ -359,16 +359,16 @@ class CalibratedPlanner:
         """With measured times where they can be had, else with estimates.
 
         Args:
-            measure: "as set" does what split.calibrate says; "always" measures what no earlier job has; "never" takes
-                what an earlier job has measured and uses no card.
+            measure: whether what no earlier job has measured is measured now: "as set" by split.calibrate, "always", or
+                "never", which uses no card.
         Raises: ValueError if no setting fits.
         """
         estimated = plan_training(self._planner)  # what does not fit is refused before anything is measured
         wish = self._planner.job.split.calibrate
-        is_off = wish == "off" or (wish == "auto" and measure == "as set" and not self.matters)
-        if is_off and measure != "always":
+        if wish == "off" and measure != "always":
             return estimated
-        times = self.times(may_measure=measure != "never")
+        is_wanted = measure == "as set" and (wish == "on" or self.matters)
+        times = self.times(may_measure=measure == "always" or is_wanted)
         try:
             plan = plan_training(self._planner.with_times(times))
             return replace(plan, timing=times.timing(plan))

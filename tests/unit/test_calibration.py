@@ -15,6 +15,7 @@ import pytest
 import torch
 from devicebridge.cli import main
 from devicebridge.families.registry import find_family
+from devicebridge.files import user_cache_folder
 from devicebridge.loading.checkpoint import CheckpointInfo, make_empty_transformer
 from devicebridge.parallel.placement import block_names
 from devicebridge.parallel.stopwatch import link_speed, make_stopwatch
@@ -184,6 +185,16 @@ def test_links_are_bytes_over_seconds(monkeypatch):
 
 
 # ---- what is remembered
+
+
+def test_measurements_are_kept_where_the_platform_keeps_caches(monkeypatch, tmp_path):
+    assert calibration.calibration_folder() == tmp_path / "user" / "calibration"
+    monkeypatch.delenv("DEVICEBRIDGE_CACHE")
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert user_cache_folder() == tmp_path / "xdg" / "devicebridge"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert user_cache_folder() == Path.home() / ".cache" / "devicebridge"
 
 
 def _times(forward: float = 1.0, count: int = 10, front: float = 1e-9, tail: float = 1e-9) -> CardTimes:
@@ -514,6 +525,8 @@ def test_blocks_are_timed_where_something_depends_on_it(made_up, tmp_path, num_c
     if "model" in sections:
         assert {scheme for _, scheme in bench.measured} == {"none", "fp8-compute"} and plan.setting.scheme == "none"
     assert calibrated.plan("always").timing is not None
+    bench.measured.clear()  # what is known by now is taken without being wanted, unless it is not to be
+    assert (calibrated.plan().timing is None) is (planner.job.split.calibrate == "off") and not bench.measured
 
 
 def test_a_plan_takes_what_is_known_and_measures_nothing(made_up, tmp_path):
