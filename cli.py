@@ -76,6 +76,11 @@ def _make_parser() -> argparse.ArgumentParser:
         help='plan for these cards instead of this machine\'s: "24GB,12GB", or with relative speeds "24GB@1,12GB@0.5"',
     )
     plan.add_argument("--resolution", type=int, metavar="PIXELS", help="in place of the job's resolutions")
+    plan.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="time the model's blocks on this machine's cards, unless an earlier job has; takes some seconds",
+    )
     plan.add_argument("--json", action="store_true", help="print as JSON")
     plan.set_defaults(command=_plan)
 
@@ -169,7 +174,7 @@ def _plan(options: argparse.Namespace) -> int:
         if options.resolution <= 0:
             raise ValueError(f"--resolution {options.resolution} is no size; give pixels, such as 1024")
         job = replace(job, data=replace(job.data, resolutions=(options.resolution,)))
-    plan = plan_job(job, parse_cards(options.cards) if options.cards else ())
+    plan = plan_job(job, parse_cards(options.cards) if options.cards else (), may_measure=options.calibrate)
     print(json.dumps(plan_values(plan), indent=2) if options.json else describe_plan(plan))
     return 0
 
@@ -342,7 +347,7 @@ def _describe(event: Event) -> str:
     if event.kind == "eval":
         return f"step {event.step}/{event.total} evaluation loss {values['loss']:.6f}"
     if event.kind == "forecast":
-        return "\n".join(describe_comparison(values["devices"]))
+        return "\n".join([*describe_comparison(values["devices"]), *filter(None, [values.get("pace", "")])])
     if event.kind == "saved":
         return f"saved {values['path']}"
     return ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,21 @@ if TYPE_CHECKING:
     import torch
 
 TEMPORARY_SUFFIX = ".tmp"
+CACHE_VARIABLE = "DEVICEBRIDGE_CACHE"
+
+
+def user_cache_folder() -> Path:
+    """Where this user keeps what can be computed again and belongs to the machine, not to a job: $DEVICEBRIDGE_CACHE,
+    else a folder of ours in the platform's place for caches. It need not exist."""
+    if os.environ.get(CACHE_VARIABLE):
+        return Path(os.environ[CACHE_VARIABLE]).expanduser()
+    if sys.platform == "win32":
+        place = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    elif sys.platform == "darwin":
+        place = "~/Library/Caches"
+    else:
+        place = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(place).expanduser() / "devicebridge"
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -508,6 +508,15 @@ def make_empty_transformer(info: CheckpointInfo) -> torch.nn.Module:
         return _class_of(info.family).from_config(dict(info.config))
 
 
+def make_unfilled_transformer(info: CheckpointInfo) -> torch.nn.Module:
+    """The transformer with its parameters on meta, and real buffers and tables on the CPU."""
+    from accelerate import init_empty_weights
+
+    # Buffers that no file holds (Wan's rotary tables) must be real; they are computed in the constructor.
+    with init_empty_weights(include_buffers=False):
+        return _class_of(info.family).from_config(dict(info.config))
+
+
 def load_transformer(
     info: CheckpointInfo,
     device_of: Callable[[str], torch.device],
@@ -529,11 +538,7 @@ def load_transformer(
         writer: is given every layer that was rounded, and not those that were in 8 bits already.
     Raises: ValueError if the file's tensors are not exactly the model's, or its scales are no scales.
     """
-    from accelerate import init_empty_weights
-
-    # Buffers that no file holds (Wan's rotary tables) must be real; they are computed in the constructor.
-    with init_empty_weights(include_buffers=False):
-        model = _class_of(info.family).from_config(dict(info.config))
+    model = make_unfilled_transformer(info)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     differences = _differences(shapes, info.tensors)
     if differences:

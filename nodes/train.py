@@ -357,4 +357,4 @@ def describe_result(result: TrainingResult) -> str:
     text = f"{result.step} steps, last loss {result.losses[-1]:.5f}"
     if result.eval_before is not None and result.eval_after is not None:
         text += f", evaluation loss {result.eval_before:.5f} before and {result.eval_after:.5f} after"
-    return "\n".join([text, *result.memory, str(Path(result.lora_path or ""))])
+    return "\n".join([text, *result.memory, *filter(None, [result.pace]), str(Path(result.lora_path or ""))])

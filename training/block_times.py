@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from .cards import Card
 
@@ -24,14 +24,29 @@ class BlockTimes(Protocol):
         """Forward and backward (without recomputation) of a micro-batch, in seconds."""
         ...
 
+    def ends(self, card: Card, scheme: str) -> tuple[float, float]:
+        """What comes before the first block, and what comes after the last one with its backward, in seconds of a
+        micro-batch."""
+        ...
+
     def link(self, card: Card) -> float:
         """Bytes per second from pinned host memory to the card, and about as many back."""
         ...
 
 
 @dataclass(frozen=True)
+class Timing:
+    """Where a plan's times were measured, and what was: a sentence for people, plain values for --json."""
+
+    text: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class FlopTimes:
     """By operations: a frozen block's backward computes as much as its forward, for there are no weight gradients.
+
+    For cards that were not measured, or are elsewhere. What is outside the blocks counts nothing.
 
     Args:
         flops: of each block's forward. [num_blocks]
@@ -42,6 +57,9 @@ class FlopTimes:
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
         time = self.flops[block] * SCHEME_TIMES[scheme] / (card.speed * ASSUMED_FLOPS_PER_S)
         return time, time
+
+    def ends(self, card: Card, scheme: str) -> tuple[float, float]:
+        return 0.0, 0.0
 
     def link(self, card: Card) -> float:
         return ASSUMED_LINK_BYTES_PER_S

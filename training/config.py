@@ -78,6 +78,9 @@ class SplitConfig:
             keeps none elsewhere.
         swapped_blocks: refused, until training can do it; how many blocks of each device stream from host memory, ()
             for none.
+        calibrate: where the planner knows the devices' memory, whether a training times its blocks on them first, for
+            some seconds and once per kind of job: "auto" where the cut or the scheme depends on it, "on" always, "off"
+            never; times are estimated from operations then.
     """
 
     devices: tuple[str, ...] = ()
@@ -86,6 +89,7 @@ class SplitConfig:
     memory_limit_gb: tuple[float, ...] = ()
     kept_blocks: tuple[Annotated[int, Field(ge=0)], ...] = ()
     swapped_blocks: tuple[int, ...] = ()
+    calibrate: Literal["auto", "on", "off"] = "auto"
 
     def __post_init__(self) -> None:
         if (self.balance == "manual") != bool(self.split_at):
@@ -353,6 +357,7 @@ FREE_ON_RESUME = frozenset(
         "model.quantized_cache",
         "pipeline.schedule",
         "pipeline.ahead",
+        "split.calibrate",
         "split.kept_blocks",
         "split.memory_limit_gb",
     }

@@ -10,7 +10,7 @@ Kinds and their values:
     memory    GB allocated, at peak and reserved,    after the first step
               per device
     forecast  devices: GB of peak forecast, per      before loading, and again at the end with what was measured, where
-              device                                 the planner knows the devices' memory
+              device; pace: a step's time            the planner knows the devices' memory; pace in the second only
     saved     path                                   a file is complete on disk
     stopped   hint                                   the job was stopped and can be resumed
 """

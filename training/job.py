@@ -40,6 +40,7 @@ from ..patches.lora import matches_any, resolve_targets
 from ..patches.quantize import check_packages, refusal, stored_bytes
 from .adapter import LoraHandle, apply_lora
 from .batches import CachedSamples
+from .calibration import CalibratedPlanner
 from .cards import Card, cards_of
 from .checkpoint import TrainingState, list_checkpoints, load_checkpoint
 from .config import DataConfig, FolderConfig, JobConfig, differing_keys, make_job
@@ -51,7 +52,7 @@ from .loop import Trainer, checkpoint_folder
 from .lora_output import lora_file_tensors, save_lora
 from .objective import make_noise_schedule
 from .optimizer import make_optimizer
-from .plan_view import Comparison, compare, describe_comparison
+from .plan_view import Comparison, compare, describe_comparison, describe_pace
 from .planner import Planner, TrainingPlan, largest_bucket, plan_training
 from .stock import EncodedSample, make_stock_reader, read_encoded_samples, refuse_condition, resolution_of
 
@@ -72,6 +73,7 @@ class TrainingResult:
         checkpoint: the newest full state, to resume from.
         resume_hint: how to continue; "" when finished.
         memory: a line per card, forecast against measured; () where nothing was forecast.
+        pace: the same for the time of a step; "" where blocks were not timed.
     """
 
     status: str
@@ -84,6 +86,7 @@ class TrainingResult:
     checkpoint: Path | None
     resume_hint: str
     memory: tuple[str, ...] = ()
+    pace: str = ""
 
 
 def check_job(job: JobConfig, *, is_to_train: bool = True) -> JobPlan:
@@ -214,7 +217,8 @@ def _plan_on_cards(
     if cards is None:
         return None
     cuts = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]] if devices else None
-    training = plan_training(Planner(job, info, variant, cards, largest[:2], frames=largest[2], cuts=cuts))
+    planner = Planner(job, info, variant, cards, largest[:2], frames=largest[2], cuts=cuts)
+    training = CalibratedPlanner(planner).plan()
     if training.warning:
         _log.warning("%s", training.warning)
     return training
@@ -227,11 +231,15 @@ def _without_auto(job: JobConfig) -> JobConfig:
     return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=optimizer))
 
 
-def plan_job(job: JobConfig, cards: Sequence[Card] = ()) -> TrainingPlan:
+def plan_job(job: JobConfig, cards: Sequence[Card] = (), *, may_measure: bool = False) -> TrainingPlan:
     """How a job would use these cards, which need not exist; () takes this machine's. Reads headers and images only.
 
+    Args:
+        may_measure: time blocks on this machine's cards, where an earlier job has not done so.
     Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards.
     """
+    if cards and may_measure:
+        raise ValueError("cards that were named cannot be measured; leave out --calibrate, or --cards")
     _refuse_block_settings(job)
     info = read_checkpoint(job.model.path, job.model.family, job.model.variant)
     variant = info.variant or info.family.variants[0]
@@ -244,7 +252,8 @@ def plan_job(job: JobConfig, cards: Sequence[Card] = ()) -> TrainingPlan:
             'with --cards, such as "24GB,24GB"'
         )
     height, width, frames = _largest(samples, encoded, latent)
-    return plan_training(Planner(job, info, variant, known, (height, width), frames=frames))
+    planner = Planner(job, info, variant, known, (height, width), frames=frames)
+    return plan_training(planner) if cards else CalibratedPlanner(planner).plan("always" if may_measure else "never")
 
 
 def _cards_here(job: JobConfig) -> list[Card] | None:
@@ -574,9 +583,11 @@ def assemble(plan: JobPlan) -> Assembled:
 
 def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingResult:
     compared: Comparison = {}
+    pace = ""
     if plan.training is not None:
         compared = compare(plan.training.forecast, memory_in_use(trainer.devices))
-        trainer.events.emit("forecast", trainer.step, plan.job.train.steps, devices=compared)
+        pace = describe_pace(plan.training, trainer.step_times_s)
+        trainer.events.emit("forecast", trainer.step, plan.job.train.steps, devices=compared, pace=pace)
     path = save_lora(plan, trainer.lora, Path(plan.job.output.folder))
     trainer.events.emit("saved", trainer.step, plan.job.train.steps, path=str(path))
     hint = ""
@@ -597,4 +608,5 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
         checkpoint=next(reversed(list_checkpoints(checkpoint_folder(plan.job))), None),
         resume_hint=hint,
         memory=tuple(describe_comparison(compared)),
+        pace=pace,
     )

@@ -78,6 +78,7 @@ class Trainer:
     step: int = 0
     losses: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
+    step_times_s: list[float] = field(default_factory=list)  # of this run alone
 
     def __post_init__(self) -> None:
         self._parameters = list(self.lora.parameters().values())
@@ -114,6 +115,7 @@ class Trainer:
         self.step += 1
         self.losses.append(loss)
         elapsed = time.perf_counter() - start
+        self.step_times_s.append(elapsed)
         self.events.emit("step", self.step, self.job.train.steps, loss=loss, learning_rate=rate, elapsed_s=elapsed)
         if len(self.losses) == 1:
             self.events.emit("memory", self.step, self.job.train.steps, **memory_in_use(self.devices))

@@ -9,6 +9,9 @@ The time of a step with `a` micro-batches over stages that take t_k each:
     one after the other   a * sum(t)
     in a pipeline         sum(t) + (a - 1) * max(max(t), sum(t) / p)     p micro-batches held by the first stage
 
+in seconds: measured on the cards (calibration.py) or estimated from operations. t_k has the blocks of a stage, on the
+first also the embedders, on the tail's also tail and loss; copies between cards and the optimizer are left out.
+
 Without a pipeline the cut does not change the time while the cards are equally fast; then it evens out memory.
 """
 
@@ -31,7 +34,7 @@ from ..parallel.placement import Placement, block_names, estimate_block_flops, p
 from ..parallel.schedule import Kind
 from ..patches.eight_bit import kernels_of
 from ..patches.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages
-from .block_times import SCHEME_TIMES, BlockTimes, FlopTimes
+from .block_times import SCHEME_TIMES, BlockTimes, FlopTimes, Timing
 from .cards import Card
 from .config import JobConfig, OptimizerConfig
 from .data import Sample
@@ -93,6 +96,7 @@ class TrainingPlan:
         kept_blocks, swapped_blocks: per device.
         bucket: (height, width) in pixels that was planned for.
         relative_time: of a step, over the same with every block recomputed and no pipeline.
+        step_s: of a step at this size, seconds. timing: where its times were measured; None for estimates.
         warning: why it may not fit after all, where the user has vouched for it; "" otherwise.
     """
 
@@ -104,11 +108,13 @@ class TrainingPlan:
     swapped_blocks: tuple[int, ...]
     forecast: Forecast
     relative_time: float
+    step_s: float
     reasons: tuple[str, ...]
     alternatives: tuple[Alternative, ...] = ()
     hints: tuple[str, ...] = ()
     warning: str = ""
     bucket: tuple[int, int] = (0, 0)
+    timing: Timing | None = None
 
 
 @dataclass(frozen=True)
@@ -184,10 +190,18 @@ class Planner:
         other = copy(self)
         other.job, other.cards, other.bucket = job, tuple(cards[: len(self.names)]), bucket
         other._cuts = self._cuts if len(cards) == len(self.cards) else None
+        other._given_times = None  # they are of this job and these cards; what fits does not depend on them
         for name in ("times", "bounds"):
             other.__dict__.pop(name, None)
         if replace(job, split=self.job.split, optimizer=self.job.optimizer) != self.job or bucket != self.bucket:
             other._rehearsals = {}
+        return other
+
+    def with_times(self, times: BlockTimes) -> Planner:
+        """The same with other times."""
+        other = copy(self)
+        other._given_times = times
+        other.__dict__.pop("times", None)
         return other
 
     # ---- what is known of the job
@@ -201,7 +215,8 @@ class Planner:
         flops = estimate_block_flops(self._model, self.family, num_image, num_text)
         return FlopTimes([self.job.train.batch_size * each for each in flops])
 
-    def _work(self, scheme: str) -> Work:
+    def work(self, scheme: str) -> Work:
+        """What a micro-batch computes."""
         latent = self.family.latent_of(self.variant)
         height, width = (side // latent.spatial_stride for side in self.bucket)
         model = replace(self.job.model, quantize=scheme)  # type: ignore[arg-type]
@@ -221,7 +236,7 @@ class Planner:
             with torch.inference_mode(False):  # ComfyUI runs nodes in it, and such tensors pass no gradients
                 model = make_empty_transformer(self.info)
             self._rehearsals[scheme] = rehearse_training(
-                model, self.family, self.variant, self.info.config, self._work(scheme), self._kernels(scheme)
+                model, self.family, self.variant, self.info.config, self.work(scheme), self._kernels(scheme)
             )
         return self._rehearsals[scheme]
 
@@ -277,6 +292,11 @@ class Planner:
         """8-bit schemes that every card and the packages installed here can do, the fastest first."""
         refused = frozenset().union(*(card.refuses for card in self.cards))
         return [scheme for scheme in BEST_FIRST if scheme not in refused and _has_packages(scheme)]
+
+    def ends_s(self, plan: StagePlan, scheme: str, settings: StepSettings) -> float:
+        """What a stage computes besides its blocks, in seconds of a micro-batch."""
+        front, tail = self.times.ends(self.cards[plan.stage], scheme)
+        return front * (plan.stage == 0) + tail * (plan.stage == settings.tail_stage(plan.num_stages))
 
     def find(self) -> tuple[_Found | None, list[tuple[Setting, _Found | None]]]:
         """The fastest setting that fits, None if none does; and everything that was looked at.
@@ -362,7 +382,8 @@ class _Search:
         keeps: bool,
         has_limits: bool,
     ) -> None:
-        self._planner, self._settings, self._forecaster = planner, settings, forecaster
+        self._planner, self._scheme = planner, setting.scheme
+        self._settings, self._forecaster = settings, forecaster
         self._most, self._keeps = most, keeps
         split = planner.job.split
         self._limits = split.memory_limit_gb if has_limits else ()
@@ -443,9 +464,9 @@ class _Search:
         return _Stage(plan, found, self._time(plan), share) if share <= self._most else None
 
     def _time(self, plan: StagePlan) -> float:
-        """A micro-batch: forward, backward, and forward again where blocks are recomputed."""
+        """A micro-batch: forward, backward, and forward again where blocks are recomputed; embedders and tail."""
         seconds, again = self._seconds[plan.stage], self._again[plan.stage]
-        time = seconds[plan.end] - seconds[plan.start]
+        time = seconds[plan.end] - seconds[plan.start] + self._planner.ends_s(plan, self._scheme, self._settings)
         if self._settings.is_checkpointing:
             time += again[plan.end - plan.num_kept] - again[plan.start]
         return time
@@ -504,6 +525,7 @@ def plan_training(planner: Planner) -> TrainingPlan:
         swapped_blocks=tuple(stage.plan.num_swapped for stage in found.stages),
         forecast=forecast,
         relative_time=found.time / plain,
+        step_s=found.time,
         reasons=tuple(_reasons(planner, found, looked_at)),
         alternatives=tuple(
             Alternative(setting, None if other is None else other.time / found.time) for setting, other in looked_at
@@ -534,7 +556,8 @@ def _host_bytes(planner: Planner, found: _Found) -> int:
 def _recomputed(planner: Planner, found: _Found, stage: _Stage) -> float:
     card = planner.cards[stage.plan.stage]
     times = [planner.times.of(block, card, found.setting.scheme) for block in _blocks(stage)]
-    return sum(2 * forward + backward for forward, backward in times)
+    ends = planner.ends_s(stage.plan, found.setting.scheme, replace(found.settings, schedule="none"))
+    return sum(2 * forward + backward for forward, backward in times) + ends
 
 
 def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting, _Found | None]]) -> Iterator[str]:

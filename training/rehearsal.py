@@ -263,8 +263,8 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 @dataclass
-class _Sample:
-    """A short model: every kind of block twice, the second time with an input that carries gradients."""
+class ShortModel:
+    """Every kind of block twice, the second time with an input that carries gradients."""
 
     model: nn.Module
     names: tuple[str, ...]
@@ -284,7 +284,7 @@ def rehearse_training(
     Raises: ValueError for LoRA targets that match nothing; RuntimeError for a scheme whose package is missing.
     """
     with torch.inference_mode(False), torch.enable_grad():
-        sample = _shorten(model, family, work)
+        sample = shorten(model, family, work)
         run = _Run(sample, MemoryMeter(kernels.rounding))
         latents = torch.empty(work.batch_size, *work.latent_shape, device=META)  # in host memory while training
         run.meter.ignore([*_plain_tensors(sample.model), latents])
@@ -302,12 +302,13 @@ def _as_kernels(kernels: Kernels) -> Iterator[None]:
         yield
 
 
-def _shorten(model: nn.Module, family: ModelFamily, work: Work) -> _Sample:
+def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
+    """Cut a model down, with its linears quantized and LoRA attached as a job would; parameters stay on meta."""
     names = block_names(model, family)
     targets = set(resolve_targets(model, work.lora.targets or family.lora_targets))
     quantizer = None if work.quantize is None else Quantizer(family, work.quantize)
     known: dict[Any, int] = {}
-    sample = _Sample(model, names, [])
+    sample = ShortModel(model, names, [])
     for name in names:
         block = model.get_submodule(name)
         kind = name.rpartition(".")[0], _signature(name, block, targets, quantizer)
@@ -346,7 +347,7 @@ def _signature(name: str, block: nn.Module, targets: set[str], quantizer: Quanti
     return type(block), shapes, adapted, rounded
 
 
-def _keep_kinds(sample: _Sample, family: ModelFamily) -> dict[str, str]:
+def _keep_kinds(sample: ShortModel, family: ModelFamily) -> dict[str, str]:
     """Cut the block lists down to two entries per kind; returns new fqn -> fqn in the whole model."""
     renamed: dict[str, str] = {}
     for block_list in family.block_lists:
@@ -404,7 +405,7 @@ class _Activations:
 class _Run:
     """Takes gradient checkpointing's place and measures every second call, whose input carries gradients."""
 
-    def __init__(self, sample: _Sample, meter: MemoryMeter) -> None:
+    def __init__(self, sample: ShortModel, meter: MemoryMeter) -> None:
         self.meter = meter
         self.activations: list[_Activations] = []
         self.front = self.tail_base = 0
@@ -498,7 +499,7 @@ def _step(
         for encoder in variant.text_encoders
     }
     noisy, sigmas = torch.empty_like(latents, dtype=work.dtype), torch.empty(work.batch_size, device=META)
-    conditions = _make_conditions(variant, config, noisy)
+    conditions = make_conditions(variant, config, noisy)
     inputs = family.make_inputs(noisy, sigmas, {**text, **conditions}, variant.training_guidance)
     del noisy, text, conditions
     output = run.sample.model(**inputs, return_dict=False)[0]
@@ -509,7 +510,7 @@ def _step(
     loss.backward()
 
 
-def _make_conditions(variant: Variant, config: Mapping[str, Any], noisy: torch.Tensor) -> dict[str, torch.Tensor]:
+def make_conditions(variant: Variant, config: Mapping[str, Any], noisy: torch.Tensor) -> dict[str, torch.Tensor]:
     """What an image-to-video variant is given besides text."""
     batch, channels, frames, height, width = noisy.shape
     if variant.condition == "first_frame":
@@ -535,7 +536,7 @@ def text_shape(encoder: TextEncoderSpec, config: Mapping[str, Any]) -> tuple[int
 # ---- what was found
 
 
-def _collect(sample: _Sample, family: ModelFamily, run: _Run) -> Rehearsal:
+def _collect(sample: ShortModel, family: ModelFamily, run: _Run) -> Rehearsal:
     kinds = [_cost(module, found) for module, found in zip(sample.modules, run.activations, strict=True)]
     first = run.activations[0]
     home = [module for name, module in sample.model.named_children() if not _is_list(name, family)]

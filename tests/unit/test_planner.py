@@ -173,6 +173,9 @@ class _Times:
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
         return self.units[block] / card.speed, self.units[block] / card.speed
 
+    def ends(self, card: Card, scheme: str) -> tuple[float, float]:
+        return 0.0, 0.0
+
 
 def _made_up(
     monkeypatch: pytest.MonkeyPatch, cards: list[Card], times: Any, *, count: int = 10, **sections: dict[str, Any]
@@ -318,7 +321,11 @@ def _known_cards(monkeypatch: pytest.MonkeyPatch, *sizes: int, first_speed: floa
 def test_every_job_is_planned_before_it_loads(tmp_path, monkeypatch):
     from devicebridge.tests.emulated import emulated_cards
 
-    two = {"split": {"devices": ["lazy:0", "lazy:1"]}, "cache": {"vae_device": "cpu"}, "train": {"steps": 2}}
+    two = {
+        "split": {"devices": ["lazy:0", "lazy:1"], "calibrate": "off"},
+        "cache": {"vae_device": "cpu"},
+        "train": {"steps": 2},
+    }
     with emulated_cards():
         _known_cards(monkeypatch, 10**9, 10**9)
         job = make_tiny_job(tmp_path, **two, evaluation={"folder": ""}, optimizer={"name": "auto"})
@@ -338,11 +345,15 @@ def test_every_job_is_planned_before_it_loads(tmp_path, monkeypatch):
 def test_kept_blocks_change_no_loss_and_a_resumed_run_keeps_its_cut(tmp_path, monkeypatch):
     from devicebridge.tests.emulated import emulated_cards
 
-    two = {"split": {"devices": ["lazy:0", "lazy:1"]}, "cache": {"vae_device": "cpu"}, "evaluation": {"folder": ""}}
+    two = {
+        "split": {"devices": ["lazy:0", "lazy:1"], "calibrate": "off"},
+        "cache": {"vae_device": "cpu"},
+        "evaluation": {"folder": ""},
+    }
     losses = {}
     with emulated_cards():
         for name, kept in (("none", [0, 0]), ("some", [1, 2])):
-            split = {"split": {"devices": ["lazy:0", "lazy:1"], "kept_blocks": kept}}
+            split = {"split": two["split"] | {"kept_blocks": kept}}
             job = make_tiny_job(tmp_path, **two | split, train={"steps": 2}, output={"folder": str(tmp_path / name)})
             losses[name] = run_job(job).losses
         assert losses["none"] == losses["some"]
