@@ -290,8 +290,8 @@ def _advanced_inputs() -> list[io.Input]:
             default="off",
             optional=True,
             advanced=True,
-            tooltip="auto compiles each kind of transformer block, once for all sizes: the first steps take a minute or "
-            "two longer, all others are faster. Worth it for long runs on fast cards. Where no compiler is found "
+            tooltip="auto compiles each kind of transformer block, once for all sizes: the first steps take a minute "
+            "or two longer, all others are faster. Worth it for long runs on fast cards. Where no compiler is found "
             "the log says so, and training goes on without.",
         ),
     ]

@@ -691,11 +691,14 @@ def test_a_refusal_names_what_was_found_and_what_works(monkeypatch):
     )
 
 
+CONSUMER = [(8, 6), (8, 9), (12, 0)]
+
+
 @pytest.mark.parametrize(
     ("capability", "fault", "platform", "expected"),
     [
-        ((9, 0), "", "linux", (Plan("vendor", "transpose", True), Plan("triton", "transpose", True))),
-        ((10, 0), "", "linux", (Plan("vendor", "transpose", True), Plan("triton", "transpose", True))),
+        ((9, 0), "", "linux", (Plan("vendor", "transpose", True), Plan("triton", "transpose", True, 256))),
+        ((10, 0), "", "linux", (Plan("vendor", "transpose", True), Plan("triton", "transpose", True, 256))),
         ((8, 9), "", "linux", (Plan("vendor", "triton", True), Plan("triton", "triton", True))),
         ((8, 6), "", "linux", (Plan("dequantize", "dequantize"), Plan("triton", "triton", True))),
         ((8, 6), "no Triton", "linux", (Plan("dequantize", "dequantize"), Plan("vendor", "dequantize"))),
@@ -707,6 +710,7 @@ def test_each_card_gets_kernels_it_has(capability, fault, platform, expected, mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(eight_bit_kernels, "fault", lambda device: fault)
+    monkeypatch.setattr(eight_bit_kernels, "widest_rotation", lambda device: 64 if capability in CONSUMER else 256)
     monkeypatch.setattr(eight_bit.sys, "platform", platform)
     plan_for = eight_bit.plan_for.__wrapped__  # past the cache, which is for real cards
     assert tuple(plan_for(torch.device("cuda:0"), dtype) for dtype in SCHEMES.values()) == expected

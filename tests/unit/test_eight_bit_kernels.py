@@ -90,6 +90,8 @@ def test_rows_are_rotated_before_rounding(block, width, x_dtype):
     if x_dtype is torch.bfloat16 and kernels.is_interpreted():
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers; needs a CUDA device")
     x, turn = random(3, width, dtype=x_dtype), make_rotation(block).to(device())
+    if not kernels.is_interpreted() and block > (kernels.widest_rotation(device()) if x.element_size() < 4 else 64):
+        pytest.skip("rotated before the kernel on this card")
     values, scale = kernels.quantize_rows(x, torch.int8, rotation=turn)
     expected, expected_scale = eight_bit.quantize_rows(x, torch.int8, rotation=turn)
     torch.testing.assert_close(scale, expected_scale, rtol=1e-5, atol=0)
@@ -124,13 +126,23 @@ def test_products_equal_those_in_float64(shape, layout, dtype):
         b = b.t().contiguous().t()
     a_scale, b_scale, bias = random(rows, 1).exp(), random(columns, 1, seed=2).exp(), random(columns, seed=3)
     product = (a.double() @ b.double()) * a_scale.double()
-    torch.testing.assert_close(kernels.matmul(a, a_scale, b, torch.float32).double(), product, rtol=1e-5, atol=1e-3)
+    allowed = allowed_error(a, b) * a_scale
+    assert ((kernels.matmul(a, a_scale, b, torch.float32) - product).abs() <= allowed + 1e-5 * product.abs()).all()
     expected = product * b_scale.view(-1).double() + bias.bfloat16().double()
     # The interpreter truncates what it stores as bfloat16.
     for out_dtype, rtol in ((torch.float32, 1e-5), (torch.bfloat16, 2**-8))[: 1 if kernels.is_interpreted() else 2]:
         found = kernels.matmul(a, a_scale, b, out_dtype, b_scale=b_scale, bias=bias.bfloat16())
         assert found.dtype is out_dtype and found.shape == (rows, columns)
-        torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=1e-2)
+        assert ((found - expected).abs() <= allowed * b_scale.view(-1) + 10 * 1e-3 + rtol * expected.abs()).all()
+
+
+def allowed_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of a product of 8-bit matrices. [M, J]
+
+    Cards since Hopper keep about 14 bits of a running float8 sum, aligned to the largest term; int8 sums are exact.
+    """
+    terms = a.float().abs() @ b.float().abs()
+    return terms * 2**-12 if a.is_floating_point() and not kernels.is_interpreted() else torch.full_like(terms, 1e-3)
 
 
 @needs_triton
@@ -139,7 +151,8 @@ def test_a_slice_of_a_weight_is_multiplied_where_it_lies(dtype):
     a, weight = random8(20, 64, dtype=dtype), random8(64, 96, dtype=dtype, seed=1)
     ones = torch.ones(20, 1, device=device())
     found = kernels.matmul(a, ones, weight[:, 32:80], torch.float32)
-    torch.testing.assert_close(found.double(), a.double() @ weight[:, 32:80].double(), rtol=1e-5, atol=1e-3)
+    expected, allowed = a.double() @ weight[:, 32:80].double(), allowed_error(a, weight[:, 32:80])
+    assert ((found - expected).abs() <= allowed + 1e-5 * expected.abs()).all()
 
 
 @needs_triton
@@ -261,3 +274,23 @@ def test_every_card_has_a_tuner_of_its_own():
     one, other = (kernels._tuned_matmul(torch.device("cuda", index)) for index in (0, 1))
     assert one is not other and one.cache is not other.cache
     assert one is kernels._tuned_matmul(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("block", "widest", "in_kernel"), [(64, 64, True), (256, 64, False), (256, 256, True)])
+def test_a_rotation_too_wide_for_the_kernel_comes_before_it(block, widest, in_kernel, monkeypatch):
+    seen = []
+
+    def fake(x, dtype, **first):
+        seen.append(first.get("rotation"))
+        return eight_bit.quantize_rows(x, dtype, **first)
+
+    monkeypatch.setattr(kernels, "quantize_rows", fake)
+    x, turn = torch.randn(3, 512, generator=torch.Generator().manual_seed(0)).bfloat16(), make_rotation(block)
+    plan = Plan("triton", "transpose", has_triton=True, widest_rotation=widest)
+    values, scale = eight_bit._quantize(x, torch.int8, plan, rotation=turn)
+    expected, expected_scale = eight_bit.quantize_rows(x, torch.int8, rotation=turn)
+    assert (seen[0] is not None) == in_kernel
+    torch.testing.assert_close(scale, expected_scale, rtol=2**-7, atol=0)
+    assert (values.int() - expected.int()).abs().max() <= 2
+    eight_bit._quantize(x.float(), torch.int8, plan, rotation=turn)
+    assert (seen[1] is not None) == (block == 64)  # float32 takes twice the memory
