@@ -669,8 +669,9 @@ class FrozenLinear8(nn.Linear):
     @torch.no_grad()
     def dequantize(self) -> torch.Tensor:
         """The weight the layer computes with, in compute_dtype; the size of the whole unrounded weight. [N, K]"""
-        weight = _dequantize(self.weight, self.scale, self.compute_dtype)
-        return weight if self.rotation is None else rotate(weight, self.rotation.t())
+        device = self.weight.device  # of a block that streams the weight may rest in host memory, and not the scale
+        weight = _dequantize(self.weight, self.scale.to(device), self.compute_dtype)
+        return weight if self.rotation is None else rotate(weight, self.rotation.to(device).t())
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # nn.Linear's name for it, which callers may use
         """[..., K] -> [..., N]. Raises: RuntimeError if somebody asks for a gradient of the weight."""
