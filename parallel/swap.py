@@ -436,6 +436,11 @@ def _make_copier(device: torch.device) -> _Copier:
 # ---- tensors
 
 
+def resting_bytes(block: nn.Module) -> int:
+    """What of a block would rest in host memory; a slot for it is as large. Works on meta tensors."""
+    return _lay_out([parameter for _, _, parameter in _large_weights(block)])[1]
+
+
 def _large_weights(block: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """What of a block can rest: owner, name there, Parameter."""
     for owner in block.modules():

@@ -76,8 +76,9 @@ class SplitConfig:
         kept_blocks: with gradient checkpointing, how many blocks of each device keep their activations instead of being
             computed again, the last ones of each; () lets the planner choose where it knows the devices' memory, and
             keeps none elsewhere.
-        swapped_blocks: refused, until training can do it; how many blocks of each device stream from host memory, ()
-            for none.
+        swapped_blocks: with gradient checkpointing, how many blocks of each device stream from host memory whenever
+            they compute, spread evenly over those that do not keep their activations; () lets the planner choose where
+            it knows the devices' memory (none, unless the job would not fit), and swaps none elsewhere.
     """
 
     devices: tuple[str, ...] = ()
@@ -85,7 +86,7 @@ class SplitConfig:
     split_at: tuple[int, ...] = ()
     memory_limit_gb: tuple[float, ...] = ()
     kept_blocks: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    swapped_blocks: tuple[int, ...] = ()
+    swapped_blocks: tuple[Annotated[int, Field(ge=0)], ...] = ()
 
     def __post_init__(self) -> None:
         if (self.balance == "manual") != bool(self.split_at):
@@ -353,6 +354,7 @@ FREE_ON_RESUME = frozenset(
         "pipeline.schedule",
         "pipeline.ahead",
         "split.kept_blocks",
+        "split.swapped_blocks",
         "split.memory_limit_gb",
     }
 )
