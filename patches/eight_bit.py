@@ -508,6 +508,7 @@ class _Linear8(torch.autograd.Function):
         rotation: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.frozen = weight, scale, rotation
+        ctx.version = None if torch.compiler.is_compiling() or weight.is_inference() else weight._version
         ctx.bias_dtype = None if bias is None else bias.dtype
         if not torch.compiler.is_compiling():
             return linear8(x, weight, scale, bias, rotation)
@@ -519,6 +520,8 @@ class _Linear8(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_x = grad_bias = None
+        if ctx.version is not None and ctx.version != ctx.frozen[0]._version:  # as autograd does for what it saved
+            raise RuntimeError("a frozen 8-bit weight was changed between a forward and its backward")
         if ctx.needs_input_grad[0]:
             grad_x = _grad_input(grad, *ctx.frozen)
         if ctx.needs_input_grad[3]:
