@@ -290,10 +290,10 @@ class _Timed(TorchDispatchMode):
         return out
 
 
-class _Chain(nn.Module):
-    def __init__(self, count):
+class Chain(nn.Module):
+    def __init__(self, count, width=32):
         super().__init__()
-        self.transformer_blocks = nn.ModuleList([nn.Linear(32, 32) for _ in range(count)])
+        self.transformer_blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(count)])
 
     def forward(self, x, checkpoint=None):
         for block in self.transformer_blocks:
@@ -309,7 +309,7 @@ CHAIN = dataclasses.replace(
 
 
 def _chain(count, swapped):
-    model = _Chain(count).requires_grad_(False)
+    model = Chain(count).requires_grad_(False)
     placement = plan_manual(block_names(model, CHAIN), [HOME], [])
     split = apply_block_split(model, CHAIN, placement)
     return model, split, apply_block_swap(split, list(place_swapped(placement, (), (swapped,))))
@@ -509,7 +509,7 @@ def test_compiled_blocks_are_compiled_no_more_often(scheme):
         torch._dynamo.reset()
         torch.manual_seed(0)
         counts.append(0)
-        model = _Chain(0).requires_grad_(False)
+        model = Chain(0).requires_grad_(False)
         model.transformer_blocks.extend([_Block() for _ in range(5)])
         split = apply_block_split(model, CHAIN, plan_manual(block_names(model, CHAIN), [CPU], []))
         if scheme is not None:
