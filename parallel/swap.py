@@ -362,9 +362,9 @@ class _SwappedDevice:
         if slot.index not in slot.parameters:
             with torch.no_grad():
                 slot.parameters[slot.index] = [weight.at(slot.buffer) for weight in weights]
+        slot.is_bound = True  # first: an interrupt in between is undone with the rest
         for weight, parameter in zip(weights, slot.parameters[slot.index], strict=True):
             weight.owner._parameters[weight.leaf] = parameter
-        slot.is_bound = True
 
     def _unbind(self, slot: _Slot) -> None:
         if slot.is_bound:

@@ -312,20 +312,18 @@ class Planner:
     def fit(self, setting: Setting) -> _Found | None:
         """The best cut for a setting, None if there is none that fits: with some headroom and blocks that keep their
         activations if possible, else as tight as it gets, else with blocks that stream from host memory."""
-        return (
-            self._search(setting, 1 - HEADROOM)
-            or self._search(setting, self._most, keeps=False)
-            or self._swapping(setting, 1 - HEADROOM)
-            or self._swapping(setting, self._most)
-        )
+        found = self._search(setting, 1 - HEADROOM) or self._search(setting, self._most, keeps=False)
+        if found is not None:
+            return found if self.host_fits(found) else None
+        return self._swapping(setting, 1 - HEADROOM) or self._swapping(setting, self._most)
 
     def is_possible(self) -> bool:
         """Whether anything fits."""
-        return any(
-            self._search(setting, self._most, keeps=False) is not None
-            or self._swapping(setting, self._most) is not None
-            for setting in self.settings()
-        )
+        return any(map(self._is_possible_with, self.settings()))
+
+    def _is_possible_with(self, setting: Setting) -> bool:
+        found = self._search(setting, self._most, keeps=False)
+        return self.host_fits(found) if found is not None else self._swapping(setting, self._most) is not None
 
     def without_limits(self) -> list[_Found]:
         """What every setting would need of its cards at least, with as many blocks in host memory as may be."""

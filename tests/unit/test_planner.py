@@ -193,6 +193,9 @@ def test_host_memory_is_a_limit_too():
         plan_training(Planner(_job(), info, variant, cards, (512, 512), host_bytes=4 * GB))
     assert "blocks (" in str(refusal.value) and "fits" in str(refusal.value)
     plan_training(Planner(_job(), info, variant, parse_cards("24GB,24GB"), (512, 512), host_bytes=0))  # nothing swapped
+    given = _job(split={"swapped_blocks": [0, 20], "kept_blocks": [0, 0]})
+    with pytest.raises(ValueError, match="host memory: .* 4.00 GB are free"):
+        plan_training(Planner(given, info, variant, cards, (512, 512), host_bytes=4 * GB))
 
 
 # ---- made-up costs

@@ -314,6 +314,11 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     buffer.close()
     buffer.close()
     assert driver.unregistered == 1
+    buffer = pinned.PinnedBuffer(1000, torch.device("cuda", 0))
+    view = buffer.tensor[:10]
+    del buffer  # whoever forgets to close it: memory must not be freed while it is registered
+    assert driver.unregistered == 2 and view.nbytes == 10
+    assert not pinned.PinnedBuffer(1000, torch.device("cuda", 0), is_wanted=False).is_pinned
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

@@ -242,6 +242,18 @@ def test_copies_are_those_of_theory(kind, turns):
             assert built.swap.num_copies - already == 2 * (4 - 2)
 
 
+def test_what_is_there_already_is_not_evicted_for_what_is_missing():
+    """Where a forward broke off and the next one begins."""
+    with emulated_cards(1):
+        _, _, swap = _chain(4, 4)
+        (device,) = swap._devices
+        device.enter(1, is_backward=False)
+        device.enter(0, is_backward=False)
+        assert swap.num_copies == 3 and {slot.index for slot in device._slots} == {0, 1}
+        device.enter(3, is_backward=True)
+        assert swap.num_copies == 5 and {slot.index for slot in device._slots} == {2, 3}
+
+
 def test_a_card_holds_two_slots_and_what_stays():
     with emulated_cards(1):
         gc.collect()
