@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -13,7 +14,9 @@ from .families.spec import ModelFamily
 from .loading.checkpoint import CheckpointInfo, load_transformer
 from .loading.quantized_cache import load_through_cache
 from .parallel.block_split import BlockSplit, apply_block_split
-from .parallel.placement import Placement
+from .parallel.devices import CPU
+from .parallel.placement import Placement, place_swapped
+from .parallel.swap import BlockSwap
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible
 from .patches.quantize import Quantizer, QuantizeReport, QuantizeSettings
 
@@ -23,13 +26,17 @@ AttachAdapter = Callable[[nn.Module], object]
 
 @dataclass(frozen=True)
 class Assembled:
-    """A model ready to train. split.remove() takes the bridge off; the blocks stay where the loader put them."""
+    """A model ready to train. split.remove() takes the bridge off; the blocks stay where the loader put them.
+
+    Where blocks are swapped, swap.remove() must be called before the model is dropped: it lets go of pinned memory.
+    """
 
     model: nn.Module
     split: BlockSplit
     adapter: object
     quantized: QuantizeReport | None = None
     compiled: CompiledBlocks | None = None
+    swap: BlockSwap | None = None
 
 
 def assemble_for_training(
@@ -42,6 +49,7 @@ def assemble_for_training(
     attach_adapter: AttachAdapter,
     gradient_checkpointing: bool,
     kept_blocks: Sequence[int] = (),
+    swapped_blocks: Sequence[int] = (),
     compiled_shapes: int | None = None,
     quantized_cache: Path | None = None,
 ) -> Assembled:
@@ -50,6 +58,7 @@ def assemble_for_training(
     Args:
         quantize: how the frozen linears are held; None as they are.
         kept_blocks: with gradient_checkpointing, how many blocks of each device keep their activations; () none.
+        swapped_blocks: with gradient_checkpointing, how many blocks of each device stream from host memory; () none.
         compiled_shapes: compile the blocks for so many shapes of batches, 0 if their number is unknown; where that
             cannot be done, it is logged. None compiles nothing.
         quantized_cache: folder that keeps quantized weights for the next time; None for none.
@@ -58,14 +67,19 @@ def assemble_for_training(
     # 1. Every tensor goes from the file to its device; loading first and splitting later would need one device, or the
     #    host, to hold the whole model. A layer is quantized before the next is read, else the devices would have to
     #    hold the model in full precision first; and before LoRA exists, so that no LoRA weight can be caught by it.
+    #    What will rest in host memory leaves its card layer by layer, too, or never sees it if nothing is rounded.
     quantizer = Quantizer(family, quantize) if quantize is not None else None
+    swap = None
+    if any(swapped_blocks):
+        assert gradient_checkpointing, "swapped blocks must be recomputed; check_job refuses anything else"
+        swap = BlockSwap(place_swapped(placement, kept_blocks, swapped_blocks), is_on_host=True)
     if quantizer is None:
-        model = load_transformer(info, placement.device_of, dtype)
+        model = load_transformer(info, _first_places(info, placement, swap, dtype), dtype, keeper=swap)
     else:
-        model = load_through_cache(quantized_cache, info, placement.device_of, dtype, quantizer)
+        model = load_through_cache(quantized_cache, info, placement.device_of, dtype, quantizer, swap)
     quantized = quantizer.close(model).report if quantizer is not None else None
     # 2. The bridge comes before everything that may call the model or look at devices.
-    split = apply_block_split(model, family, placement)
+    split = apply_block_split(model, family, placement, swap)
     # 3. LoRA goes onto the final base layers: PEFT picks its layer class, device and dtype from what it finds there.
     adapter = attach_adapter(model)
     # 4. Checkpointing wraps whole blocks, LoRA included, and needs the split to save the right random states.
@@ -74,8 +88,29 @@ def assemble_for_training(
         model.enable_gradient_checkpointing(split.checkpoint)  # type: ignore[operator]
         if kept_blocks:
             split.keep_activations(kept_blocks)
-    # 5. Only a block's own forward is compiled, with the LoRA in it: hooks and recomputation around it stay Python.
+    # 5. The hooks that bring weights come behind the bridge's, whose turn on the stage they need. LoRA is there now,
+    #    and moves to the card that its resting layers compute on.
+    if swap is not None:
+        swap.attach(split)
+    # 6. Only a block's own forward is compiled, with the LoRA in it: hooks and recomputation around it stay Python.
     compiled = None
     if compiled_shapes is not None:
         compiled = compile_if_possible(model, family, placement.used_devices, compiled_shapes)
-    return Assembled(model, split, adapter, quantized, compiled)
+    return Assembled(model, split, adapter, quantized, compiled, swap)
+
+
+def _first_places(
+    info: CheckpointInfo, placement: Placement, swap: BlockSwap | None, dtype: torch.dtype
+) -> Callable[[str], torch.device]:
+    """Where each tensor goes from the file: its device, or the host at once if it is to rest there.
+
+    What the file has in 8 bits is dequantized on its card, as without swapping, for the same bits.
+    """
+
+    def place(name: str) -> torch.device:
+        record = info.tensors.get(name)
+        if swap is None or record is None or record.is_quantized:
+            return placement.device_of(name)
+        return CPU if swap.will_rest(name, prod(record.shape) * dtype.itemsize) else placement.device_of(name)
+
+    return place

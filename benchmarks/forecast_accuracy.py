@@ -81,7 +81,9 @@ def make_job(options: argparse.Namespace, scheme: str, side: int, mode: str) -> 
         lora={"rank": options.rank, "alpha": float(options.rank), "dtype": "float32"},
         train={"steps": NUM_STEPS, "accumulation": options.accumulation, "gradient_checkpointing": mode != "off"},
         pipeline={"schedule": "none"},
-        split={"memory_limit_gb": [1000.0] * len(options.devices)} if mode != "planned" else {},
+        # blocks that stream from host memory are benchmarks/block_swap.py's
+        split={"swapped_blocks": [0] * len(options.devices)}
+        | ({"memory_limit_gb": [1000.0] * len(options.devices)} if mode != "planned" else {}),
     )
 
 

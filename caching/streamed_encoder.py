@@ -30,7 +30,6 @@ a card is that they are resident there.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,11 +40,10 @@ import torch
 from torch import nn
 
 from ..parallel.devices import device_module, synchronize
+from ..parallel.pinned import PinnedBuffer
 from ..patches.hooks import HookSet, map_tensors
 from ..weight_file import open_weights
 from .text_weights import Sources, Storage, layer_list, read_weights, refuse_eight_bit, weight_dtypes
-
-logger = logging.getLogger(__name__)
 
 NUM_BUFFERS = 2
 _ALIGNMENT = 256  # bytes; what torch's allocator gives a tensor of its own
@@ -358,7 +356,7 @@ class _HostLayers:
         self._wait_for_copy = wait_for_copy
         largest = max(sizes)
         self._sizes = list(sizes) if keeps else [largest] * NUM_BUFFERS
-        self._buffers: dict[int, _PinnedBuffer] = {}
+        self._buffers: dict[int, PinnedBuffer] = {}
         self._reads: dict[int, Future[torch.Tensor]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="text-encoder-layers")
 
@@ -403,7 +401,7 @@ class _HostLayers:
     def _read(self, index: int) -> torch.Tensor:
         slot = index if self._keeps else index % NUM_BUFFERS
         if slot not in self._buffers:
-            self._buffers[slot] = _PinnedBuffer(self._sizes[slot], self._device)
+            self._buffers[slot] = PinnedBuffer(self._sizes[slot], self._device)
         elif not self._keeps:
             self._wait_for_copy(slot)
         target = self._buffers[slot].tensor
@@ -423,38 +421,3 @@ def _checked(tensor: torch.Tensor, piece: _Piece) -> torch.Tensor:
             f"{list(piece.shape)}; config and weights belong to different models"
         )
     return tensor
-
-
-class _PinnedBuffer:
-    """Host memory that a CUDA card copies from by itself; ordinary memory for other devices, or where that fails."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.tensor = torch.empty(num_bytes, dtype=torch.uint8)
-        self._device = device
-        self._is_pinned = False
-        if device.type == "cuda":
-            with torch.cuda.device(device):  # or the thread's first card would get a context, which takes memory there
-                self._is_pinned = not int(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
-            if not self._is_pinned:
-                _forget_last_error(device)
-                logger.warning(
-                    "%.2f GB of host memory could not be pinned (is a limit on locked memory set?); copies to %s will "
-                    "be slower, results are the same",
-                    num_bytes / 1e9,
-                    device,
-                )
-
-    def close(self) -> None:
-        if self._is_pinned:
-            with torch.cuda.device(self._device):
-                torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
-            self._is_pinned = False
-        self.tensor = torch.empty(0, dtype=torch.uint8)
-
-
-def _forget_last_error(device: torch.device) -> None:
-    """The runtime reports a failed call once more, to whoever launches a kernel next; let that be this one."""
-    try:
-        torch.zeros(1, device=device).add_(1)
-    except RuntimeError:
-        return

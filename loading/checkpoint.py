@@ -24,7 +24,7 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -114,6 +114,13 @@ class LayerWriter(Protocol):
 
     def expect(self, num_bytes: int) -> None: ...
     def add(self, fqn: str, stored: Stored8) -> None: ...
+
+
+class LayerKeeper(Protocol):
+    """Who takes layers to where they rest as soon as they are final; parallel/swap.py's BlockSwap is one."""
+
+    def begin(self, model: torch.nn.Module, layers: Collection[str]) -> None: ...
+    def finish(self, layer: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -523,6 +530,7 @@ def load_transformer(
     dtype: torch.dtype,
     quantizer: LayerQuantizer | None = None,
     writer: LayerWriter | None = None,
+    keeper: LayerKeeper | None = None,
 ) -> torch.nn.Module:
     """The transformer with every parameter on its device, frozen and in eval mode.
 
@@ -536,6 +544,7 @@ def load_transformer(
         quantizer: converts layers, or takes them over as a file in 8 bits has them; with None such a file is
             dequantized.
         writer: is given every layer that was rounded, and not those that were in 8 bits already.
+        keeper: is told of every layer that is final, before the next one is read.
     Raises: ValueError if the file's tensors are not exactly the model's, or its scales are no scales.
     """
     model = make_unfilled_transformer(info)
@@ -543,7 +552,7 @@ def load_transformer(
     differences = _differences(shapes, info.tensors)
     if differences:
         raise ValueError(f"{info.path} does not fit {info.family.title}: {differences}")
-    _Loader(model, info, device_of, dtype, quantizer, writer).load()
+    _Loader(model, info, device_of, dtype, quantizer, writer, keeper).load()
     for name, buffer in list(model.named_buffers()):
         owner, leaf = _owner(model, name)
         owner._buffers[leaf] = buffer.to(device_of(name))
@@ -561,7 +570,9 @@ class _Loader:
         dtype: torch.dtype,
         quantizer: LayerQuantizer | None,
         writer: LayerWriter | None,
+        keeper: LayerKeeper | None,
     ) -> None:
+        self._keeper = keeper
         self._model = model
         self._info = info
         self._device_of = device_of
@@ -578,12 +589,14 @@ class _Loader:
     def load(self) -> None:
         if self._writer is not None:
             self._writer.expect(sum(self._stored_bytes(name) for name in self._wanted if not self._is_taken(name)))
+        if self._keeper is not None:
+            self._keeper.begin(self._model, self._waiting.keys())
         for file, records in by_file(self._info.tensors).items():
             _log.info("reading %d tensors from %s", len(records), file.name)
             for name, tensor in read_records(records):
                 self._place(name, tensor)
                 del tensor  # before its layer is converted and the next one read: no second copy, here or on its device
-                self._convert_layer_of(name)
+                self._finish_layer_of(name)
         if self._info.num_quantized:
             found = ", ".join(f"{count} {kind}" for kind, count in self._info.quantized_types.items())
             message = "read %s tensors for %s: %d kept in 8 bits, %d dequantized"
@@ -605,12 +618,18 @@ class _Loader:
         else:
             self._set(name, tensor.to(device, dtype, copy=True))
 
-    def _convert_layer_of(self, name: str) -> None:
+    def _finish_layer_of(self, name: str) -> None:
         """Convert the layer of a tensor that has been placed, if all of the layer is there now."""
         layer = name.rpartition(".")[0]
         self._waiting[layer] -= 1
-        if self._waiting[layer] or layer not in self._wanted:
+        if self._waiting[layer]:
             return
+        if layer in self._wanted:
+            self._convert(layer)
+        if self._keeper is not None:
+            self._keeper.finish(layer)
+
+    def _convert(self, layer: str) -> None:
         assert self._quantizer is not None
         module = self._model.get_submodule(layer)
         if layer in self._taken:

@@ -54,7 +54,7 @@ from ..caching.claims import NoLocks, try_lock
 from ..caching.key import file_fingerprint, settings_fingerprint
 from ..files import TEMPORARY_SUFFIX, sync_folder
 from ..patches.quantize import QuantizeSettings, Stored8
-from .checkpoint import CheckpointInfo, LayerQuantizer, load_transformer
+from .checkpoint import CheckpointInfo, LayerKeeper, LayerQuantizer, load_transformer
 from .header import TensorRecord, read_header
 from .quantized_files import read_scales
 
@@ -86,18 +86,19 @@ def load_through_cache(
     device_of: Callable[[str], torch.device],
     dtype: torch.dtype,
     quantizer: SettledQuantizer,
+    keeper: LayerKeeper | None = None,
 ) -> torch.nn.Module:
     """load_transformer with a quantizer: from the cache if it has the model, else into it. None for no cache."""
     if folder is None:
-        return load_transformer(info, device_of, dtype, quantizer)
+        return load_transformer(info, device_of, dtype, quantizer, keeper=keeper)
     cached = open_cached(folder, info, quantizer.settings, dtype)
     if cached is not None:
         try:
-            return load_transformer(cached, device_of, dtype, quantizer)
+            return load_transformer(cached, device_of, dtype, quantizer, keeper=keeper)
         except _FOREIGN as error:  # deleted or damaged since; what is wrong with the checkpoint will be said below
             _log.warning("the quantized weights in %s cannot be read and are rounded again (%s)", folder, error)
     with QuantizedWriter(folder, info, quantizer.settings, dtype) as writer:
-        return load_transformer(info, device_of, dtype, quantizer, writer)
+        return load_transformer(info, device_of, dtype, quantizer, writer, keeper)
 
 
 def open_cached(

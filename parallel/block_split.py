@@ -14,8 +14,8 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,22 +27,28 @@ from .bridge import Bridge
 from .placement import Placement, block_names
 from .recompute import recompute
 
+if TYPE_CHECKING:
+    from .swap import BlockSwap
+
 _log = logging.getLogger(__name__)
 
 
 class BlockSplit:
     """Handle of a model split over devices; made by apply_block_split."""
 
-    def __init__(self, model: nn.Module, family: ModelFamily, placement: Placement) -> None:
+    def __init__(
+        self, model: nn.Module, family: ModelFamily, placement: Placement, swap: BlockSwap | None = None
+    ) -> None:
         self.placement = placement
-        self._model = model
+        self.model = model
+        self._swap = swap
         blocks = {
             model.get_submodule(name): device for name, device in zip(placement.blocks, placement.devices, strict=True)
         }
         tail = [model.get_submodule(name) for name in family.tail]
         self.bridge = Bridge(blocks, placement.home, tail=tail, tail_device=placement.tail_device)
         self._residents = _residents(model, placement)
-        self._found_on = [(module, _device_of(module)) for module, _ in self._residents]
+        self._found_on = [(module, self._found(module)) for module, _ in self._residents]
         self._placing = threading.Lock()
         self._checked_in_run = -1
         self._kept: frozenset[nn.Module] = frozenset()
@@ -55,16 +61,21 @@ class BlockSplit:
     def attach(self) -> None:
         """Move every module to its device and register the hooks."""
         for module, device in self._residents:
-            _move_module(module, device)
-        self._hooks.before(self._model, self._start)
+            if self._swap is not None and module in self._swap.modules:
+                self._swap.move_rest(module, device)
+            else:
+                _move_module(module, device)
+        self._hooks.before(self.model, self._start)
         self.bridge.attach()
-        self._hooks.after(self._model, self._bring_output)
-        self._hooks.after(self._model, self._finish, also_on_error=True)
+        self._hooks.after(self.model, self._bring_output)
+        self._hooks.after(self.model, self._finish, also_on_error=True)
 
     def remove(self) -> None:
         """Take the hooks off and move every module back to where it was found; a second call is a no-op."""
         if not self._hooks:
             return
+        if self._swap is not None:
+            self._swap.remove()
         self._hooks.remove()
         self.bridge.remove()
         self.bridge.end()
@@ -87,9 +98,23 @@ class BlockSplit:
 
         Args:
             num_blocks: one per device, in order; () keeps none. [num_devices]
-        Raises: ValueError for another number of devices, or more blocks than a device has.
+        Raises: ValueError for another number of devices, more blocks than a device has, or blocks that are swapped.
         """
-        self._kept = frozenset(self._last_blocks(num_blocks or [0] * len(self.bridge.devices)))
+        kept = frozenset(self._last_blocks(num_blocks or [0] * len(self.bridge.devices)))
+        _refuse_both(kept, self._swap.modules if self._swap is not None else ())
+        self._kept = kept
+
+    def take_swap(self, swap: BlockSwap | None) -> None:
+        """Leave the weights that rest in host memory where they are; None when they are back.
+
+        Raises: ValueError if one of the swapped blocks keeps its activations.
+        """
+        _refuse_both(self._kept, swap.modules if swap is not None else ())
+        self._swap = swap
+
+    def _found(self, module: nn.Module) -> torch.device | None:
+        swapped_on = None if self._swap is None else self._swap.found_on(module)
+        return swapped_on or _device_of(module)
 
     def _last_blocks(self, num_blocks: Sequence[int]) -> Iterator[nn.Module]:
         devices = self.bridge.devices
@@ -120,13 +145,18 @@ class BlockSplit:
 
         Raises: RuntimeError if a weight of the base is not where the placement put it.
         """
-        if all(p.device == device for module, device in self._residents for p in module.parameters()):
+        is_resting = (lambda parameter: False) if self._swap is None else self._swap.holds
+        residents = ((p, device) for module, device in self._residents for p in module.parameters())
+        if all(p.device == device or is_resting(p) for p, device in residents):
             return
         with self._placing:
-            moved = place_lora_with_base(self._model)
-            _log.info("moved %d LoRA modules to the device of the layer they adapt", moved)
-            for name, parameter in self._model.named_parameters():
+            if self._swap is None:  # else the layer they adapt may rest in host memory
+                moved = place_lora_with_base(self.model)
+                _log.info("moved %d LoRA modules to the device of the layer they adapt", moved)
+            for name, parameter in self.model.named_parameters():
                 expected = self.placement.device_of(name)
+                if is_resting(parameter):
+                    continue
                 if parameter.device != expected and is_lora_name(name):
                     parameter.data = parameter.data.to(expected)
                 elif parameter.device != expected:
@@ -136,13 +166,17 @@ class BlockSplit:
                     )
 
 
-def apply_block_split(model: nn.Module, family: ModelFamily, placement: Placement) -> BlockSplit:
+def apply_block_split(
+    model: nn.Module, family: ModelFamily, placement: Placement, swap: BlockSwap | None = None
+) -> BlockSplit:
     """Put each block on its device, everything else at home, and hook the model so that one forward runs over all.
 
     Modules already in place are not moved. The model is used as before, from home or any other device; its output is
     on the placement's tail device, home unless it says otherwise. Works under autograd, gradient checkpointing and
     no_grad, and from several threads at once. handle.remove() restores the model as it was found, places included.
 
+    Args:
+        swap: holds weights that were brought to host memory already and stay there; attach it afterwards.
     Raises: ValueError if the placement names other blocks than the model has.
     """
     expected = block_names(model, family)
@@ -151,9 +185,19 @@ def apply_block_split(model: nn.Module, family: ModelFamily, placement: Placemen
             f"the placement is for {len(placement.blocks)} blocks ({placement.blocks[0]} ...), this "
             f"{type(model).__name__} has {len(expected)} ({expected[0]} ...); plan it for this model"
         )
-    split = BlockSplit(model, family, placement)
+    split = BlockSplit(model, family, placement, swap)
     split.attach()
     return split
+
+
+def _refuse_both(kept: frozenset[nn.Module], swapped: Collection[nn.Module]) -> None:
+    """The graph of a kept block would hold weights that go."""
+    both = kept & frozenset(swapped)
+    if both:
+        raise ValueError(
+            f"{len(both)} blocks are to keep their activations and to stream from host memory; lower kept_blocks or "
+            "swapped_blocks, each block can do one of the two"
+        )
 
 
 def _residents(model: nn.Module, placement: Placement) -> list[tuple[nn.Module, torch.device]]:

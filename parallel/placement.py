@@ -230,6 +230,41 @@ def check_budgets(
             )
 
 
+def spread_swapped(num_blocks: int, num_kept: int, num_swapped: int) -> tuple[int, ...]:
+    """Which of a device's blocks stream from host memory: spread evenly over those that do not keep their activations.
+
+    While the blocks between two of them compute, the next one is copied, so gaps of one width hide the most. The last
+    num_kept blocks keep their activations.
+
+    Returns: indices within the device's blocks, rising. [num_swapped]
+    Raises: ValueError if there are fewer blocks.
+    """
+    candidates = num_blocks - num_kept
+    if not 0 <= num_swapped <= candidates:
+        raise ValueError(
+            f"{num_swapped} of {num_blocks} blocks are to stream from host memory, but {num_kept} keep their "
+            f"activations and cannot; at most {max(0, candidates)} are left"
+        )
+    return tuple((2 * index + 1) * candidates // (2 * num_swapped) for index in range(num_swapped))
+
+
+def place_swapped(
+    placement: Placement, kept_blocks: Sequence[int], swapped_blocks: Sequence[int]
+) -> dict[str, torch.device]:
+    """The blocks that stream from host memory, with their devices, in execution order.
+
+    Args:
+        kept_blocks, swapped_blocks: per device, in order; () for none. [num_devices]
+    Raises: ValueError for another number of devices, or a device with fewer blocks than that.
+    """
+    places: dict[str, torch.device] = {}
+    devices = placement.used_devices
+    for kept, swapped, device in zip(kept_blocks or (0,) * len(devices), swapped_blocks, devices, strict=True):
+        names = [name for name, place in zip(placement.blocks, placement.devices, strict=True) if place == device]
+        places |= {names[index]: device for index in spread_swapped(len(names), kept, swapped)}
+    return places
+
+
 def parameter_bytes(model: nn.Module, blocks: Sequence[str], element_size: int) -> tuple[list[int], int]:
     """Bytes of each block and of everything else if every parameter took element_size bytes. Works on meta tensors."""
     sizes = [_numel(model.get_submodule(name)) * element_size for name in blocks]

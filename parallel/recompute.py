@@ -15,6 +15,7 @@ Only tensors among the positional arguments get gradients, at any depth; outputs
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from ..patches.hooks import map_tensors
 from .devices import random_state, set_random_state
 from .lanes import autocast_of
 
+_local = threading.local()  # is_recomputing, of a thread that is
 _SEAT = torch.empty(0)  # stands where a tensor was
 
 
@@ -55,6 +57,11 @@ def recompute(block: nn.Module, args: tuple[Any, ...], device: torch.device) -> 
             return block(*args)
         anchor = torch.empty(0, device=device, requires_grad=True)  # else autograd would see nothing to do
     return _Recomputed.apply(anchor, block, device, seats, *tensors)
+
+
+def is_recomputing() -> bool:
+    """Whether this thread is inside a block's second forward, whose backward follows at once."""
+    return getattr(_local, "is_recomputing", False)
 
 
 class _Recomputed(torch.autograd.Function):
@@ -86,7 +93,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved]
-        with torch.enable_grad(), _replayed(ctx.device, ctx.random):
+        with torch.enable_grad(), _replayed(ctx.device, ctx.random), _marked():
             output = ctx.block(*_fill(ctx.seats, inputs))
             outputs = output if isinstance(output, tuple) else (output,)
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
@@ -148,3 +155,13 @@ def _replayed(device: torch.device, state: torch.Tensor | None) -> Iterator[None
         yield
     finally:
         set_random_state(device, now)
+
+
+@contextmanager
+def _marked() -> Iterator[None]:
+    """Inside, is_recomputing."""
+    _local.is_recomputing = True
+    try:
+        yield
+    finally:
+        _local.is_recomputing = False

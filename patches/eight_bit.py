@@ -520,6 +520,7 @@ class _Linear8(torch.autograd.Function):
         rotation: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.frozen = weight, scale, rotation
+        ctx.version = None if torch.compiler.is_compiling() or weight.is_inference() else weight._version
         ctx.bias_dtype = None if bias is None else bias.dtype
         if not torch.compiler.is_compiling():
             return linear8(x, weight, scale, bias, rotation)
@@ -531,6 +532,8 @@ class _Linear8(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_x = grad_bias = None
+        if ctx.version is not None and ctx.version != ctx.frozen[0]._version:  # as autograd does for what it saved
+            raise RuntimeError("a frozen 8-bit weight was changed between a forward and its backward")
         if ctx.needs_input_grad[0]:
             grad_x = _grad_input(grad, *ctx.frozen)
         if ctx.needs_input_grad[3]:
@@ -681,8 +684,9 @@ class FrozenLinear8(nn.Linear):
     @torch.no_grad()
     def dequantize(self) -> torch.Tensor:
         """The weight the layer computes with, in compute_dtype; the size of the whole unrounded weight. [N, K]"""
-        weight = _dequantize(self.weight, self.scale, self.compute_dtype)
-        return weight if self.rotation is None else rotate(weight, self.rotation.t())
+        device = self.weight.device  # of a block that streams the weight may rest in host memory, and not the scale
+        weight = _dequantize(self.weight, self.scale.to(device), self.compute_dtype)
+        return weight if self.rotation is None else rotate(weight, self.rotation.to(device).t())
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # nn.Linear's name for it, which callers may use
         """[..., K] -> [..., N]. Raises: RuntimeError if somebody asks for a gradient of the weight."""

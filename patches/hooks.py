@@ -37,6 +37,10 @@ class HookSet:
         """Call hook ahead of every other pre-hook of the module, with its keyword arguments."""
         self._handles.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
 
+    def just_before(self, module: nn.Module, hook: Callable[..., None]) -> None:
+        """Call hook behind every other pre-hook of the module, with what these made of its arguments; for looking."""
+        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
     def after(self, module: nn.Module, hook: AfterHook, *, also_on_error: bool = False) -> None:
         """Call hook behind every other hook of the module; with also_on_error also when its forward raised."""
         handle = module.register_forward_hook(hook, with_kwargs=True, always_call=also_on_error)

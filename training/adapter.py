@@ -74,8 +74,8 @@ class LoraHandle:
 @torch.no_grad()
 def _norm_ratio(layer: Any) -> torch.Tensor:
     """|W| / |W + sBA| of each row of an adapted linear, float32. [out]"""
-    weight = full_weight(layer.get_base_layer()).float()
     a, b = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
+    weight = full_weight(layer.get_base_layer()).to(a.device).float()  # of a block that streams it may be on the host
     return weight.norm(dim=1) / (weight + layer.scaling[_ADAPTER] * (b @ a)).norm(dim=1)
 
 

@@ -76,8 +76,9 @@ class SplitConfig:
         kept_blocks: with gradient checkpointing, how many blocks of each device keep their activations instead of being
             computed again, the last ones of each; () lets the planner choose where it knows the devices' memory, and
             keeps none elsewhere.
-        swapped_blocks: refused, until training can do it; how many blocks of each device stream from host memory, ()
-            for none.
+        swapped_blocks: with gradient checkpointing, how many blocks of each device stream from host memory whenever
+            they compute, spread evenly over those that do not keep their activations; () lets the planner choose where
+            it knows the devices' memory (none, unless the job would not fit), and swaps none elsewhere.
         calibrate: where the planner knows the devices' memory, whether a training times its blocks on them first, for
             some seconds and once per kind of job: "auto" where the cut or the scheme depends on it, "on" always, "off"
             never; times are estimated from operations then.
@@ -88,7 +89,7 @@ class SplitConfig:
     split_at: tuple[int, ...] = ()
     memory_limit_gb: tuple[float, ...] = ()
     kept_blocks: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    swapped_blocks: tuple[int, ...] = ()
+    swapped_blocks: tuple[Annotated[int, Field(ge=0)], ...] = ()
     calibrate: Literal["auto", "on", "off"] = "auto"
 
     def __post_init__(self) -> None:
@@ -359,6 +360,7 @@ FREE_ON_RESUME = frozenset(
         "pipeline.ahead",
         "split.calibrate",
         "split.kept_blocks",
+        "split.swapped_blocks",
         "split.memory_limit_gb",
     }
 )

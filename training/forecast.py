@@ -22,7 +22,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
+from ..parallel.placement import spread_swapped
 from ..parallel.schedule import Kind, num_held
+from ..parallel.swap import NUM_SLOTS
 from .rehearsal import Rehearsal
 
 CONTEXT_BYTES = 500_000_000  # the driver's own, per card, once CUDA has started; read off nvidia-smi, differs by card
@@ -31,7 +33,6 @@ CONTEXT_BYTES = 500_000_000  # the driver's own, per card, once CUDA has started
 CARD_WORKSPACE_BYTES = 2 * 32 * 2**20
 # Of activations and temporaries, which come in hundreds of sizes: not measured, a guess on the safe side.
 FRAGMENTATION = 0.10
-SWAP_SLOTS = 2  # blocks on the card at once: one computes, the next arrives
 # What rounding a layer to 8 bits takes beside it: copies of 16 bytes per weight, but only some rows at a time.
 ROUNDING_BYTES, ROUNDING_COPIES = 500_000_000, 8
 
@@ -220,10 +221,7 @@ class Forecaster:
         """Base weights and LoRA in bytes, and the number of trained values."""
         found = self.rehearsal
         weights = self._between("weights", plan.start, plan.end)
-        if plan.num_swapped:
-            away = plan.start + plan.num_swapped
-            largest = max(block.weights for block in found.blocks[plan.start : away])
-            weights += min(SWAP_SLOTS, plan.num_swapped) * largest - self._between("weights", plan.start, away)
+        weights -= self.saved_bytes(plan)
         lora, trained = self._between("lora", plan.start, plan.end), self._between("num_trained", plan.start, plan.end)
         if plan.stage == 0:
             weights += found.home_weights - found.tail_weights
@@ -231,6 +229,21 @@ class Forecaster:
         if plan.stage == self.settings.tail_stage(plan.num_stages):
             weights += found.tail_weights
         return weights, lora, trained
+
+    def _away(self, plan: StagePlan) -> list[int]:
+        """Bytes of each swapped block that rest in host memory."""
+        num_kept = plan.end - self._first_kept(plan)
+        chosen = spread_swapped(plan.end - plan.start, num_kept, plan.num_swapped) if plan.num_swapped else ()
+        return [self.rehearsal.blocks[plan.start + index].streaming for index in chosen]
+
+    def streamed_bytes(self, plan: StagePlan) -> int:
+        """What a stage's swapped blocks hold in host memory; copied to the card once per pass over them."""
+        return sum(self._away(plan))
+
+    def saved_bytes(self, plan: StagePlan) -> int:
+        """By how much the card's weights are less for blocks that are swapped: these, less the slots."""
+        away = self._away(plan)
+        return sum(away) - min(NUM_SLOTS, len(away)) * max(away, default=0)
 
     @cached_property
     def _run_starts(self) -> list[int]:
@@ -279,8 +292,9 @@ class Forecaster:
 
     def host_bytes(self, plans: Sequence[StagePlan]) -> int:
         """Host memory: swapped blocks, pinned, and one layer on its way from the file to its device."""
-        swapped = sum(self._between("weights", plan.start, plan.start + plan.num_swapped) for plan in plans)
-        return swapped + max(self._largest_layer, max(block.weights for block in self.rehearsal.blocks))
+        return sum(map(self.streamed_bytes, plans)) + max(
+            self._largest_layer, max(block.weights for block in self.rehearsal.blocks)
+        )
 
     def forecast(self, names: Sequence[str], plans: Sequence[StagePlan]) -> Forecast:
         """Every device; one plan per device name."""

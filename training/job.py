@@ -25,7 +25,7 @@ from ..families.spec import LatentSpec, ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
 from ..loading.lora_file import check_original_layout
 from ..parallel.block_split import BlockSplit
-from ..parallel.devices import find_device, find_devices, free_bytes, memory_in_use, own_random_states, reset_peaks
+from ..parallel.devices import CPU, find_device, find_devices, free_bytes, memory_in_use, own_random_states, reset_peaks
 from ..parallel.pipeline import Pipeline
 from ..parallel.placement import (
     Placement,
@@ -124,7 +124,7 @@ def check_job(job: JobConfig, *, is_to_train: bool = True) -> JobPlan:
     else:
         job, placement = training.job, training.placement
     plan = _with_tail(JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded, training))
-    _check_kept(plan)
+    _check_blocks(plan)
     _check_tools(plan)
     return plan
 
@@ -142,10 +142,10 @@ def _with_tail(plan: JobPlan) -> JobPlan:
 
 def _refuse_block_settings(job: JobConfig) -> None:
     """Raises: ValueError for what is asked of blocks and cannot be done."""
-    if any(job.split.swapped_blocks):
+    if any(job.split.swapped_blocks) and not job.train.gradient_checkpointing:
         raise ValueError(
-            "split.swapped_blocks asks for blocks that stream from host memory, which training cannot do yet; remove "
-            'it, and take an 8-bit scheme (model.quantize = "auto") or another card if the model does not fit'
+            "split.swapped_blocks asks for blocks that stream from host memory, which must be computed again for the "
+            "backward, but train.gradient_checkpointing is false; remove one of the two"
         )
     if any(job.split.kept_blocks) and not job.train.gradient_checkpointing:
         raise ValueError(
@@ -169,21 +169,31 @@ def _checked_schedule(job: JobConfig, family: ModelFamily, targets: Sequence[str
     return replace(job, pipeline=replace(job.pipeline, schedule="none"))
 
 
-def _check_kept(plan: JobPlan) -> None:
-    """Raises: ValueError for kept blocks that the devices do not have."""
-    kept, devices = plan.job.split.kept_blocks, plan.placement.used_devices
-    if not kept:
-        return
-    if len(kept) != len(devices):
-        raise ValueError(
-            f"split.kept_blocks has {len(kept)} values, but the devices are {', '.join(map(str, devices))}; give one "
-            "each"
-        )
-    for device, count in zip(devices, kept, strict=True):
-        if count > plan.placement.devices.count(device):
+def _check_blocks(plan: JobPlan) -> None:
+    """Raises: ValueError for kept or swapped blocks that the devices do not have."""
+    split, devices = plan.job.split, plan.placement.used_devices
+    for name, counts in (("kept_blocks", split.kept_blocks), ("swapped_blocks", split.swapped_blocks)):
+        if counts and len(counts) != len(devices):
             raise ValueError(
-                f"split.kept_blocks asks {count} blocks of {device} to keep their activations, it has "
-                f"{plan.placement.devices.count(device)}; lower the number, or leave the setting out"
+                f"split.{name} has {len(counts)} values, but the devices are {', '.join(map(str, devices))}; give one "
+                "each"
+            )
+    nothing = (0,) * len(devices)
+    for device, kept, swapped in zip(
+        devices, split.kept_blocks or nothing, split.swapped_blocks or nothing, strict=True
+    ):
+        there = plan.placement.devices.count(device)
+        if kept > there:
+            raise ValueError(
+                f"split.kept_blocks asks {kept} blocks of {device} to keep their activations, it has {there}; lower "
+                "the number, or leave the setting out"
+            )
+        if swapped and device.type == "cpu":
+            raise ValueError("split.swapped_blocks asks for blocks of the CPU, whose weights are in host memory anyway")
+        if kept + swapped > there:
+            raise ValueError(
+                f"split.swapped_blocks asks {swapped} blocks of {device} to stream from host memory, it has "
+                f"{there - kept} that do not keep their activations; lower the number, or leave the setting out"
             )
 
 
@@ -217,7 +227,8 @@ def _plan_on_cards(
     if cards is None:
         return None
     cuts = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]] if devices else None
-    planner = Planner(job, info, variant, cards, largest[:2], frames=largest[2], cuts=cuts)
+    host = free_bytes(CPU)
+    planner = Planner(job, info, variant, cards, largest[:2], frames=largest[2], cuts=cuts, host_bytes=host)
     training = CalibratedPlanner(planner).plan()
     if training.warning:
         _log.warning("%s", training.warning)
@@ -252,7 +263,8 @@ def plan_job(job: JobConfig, cards: Sequence[Card] = (), *, may_measure: bool = 
             'with --cards, such as "24GB,24GB"'
         )
     height, width, frames = _largest(samples, encoded, latent)
-    planner = Planner(job, info, variant, known, (height, width), frames=frames)
+    host = None if cards else free_bytes(CPU)
+    planner = Planner(job, info, variant, known, (height, width), frames=frames, host_bytes=host)
     return plan_training(planner) if cards else CalibratedPlanner(planner).plan("always" if may_measure else "never")
 
 
@@ -511,6 +523,8 @@ def _make_trainer(
     lora = assembled.adapter
     if assembled.compiled is not None:
         cleanup.callback(assembled.compiled.remove)  # it changes settings of the process
+    if assembled.swap is not None:
+        cleanup.callback(assembled.swap.remove)  # it holds pinned memory
     if assembled.quantized is not None:
         report = assembled.quantized
         events.emit("quantized", summary=report.summary(), weight_snr_db=dict(report.weight_snr_db))
@@ -576,6 +590,7 @@ def assemble(plan: JobPlan) -> Assembled:
         attach_adapter=lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed),
         gradient_checkpointing=job.train.gradient_checkpointing,
         kept_blocks=plan.kept_blocks,
+        swapped_blocks=plan.swapped_blocks,
         compiled_shapes=_shapes_to_compile(plan),
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
     )

@@ -43,6 +43,11 @@ class JobPlan:
         return self.job.split.kept_blocks if self.training is None else self.training.kept_blocks
 
     @property
+    def swapped_blocks(self) -> tuple[int, ...]:
+        """Per device, how many of its blocks stream from host memory."""
+        return self.job.split.swapped_blocks if self.training is None else self.training.swapped_blocks
+
+    @property
     def pipeline(self) -> tuple[Kind, int] | None:
         """Schedule and how far ahead; None for one micro-batch at a time."""
         if self.training is None:

@@ -19,7 +19,9 @@ _RANKS = (64, 32, 16, 8, 4)
 
 def describe_refusal(planner: Planner) -> str:
     """What is needed against what is there, and the changes that were computed to be enough."""
-    best = min(planner.without_limits(), key=lambda found: max(stage.share for stage in found.stages))
+    best = planner.but_for_the_host()
+    if best is None:
+        best = min(planner.without_limits(), key=lambda found: max(stage.share for stage in found.stages))
     lines = [
         f"the job does not fit its cards at {planner.bucket[1]}x{planner.bucket[0]} pixels, batch "
         f"{planner.job.train.batch_size}, rank {planner.job.lora.rank}, {best.setting.describe()}; the best cut needs"
@@ -27,9 +29,15 @@ def describe_refusal(planner: Planner) -> str:
     for card, stage in zip(planner.cards, best.stages, strict=True):
         needed, there = stage.forecast.needed, card.usable_bytes
         verdict = f"{(needed - there) / 1e9:.2f} GB are missing" if needed > there else "fits"
+        away = f" ({stage.plan.num_swapped} in host memory)" if stage.plan.num_swapped else ""
         lines.append(
-            f"  {card.name}: {stage.forecast.num_blocks} blocks, {needed / 1e9:.2f} GB of {there / 1e9:.2f} GB, "
+            f"  {card.name}: {stage.forecast.num_blocks} blocks{away}, {needed / 1e9:.2f} GB of {there / 1e9:.2f} GB, "
             f"{verdict} (weights {stage.forecast.weights / 1e9:.2f} GB)"
+        )
+    if planner.host_bytes is not None and not planner.host_fits(best):
+        lines.append(
+            f"  host memory: {planner.host_needed(best) / 1e9:.2f} GB, {planner.host_bytes / 1e9:.2f} GB are free, and "
+            "a tenth is left to others"
         )
     if planner.job.split.memory_limit_gb:
         lines.append(f"  memory_limit_gb allows weights of {list(planner.job.split.memory_limit_gb)} GB")
@@ -76,6 +84,7 @@ def _choices(planner: Planner) -> list[_Change]:
             {"gradient_checkpointing": True},
         ),
         (bool(job.split.kept_blocks), "kept_blocks = []", "split", {"kept_blocks": ()}),
+        (bool(job.split.swapped_blocks), "swapped_blocks = []", "split", {"swapped_blocks": ()}),
         (job.split.balance == "manual", 'balance = "bytes"', "split", {"balance": "bytes", "split_at": ()}),
         (bool(scheme), f'quantize = "{scheme}"', "model", {"quantize": scheme}),
         (job.optimizer.name == "adamw", 'name = "adamw8bit"', "optimizer", {"name": "adamw8bit"}),
@@ -128,9 +137,8 @@ def _card_that_helps(planner: Planner) -> str:
     """The smallest further card with which it fits; "" if none does."""
     last = planner.cards[-1]
     device = torch.device(last.device.type, max(card.device.index or 0 for card in planner.cards) + 1)
-    job = replace(
-        planner.job, split=replace(planner.job.split, balance="bytes", split_at=(), kept_blocks=(), memory_limit_gb=())
-    )
+    free = {"balance": "bytes", "split_at": (), "kept_blocks": (), "swapped_blocks": (), "memory_limit_gb": ()}
+    job = replace(planner.job, split=replace(planner.job.split, **free))  # type: ignore[arg-type]
 
     def is_enough(size: int) -> bool:
         added = replace(last, device=device, total_bytes=int(size * 1e9), usable_bytes=int(size * 1e9))

@@ -54,7 +54,7 @@ def describe_plan(plan: TrainingPlan) -> str:
         "",
         *_table(plan),
         "",
-        f"host memory: {plan.forecast.host_bytes / 1e9:.1f} GB while loading, beside the system's cache of the files",
+        _host_line(plan),
         _describe_time(plan),
         *plan.reasons,
         *plan.hints,
@@ -78,11 +78,24 @@ def _table(plan: TrainingPlan) -> list[str]:
     head = ["card", "blocks", *(_LABELS.get(name, name) for name in names), "needed", "free", "peak at"]
     rows = [head]
     for card, device in zip(plan.cards, plan.forecast.devices, strict=True):
-        blocks = str(device.num_blocks) + (f" ({device.num_kept} kept)" if device.num_kept else "")
         sizes = [_gb(parts_of(device)[name]) for name in names]
-        rows.append([card.name, blocks, *sizes, _gb(device.needed), _gb(card.usable_bytes), device.moment])
+        rows.append([card.name, _blocks(device), *sizes, _gb(device.needed), _gb(card.usable_bytes), device.moment])
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _blocks(device: DeviceForecast) -> str:
+    """ "23 (1 kept, 5 swapped)"."""
+    parts = ((device.num_kept, "kept"), (device.num_swapped, "swapped"))
+    special = ", ".join(f"{count} {what}" for count, what in parts if count)
+    return str(device.num_blocks) + (f" ({special})" if special else "")
+
+
+def _host_line(plan: TrainingPlan) -> str:
+    size = f"host memory: {plan.forecast.host_bytes / 1e9:.1f} GB"
+    if any(plan.swapped_blocks):
+        return f"{size}, all but one block of it for as long as the training runs"
+    return f"{size} while loading, beside the system's cache of the files"
 
 
 def _gb(size: float) -> str:
@@ -106,6 +119,8 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             {
                 "device": device.device,
                 "num_blocks": device.num_blocks,
+                "num_kept": device.num_kept,
+                "num_swapped": device.num_swapped,
                 "micro_batches_held": device.held,
                 "bytes": parts_of(device),
                 "allocated": device.allocated,
@@ -204,7 +219,7 @@ def draw_plan(plan: TrainingPlan) -> PilImage:
     draw = ImageDraw.Draw(sheet)
     for number, (card, device) in enumerate(devices):
         top = _MARGIN + number * row
-        label = f"{card.name}: {device.num_blocks} blocks, {_gb(device.needed)} of {_gb(card.usable_bytes)} GB"
+        label = f"{card.name}: {_blocks(device)} blocks, {_gb(device.needed)} of {_gb(card.usable_bytes)} GB"
         draw.text((_MARGIN, top), label, fill="black", font=font)
         top += 20
         left = float(_MARGIN)

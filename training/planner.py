@@ -2,7 +2,9 @@
 
 Everything comes from sizes: forecast.py says what a setting needs on every card, BlockTimes what a block takes.
 Searched are the scheme and the optimizer (where the user left them to us), the schedule and its micro-batches in
-flight, the cut, and how many blocks of every card keep their activations. What the user has set is only checked.
+flight, the cut, and how many blocks of every card keep their activations. What the user has set is only checked. Where
+a setting does not fit, as many blocks as it takes stream from host memory: a stage then takes as long as its copies, if
+these take longer than its computation.
 
 The time of a step with `a` micro-batches over stages that take t_k each:
 
@@ -32,6 +34,7 @@ from ..families.spec import ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer
 from ..parallel.placement import Placement, block_names, estimate_block_flops, plan_manual
 from ..parallel.schedule import Kind
+from ..parallel.swap import NUM_SLOTS
 from ..patches.eight_bit import kernels_of
 from ..patches.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages
 from .block_times import SCHEME_TIMES, BlockTimes, FlopTimes, Timing
@@ -54,10 +57,14 @@ from .optimizer import make_optimizer
 from .plan_advice import describe_refusal
 from .rehearsal import UNSEEN_CARD, Kernels, Rehearsal, Work, rehearse_training
 
-CAN_SWAP = False  # whether it may let blocks stream in from host memory
 _log = logging.getLogger(__name__)
 
 HEADROOM = 0.05  # of a card, left free by what the planner chooses to keep; the forecast may be off by as much
+HOST_SHARE = 0.9  # of free host memory, for blocks that stream from there: it is pinned and cannot be swapped out
+
+
+Swaps = Literal["none", "needed", "all"]  # which blocks stream from host memory where the user has not said
+Goal = Literal["time", "host"]  # what a cut is to have least of: seconds, or bytes in host memory
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,8 @@ class _Stage:
     forecast: DeviceForecast
     time: float
     share: float  # of the card that is needed
+    copying: float  # seconds of a micro-batch's copies from host memory
+    streamed: int  # bytes in host memory
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,10 @@ class _Found:
     stages: tuple[_Stage, ...]
     time: float
     settings: StepSettings
+
+    @property
+    def is_swapping(self) -> bool:
+        return any(stage.plan.num_swapped for stage in self.stages)
 
 
 def asked_schedule(job: JobConfig, devices: Sequence[torch.device]) -> Kind | None:
@@ -158,6 +171,7 @@ class Planner:
         info: the checkpoint; only its header was read.
         bucket: (height, width) in pixels of the largest samples. frames: video frames.
         times: () takes operations. cuts: first block of each further card, where a resumed run must cut as before.
+        host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
     """
 
     def __init__(
@@ -171,7 +185,9 @@ class Planner:
         frames: int = 1,
         times: BlockTimes | None = None,
         cuts: Sequence[int] | None = None,
+        host_bytes: int | None = None,
     ) -> None:
+        self.host_bytes = host_bytes
         self.job, self.info, self.variant = job, info, variant
         self.family: ModelFamily = info.family
         self.names = block_names(self._model, self.family)
@@ -301,33 +317,92 @@ class Planner:
     def find(self) -> tuple[_Found | None, list[tuple[Setting, _Found | None]]]:
         """The fastest setting that fits, None if none does; and everything that was looked at.
 
-        A larger optimizer is preferred to a faster setting: 8-bit state is for what would not fit otherwise.
+        A larger optimizer is preferred to a faster setting: 8-bit state is for what would not fit otherwise. Blocks
+        that stream from host memory are for what would be slower otherwise, or not fit at all.
         """
         looked_at = [(setting, self.fit(setting)) for setting in self.settings()]
         fitting = [found for _, found in looked_at if found is not None]
-        best = min(fitting, key=lambda found: (found.setting.optimizer == "adamw8bit", found.time), default=None)
-        return best, looked_at
+        best = [
+            min(those, key=lambda found: (found.setting.optimizer == "adamw8bit", found.time))
+            for is_swapping in (False, True)
+            if (those := [found for found in fitting if found.is_swapping == is_swapping])
+        ]
+        return min(best, key=lambda found: found.time, default=None), looked_at
 
     def fit(self, setting: Setting) -> _Found | None:
         """The best cut for a setting, None if there is none that fits: with some headroom and blocks that keep their
-        activations if possible, else as tight as it gets."""
-        return self._search(setting, 1 - HEADROOM) or self._search(setting, self._most, keeps=False)
+        activations if possible, else as tight as it gets, else with blocks that stream from host memory."""
+        found = self._search(setting, 1 - HEADROOM) or self._search(setting, self._most, keeps=False)
+        if found is not None:
+            return found if self.host_fits(found) else None
+        return self._swapping(setting, 1 - HEADROOM) or self._swapping(setting, self._most)
 
     def is_possible(self) -> bool:
         """Whether anything fits."""
-        return any(self._search(setting, self._most, keeps=False) is not None for setting in self.settings())
+        return any(map(self._is_possible_with, self.settings()))
+
+    def _is_possible_with(self, setting: Setting) -> bool:
+        found = self._search(setting, self._most, keeps=False)
+        return self.host_fits(found) if found is not None else self._swapping(setting, self._most) is not None
 
     def without_limits(self) -> list[_Found]:
-        """What every setting would need at least."""
-        found = (self._search(setting, math.inf, keeps=False, has_limits=False) for setting in self.settings())
+        """What every setting would need of its cards at least, with as many blocks in host memory as may be."""
+        swaps: Swaps = "all" if self.may_swap else "none"
+        found = (
+            self._search(setting, math.inf, keeps=False, has_limits=False, swaps=swaps) for setting in self.settings()
+        )
         return [each for each in found if each is not None]
+
+    @property
+    def may_swap(self) -> bool:
+        """Whether it is the planner's to say which blocks stream from host memory."""
+        return self.job.train.gradient_checkpointing and not self.job.split.swapped_blocks
+
+    def _swapping(self, setting: Setting, most: float) -> _Found | None:
+        """With as few blocks in host memory as it takes; the fastest cut, else the one that takes least of the host."""
+        if not self.may_swap:
+            return None
+        for goal in ("time", "host"):
+            found = self._search(setting, most, keeps=False, swaps="needed", goal=goal)  # type: ignore[arg-type]
+            if found is None or self.host_fits(found):
+                return found
+        return None
+
+    def host_fits(self, found: _Found) -> bool:
+        """Whether the host has room for the blocks that stream from there."""
+        if self.host_bytes is None or not found.is_swapping:
+            return True
+        return self.host_needed(found) <= HOST_SHARE * self.host_bytes
+
+    def host_needed(self, found: _Found) -> int:
+        """Bytes of host memory that a setting takes."""
+        forecaster = self.forecaster(found.setting, found.settings)
+        return forecaster.host_bytes([stage.plan for stage in found.stages])
+
+    def but_for_the_host(self) -> _Found | None:
+        """What would fit the cards and takes least of the host, which may be more than it has; None if nothing does."""
+        if not self.may_swap:
+            return None
+        found = [
+            self._search(setting, self._most, keeps=False, swaps="needed", goal="host") for setting in self.settings()
+        ]
+        return min(filter(None, found), key=self.host_needed, default=None)
 
     @property
     def _most(self) -> float:
         """Share of a card that may be needed; with memory_limit_gb the user says what fits."""
         return math.inf if self.job.split.memory_limit_gb else 1.0
 
-    def _search(self, setting: Setting, most: float, *, keeps: bool = True, has_limits: bool = True) -> _Found | None:
+    def _search(
+        self,
+        setting: Setting,
+        most: float,
+        *,
+        keeps: bool = True,
+        has_limits: bool = True,
+        swaps: Swaps = "none",
+        goal: Goal = "time",
+    ) -> _Found | None:
         job = self.job
         settings = StepSettings(
             schedule=setting.schedule,
@@ -336,7 +411,9 @@ class Planner:
             is_checkpointing=job.train.gradient_checkpointing,
         )
         forecaster = self.forecaster(setting, settings)
-        search = _Search(self, setting, settings, forecaster, most=most, keeps=keeps, has_limits=has_limits)
+        search = _Search(
+            self, setting, settings, forecaster, most=most, keeps=keeps, has_limits=has_limits, swaps=swaps, goal=goal
+        )
         stages = search.fixed(self.bounds) if self.bounds else search.best()
         if stages is None:
             return None
@@ -381,10 +458,12 @@ class _Search:
         most: float,
         keeps: bool,
         has_limits: bool,
+        swaps: Swaps,
+        goal: Goal,
     ) -> None:
         self._planner, self._scheme = planner, setting.scheme
         self._settings, self._forecaster = settings, forecaster
-        self._most, self._keeps = most, keeps
+        self._most, self._keeps, self._swaps, self._goal = most, keeps, swaps, goal
         split = planner.job.split
         self._limits = split.memory_limit_gb if has_limits else ()
         for name in ("memory_limit_gb", "kept_blocks", "swapped_blocks"):
@@ -399,6 +478,7 @@ class _Search:
         self._times = [[planner.times.of(block, card, setting.scheme) for block in blocks] for card in planner.cards]
         self._seconds = [_prefix(sum(each) for each in times) for times in self._times]
         self._again = [_prefix(each[0] for each in times) for times in self._times]
+        self._links = [planner.times.link(card) for card in planner.cards]
 
     def fixed(self, bounds: Sequence[int]) -> list[_Stage] | None:
         """The stages of the user's cut, None if one does not fit."""
@@ -411,11 +491,12 @@ class _Search:
         return stages
 
     def best(self) -> list[_Stage] | None:
-        """Of the cuts that fit, the one with the shortest step; of equals, the one whose fullest card is emptiest."""
+        """Of the cuts that fit, the one with the shortest step; of equals, the one that streams least; of these, the
+        one whose fullest card is emptiest."""
         num_blocks, num_stages = len(self._planner.names), len(self._planner.cards)
-        best: dict[int, tuple[tuple[float, float], list[_Stage]]] = {0: ((0.0, 0.0), [])}
+        best: dict[int, tuple[_Value, list[_Stage]]] = {0: ((0.0, 0.0, 0.0), [])}
         for index in range(num_stages):
-            options: dict[int, tuple[tuple[float, float], list[_Stage]]] = {}
+            options: dict[int, tuple[_Value, list[_Stage]]] = {}
             ends = range(index + 1, num_blocks - (num_stages - 1 - index) + 1)
             for start, (value, stages) in best.items():
                 for end in ends if index < num_stages - 1 else (num_blocks,):
@@ -428,23 +509,31 @@ class _Search:
             best = options
         return best[num_blocks][1] if num_blocks in best else None
 
-    def _add(self, value: tuple[float, float], stage: _Stage) -> tuple[float, float]:
-        """Time first, then the fullest card; rounded, so that sums of equal parts in another order are equal."""
+    def _add(self, value: _Value, stage: _Stage) -> _Value:
+        """Time first, then what streams from host memory, or the other way round where that is the goal; then the
+        fullest card. Rounded, so that sums of equal parts in another order are equal."""
+        before, streamed = value[:2] if self._goal == "time" else value[1::-1]
         is_slowest = self._settings.schedule != "none" or self._planner.job.split.balance == "time"
-        time = max(value[0], stage.time) if is_slowest else value[0] + stage.time
-        return float(f"{time:.9g}"), max(value[1], stage.share)
+        time = float(f"{max(before, stage.time) if is_slowest else before + stage.time:.9g}")
+        streamed += stage.streamed
+        share = max(value[2], stage.share)
+        return (time, streamed, share) if self._goal == "time" else (streamed, time, share)
 
     def _stage(self, index: int, start: int, end: int) -> _Stage | None:
         plan = StagePlan(index, len(self._planner.cards), start, end)
-        if self._swapped:
-            plan = replace(plan, num_swapped=min(self._swapped[index], end - start))
+        given = self._kept[index] if self._kept else 0
+        swapped = self._swapped[index] if self._swapped else 0
+        if given + swapped > end - start:
+            return None
+        plan = replace(plan, num_kept=given, num_swapped=swapped)
+        if not self._swapped and self._swaps != "none":
+            return self._with_swapped(plan)
         if self._kept or not self._settings.is_checkpointing:
-            kept = self._kept[index] if self._kept else 0
-            return self._checked(replace(plan, num_kept=kept)) if kept <= end - start else None
+            return self._checked(plan)
         found = self._checked(plan)
         if found is None or not self._keeps:
             return found
-        low, high = 0, end - start  # the most blocks that may keep their activations
+        low, high = 0, end - start - swapped  # the most blocks that may keep their activations
         while low < high:
             middle = (low + high + 1) // 2
             stage = self._checked(replace(plan, num_kept=middle))
@@ -454,6 +543,35 @@ class _Search:
                 low, found = middle, stage
         return found
 
+    def _with_swapped(self, plan: StagePlan) -> _Stage | None:
+        """With as few blocks in host memory as let the stage fit; None if all are not enough.
+
+        Activations do not depend on what is swapped, so bytes that are missing are bytes of weights.
+        """
+        most = plan.end - plan.start - plan.num_kept
+        if self._swaps == "all":
+            whole = replace(plan, num_swapped=most)
+            return self._checked(whole if self._forecaster.saved_bytes(whole) > 0 else plan)
+        missing = self._missing(plan)
+        if missing <= 0:
+            return self._checked(plan)
+        largest = max(block.streaming for block in self._forecaster.rehearsal.blocks[plan.start : plan.end])
+        fewest = NUM_SLOTS + math.ceil(missing / max(1, largest))  # the slots take as much as the first ones free
+        for count in range(fewest, most + 1):
+            swapped = replace(plan, num_swapped=count)
+            if self._forecaster.saved_bytes(swapped) >= missing and (stage := self._checked(swapped)) is not None:
+                return stage
+        return None
+
+    def _missing(self, plan: StagePlan) -> float:
+        """Bytes that a stage needs beyond what it may."""
+        card = self._planner.cards[plan.stage]
+        found = self._forecaster.device(card.name, plan)
+        over = [found.needed - self._most * max(1, card.usable_bytes)]
+        if self._limits:
+            over.append(found.weights - self._limits[plan.stage] * 1e9)
+        return max(over)
+
     def _checked(self, plan: StagePlan) -> _Stage | None:
         """The stage, None if it needs more of its card than it may."""
         card = self._planner.cards[plan.stage]
@@ -461,15 +579,23 @@ class _Search:
         if self._limits and found.weights > self._limits[plan.stage] * 1e9:
             return None
         share = found.needed / max(1, card.usable_bytes)
-        return _Stage(plan, found, self._time(plan), share) if share <= self._most else None
+        if share > self._most:
+            return None
+        streamed = self._forecaster.streamed_bytes(plan)
+        copying = 2 * streamed / self._links[plan.stage]  # for the forward, and once more for the backward
+        return _Stage(plan, found, max(self._time(plan), copying), share, copying, streamed)
 
     def _time(self, plan: StagePlan) -> float:
-        """A micro-batch: forward, backward, and forward again where blocks are recomputed; embedders and tail."""
+        """A micro-batch's computation: forward, backward, and forward again where blocks are recomputed; embedders and
+        tail."""
         seconds, again = self._seconds[plan.stage], self._again[plan.stage]
         time = seconds[plan.end] - seconds[plan.start] + self._planner.ends_s(plan, self._scheme, self._settings)
         if self._settings.is_checkpointing:
             time += again[plan.end - plan.num_kept] - again[plan.start]
         return time
+
+
+_Value = tuple[float, float, float]  # what a cut is chosen by, see _add
 
 
 def _prefix(values: Any) -> list[float]:
@@ -513,7 +639,7 @@ def plan_training(planner: Planner) -> TrainingPlan:
     found, looked_at = planner.find()
     if found is None:
         raise ValueError(describe_refusal(planner))
-    forecast = Forecast(tuple(stage.forecast for stage in found.stages), _host_bytes(planner, found))
+    forecast = Forecast(tuple(stage.forecast for stage in found.stages), planner.host_needed(found))
     devices = [card.device for card, stage in zip(planner.cards, found.stages, strict=True) for _ in _blocks(stage)]
     plain = _step_time(replace(found.settings, schedule="none"), [_recomputed(planner, found, s) for s in found.stages])
     return TrainingPlan(
@@ -548,11 +674,6 @@ def _settled(job: JobConfig, setting: Setting) -> JobConfig:
     )
 
 
-def _host_bytes(planner: Planner, found: _Found) -> int:
-    forecaster = planner.forecaster(found.setting, found.settings)
-    return forecaster.host_bytes([stage.plan for stage in found.stages])
-
-
 def _recomputed(planner: Planner, found: _Found, stage: _Stage) -> float:
     card = planner.cards[stage.plan.stage]
     times = [planner.times.of(block, card, found.setting.scheme) for block in _blocks(stage)]
@@ -568,7 +689,8 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
     if planner.bounds:
         yield f"cut {cut} blocks: given; it needs {shares} of what the cards have free"
     elif len(stages) > 1:
-        why = "shortest time in its slowest stage" if found.setting.schedule != "none" else "even use of memory"
+        even = "least from host memory" if found.is_swapping else "even use of memory"
+        why = "shortest time in its slowest stage" if found.setting.schedule != "none" else even
         yield f"cut {cut} blocks: {why}; it needs {shares} of what the cards have free"
     kept = [stage.forecast.num_kept for stage in stages]
     if not job.train.gradient_checkpointing:
@@ -579,6 +701,8 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
         yield f"activations: the last {_joined(kept)} blocks keep them, which saves computing those blocks again"
     else:
         yield f"activations: every block is recomputed; keeping one would leave less than {HEADROOM:.0%} of a card free"
+    if found.is_swapping:
+        yield _swap_reason(planner, stages)
     others = [(setting, other) for setting, other in looked_at if setting != found.setting]
     for label, of in (("scheme", "scheme"), ("schedule", "schedule"), ("optimizer", "optimizer")):
         rivals = {getattr(setting, of) for setting, _ in others} - {getattr(found.setting, of)}
@@ -587,6 +711,16 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
             chosen = getattr(found.setting, of)
             verdict = f"{min(times) / found.time:.2f} times as long" if times else "does not fit"
             yield f"{label} {_named(chosen)}: {_named(rival)} {'would take ' if times else ''}{verdict}"
+
+
+def _swap_reason(planner: Planner, stages: Sequence[_Stage]) -> str:
+    count = _joined([stage.plan.num_swapped for stage in stages])
+    why = "given" if planner.job.split.swapped_blocks else "the cards cannot hold them"
+    waiting = [card.name for card, s in zip(planner.cards, stages, strict=True) if s.copying and s.time <= s.copying]
+    slow = f"{' and '.join(waiting)} will wait for copies" if waiting else "copies take less time than computing"
+    return (
+        f"host memory: {count} blocks stream from there, {sum(s.streamed for s in stages) / 1e9:.1f} GB: {why}; {slow}"
+    )
 
 
 def _joined(numbers: Sequence[int]) -> str:

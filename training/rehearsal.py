@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
 from ..parallel.placement import block_names
 from ..parallel.recompute import HandOut
+from ..parallel.swap import resting_bytes
 from ..patches.eight_bit import KernelsOf, Plan, rehearse
 from ..patches.lora import resolve_targets
 from ..patches.quantize import Quantizer, QuantizeSettings, Stored8, replace_module
@@ -95,6 +96,7 @@ class BlockCost:
         forward, forward_kept: peak of a forward that keeps nothing, or everything; above its inputs.
         recompute: peak of recomputation and backward, gradient of its output included; above its inputs.
         backward: peak of the backward alone, `kept` included; above its inputs.
+        staying: the share of weights that is on the card even where the block streams from host memory.
     """
 
     weights: int
@@ -108,6 +110,12 @@ class BlockCost:
     forward_kept: int
     recompute: int
     backward: int
+    staying: int = 0
+
+    @property
+    def streaming(self) -> int:
+        """What rests in host memory where the block streams from there, and passes through a slot."""
+        return self.weights - self.staying
 
 
 @dataclass(frozen=True)
@@ -575,6 +583,7 @@ def _cost(module: nn.Module, found: _Activations) -> BlockCost:
         forward_kept=found.forward_kept,
         recompute=found.recompute,
         backward=found.backward,
+        staying=weights - resting_bytes(module),
     )
 
 

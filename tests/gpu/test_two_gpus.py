@@ -7,7 +7,12 @@ import dataclasses
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel import swap as swap_module
+from devicebridge.parallel.block_split import apply_block_split
+from devicebridge.parallel.placement import block_names, plan_manual
+from devicebridge.parallel.swap import apply_block_swap
 from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.tests.unit.test_swap import CHAIN, Chain
 from devicebridge.training.job import run_job
 
 pytestmark = [
@@ -109,3 +114,60 @@ def test_blocks_compiled_for_any_number_of_tokens_train_in_a_pipeline(tmp_path, 
     assert "compiled for any number of tokens" in caplog.text and "graphs were compiled" in caplog.text
     assert found["auto"].losses == pytest.approx(found["off"].losses, rel=1e-4)
     assert found["auto"].losses != found["off"].losses  # the last bits tell that it was compiled
+
+
+@pytest.mark.parametrize(
+    ("quantize", "schedule", "compile"),
+    [("none", "none", "off"), ("none", "1f1b", "off"), ("fp8", "1f1b", "off"), ("none", "1f1b", "auto")],
+)
+def test_streamed_blocks_train_as_resident_ones_bit_for_bit(quantize, schedule, compile, tmp_path, monkeypatch):
+    """Losses and LoRA of whole jobs, with dropout; three blocks of the second card pass through its two slots."""
+    monkeypatch.setattr(swap_module, "SMALLEST_BYTES", 1024)
+    results = []
+    for swapped in ([0, 0], [0, 3]):
+        torch._dynamo.reset()
+        job = make_tiny_job(
+            tmp_path,
+            "flux2",
+            model={"dtype": "bfloat16", "quantize": quantize},
+            split={
+                "devices": ["cuda:0", "cuda:1"],
+                "balance": "manual",
+                "split_at": [1],
+                "kept_blocks": [0, 0],
+                "swapped_blocks": swapped,
+            },
+            train={"steps": 3, "batch_size": 1, "accumulation": 4, "seed": 3, "compile": compile},
+            lora={"dropout": 0.3},
+            pipeline={"schedule": schedule},
+            output={"folder": str(tmp_path / f"swapped_{swapped[1]}")},
+        )
+        results.append(run_job(job))
+    assert results[1].losses == results[0].losses and results[1].eval_after == results[0].eval_after
+    assert results[1].lora_path.read_bytes() == results[0].lora_path.read_bytes()
+
+
+def test_copies_and_kernels_of_large_blocks_wait_for_each_other():
+    """The host runs far ahead of 12 linears of 64 MB; every step's gradient is that of resident ones."""
+    device = torch.device("cuda:0")
+    torch.manual_seed(0)
+    model = Chain(12, 4096).requires_grad_(False)
+    split = apply_block_split(model, CHAIN, plan_manual(block_names(model, CHAIN), [device], []))
+    x = torch.randn(64, 4096, device=device)
+
+    def steps():
+        gradients = []
+        for index in range(6):
+            start = (x * (1 + index)).requires_grad_(True)
+            model(start, split.checkpoint).square().sum().backward()
+            gradients.append(start.grad)
+        return gradients
+
+    expected = steps()
+    swap = apply_block_swap(split, list(split.placement.blocks[::2]))
+    assert all(block.host.is_pinned for block in swap._blocks.values())
+    found = steps()
+    assert all(torch.equal(a, b) and a.abs().sum() > 0 for a, b in zip(found, expected, strict=True))
+    assert swap.num_copies == 6 + 4 + 5 * 8
+    swap.remove()
+    assert all(torch.equal(a, b) for a, b in zip(steps(), expected, strict=True))

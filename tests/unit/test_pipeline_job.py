@@ -93,8 +93,11 @@ def test_a_compiled_job_is_refused_nothing_and_leaves_no_setting_behind(tmp_path
     [
         ({"split": {"kept_blocks": [1, 1, 1]}}, "give one each"),
         ({"split": {"kept_blocks": [50, 0]}}, "asks 50 blocks"),
-        ({"split": {"swapped_blocks": [1, 1]}}, "cannot do yet"),
         ({"split": {"kept_blocks": [1, 1]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
+        ({"split": {"swapped_blocks": [1, 1]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
+        ({"split": {"swapped_blocks": [1]}}, "swapped_blocks has 1 values"),
+        ({"split": {"swapped_blocks": [3, 0], "kept_blocks": [1, 0]}}, "that do not keep"),
+        ({"split": {"devices": ["lazy:0", "cpu"], "swapped_blocks": [0, 1]}}, "in host memory anyway"),
     ],
 )
 def test_what_blocks_cannot_do_is_refused_before_anything_is_loaded(tmp_path, sections, message):

@@ -22,7 +22,7 @@ from devicebridge.training.config import JobConfig, make_job, save_job
 from devicebridge.training.forecast import Optimizer
 from devicebridge.training.job import check_job, run_job
 from devicebridge.training.plan_view import compare, describe_comparison, describe_plan, draw_plan, parts_of, picture_of
-from devicebridge.training.planner import Planner, TrainingPlan, optimizer_bytes, plan_training
+from devicebridge.training.planner import HOST_SHARE, Planner, TrainingPlan, optimizer_bytes, plan_training
 from devicebridge.training.rehearsal import BlockCost, Rehearsal, rehearse_training
 
 GB = 10**9
@@ -94,20 +94,29 @@ def test_three_cards_of_16_gb_take_it_with_every_block_recomputed():
 
 
 def test_what_does_not_fit_is_refused_with_what_would_help():
+    resident = {"split": {"swapped_blocks": [0, 0]}}
     with pytest.raises(ValueError) as refusal:
-        _plan("24GB,24GB", (1024, 1024), model={"quantize": "none"}, data={"resolutions": [1024]})
+        _plan("24GB,24GB", (1024, 1024), model={"quantize": "none"}, data={"resolutions": [1024]}, **resident)
     text = str(refusal.value)
     assert "1024x1024" in text and "weights in full precision" in text and "are missing" in text
+    assert "split.swapped_blocks = []" in text
     assert 'model.quantize = "fp8-compute"' in text and "another card of" in text
     assert "lora.rank" not in text and "resolutions = " not in text  # 64 GB of weights: these would not do
-    _plan("24GB,24GB", (1024, 1024), model={"quantize": "fp8-compute"})  # what it said is true
+    _plan("24GB,24GB", (1024, 1024), model={"quantize": "fp8-compute"}, **resident)  # what it said is true
+    assert sum(_plan("24GB,24GB", (1024, 1024), model={"quantize": "none"}).swapped_blocks) > 0
     size = text.split("another card of ")[1].split(" ")[0]
     _plan(f"24GB,24GB,{size}GB", (1024, 1024), model={"quantize": "none"})
 
 
 def test_a_batch_or_a_size_that_is_too_large_is_named():
     with pytest.raises(ValueError) as refusal:
-        _plan("24GB,24GB", (1024, 1024), train={"batch_size": 4}, data={"resolutions": [1024]})
+        _plan(
+            "24GB,24GB",
+            (1024, 1024),
+            train={"batch_size": 4},
+            data={"resolutions": [1024]},
+            split={"swapped_blocks": [0, 0]},
+        )
     text = str(refusal.value)
     assert "train.batch_size = 1 with accumulation = 4" in text
     assert "data.resolutions = [" in text
@@ -125,7 +134,7 @@ def test_8_bit_optimizer_state_is_for_what_does_not_fit_otherwise():
     plan = _plan("19.4GB,19.4GB", optimizer={"name": "auto"})
     assert plan.job.optimizer.name == "adamw8bit"
     with pytest.raises(ValueError, match='optimizer.name = "adamw8bit"'):
-        _plan("19.4GB,19.4GB", optimizer={"name": "adamw"})
+        _plan("19.4GB,19.4GB", optimizer={"name": "adamw"}, split={"swapped_blocks": [0, 0]})
 
 
 def test_the_hint_of_replicas_is_for_cards_that_hold_everything():
@@ -139,7 +148,7 @@ def test_settings_of_the_user_are_kept_and_only_checked():
     assert plan.placement.devices.count(torch.device("cuda:0")) == 20 and plan.kept_blocks == (1, 2)
     assert any("given" in reason for reason in plan.reasons)
     with pytest.raises(ValueError, match=r'split.balance = "bytes"'):
-        _plan("26GB,26GB", split={"balance": "manual", "split_at": [40]})
+        _plan("26GB,26GB", split={"balance": "manual", "split_at": [40], "swapped_blocks": [0, 0]})
     with pytest.raises(ValueError, match="kept_blocks has 1 values"):
         _plan("40GB,40GB", split={"kept_blocks": [1]})
     full = _plan("80GB,80GB", train={"gradient_checkpointing": False})
@@ -150,7 +159,9 @@ def test_limits_of_the_user_bind_weights_and_let_the_rest_be_tried():
     plan = _plan("10GB,10GB", split={"memory_limit_gb": [20.0, 20.0]})
     assert "memory_limit_gb says to try" in plan.warning and plan.kept_blocks == (0, 0)
     with pytest.raises(ValueError, match="memory_limit_gb allows"):
-        _plan("80GB,80GB", split={"memory_limit_gb": [10.0, 10.0]})
+        _plan("80GB,80GB", split={"memory_limit_gb": [10.0, 10.0], "swapped_blocks": [0, 0]})
+    plan = _plan("80GB,80GB", split={"memory_limit_gb": [10.0, 10.0]})
+    assert any(plan.swapped_blocks) and all(device.weights <= 10 * GB for device in plan.forecast.devices)
 
 
 def test_swapped_blocks_are_forecast_where_the_user_asks():
@@ -161,32 +172,80 @@ def test_swapped_blocks_are_forecast_where_the_user_asks():
     assert plan.forecast.host_bytes > plain.forecast.host_bytes + 5 * GB
 
 
+def test_blocks_stream_from_host_memory_where_the_cards_are_too_small():
+    """FLUX.2 in 8 bits on 24 + 12 GB, in bf16 on 2 x 24 GB, and on a card of 12 GB alone."""
+    assert not any(_plan("24GB,24GB").swapped_blocks) and not any(_plan("24GB,16GB").swapped_blocks)
+    for cards, scheme in (("24GB,12GB", "fp8-compute"), ("24GB,24GB", "none"), ("12GB", "fp8-compute")):
+        plan = _plan(cards, model={"quantize": scheme})
+        assert any(plan.swapped_blocks) and not any(plan.kept_blocks)
+        assert all(d.needed <= 0.95 * c.usable_bytes for d, c in zip(plan.forecast.devices, plan.cards, strict=True))
+        text = describe_plan(plan)
+        assert f"({max(plan.swapped_blocks)} swapped)" in text and "stream from there" in text
+    assert plan.forecast.host_bytes > 20 * GB and "for as long as the training runs" in text
+
+
+def test_host_memory_is_a_limit_too():
+    info, variant = _full_size()
+    cards = parse_cards("24GB,12GB")
+    enough = plan_training(Planner(_job(), info, variant, cards, (512, 512), host_bytes=64 * GB))
+    assert enough.swapped_blocks == _plan("24GB,12GB").swapped_blocks
+    with pytest.raises(ValueError, match="host memory: .* 4.00 GB are free") as refusal:
+        plan_training(Planner(_job(), info, variant, cards, (512, 512), host_bytes=4 * GB))
+    assert "blocks (" in str(refusal.value) and "fits" in str(refusal.value)
+    plan_training(Planner(_job(), info, variant, parse_cards("24GB,24GB"), (512, 512), host_bytes=0))  # nothing swapped
+    given = _job(split={"swapped_blocks": [0, 20], "kept_blocks": [0, 0]})
+    with pytest.raises(ValueError, match="host memory: .* 4.00 GB are free"):
+        plan_training(Planner(given, info, variant, cards, (512, 512), host_bytes=4 * GB))
+
+
 # ---- made-up costs
 
 
 class _Times:
-    """As many units per block as its place says, on a card of speed 1."""
+    """As many units per block as its place says, on a card of speed 1; bytes per unit from the host."""
 
-    def __init__(self, units: list[float]) -> None:
-        self.units = units
+    def __init__(self, units: list[float], link: float = 1e12) -> None:
+        self.units, self.bytes_per_unit = units, link
+        self.factors: dict[str, float] = {}
+
+    def link(self, card: Card) -> float:
+        return self.bytes_per_unit
 
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
-        return self.units[block] / card.speed, self.units[block] / card.speed
+        time = self.factors.get(scheme, 1.0) * self.units[block] / card.speed
+        return time, time
 
     def ends(self, card: Card, scheme: str) -> tuple[float, float]:
         return 0.0, 0.0
 
 
 def _made_up(
-    monkeypatch: pytest.MonkeyPatch, cards: list[Card], times: Any, *, count: int = 10, **sections: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch,
+    cards: list[Card],
+    times: Any,
+    *,
+    count: int = 10,
+    small: tuple[str, float] | None = None,
+    **sections: dict[str, Any],
 ) -> Planner:
+    """small: a scheme of half the size, and how much slower it is."""
     block = BlockCost(1000 * 10**6, 0, 0, 10**7, {}, 10**7, 10**8, 10**7, 10**8, 2 * 10**8, 2 * 10**8)
     names = tuple(f"transformer_blocks.{index}" for index in range(count))
     rehearsal = Rehearsal(names, (block,) * count, 0, 0, 0, 0, 0, 0, 0)
-    monkeypatch.setattr(planner_module, "rehearse_training", lambda *args: rehearsal)
+    half = Rehearsal(names, (dataclasses.replace(block, weights=500 * 10**6),) * count, 0, 0, 0, 0, 0, 0, 0)
+
+    def rehearse(model: Any, family: Any, variant: Any, config: Any, work: Any, kernels: Any) -> Rehearsal:
+        return rehearsal if work.quantize is None else half
+
+    monkeypatch.setattr(planner_module, "rehearse_training", rehearse)
     monkeypatch.setattr(planner_module, "block_names", lambda *args: names)
+    if small is not None:
+        monkeypatch.setattr(Planner, "able_schemes", [small[0]])
+        monkeypatch.setattr(Planner, "_largest_layer", 0)
+        times.factors = {small[0]: small[1]}
     info, variant = _full_size()
-    return Planner(_job(model={"quantize": "none"}, **sections), info, variant, cards, (512, 512), times=times)
+    sections = {"model": {"quantize": "none"}} | sections
+    return Planner(_job(**sections), info, variant, cards, (512, 512), times=times)
 
 
 def _cards(*sizes_gb: float, speeds: tuple[float, ...] = ()) -> list[Card]:
@@ -254,6 +313,39 @@ def test_as_many_blocks_keep_their_activations_as_leave_headroom(monkeypatch):
     most = max(kept for kept in range(6) if needed(kept) <= 0.95 * 6.6)
     assert plan.kept_blocks == (most, most) and 0 < most < 5
     assert plan.relative_time == pytest.approx((3 * 10 - 2 * most) / 30)
+
+
+def test_as_few_blocks_stream_as_fit_and_copies_may_take_longer(monkeypatch):
+    """10 blocks of 1 GB on a card of 8: by hand as above, 0.1 GB of inputs. Two slots cost two blocks."""
+    needed = 10 + 0.5 + 2 * 32 * 2**20 / 1e9 + 1.1 * (0.1 + 0.2)
+    fewest = next(count for count in range(3, 11) if needed - count + 2 <= 0.95 * 8)
+    fast = plan_training(_made_up(monkeypatch, _cards(8), _Times([1.0] * 10)))
+    assert fast.swapped_blocks == (fewest,) and fast.relative_time == 1
+    assert fast.forecast.host_bytes == (fewest + 1) * GB and "copies take less time" in describe_plan(fast)
+    slow = plan_training(_made_up(monkeypatch, _cards(8), _Times([1.0] * 10, link=GB / 4)))
+    assert slow.relative_time == pytest.approx(2 * fewest * 4 / 30) and "cuda:0 will wait" in describe_plan(slow)
+    with pytest.raises(ValueError, match=r"10 in host memory.*\(weights 2.00 GB"):
+        plan_training(_made_up(monkeypatch, _cards(2.4), _Times([1.0] * 10)))
+
+
+def test_a_cut_that_takes_less_of_the_host_is_found(monkeypatch):
+    """The first card is so fast that it would take all blocks, and the host has no room for as many."""
+    cards, times = _cards(5, 5, speeds=(10.0, 1.0)), _Times([1.0] * 10)
+    planner = _made_up(monkeypatch, cards, times)
+    most = plan_training(planner)
+    planner.host_bytes = int(0.9 * most.forecast.host_bytes / HOST_SHARE)
+    less = plan_training(planner)
+    assert less.forecast.host_bytes <= HOST_SHARE * planner.host_bytes < most.forecast.host_bytes
+    assert less.relative_time >= most.relative_time
+
+
+def test_a_slower_scheme_in_memory_loses_against_a_faster_one_from_the_host(monkeypatch):
+    """And the other way round: what fits wins unless it is slower."""
+    auto = {"model": {"quantize": "auto"}}
+    for link, scheme, is_swapping in ((1e12, "none", True), (GB / 4, "fp8", False)):
+        planner = _made_up(monkeypatch, _cards(8), _Times([1.0] * 10, link), small=("fp8", 2.0), **auto)
+        plan = plan_training(planner)
+        assert plan.setting.scheme == scheme and any(plan.swapped_blocks) == is_swapping
 
 
 def test_operations_are_the_default_times():

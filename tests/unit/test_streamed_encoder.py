@@ -18,6 +18,7 @@ from devicebridge.caching.streamed_encoder import NUM_BUFFERS, StreamPlan
 from devicebridge.caching.text_encoder import TextEncoder, load_text_encoder
 from devicebridge.caching.text_place import forecast_size
 from devicebridge.caching.text_weights import layer_list
+from devicebridge.parallel import pinned
 from devicebridge.patches.hooks import HookSet
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
@@ -301,17 +302,23 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(
     driver, forgotten = _Refusing(), []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(streamed_encoder, "_forget_last_error", forgotten.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(pinned, "_forget_last_error", forgotten.append)
     with caplog.at_level(logging.WARNING):
-        buffer = streamed_encoder._PinnedBuffer(1000, torch.device("cuda", 0))
+        buffer = pinned.PinnedBuffer(1000, torch.device("cuda", 0))
     assert buffer.tensor.nbytes == 1000 and len(forgotten) == 1 and "could not be pinned" in caplog.text
     buffer.close()
     assert driver.unregistered == 0 and buffer.tensor.nbytes == 0
     monkeypatch.setattr(driver, "cudaHostRegister", lambda *args: 0)
-    buffer = streamed_encoder._PinnedBuffer(1000, torch.device("cuda", 0))
+    buffer = pinned.PinnedBuffer(1000, torch.device("cuda", 0))
     buffer.close()
     buffer.close()
     assert driver.unregistered == 1
+    buffer = pinned.PinnedBuffer(1000, torch.device("cuda", 0))
+    view = buffer.tensor[:10]
+    del buffer  # whoever forgets to close it: memory must not be freed while it is registered
+    assert driver.unregistered == 2 and view.nbytes == 10
+    assert not pinned.PinnedBuffer(1000, torch.device("cuda", 0), is_wanted=False).is_pinned
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
