@@ -297,11 +297,10 @@ def apply_block_swap(split: BlockSplit, blocks: Sequence[str]) -> BlockSwap:
 
 @dataclass(eq=False)
 class _Slot:
-    """Args: index: of the block it holds, None for none. used: when it was last entered."""
+    """Args: index: of the block it holds, None for none. is_bound: whether the block reads its weights here."""
 
     buffer: torch.Tensor
     index: int | None = None
-    used: int = 0
     arrival: Any = None
     is_bound: bool = False
     parameters: dict[int, list[nn.Parameter]] = field(default_factory=dict)
@@ -318,19 +317,16 @@ class _SwappedDevice:
         size = max(block.host.tensor.nbytes for block in blocks)
         count = min(NUM_SLOTS, len(blocks))
         self._slots = [_Slot(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(count)]
-        self._num_entered = 0
 
     def enter(self, index: int, *, is_backward: bool) -> None:
         """Have the block's weights in place for what is computed from here on, and the next one's on their way."""
+        ahead = index - 1 if is_backward else index + 1
         slot = self._slot_of(index)
         if slot is None:
-            slot = min(self._slots, key=lambda each: (each.index is not None, each.used))
+            slot = next(each for each in self._slots if each.index != ahead)
             self._load(index, slot)
         self._copier.await_copy(slot.arrival)
         self._bind(slot)
-        self._num_entered += 1
-        slot.used = self._num_entered
-        ahead = index - 1 if is_backward else index + 1
         if 0 <= ahead < len(self._blocks) and self._slot_of(ahead) is None:
             self._load(ahead, next(each for each in self._slots if each is not slot))
 

@@ -491,8 +491,8 @@ def test_weights_at_rest_are_where_they_belong_and_others_are_not():
     with emulated_cards(1):
         built = _build("flux2", CARDS[:1], swapped=(6,))
         _evaluate(built, "flux2")
-        built.model.x_embedder.to("cpu")
-        with pytest.raises(RuntimeError, match="x_embedder.* the model was moved after"):
+        built.model.proj_out.to("cpu")
+        with pytest.raises(RuntimeError, match="proj_out.* the model was moved after"):
             _evaluate(built, "flux2")
 
 
