@@ -42,6 +42,7 @@ def assemble_for_training(
     attach_adapter: AttachAdapter,
     gradient_checkpointing: bool,
     kept_blocks: Sequence[int] = (),
+    offloads: bool = False,
     compiled_shapes: int | None = None,
     quantized_cache: Path | None = None,
 ) -> Assembled:
@@ -50,6 +51,7 @@ def assemble_for_training(
     Args:
         quantize: how the frozen linears are held; None as they are.
         kept_blocks: with gradient_checkpointing, how many blocks of each device keep their activations; () none.
+        offloads: with gradient_checkpointing, whether what recomputed blocks keep waits in host memory.
         compiled_shapes: compile the blocks for so many shapes of batches, 0 if their number is unknown; where that
             cannot be done, it is logged. None compiles nothing.
         quantized_cache: folder that keeps quantized weights for the next time; None for none.
@@ -74,6 +76,8 @@ def assemble_for_training(
         model.enable_gradient_checkpointing(split.checkpoint)  # type: ignore[operator]
         if kept_blocks:
             split.keep_activations(kept_blocks)
+        if offloads:
+            split.offload_inputs()
     # 5. Only a block's own forward is compiled, with the LoRA in it: hooks and recomputation around it stay Python.
     compiled = None
     if compiled_shapes is not None:

@@ -31,6 +31,7 @@ from ..parallel.placement import (
     Placement,
     block_names,
     check_budgets,
+    check_kept_blocks,
     estimate_block_flops,
     parameter_bytes,
     plan_manual,
@@ -121,7 +122,7 @@ def check_job(job: JobConfig, *, is_to_train: bool = True) -> JobPlan:
     else:
         job, placement = training.job, training.placement
     plan = _with_tail(JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded, training))
-    _check_kept(plan)
+    check_kept_blocks(plan.job.split.kept_blocks, plan.placement)
     _check_tools(plan)
     return plan
 
@@ -164,24 +165,6 @@ def _checked_schedule(job: JobConfig, family: ModelFamily, targets: Sequence[str
         raise ValueError(f'{why}; set pipeline.schedule to "none", or leave that layer out of lora.targets')
     _log.info("%s", why)
     return replace(job, pipeline=replace(job.pipeline, schedule="none"))
-
-
-def _check_kept(plan: JobPlan) -> None:
-    """Raises: ValueError for kept blocks that the devices do not have."""
-    kept, devices = plan.job.split.kept_blocks, plan.placement.used_devices
-    if not kept:
-        return
-    if len(kept) != len(devices):
-        raise ValueError(
-            f"split.kept_blocks has {len(kept)} values, but the devices are {', '.join(map(str, devices))}; give one "
-            "each"
-        )
-    for device, count in zip(devices, kept, strict=True):
-        if count > plan.placement.devices.count(device):
-            raise ValueError(
-                f"split.kept_blocks asks {count} blocks of {device} to keep their activations, it has "
-                f"{plan.placement.devices.count(device)}; lower the number, or leave the setting out"
-            )
 
 
 def _refuse_stills(variant: Variant, samples: Iterable[Sample], encoded: Sequence[EncodedSample]) -> None:

@@ -27,7 +27,7 @@ from torch import nn
 
 from ..families.spec import ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer
-from ..parallel.placement import Placement, block_names, estimate_block_flops, plan_manual
+from ..parallel.placement import Placement, block_names, check_one_each, estimate_block_flops, plan_manual
 from ..parallel.schedule import Kind
 from ..patches.eight_bit import kernels_of
 from ..patches.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages
@@ -367,12 +367,7 @@ class _Search:
         split = planner.job.split
         self._limits = split.memory_limit_gb if has_limits else ()
         for name in ("memory_limit_gb", "kept_blocks", "swapped_blocks"):
-            values = getattr(split, name)
-            if values and len(values) != len(planner.cards):
-                raise ValueError(
-                    f"{name} has {len(values)} values, but the devices are "
-                    f"{', '.join(card.name for card in planner.cards)}; give one each"
-                )
+            check_one_each(f"split.{name}", getattr(split, name), [card.name for card in planner.cards])
         self._kept, self._swapped = split.kept_blocks, split.swapped_blocks
         blocks = range(len(planner.names))
         self._times = [[planner.times.of(block, card, setting.scheme) for block in blocks] for card in planner.cards]
