@@ -25,7 +25,7 @@ from ..families.spec import LatentSpec, ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
 from ..loading.lora_file import check_original_layout
 from ..parallel.block_split import BlockSplit
-from ..parallel.devices import find_device, find_devices, free_bytes, memory_in_use, own_random_states, reset_peaks
+from ..parallel.devices import CPU, find_device, find_devices, free_bytes, memory_in_use, own_random_states, reset_peaks
 from ..parallel.pipeline import Pipeline
 from ..parallel.placement import (
     Placement,
@@ -95,36 +95,68 @@ def check_job(job: JobConfig, *, is_to_train: bool = True) -> JobPlan:
     Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
         or settings that contradict the model.
     """
-    _refuse_block_settings(job)
-    info = read_checkpoint(job.model.path, job.model.family, job.model.variant)
-    variant = info.variant or info.family.variants[0]
-    if job.objective.guidance is not None and variant.training_guidance is None:
-        raise ValueError(f"objective.guidance is set, but {variant.name} has no guidance input; remove the setting")
+    read = _read(job)
+    job, info, variant = read.job, read.info, read.variant
     schedule = make_noise_schedule(job.objective, info.family, variant)
-    model = make_empty_transformer(info)
-    targets = resolve_targets(model, job.lora.targets or info.family.lora_targets)
-    if job.output.lora_layout == "original":
-        check_original_layout(info.family, targets, job.lora.dora)
-    job = _checked_schedule(job, info.family, targets)
-    latent = info.family.latent_of(variant)
-    encoded = _read_encoded(job, info, variant)
-    samples = tuple(scan_folders(job.data, latent)) if not encoded else ()
     eval_samples: tuple[Sample, ...] = ()
     if job.evaluation.folder:
-        eval_samples = tuple(scan_folders(_evaluation_data(job), latent))
+        eval_samples = tuple(scan_folders(_evaluation_data(job), info.family.latent_of(variant)))
+    samples, encoded, model = read.samples, read.encoded, read.model
     _refuse_stills(variant, (*samples, *eval_samples), encoded)
-    largest = _largest(samples, encoded, latent)
+    largest = read.largest
     training = _plan_on_cards(job, info, variant, largest) if is_to_train else None
     if training is None:
         job = _without_auto(job)
-        sizes = (resolution_of(encoded, latent), largest[2]) if encoded else ()
+        sizes = (resolution_of(encoded, info.family.latent_of(variant)), largest[2]) if encoded else ()
         placement = plan_job_placement(job, info, variant, model, *sizes)
     else:
         job, placement = training.job, training.placement
     plan = _with_tail(JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded, training))
     check_kept_blocks(plan.job.split.kept_blocks, plan.placement)
+    _refuse_offload_of_host(plan)
     _check_tools(plan)
     return plan
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What plan and training both go by: a job, its model without weights, its data.
+
+    Args:
+        job: without a pipeline where its LoRA allows none.
+        largest: height and width in pixels and frames of the samples that take the most.
+    """
+
+    job: JobConfig
+    info: CheckpointInfo
+    variant: Variant
+    model: nn.Module
+    samples: tuple[Sample, ...]
+    encoded: tuple[EncodedSample, ...]
+
+    @property
+    def largest(self) -> tuple[int, int, int]:
+        return _largest(self.samples, self.encoded, self.info.family.latent_of(self.variant))
+
+
+def _read(job: JobConfig) -> _Read:
+    """Headers and images of a job.
+
+    Raises: ValueError for settings that contradict each other or the model, or files that cannot be read.
+    """
+    _refuse_block_settings(job)
+    info = read_checkpoint(job.model.path, job.model.family, job.model.variant)
+    variant = info.variant or info.family.variants[0]
+    if job.objective.guidance is not None and variant.training_guidance is None:
+        raise ValueError(f"objective.guidance is set, but {variant.name} has no guidance input; remove the setting")
+    model = make_empty_transformer(info)
+    targets = resolve_targets(model, job.lora.targets or info.family.lora_targets)
+    if job.output.lora_layout == "original":
+        check_original_layout(info.family, targets, job.lora.dora)
+    job = _checked_schedule(job, info.family, targets)
+    encoded = _read_encoded(job, info, variant)
+    samples = tuple(scan_folders(job.data, info.family.latent_of(variant))) if not encoded else ()
+    return _Read(job, info, variant, model, samples, encoded)
 
 
 def _with_tail(plan: JobPlan) -> JobPlan:
@@ -167,6 +199,15 @@ def _checked_schedule(job: JobConfig, family: ModelFamily, targets: Sequence[str
     return replace(job, pipeline=replace(job.pipeline, schedule="none"))
 
 
+def _refuse_offload_of_host(plan: JobPlan) -> None:
+    """Raises: ValueError where what is to wait in host memory is there anyway."""
+    if plan.offloads and all(device == CPU for device in plan.placement.used_devices):
+        raise ValueError(
+            'train.offload_activations = "on" moves block inputs from GPUs to host memory, but the model is on the CPU, '
+            'so they are there; set it to "off"'
+        )
+
+
 def _refuse_stills(variant: Variant, samples: Iterable[Sample], encoded: Sequence[EncodedSample]) -> None:
     """Raises: ValueError naming the single images, if the variant is given the first frame."""
     stills = dict.fromkeys(sample.path for sample in samples if sample.num_frames == 1)
@@ -197,7 +238,9 @@ def _plan_on_cards(
     if cards is None:
         return None
     cuts = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]] if devices else None
-    training = plan_training(Planner(job, info, variant, cards, largest[:2], frames=largest[2], cuts=cuts))
+    host_bytes = free_bytes(CPU)
+    planner = Planner(job, info, variant, cards, largest[:2], frames=largest[2], cuts=cuts, host_bytes=host_bytes)
+    training = plan_training(planner)
     if training.warning:
         _log.warning("%s", training.warning)
     return training
@@ -215,19 +258,17 @@ def plan_job(job: JobConfig, cards: Sequence[Card] = ()) -> TrainingPlan:
 
     Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards.
     """
-    _refuse_block_settings(job)
-    info = read_checkpoint(job.model.path, job.model.family, job.model.variant)
-    variant = info.variant or info.family.variants[0]
-    latent, encoded = info.family.latent_of(variant), _read_encoded(job, info, variant)
-    samples = () if encoded else scan_folders(job.data, latent)
-    known = list(cards) or _cards_here(job)
+    read = _read(job)
+    known = list(cards) or _cards_here(read.job)
     if known is None:
         raise ValueError(
             "a plan was asked for this machine's cards, but there is none whose memory torch can tell; name cards "
             'with --cards, such as "24GB,24GB"'
         )
-    height, width, frames = _largest(samples, encoded, latent)
-    return plan_training(Planner(job, info, variant, known, (height, width), frames=frames))
+    height, width, frames = read.largest
+    host_bytes = None if cards else free_bytes(CPU)
+    planner = Planner(read.job, read.info, read.variant, known, (height, width), frames=frames, host_bytes=host_bytes)
+    return plan_training(planner)
 
 
 def _cards_here(job: JobConfig) -> list[Card] | None:
@@ -483,6 +524,7 @@ def _make_trainer(
     assembled = assemble(plan)
     assert isinstance(assembled.adapter, LoraHandle)
     lora = assembled.adapter
+    cleanup.callback(assembled.split.stop_offload)
     if assembled.compiled is not None:
         cleanup.callback(assembled.compiled.remove)  # it changes settings of the process
     if assembled.quantized is not None:
@@ -550,6 +592,7 @@ def assemble(plan: JobPlan) -> Assembled:
         attach_adapter=lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed),
         gradient_checkpointing=job.train.gradient_checkpointing,
         kept_blocks=plan.kept_blocks,
+        offloads=plan.offloads,
         compiled_shapes=_shapes_to_compile(plan),
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
     )

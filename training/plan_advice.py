@@ -31,6 +31,9 @@ def describe_refusal(planner: Planner) -> str:
             f"  {card.name}: {stage.forecast.num_blocks} blocks, {needed / 1e9:.2f} GB of {there / 1e9:.2f} GB, "
             f"{verdict} (weights {stage.forecast.weights / 1e9:.2f} GB)"
         )
+    if not planner.fits_host(best):
+        pinned, free = best.offloaded_bytes / 1e9, (planner.host_bytes or 0) / 1e9
+        lines.append(f"  host memory: {pinned:.1f} GB would be pinned for block inputs, {free:.1f} GB are free")
     if planner.job.split.memory_limit_gb:
         lines.append(f"  memory_limit_gb allows weights of {list(planner.job.split.memory_limit_gb)} GB")
     helps = _what_helps(planner)
@@ -74,6 +77,12 @@ def _choices(planner: Planner) -> list[_Change]:
             "gradient_checkpointing = true",
             "train",
             {"gradient_checkpointing": True},
+        ),
+        (
+            job.train.offload_activations != "auto" and job.train.gradient_checkpointing,
+            'offload_activations = "auto"',
+            "train",
+            {"offload_activations": "auto"},
         ),
         (bool(job.split.kept_blocks), "kept_blocks = []", "split", {"kept_blocks": ()}),
         (job.split.balance == "manual", 'balance = "bytes"', "split", {"balance": "bytes", "split_at": ()}),

@@ -53,12 +53,19 @@ def describe_plan(plan: TrainingPlan) -> str:
         "",
         *_table(plan),
         "",
-        f"host memory: {plan.forecast.host_bytes / 1e9:.1f} GB while loading, beside the system's cache of the files",
+        _host_line(plan.forecast),
         f"a step takes {plan.relative_time:.2f} of the time with every block recomputed and no pipeline (estimated)",
         *plan.reasons,
         *plan.hints,
     ]
     return "\n".join([*lines, f"warning: {plan.warning}"] if plan.warning else lines)
+
+
+def _host_line(forecast: Forecast) -> str:
+    total, pinned = forecast.host_bytes / 1e9, forecast.offloaded_bytes / 1e9
+    if not pinned:
+        return f"host memory: {total:.1f} GB while loading, beside the system's cache of the files"
+    return f"host memory: {total:.1f} GB at most, {pinned:.1f} GB pinned for block inputs while training"
 
 
 def _table(plan: TrainingPlan) -> list[str]:
@@ -85,6 +92,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             "optimizer": plan.setting.optimizer,
             "schedule": plan.setting.schedule,
             "ahead": plan.setting.ahead,
+            "offload_activations": plan.setting.offloads,
             "split_at": _cuts(plan),
             "kept_blocks": list(plan.kept_blocks),
             "swapped_blocks": list(plan.swapped_blocks),
@@ -105,6 +113,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             for card, device in zip(plan.cards, plan.forecast.devices, strict=True)
         ],
         "host_bytes": plan.forecast.host_bytes,
+        "offloaded_bytes": plan.forecast.offloaded_bytes,
         "relative_time": plan.relative_time,
         "reasons": list(plan.reasons),
         "alternatives": [

@@ -27,6 +27,7 @@ from torch import nn
 
 from ..families.spec import ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer
+from ..parallel.offload import MIN_BYTES
 from ..parallel.placement import Placement, block_names, check_one_each, estimate_block_flops, plan_manual
 from ..parallel.schedule import Kind
 from ..patches.eight_bit import kernels_of
@@ -54,6 +55,9 @@ from .rehearsal import UNSEEN_CARD, Kernels, Rehearsal, Work, rehearse_training
 CAN_SWAP = False  # whether it may let blocks stream in from host memory
 _log = logging.getLogger(__name__)
 
+# How many times faster a setting must be for block inputs to be offloaded: how far copies are hidden is an estimate.
+OFFLOAD_GAIN = 1.1
+PINNED_SHARE = 0.8  # of free host memory that may be pinned; the system needs some that it can move
 HEADROOM = 0.05  # of a card, left free by what the planner chooses to keep; the forecast may be off by as much
 
 
@@ -65,6 +69,7 @@ class Setting:
     optimizer: str
     schedule: Kind | Literal["none"]
     ahead: int
+    offloads: bool = False  # inputs of recomputed blocks wait in host memory
 
     def describe(self) -> str:
         """ "fp8-compute, 1f1b, 1 ahead"."""
@@ -73,6 +78,8 @@ class Setting:
             parts.append(self.schedule + (f", {self.ahead} ahead" if self.ahead else ""))
         if self.optimizer == "adamw8bit":
             parts.append("adamw8bit")
+        if self.offloads:
+            parts.append("block inputs in host memory")
         return ", ".join(parts)
 
 
@@ -125,6 +132,7 @@ class _Found:
     stages: tuple[_Stage, ...]
     time: float
     settings: StepSettings
+    offloaded_bytes: int
 
 
 def asked_schedule(job: JobConfig, devices: Sequence[torch.device]) -> Kind | None:
@@ -152,6 +160,7 @@ class Planner:
         info: the checkpoint; only its header was read.
         bucket: (height, width) in pixels of the largest samples. frames: video frames.
         times: () takes operations. cuts: first block of each further card, where a resumed run must cut as before.
+        host_bytes: free host memory; None where that is not known, as of other machines.
     """
 
     def __init__(
@@ -165,12 +174,13 @@ class Planner:
         frames: int = 1,
         times: BlockTimes | None = None,
         cuts: Sequence[int] | None = None,
+        host_bytes: int | None = None,
     ) -> None:
         self.job, self.info, self.variant = job, info, variant
         self.family: ModelFamily = info.family
         self.names = block_names(self._model, self.family)
         self.cards = tuple(cards[: len(self.names)])
-        self.bucket, self.frames = bucket, frames
+        self.bucket, self.frames, self.host_bytes = bucket, frames, host_bytes
         self._given_times, self._cuts = times, cuts
         self._rehearsals: dict[str, Rehearsal] = {}
 
@@ -253,6 +263,13 @@ class Planner:
 
     def settings(self) -> Iterator[Setting]:
         """Every setting the user allows."""
+        asked = self.job.train.offload_activations
+        may = asked != "off" and self.job.train.gradient_checkpointing
+        for setting in self._without_offload():
+            yield from [setting] if asked != "on" else []
+            yield from [replace(setting, offloads=True)] if may else []
+
+    def _without_offload(self) -> Iterator[Setting]:
         job = self.job
         asked = asked_schedule(job, [card.device for card in self.cards])
         schedules: list[Kind | Literal["none"]] = ["none" if asked is None else asked]
@@ -281,12 +298,27 @@ class Planner:
     def find(self) -> tuple[_Found | None, list[tuple[Setting, _Found | None]]]:
         """The fastest setting that fits, None if none does; and everything that was looked at.
 
-        A larger optimizer is preferred to a faster setting: 8-bit state is for what would not fit otherwise.
+        A larger optimizer is preferred to a faster setting: 8-bit state is for what would not fit otherwise. Offloading
+        is looked at where the same does not fit without, and has to be worth it.
         """
-        looked_at = [(setting, self.fit(setting)) for setting in self.settings()]
-        fitting = [found for _, found in looked_at if found is not None]
-        best = min(fitting, key=lambda found: (found.setting.optimizer == "adamw8bit", found.time), default=None)
-        return best, looked_at
+        looked_at: list[tuple[Setting, _Found | None]] = []
+        fitting: dict[Setting, _Found] = {}
+        for setting in self.settings():
+            if self._is_auto(setting) and replace(setting, offloads=False) in fitting:
+                continue
+            found = self.fit(setting)
+            looked_at.append((setting, found))
+            if found is not None:
+                fitting[setting] = found
+        return min(fitting.values(), key=self._rank, default=None), looked_at
+
+    def _is_auto(self, setting: Setting) -> bool:
+        """Whether offloading is ours to choose, and chosen."""
+        return setting.offloads and self.job.train.offload_activations == "auto"
+
+    def _rank(self, found: _Found) -> tuple[bool, float]:
+        is_uncertain = self._is_auto(found.setting)
+        return found.setting.optimizer == "adamw8bit", found.time * (OFFLOAD_GAIN if is_uncertain else 1)
 
     def fit(self, setting: Setting) -> _Found | None:
         """The best cut for a setting, None if there is none that fits: with some headroom and blocks that keep their
@@ -295,12 +327,17 @@ class Planner:
 
     def is_possible(self) -> bool:
         """Whether anything fits."""
-        return any(self._search(setting, self._most, keeps=False) is not None for setting in self.settings())
+        return any(self._search(setting, self._most, keeps=False) is not None for setting in self._least())
 
     def without_limits(self) -> list[_Found]:
         """What every setting would need at least."""
-        found = (self._search(setting, math.inf, keeps=False, has_limits=False) for setting in self.settings())
+        found = (self._search(setting, math.inf, keeps=False, has_limits=False) for setting in self._least())
         return [each for each in found if each is not None]
+
+    def _least(self) -> list[Setting]:
+        """The settings that may need the least: where offloading is ours to choose, those without need more."""
+        every = list(self.settings())
+        return [each for each in every if each.offloads] or every if self.host_bytes is None else every
 
     @property
     def _most(self) -> float:
@@ -314,13 +351,21 @@ class Planner:
             accumulation=job.train.accumulation,
             ahead=setting.ahead,
             is_checkpointing=job.train.gradient_checkpointing,
+            offload_from=MIN_BYTES if setting.offloads else None,
         )
         forecaster = self.forecaster(setting, settings)
         search = _Search(self, setting, settings, forecaster, most=most, keeps=keeps, has_limits=has_limits)
         stages = search.fixed(self.bounds) if self.bounds else search.best()
         if stages is None:
             return None
-        return _Found(setting, tuple(stages), _step_time(settings, [stage.time for stage in stages]), settings)
+        offloaded = forecaster.offloaded_bytes([stage.plan for stage in stages])
+        time = _step_time(settings, [stage.time for stage in stages])
+        found = _Found(setting, tuple(stages), time, settings, offloaded)
+        return found if self.fits_host(found) or not has_limits else None
+
+    def fits_host(self, found: _Found) -> bool:
+        """Whether what is offloaded fits host memory, as far as that is known."""
+        return self.host_bytes is None or found.offloaded_bytes <= PINNED_SHARE * self.host_bytes
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
@@ -443,6 +488,10 @@ class _Search:
         time = seconds[plan.end] - seconds[plan.start]
         if self._settings.is_checkpointing:
             time += again[plan.end - plan.num_kept] - again[plan.start]
+        offloaded = self._forecaster.offloaded(plan)
+        if offloaded:  # beside the kernels, as long as these take longer
+            card = self._planner.cards[plan.stage]
+            time = max(time, 2 * offloaded / self._planner.times.link(card))
         return time
 
 
@@ -487,7 +536,8 @@ def plan_training(planner: Planner) -> TrainingPlan:
     found, looked_at = planner.find()
     if found is None:
         raise ValueError(describe_refusal(planner))
-    forecast = Forecast(tuple(stage.forecast for stage in found.stages), _host_bytes(planner, found))
+    host_bytes = _host_bytes(planner, found)
+    forecast = Forecast(tuple(stage.forecast for stage in found.stages), host_bytes, found.offloaded_bytes)
     devices = [card.device for card, stage in zip(planner.cards, found.stages, strict=True) for _ in _blocks(stage)]
     plain = _step_time(replace(found.settings, schedule="none"), [_recomputed(planner, found, s) for s in found.stages])
     return TrainingPlan(
@@ -551,6 +601,10 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
         yield f"activations: the last {_joined(kept)} blocks keep them, which saves computing those blocks again"
     else:
         yield f"activations: every block is recomputed; keeping one would leave less than {HEADROOM:.0%} of a card free"
+    if found.setting.offloads:
+        is_given = job.train.offload_activations == "on"
+        why = "given" if is_given else "nothing as good fits without"
+        yield f"block inputs: they wait in {found.offloaded_bytes / 1e9:.1f} GB of pinned host memory: {why}"
     others = [(setting, other) for setting, other in looked_at if setting != found.setting]
     for label, of in (("scheme", "scheme"), ("schedule", "schedule"), ("optimizer", "optimizer")):
         rivals = {getattr(setting, of) for setting, _ in others} - {getattr(found.setting, of)}
@@ -572,7 +626,7 @@ def _named(choice: str) -> str:
 def _hints(planner: Planner, found: _Found) -> Iterator[str]:
     if len(planner.cards) < 2:
         return
-    alone = replace(found.settings, schedule="none", ahead=0)
+    alone = replace(found.settings, schedule="none", ahead=0, offload_from=None)
     forecaster = planner.forecaster(found.setting, alone)
     whole = [forecaster.device(card.name, StagePlan(0, 1, 0, len(planner.names))) for card in planner.cards]
     if all(each.needed <= card.usable_bytes for each, card in zip(whole, planner.cards, strict=True)):

@@ -95,6 +95,7 @@ class BlockCost:
         forward, forward_kept: peak of a forward that keeps nothing, or everything; above its inputs.
         recompute: peak of recomputation and backward, gradient of its output included; above its inputs.
         backward: peak of the backward alone, `kept` included; above its inputs.
+        input_sizes: what `inputs` is the sum of.
     """
 
     weights: int
@@ -108,6 +109,7 @@ class BlockCost:
     forward_kept: int
     recompute: int
     backward: int
+    input_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -399,6 +401,7 @@ class _Activations:
     forward_kept: int
     recompute: int
     backward: int
+    input_sizes: tuple[int, ...]
 
 
 class _Run:
@@ -458,6 +461,7 @@ class _Run:
             forward_kept=top - gradient,
             recompute=recomputed,
             backward=backward,
+            input_sizes=tuple(map(self._size, streams)),
         )
 
     def _peak_with_gradients_held(self, block: nn.Module, args: Any) -> int:
@@ -574,6 +578,7 @@ def _cost(module: nn.Module, found: _Activations) -> BlockCost:
         forward_kept=found.forward_kept,
         recompute=found.recompute,
         backward=found.backward,
+        input_sizes=found.input_sizes,
     )
 
 
