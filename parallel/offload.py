@@ -243,8 +243,8 @@ class _Part:
         assert self.card is not None
         if _version(self.card) != self._version:
             raise RuntimeError(
-                f"a tensor {list(self.size)} that a block was called with was modified in place afterwards, so the block "
-                "cannot be computed again; switch gradient checkpointing off for this model"
+                f"a tensor {list(self.size)} that a block was called with was modified in place afterwards, so the "
+                "block cannot be computed again; switch gradient checkpointing off for this model"
             )
 
 
@@ -330,7 +330,7 @@ class _Buffers:
         return sum(buffer.num_bytes for buffer in self._all)
 
     def take(self, num_bytes: int) -> _Buffer:
-        """One of at least so many bytes and at most twice as many; a free one that is a little too small is replaced."""
+        """One of at least so many bytes and at most twice as many; a free one a little too small is replaced."""
         free = sorted(self._free, key=lambda buffer: buffer.num_bytes)
         found = next((each for each in free if num_bytes <= each.num_bytes <= 2 * num_bytes), None)
         if found is not None:

@@ -11,9 +11,9 @@ One thread for all cards would not do: every backward holds it until the last ke
 gain). The next lane's data is prepared on the host meanwhile, one lane at a time and two ahead at most.
 
 A stage's graph ends at its border. What crosses and needs a gradient arrives as the copy of a detached tensor, and a
-scalar stands where it left. After the stage's backward the copies' gradients go back to the stages that the tensors came
-from, and are handed out there by a backward of the scalars. So stages run backward independently, every stage's memory
-is free as soon as its own part is done, and the border itself holds no activations: 210 MB a micro-batch for video.
+scalar stands where it left. After the stage's backward the copies' gradients go back to the stages that the tensors
+came from, and are handed out there by a backward of the scalars. So stages run backward independently, every stage's
+memory is free as soon as its own part is done, and the border itself holds no activations.
 
 Equal numbers. Each device sees the forwards in the order of the micro-batches, and the backwards too. Random numbers of
 a device are drawn, and a parameter's gradients summed, in the order of plain accumulation; recomputation puts the

@@ -203,8 +203,8 @@ def _refuse_offload_of_host(plan: JobPlan) -> None:
     """Raises: ValueError where what is to wait in host memory is there anyway."""
     if plan.offloads and all(device == CPU for device in plan.placement.used_devices):
         raise ValueError(
-            'train.offload_activations = "on" moves block inputs from GPUs to host memory, but the model is on the CPU, '
-            'so they are there; set it to "off"'
+            'train.offload_activations = "on" moves block inputs from GPUs to host memory, but the model is on the '
+            'CPU, so they are there; set it to "off"'
         )
 
 

@@ -435,6 +435,8 @@ class _Run:
     def _measure(self, block: nn.Module, args: Any) -> _Activations:
         constants = {id(tensor) for tensor in self._before} & {id(tensor) for tensor in _tensors(args)}
         streams = [tensor for tensor in _tensors(args) if id(tensor) not in constants]
+        shared = {self._name_of(t): self._size(t) for t in _tensors(args) if id(t) in constants}
+        args = tree_map_only(torch.Tensor, _without_history, args)
         base = self.meter.start()
         with torch.no_grad():
             outputs = block(*args)
@@ -454,7 +456,7 @@ class _Run:
         _forget_gradients(block, args)
         return _Activations(
             inputs=sum(map(self._size, streams)),
-            constants={self._name_of(t): self._size(t) for t in _tensors(args) if id(t) in constants},
+            constants=shared,
             outputs=size,
             kept=kept,
             forward=forward,
@@ -482,6 +484,11 @@ class _Run:
 
     def _size(self, tensor: torch.Tensor) -> int:
         return self.meter.rounded(tensor.numel() * tensor.element_size())
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """For a backward of its own; LoRA on what makes the modulation gives that a history that all blocks share."""
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _forget_gradients(block: nn.Module, args: Any) -> None:
