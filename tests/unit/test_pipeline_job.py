@@ -70,19 +70,19 @@ def test_offloaded_inputs_change_nothing_but_memory(tmp_path, monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(block_split, "Offload", Watched)
-    plain = _run(_job(tmp_path, "plain", train={**TRAIN, "offload_activations": "off"}))
+    train = {**TRAIN, "steps": 2}
+    plain = _run(_job(tmp_path, "plain", train={**train, "offload_activations": "off"}))
     assert made == []
-    for schedule in ("1f1b", "none"):
-        job = _job(tmp_path, schedule, train={**TRAIN, "offload_activations": "on"}, pipeline={"schedule": schedule})
-        held = []
-        stopped = _run(job, should_stop=lambda held=held: held.append(made[-1].host_bytes) or held[-1] > 0)
-        assert stopped.step == 1 and held[-1] > 0
-        again = dataclasses.replace(job.train, offload_activations="off" if schedule == "none" else "on")
-        resumed = _run(dataclasses.replace(job, train=again), resume=True)
-        assert resumed.losses == plain.losses and resumed.eval_after == plain.eval_after
-        assert resumed.lora_path.read_bytes() == plain.lora_path.read_bytes()
+    job = _job(tmp_path, "offloaded", train={**train, "offload_activations": "on"})
+    held = []
+    stopped = _run(job, should_stop=lambda: held.append(made[-1].host_bytes) or held[-1] > 0)
+    assert stopped.step == 1 and held[-1] > 0
+    again = dataclasses.replace(job.train, offload_activations="off")
+    resumed = _run(dataclasses.replace(job, train=again), resume=True)
+    assert resumed.losses == plain.losses and resumed.eval_after == plain.eval_after
+    assert resumed.lora_path.read_bytes() == plain.lora_path.read_bytes()
     gc.collect()
-    assert len(made) == 3 and all(keeper.host_bytes == 0 for keeper in made)
+    assert len(made) == 1 and made[0].host_bytes == 0
 
 
 @pytest.mark.parametrize(
