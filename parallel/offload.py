@@ -1,7 +1,7 @@
 """What recomputed blocks keep is held in host memory meanwhile, instead of on their cards.
 
 With gradient checkpointing a block keeps what it was called with until its backward: one hidden state per block and
-micro-batch in flight. For video these are the largest part of a card (Wan at 480x832, 49 frames: 210 MB a block). Here
+micro-batch in flight. For video these are the largest part of a card (Wan at 480x832, 49 frames: 208 MB a block). Here
 they go to pinned host memory while later blocks compute, and come back one block ahead of the backward. Numbers are the
 same: what comes back are the same bytes in the same strides.
 
@@ -29,7 +29,7 @@ the schedule's, which is not known here. That is one copy per micro-batch and de
 
 Host memory. Buffers are kept for the next step, per device: as many as were needed at once, each for sizes from its
 own down to half of it. They are ordinary memory that is registered with CUDA, page by page; torch's own pinned memory
-would be rounded up to a power of two (210 MB to 256). Memory that cannot be pinned is refused: copies through ordinary
+would be rounded up to a power of two (208 MB to 256). Memory that cannot be pinned is refused: copies through ordinary
 memory would hold up the host and all cards. After `close`, buffers are freed as soon as nothing uses them.
 
 One backward per forward: what came back is given away. Under autocast torch's own checkpointing runs, and keeps all.

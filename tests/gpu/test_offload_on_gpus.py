@@ -1,4 +1,4 @@
-"""Block inputs in pinned host memory on real GPUs: some tests need one, the jobs two. Skipped elsewhere, with the reason."""
+"""Block inputs in pinned host memory on real GPUs: some tests need one, the jobs two; skipped elsewhere."""
 
 from __future__ import annotations
 
