@@ -345,11 +345,12 @@ class _Watch(Clock):
 
     def __init__(self, machine, copy_cost):
         super().__init__(machine, copy_cost)
-        self.host_ready, self.host_read = {}, {}
+        self.host_ready, self.host_read, self.arrives = {}, {}, {}
         self.unsafe = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is not torch.ops.aten.copy_.default or args[0].device == args[1].device:
+            self.races += self._reads_too_early(func, args)
             return super().__torch_dispatch__(func, types, args, kwargs)
         target, source = args[:2]
         card = target if isinstance(target, EmulatedTensor) else source
@@ -358,19 +359,31 @@ class _Watch(Clock):
         start, end = stream.busy_until, stream.busy_until + self.copy_cost
         if card is target:
             self.races += start < self.host_ready.get(host, 0.0)
+            self.unsafe += start < self.machine.default[card.device].busy_until  # its memory may be in use until now
             self.host_read[host] = end
-            self.ready[card] = end
+            self.arrives[_place(card)] = end
         else:
             self.races += start < self.ready.get(card, 0.0)
             self.races += start < self.host_read.get(host, 0.0)  # the buffer is still being read
             self.host_ready[host] = end
         stream.busy_until = end
-        weakref.finalize(card.data_on_cpu.untyped_storage(), self._freed, card.device, end)
+        weakref.finalize(card.data_on_cpu.untyped_storage(), self._freed, card.device, end, _place(card))
         return func(*args, **(kwargs or {}))
 
-    def _freed(self, device, end):
+    def _reads_too_early(self, func, args):
+        if func._schema.returns and func._schema.returns[0].alias_info is not None:
+            return False  # a view
+        read = [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, EmulatedTensor)]
+        return any(self.machine.current_stream(x.device).busy_until < self.arrives.get(_place(x), 0.0) for x in read)
+
+    def _freed(self, device, end, place):
         """Memory goes to whatever the compute stream does next."""
         self.unsafe += self.machine.default[device].busy_until < end
+        self.arrives.pop(place, None)
+
+
+def _place(tensor):
+    return tensor.data_on_cpu.untyped_storage().data_ptr()
 
 
 def _simulated(copy_cost, *, num_blocks=8, keeper=True, batches=1):
