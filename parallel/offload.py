@@ -132,7 +132,7 @@ class Ticket:
         self._before: weakref.ref[Ticket] | None = None
 
     def bring(self, rest: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All tensors in order, ready for the compute stream, without history; the block before's start their way.
+        """All tensors in order, ready for the compute stream; those of the block before start their way.
 
         Args:
             rest: what keep left to the caller.
@@ -145,7 +145,7 @@ class Ticket:
             )
         self._fetch()
         remaining = iter(rest)
-        found = [next(remaining) if part is None else self._settled(part) for part in self._parts]
+        found = [next(remaining) if part is None else self._checked(part) for part in self._parts]
         self._let_go()
         before = None if self._before is None else self._before()
         if before is not None:
@@ -192,14 +192,16 @@ class Ticket:
                 assert part.host is not None
                 self._device.copy_back(part, part.host)
 
-    def _settled(self, part: _Part) -> torch.Tensor:
+    def _checked(self, part: _Part) -> torch.Tensor:
         assert part.card is not None
         part.check()
-        self._device.streams.wait(part.arrival)
         return part.card
 
     def _let_go(self) -> None:
-        """Give everything away; the compute stream waits for copies that use the card's memory."""
+        """Give everything away; the compute stream waits for copies from and to the card's memory.
+
+        autograd runs a backward on the stream of its forward, so that is the stream which goes on with the tensors.
+        """
         parts, self._parts = self._parts, _GONE
         for part in parts:
             if part is not None and part.host is not None:
@@ -218,20 +220,19 @@ _GONE: list[_Part | None] = []
 class _Part:
     """One tensor of a ticket.
 
-    card: the tensor where it is on its card. host: the buffer that has a copy, or gets one. arrival: of the copy back.
+    card: the tensor where it is on its card. host: the buffer that has a copy, or gets one.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.card: torch.Tensor | None = tensor
         self.host: _Buffer | None = None
-        self.arrival: Any = None
         self.stays = False
         self.size, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
         self._version = _version(tensor)
 
-    def arrive(self, tensor: torch.Tensor, arrival: Any) -> None:
-        """It is on the card again, after this event."""
-        self.card, self.arrival, self._version = tensor, arrival, _version(tensor)
+    def arrive(self, tensor: torch.Tensor) -> None:
+        """It is on the card again once host.used has come."""
+        self.card, self._version = tensor, _version(tensor)
 
     def flat(self) -> torch.Tensor:
         """The elements as they lie in memory."""
@@ -280,7 +281,7 @@ class _Device:
         flat = tensor.as_strided((math.prod(part.size),), (1,))
         after = self.streams.now(), buffer.used  # the memory may be in use until now
         buffer.used = self.streams.copy(self.streams.arriving, flat, buffer.view(flat.numel(), part.dtype), after)
-        part.arrive(tensor, buffer.used)
+        part.arrive(tensor)
 
 
 class _Streams:
