@@ -50,6 +50,7 @@ def assemble_for_training(
     gradient_checkpointing: bool,
     kept_blocks: Sequence[int] = (),
     swapped_blocks: Sequence[int] = (),
+    offloads: bool = False,
     compiled_shapes: int | None = None,
     quantized_cache: Path | None = None,
 ) -> Assembled:
@@ -59,6 +60,7 @@ def assemble_for_training(
         quantize: how the frozen linears are held; None as they are.
         kept_blocks: with gradient_checkpointing, how many blocks of each device keep their activations; () none.
         swapped_blocks: with gradient_checkpointing, how many blocks of each device stream from host memory; () none.
+        offloads: with gradient_checkpointing, whether what recomputed blocks keep waits in host memory.
         compiled_shapes: compile the blocks for so many shapes of batches, 0 if their number is unknown; where that
             cannot be done, it is logged. None compiles nothing.
         quantized_cache: folder that keeps quantized weights for the next time; None for none.
@@ -88,6 +90,8 @@ def assemble_for_training(
         model.enable_gradient_checkpointing(split.checkpoint)  # type: ignore[operator]
         if kept_blocks:
             split.keep_activations(kept_blocks)
+        if offloads:
+            split.offload_inputs()
     # 5. The hooks that bring weights come behind the bridge's, whose turn on the stage they need. LoRA is there now,
     #    and moves to the card that its resting layers compute on.
     if swap is not None:

@@ -8,7 +8,7 @@ by layer on its cards as a job does (peak counters start before), then three opt
 What is recomputed: "on" every block, "partly" half of each card's blocks, "off" none, "planned" what the planner
 chooses for the cards. max_memory_allocated is compared with `allocated`, max_memory_reserved with `reserved`. --cap-gb
 limits what this process may reserve on each card, so that "planned" plans for such cards and would run out of memory
-where it is wrong.
+where it is wrong. --offload lets the inputs of recomputed blocks wait in host memory.
 
 --tiny runs the same code with toy shapes on two emulated cards on the CPU, counting live storages, where forecasts have
 no allowance for allocators and no fused attention. Results are written after each case.
@@ -79,7 +79,12 @@ def make_job(options: argparse.Namespace, scheme: str, side: int, mode: str) -> 
         model={"quantize": "none" if scheme == "bf16" else scheme, "dtype": "bfloat16"},
         data={"resolutions": [side]},
         lora={"rank": options.rank, "alpha": float(options.rank), "dtype": "float32"},
-        train={"steps": NUM_STEPS, "accumulation": options.accumulation, "gradient_checkpointing": mode != "off"},
+        train={
+            "steps": NUM_STEPS,
+            "accumulation": options.accumulation,
+            "gradient_checkpointing": mode != "off",
+            "offload_activations": "on" if options.offload and mode != "off" else "off",
+        },
         pipeline={"schedule": "none"},
         # blocks that stream from host memory are benchmarks/block_swap.py's
         split={"swapped_blocks": [0] * len(options.devices)}
@@ -121,17 +126,21 @@ def train(options: argparse.Namespace, config: Any, plan: TrainingPlan, side: in
     with watched(options) as peaks:
         scheme = "bf16" if plan.job.model.quantize == "none" else plan.job.model.quantize
         built = make_random_model(config, plan.placement, scheme)
-        job = replace(plan.job, train=replace(plan.job.train, gradient_checkpointing=False))
+        plain = replace(plan.job.train, gradient_checkpointing=False, offload_activations="off")
+        job = replace(plan.job, train=plain)
         lora = attach_lora(built, job)
         if plan.job.train.gradient_checkpointing:
             built.split.keep_activations(plan.kept_blocks)
             built.model.enable_gradient_checkpointing(built.split.checkpoint)
+        if plan.setting.offloads:
+            built.split.offload_inputs(min_bytes=planner_module.MIN_BYTES)
         trainer = make_trainer(built, lora, plan.job, make_data(config, side, tiny=options.tiny))
         for _ in range(NUM_STEPS):
             trainer.train_step(plan.job.optimizer.learning_rate)
             trainer.step += 1
         synchronize(options.devices)
         found = {str(device): peak_of(device, peaks) for device in options.devices}
+        built.split.stop_offload()
     del trainer, lora, built
     release()
     return found
@@ -208,6 +217,7 @@ def machine(options: argparse.Namespace) -> Iterator[None]:
         yield
         return
     planner_module.Kernels = lambda eight_bit: Kernels(eight_bit, has_fused=False, rounding=1)  # type: ignore[misc,assignment]
+    planner_module.MIN_BYTES = 2**12
     planner_module.Backend = lambda *args: Backend(0, 0.0, 0)  # type: ignore[misc,assignment]
     with emulation(is_on=True):
         yield
@@ -225,6 +235,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cards", type=int, default=0, help="how many GPUs; 0 for up to two, or one per --cap-gb")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--offload", action="store_true", help="block inputs wait in host memory")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)
     count = options.cards or len(options.cap_gb) or 2

@@ -10,7 +10,9 @@ Full-size models with random weights; no checkpoint is needed. All contestants o
   all of its arguments, PEFT's LoRA, torch's gradient checkpointing of every block, one micro-batch in flight; 8-bit
   sections hold its weights in torchao's weight-only float8.
 - "pipeline m": the pack: cut by time, LoRA computed with its base, its recomputation; m micro-batches per step. "keep":
-  as many blocks keep their activations as fit --card-gb per card (found by trying); "compiled": blocks compiled.
+  as many blocks keep their activations as fit --card-gb per card (found by trying); "compiled": blocks compiled;
+  "offloaded": block inputs wait in pinned host memory (host_gb). For that, beside the same without:
+      --subject wan-480 --scheme bf16 --ways "pipeline 8" "pipeline 8, offloaded" --rounds 2 --warm-up 1
 
 A step is the pack's own loop: noise, copies from pinned memory, forward, loss, backward, clipping, AdamW; LoRA in
 bfloat16, rank 32, batch 1, text at full length. Seconds are per sample: a step's divided by its micro-batches. Busy is
@@ -39,6 +41,7 @@ import torch  # noqa: E402
 from devicebridge.families.registry import find_family  # noqa: E402
 from devicebridge.families.spec import ModelFamily, Variant  # noqa: E402
 from devicebridge.parallel.devices import available_devices, synchronize  # noqa: E402
+from devicebridge.parallel.offload import Offload  # noqa: E402
 from devicebridge.parallel.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.placement import (  # noqa: E402
     Placement,
@@ -98,6 +101,7 @@ class Way:
         kind: None for one in flight.
         keep: whether as many blocks as fit keep their activations.
         any_size: compiled for any number of tokens, as jobs of several sizes are.
+        offloads: whether block inputs wait in host memory.
     """
 
     name: str
@@ -106,6 +110,7 @@ class Way:
     keep: bool = False
     compiled: bool = False
     any_size: bool = False
+    offloads: bool = False
 
 
 ONE_GPU, USUAL = Way("one GPU", 4), Way("usual split", 4)
@@ -114,6 +119,9 @@ OURS = [
     Way("pipeline 8", 8, "1f1b"),
     Way("pipeline 16", 16, "1f1b"),
     Way("pipeline 8, gpipe", 8, "gpipe"),
+    Way("split, one in flight, offloaded", 4, offloads=True),
+    Way("pipeline 8, offloaded", 8, "1f1b", offloads=True),
+    Way("pipeline 8, gpipe, offloaded", 8, "gpipe", offloads=True),
     Way("pipeline 8, keep", 8, "1f1b", keep=True),
     Way("pipeline 8, compiled", 8, "1f1b", compiled=True),
     Way("pipeline 8, compiled for any size", 8, "1f1b", compiled=True, any_size=True),
@@ -185,6 +193,7 @@ class Contestant:
     job: Any
     compiled: Any = None  # handle, and for any size or not
     any_size: bool = False
+    offload: Offload | None = None  # with the host memory it took, for the next turn
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -238,6 +247,9 @@ def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer
     trainer.pipeline = None if way.kind is None else Pipeline(each.built.split.bridge, kind=way.kind)
     if way.name not in (USUAL.name, ONE_GPU.name):
         each.built.split.keep_activations(kept or [0] * len(each.devices))
+        if way.offloads and each.offload is None:
+            each.offload = Offload() if each.devices[0].type == "cuda" else Offload(min_bytes=1)
+        each.built.split.offload = each.offload if way.offloads else None
         if each.compiled is not None and (not way.compiled or each.any_size != way.any_size):
             each.compiled.remove()
             each.compiled = None
@@ -364,6 +376,8 @@ def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) 
         row["s_per_sample"] = round(statistics.median(row["seconds"]), 4)
         row["s_per_sample_min_max"] = [round(min(row["seconds"]), 4), round(max(row.pop("seconds")), 4)]
         row["kept_blocks"] = kept[way.name]
+        if way.offloads and each.offload is not None:
+            row["host_gb"] = round(each.offload.host_bytes / 1e9, 3)
         row["busy"] = busy_shares(each, way, kept[way.name]) if way.name in options.busy else {}
     usual = found.get(USUAL.name, {}).get("s_per_sample")
     for name, row in found.items():

@@ -294,6 +294,15 @@ def _advanced_inputs() -> list[io.Input]:
             "or two longer, all others are faster. Worth it for long runs on fast cards. Where no compiler is found "
             "the log says so, and training goes on without.",
         ),
+        io.Combo.Input(
+            "offload_activations",
+            options=["auto", "on", "off"],
+            default="auto",
+            optional=True,
+            advanced=True,
+            tooltip="Whether what gradient checkpointing keeps of every block waits in the computer's memory, not on "
+            "the GPUs. auto does it where nothing as good fits without. Matters for video. The LoRA is the same.",
+        ),
     ]
 
 
@@ -318,6 +327,7 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, settings: dict[str,
             **_pick(settings, "steps", "batch_size", "accumulation", "clip_norm", "gradient_checkpointing"),
             seed=settings["random_seed"],
             compile=settings.get("compile_blocks", "off"),
+            offload_activations=settings.get("offload_activations", "auto"),
         ),
         lora=make_part(
             config.LoraSettings,

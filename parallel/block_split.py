@@ -24,7 +24,8 @@ from ..families.spec import ModelFamily
 from ..patches.hooks import HookSet
 from ..patches.lora import is_lora_name, place_lora_with_base
 from .bridge import Bridge
-from .placement import Placement, block_names
+from .offload import MIN_BYTES, Offload
+from .placement import Placement, block_names, check_kept_blocks
 from .recompute import recompute
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class BlockSplit:
         self._placing = threading.Lock()
         self._checked_in_run = -1
         self._kept: frozenset[nn.Module] = frozenset()
+        self.offload: Offload | None = None
         self._hooks = HookSet()
 
     @property
@@ -79,6 +81,7 @@ class BlockSplit:
         self._hooks.remove()
         self.bridge.remove()
         self.bridge.end()
+        self.stop_offload()
         for module, device in self._found_on:
             _move_module(module, device)
 
@@ -89,7 +92,18 @@ class BlockSplit:
         """
         device = self.bridge.blocks[block]
         moved = self.bridge.bring(args, device) if self._hooks else args
-        return block(*moved) if block in self._kept else recompute(block, moved, device)
+        return block(*moved) if block in self._kept else recompute(block, moved, device, self.offload)
+
+    def offload_inputs(self, *, min_bytes: int = MIN_BYTES) -> None:
+        """Let what recomputed blocks keep wait in host memory, from the next forward on; see offload.py."""
+        self.stop_offload()
+        self.offload = Offload(min_bytes=min_bytes)
+
+    def stop_offload(self) -> None:
+        """Let it wait on the cards again, and free the host memory; a second call is a no-op."""
+        if self.offload is not None:
+            self.offload.close()
+        self.offload = None
 
     def keep_activations(self, num_blocks: Sequence[int]) -> None:
         """Let checkpoint recompute all but the last so many blocks of each device, which keep their activations.
@@ -117,13 +131,9 @@ class BlockSplit:
         return swapped_on or _device_of(module)
 
     def _last_blocks(self, num_blocks: Sequence[int]) -> Iterator[nn.Module]:
-        devices = self.bridge.devices
-        if len(num_blocks) != len(devices):
-            raise ValueError(f"kept blocks {list(num_blocks)} for {', '.join(map(str, devices))}; give one number each")
-        for device, count in zip(devices, num_blocks, strict=True):
+        check_kept_blocks(num_blocks, self.placement)
+        for device, count in zip(self.bridge.devices, num_blocks, strict=True):
             blocks = [block for block, place in self.bridge.blocks.items() if place == device]
-            if not 0 <= count <= len(blocks):
-                raise ValueError(f"{device} has {len(blocks)} blocks, {count} of them cannot keep their activations")
             yield from blocks[len(blocks) - count :]
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,26 +8,30 @@ would take whatever lies at its address later for the same memory and copy what 
 from __future__ import annotations
 
 import logging
+import mmap
 import weakref
 
 import torch
 
 _log = logging.getLogger(__name__)
+_PAGE = mmap.PAGESIZE
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every card
 
 
 class PinnedBuffer:
-    """Host memory that a CUDA card copies from by itself; ordinary memory for other devices, or where that fails.
+    """Host memory that a card copies from and to by itself; ordinary memory for others, or where that fails.
 
     Args:
         is_wanted: False leaves it ordinary memory, e.g. since the last buffer could not be registered.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, *, is_wanted: bool = True) -> None:
-        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-        self.is_pinned = False
+        self.tensor, self.is_pinned = _allocate(num_bytes, device)
+        self._unregister: weakref.finalize[..., PinnedBuffer] | None = None
         if device.type == "cuda" and is_wanted and num_bytes:
             with torch.cuda.device(device):  # or the thread's first card would get a context, which takes memory there
-                self.is_pinned = not int(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), num_bytes, 0))
+                address, size = self.tensor.data_ptr(), _whole_pages(num_bytes)
+                self.is_pinned = not int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
             if not self.is_pinned:
                 _forget_last_error(device)
                 _log.warning(
@@ -36,8 +40,8 @@ class PinnedBuffer:
                     num_bytes / 1e9,
                     device,
                 )
-        self._unregister = weakref.finalize(self, _unregister, self.tensor, device) if self.is_pinned else None
-        if self._unregister is not None:
+        if self.is_pinned and device.type == "cuda":
+            self._unregister = weakref.finalize(self, _unregister, self.tensor, device)
             self._unregister.atexit = False  # the driver may be gone by then, and takes the registration with it
 
     def close(self) -> None:
@@ -46,6 +50,20 @@ class PinnedBuffer:
             self._unregister()
         self.is_pinned = False
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def _allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, bool]:
+    """Bytes at the start of whole pages that nothing else shares, since pages are what is registered; and whether torch
+    has pinned them, as it does for accelerators other than CUDA."""
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    is_pinned = here is not None and here.type == device.type != "cuda"
+    memory = torch.empty(_whole_pages(num_bytes) + _PAGE, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+    start = -memory.data_ptr() % _PAGE
+    return memory[start : start + num_bytes], is_pinned
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE) * _PAGE
 
 
 def _unregister(tensor: torch.Tensor, device: torch.device) -> None:

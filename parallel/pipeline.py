@@ -10,9 +10,10 @@ stage at a time: one host thread per card issues kernels, and torch's backward e
 One thread for all cards would not do: every backward holds it until the last kernel is issued (measured on two H200: no
 gain). The next lane's data is prepared on the host meanwhile, one lane at a time and two ahead at most.
 
-A stage's graph ends at its border. What crosses and needs a gradient arrives as a leaf: the copy of a detached tensor.
-After the stage's backward the leaves' gradients go back to the stages that the tensors came from, and are the starting
-points there. So stages run backward independently, and every stage's memory is free as soon as its own part is done.
+A stage's graph ends at its border. What crosses and needs a gradient arrives as the copy of a detached tensor, and a
+scalar stands where it left. After the stage's backward the copies' gradients go back to the stages that the tensors
+came from, and are handed out there by a backward of the scalars. So stages run backward independently, every stage's
+memory is free as soon as its own part is done, and the border itself holds no activations.
 
 Equal numbers. Each device sees the forwards in the order of the micro-batches, and the backwards too. Random numbers of
 a device are drawn, and a parameter's gradients summed, in the order of plain accumulation; recomputation puts the
@@ -37,9 +38,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .bridge import Bridge, device_switch
 from .lanes import Pair, Stopped, ThreadState, copy_beside, make_thread, settle, stop_and_wait, wait_for
+from .recompute import HandOut
 from .schedule import Kind, Work, num_held, plan_order
 
 T = TypeVar("T")
@@ -152,7 +155,7 @@ class Pipeline:
                 "were left out. Train without a pipeline"
             )
         lane.loss = loss.detach()
-        lane.borders.append(_Border(last, loss, None))
+        lane.borders.append(_Border(last, loss))
         orders.finish(last)
         lane.stage = None
 
@@ -160,11 +163,12 @@ class Pipeline:
         for stage in reversed(range(len(self._stage_of))):
             orders.begin(stage, Work(True, lane.index), lane.is_alone)
             settle(lane.arrivals)
-            starts = [border for border in lane.borders if border.stage == stage and border.has_gradient]
+            starts = [border.start for border in lane.borders if border.stage == stage and border.has_gradient]
             switch = device_switch(self.bridge.devices[stage])  # for kernels that go by the current device
             with contextlib.nullcontext() if switch is None else switch():
                 if starts:
-                    torch.autograd.backward([start.tensor for start in starts], [start.gradient for start in starts])
+                    torch.autograd.backward(starts)
+                    starts.clear()
                 self._send_back(lane, stage)
             lane.borders = [border for border in lane.borders if border.stage != stage]
             orders.finish(stage)
@@ -172,12 +176,11 @@ class Pipeline:
     def _send_back(self, lane: _Lane, stage: int) -> None:
         """The gradients of what arrived on this stage, to where it came from."""
         for border in lane.borders:
-            leaf = border.leaf
-            if leaf is None or self._stage_of[leaf.device] != stage or leaf.grad is None:
+            if border.arrived is None or border.goes_to != stage:
                 continue
-            source = border.tensor.device
-            border.gradient = copy_beside(self.bridge.side_streams, leaf.grad, source, lane.arrivals)
-            border.leaf = None
+            gradient = copy_beside(self.bridge.side_streams, border.arrived, border.start.device, lane.arrivals)
+            border.gradients.append(gradient)
+            border.arrived = None
 
     # ---- what the bridge asks of whom its forwards take turns with
 
@@ -202,14 +205,18 @@ class Pipeline:
     def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A copy on device which its current stream must not use before the next arrive or settle.
 
-        Where tensor needs a gradient the copy is a leaf, and the graph ends here.
+        Where tensor needs a gradient the graph ends here, and the copy begins another.
         """
         lane = self._local.lane
         if lane is None or lane.stage is None:
             return copy_beside(self.bridge.side_streams, tensor, device, None)
         copy = copy_beside(self.bridge.side_streams, tensor.detach(), device, lane.arrivals)
         if tensor.requires_grad and torch.is_grad_enabled():
-            lane.borders.append(_Border(self._stage_of[tensor.device], tensor, copy.requires_grad_(True)))
+            gradients: list[torch.Tensor] = []
+            start = HandOut.apply(gradients, tensor)
+            border = _Border(self._stage_of[tensor.device], start, self._stage_of[device], gradients)
+            lane.borders.append(border)
+            return _Arrival.apply(torch.empty(0, device=device, requires_grad=True), border, copy)
         return copy
 
     def settle(self) -> None:
@@ -224,20 +231,37 @@ class _Border:
     """Where a stage's backward starts.
 
     Args:
-        stage: that made the tensor.
-        tensor: with the stage's graph. leaf: its copy on a later device; None for the loss, and once sent back.
-        gradient: of tensor; None for the loss, which starts with 1.
+        stage: whose graph it is.
+        start: a scalar: the loss, or what stands for a tensor that crossed and hands out `gradients` there.
+        goes_to: the stage with the tensor's copy; None for the loss.
+        arrived: the copy's gradient, until it is sent back.
     """
 
     stage: int
-    tensor: torch.Tensor
-    leaf: torch.Tensor | None
-    gradient: torch.Tensor | None = None
+    start: torch.Tensor
+    goes_to: int | None = None
+    gradients: list[torch.Tensor] = field(default_factory=list)
+    arrived: torch.Tensor | None = None
 
     @property
     def has_gradient(self) -> bool:
         """Not for a tensor that the later device had no use for."""
-        return self.leaf is None
+        return self.goes_to is None or bool(self.gradients)
+
+
+class _Arrival(torch.autograd.Function):
+    """The copy of a tensor that crossed: forwards the copy itself, backwards its gradient waits at the border."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, border: _Border, copy: torch.Tensor) -> torch.Tensor:
+        ctx.border = border
+        return copy.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+        ctx.border.arrived = grad
+        return None, None, None
 
 
 class _Lane:

@@ -67,6 +67,41 @@ class Placement:
         return ", ".join(f"{device}: {count} blocks" for device, count in counts.items())
 
 
+def check_one_each(name: str, values: Sequence[object], devices: Sequence[object]) -> None:
+    """Raises: ValueError for values of a setting that are not one per device; () stands for none."""
+    if values and len(values) != len(devices):
+        raise ValueError(
+            f"{name} has {len(values)} values, but the devices are {', '.join(map(str, devices))}; give one each"
+        )
+
+
+def check_kept_blocks(kept_blocks: Sequence[int], placement: Placement) -> None:
+    """Raises: ValueError for blocks that shall keep their activations and that the devices do not have."""
+    check_one_each("split.kept_blocks", kept_blocks, placement.used_devices)
+    for device, count in zip(placement.used_devices, kept_blocks, strict=False):
+        there = placement.devices.count(device)
+        if not 0 <= count <= there:
+            raise ValueError(
+                f"split.kept_blocks asks {count} blocks of {device} to keep their activations, it has {there}; give a "
+                "number up to that, or leave the setting out"
+            )
+
+
+def check_swapped_blocks(swapped_blocks: Sequence[int], kept_blocks: Sequence[int], placement: Placement) -> None:
+    """Raises: ValueError for blocks that shall stream from host memory and that the devices do not have, or not so."""
+    devices = placement.used_devices
+    check_one_each("split.swapped_blocks", swapped_blocks, devices)
+    for device, count, kept in zip(devices, swapped_blocks, kept_blocks or (0,) * len(devices), strict=False):
+        there = placement.devices.count(device) - kept
+        if count and device.type == "cpu":
+            raise ValueError("split.swapped_blocks asks for blocks of the CPU, whose weights are in host memory anyway")
+        if not 0 <= count <= there:
+            raise ValueError(
+                f"split.swapped_blocks asks {count} blocks of {device} to stream from host memory, it has {there} that "
+                "do not keep their activations; lower the number, or leave the setting out"
+            )
+
+
 def block_names(model: nn.Module, family: ModelFamily) -> tuple[str, ...]:
     """fqns of all blocks in execution order.
 

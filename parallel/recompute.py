@@ -11,14 +11,16 @@ and another stage of a pipeline, or the host, may draw from it meanwhile.
 A block that changes an argument in place is refused: the second forward would start from the changed one.
 
 Only tensors among the positional arguments get gradients, at any depth; outputs are a tensor or a tuple of tensors.
+
+Where the arguments wait for the backward may be somebody else's matter: a keeper's (offload.py).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -33,16 +35,38 @@ _local = threading.local()  # is_recomputing, of a thread that is
 _SEAT = torch.empty(0)  # stands where a tensor was
 
 
-def recompute(block: nn.Module, args: tuple[Any, ...], device: torch.device) -> Any:
+class Ticket(Protocol):
+    """For tensors that somebody keeps."""
+
+    def bring(self, rest: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """All tensors of the call in order, for the current stream; rest are those that were left to autograd."""
+
+
+class Keeper(Protocol):
+    """Keeps what blocks are called with until their backward."""
+
+    def keep(
+        self, tensors: Sequence[torch.Tensor], device: torch.device
+    ) -> tuple[Ticket | None, Sequence[torch.Tensor]]:
+        """A ticket, None if nothing is kept, and the tensors left to autograd; the block's forward has been issued."""
+
+    def pass_over(self, why: str) -> None:
+        """Something is not kept by it; said once."""
+
+
+def recompute(block: nn.Module, args: tuple[Any, ...], device: torch.device, keeper: Keeper | None = None) -> Any:
     """What block(*args) returns, its activations not kept.
 
     Args:
         device: of the block and of all tensors in args.
+        keeper: of args until the backward; None for autograd.
     Raises: TypeError if the block returns something else than a tensor or a tuple of tensors.
     """
     if not torch.is_grad_enabled():
         return block(*args)
     if autocast_of(device.type) is not None:
+        if keeper is not None:
+            keeper.pass_over("autocast is on")
         return torch.utils.checkpoint.checkpoint(block.__call__, *args, use_reentrant=False)
     tensors: list[torch.Tensor] = []
 
@@ -56,7 +80,7 @@ def recompute(block: nn.Module, args: tuple[Any, ...], device: torch.device) -> 
         if not any(parameter.requires_grad for parameter in block.parameters()):
             return block(*args)
         anchor = torch.empty(0, device=device, requires_grad=True)  # else autograd would see nothing to do
-    return _Recomputed.apply(anchor, block, device, seats, *tensors)
+    return _Recomputed.apply(anchor, block, device, seats, keeper, *tensors)
 
 
 def is_recomputing() -> bool:
@@ -72,6 +96,7 @@ class _Recomputed(torch.autograd.Function):
         block: nn.Module,
         device: torch.device,
         seats: Any,
+        keeper: Keeper | None,
         *tensors: torch.Tensor,
     ) -> Any:
         ctx.block, ctx.seats, ctx.device = block, seats, device
@@ -83,7 +108,9 @@ class _Recomputed(torch.autograd.Function):
                 f"{type(block).__name__} changes what it is called with in place, so it cannot be computed again; "
                 "switch gradient checkpointing off for this model"
             )
-        ctx.save_for_backward(*tensors)
+        ctx.needs_grad = [tensor.requires_grad for tensor in tensors]
+        ctx.ticket, rest = (None, tensors) if keeper is None else keeper.keep(tensors, device)
+        ctx.save_for_backward(*rest)
         after = random_state(device)
         ctx.random = None if before is None or after is None or torch.equal(before, after) else before
         return _checked(output, block)
@@ -91,8 +118,8 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in saved]
+        saved = ctx.saved_tensors if ctx.ticket is None else ctx.ticket.bring(ctx.saved_tensors)
+        inputs = [tensor.detach().requires_grad_(flag) for tensor, flag in zip(saved, ctx.needs_grad, strict=True)]
         with torch.enable_grad(), _replayed(ctx.device, ctx.random), _marked():
             output = ctx.block(*_fill(ctx.seats, inputs))
             outputs = output if isinstance(output, tuple) else (output,)
@@ -101,7 +128,7 @@ class _Recomputed(torch.autograd.Function):
         del output, outputs, pairs  # nobody needs what the block returns
         if seed is not None:
             torch.autograd.backward([seed], [seed.detach()])  # any value: nobody reads it
-        return (None, None, None, None, *(tensor.grad for tensor in inputs))
+        return (None, None, None, None, None, *(tensor.grad for tensor in inputs))
 
 
 class HandOut(torch.autograd.Function):

@@ -282,6 +282,9 @@ class LoopConfig:
     compile: "auto" compiles each kind of transformer block once per device, where a compiler is found: for the one
         shape of all batches, or for any number of tokens. The first steps take minutes, the others are faster. Numbers
         differ in the last bits from those without.
+    offload_activations: whether what recomputed blocks keep for their backward waits in pinned host memory instead of
+        on the cards; numbers are the same. "auto" lets the planner choose it where nothing as good fits without, and is
+        "off" where no planner knows the devices' memory.
     """
 
     steps: Positive
@@ -291,6 +294,14 @@ class LoopConfig:
     seed: int = 0
     gradient_checkpointing: bool = True
     compile: Literal["off", "auto"] = "off"
+    offload_activations: Literal["auto", "on", "off"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.offload_activations == "on" and not self.gradient_checkpointing:
+            raise ValueError(
+                'offload_activations = "on" is about what recomputed blocks keep, but gradient_checkpointing is false, '
+                "so none is recomputed; change one of the two"
+            )
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -359,6 +370,7 @@ FREE_ON_RESUME = frozenset(
         "pipeline.schedule",
         "pipeline.ahead",
         "split.calibrate",
+        "train.offload_activations",
         "split.kept_blocks",
         "split.swapped_blocks",
         "split.memory_limit_gb",

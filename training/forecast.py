@@ -10,6 +10,10 @@ it computes. The peak is the largest sum over the moments of a step:
     optimizer step           no activations; a copy as large as the trained weights while AdamW divides by it
     loading                  weights, and the layer that is being rounded
 
+Where inputs are offloaded (parallel/offload.py), those of recomputed blocks count in host memory. On the card are those
+of NUM_WAITING blocks and of the block at work; in its backward one more that arrives, and NUM_WAITING only of other
+micro-batches.
+
 Not seen by torch's counters and so only set against the size of a card: the CUDA context. Not allocated but reserved:
 what the allocator loses to rounding and fragments, taken as a share of everything that comes and goes.
 """
@@ -22,10 +26,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Literal
 
+from ..parallel.offload import NUM_WAITING
 from ..parallel.placement import spread_swapped
 from ..parallel.schedule import Kind, num_held
 from ..parallel.swap import NUM_SLOTS
-from .rehearsal import Rehearsal
+from .rehearsal import BlockCost, Rehearsal
 
 CONTEXT_BYTES = 500_000_000  # the driver's own, per card, once CUDA has started; read off nvidia-smi, differs by card
 # cuBLAS takes its workspace from torch's allocator: 32 MiB on Hopper, 8 MiB on others, for the thread that runs
@@ -47,6 +52,7 @@ class StepSettings:
         kept_blocks, swapped_blocks: per device, how many blocks keep their activations, or stream in from the host;
             () for none. The last blocks of each device are the kept ones.
         is_checkpointing: False keeps all activations of all blocks.
+        offload_from: inputs of recomputed blocks of at least so many bytes are in host memory; None for none.
     """
 
     schedule: Kind | Literal["none"] = "none"
@@ -55,6 +61,7 @@ class StepSettings:
     kept_blocks: tuple[int, ...] = ()
     swapped_blocks: tuple[int, ...] = ()
     is_checkpointing: bool = True
+    offload_from: int | None = None
 
     def held(self, stage: int, num_stages: int) -> int:
         """Micro-batches whose activations a stage holds at once."""
@@ -133,10 +140,16 @@ class DeviceForecast:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Every device in execution order; host_bytes is what loading and swapped blocks take of host memory."""
+    """Every device in execution order.
+
+    Args:
+        host_bytes: what loading, swapped blocks and offloaded inputs take of host memory at most.
+        offloaded_bytes: the offloaded inputs' share.
+    """
 
     devices: tuple[DeviceForecast, ...]
     host_bytes: int
+    offloaded_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -181,10 +194,32 @@ class Forecaster:
     def _sums(self) -> dict[str, list[int]]:
         """Of the blocks before each index."""
         names = ("weights", "lora", "num_trained", "inputs", "kept")
-        return {
-            name: list(accumulate((getattr(block, name) for block in self.rehearsal.blocks), initial=0))
-            for name in names
-        }
+        blocks = self.rehearsal.blocks
+        sums = {name: list(accumulate((getattr(block, name) for block in blocks), initial=0)) for name in names}
+        return sums | {"leaving": list(accumulate(map(self._leaving, blocks), initial=0))}
+
+    def _leaving(self, block: BlockCost) -> int:
+        """Bytes of a block's inputs that go to the host while it waits for its backward."""
+        limit = self.settings.offload_from
+        return 0 if limit is None else sum(size for size in block.input_sizes if size >= limit)
+
+    def offloaded(self, plan: StagePlan) -> int:
+        """Bytes that leave a stage's device per micro-batch, and come back."""
+        return self._between("leaving", plan.start, self._first_kept(plan))
+
+    def _away(self, plan: StagePlan, end: int, num_near: int) -> int:
+        """Of the inputs of blocks up to `end`, and of all of other micro-batches: what is not on the card.
+
+        Args:
+            num_near: blocks whose inputs are; they are taken for the largest of the stage.
+        """
+        if self.settings.offload_from is None:
+            return 0
+        first_kept = self._first_kept(plan)
+        others = self.settings.held(plan.stage, plan.num_stages) - 1
+        leaving = self._between("leaving", plan.start, min(end, first_kept)) + others * self.offloaded(plan)
+        largest = max(map(self._leaving, self.rehearsal.blocks[plan.start : first_kept]), default=0)
+        return max(0, leaving - num_near * largest)
 
     def _between(self, name: str, start: int, end: int) -> int:
         return self._sums[name][end] - self._sums[name][start]
@@ -230,7 +265,7 @@ class Forecaster:
             weights += found.tail_weights
         return weights, lora, trained
 
-    def _away(self, plan: StagePlan) -> list[int]:
+    def _swapped_sizes(self, plan: StagePlan) -> list[int]:
         """Bytes of each swapped block that rest in host memory."""
         num_kept = plan.end - self._first_kept(plan)
         chosen = spread_swapped(plan.end - plan.start, num_kept, plan.num_swapped) if plan.num_swapped else ()
@@ -238,11 +273,11 @@ class Forecaster:
 
     def streamed_bytes(self, plan: StagePlan) -> int:
         """What a stage's swapped blocks hold in host memory; copied to the card once per pass over them."""
-        return sum(self._away(plan))
+        return sum(self._swapped_sizes(plan))
 
     def saved_bytes(self, plan: StagePlan) -> int:
         """By how much the card's weights are less for blocks that are swapped: these, less the slots."""
-        away = self._away(plan)
+        away = self._swapped_sizes(plan)
         return sum(away) - min(NUM_SLOTS, len(away)) * max(away, default=0)
 
     @cached_property
@@ -253,8 +288,9 @@ class Forecaster:
 
     def _ends_of_runs(self, start: int, end: int, first_kept: int) -> list[int]:
         """First and last block of every run of blocks that are alike: along a run all sums grow or fall evenly, so no
-        other block can have the peak."""
-        bounds = {start, end, *(at for at in (*self._run_starts, first_kept) if start < at < end)}
+        other block can have the peak. With offloading only the first blocks' inputs are on the card."""
+        first = () if self.settings.offload_from is None else range(start + 1, start + 3 + NUM_WAITING)
+        bounds = {start, end, *(at for at in (*self._run_starts, first_kept, *first) if start < at < end)}
         return sorted({*(bounds - {end}), *(at - 1 for at in bounds - {start})})
 
     def _constants(self, plan: StagePlan) -> int:
@@ -276,30 +312,36 @@ class Forecaster:
         for index in self._ends_of_runs(start, end, first_kept):
             block, is_kept = found.blocks[index], index >= first_kept
             inputs = before + self._between("inputs", start, index + 1)
+            at_work = (0, 0) if is_kept else (1, 2 if others else 2 - NUM_WAITING)
+            in_forward, in_backward = (inputs - self._away(plan, index + 1, NUM_WAITING + near) for near in at_work)
             kept = others * all_kept + self._between("kept", min(first_kept, index), index)
             later = 0 if gradients else self._between("lora", index + 1, end)
             forward = front + (block.forward_kept if is_kept else block.forward)
-            yield _Moment(f"forward of {found.names[index]}", inputs, kept, forward, gradients)
+            yield _Moment(f"forward of {found.names[index]}", in_forward, kept, forward, gradients)
             backward = block.backward if is_kept else block.recompute
-            yield _Moment(f"backward of {found.names[index]}", inputs, kept, backward, gradients + later)
+            yield _Moment(f"backward of {found.names[index]}", in_backward, kept, backward, gradients + later)
         if plan.stage == settings.tail_stage(plan.num_stages):
             tail = front + found.blocks[-1].outputs + found.tail
-            yield _Moment("last layers and loss", before + all_inputs, (others + 1) * all_kept, tail, gradients)
+            inputs = before + all_inputs - self._away(plan, end, NUM_WAITING)
+            yield _Moment("last layers and loss", inputs, (others + 1) * all_kept, tail, gradients)
         yield _Moment("optimizer step", 0, 0, int(trained * self._optimizer.step), lora)
         if self._largest_layer:
             copies = min(ROUNDING_BYTES, ROUNDING_COPIES * self._largest_layer)
             yield _Moment("loading", 0, 0, self._largest_layer + copies, 0, has_lora=False)
 
     def host_bytes(self, plans: Sequence[StagePlan]) -> int:
-        """Host memory: swapped blocks, pinned, and one layer on its way from the file to its device."""
-        return sum(map(self.streamed_bytes, plans)) + max(
-            self._largest_layer, max(block.weights for block in self.rehearsal.blocks)
-        )
+        """Host memory: swapped blocks, pinned; and one layer on its way from the file, or later offloaded inputs."""
+        loading = max(self._largest_layer, max(block.weights for block in self.rehearsal.blocks))
+        return sum(map(self.streamed_bytes, plans)) + max(loading, self.offloaded_bytes(plans))
+
+    def offloaded_bytes(self, plans: Sequence[StagePlan]) -> int:
+        """Pinned host memory for the inputs of all micro-batches held."""
+        return sum(self.settings.held(plan.stage, plan.num_stages) * self.offloaded(plan) for plan in plans)
 
     def forecast(self, names: Sequence[str], plans: Sequence[StagePlan]) -> Forecast:
         """Every device; one plan per device name."""
         devices = tuple(self.device(name, plan) for name, plan in zip(names, plans, strict=True))
-        return Forecast(devices, self.host_bytes(plans))
+        return Forecast(devices, self.host_bytes(plans), self.offloaded_bytes(plans))
 
 
 @dataclass(frozen=True)

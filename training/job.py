@@ -31,6 +31,8 @@ from ..parallel.placement import (
     Placement,
     block_names,
     check_budgets,
+    check_kept_blocks,
+    check_swapped_blocks,
     estimate_block_flops,
     parameter_bytes,
     plan_manual,
@@ -97,36 +99,69 @@ def check_job(job: JobConfig, *, is_to_train: bool = True) -> JobPlan:
     Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
         or settings that contradict the model.
     """
+    read = _read(job)
+    job, info, variant = read.job, read.info, read.variant
+    schedule = make_noise_schedule(job.objective, info.family, variant)
+    eval_samples: tuple[Sample, ...] = ()
+    if job.evaluation.folder:
+        eval_samples = tuple(scan_folders(_evaluation_data(job), info.family.latent_of(variant)))
+    samples, encoded, model = read.samples, read.encoded, read.model
+    _refuse_stills(variant, (*samples, *eval_samples), encoded)
+    largest = read.largest
+    training = _plan_on_cards(job, info, variant, largest) if is_to_train else None
+    if training is None:
+        job = _without_auto(job)
+        sizes = (resolution_of(encoded, info.family.latent_of(variant)), largest[2]) if encoded else ()
+        placement = plan_job_placement(job, info, variant, model, *sizes)
+    else:
+        job, placement = training.job, training.placement
+    plan = _with_tail(JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded, training))
+    check_kept_blocks(plan.job.split.kept_blocks, plan.placement)
+    check_swapped_blocks(plan.job.split.swapped_blocks, plan.job.split.kept_blocks, plan.placement)
+    _refuse_offload_of_host(plan)
+    _check_tools(plan)
+    return plan
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What plan and training both go by: a job, its model without weights, its data.
+
+    Args:
+        job: without a pipeline where its LoRA allows none.
+        largest: height and width in pixels and frames of the samples that take the most.
+    """
+
+    job: JobConfig
+    info: CheckpointInfo
+    variant: Variant
+    model: nn.Module
+    samples: tuple[Sample, ...]
+    encoded: tuple[EncodedSample, ...]
+
+    @property
+    def largest(self) -> tuple[int, int, int]:
+        return _largest(self.samples, self.encoded, self.info.family.latent_of(self.variant))
+
+
+def _read(job: JobConfig) -> _Read:
+    """Headers and images of a job.
+
+    Raises: ValueError for settings that contradict each other or the model, or files that cannot be read.
+    """
     _refuse_block_settings(job)
     info = read_checkpoint(job.model.path, job.model.family, job.model.variant)
     variant = info.variant or info.family.variants[0]
     if job.objective.guidance is not None and variant.training_guidance is None:
         raise ValueError(f"objective.guidance is set, but {variant.name} has no guidance input; remove the setting")
-    schedule = make_noise_schedule(job.objective, info.family, variant)
     model = make_empty_transformer(info)
     targets = resolve_targets(model, job.lora.targets or info.family.lora_targets)
     if job.output.lora_layout == "original":
         check_original_layout(info.family, targets, job.lora.dora)
     job = _checked_schedule(job, info.family, targets)
-    latent = info.family.latent_of(variant)
     encoded = _read_encoded(job, info, variant)
-    samples = tuple(scan_folders(job.data, latent)) if not encoded else ()
-    eval_samples: tuple[Sample, ...] = ()
-    if job.evaluation.folder:
-        eval_samples = tuple(scan_folders(_evaluation_data(job), latent))
-    _refuse_stills(variant, (*samples, *eval_samples), encoded)
-    largest = _largest(samples, encoded, latent)
-    training = _plan_on_cards(job, info, variant, largest) if is_to_train else None
-    if training is None:
-        job = _without_auto(job)
-        sizes = (resolution_of(encoded, latent), largest[2]) if encoded else ()
-        placement = plan_job_placement(job, info, variant, model, *sizes)
-    else:
-        job, placement = training.job, training.placement
-    plan = _with_tail(JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded, training))
-    _check_blocks(plan)
-    _check_tools(plan)
-    return plan
+    samples = tuple(scan_folders(job.data, info.family.latent_of(variant))) if not encoded else ()
+    return _Read(job, info, variant, model, samples, encoded)
 
 
 def _with_tail(plan: JobPlan) -> JobPlan:
@@ -169,32 +204,13 @@ def _checked_schedule(job: JobConfig, family: ModelFamily, targets: Sequence[str
     return replace(job, pipeline=replace(job.pipeline, schedule="none"))
 
 
-def _check_blocks(plan: JobPlan) -> None:
-    """Raises: ValueError for kept or swapped blocks that the devices do not have."""
-    split, devices = plan.job.split, plan.placement.used_devices
-    for name, counts in (("kept_blocks", split.kept_blocks), ("swapped_blocks", split.swapped_blocks)):
-        if counts and len(counts) != len(devices):
-            raise ValueError(
-                f"split.{name} has {len(counts)} values, but the devices are {', '.join(map(str, devices))}; give one "
-                "each"
-            )
-    nothing = (0,) * len(devices)
-    for device, kept, swapped in zip(
-        devices, split.kept_blocks or nothing, split.swapped_blocks or nothing, strict=True
-    ):
-        there = plan.placement.devices.count(device)
-        if kept > there:
-            raise ValueError(
-                f"split.kept_blocks asks {kept} blocks of {device} to keep their activations, it has {there}; lower "
-                "the number, or leave the setting out"
-            )
-        if swapped and device.type == "cpu":
-            raise ValueError("split.swapped_blocks asks for blocks of the CPU, whose weights are in host memory anyway")
-        if kept + swapped > there:
-            raise ValueError(
-                f"split.swapped_blocks asks {swapped} blocks of {device} to stream from host memory, it has "
-                f"{there - kept} that do not keep their activations; lower the number, or leave the setting out"
-            )
+def _refuse_offload_of_host(plan: JobPlan) -> None:
+    """Raises: ValueError where what is to wait in host memory is there anyway."""
+    if plan.offloads and all(device == CPU for device in plan.placement.used_devices):
+        raise ValueError(
+            'train.offload_activations = "on" moves block inputs from GPUs to host memory, but the model is on the '
+            'CPU, so they are there; set it to "off"'
+        )
 
 
 def _refuse_stills(variant: Variant, samples: Iterable[Sample], encoded: Sequence[EncodedSample]) -> None:
@@ -251,20 +267,16 @@ def plan_job(job: JobConfig, cards: Sequence[Card] = (), *, may_measure: bool = 
     """
     if cards and may_measure:
         raise ValueError("cards that were named cannot be measured; leave out --calibrate, or --cards")
-    _refuse_block_settings(job)
-    info = read_checkpoint(job.model.path, job.model.family, job.model.variant)
-    variant = info.variant or info.family.variants[0]
-    latent, encoded = info.family.latent_of(variant), _read_encoded(job, info, variant)
-    samples = () if encoded else scan_folders(job.data, latent)
-    known = list(cards) or _cards_here(job)
+    read = _read(job)
+    known = list(cards) or _cards_here(read.job)
     if known is None:
         raise ValueError(
             "a plan was asked for this machine's cards, but there is none whose memory torch can tell; name cards "
             'with --cards, such as "24GB,24GB"'
         )
-    height, width, frames = _largest(samples, encoded, latent)
+    height, width, frames = read.largest
     host = None if cards else free_bytes(CPU)
-    planner = Planner(job, info, variant, known, (height, width), frames=frames, host_bytes=host)
+    planner = Planner(read.job, read.info, read.variant, known, (height, width), frames=frames, host_bytes=host)
     return plan_training(planner) if cards else CalibratedPlanner(planner).plan("always" if may_measure else "never")
 
 
@@ -521,6 +533,7 @@ def _make_trainer(
     assembled = assemble(plan)
     assert isinstance(assembled.adapter, LoraHandle)
     lora = assembled.adapter
+    cleanup.callback(assembled.split.stop_offload)
     if assembled.compiled is not None:
         cleanup.callback(assembled.compiled.remove)  # it changes settings of the process
     if assembled.swap is not None:
@@ -591,6 +604,7 @@ def assemble(plan: JobPlan) -> Assembled:
         gradient_checkpointing=job.train.gradient_checkpointing,
         kept_blocks=plan.kept_blocks,
         swapped_blocks=plan.swapped_blocks,
+        offloads=plan.offloads,
         compiled_shapes=_shapes_to_compile(plan),
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
     )

@@ -48,6 +48,13 @@ class JobPlan:
         return self.job.split.swapped_blocks if self.training is None else self.training.swapped_blocks
 
     @property
+    def offloads(self) -> bool:
+        """Whether what recomputed blocks keep waits in host memory."""
+        if self.training is None:
+            return self.job.train.offload_activations == "on"
+        return self.training.setting.offloads
+
+    @property
     def pipeline(self) -> tuple[Kind, int] | None:
         """Schedule and how far ahead; None for one micro-batch at a time."""
         if self.training is None:

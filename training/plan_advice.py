@@ -34,7 +34,10 @@ def describe_refusal(planner: Planner) -> str:
             f"  {card.name}: {stage.forecast.num_blocks} blocks{away}, {needed / 1e9:.2f} GB of {there / 1e9:.2f} GB, "
             f"{verdict} (weights {stage.forecast.weights / 1e9:.2f} GB)"
         )
-    if planner.host_bytes is not None and not planner.host_fits(best):
+    if not planner.can_pin(best):
+        pinned, free = best.offloaded_bytes / 1e9, (planner.host_bytes or 0) / 1e9
+        lines.append(f"  host memory: {pinned:.1f} GB would be pinned for block inputs, {free:.1f} GB are free")
+    elif planner.host_bytes is not None and not planner.host_fits(best):
         lines.append(
             f"  host memory: {planner.host_needed(best) / 1e9:.2f} GB, {planner.host_bytes / 1e9:.2f} GB are free, and "
             "a tenth is left to others"
@@ -82,6 +85,12 @@ def _choices(planner: Planner) -> list[_Change]:
             "gradient_checkpointing = true",
             "train",
             {"gradient_checkpointing": True},
+        ),
+        (
+            job.train.offload_activations != "auto" and job.train.gradient_checkpointing,
+            'offload_activations = "auto"',
+            "train",
+            {"offload_activations": "auto"},
         ),
         (bool(job.split.kept_blocks), "kept_blocks = []", "split", {"kept_blocks": ()}),
         (bool(job.split.swapped_blocks), "swapped_blocks = []", "split", {"swapped_blocks": ()}),

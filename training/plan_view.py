@@ -92,10 +92,12 @@ def _blocks(device: DeviceForecast) -> str:
 
 
 def _host_line(plan: TrainingPlan) -> str:
+    pinned = plan.forecast.offloaded_bytes / 1e9
     size = f"host memory: {plan.forecast.host_bytes / 1e9:.1f} GB"
+    inputs = f", {pinned:.1f} GB pinned for block inputs while training" if pinned else ""
     if any(plan.swapped_blocks):
-        return f"{size}, all but one block of it for as long as the training runs"
-    return f"{size} while loading, beside the system's cache of the files"
+        return f"{size}, all but one block of it for as long as the training runs{inputs}"
+    return f"{size} at most{inputs}" if pinned else f"{size} while loading, beside the system's cache of the files"
 
 
 def _gb(size: float) -> str:
@@ -110,6 +112,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             "optimizer": plan.setting.optimizer,
             "schedule": plan.setting.schedule,
             "ahead": plan.setting.ahead,
+            "offload_activations": plan.setting.offloads,
             "split_at": _cuts(plan),
             "kept_blocks": list(plan.kept_blocks),
             "swapped_blocks": list(plan.swapped_blocks),
@@ -132,6 +135,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             for card, device in zip(plan.cards, plan.forecast.devices, strict=True)
         ],
         "host_bytes": plan.forecast.host_bytes,
+        "offloaded_bytes": plan.forecast.offloaded_bytes,
         "relative_time": plan.relative_time,
         "step_s": None if plan.timing is None else plan.step_s,
         "times": {"measured": False} if plan.timing is None else {"measured": True, **plan.timing.values},

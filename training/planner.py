@@ -32,7 +32,8 @@ from torch import nn
 
 from ..families.spec import ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer
-from ..parallel.placement import Placement, block_names, estimate_block_flops, plan_manual
+from ..parallel.offload import MIN_BYTES
+from ..parallel.placement import Placement, block_names, check_one_each, estimate_block_flops, plan_manual
 from ..parallel.schedule import Kind
 from ..parallel.swap import NUM_SLOTS
 from ..patches.eight_bit import kernels_of
@@ -59,6 +60,9 @@ from .rehearsal import UNSEEN_CARD, Kernels, Rehearsal, Work, rehearse_training
 
 _log = logging.getLogger(__name__)
 
+# How many times faster a setting must be for block inputs to be offloaded: how far copies are hidden is an estimate.
+OFFLOAD_GAIN = 1.1
+PINNED_SHARE = 0.8  # of free host memory that may be pinned; the system needs some that it can move
 HEADROOM = 0.05  # of a card, left free by what the planner chooses to keep; the forecast may be off by as much
 HOST_SHARE = 0.9  # of free host memory, for blocks that stream from there: it is pinned and cannot be swapped out
 
@@ -75,6 +79,7 @@ class Setting:
     optimizer: str
     schedule: Kind | Literal["none"]
     ahead: int
+    offloads: bool = False  # inputs of recomputed blocks wait in host memory
 
     def describe(self) -> str:
         """ "fp8-compute, 1f1b, 1 ahead"."""
@@ -83,6 +88,8 @@ class Setting:
             parts.append(self.schedule + (f", {self.ahead} ahead" if self.ahead else ""))
         if self.optimizer == "adamw8bit":
             parts.append("adamw8bit")
+        if self.offloads:
+            parts.append("block inputs in host memory")
         return ", ".join(parts)
 
 
@@ -140,6 +147,7 @@ class _Found:
     stages: tuple[_Stage, ...]
     time: float
     settings: StepSettings
+    offloaded_bytes: int
 
     @property
     def is_swapping(self) -> bool:
@@ -192,7 +200,7 @@ class Planner:
         self.family: ModelFamily = info.family
         self.names = block_names(self._model, self.family)
         self.cards = tuple(cards[: len(self.names)])
-        self.bucket, self.frames = bucket, frames
+        self.bucket, self.frames, self.host_bytes = bucket, frames, host_bytes
         self._given_times, self._cuts = times, cuts
         self._rehearsals: dict[str, Rehearsal] = {}
 
@@ -284,6 +292,13 @@ class Planner:
 
     def settings(self) -> Iterator[Setting]:
         """Every setting the user allows."""
+        asked = self.job.train.offload_activations
+        may = asked != "off" and self.job.train.gradient_checkpointing
+        for setting in self._without_offload():
+            yield from [setting] if asked != "on" else []
+            yield from [replace(setting, offloads=True)] if may else []
+
+    def _without_offload(self) -> Iterator[Setting]:
         job = self.job
         asked = asked_schedule(job, [card.device for card in self.cards])
         schedules: list[Kind | Literal["none"]] = ["none" if asked is None else asked]
@@ -318,16 +333,32 @@ class Planner:
         """The fastest setting that fits, None if none does; and everything that was looked at.
 
         A larger optimizer is preferred to a faster setting: 8-bit state is for what would not fit otherwise. Blocks
-        that stream from host memory are for what would be slower otherwise, or not fit at all.
+        that stream from host memory are for what would be slower otherwise, or not fit at all. Offloading of block
+        inputs is looked at where the same does not fit without, or only with streamed blocks, and has to be worth it.
         """
-        looked_at = [(setting, self.fit(setting)) for setting in self.settings()]
+        looked_at: list[tuple[Setting, _Found | None]] = []
+        resident: set[Setting] = set()
+        for setting in self.settings():
+            if self._is_auto(setting) and replace(setting, offloads=False) in resident:
+                continue
+            found = self.fit(setting)
+            looked_at.append((setting, found))
+            if found is not None and not found.is_swapping:
+                resident.add(setting)
         fitting = [found for _, found in looked_at if found is not None]
         best = [
-            min(those, key=lambda found: (found.setting.optimizer == "adamw8bit", found.time))
+            min(those, key=lambda found: (found.setting.optimizer == "adamw8bit", self._weighed(found)))
             for is_swapping in (False, True)
             if (those := [found for found in fitting if found.is_swapping == is_swapping])
         ]
-        return min(best, key=lambda found: found.time, default=None), looked_at
+        return min(best, key=self._weighed, default=None), looked_at
+
+    def _is_auto(self, setting: Setting) -> bool:
+        """Whether offloading is ours to choose, and chosen."""
+        return setting.offloads and self.job.train.offload_activations == "auto"
+
+    def _weighed(self, found: _Found) -> float:
+        return found.time * (OFFLOAD_GAIN if self._is_auto(found.setting) else 1)
 
     def fit(self, setting: Setting) -> _Found | None:
         """The best cut for a setting, None if there is none that fits: with some headroom and blocks that keep their
@@ -339,7 +370,7 @@ class Planner:
 
     def is_possible(self) -> bool:
         """Whether anything fits."""
-        return any(map(self._is_possible_with, self.settings()))
+        return any(map(self._is_possible_with, self._least()))
 
     def _is_possible_with(self, setting: Setting) -> bool:
         found = self._search(setting, self._most, keeps=False)
@@ -349,9 +380,14 @@ class Planner:
         """What every setting would need of its cards at least, with as many blocks in host memory as may be."""
         swaps: Swaps = "all" if self.may_swap else "none"
         found = (
-            self._search(setting, math.inf, keeps=False, has_limits=False, swaps=swaps) for setting in self.settings()
+            self._search(setting, math.inf, keeps=False, has_limits=False, swaps=swaps) for setting in self._least()
         )
         return [each for each in found if each is not None]
+
+    def _least(self) -> list[Setting]:
+        """The settings that may need the least: where offloading is ours to choose, those without need more."""
+        every = list(self.settings())
+        return [each for each in every if each.offloads] or every if self.host_bytes is None else every
 
     @property
     def may_swap(self) -> bool:
@@ -369,8 +405,8 @@ class Planner:
         return None
 
     def host_fits(self, found: _Found) -> bool:
-        """Whether the host has room for the blocks that stream from there."""
-        if self.host_bytes is None or not found.is_swapping:
+        """Whether the host has room for what streams from there or waits there."""
+        if self.host_bytes is None or not (found.is_swapping or found.offloaded_bytes):
             return True
         return self.host_needed(found) <= HOST_SHARE * self.host_bytes
 
@@ -409,6 +445,7 @@ class Planner:
             accumulation=job.train.accumulation,
             ahead=setting.ahead,
             is_checkpointing=job.train.gradient_checkpointing,
+            offload_from=MIN_BYTES if setting.offloads else None,
         )
         forecaster = self.forecaster(setting, settings)
         search = _Search(
@@ -417,7 +454,14 @@ class Planner:
         stages = search.fixed(self.bounds) if self.bounds else search.best()
         if stages is None:
             return None
-        return _Found(setting, tuple(stages), _step_time(settings, [stage.time for stage in stages]), settings)
+        offloaded = forecaster.offloaded_bytes([stage.plan for stage in stages])
+        time = _step_time(settings, [stage.time for stage in stages])
+        found = _Found(setting, tuple(stages), time, settings, offloaded)
+        return found if self.can_pin(found) or not has_limits else None
+
+    def can_pin(self, found: _Found) -> bool:
+        """Whether what is offloaded fits host memory, as far as that is known."""
+        return self.host_bytes is None or found.offloaded_bytes <= PINNED_SHARE * self.host_bytes
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
@@ -467,12 +511,7 @@ class _Search:
         split = planner.job.split
         self._limits = split.memory_limit_gb if has_limits else ()
         for name in ("memory_limit_gb", "kept_blocks", "swapped_blocks"):
-            values = getattr(split, name)
-            if values and len(values) != len(planner.cards):
-                raise ValueError(
-                    f"{name} has {len(values)} values, but the devices are "
-                    f"{', '.join(card.name for card in planner.cards)}; give one each"
-                )
+            check_one_each(f"split.{name}", getattr(split, name), [card.name for card in planner.cards])
         self._kept, self._swapped = split.kept_blocks, split.swapped_blocks
         blocks = range(len(planner.names))
         self._times = [[planner.times.of(block, card, setting.scheme) for block in blocks] for card in planner.cards]
@@ -582,7 +621,8 @@ class _Search:
         if share > self._most:
             return None
         streamed = self._forecaster.streamed_bytes(plan)
-        copying = 2 * streamed / self._links[plan.stage]  # for the forward, and once more for the backward
+        # Beside the kernels: weights for the forward and once more for the backward, inputs there and back.
+        copying = 2 * (streamed + self._forecaster.offloaded(plan)) / self._links[plan.stage]
         return _Stage(plan, found, max(self._time(plan), copying), share, copying, streamed)
 
     def _time(self, plan: StagePlan) -> float:
@@ -639,7 +679,8 @@ def plan_training(planner: Planner) -> TrainingPlan:
     found, looked_at = planner.find()
     if found is None:
         raise ValueError(describe_refusal(planner))
-    forecast = Forecast(tuple(stage.forecast for stage in found.stages), planner.host_needed(found))
+    host_bytes = planner.host_needed(found)
+    forecast = Forecast(tuple(stage.forecast for stage in found.stages), host_bytes, found.offloaded_bytes)
     devices = [card.device for card, stage in zip(planner.cards, found.stages, strict=True) for _ in _blocks(stage)]
     plain = _step_time(replace(found.settings, schedule="none"), [_recomputed(planner, found, s) for s in found.stages])
     return TrainingPlan(
@@ -703,6 +744,10 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
         yield f"activations: every block is recomputed; keeping one would leave less than {HEADROOM:.0%} of a card free"
     if found.is_swapping:
         yield _swap_reason(planner, stages)
+    if found.setting.offloads:
+        is_given = job.train.offload_activations == "on"
+        why = "given" if is_given else "nothing as good fits without"
+        yield f"block inputs: they wait in {found.offloaded_bytes / 1e9:.1f} GB of pinned host memory: {why}"
     others = [(setting, other) for setting, other in looked_at if setting != found.setting]
     for label, of in (("scheme", "scheme"), ("schedule", "schedule"), ("optimizer", "optimizer")):
         rivals = {getattr(setting, of) for setting, _ in others} - {getattr(found.setting, of)}
@@ -734,7 +779,7 @@ def _named(choice: str) -> str:
 def _hints(planner: Planner, found: _Found) -> Iterator[str]:
     if len(planner.cards) < 2:
         return
-    alone = replace(found.settings, schedule="none", ahead=0)
+    alone = replace(found.settings, schedule="none", ahead=0, offload_from=None)
     forecaster = planner.forecaster(found.setting, alone)
     whole = [forecaster.device(card.name, StagePlan(0, 1, 0, len(planner.names))) for card in planner.cards]
     if all(each.needed <= card.usable_bytes for each, card in zip(whole, planner.cards, strict=True)):

@@ -97,6 +97,7 @@ class BlockCost:
         recompute: peak of recomputation and backward, gradient of its output included; above its inputs.
         backward: peak of the backward alone, `kept` included; above its inputs.
         staying: the share of weights that is on the card even where the block streams from host memory.
+        input_sizes: what `inputs` is the sum of.
     """
 
     weights: int
@@ -110,6 +111,7 @@ class BlockCost:
     forward_kept: int
     recompute: int
     backward: int
+    input_sizes: tuple[int, ...] = ()
     staying: int = 0
 
     @property
@@ -408,6 +410,7 @@ class _Activations:
     forward_kept: int
     recompute: int
     backward: int
+    input_sizes: tuple[int, ...]
 
 
 class _Run:
@@ -441,6 +444,8 @@ class _Run:
     def _measure(self, block: nn.Module, args: Any) -> _Activations:
         constants = {id(tensor) for tensor in self._before} & {id(tensor) for tensor in _tensors(args)}
         streams = [tensor for tensor in _tensors(args) if id(tensor) not in constants]
+        shared = {self._name_of(t): self._size(t) for t in _tensors(args) if id(t) in constants}
+        args = tree_map_only(torch.Tensor, _without_history, args)
         base = self.meter.start()
         with torch.no_grad():
             outputs = block(*args)
@@ -460,13 +465,14 @@ class _Run:
         _forget_gradients(block, args)
         return _Activations(
             inputs=sum(map(self._size, streams)),
-            constants={self._name_of(t): self._size(t) for t in _tensors(args) if id(t) in constants},
+            constants=shared,
             outputs=size,
             kept=kept,
             forward=forward,
             forward_kept=top - gradient,
             recompute=recomputed,
             backward=backward,
+            input_sizes=tuple(map(self._size, streams)),
         )
 
     def _peak_with_gradients_held(self, block: nn.Module, args: Any) -> int:
@@ -487,6 +493,11 @@ class _Run:
 
     def _size(self, tensor: torch.Tensor) -> int:
         return self.meter.rounded(tensor.numel() * tensor.element_size())
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """For a backward of its own; LoRA on what makes the modulation gives that a history that all blocks share."""
+    return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _forget_gradients(block: nn.Module, args: Any) -> None:
@@ -584,6 +595,7 @@ def _cost(module: nn.Module, found: _Activations) -> BlockCost:
         recompute=found.recompute,
         backward=found.backward,
         staying=weights - resting_bytes(module),
+        input_sizes=found.input_sizes,
     )
 
 

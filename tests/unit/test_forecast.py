@@ -38,6 +38,7 @@ from devicebridge.training.rehearsal import (
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+OFFLOAD_FROM = 2**12  # bytes; tiny models have nothing large
 SMALL = 2**15  # bytes; a peak is looked for when a larger tensor is made
 LORA = LoraSettings(rank=4, alpha=4.0)
 NO_OVERHEAD = Backend(workspace=0, fragmentation=0.0, context=0)
@@ -69,7 +70,15 @@ def _watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Peaks]:
 
 
 def _train(
-    tiny: Any, cut: int, kept: Any, accumulation: int, scheme: str, monkeypatch: Any, swapped: Any = (0, 0)
+    tiny: Any,
+    cut: int,
+    kept: Any,
+    accumulation: int,
+    scheme: str,
+    monkeypatch: Any,
+    *,
+    swapped: Any = (0, 0),
+    offloads: bool = False,
 ) -> dict[Any, int]:
     """Two optimizer steps of a tiny model over two emulated cards -> the most that each held."""
     family = tiny.family
@@ -88,6 +97,8 @@ def _train(
             model.enable_gradient_checkpointing(split.checkpoint)
         if any(swapped):
             apply_block_swap(split, list(place_swapped(placement, kept, swapped)))
+        if offloads:
+            split.offload_inputs(min_bytes=OFFLOAD_FROM)
         optimizer = torch.optim.AdamW(lora.parameters().values(), lr=1e-4, foreach=False)
 
         def step() -> None:
@@ -110,7 +121,16 @@ def _loss(model: Any, family: Any, tiny: Any) -> torch.Tensor:
     return flow_matching_loss(prediction, latents.to(CARDS[0]), latents.to(CARDS[0]))
 
 
-def _forecast(tiny: Any, cut: int, kept: Any, accumulation: int, scheme: str, swapped: Any = (0, 0)) -> dict[Any, int]:
+def _forecast(
+    tiny: Any,
+    cut: int,
+    kept: Any,
+    accumulation: int,
+    scheme: str,
+    *,
+    swapped: Any = (0, 0),
+    offloads: bool = False,
+) -> dict[Any, int]:
     family = tiny.family
     with torch.device("meta"):
         import diffusers
@@ -122,7 +142,11 @@ def _forecast(tiny: Any, cut: int, kept: Any, accumulation: int, scheme: str, sw
     kernels = Kernels(kernels_of(CARDS[0]), has_fused=False, rounding=1)
     rehearsal = rehearse_training(model, family, variant, tiny.transformer_config, work, kernels)
     count = len(rehearsal.names)
-    settings = StepSettings(accumulation=accumulation, is_checkpointing=kept is not None)
+    settings = StepSettings(
+        accumulation=accumulation,
+        is_checkpointing=kept is not None,
+        offload_from=OFFLOAD_FROM if offloads else None,
+    )
     forecaster = Forecaster(rehearsal, Optimizer(state=8, step=0), settings, backend=NO_OVERHEAD)
     kept = kept or (0, 0)
     plans = StagePlan(0, 2, 0, cut, kept[0], swapped[0]), StagePlan(1, 2, cut, count, kept[1], swapped[1])
@@ -176,6 +200,18 @@ def test_forecast_of_swapped_blocks_is_what_emulated_cards_hold(scheme, monkeypa
     assert resident[CARDS[0]] == swapped[CARDS[0]] and resident[CARDS[1]] > 1.1 * swapped[CARDS[1]]
     errors = {str(card): swapped[card] / measured[card] - 1 for card in measured}
     assert all(-0.035 < error < 0.025 for error in errors.values()), errors
+
+
+def test_forecast_with_offloaded_inputs_is_what_emulated_cards_hold(monkeypatch):
+    """A deep model, mostly on the second card, with two micro-batches a step."""
+    tiny = _tiny("flux2")
+    tiny = dataclasses.replace(tiny, transformer_config={**tiny.transformer_config, "num_single_layers": 8})
+    plain, forecast = (_forecast(tiny, 1, (0, 0), 2, "none", offloads=offloads) for offloads in (False, True))
+    measured = _train(tiny, 1, (0, 0), 2, "none", monkeypatch, offloads=True)
+    errors = {str(card): forecast[card] / measured[card] - 1 for card in measured}
+    assert all(-0.035 < error < 0.025 for error in errors.values()), errors
+    saved = plain[CARDS[1]] - forecast[CARDS[1]]
+    assert saved > 0.05 * plain[CARDS[1]] and plain[CARDS[1]] - measured[CARDS[1]] > 0.9 * saved
 
 
 # ---- what two H200 held
@@ -275,6 +311,24 @@ def test_stages_hold_the_inputs_of_micro_batches_in_flight(schedule, ahead, held
     assert [device.checkpoints for device in devices] == [count * (2 * 100 + 7) for count in held]
     tail = 0 if schedule == "none" else 2
     assert [device.weights - 2000 for device in devices] == [30 * (i == 0) + 20 * (i == tail) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("held", "in_forward", "in_backward"), [(1, [1, 2, 3, 3, 3, 3], [1, 2, 2, 2, 2, 2]), (3, [3] * 6, [4] * 6)]
+)
+def test_offloaded_inputs_leave_the_card_but_for_a_few(held, in_forward, in_backward, monkeypatch):
+    """The block at work and two before it; in its backward one that arrives, and two of other micro-batches."""
+    settings = StepSettings(schedule="gpipe", accumulation=held, offload_from=80)
+    forecaster = _forecaster(settings, inputs=110, input_sizes=(100, 10))
+    moments = {each.name: each.checkpoints for each in forecaster._moments(StagePlan(0, 1, 0, 6), 0, 0)}
+    for index in (0, 1, 2, 5):
+        small = 7 * held + 10 * (index + 1 + 6 * (held - 1))
+        assert moments[f"forward of blocks.{index}"] == small + 100 * in_forward[index]
+        assert moments[f"backward of blocks.{index}"] == small + 100 * in_backward[index]
+    assert moments["last layers and loss"] == held * (7 + 60) + 200
+    assert forecaster.offloaded_bytes([StagePlan(0, 1, 0, 6)]) == held * 600
+    assert forecaster.offloaded_bytes([StagePlan(0, 1, 0, 6, num_kept=2)]) == held * 400
+    assert forecaster.host_bytes([StagePlan(0, 1, 0, 6)]) == max(1000, held * 600)
 
 
 def test_swapped_blocks_take_two_slots_of_the_card_and_the_rest_of_the_host():

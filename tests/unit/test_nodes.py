@@ -109,6 +109,7 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "stock_clip": "CLIP",
         "stock_vae": "VAE",
         "compile_blocks": "COMBO",
+        "offload_activations": "COMBO",
     }
 
 
@@ -444,6 +445,7 @@ CHANGES = [
     ("lora_dtype", "float32", "output.lora_dtype", "float32"),
     ("tensorboard", True, "output.tensorboard", True),
     ("compile_blocks", "auto", "train.compile", "auto"),
+    ("offload_activations", "on", "train.offload_activations", "on"),
 ]
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
+from devicebridge.parallel import block_split
+from devicebridge.parallel.offload import Offload
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.training.cards import parse_cards
 from devicebridge.training.config import PipelineConfig
-from devicebridge.training.job import check_job, run_job
+from devicebridge.training.job import check_job, plan_job, run_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+TRAIN = {"steps": 3, "batch_size": 1, "accumulation": 3, "seed": 3}
 
 
 def _job(tmp_path, folder, **sections):
@@ -18,7 +25,7 @@ def _job(tmp_path, folder, **sections):
         "split": {"devices": ["lazy:0", "lazy:1"]},
         "cache": {"vae_device": "cpu"},
         "lora": {"dropout": 0.3},
-        "train": {"steps": 3, "batch_size": 1, "accumulation": 3, "seed": 3},
+        "train": TRAIN,
         "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
     }
     return make_tiny_job(tmp_path, "flux2", **{**values, **sections})
@@ -51,6 +58,31 @@ def test_kept_blocks_change_nothing_but_memory(tmp_path):
     split = {"devices": ["lazy:0", "lazy:1"], "kept_blocks": [1, 2]}
     kept = _run(_job(tmp_path, "kept", split=split))
     assert kept.losses == plain.losses and kept.lora_path.read_bytes() == plain.lora_path.read_bytes()
+
+
+def test_offloaded_inputs_change_nothing_but_memory(tmp_path, monkeypatch):
+    """Whole runs, stopped with and resumed without; every buffer is freed at the end."""
+    made = []
+
+    class Watched(Offload):
+        def __init__(self, *, min_bytes):
+            super().__init__(min_bytes=1)
+            made.append(self)
+
+    monkeypatch.setattr(block_split, "Offload", Watched)
+    train = {**TRAIN, "steps": 2}
+    plain = _run(_job(tmp_path, "plain", train={**train, "offload_activations": "off"}))
+    assert made == []
+    job = _job(tmp_path, "offloaded", train={**train, "offload_activations": "on"})
+    held = []
+    stopped = _run(job, should_stop=lambda: held.append(made[-1].host_bytes) or held[-1] > 0)
+    assert stopped.step == 1 and held[-1] > 0
+    again = dataclasses.replace(job.train, offload_activations="off")
+    resumed = _run(dataclasses.replace(job, train=again), resume=True)
+    assert resumed.losses == plain.losses and resumed.eval_after == plain.eval_after
+    assert resumed.lora_path.read_bytes() == plain.lora_path.read_bytes()
+    gc.collect()
+    assert len(made) == 1 and made[0].host_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -93,6 +125,10 @@ def test_a_compiled_job_is_refused_nothing_and_leaves_no_setting_behind(tmp_path
     [
         ({"split": {"kept_blocks": [1, 1, 1]}}, "give one each"),
         ({"split": {"kept_blocks": [50, 0]}}, "asks 50 blocks"),
+        (
+            {"split": {"devices": ["cpu"]}, "train": {"steps": 1, "offload_activations": "on"}},
+            "the model is on the CPU",
+        ),
         ({"split": {"kept_blocks": [1, 1]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
         ({"split": {"swapped_blocks": [1, 1]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
         ({"split": {"swapped_blocks": [1]}}, "swapped_blocks has 1 values"),
@@ -118,6 +154,7 @@ def test_lora_on_what_the_tail_reads_past_its_modules_has_no_pipeline(tmp_path):
     job = make_tiny_job(tmp_path, "wan", **sections)
     with emulated_cards():
         assert check_job(job).pipeline is None
+        assert plan_job(job, parse_cards("1GB,1GB")).setting.schedule == "none"
         assert run_job(job).status == "finished"
         asked = dataclasses.replace(job, pipeline=PipelineConfig(schedule="1f1b"))
         with pytest.raises(ValueError, match="which Wan's last layers read"):

@@ -21,7 +21,15 @@ from devicebridge.training.cards import Card, cards_of, parse_cards
 from devicebridge.training.config import JobConfig, make_job, save_job
 from devicebridge.training.forecast import Optimizer
 from devicebridge.training.job import check_job, run_job
-from devicebridge.training.plan_view import compare, describe_comparison, describe_plan, draw_plan, parts_of, picture_of
+from devicebridge.training.plan_view import (
+    compare,
+    describe_comparison,
+    describe_plan,
+    draw_plan,
+    parts_of,
+    picture_of,
+    plan_values,
+)
 from devicebridge.training.planner import HOST_SHARE, Planner, TrainingPlan, optimizer_bytes, plan_training
 from devicebridge.training.rehearsal import BlockCost, Rehearsal, rehearse_training
 
@@ -226,10 +234,13 @@ def _made_up(
     *,
     count: int = 10,
     small: tuple[str, float] | None = None,
+    inputs: int = 10**7,
+    host_bytes: int | None = None,
     **sections: dict[str, Any],
 ) -> Planner:
     """small: a scheme of half the size, and how much slower it is."""
-    block = BlockCost(1000 * 10**6, 0, 0, 10**7, {}, 10**7, 10**8, 10**7, 10**8, 2 * 10**8, 2 * 10**8)
+    size = 10**8, 10**7, 10**8, 2 * 10**8, 2 * 10**8
+    block = BlockCost(1000 * 10**6, 0, 0, inputs, {}, 10**7, *size, input_sizes=(inputs,))
     names = tuple(f"transformer_blocks.{index}" for index in range(count))
     rehearsal = Rehearsal(names, (block,) * count, 0, 0, 0, 0, 0, 0, 0)
     half = Rehearsal(names, (dataclasses.replace(block, weights=500 * 10**6),) * count, 0, 0, 0, 0, 0, 0, 0)
@@ -245,7 +256,7 @@ def _made_up(
         times.factors = {small[0]: small[1]}
     info, variant = _full_size()
     sections = {"model": {"quantize": "none"}} | sections
-    return Planner(_job(**sections), info, variant, cards, (512, 512), times=times)
+    return Planner(_job(**sections), info, variant, cards, (512, 512), times=times, host_bytes=host_bytes)
 
 
 def _cards(*sizes_gb: float, speeds: tuple[float, ...] = ()) -> list[Card]:
@@ -346,6 +357,81 @@ def test_a_slower_scheme_in_memory_loses_against_a_faster_one_from_the_host(monk
         planner = _made_up(monkeypatch, _cards(8), _Times([1.0] * 10, link), small=("fp8", 2.0), **auto)
         plan = plan_training(planner)
         assert plan.setting.scheme == scheme and any(plan.swapped_blocks) == is_swapping
+
+
+# ---- block inputs in host memory: 0.5 GB a block
+
+
+def _offloading(monkeypatch: pytest.MonkeyPatch, *sizes_gb: float, link: float = 1e12, **changes: Any) -> TrainingPlan:
+    """Without blocks that stream from there, too."""
+    times, cards = _Times([1.0] * 10, link), _cards(*sizes_gb)
+    split = {"swapped_blocks": [0] * len(cards)} | changes.pop("split", {})
+    return plan_training(_made_up(monkeypatch, cards, times, inputs=5 * 10**8, split=split, **changes))
+
+
+def test_inputs_are_offloaded_where_nothing_fits_otherwise(monkeypatch):
+    """By hand: 10 GB of blocks, 5 of inputs and a tenth, 0.8 besides; with three blocks' inputs on the card 12.5."""
+    assert [other.setting.offloads for other in _offloading(monkeypatch, 18).alternatives] == [False]
+    plan = _offloading(monkeypatch, 14)
+    (device,) = plan.forecast.devices
+    away = 10 - device.num_kept
+    assert plan.setting.offloads and device.checkpoints == (2 + device.num_kept) * 5 * 10**8
+    assert plan.forecast.host_bytes == plan.forecast.offloaded_bytes == away * 5 * 10**8
+    text = describe_plan(plan)
+    assert "block inputs in host memory;" in text and "nothing as good fits without" in text
+    assert f"{plan.forecast.offloaded_bytes / 1e9:.1f} GB pinned" in text
+    assert [other.times_longer for other in plan.alternatives if not other.setting.offloads] == [None]
+    values = plan_values(plan)
+    assert values["setting"]["offload_activations"] is True and values["offloaded_bytes"] > 0
+    with pytest.raises(ValueError, match='train.offload_activations = "auto"'):
+        _offloading(monkeypatch, 14, train={"offload_activations": "off"})
+
+
+def test_offloading_is_the_users_to_set(monkeypatch):
+    plan = _offloading(monkeypatch, 80, train={"offload_activations": "on"}, split={"kept_blocks": [0]})
+    assert plan.setting.offloads and any(reason.endswith("pinned host memory: given") for reason in plan.reasons)
+    assert plan.relative_time == pytest.approx(1.0)
+    assert not _offloading(monkeypatch, 80, train={"gradient_checkpointing": False}).setting.offloads
+
+
+def test_a_slow_link_counts_both_ways(monkeypatch):
+    """5 GB there and back at 0.1 GB/s against 30 seconds of blocks."""
+    on = {"train": {"offload_activations": "on"}, "split": {"kept_blocks": [0]}}
+    assert _offloading(monkeypatch, 80, link=1e8, **on).relative_time == pytest.approx(100 / 30)
+    assert _offloading(monkeypatch, 80, link=1e9, **on).relative_time == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("link", "expected"), [(1e12, ("1f1b", True)), (1e7, ("none", False))])
+def test_a_pipeline_that_fits_only_so_is_weighed_against_none(monkeypatch, link, expected):
+    """1f1b holds two micro-batches or more on the first card, 2.5 GB each: 5 + 2.8 fits 9 GB, 5 + 5.5 does not."""
+    plan = _offloading(monkeypatch, 9, 9, link=link, train={"accumulation": 8})
+    assert (plan.setting.schedule, plan.setting.offloads) == expected
+
+
+@pytest.mark.parametrize("asked", ["auto", "on"])
+def test_host_memory_that_is_not_there_is_not_pinned(monkeypatch, asked):
+    train = {"offload_activations": asked}
+    kept = {"kept_blocks": [0]}
+    assert _offloading(monkeypatch, 14, train=train, split=kept, host_bytes=7 * GB).setting.offloads
+    with pytest.raises(ValueError, match="5.0 GB would be pinned for block inputs, 6.0 GB are free"):
+        _offloading(monkeypatch, 14, train=train, split=kept, host_bytes=6 * GB)
+
+
+def test_a_wan_of_video_size_fits_cards_with_its_inputs_in_host_memory():
+    """Wan 14B at 480x832, 49 frames, in 8 bits over two cards of 16 GB, eight micro-batches a step."""
+    info, variant = _full_size("wan")
+    plans = {}
+    for asked in ("off", "on"):
+        train = {"accumulation": 8, "offload_activations": asked}
+        split = {"memory_limit_gb": [1000.0, 1000.0], "kept_blocks": [0, 0]}
+        job = _job(train=train, split=split, pipeline={"schedule": "1f1b"})
+        plans[asked] = plan_training(Planner(job, info, variant, parse_cards("24GB,24GB"), (480, 832), frames=49))
+    first = {asked: plan.forecast.devices[0] for asked, plan in plans.items()}
+    assert first["off"].held == 3
+    stream = 13 * 30 * 52 * 5120 * 2
+    blocks = plans["on"].forecast.devices[0].num_blocks
+    assert blocks * stream * 3 <= plans["on"].forecast.offloaded_bytes <= 3 * 40 * stream
+    assert first["off"].checkpoints - first["on"].checkpoints > (3 * blocks - 5) * stream
 
 
 def test_operations_are_the_default_times():

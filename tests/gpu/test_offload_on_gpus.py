@@ -1,0 +1,120 @@
+"""Block inputs in pinned host memory on real GPUs: some tests need one, the jobs two; skipped elsewhere."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from devicebridge.parallel import block_split
+from devicebridge.parallel.offload import NUM_WAITING, Offload
+from devicebridge.parallel.recompute import recompute
+from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.training.job import run_job
+from torch import nn
+
+NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not NUM_GPUS, reason="needs a GPU; torch sees 0 here")]
+
+NUM_BLOCKS, NUM_BATCHES = 16, 3
+
+
+class _Block(nn.Module):
+    """With is_heavy a matrix product, else kernels that end long before a copy over the bus."""
+
+    def __init__(self, width: int, *, is_heavy: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False) if is_heavy else None
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        y = x if self.linear is None else self.linear(x)
+        return torch.sin(y * self.scale + table) + x
+
+
+@pytest.fixture(autouse=True)
+def deterministic_algorithms():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def train(
+    device: torch.device, keeper: Offload | None, shape: tuple[int, ...], *, is_heavy: bool
+) -> list[torch.Tensor]:
+    """Gradients of two steps, whose forwards all come before the backwards, as in gpipe; on the CPU."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(_Block(shape[-1], is_heavy=is_heavy) for _ in range(NUM_BLOCKS)).to(device)
+    table = torch.linspace(-1, 1, shape[-1]).expand(shape).contiguous().to(device)
+    for _ in range(2):
+        losses = []
+        for batch in range(NUM_BATCHES):
+            x = torch.linspace(-1, 1, shape[-1]).mul(batch + 1).expand(shape).contiguous().to(device)
+            for block in blocks:
+                x = recompute(block, (x, table), device, keeper)
+            losses.append(x.square().mean())
+            del x
+        for loss in losses:
+            loss.backward()
+    return [parameter.grad.cpu() for parameter in blocks.parameters()]
+
+
+@pytest.mark.parametrize("is_heavy", [False, True])
+def test_gradients_are_bitwise_those_without_and_the_peak_is_lower(is_heavy):
+    """Light kernels let copies lag behind, so that whatever is freed too early is overwritten."""
+    device, shape = torch.device("cuda", 0), (1, 4096, 1024)
+    keeper = Offload()
+    found, peaks = {}, {}
+    for name, each in (("plain", None), ("offloaded", keeper)):
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        found[name] = train(device, each, shape, is_heavy=is_heavy)
+        torch.cuda.synchronize(device)
+        peaks[name] = torch.cuda.max_memory_allocated(device) - before
+    assert all(torch.equal(a, b) for a, b in zip(found["plain"], found["offloaded"], strict=True))
+    size = 4096 * 1024 * 4
+    away = NUM_BATCHES * NUM_BLOCKS - (2 + 2 * NUM_WAITING)
+    assert peaks["plain"] - peaks["offloaded"] > 0.8 * away * size
+    assert keeper.host_bytes <= NUM_BATCHES * NUM_BLOCKS * size
+    keeper.close()
+    gc.collect()
+    assert keeper.host_bytes == 0
+
+
+def test_buffers_are_pinned_as_torch_sees_it():
+    keeper, device = Offload(), torch.device("cuda", 0)
+    kept = [keeper.keep([torch.ones(2**19, device=device)], device)[0] for _ in range(4)]
+    (buffers,) = (store.buffers for store in keeper._devices.values())
+    assert all(buffer.view(8, torch.uint8).is_pinned() for buffer in buffers._all) and len(buffers._all) == 3
+    assert all(torch.equal(ticket.bring([])[0].cpu(), torch.ones(2**19)) for ticket in reversed(kept))
+    keeper.close()
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two GPUs; torch sees {NUM_GPUS} here")
+@pytest.mark.parametrize("name", ["flux2", "wan"])
+def test_jobs_over_two_gpus_are_those_without_bit_for_bit(name, tmp_path, monkeypatch):
+    """With dropout, in every schedule."""
+
+    class All(Offload):
+        def __init__(self, *, min_bytes: int) -> None:
+            super().__init__(min_bytes=1)
+
+    monkeypatch.setattr(block_split, "Offload", All)
+    train = {"steps": 3, "batch_size": 1, "accumulation": 4, "seed": 3}
+    results = []
+    for schedule, asked in (("none", "off"), ("none", "on"), ("1f1b", "on"), ("gpipe", "on")):
+        job = make_tiny_job(
+            tmp_path,
+            name,
+            split={"devices": ["cuda:0", "cuda:1"], "kept_blocks": [0, 0]},
+            train={**train, "offload_activations": asked},
+            lora={"dropout": 0.3},
+            pipeline={"schedule": schedule},
+            output={"folder": str(tmp_path / f"{schedule}-{asked}")},
+        )
+        results.append(run_job(job))
+    for found in results[1:]:
+        assert found.losses == results[0].losses and found.eval_after == results[0].eval_after
+        assert all(torch.equal(found.lora[key], results[0].lora[key]) for key in found.lora)
