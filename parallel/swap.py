@@ -30,9 +30,10 @@ buffer's version counter, so that autograd itself raises for a plain weight it s
 
 Weights at rest. Frozen tensors of 64 KiB and more; the rest of a block, its LoRA, its buffers and anything that trains
 stay on the card. What rests is in the module: names, state dict and sizes are as ever, and a call that passes by our
-hook raises for tensors on two devices. One buffer per block is registered with the driver (pinned.py), as large as the
-block: buffers per layer could share pages of memory, which cannot be registered twice. So loading takes host memory
-for what rests and for one block, while a layer goes to the host as soon as it is final.
+hook finds the block's slot, if it is still there, or raises for tensors on two devices. One buffer per block is
+registered with the driver (pinned.py), as large as the block: buffers per layer could share pages of memory, which
+cannot be registered twice. So loading takes host memory for what rests and for one block, while a layer goes to the
+host as soon as it is final.
 
 One thread at a time works on a device (pipeline.py), so nothing is locked.
 """
