@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from .loading.checkpoint import CheckpointInfo, load_transformer
 from .loading.quantized_cache import load_through_cache
 from .parallel.block_split import BlockSplit, apply_block_split
 from .parallel.placement import Placement
+from .parallel.replicas import copy_model
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible
 from .patches.quantize import Quantizer, QuantizeReport, QuantizeSettings
 
@@ -23,13 +24,18 @@ AttachAdapter = Callable[[nn.Module], object]
 
 @dataclass(frozen=True)
 class Assembled:
-    """A model ready to train. split.remove() takes the bridge off; the blocks stay where the loader put them."""
+    """A model ready to train. split.remove() takes the bridge off; the blocks stay where the loader put them.
+
+    Args:
+        replicas: the same on further devices, as the placement says.
+    """
 
     model: nn.Module
     split: BlockSplit
     adapter: object
     quantized: QuantizeReport | None = None
     compiled: CompiledBlocks | None = None
+    replicas: tuple[Assembled, ...] = ()
 
 
 def assemble_for_training(
@@ -49,6 +55,7 @@ def assemble_for_training(
 
     Args:
         quantize: how the frozen linears are held; None as they are.
+        placement: with replicas, a copy of the model is made ready on each of their devices.
         kept_blocks: with gradient_checkpointing, how many blocks of each device keep their activations; () none.
         compiled_shapes: compile the blocks for so many shapes of batches, 0 if their number is unknown; where that
             cannot be done, it is logged. None compiles nothing.
@@ -64,6 +71,41 @@ def assemble_for_training(
     else:
         model = load_through_cache(quantized_cache, info, placement.device_of, dtype, quantizer)
     quantized = quantizer.close(model).report if quantizer is not None else None
+    #    Replicas are copied from card to card, 8-bit weights as they are; later, hooks and LoRA would be copied too.
+    models = [model, *(copy_model(model, device) for device in placement.replicas[1:])]
+    placements = [placement.on(device) for device in placement.replicas] or [placement]
+    kept = [tuple(kept_blocks[i : i + 1]) for i in range(len(models))] if placement.replicas else [tuple(kept_blocks)]
+
+    def finish(index: int) -> Assembled:
+        return _finish(
+            models[index],
+            family,
+            placements[index],
+            attach_adapter=attach_adapter,
+            gradient_checkpointing=gradient_checkpointing,
+            kept_blocks=kept[index],
+            compiled_shapes=compiled_shapes,
+            compiled_on=placement.used_devices,
+            quantized=quantized,
+        )
+
+    first, *others = (finish(index) for index in range(len(models)))
+    return replace(first, replicas=tuple(others))
+
+
+def _finish(
+    model: nn.Module,
+    family: ModelFamily,
+    placement: Placement,
+    *,
+    attach_adapter: AttachAdapter,
+    gradient_checkpointing: bool,
+    kept_blocks: Sequence[int],
+    compiled_shapes: int | None,
+    compiled_on: Sequence[torch.device],
+    quantized: QuantizeReport | None,
+) -> Assembled:
+    """What every replica goes through once its weights are in place; compiled_on: the devices of all of them."""
     # 2. The bridge comes before everything that may call the model or look at devices.
     split = apply_block_split(model, family, placement)
     # 3. LoRA goes onto the final base layers: PEFT picks its layer class, device and dtype from what it finds there.
@@ -75,7 +117,8 @@ def assemble_for_training(
         if kept_blocks:
             split.keep_activations(kept_blocks)
     # 5. Only a block's own forward is compiled, with the LoRA in it: hooks and recomputation around it stay Python.
+    #    Replicas share their blocks' code and with it torch's limit of graphs.
     compiled = None
     if compiled_shapes is not None:
-        compiled = compile_if_possible(model, family, placement.used_devices, compiled_shapes)
+        compiled = compile_if_possible(model, family, compiled_on, compiled_shapes)
     return Assembled(model, split, adapter, quantized, compiled)

@@ -103,15 +103,18 @@ class SplitConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class PipelineConfig:
-    """How several devices share the micro-batches of a step (train.accumulation); numbers do not depend on it.
+    """How several devices share the micro-batches of a step (train.accumulation).
 
     Args:
         schedule: "none": one micro-batch at a time, one device computing; "1f1b" and "gpipe" keep all devices busy,
-            the first with less memory; "auto" takes 1f1b where there are several devices and micro-batches.
+            the first with less memory; numbers do not depend on which. "replicas": every device holds the whole model
+            and computes its share of the micro-batches, the same numbers up to the order of summation, with dropout
+            masks of each device's own; a run is resumed as it began. "auto" takes what the planner finds
+            fastest, and where none plans 1f1b, if there are several devices and micro-batches.
         ahead: micro-batches that every device but the last may hold beyond what 1f1b needs.
     """
 
-    schedule: Literal["auto", "none", "gpipe", "1f1b"] = "auto"
+    schedule: Literal["auto", "none", "gpipe", "1f1b", "replicas"] = "auto"
     ahead: Annotated[int, Field(ge=0)] = 1
 
 
@@ -333,6 +336,11 @@ class JobConfig:
     def __post_init__(self) -> None:
         if self.data.encoded and self.evaluation.folder:
             raise ValueError("evaluation.folder holds images, but a job on data.encoded has no encoders; remove it")
+        if self.pipeline.schedule == "replicas" and self.split.balance != "bytes":
+            raise ValueError(
+                f'split.balance = "{self.split.balance}" says where to cut the model, but pipeline.schedule = '
+                '"replicas" puts all of it on every device; remove one of the two'
+            )
         if self.data.encoded and (self.cache.text_source or self.cache.latent_source):
             raise ValueError("cache.text_source and latent_source are for images; data.encoded is encoded already")
 

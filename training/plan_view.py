@@ -86,6 +86,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             "schedule": plan.setting.schedule,
             "ahead": plan.setting.ahead,
             "split_at": _cuts(plan),
+            "replicas": [str(device) for device in plan.placement.replicas],
             "kept_blocks": list(plan.kept_blocks),
             "swapped_blocks": list(plan.swapped_blocks),
         },
