@@ -11,15 +11,11 @@ import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel import replicas as replicas_module
-from devicebridge.parallel.block_split import apply_block_split
 from devicebridge.parallel.pipeline import MicroBatch
-from devicebridge.parallel.placement import Placement, block_names
 from devicebridge.parallel.replicas import Replica, Replicas, copy_model, num_dealt
-from devicebridge.patches.quantize import Quantizer, QuantizeSettings, replace_module
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes, on_cpu
+from devicebridge.tests.replica_cases import make_micro_batches, make_replica, make_replicas, quantized
 from devicebridge.tests.toy import TINY
-from devicebridge.training.adapter import apply_lora
-from devicebridge.training.config import LoraSettings
 from torch import nn
 
 HOME, NEXT, THIRD = CARDS[:3]
@@ -33,63 +29,12 @@ def no_thread_left():
     assert set(threading.enumerate()) == before
 
 
-def _quantized(model, family, scheme):
-    quantizer = Quantizer(family, QuantizeSettings(scheme))
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear):
-            replace_module(model, name, quantizer.finish(name, module))
-    return model
-
-
-def _replica(model, name, card, *, dropout=0.0, kept=0, checkpointing=True, seed=1):
-    """A tiny model on a card with a LoRA that is not zero."""
-    family = FAMILIES[name]
-    placement = Placement(names := block_names(model, family), (card,) * len(names), card)
-    split = apply_block_split(model, family, placement)
-    lora = apply_lora(model, family, LoraSettings(rank=2, alpha=3, dropout=dropout), seed=seed)
-    with torch.no_grad():
-        for parameter in lora.parameters().values():
-            generator = torch.Generator().manual_seed(parameter.numel() + seed)
-            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
-    model.train()
-    if checkpointing:
-        model.enable_gradient_checkpointing(split.checkpoint)
-        split.keep_activations([kept])
-    return Replica(model, card, tuple(lora.parameters().values()))
-
-
-def _make(name, cards, scheme=None, **settings):
-    model = TINY[name].make_model(seed=0)
-    if scheme is not None:
-        model = _quantized(model, FAMILIES[name], scheme)
-    model = model.to(cards[0])
-    models = [model, *(copy_model(model, card) for card in cards[1:])]
-    return [_replica(each, name, card, **settings) for each, card in zip(models, cards, strict=True)]
-
-
-def _micro_batches(seat, name, count):
-    """seat: from an index to the model and device that a micro-batch goes through."""
-    family, tiny = FAMILIES[name], TINY[name]
-
-    def make(index):
-        model, home = seat(index)
-
-        def forward(inputs):
-            inputs = {k: v.to(home) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-            output = model(**inputs, return_dict=False)[0]
-            return family.read_prediction(output, tiny.make_latents(seed=index)).square().mean() / count
-
-        return MicroBatch(lambda: tiny.make_inputs(seed=index), forward)
-
-    return [make(index) for index in range(count)]
-
-
 def _plainly(name, count, **settings):
     """Losses and gradients of plain accumulation on one card, its replica never told of others."""
     with emulated_cards(4):
-        (one,) = _make(name, CARDS[:1], **settings)
+        (one,) = make_replicas(name, CARDS[:1], **settings)
         losses = []
-        for batch in _micro_batches(lambda index: (one.model, one.device), name, count):
+        for batch in make_micro_batches(lambda index: (one.model, one.device), name, count):
             loss = batch.forward(batch.prepare())
             loss.backward()
             losses.append(on_cpu(loss))
@@ -99,9 +44,9 @@ def _plainly(name, count, **settings):
 def _copied(name, num_cards, count, **settings):
     """Losses and gradients over replicas, and the cards' random states after."""
     with emulated_cards(4):
-        made = _make(name, CARDS[:num_cards], **settings)
+        made = make_replicas(name, CARDS[:num_cards], **settings)
         replicas = Replicas(made)
-        losses = [on_cpu(loss) for loss in replicas.run(_micro_batches(replicas.seat, name, count))]
+        losses = [on_cpu(loss) for loss in replicas.run(make_micro_batches(replicas.seat, name, count))]
         assert all(parameter.grad is None for other in made[1:] for parameter in other.parameters)
         gradients = [on_cpu(parameter.grad).clone() for parameter in made[0].parameters]
         return losses, gradients, [torch.lazy.get_rng_state(card) for card in CARDS[:num_cards]]
@@ -137,8 +82,8 @@ def test_8_bit_weights_are_copied_as_they_are(scheme):
 def test_sums_are_added_in_the_order_of_the_devices():
     """By hand: each replica's micro-batches first, then replica after replica, the very same bits."""
     with emulated_cards(4):
-        (one,) = _make("flux2", CARDS[:1])
-        batches = _micro_batches(lambda index: (one.model, one.device), "flux2", 7)
+        (one,) = make_replicas("flux2", CARDS[:1])
+        batches = make_micro_batches(lambda index: (one.model, one.device), "flux2", 7)
         expected = None
         for share in range(3):
             for batch in batches[share::3]:
@@ -172,7 +117,7 @@ def test_trained_values_are_made_equal_at_once_and_by_sync():
     with emulated_cards(4):
         model = TINY["flux2"].make_model(seed=0).to(HOME)
         other = copy_model(model, NEXT)
-        pair = [_replica(model, "flux2", HOME), _replica(other, "flux2", NEXT, seed=5)]
+        pair = [make_replica(model, "flux2", HOME), make_replica(other, "flux2", NEXT, seed=5)]
         replicas = Replicas(pair)
         for _ in range(2):
             for a, b in zip(*(replica.parameters for replica in pair), strict=True):
@@ -185,7 +130,7 @@ def test_trained_values_are_made_equal_at_once_and_by_sync():
 
 def test_a_copy_is_the_same_model_elsewhere_and_shares_nothing():
     with emulated_cards(2):
-        model = _quantized(TINY["flux2"].make_model(seed=0), FAMILIES["flux2"], "int8-compute").to(HOME)
+        model = quantized(TINY["flux2"].make_model(seed=0), FAMILIES["flux2"], "int8-compute").to(HOME)
         gc.collect()
         before = live_bytes(HOME)
         copied = copy_model(model, NEXT)
@@ -352,11 +297,11 @@ def test_what_cannot_be_replicas_is_refused():
 
 def test_memory_is_given_back():
     with emulated_cards(2):
-        pair = _make("flux2", CARDS[:2], checkpointing=False)
+        pair = make_replicas("flux2", CARDS[:2], checkpointing=False)
         replicas = Replicas(pair)
         gc.collect()
         before = [live_bytes(card) for card in CARDS[:2]]
-        losses = replicas.run(_micro_batches(replicas.seat, "flux2", 4))
+        losses = replicas.run(make_micro_batches(replicas.seat, "flux2", 4))
         pair[0].model.zero_grad(set_to_none=True)
         del losses
         gc.collect()
