@@ -37,6 +37,8 @@ class ModelConfig:
     Args:
         path: diffusers folder (pipeline or transformer), single-file checkpoint, or one shard of several.
         family, variant: "" recognises them from the file.
+        second_expert: of a model that is a pair of experts (Wan 2.2 A14B), the other one, which is trained at the same
+            time on cards of its own; the same model folder where both lie in one. "" trains the one at path alone.
         dtype: type of the frozen weights in memory and of the computation; files of any type are converted. float16 is
             not offered: its range is too small for the gradients of these models without loss scaling.
         quantize: "none", or how the linears that the family allows are held (LoRA is left alone): "fp8" and "int8"
@@ -50,6 +52,7 @@ class ModelConfig:
     path: str
     family: str = ""
     variant: str = ""
+    second_expert: str = ""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantize: Literal["none", "fp8", "int8", "fp8-compute", "int8-compute", "auto"] = "none"
     rotation: Literal[0, 16, 64, 256] = 64
@@ -336,6 +339,11 @@ class JobConfig:
     def __post_init__(self) -> None:
         if self.data.encoded and self.evaluation.folder:
             raise ValueError("evaluation.folder holds images, but a job on data.encoded has no encoders; remove it")
+        if self.model.second_expert and self.split.balance == "manual":
+            raise ValueError(
+                'split.balance = "manual" cuts one model, but model.second_expert gives each of two experts cards of '
+                "its own; remove one of the two"
+            )
         if self.pipeline.schedule == "replicas" and self.split.balance != "bytes":
             raise ValueError(
                 f'split.balance = "{self.split.balance}" says where to cut the model, but pipeline.schedule = '
@@ -443,6 +451,7 @@ def _without_none(values: Any) -> Any:
 
 _PATH_KEYS = (
     ("model", "path"),
+    ("model", "second_expert"),
     ("model", "quantized_cache"),
     ("data", "encoded"),
     ("cache", "folder"),

@@ -140,7 +140,12 @@ def _with_tail(plan: JobPlan) -> JobPlan:
 
 
 def _refuse_block_settings(job: JobConfig) -> None:
-    """Raises: ValueError for what is asked of blocks and cannot be done."""
+    """Raises: ValueError for what is asked of blocks and cannot be done, and for two models in one."""
+    if job.model.second_expert:
+        raise ValueError(
+            f"model.second_expert names {job.model.second_expert}, and one model is trained here; remove it, or give "
+            "the job file to `devicebridge train`, which trains both experts"
+        )
     if any(job.split.swapped_blocks):
         raise ValueError(
             "split.swapped_blocks asks for blocks that stream from host memory, which training cannot do yet; remove "
