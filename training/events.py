@@ -13,6 +13,8 @@ Kinds and their values:
               device                                 the planner knows the devices' memory
     saved     path                                   a file is complete on disk
     stopped   hint                                   the job was stopped and can be resumed
+
+Of a job over two experts (concurrent.py) every event has the value `expert`: "high_noise", "low_noise", or "caches".
 """
 
 from __future__ import annotations

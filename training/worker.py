@@ -65,8 +65,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--fill-caches", type=Path, metavar="OTHER", help="train nothing; check this job as well")
     options = parser.parse_args(arguments)
-    logging.getLogger("devicebridge").addHandler(_Tell())  # not what libraries say at import
     should_stop = _stop_when_told(options.stop_file, options.parent)
+    handler, pack = _Tell(), logging.getLogger("devicebridge")  # not what libraries say at import
+    pack.addHandler(handler)
     try:
         tell("result", asdict(_work(options, should_stop)))
     except (ValueError, RuntimeError, OSError) as error:
@@ -75,6 +76,8 @@ def main(arguments: Sequence[str]) -> int:
     except Exception:  # a mistake of ours, and standard error leads nowhere
         tell("error", {"message": traceback.format_exc()})
         return 2
+    finally:
+        pack.removeHandler(handler)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ from devicebridge.families.registry import FAMILIES
 from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
 from devicebridge.tests.toy import TINY
 from devicebridge.training import concurrent as concurrent_module
+from devicebridge.training import worker as worker_module
 from devicebridge.training.concurrent import run_pair
 from devicebridge.training.config import save_job
 from devicebridge.training.events import Event
@@ -40,7 +42,7 @@ def _job(tmp_path, folder, *, variant=HIGH, second=True, **sections):
     model = {"path": str(tmp_path / "model"), "variant": variant}
     values = {
         "model": model | ({"second_expert": str(tmp_path / "model")} if second else {}),
-        "train": {"steps": 4, "batch_size": 1, "seed": 3},
+        "train": {"steps": 3, "batch_size": 1, "seed": 3},
         "lora": {"dropout": 0.2},
         "evaluation": {"folder": ""},
         "output": {"folder": str(tmp_path / folder), "name": "mine", "save_every_steps": 1},
@@ -61,34 +63,59 @@ def _alone(tmp_path, folder, variant, name):
     return run_job(_job(tmp_path, folder, variant=variant, second=False, output=output, cache=cache))
 
 
-def test_stopped_and_resumed_both_are_the_bytes_of_two_separate_jobs(tmp_path, together):
-    """Real processes at the same time, with dropout; stopped after a step of either."""
-    events: list[Event] = []
+def test_both_are_the_bytes_of_two_separate_jobs(tmp_path, together):
+    """Real processes at the same time, with dropout; one has been stopped after its first step, the other is new."""
     job = _job(tmp_path, "pair")
-    stopped = run_pair(
-        job, ["cpu"], on_event=events.append, should_stop=lambda: any(event.kind == "step" for event in events)
-    )
-    assert not stopped.is_finished and "stopped" in {found.status for found in stopped.experts.values()}
-    for name, found in stopped.experts.items():
-        assert (tmp_path / "pair" / name / "checkpoints").exists() == (found.step > 0)
-    resumed = run_pair(job, ["cpu"], resume=True, on_event=events.append)
-    assert resumed.is_finished and list(resumed.experts) == ["high_noise", "low_noise"]
+    stepped: list[Event] = []
+    high = expert_jobs(job, ["cpu"])[0].job
+    stopped = run_job(high, on_event=stepped.append, should_stop=lambda: any(e.kind == "step" for e in stepped))
+    assert stopped.step == 1
+    events: list[Event] = []
+    result = run_pair(job, ["cpu"], resume=True, on_event=events.append)
+    assert result.is_finished and list(result.experts) == ["high_noise", "low_noise"]
     files = []
     for variant, name in ((HIGH, "high_noise"), (LOW, "low_noise")):
         alone = _alone(tmp_path, name, variant, f"mine_{name}")
-        found = resumed.experts[name]
+        found = result.experts[name]
         assert found.lora_path == str(tmp_path / "pair" / name / f"mine_{name}.safetensors")
         files.append(Path(found.lora_path).read_bytes())
         assert files[-1] == alone.lora_path.read_bytes()
-        assert list(found.losses) == alone.losses and found.step == 4
+        assert list(found.losses) == alone.losses and found.step == 3
     assert files[0] != files[1]
-    # computed once, by the first process; one log of everything
-    assert {e.values["expert"] for e in events if e.kind == "progress"} == {"caches"}
+    # computed once; one log of everything
+    assert all(e.step == e.total for e in events if e.kind == "progress" and e.values["expert"] != "caches")
     assert {e.values["expert"] for e in events if e.kind == "step"} == {"high_noise", "low_noise"}
     told = [json.loads(line) for line in (tmp_path / "pair" / "events.jsonl").read_text().splitlines()]
     assert [each["expert"] for each in told] == [event.values["expert"] for event in events]
     assert (tmp_path / "pair" / "cache").is_dir() and not (tmp_path / "pair" / "low_noise" / "cache").exists()
     assert not list((tmp_path / "pair").rglob("stop"))
+
+
+def _lines(capsys):
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+
+
+def test_a_worker_stops_when_told_and_tells_how_it_ended(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(worker_module.signal, "signal", lambda number, handler: None)
+    job, stop_file = tmp_path / "job.toml", tmp_path / "stop"
+    save_job(expert_jobs(_job(tmp_path, "pair", train={"steps": 9}), ["cpu"])[0].job, job)
+    plain = worker_module.tell
+
+    def tell_and_stop(kind, values, step=0, total=0):
+        plain(kind, values, step, total)
+        if kind == "step":
+            stop_file.touch()
+
+    monkeypatch.setattr(worker_module, "tell", tell_and_stop)
+    arguments = [str(job), str(stop_file), "--parent", str(os.getppid())]
+    assert worker_module.main(arguments) == 0
+    *_, last = _lines(capsys)
+    assert last["kind"] == "result" and last["values"]["status"] == "stopped" and last["values"]["step"] == 1
+    stop_file.unlink()
+    assert worker_module.main(arguments) == 2  # it has checkpoints
+    assert "resume it" in _lines(capsys)[-1]["values"]["message"]
+    assert worker_module.main([*arguments[:3], "1", "--resume"]) == 0 or os.name == "nt"
+    assert _lines(capsys)[-1]["values"]["status"] == "stopped"  # whoever started it is gone
 
 
 _SCRIPT = """
@@ -197,7 +224,7 @@ def test_devices_and_what_is_said_of_them_are_divided(tmp_path):
         ({"model": {"variant": "wan2.1-t2v-14b"}}, "which is whole"),
         ({"model": {"second_expert": "transformer"}}, "are the same files"),
         ({"split": {"devices": ["cuda:0", "cuda:1"], "memory_limit_gb": [1.0]}}, "give one"),
-        ({"split": {"balance": "manual", "split_at": [1]}}, "cards of its own"),
+        ({"split": {"devices": ["cuda:0", "cuda:1"], "balance": "manual", "split_at": [1]}}, "cards of its own"),
     ],
 )
 def test_what_is_no_pair_is_refused(tmp_path, sections, message):
