@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from contextlib import ExitStack
 
 import pytest
+from devicebridge import assembly
+from devicebridge.parallel import replicas as replicas_module
+from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.tests.emulated import CARDS, emulated_cards
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.training import job as job_module
@@ -61,6 +66,32 @@ def test_a_run_with_dropout_repeats_itself_and_resumes_bit_for_bit(tmp_path):
     resumed = _run(dataclasses.replace(job, pipeline=PipelineConfig(schedule="auto")), resume=True)
     assert resumed.losses == straight.losses and resumed.eval_after == straight.eval_after
     assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
+
+
+def test_the_first_of_a_shape_on_each_card_is_compiled_alone(tmp_path, monkeypatch):
+    """As if blocks were compiled: every card has graphs of its own, and torch compiles for one thread at a time."""
+    monkeypatch.setattr(assembly, "compile_if_possible", lambda *arguments: CompiledBlocks([], ExitStack()))
+    plain_step, plain_gate = replicas_module._forward_and_backward, replicas_module._Gate.computing
+    at, steps, seen = threading.local(), [], []
+
+    def remember(microbatch, prepared, gate):
+        at.shape = tuple(prepared.noisy.shape)
+        return plain_step(microbatch, prepared, gate)
+
+    def watch(gate, is_alone):
+        seen.append((threading.current_thread().name, at.shape, len(steps), is_alone))
+        return plain_gate(gate, is_alone)
+
+    monkeypatch.setattr(replicas_module, "_forward_and_backward", remember)
+    monkeypatch.setattr(replicas_module._Gate, "computing", watch)
+    train = {"steps": 5, "batch_size": 1, "accumulation": 3, "compile": "auto"}
+    job = _job(tmp_path, "run", train=train, evaluation={"folder": ""}, data={"resolutions": [32, 48]})
+    _run(job, on_event=lambda event: steps.append(event) if event.kind == "step" else None)
+    first: dict[tuple[str, tuple[int, ...]], int] = {}
+    for thread, shape, step, is_alone in seen:
+        assert is_alone == (first.setdefault((thread, shape), step) == step)
+    begins = {shape: {step for (_, other), step in first.items() if other == shape} for _, shape in first}
+    assert any(len(steps) == 2 for steps in begins.values())  # a shape came to one card before the other
 
 
 @pytest.mark.parametrize(("first", "second"), [("replicas", "1f1b"), ("none", "replicas")])
