@@ -27,6 +27,7 @@ def _job(tmp_path, folder, name="flux2", **sections):
         "lora": {"dropout": 0.3},
         "train": {"steps": 2, "batch_size": 1, "accumulation": 3, "seed": 3},
         "pipeline": {"schedule": "replicas"},
+        "evaluation": {"folder": ""},
         "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
     }
     return make_tiny_job(tmp_path, name, **{**values, **sections})
@@ -41,7 +42,8 @@ def _run(job, **arguments):
 def test_a_job_trains_as_on_one_card(tmp_path, scheme, tolerance):
     """Optimizer steps, evaluation before and after; only sums are made in another order. Rounding to 8 bits makes a
     last bit larger."""
-    sections = {"lora": {"dropout": 0.0}, "model": {"quantize": scheme}}
+    held_out = {"folder": str(tmp_path / "held_out"), "quantiles": [0.5]}
+    sections = {"lora": {"dropout": 0.0}, "model": {"quantize": scheme}, "evaluation": held_out}
     one = _run(_job(tmp_path, "one", **sections, split={"devices": ["lazy:0"]}, pipeline={"schedule": "none"}))
     two = _run(_job(tmp_path, "two", **sections))
     assert two.losses[0] == one.losses[0] and len(set(two.losses)) == 2
@@ -50,21 +52,19 @@ def test_a_job_trains_as_on_one_card(tmp_path, scheme, tolerance):
     assert two.eval_after != two.eval_before
 
 
-def test_a_run_with_dropout_repeats_itself_and_resumes_bit_for_bit(tmp_path):
+def test_a_run_with_dropout_resumes_bit_for_bit(tmp_path):
     split = {"devices": ["lazy:0", "lazy:1", "lazy:2"], "kept_blocks": [1, 0, 2]}
     seen = []
     straight = _run(_job(tmp_path, "straight", split=split), on_event=seen.append)
     loading = next(event.values for event in seen if event.values.get("name") == "loading")
     assert loading["placement"].endswith("blocks on each of lazy:0, lazy:1, lazy:2")
-    again = _run(_job(tmp_path, "again", split=split))
-    assert again.losses == straight.losses and again.lora_path.read_bytes() == straight.lora_path.read_bytes()
     steps = []
     job = _job(tmp_path, "stopped", split=split)
     stopped = _run(job, on_event=steps.append, should_stop=lambda: any(e.kind == "step" for e in steps))
     assert stopped.step == 1
     # "auto" keeps what the run began with
     resumed = _run(dataclasses.replace(job, pipeline=PipelineConfig(schedule="auto")), resume=True)
-    assert resumed.losses == straight.losses and resumed.eval_after == straight.eval_after
+    assert resumed.losses == straight.losses
     assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
 
 
@@ -84,8 +84,8 @@ def test_the_first_of_a_shape_on_each_card_is_compiled_alone(tmp_path, monkeypat
 
     monkeypatch.setattr(replicas_module, "_forward_and_backward", remember)
     monkeypatch.setattr(replicas_module._Gate, "computing", watch)
-    train = {"steps": 5, "batch_size": 1, "accumulation": 3, "compile": "auto"}
-    job = _job(tmp_path, "run", train=train, evaluation={"folder": ""}, data={"resolutions": [32, 48]})
+    train = {"steps": 3, "batch_size": 1, "accumulation": 3, "compile": "auto"}
+    job = _job(tmp_path, "run", train=train, data={"resolutions": [32, 48]})
     _run(job, on_event=lambda event: steps.append(event) if event.kind == "step" else None)
     first: dict[tuple[str, tuple[int, ...]], int] = {}
     for thread, shape, step, is_alone in seen:
@@ -114,7 +114,7 @@ def test_what_the_planner_thinks_today_changes_no_resumed_run(tmp_path, monkeypa
 
     train = {"steps": 2, "batch_size": 1, "accumulation": 4}
     for began, today, is_copied in ((1.0, 0.02, True), (0.02, 1.0, False)):
-        job = _job(tmp_path, f"{began}", pipeline={"schedule": "auto"}, train=train, evaluation={"folder": ""})
+        job = _job(tmp_path, f"{began}", pipeline={"schedule": "auto"}, train=train)
         steps, placed = [], []
         with emulated_cards(2):
             see(began)
