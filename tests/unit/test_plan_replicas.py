@@ -85,6 +85,13 @@ def test_a_step_of_one_micro_batch_keeps_one_card_busy_and_the_plan_says_what_wo
     assert _plan("flux1", train={"accumulation": 2}).setting.schedule == "replicas"  # what it said is true
 
 
+def test_a_longer_step_fills_a_pipeline_whose_blocks_keep_their_activations():
+    """Half a model leaves room for them: by some per cent it is faster than copies that recompute."""
+    plan = _plan("flux1", train={"accumulation": 4})
+    assert plan.setting.schedule == "1f1b" and sum(plan.kept_blocks) > 50
+    assert any(reason.startswith("schedule 1f1b: replicas would take 1.0") for reason in plan.reasons)
+
+
 def test_the_user_overrules_it_both_ways():
     split = _plan("flux1", pipeline={"schedule": "1f1b"})
     assert split.setting.schedule == "1f1b" and 'pipeline.schedule = "replicas"' in split.hints[0]
