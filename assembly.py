@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from .loading.quantized_cache import load_through_cache
 from .parallel.block_split import BlockSplit, apply_block_split
 from .parallel.devices import CPU
 from .parallel.placement import Placement, place_swapped
+from .parallel.replicas import copy_model
 from .parallel.swap import BlockSwap
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible
 from .patches.quantize import Quantizer, QuantizeReport, QuantizeSettings
@@ -29,6 +30,9 @@ class Assembled:
     """A model ready to train. split.remove() takes the bridge off; the blocks stay where the loader put them.
 
     Where blocks are swapped, swap.remove() must be called before the model is dropped: it lets go of pinned memory.
+
+    Args:
+        replicas: the same on further devices, as the placement says.
     """
 
     model: nn.Module
@@ -37,6 +41,7 @@ class Assembled:
     quantized: QuantizeReport | None = None
     compiled: CompiledBlocks | None = None
     swap: BlockSwap | None = None
+    replicas: tuple[Assembled, ...] = ()
 
 
 def assemble_for_training(
@@ -58,6 +63,7 @@ def assemble_for_training(
 
     Args:
         quantize: how the frozen linears are held; None as they are.
+        placement: with replicas, a copy of the model is made ready on each of their devices.
         kept_blocks: with gradient_checkpointing, how many blocks of each device keep their activations; () none.
         swapped_blocks: with gradient_checkpointing, how many blocks of each device stream from host memory; () none.
         offloads: with gradient_checkpointing, whether what recomputed blocks keep waits in host memory.
@@ -74,12 +80,52 @@ def assemble_for_training(
     swap = None
     if any(swapped_blocks):
         assert gradient_checkpointing, "swapped blocks must be recomputed; check_job refuses anything else"
+        assert not placement.replicas, "a replica's blocks are all on its card; check_job refuses anything else"
         swap = BlockSwap(place_swapped(placement, kept_blocks, swapped_blocks), is_on_host=True)
     if quantizer is None:
         model = load_transformer(info, _first_places(info, placement, swap, dtype), dtype, keeper=swap)
     else:
         model = load_through_cache(quantized_cache, info, placement.device_of, dtype, quantizer, swap)
     quantized = quantizer.close(model).report if quantizer is not None else None
+    #    Replicas are copied from card to card, 8-bit weights as they are; later, hooks and LoRA would be copied too.
+    models = [model, *(copy_model(model, device) for device in placement.replicas[1:])]
+    placements = [placement.on(device) for device in placement.replicas] or [placement]
+    kept = [tuple(kept_blocks[i : i + 1]) for i in range(len(models))] if placement.replicas else [tuple(kept_blocks)]
+
+    def finish(index: int) -> Assembled:
+        return _finish(
+            models[index],
+            family,
+            placements[index],
+            attach_adapter=attach_adapter,
+            gradient_checkpointing=gradient_checkpointing,
+            kept_blocks=kept[index],
+            swap=swap,
+            offloads=offloads,
+            compiled_shapes=compiled_shapes,
+            compiled_on=placement.used_devices,
+            quantized=quantized,
+        )
+
+    first, *others = (finish(index) for index in range(len(models)))
+    return replace(first, replicas=tuple(others))
+
+
+def _finish(
+    model: nn.Module,
+    family: ModelFamily,
+    placement: Placement,
+    *,
+    attach_adapter: AttachAdapter,
+    gradient_checkpointing: bool,
+    kept_blocks: Sequence[int],
+    swap: BlockSwap | None,
+    offloads: bool,
+    compiled_shapes: int | None,
+    compiled_on: Sequence[torch.device],
+    quantized: QuantizeReport | None,
+) -> Assembled:
+    """What every replica goes through once its weights are in place; compiled_on: the devices of all of them."""
     # 2. The bridge comes before everything that may call the model or look at devices.
     split = apply_block_split(model, family, placement, swap)
     # 3. LoRA goes onto the final base layers: PEFT picks its layer class, device and dtype from what it finds there.
@@ -97,9 +143,10 @@ def assemble_for_training(
     if swap is not None:
         swap.attach(split)
     # 6. Only a block's own forward is compiled, with the LoRA in it: hooks and recomputation around it stay Python.
+    #    Replicas share their blocks' code and with it torch's limit of graphs.
     compiled = None
     if compiled_shapes is not None:
-        compiled = compile_if_possible(model, family, placement.used_devices, compiled_shapes)
+        compiled = compile_if_possible(model, family, compiled_on, compiled_shapes)
     return Assembled(model, split, adapter, quantized, compiled, swap)
 
 

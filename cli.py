@@ -130,6 +130,8 @@ def _train(options: argparse.Namespace) -> int:
     from .training.job import run_job
 
     job = load_job(options.job)
+    if job.model.second_expert:
+        return _train_pair(options, job)
     with _stop_on_signal() as should_stop:
         result = run_job(job, resume=options.resume, on_event=_Terminal(), should_stop=should_stop)
     if result.step >= job.train.steps and options.resume:
@@ -144,13 +146,52 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
+def _train_pair(options: argparse.Namespace, job: JobConfig) -> int:
+    from .parallel.devices import find_devices
+    from .training.concurrent import run_pair
+
+    devices = [str(device) for device in find_devices(job.split.devices)]
+    with _stop_on_signal() as should_stop:
+        result = run_pair(job, devices, resume=options.resume, on_event=_Terminal(), should_stop=should_stop)
+    for name, expert in result.experts.items():
+        done = f"{name}: {expert.step} of {job.train.steps} steps are done"
+        if expert.eval_before is not None and expert.eval_after is not None:
+            done += f", evaluation loss {expert.eval_before:.6f} before, {expert.eval_after:.6f} after"
+        print(done)
+        if expert.lora_path:
+            print(f"LoRA: {expert.lora_path}")
+    if not result.is_finished:
+        print(f"stopped; what is done is saved: devicebridge train {options.job} --resume")
+        return 130
+    return 0
+
+
 def _check(options: argparse.Namespace) -> int:
     from .training.config import load_job
     from .training.job import check_job
+
+    for title, job in _each_model(load_job(options.job)):
+        _print_check(title, check_job(job))
+    return 0
+
+
+def _each_model(job: JobConfig, devices: Sequence[str] = ()) -> list[tuple[str, JobConfig]]:
+    """Heading and job of every model that a job file trains: one, or two experts over these devices, () for all."""
+    if not job.model.second_expert:
+        return [("", job)]
+    from .parallel.devices import find_devices
+    from .training.experts import expert_jobs
+
+    known = list(devices) or [str(device) for device in find_devices(job.split.devices)]
+    return [(f"== {expert.name}", expert.job) for expert in expert_jobs(job, known)]
+
+
+def _print_check(title: str, plan: JobPlan) -> None:
     from .training.plan_view import describe_plan
     from .training.quantize_preview import preview_job
 
-    plan = check_job(load_job(options.job))
+    if title:
+        print(title)
     print(f"model: {plan.family.title}, {plan.variant.name} ({plan.info.layout} layout)")
     print(f"placement: {plan.placement.describe()}")
     if plan.training is not None:
@@ -160,7 +201,6 @@ def _check(options: argparse.Namespace) -> int:
     num_training = len(plan.training_samples)
     print(f"images: {num_training} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
     print(f"quantize: {preview_job(plan.job, plan.info, plan.placement).table()}")
-    return 0
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -174,8 +214,16 @@ def _plan(options: argparse.Namespace) -> int:
         if options.resolution <= 0:
             raise ValueError(f"--resolution {options.resolution} is no size; give pixels, such as 1024")
         job = replace(job, data=replace(job.data, resolutions=(options.resolution,)))
-    plan = plan_job(job, parse_cards(options.cards) if options.cards else (), may_measure=options.calibrate)
-    print(json.dumps(plan_values(plan), indent=2) if options.json else describe_plan(plan))
+    cards = parse_cards(options.cards) if options.cards else []
+    plans = {}
+    for title, each in _each_model(job, [card.name for card in cards]):
+        own = [card for card in cards if not title or card.name in each.split.devices]
+        plans[title] = plan_job(each, own, may_measure=options.calibrate)
+    if options.json:
+        values = {title.removeprefix("== "): plan_values(plan) for title, plan in plans.items()}
+        print(json.dumps(values.get("", values), indent=2))
+    else:
+        print("\n\n".join(f"{title}\n{describe_plan(plan)}".strip() for title, plan in plans.items()))
     return 0
 
 
@@ -188,7 +236,8 @@ def _cache(options: argparse.Namespace) -> int:
         raise ValueError("--prune looks at captions and latents together; leave out --only")
     if options.device and (options.prune or options.verify):
         raise ValueError("--device is for computing; leave it out with --verify and --prune, which load nothing")
-    jobs = {str(path): _on_device(load_job(path), options.device) for path in options.job}
+    # both experts of a pair need the same captions and latents
+    jobs = {str(path): _on_device(_each_model(load_job(path))[0][1], options.device) for path in options.job}
     plans = {path: check_job(job, is_to_train=False) for path, job in jobs.items()}
     parts = (options.only,) if options.only else CACHE_PARTS
     if options.verify:
@@ -307,7 +356,8 @@ class _Terminal:
             return
         if line := _describe(event):
             self._end_line()
-            print(line, flush=True)
+            expert = event.values.get("expert")
+            print(line if expert is None else f"[{expert}] {line}", flush=True)
 
     def _show_progress(self, event: Event) -> None:
         line, is_last, now_s = _describe_progress(event), event.step == event.total, time.monotonic()
@@ -331,7 +381,8 @@ class _Terminal:
 def _describe_progress(event: Event) -> str:
     from .training.pace import describe_progress
 
-    return describe_progress(event.step, event.total, **event.values)
+    values = {name: value for name, value in event.values.items() if name != "expert"}
+    return describe_progress(event.step, event.total, **values)
 
 
 def _describe(event: Event) -> str:

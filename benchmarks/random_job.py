@@ -18,7 +18,7 @@ from devicebridge.caching.store import CacheStore
 from devicebridge.families.registry import find_family
 from devicebridge.families.spec import ModelFamily, Variant
 from devicebridge.parallel.block_split import BlockSplit, apply_block_split
-from devicebridge.parallel.pipeline import Pipeline
+from devicebridge.parallel.pipeline import Runner
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement
 from devicebridge.patches.lora_linear import FusedLora
 from devicebridge.patches.quantize import Quantizer, QuantizeReport, QuantizeSettings, replace_module
@@ -243,7 +243,7 @@ def make_trainer(
     train_data: CachedSamples,
     eval_data: CachedSamples | None = None,
     variant: Variant = VARIANT,
-    pipeline: Pipeline | None = None,
+    runner: Runner | None = None,
 ) -> Trainer:
     """The loop of a job over this model; only train_step and evaluate may be called, for there is nowhere to save."""
     return Trainer(
@@ -252,7 +252,7 @@ def make_trainer(
         variant=variant,
         model=built.model,
         lora=lora,
-        schedule=make_noise_schedule(job.objective, FAMILY, variant),
+        schedule=make_noise_schedule(job.objective, built.family, variant),
         train_data=train_data,
         eval_data=eval_data,
         order=BatchOrder(train_data.samples, batch_size=job.train.batch_size, seed=job.train.seed, caption_dropout=0.0),
@@ -260,7 +260,7 @@ def make_trainer(
         devices=built.devices,
         events=None,  # type: ignore[arg-type]
         save_lora=_refuse_to_save,
-        pipeline=pipeline,
+        runner=runner,
     )
 
 

@@ -120,7 +120,7 @@ def train(
     placed = list(built.split.placement.devices)
     built.split.keep_activations([round(way.kept_share * placed.count(device)) for device in built.devices])
     pipeline = None if way.kind is None else Pipeline(built.split.bridge, kind=way.kind, ahead=way.ahead)
-    trainer = make_trainer(built, lora, job, train_data, eval_data, pipeline=pipeline)
+    trainer = make_trainer(built, lora, job, train_data, eval_data, runner=pipeline)
     with contextlib.ExitStack() as stack:
         if way.compiled:
             stack.callback(apply_compile(built.model, built.family).remove)

@@ -13,6 +13,8 @@ Full-size models with random weights; no checkpoint is needed. All contestants o
   as many blocks keep their activations as fit --card-gb per card (found by trying); "compiled": blocks compiled;
   "offloaded": block inputs wait in pinned host memory (host_gb). For that, beside the same without:
       --subject wan-480 --scheme bf16 --ways "pipeline 8" "pipeline 8, offloaded" --rounds 2 --warm-up 1
+- "replicas m": the pack with a copy of the model on each card, m micro-batches per step dealt out; only if --ways names
+  it, for the copies must fit beside the others: --subject flux1-512 --ways "usual split" "pipeline 8" "replicas 8".
 
 A step is the pack's own loop: noise, copies from pinned memory, forward, loss, backward, clipping, AdamW; LoRA in
 bfloat16, rank 32, batch 1, text at full length. Seconds are per sample: a step's divided by its micro-batches. Busy is
@@ -32,7 +34,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
@@ -49,6 +51,7 @@ from devicebridge.parallel.placement import (  # noqa: E402
     estimate_block_flops,
     plan_placement,
 )
+from devicebridge.parallel.replicas import Replica, Replicas  # noqa: E402
 from devicebridge.parallel.schedule import Kind  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
@@ -77,7 +80,7 @@ class Subject:
     variant: str
     latent: tuple[int, int, int, int]
     text: dict[str, tuple[int, int]]
-    layers: dict[str, int] = field(default_factory=dict)
+    layers: dict[str, Any] = field(default_factory=dict)
 
 
 SUBJECTS = {
@@ -106,7 +109,7 @@ class Way:
 
     name: str
     num_batches: int
-    kind: Kind | None = None
+    kind: Kind | Literal["replicas"] | None = None
     keep: bool = False
     compiled: bool = False
     any_size: bool = False
@@ -127,6 +130,12 @@ OURS = [
     Way("pipeline 8, compiled for any size", 8, "1f1b", compiled=True, any_size=True),
     Way("pipeline 8, compiled, keep", 8, "1f1b", keep=True, compiled=True),
     Way("pipeline 16, compiled, keep", 16, "1f1b", keep=True, compiled=True),
+]
+COPIES = [
+    Way("replicas 8", 8, "replicas"),
+    Way("replicas 8, keep", 8, "replicas", keep=True),
+    Way("replicas 8, compiled", 8, "replicas", compiled=True),
+    Way("replicas 8, compiled, keep", 8, "replicas", keep=True, compiled=True),
 ]
 
 
@@ -186,18 +195,44 @@ def _cells(subject: Subject) -> int:
 
 @dataclass
 class Contestant:
-    """A model that is trained in one or several ways."""
+    """A model, or several copies of it, that is trained in one or several ways."""
 
     built: RandomModel
     trainer: Trainer
     job: Any
-    compiled: Any = None  # handle, and for any size or not
+    copies: tuple[RandomModel, ...] = ()  # on further devices
+    replicas: Replicas | None = None
+    compiled: list[Any] = field(default_factory=list)  # handles, and for any size or not
     any_size: bool = False
     offload: Offload | None = None  # with the host memory it took, for the next turn
 
     @property
+    def models(self) -> tuple[RandomModel, ...]:
+        return (self.built, *self.copies)
+
+    @property
     def devices(self) -> tuple[torch.device, ...]:
-        return self.built.devices
+        return tuple(dict.fromkeys(device for each in self.models for device in each.devices))
+
+    @property
+    def num_blocks(self) -> list[int]:
+        """Per device."""
+        placed = [device for each in self.models for device in each.split.placement.devices]
+        return [placed.count(device) for device in self.devices]
+
+    def keep_activations(self, kept: Sequence[int]) -> None:
+        """So many blocks of each device; [] for none."""
+        kept = kept or [0] * len(self.devices)
+        for index, each in enumerate(self.models):
+            each.split.keep_activations(kept if not self.copies else kept[index : index + 1])
+
+    def compile(self, is_on: bool, any_size: bool) -> None:
+        """Compile the blocks of every copy, or give them their own forwards back."""
+        while self.compiled and (not is_on or self.any_size != any_size):
+            self.compiled.pop().remove()
+        if is_on and not self.compiled:
+            self.compiled = [apply_compile(each.model, each.family, is_dynamic=any_size) for each in self.models]
+            self.any_size = any_size
 
 
 def make_contestant(
@@ -225,6 +260,18 @@ def make_contestant(
     return Contestant(built, trainer, job)
 
 
+def make_replicas(
+    options: argparse.Namespace, subject: Subject, config: dict[str, Any], placement: Placement, scheme: str
+) -> Contestant:
+    """A copy of the model on every device, the same weights drawn anew on each."""
+    first, *others = (
+        make_contestant(options, subject, config, placement.on(device), scheme, usual=False)
+        for device in options.devices
+    )
+    trained = [Replica(e.built.model, e.built.devices[0], tuple(e.trainer._parameters)) for e in (first, *others)]
+    return replace(first, copies=tuple(each.built for each in others), replicas=Replicas(trained))
+
+
 def _make_data(subject: Subject, is_tiny: bool) -> Any:
     family, variant = _described(subject)
     generator = torch.Generator().manual_seed(1)
@@ -244,18 +291,16 @@ def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer
     """The contestant's trainer, set for this way."""
     trainer = each.trainer
     trainer.job = replace(each.job, train=replace(each.job.train, accumulation=way.num_batches))
-    trainer.pipeline = None if way.kind is None else Pipeline(each.built.split.bridge, kind=way.kind)
+    if way.kind == "replicas":
+        trainer.runner = each.replicas
+    else:
+        trainer.runner = None if way.kind is None else Pipeline(each.built.split.bridge, kind=way.kind)
     if way.name not in (USUAL.name, ONE_GPU.name):
-        each.built.split.keep_activations(kept or [0] * len(each.devices))
+        each.keep_activations(kept)
+        each.compile(way.compiled, way.any_size)
         if way.offloads and each.offload is None:
             each.offload = Offload() if each.devices[0].type == "cuda" else Offload(min_bytes=1)
         each.built.split.offload = each.offload if way.offloads else None
-        if each.compiled is not None and (not way.compiled or each.any_size != way.any_size):
-            each.compiled.remove()
-            each.compiled = None
-        if way.compiled and each.compiled is None:
-            each.compiled = apply_compile(each.built.model, each.built.family, is_dynamic=way.any_size)
-            each.any_size = way.any_size
         trainer.is_compiled = way.compiled
     torch.backends.cuda.enable_cudnn_sdp(not way.compiled)  # the others may have it even where blocks are compiled
     yield trainer
@@ -274,7 +319,7 @@ def timed_step(each: Contestant, way: Way, kept: Sequence[int]) -> tuple[float, 
 
 def find_kept(each: Contestant, way: Way, card_gb: float) -> list[int]:
     """How many blocks of each card may keep their activations, from the peaks of two steps; one is then checked."""
-    counts = [list(each.built.split.placement.devices).count(device) for device in each.devices]
+    counts = each.num_blocks
     if each.devices[0].type != "cuda":
         return [count // 2 for count in counts]
     none, few = ([0] * len(counts), [2] * len(counts))
@@ -311,7 +356,7 @@ def _allocated(device: torch.device) -> int:
 
 def _own(each: Contestant, device: torch.device) -> int:
     """What the contestant holds between steps: weights, LoRA and optimizer state."""
-    held = [*each.built.model.parameters(), *each.built.model.buffers()]
+    held = [tensor for built in each.models for tensor in (*built.model.parameters(), *built.model.buffers())]
     state = each.trainer._optimizer.state.values()
     held += [value for entry in state for value in entry.values() if isinstance(value, torch.Tensor) and value.ndim]
     return sum(
@@ -418,10 +463,11 @@ def make_tiny(subject: Subject) -> tuple[Subject, dict[str, Any]]:
 def run_section(options: argparse.Namespace, name: str, scheme: str, rivals: dict[str, float]) -> dict[str, Any]:
     """One subject and scheme: the usual split (bf16, or weight-only float8 beside 8 bits) against ours."""
     subject = SUBJECTS[name]
-    family, variant = _described(subject)
-    config = {**variant.transformer_config, **subject.layers}
     if options.tiny:
         subject, config = make_tiny(subject)
+    else:
+        _, variant = _described(subject)
+        config = {**variant.transformer_config, **subject.layers}
     devices = options.devices
 
     def contestant(placement: Placement, base: str, usual: bool) -> Contestant:
@@ -429,6 +475,11 @@ def run_section(options: argparse.Namespace, name: str, scheme: str, rivals: dic
 
     ours = contestant(cut_by_time(config, subject, devices), scheme, False)
     entries = [(ours, way) for way in OURS if way.name in options.ways]
+    ways = [way for way in COPIES if way.name in options.ways]
+    if ways:
+        copied = make_replicas(options, subject, config, ours.built.split.placement, scheme)
+        entries += [(copied, way) for way in ways]
+        del copied
     usual = None
     if "usual split" in options.ways:
         usual = contestant(cut_in_the_middle(config, subject, devices), "bf16" if scheme == "bf16" else "fp8", True)
@@ -463,8 +514,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--scheme", nargs="+", choices=("bf16", "fp8-compute", "int8-compute"), default=["bf16", "fp8-compute"]
     )
-    names = [way.name for way in (ONE_GPU, USUAL, *OURS)]
-    parser.add_argument("--ways", nargs="+", choices=names, default=names)
+    usual_names = [way.name for way in (ONE_GPU, USUAL, *OURS)]
+    names = [*usual_names, *(way.name for way in COPIES)]
+    parser.add_argument("--ways", nargs="+", choices=names, default=usual_names)
     parser.add_argument("--busy", nargs="*", choices=names, default=[], help="ways to profile, which takes its time")
     parser.add_argument("--rounds", type=int, default=4, help="measured steps of each way")
     parser.add_argument("--warm-up", type=int, default=2, help="steps of each way before; the first may compile")

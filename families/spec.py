@@ -314,6 +314,7 @@ class Variant:
             the family's encode_condition and cached with the latents. "first_latents": the first latent frame in place
             of its noisy one; the loss leaves it out.
         transformer_folder: where it lies in a diffusers model folder; the second expert of a pair lies elsewhere.
+        partner: the variant that is the other expert of the pair; "" for a model that is whole.
         caution: what to know before training it; logged when the variant is chosen.
     """
 
@@ -326,6 +327,7 @@ class Variant:
     timesteps: TimestepSpec | None = None
     latent: LatentSpec | None = None
     transformer_folder: str = "transformer"
+    partner: str = ""
     caution: str = ""
     condition: Condition = "none"
 

@@ -378,7 +378,14 @@ WAN = ModelFamily(
     variants=(
         Variant("wan2.1-t2v-14b", _14B, (_UMT5,), vae_config=_VAE_21),
         Variant("wan2.1-t2v-1.3b", _config(30, 12, 8960), (_UMT5,), vae_config=_VAE_21),
-        Variant("wan2.2-t2v-a14b-high", _14B, (_UMT5,), vae_config=_VAE_21, sigma_range=(_A14B_BOUNDARY, 1.0)),
+        Variant(
+            "wan2.2-t2v-a14b-high",
+            _14B,
+            (_UMT5,),
+            vae_config=_VAE_21,
+            sigma_range=(_A14B_BOUNDARY, 1.0),
+            partner="wan2.2-t2v-a14b-low",
+        ),
         Variant(
             "wan2.2-t2v-a14b-low",
             _14B,
@@ -386,6 +393,7 @@ WAN = ModelFamily(
             vae_config=_VAE_21,
             sigma_range=(0.0, _A14B_BOUNDARY),
             transformer_folder="transformer_2",
+            partner="wan2.2-t2v-a14b-high",
         ),
         Variant("wan2.2-ti2v-5b", _5B, (_UMT5,), vae_config=_VAE_22, latent=_LATENT_5B),
         Variant(
@@ -394,6 +402,7 @@ WAN = ModelFamily(
             (_UMT5,),
             vae_config=_VAE_21,
             sigma_range=(_I2V_A14B_BOUNDARY, 1.0),
+            partner="wan2.2-i2v-a14b-low",
             condition="first_frame",
         ),
         Variant(
@@ -403,6 +412,7 @@ WAN = ModelFamily(
             vae_config=_VAE_21,
             sigma_range=(0.0, _I2V_A14B_BOUNDARY),
             transformer_folder="transformer_2",
+            partner="wan2.2-i2v-a14b-high",
             condition="first_frame",
         ),
         Variant("wan2.2-ti2v-5b-i2v", _5B, (_UMT5,), vae_config=_VAE_22, latent=_LATENT_5B, condition="first_latents"),

@@ -35,9 +35,10 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 from .bridge import Bridge, device_switch
@@ -66,6 +67,20 @@ class MicroBatch(Generic[T]):
     is_alone: Callable[[T], bool] = lambda prepared: False
 
 
+class Runner(Protocol):
+    """Computes the micro-batches of a step over several devices: a Pipeline, or Replicas (replicas.py)."""
+
+    def seat(self, index: int) -> tuple[nn.Module, torch.device] | None:
+        """Which copy of the model the micro-batch of this index must run through, and its home; None for the only
+        one."""
+
+    def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
+        """Forward and backward of every micro-batch, gradients added to the model's; the losses in order, detached."""
+
+    def sync(self) -> None:
+        """To be called whenever the model's trained values have changed."""
+
+
 class Pipeline:
     """Trains a bridged model with several micro-batches in flight; one step at a time per bridge.
 
@@ -88,6 +103,12 @@ class Pipeline:
         self.trace = trace
         self._stage_of = {device: stage for stage, device in enumerate(bridge.devices)}
         self._local = _Local()
+
+    def seat(self, index: int) -> None:
+        """There is one model."""
+
+    def sync(self) -> None:
+        """Nothing to do: there is one model."""
 
     def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
         """Forward and backward of every micro-batch, gradients added to the parameters'; the losses, detached.

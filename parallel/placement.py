@@ -26,16 +26,20 @@ class Placement:
         devices: where each lives. [num_blocks]
         home: where everything else lives.
         tail: fqns of the modules after the last block that live on its device instead, for pipelines.
+        replicas: devices that each hold a copy of all of it, home first; () for one model over all devices. devices
+            are those of home's copy then.
     """
 
     blocks: tuple[str, ...]
     devices: tuple[torch.device, ...]
     home: torch.device
     tail: tuple[str, ...] = ()
+    replicas: tuple[torch.device, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.blocks) != len(self.devices):
             raise ValueError(f"{len(self.blocks)} blocks and {len(self.devices)} devices; give one device per block")
+        assert not self.replicas or {self.home, *self.devices} == {self.replicas[0]} and not self.tail
 
     @cached_property
     def _device_by_block(self) -> dict[str, torch.device]:
@@ -50,7 +54,15 @@ class Placement:
     @property
     def used_devices(self) -> tuple[torch.device, ...]:
         """Home first, then the others in the order they are reached."""
-        return tuple(dict.fromkeys((self.home, *self.devices)))
+        return tuple(dict.fromkeys((self.home, *self.devices, *self.replicas)))
+
+    def on(self, device: torch.device) -> Placement:
+        """All of the model on one device: one replica's."""
+        return Placement(self.blocks, (device,) * len(self.blocks), device)
+
+    def num_blocks_on(self, device: torch.device) -> int:
+        """How many blocks a device holds."""
+        return len(self.blocks) if device in self.replicas else self.devices.count(device)
 
     def device_of(self, fqn: str) -> torch.device:
         """Device of a module or parameter by its name in the model: its block's or the tail's, else home."""
@@ -63,6 +75,8 @@ class Placement:
 
     def describe(self) -> str:
         """One line for a log: "cuda:0: 20 blocks, cuda:1: 36 blocks"."""
+        if self.replicas:
+            return f"all {len(self.blocks)} blocks on each of {', '.join(map(str, self.replicas))}"
         counts = {device: self.devices.count(device) for device in self.used_devices}
         return ", ".join(f"{device}: {count} blocks" for device, count in counts.items())
 
@@ -79,7 +93,7 @@ def check_kept_blocks(kept_blocks: Sequence[int], placement: Placement) -> None:
     """Raises: ValueError for blocks that shall keep their activations and that the devices do not have."""
     check_one_each("split.kept_blocks", kept_blocks, placement.used_devices)
     for device, count in zip(placement.used_devices, kept_blocks, strict=False):
-        there = placement.devices.count(device)
+        there = placement.num_blocks_on(device)
         if not 0 <= count <= there:
             raise ValueError(
                 f"split.kept_blocks asks {count} blocks of {device} to keep their activations, it has {there}; give a "
@@ -92,7 +106,7 @@ def check_swapped_blocks(swapped_blocks: Sequence[int], kept_blocks: Sequence[in
     devices = placement.used_devices
     check_one_each("split.swapped_blocks", swapped_blocks, devices)
     for device, count, kept in zip(devices, swapped_blocks, kept_blocks or (0,) * len(devices), strict=False):
-        there = placement.devices.count(device) - kept
+        there = placement.num_blocks_on(device) - kept
         if count and device.type == "cpu":
             raise ValueError("split.swapped_blocks asks for blocks of the CPU, whose weights are in host memory anyway")
         if not 0 <= count <= there:
@@ -222,6 +236,26 @@ def _does_not_fit(devices: list[torch.device], limits: list[int | None], sizes: 
         f"{home_bytes / 1e9:.2f} GB, always on {devices[0]}; the largest block {max(sizes) / 1e9:.2f} GB). Raise "
         "memory_limit_gb, name another device"
     )
+
+
+def plan_replicas(
+    blocks: Sequence[str],
+    devices: Sequence[torch.device],
+    num_bytes: int,
+    budget_bytes: Mapping[torch.device, int | None],
+) -> Placement:
+    """A copy of the whole model on every device; num_bytes are its weights.
+
+    Raises: ValueError naming the first device that may not hold them.
+    """
+    for device in devices:
+        limit = budget_bytes.get(device)
+        if limit is not None and num_bytes > limit:
+            raise ValueError(
+                f'schedule = "replicas" puts all {num_bytes / 1e9:.2f} GB of weights on {device}, which may hold '
+                f'{limit / 1e9:.2f} GB; set pipeline.schedule to "auto" or "1f1b", which split the model'
+            )
+    return Placement(tuple(blocks), (devices[0],) * len(blocks), devices[0], replicas=tuple(devices))
 
 
 def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at: Sequence[int]) -> Placement:

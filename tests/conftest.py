@@ -28,6 +28,14 @@ def _what_lives_now_is_left_alone() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What jobs keep for this machine (times of blocks) stays out of the user's folder, and is forgotten."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DEVICEBRIDGE_CACHE", str(tmp_path_factory.mktemp("user_cache")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """One thread, whatever the environment says: tiny matrices only wait for more."""

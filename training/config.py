@@ -37,6 +37,8 @@ class ModelConfig:
     Args:
         path: diffusers folder (pipeline or transformer), single-file checkpoint, or one shard of several.
         family, variant: "" recognises them from the file.
+        second_expert: of a model that is a pair of experts (Wan 2.2 A14B), the other one, which is trained at the same
+            time on cards of its own; the same model folder where both lie in one. "" trains the one at path alone.
         dtype: type of the frozen weights in memory and of the computation; files of any type are converted. float16 is
             not offered: its range is too small for the gradients of these models without loss scaling.
         quantize: "none", or how the linears that the family allows are held (LoRA is left alone): "fp8" and "int8"
@@ -50,6 +52,7 @@ class ModelConfig:
     path: str
     family: str = ""
     variant: str = ""
+    second_expert: str = ""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantize: Literal["none", "fp8", "int8", "fp8-compute", "int8-compute", "auto"] = "none"
     rotation: Literal[0, 16, 64, 256] = 64
@@ -108,15 +111,18 @@ class SplitConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class PipelineConfig:
-    """How several devices share the micro-batches of a step (train.accumulation); numbers do not depend on it.
+    """How several devices share the micro-batches of a step (train.accumulation).
 
     Args:
         schedule: "none": one micro-batch at a time, one device computing; "1f1b" and "gpipe" keep all devices busy,
-            the first with less memory; "auto" takes 1f1b where there are several devices and micro-batches.
+            the first with less memory; numbers do not depend on which. "replicas": every device holds the whole model
+            and computes its share of the micro-batches, the same numbers up to the order of summation, with dropout
+            masks of each device's own; a run is resumed as it began. "auto" takes what the planner finds
+            fastest, and where none plans 1f1b, if there are several devices and micro-batches.
         ahead: micro-batches that every device but the last may hold beyond what 1f1b needs.
     """
 
-    schedule: Literal["auto", "none", "gpipe", "1f1b"] = "auto"
+    schedule: Literal["auto", "none", "gpipe", "1f1b", "replicas"] = "auto"
     ahead: Annotated[int, Field(ge=0)] = 1
 
 
@@ -350,6 +356,16 @@ class JobConfig:
     def __post_init__(self) -> None:
         if self.data.encoded and self.evaluation.folder:
             raise ValueError("evaluation.folder holds images, but a job on data.encoded has no encoders; remove it")
+        if self.model.second_expert and self.split.balance == "manual":
+            raise ValueError(
+                'split.balance = "manual" cuts one model, but model.second_expert gives each of two experts cards of '
+                "its own; remove one of the two"
+            )
+        if self.pipeline.schedule == "replicas" and self.split.balance != "bytes":
+            raise ValueError(
+                f'split.balance = "{self.split.balance}" says where to cut the model, but pipeline.schedule = '
+                '"replicas" puts all of it on every device; remove one of the two'
+            )
         if self.data.encoded and (self.cache.text_source or self.cache.latent_source):
             raise ValueError("cache.text_source and latent_source are for images; data.encoded is encoded already")
 
@@ -455,6 +471,7 @@ def _without_none(values: Any) -> Any:
 
 _PATH_KEYS = (
     ("model", "path"),
+    ("model", "second_expert"),
     ("model", "quantized_cache"),
     ("data", "encoded"),
     ("cache", "folder"),

@@ -13,6 +13,8 @@ Kinds and their values:
               device; pace: a step's time            the planner knows the devices' memory; pace in the second only
     saved     path                                   a file is complete on disk
     stopped   hint                                   the job was stopped and can be resumed
+
+Of a job over two experts (concurrent.py) every event has the value `expert`: "high_noise", "low_noise", or "caches".
 """
 
 from __future__ import annotations

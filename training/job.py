@@ -7,7 +7,7 @@ and the VAE are gone before the transformer is loaded. The same functions serve 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,9 +24,8 @@ from ..caching.vae import find_vae
 from ..families.spec import LatentSpec, ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
 from ..loading.lora_file import check_original_layout
-from ..parallel.block_split import BlockSplit
 from ..parallel.devices import CPU, find_device, find_devices, free_bytes, memory_in_use, own_random_states, reset_peaks
-from ..parallel.pipeline import Pipeline
+from ..parallel.pipeline import Pipeline, Runner
 from ..parallel.placement import (
     Placement,
     block_names,
@@ -37,7 +36,9 @@ from ..parallel.placement import (
     parameter_bytes,
     plan_manual,
     plan_placement,
+    plan_replicas,
 )
+from ..parallel.replicas import Replica, Replicas
 from ..patches.lora import matches_any, resolve_targets
 from ..patches.quantize import check_packages, refusal, stored_bytes
 from .adapter import LoraHandle, apply_lora
@@ -55,7 +56,7 @@ from .lora_output import lora_file_tensors, save_lora
 from .objective import make_noise_schedule
 from .optimizer import make_optimizer
 from .plan_view import Comparison, compare, describe_comparison, describe_pace
-from .planner import Planner, TrainingPlan, largest_bucket, plan_training
+from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket, plan_training
 from .stock import EncodedSample, make_stock_reader, read_encoded_samples, refuse_condition, resolution_of
 
 _log = logging.getLogger(__name__)
@@ -167,7 +168,8 @@ def _read(job: JobConfig) -> _Read:
 def _with_tail(plan: JobPlan) -> JobPlan:
     """The plan with the model's tail where its schedule needs it."""
     tail = () if plan.pipeline is None else tuple(plan.family.tail)
-    if plan.pipeline is None and plan.job.pipeline.schedule in ("1f1b", "gpipe"):
+    is_left_out = plan.pipeline is None and not plan.placement.replicas
+    if is_left_out and plan.job.pipeline.schedule in ("1f1b", "gpipe", "replicas"):
         _log.warning(
             "pipeline.schedule %s needs train.accumulation above 1 and several GPUs of one kind; left out",
             plan.job.pipeline.schedule,
@@ -176,7 +178,17 @@ def _with_tail(plan: JobPlan) -> JobPlan:
 
 
 def _refuse_block_settings(job: JobConfig) -> None:
-    """Raises: ValueError for what is asked of blocks and cannot be done."""
+    """Raises: ValueError for what is asked of blocks and cannot be done, and for two models in one."""
+    if job.model.second_expert:
+        raise ValueError(
+            f"model.second_expert names {job.model.second_expert}, and one model is trained here; remove it, or give "
+            "the job file to `devicebridge train`, which trains both experts"
+        )
+    if any(job.split.swapped_blocks) and job.pipeline.schedule == "replicas":
+        raise ValueError(
+            "split.swapped_blocks asks for blocks that stream from host memory, and replicas hold the whole model on "
+            "every card; remove one of the two"
+        )
     if any(job.split.swapped_blocks) and not job.train.gradient_checkpointing:
         raise ValueError(
             "split.swapped_blocks asks for blocks that stream from host memory, which must be computed again for the "
@@ -195,11 +207,13 @@ def _checked_schedule(job: JobConfig, family: ModelFamily, targets: Sequence[str
     Raises: ValueError if a schedule was asked for by name.
     """
     read = [name for name in targets if matches_any(name, family.read_by_tail)]
-    if not read or job.pipeline.schedule == "none":
+    if not read or job.pipeline.schedule in ("none", "replicas"):
         return job
     why = f"LoRA on {read[0]}, which {family.title}'s last layers read as well, trains one micro-batch at a time"
     if job.pipeline.schedule != "auto":
-        raise ValueError(f'{why}; set pipeline.schedule to "none", or leave that layer out of lora.targets')
+        raise ValueError(
+            f'{why}; set pipeline.schedule to "none" or "replicas", or leave that layer out of lora.targets'
+        )
     _log.info("%s", why)
     return replace(job, pipeline=replace(job.pipeline, schedule="none"))
 
@@ -231,18 +245,22 @@ def _plan_on_cards(
     variant: Variant,
     largest: tuple[int, int, int],
     devices: Sequence[torch.device] = (),
+    is_cut: bool = True,
 ) -> TrainingPlan | None:
     """What the planner chooses on this machine; None where it does not know a device's memory, as on a CPU.
 
     Args:
         largest: height and width in pixels and frames of the samples that take the most.
-        devices: of every block, where a run that is resumed must have them; () leaves the cut to the planner.
+        devices: of every block, where a run that is resumed must have them, or with is_cut False of every replica; ()
+            leaves the choice to the planner.
     Raises: ValueError if nothing fits.
     """
     cards = cards_of(list(dict.fromkeys(devices)) or find_devices(job.split.devices))
     if cards is None:
         return None
-    cuts = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]] if devices else None
+    cuts = None
+    if devices and is_cut:
+        cuts = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]]
     host = free_bytes(CPU)
     planner = Planner(job, info, variant, cards, largest[:2], frames=largest[2], cuts=cuts, host_bytes=host)
     training = CalibratedPlanner(planner).plan()
@@ -346,7 +364,15 @@ def run_identity(plan: JobPlan) -> dict[str, Any]:
         "dataset": _dataset_identity(plan),
         "evaluation": dataset_fingerprint(plan.eval_samples) if plan.eval_samples else "",
         "model": [file_fingerprint(file) for file in plan.info.files],
-        "placement": [str(device) for device in plan.placement.devices],
+        **_where(plan.placement),
+    }
+
+
+def _where(placement: Placement) -> dict[str, list[str]]:
+    """Of a run's identity: the device of every block, and of every replica."""
+    return {
+        "placement": [str(device) for device in placement.devices],
+        "replicas": [str(device) for device in placement.replicas],
     }
 
 
@@ -379,6 +405,8 @@ def plan_job_placement(
     else:
         block_bytes, home_bytes = parameter_bytes(model, blocks, element_size)
     budgets = _budgets(job, devices)
+    if asked_schedule(job, devices) == "replicas":
+        return plan_replicas(blocks, devices, sum(block_bytes) + home_bytes, budgets)
     if job.split.balance == "manual":
         manual = plan_manual(blocks, devices, job.split.split_at)
         check_budgets(manual, block_bytes, home_bytes, budgets)
@@ -476,6 +504,33 @@ def _as_decided(job: JobConfig) -> JobConfig:
     return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=name))
 
 
+def _placed_as_before(plan: JobPlan, facts: Mapping[str, Any]) -> JobPlan:
+    """The plan with the cut, or the replicas, that the run to resume began with.
+
+    Memory that is free today must not change it: dropout would be drawn elsewhere, and gradients summed in another
+    order.
+
+    Raises: ValueError if the job now asks for replicas by name and the run had none, or the other way round.
+    """
+    devices = tuple(map(find_device, facts["placement"]))
+    replicas = tuple(map(find_device, facts.get("replicas", ())))
+    job, now = plan.job, plan.placement
+    if job.pipeline.schedule != "auto" and bool(replicas) != bool(now.replicas):
+        had, asked = ("replicas", "one model over all cards") if replicas else ("one model over all cards", "replicas")
+        raise ValueError(
+            f'the run in {job.output.folder} was trained with {had}, and pipeline.schedule = "{job.pipeline.schedule}" '
+            f'now asks for {asked}, which would not be the same run; set it to "auto" to resume, or start anew in '
+            "another output folder"
+        )
+    if (devices, replicas) == (now.devices, now.replicas):
+        return plan
+    largest = _largest(plan.samples, plan.encoded, plan.family.latent_of(plan.variant))
+    before = replace(job, pipeline=replace(job.pipeline, schedule="replicas")) if replicas else job
+    training = _plan_on_cards(before, plan.info, plan.variant, largest, replicas or devices, is_cut=not replicas)
+    placement = replace(now, devices=devices, home=devices[0], tail=(), replicas=replicas)
+    return _with_tail(replace(plan, placement=placement, training=training))
+
+
 def run_job(
     job: JobConfig,
     *,
@@ -494,13 +549,9 @@ def run_job(
     folder = Path(job.output.folder)
     identity = run_identity(plan)
     state = find_state(plan, identity, resume=resume)
-    if state is not None:  # planned from the memory that was free then; another cut would draw dropout elsewhere
-        devices = tuple(map(find_device, state.facts["placement"]))
-        if devices != plan.placement.devices:
-            largest = _largest(plan.samples, plan.encoded, plan.family.latent_of(plan.variant))
-            training = _plan_on_cards(job, plan.info, plan.variant, largest, devices)
-            plan = _with_tail(replace(plan, placement=replace(plan.placement, devices=devices), training=training))
-        identity["placement"] = state.facts["placement"]
+    if state is not None:
+        plan = _placed_as_before(plan, state.facts)
+        identity |= _where(plan.placement)
     with EventLog(folder, on_event, tensorboard=job.output.tensorboard) as events, ExitStack() as cleanup:
         try:
             train_data, eval_data = cache_job(plan, events, should_stop)
@@ -533,9 +584,10 @@ def _make_trainer(
     assembled = assemble(plan)
     assert isinstance(assembled.adapter, LoraHandle)
     lora = assembled.adapter
-    cleanup.callback(assembled.split.stop_offload)
-    if assembled.compiled is not None:
-        cleanup.callback(assembled.compiled.remove)  # it changes settings of the process
+    for each in (assembled, *assembled.replicas):
+        cleanup.callback(each.split.stop_offload)
+        if each.compiled is not None:
+            cleanup.callback(each.compiled.remove)  # it changes settings of the process; the last one first
     if assembled.swap is not None:
         cleanup.callback(assembled.swap.remove)  # it holds pinned memory
     if assembled.quantized is not None:
@@ -560,16 +612,23 @@ def _make_trainer(
         devices=plan.placement.used_devices,
         events=events,
         save_lora=lambda path: save_lora(plan, lora, path),
-        pipeline=_make_pipeline(plan, assembled.split),
+        runner=_make_runner(plan, assembled),
         is_compiled=assembled.compiled is not None,
     )
 
 
-def _make_pipeline(plan: JobPlan, split: BlockSplit) -> Pipeline | None:
+def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner | None:
+    if assembled.replicas:
+        return Replicas([_replica_of(each) for each in (assembled, *assembled.replicas)])
     if plan.pipeline is None:
         return None
     kind, ahead = plan.pipeline
-    return Pipeline(split.bridge, kind=kind, ahead=ahead)
+    return Pipeline(assembled.split.bridge, kind=kind, ahead=ahead)
+
+
+def _replica_of(assembled: Assembled) -> Replica:
+    assert isinstance(assembled.adapter, LoraHandle)
+    return Replica(assembled.model, assembled.split.home, tuple(assembled.adapter.parameters().values()))
 
 
 def _shapes_to_compile(plan: JobPlan) -> int | None:

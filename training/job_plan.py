@@ -56,12 +56,16 @@ class JobPlan:
 
     @property
     def pipeline(self) -> tuple[Kind, int] | None:
-        """Schedule and how far ahead; None for one micro-batch at a time."""
+        """Schedule and how far ahead; None for one micro-batch at a time, and for replicas."""
+        if self.placement.replicas:
+            return None
         if self.training is None:
             kind = asked_schedule(self.job, self.placement.used_devices)
-            return None if kind is None else (kind, self.job.pipeline.ahead)
+            return None if kind is None or kind == "replicas" else (kind, self.job.pipeline.ahead)
         setting = self.training.setting
-        return None if setting.schedule == "none" else (setting.schedule, setting.ahead)
+        return (
+            None if setting.schedule == "none" or setting.schedule == "replicas" else (setting.schedule, setting.ahead)
+        )
 
     @property
     def family(self) -> ModelFamily:

@@ -1,7 +1,7 @@
 """The training loop: what one step does, when the state is saved, and how a run ends.
 
-The loop knows no devices but the model's home: batches are made on the CPU and moved there, the split and the pipeline
-do the rest.
+The loop knows no devices but the model's home: batches are made on the CPU and moved there, the split and the runner
+(a pipeline, or replicas, which say which copy of the model each micro-batch goes through) do the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import memory_in_use, random_states, restore_random_states
-from ..parallel.pipeline import MicroBatch, Pipeline
+from ..parallel.pipeline import MicroBatch, Runner
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
 from .checkpoint import TrainingState, pack_optimizer, save_checkpoint, unpack_optimizer
@@ -56,7 +56,7 @@ class Trainer:
         identity: plain facts about model, data and placement, kept in checkpoints so that no other run continues them.
         devices: every device the model uses, home first.
         save_lora: writes the LoRA file for users into a folder and returns its path.
-        pipeline: of the model, to keep several devices busy; None for one batch at a time.
+        runner: of the model, to keep several devices busy; None for one batch at a time.
         is_compiled: whether the model's blocks are compiled, which takes place at the first batch of each shape.
     """
 
@@ -73,7 +73,7 @@ class Trainer:
     devices: tuple[torch.device, ...]
     events: EventLog
     save_lora: Callable[[Path], Path]
-    pipeline: Pipeline | None = None
+    runner: Runner | None = None
     is_compiled: bool = False
     step: int = 0
     losses: list[float] = field(default_factory=list)
@@ -138,15 +138,20 @@ class Trainer:
         set_learning_rate(self._optimizer, learning_rate)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        if self.runner is not None:
+            self.runner.sync()
         return total
 
     def _accumulate(self, num_batches: int) -> list[torch.Tensor]:
         """Forward and backward of so many batches; their losses, each divided by their number."""
         batches = [self._micro_batch(index, num_batches) for index in range(num_batches)]
-        if self.pipeline is not None:
+        if self.runner is not None:
             new_shapes: set[Any] = set()
-            batches = [replace(batch, is_alone=self._watch_shapes(new_shapes)) for batch in batches]
-            detached = self.pipeline.run(batches)
+            batches = [
+                replace(batch, is_alone=self._watch_shapes(self._seat(index)[1], new_shapes))
+                for index, batch in enumerate(batches)
+            ]
+            detached = self.runner.run(batches)
             self._compiled_shapes |= new_shapes
             return detached
         losses = []
@@ -158,6 +163,7 @@ class Trainer:
 
     def _micro_batch(self, index: int, num_batches: int) -> MicroBatch[NoisyBatch]:
         chosen, step = self.order.next(), self.step
+        model, home = self._seat(index)
 
         def prepare() -> NoisyBatch:
             batch = self.train_data.load(chosen.indices, chosen.captions_dropped)
@@ -165,13 +171,19 @@ class Trainer:
             quantiles = draw_quantiles(len(chosen.indices), generator)
             return self._noisy(batch, quantiles, generator)
 
-        return MicroBatch(prepare, lambda batch: self._loss(batch) / num_batches)
+        return MicroBatch(prepare, lambda batch: self._loss(batch, model, home) / num_batches)
 
-    def _watch_shapes(self, new_shapes: set[Any]) -> Callable[[NoisyBatch], bool]:
-        """Whether a batch is the first of its shape through compiled blocks; such shapes are added to new_shapes."""
+    def _seat(self, index: int) -> tuple[nn.Module, torch.device]:
+        """The model that a step's micro-batch of this index goes through, and its home."""
+        seat = None if self.runner is None else self.runner.seat(index)
+        return seat or (self.model, self._home)
+
+    def _watch_shapes(self, home: torch.device, new_shapes: set[Any]) -> Callable[[NoisyBatch], bool]:
+        """Whether a batch is the first of its shape through the compiled blocks of the model with this home; such
+        shapes are added to new_shapes."""
 
         def is_new(batch: NoisyBatch) -> bool:
-            shapes = (batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
+            shapes = (home, batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
             if not self.is_compiled or shapes in self._compiled_shapes:
                 return False
             new_shapes.add(shapes)
@@ -198,9 +210,8 @@ class Trainer:
         """In memory that a GPU reads by itself, so that the host need not wait for it."""
         return tensor.pin_memory() if self._home.type == "cuda" else tensor
 
-    def _loss(self, batch: NoisyBatch) -> torch.Tensor:
+    def _loss(self, batch: NoisyBatch, model: nn.Module, home: torch.device) -> torch.Tensor:
         """Loss of one batch; a scalar on the device of the model's output, float32."""
-        home = self._home
         guidance = self.job.objective.guidance
         inputs = self.family.make_inputs(
             batch.noisy.to(home, non_blocking=True),
@@ -208,7 +219,7 @@ class Trainer:
             {name: states.to(home, non_blocking=True) for name, states in batch.text.items()},
             self.variant.training_guidance if guidance is None else guidance,
         )
-        output = self.model(**inputs, return_dict=False)[0]
+        output = model(**inputs, return_dict=False)[0]
         prediction = self.family.read_prediction(output, batch.latents)
         latents, noise = (t.to(output.device, non_blocking=True) for t in (batch.latents, batch.noise))
         mask = None if batch.mask is None else batch.mask.to(output.device, non_blocking=True)
@@ -226,7 +237,7 @@ class Trainer:
             for quantile in settings.quantiles:
                 generator = make_generator(settings.seed, "eval", index, quantile)
                 noisy = self._noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
-                losses.append(self._loss(noisy).item())
+                losses.append(self._loss(noisy, self.model, self._home).item())
         self.model.train()
         return math.fsum(losses) / len(losses)
 
@@ -269,6 +280,8 @@ class Trainer:
         self.losses = list(state.facts["losses"])
         self.evaluations = {int(step): loss for step, loss in state.facts["evaluations"].items()}
         self.lora.load_tensors(state.adapter)
+        if self.runner is not None:
+            self.runner.sync()
         unpack_optimizer(self._optimizer, state.optimizer)
         self.order.load_state_dict(state.facts["order"])
         restore_random_states(state.random)

@@ -95,6 +95,7 @@ def _choices(planner: Planner) -> list[_Change]:
         (bool(job.split.kept_blocks), "kept_blocks = []", "split", {"kept_blocks": ()}),
         (bool(job.split.swapped_blocks), "swapped_blocks = []", "split", {"swapped_blocks": ()}),
         (job.split.balance == "manual", 'balance = "bytes"', "split", {"balance": "bytes", "split_at": ()}),
+        (job.pipeline.schedule == "replicas", 'schedule = "auto"', "pipeline", {"schedule": "auto"}),
         (bool(scheme), f'quantize = "{scheme}"', "model", {"quantize": scheme}),
         (job.optimizer.name == "adamw", 'name = "adamw8bit"', "optimizer", {"name": "adamw8bit"}),
         (

@@ -114,6 +114,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             "ahead": plan.setting.ahead,
             "offload_activations": plan.setting.offloads,
             "split_at": _cuts(plan),
+            "replicas": [str(device) for device in plan.placement.replicas],
             "kept_blocks": list(plan.kept_blocks),
             "swapped_blocks": list(plan.swapped_blocks),
         },

@@ -10,6 +10,7 @@ The time of a step with `a` micro-batches over stages that take t_k each:
 
     one after the other   a * sum(t)
     in a pipeline         sum(t) + (a - 1) * max(max(t), sum(t) / p)     p micro-batches held by the first stage
+    replicas              max(t_k * micro-batches of card k)             the whole model on each card (plan_replicas.py)
 
 in seconds: measured on the cards (calibration.py) or estimated from operations. t_k has the blocks of a stage, on the
 first also the embedders, on the tail's also tail and loss; copies between cards and the optimizer are left out.
@@ -56,6 +57,14 @@ from .forecast import (
 )
 from .optimizer import make_optimizer
 from .plan_advice import describe_refusal
+from .plan_replicas import (
+    describe_replicas,
+    hint_of_replicas,
+    job_of_replica,
+    optimizer_of_replica,
+    place_replicas,
+    plan_each_alone,
+)
 from .rehearsal import UNSEEN_CARD, Kernels, Rehearsal, Work, rehearse_training
 
 _log = logging.getLogger(__name__)
@@ -77,7 +86,7 @@ class Setting:
 
     scheme: str
     optimizer: str
-    schedule: Kind | Literal["none"]
+    schedule: Kind | Literal["none", "replicas"]
     ahead: int
     offloads: bool = False  # inputs of recomputed blocks wait in host memory
 
@@ -109,7 +118,8 @@ class TrainingPlan:
         job: with every "auto" that the planner answers replaced.
         kept_blocks, swapped_blocks: per device.
         bucket: (height, width) in pixels that was planned for.
-        relative_time: of a step, over the same with every block recomputed and no pipeline.
+        relative_time: of a step, over the same with every block recomputed, one micro-batch after the other and, for
+            replicas, on the first card alone.
         step_s: of a step at this size, seconds. timing: where its times were measured; None for estimates.
         warning: why it may not fit after all, where the user has vouched for it; "" otherwise.
     """
@@ -154,7 +164,7 @@ class _Found:
         return any(stage.plan.num_swapped for stage in self.stages)
 
 
-def asked_schedule(job: JobConfig, devices: Sequence[torch.device]) -> Kind | None:
+def asked_schedule(job: JobConfig, devices: Sequence[torch.device]) -> Kind | Literal["replicas"] | None:
     """The schedule that a job asks for on these devices; None for one micro-batch at a time, "auto" means 1f1b.
 
     Several micro-batches and several devices of one kind are needed, else there is none whatever is asked for. The CPU
@@ -203,6 +213,7 @@ class Planner:
         self.bucket, self.frames, self.host_bytes = bucket, frames, host_bytes
         self._given_times, self._cuts = times, cuts
         self._rehearsals: dict[str, Rehearsal] = {}
+        self.replica: int | None = None  # which one this plans for, on a card of its own
 
     @cached_property
     def _model(self) -> nn.Module:
@@ -226,6 +237,17 @@ class Planner:
         other = copy(self)
         other._given_times = times
         other.__dict__.pop("times", None)
+        return other
+
+    def alone(self, index: int) -> Planner:
+        """For the replica of one card: the whole model, and its share of the micro-batches and of host memory."""
+        _check_counts(self)
+        other = copy(self)
+        other.job, other.cards = job_of_replica(self.job, index, len(self.cards)), (self.cards[index],)
+        other._given_times, other._cuts, other.replica = self.times, None, index
+        other.host_bytes = None if self.host_bytes is None else self.host_bytes // len(self.cards)
+        for name in ("times", "bounds"):
+            other.__dict__.pop(name, None)
         return other
 
     # ---- what is known of the job
@@ -274,9 +296,10 @@ class Planner:
     def forecaster(self, setting: Setting, settings: StepSettings) -> Forecaster:
         has_context = all(card.has_context for card in self.cards)
         backend = Backend(CARD_WORKSPACE_BYTES, FRAGMENTATION, 0 if has_context else CONTEXT_BYTES)
+        optimizer = optimizer_bytes(setting.optimizer, self.job.lora.dtype)
         return Forecaster(
             self._rehearsal(setting.scheme),
-            optimizer_bytes(setting.optimizer, self.job.lora.dtype),
+            optimizer if self.replica is None else optimizer_of_replica(optimizer, self.replica, self.job.lora.dtype),
             settings,
             backend=backend,
             largest_layer=0 if setting.scheme == "none" else self._largest_layer,
@@ -301,9 +324,10 @@ class Planner:
     def _without_offload(self) -> Iterator[Setting]:
         job = self.job
         asked = asked_schedule(job, [card.device for card in self.cards])
-        schedules: list[Kind | Literal["none"]] = ["none" if asked is None else asked]
+        schedules: list[Kind | Literal["none", "replicas"]] = ["none" if asked is None else asked]
         if asked is not None and job.pipeline.schedule == "auto":
-            schedules.append("none")
+            is_split = self.bounds or any(job.split.swapped_blocks)  # a given cut asks for a split, and only it streams
+            schedules += ["none"] if is_split else ["none", "replicas"]
         for scheme in self._schemes():
             for optimizer in ["adamw", "adamw8bit"] if job.optimizer.name == "auto" else [job.optimizer.name]:
                 for schedule in schedules:
@@ -363,6 +387,8 @@ class Planner:
     def fit(self, setting: Setting) -> _Found | None:
         """The best cut for a setting, None if there is none that fits: with some headroom and blocks that keep their
         activations if possible, else as tight as it gets, else with blocks that stream from host memory."""
+        if setting.schedule == "replicas":
+            return plan_each_alone(self, setting, lambda alone, each: alone.fit(each))
         found = self._search(setting, 1 - HEADROOM) or self._search(setting, self._most, keeps=False)
         if found is not None:
             return found if self.host_fits(found) else None
@@ -392,7 +418,7 @@ class Planner:
     @property
     def may_swap(self) -> bool:
         """Whether it is the planner's to say which blocks stream from host memory."""
-        return self.job.train.gradient_checkpointing and not self.job.split.swapped_blocks
+        return self.job.train.gradient_checkpointing and not self.job.split.swapped_blocks and self.replica is None
 
     def _swapping(self, setting: Setting, most: float) -> _Found | None:
         """With as few blocks in host memory as it takes; the fastest cut, else the one that takes least of the host."""
@@ -439,6 +465,10 @@ class Planner:
         swaps: Swaps = "none",
         goal: Goal = "time",
     ) -> _Found | None:
+        if setting.schedule == "replicas":  # their blocks never stream
+            return plan_each_alone(
+                self, setting, lambda alone, each: alone._search(each, most, keeps=keeps, has_limits=has_limits)
+            )
         job = self.job
         settings = StepSettings(
             schedule=setting.schedule,
@@ -472,6 +502,12 @@ class Planner:
             return ()
         plan_manual(self.names, [card.device for card in self.cards], self.job.split.split_at)  # refuses wrong cuts
         return 0, *self.job.split.split_at, len(self.names)
+
+
+def _check_counts(planner: Planner) -> None:
+    """Raises: ValueError for settings per device that are not as many as there are cards."""
+    for name in ("memory_limit_gb", "kept_blocks", "swapped_blocks"):
+        check_one_each(f"split.{name}", getattr(planner.job.split, name), [card.name for card in planner.cards])
 
 
 def _has_packages(scheme: Scheme) -> bool:
@@ -510,8 +546,7 @@ class _Search:
         self._most, self._keeps, self._swaps, self._goal = most, keeps, swaps, goal
         split = planner.job.split
         self._limits = split.memory_limit_gb if has_limits else ()
-        for name in ("memory_limit_gb", "kept_blocks", "swapped_blocks"):
-            check_one_each(f"split.{name}", getattr(split, name), [card.name for card in planner.cards])
+        _check_counts(planner)
         self._kept, self._swapped = split.kept_blocks, split.swapped_blocks
         blocks = range(len(planner.names))
         self._times = [[planner.times.of(block, card, setting.scheme) for block in blocks] for card in planner.cards]
@@ -681,12 +716,13 @@ def plan_training(planner: Planner) -> TrainingPlan:
         raise ValueError(describe_refusal(planner))
     host_bytes = planner.host_needed(found)
     forecast = Forecast(tuple(stage.forecast for stage in found.stages), host_bytes, found.offloaded_bytes)
-    devices = [card.device for card, stage in zip(planner.cards, found.stages, strict=True) for _ in _blocks(stage)]
-    plain = _step_time(replace(found.settings, schedule="none"), [_recomputed(planner, found, s) for s in found.stages])
+    is_copied = found.setting.schedule == "replicas"
+    one_model = found.stages[:1] if is_copied else found.stages
+    plain = planner.job.train.accumulation * sum(_recomputed(planner, found, stage) for stage in one_model)
     return TrainingPlan(
         job=_settled(planner.job, found.setting),
         cards=planner.cards,
-        placement=Placement(planner.names, tuple(devices), planner.cards[0].device),
+        placement=place_replicas(planner) if is_copied else _place(planner, found),
         setting=found.setting,
         kept_blocks=tuple(stage.forecast.num_kept for stage in found.stages),
         swapped_blocks=tuple(stage.plan.num_swapped for stage in found.stages),
@@ -701,6 +737,11 @@ def plan_training(planner: Planner) -> TrainingPlan:
         warning=_warning(planner, found),
         bucket=planner.bucket,
     )
+
+
+def _place(planner: Planner, found: _Found) -> Placement:
+    devices = [card.device for card, stage in zip(planner.cards, found.stages, strict=True) for _ in _blocks(stage)]
+    return Placement(planner.names, tuple(devices), planner.cards[0].device)
 
 
 def _blocks(stage: _Stage) -> range:
@@ -727,7 +768,9 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
     job, stages = planner.job, found.stages
     cut = " + ".join(str(len(_blocks(stage))) for stage in stages)
     shares = " and ".join(f"{stage.share:.0%}" for stage in stages)
-    if planner.bounds:
+    if found.setting.schedule == "replicas":
+        yield describe_replicas(found, [card.name for card in planner.cards])
+    elif planner.bounds:
         yield f"cut {cut} blocks: given; it needs {shares} of what the cards have free"
     elif len(stages) > 1:
         even = "least from host memory" if found.is_swapping else "even use of memory"
@@ -777,16 +820,9 @@ def _named(choice: str) -> str:
 
 
 def _hints(planner: Planner, found: _Found) -> Iterator[str]:
-    if len(planner.cards) < 2:
-        return
-    alone = replace(found.settings, schedule="none", ahead=0, offload_from=None)
-    forecaster = planner.forecaster(found.setting, alone)
-    whole = [forecaster.device(card.name, StagePlan(0, 1, 0, len(planner.names))) for card in planner.cards]
-    if all(each.needed <= card.usable_bytes for each, card in zip(whole, planner.cards, strict=True)):
-        yield (
-            f"replicas would be faster: the whole model with everything needs {whole[0].needed / 1e9:.1f} GB and fits "
-            "on each card alone; a job per card trains as many LoRAs at once (this pack does not share one among them)"
-        )
+    hint = hint_of_replicas(planner, found)
+    if hint:
+        yield hint
 
 
 def _warning(planner: Planner, found: _Found) -> str:

@@ -106,7 +106,7 @@ def test_blocks_compiled_for_any_number_of_tokens_train_in_a_pipeline(tmp_path, 
             tmp_path,
             "flux2",
             data={"resolutions": [32, 64, 96]},
-            split={"devices": ["cuda:0", "cuda:1"]},
+            split=_split(["cuda:0", "cuda:1"]),
             train={"steps": 6, "batch_size": 2, "accumulation": 4, "seed": 3, "compile": name},
             output={"folder": str(tmp_path / name)},
         )

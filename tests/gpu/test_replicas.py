@@ -1,0 +1,82 @@
+"""A copy of the model on each of two real GPUs. Needs two CUDA or ROCm devices; skipped, with the reason, elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel.replicas import Replicas
+from devicebridge.tests.replica_cases import make_micro_batches, make_replicas
+from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.training.job import run_job
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.device_count() < 2,
+        reason=f"needs two GPUs; torch sees {torch.cuda.device_count() if torch.cuda.is_available() else 0} here",
+    ),
+]
+
+NAMES = sorted(FAMILIES)
+CARDS = [torch.device("cuda", index) for index in range(2)]
+
+
+@pytest.fixture(autouse=True)
+def deterministic_algorithms():
+    """Attention's fastest backward adds up in no fixed order, on one GPU as on two."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def _copied(name, count, **settings):
+    made = make_replicas(name, CARDS, **settings)
+    replicas = Replicas(made)
+    losses = [loss.cpu() for loss in replicas.run(make_micro_batches(replicas.seat, name, count))]
+    return losses, [parameter.grad.cpu() for parameter in made[0].parameters]
+
+
+@pytest.mark.parametrize("count", [4, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_one_gpu_up_to_the_order_of_summation(name, count):
+    (one,) = make_replicas(name, CARDS[:1])
+    expected = []
+    for batch in make_micro_batches(lambda index: (one.model, one.device), name, count):
+        loss = batch.forward(batch.prepare())
+        loss.backward()
+        expected.append(loss.detach().cpu())
+    losses, gradients = _copied(name, count)
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=0)
+    for gradient, parameter in zip(gradients, one.parameters, strict=True):
+        assert (gradient - parameter.grad.cpu()).norm() <= 1e-6 * parameter.grad.cpu().norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_repeats_itself_bit_for_bit(name):
+    """With dropout: each card draws from its own generator, whatever the other thread does."""
+    found = []
+    for _ in range(3):
+        for card in CARDS:
+            with torch.cuda.device(card):
+                torch.cuda.manual_seed(5)
+        found.append(_copied(name, 5, dropout=0.3))
+    for losses, gradients in found[1:]:
+        assert all(map(torch.equal, losses, found[0][0])) and all(map(torch.equal, gradients, found[0][1]))
+
+
+def _run(folder, run, **sections):
+    train = {"steps": 4, "batch_size": 1, "accumulation": 5, "seed": 3}
+    sections = {"train": train, "output": {"folder": str(folder / run)}, **sections}
+    return run_job(make_tiny_job(folder, "flux2", **sections))
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8", "int8"])
+def test_a_job_on_two_gpus_is_that_of_one(tmp_path, scheme):
+    model = {"dtype": "bfloat16", "quantize": scheme}
+    one = _run(tmp_path, "one", model=model, split={"devices": ["cuda:0"]}, pipeline={"schedule": "none"})
+    devices = {"devices": ["cuda:0", "cuda:1"], "calibrate": "off"}
+    two = _run(tmp_path, "two", model=model, split=devices, pipeline={"schedule": "replicas"})
+    again = _run(tmp_path, "again", model=model, split=devices, pipeline={"schedule": "replicas"})
+    assert two.losses == pytest.approx(one.losses, rel=1e-3) and two.eval_before == one.eval_before
+    assert again.losses == two.losses and again.lora_path.read_bytes() == two.lora_path.read_bytes()

@@ -1,0 +1,85 @@
+"""Copies of a tiny model on several devices, and micro-batches for them; on emulated cards and on real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from devicebridge.families.registry import FAMILIES
+from devicebridge.families.spec import ModelFamily
+from devicebridge.parallel.block_split import apply_block_split
+from devicebridge.parallel.pipeline import MicroBatch
+from devicebridge.parallel.placement import Placement, block_names
+from devicebridge.parallel.replicas import Replica, copy_model
+from devicebridge.patches.quantize import Quantizer, QuantizeSettings, replace_module
+from devicebridge.tests.toy import TINY
+from devicebridge.training.adapter import apply_lora
+from devicebridge.training.config import LoraSettings
+from torch import nn
+
+
+def quantized(model: nn.Module, family: ModelFamily, scheme: Any) -> nn.Module:
+    """The model with its linears rounded."""
+    quantizer = Quantizer(family, QuantizeSettings(scheme))
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear):
+            replace_module(model, name, quantizer.finish(name, module))
+    return model
+
+
+def make_replica(
+    model: Any,
+    name: str,
+    card: torch.device,
+    *,
+    dropout: float = 0.0,
+    kept: int = 0,
+    checkpointing: bool = True,
+    seed: int = 1,
+) -> Replica:
+    """A tiny model on a card with a LoRA that is not zero."""
+    family = FAMILIES[name]
+    placement = Placement(names := block_names(model, family), (card,) * len(names), card)
+    split = apply_block_split(model, family, placement)
+    lora = apply_lora(model, family, LoraSettings(rank=2, alpha=3, dropout=dropout), seed=seed)
+    with torch.no_grad():
+        for parameter in lora.parameters().values():
+            generator = torch.Generator().manual_seed(parameter.numel() + seed)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
+    model.train()
+    if checkpointing:
+        model.enable_gradient_checkpointing(split.checkpoint)
+        split.keep_activations([kept])
+    return Replica(model, card, tuple(lora.parameters().values()))
+
+
+def make_replicas(
+    name: str, cards: Sequence[torch.device], scheme: str | None = None, **settings: Any
+) -> list[Replica]:
+    """One per card, copied from the first; not yet told of each other."""
+    model = TINY[name].make_model(seed=0)
+    if scheme is not None:
+        model = quantized(model, FAMILIES[name], scheme)
+    model = model.to(cards[0])
+    models = [model, *(copy_model(model, card) for card in cards[1:])]
+    return [make_replica(each, name, card, **settings) for each, card in zip(models, cards, strict=True)]
+
+
+def make_micro_batches(
+    seat: Callable[[int], tuple[Any, torch.device]], name: str, count: int
+) -> list[MicroBatch[dict[str, Any]]]:
+    """seat: from an index to the model and device that a micro-batch goes through."""
+    family, tiny = FAMILIES[name], TINY[name]
+
+    def make(index: int) -> MicroBatch[dict[str, Any]]:
+        model, home = seat(index)
+
+        def forward(inputs: dict[str, Any]) -> torch.Tensor:
+            inputs = {k: v.to(home) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+            output = model(**inputs, return_dict=False)[0]
+            return family.read_prediction(output, tiny.make_latents(seed=index)).square().mean() / count
+
+        return MicroBatch(lambda: tiny.make_inputs(seed=index), forward)
+
+    return [make(index) for index in range(count)]
