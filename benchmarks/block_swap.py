@@ -81,7 +81,7 @@ def run_scheme(options: argparse.Namespace, scheme: str) -> dict[str, Any]:
     built.model.enable_gradient_checkpointing(built.split.checkpoint)
     pipeline = Pipeline(built.split.bridge, kind=options.schedule) if tail else None
     data = make_data(config, options.side, tiny=options.tiny)
-    trainer = make_trainer(built, lora, resident.job, data, pipeline=pipeline)
+    trainer = make_trainer(built, lora, resident.job, data, runner=pipeline)
     compiled = apply_compile(built.model, FAMILY) if options.compile else None
     report: dict[str, Any] = {"placement": resident.placement.describe(), "ways": {name: {} for name in ways}}
     check_gradients(built.split, trainer, ways, report)

@@ -7,8 +7,9 @@ Random weights, batch 1, LoRA rank 32 in float32, AdamW, 512 text tokens. Every 
 by layer on its cards as a job does (peak counters start before), then three optimizer steps by the pack's own loop.
 What is recomputed: "on" every block, "partly" half of each card's blocks, "off" none, "planned" what the planner
 chooses for the cards. max_memory_allocated is compared with `allocated`, max_memory_reserved with `reserved`. --cap-gb
-limits what this process may reserve on each card, so that "planned" plans for such cards and would run out of memory
-where it is wrong. --offload lets the inputs of recomputed blocks wait in host memory.
+limits what this process may reserve on each card, so that "planned" plans for such cards, with blocks that stream from
+host memory if need be, and would run out of memory where it is wrong. --offload lets the inputs of recomputed blocks
+wait in host memory.
 
 --tiny runs the same code with toy shapes on two emulated cards on the CPU, counting live storages, where forecasts have
 no allowance for allocators and no fused attention. Results are written after each case.
@@ -31,6 +32,8 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 import torch  # noqa: E402
 from devicebridge.loading.checkpoint import CheckpointInfo  # noqa: E402
 from devicebridge.parallel.devices import available_devices, reset_peaks, synchronize  # noqa: E402
+from devicebridge.parallel.placement import place_swapped  # noqa: E402
+from devicebridge.parallel.swap import BlockSwap  # noqa: E402
 from devicebridge.patches.eight_bit import kernels_of  # noqa: E402
 from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, live_bytes  # noqa: E402
@@ -71,7 +74,11 @@ def run_case(options: argparse.Namespace, scheme: str, side: int, mode: str) -> 
         return {"refused": str(error)}
     measured = train(options, config, plan, side)
     devices = {each.device: compare(each, measured[each.device]) for each in plan.forecast.devices}
-    return {"placement": plan.placement.describe(), "kept_blocks": list(plan.kept_blocks), "devices": devices}
+    return {"placement": plan.placement.describe(), "kept_blocks": list(plan.kept_blocks)} | {
+        "swapped_blocks": list(plan.swapped_blocks),
+        "host_gb": round(plan.forecast.host_bytes / 1e9, 2),
+        "devices": devices,
+    }
 
 
 def make_job(options: argparse.Namespace, scheme: str, side: int, mode: str) -> Any:
@@ -86,10 +93,16 @@ def make_job(options: argparse.Namespace, scheme: str, side: int, mode: str) -> 
             "offload_activations": "on" if options.offload and mode != "off" else "off",
         },
         pipeline={"schedule": "none"},
-        # blocks that stream from host memory are benchmarks/block_swap.py's
-        split={"swapped_blocks": [0] * len(options.devices)}
-        | ({"memory_limit_gb": [1000.0] * len(options.devices)} if mode != "planned" else {}),
+        split=limits_of(options, mode),
     )
+
+
+def limits_of(options: argparse.Namespace, mode: str) -> dict[str, Any]:
+    """Nothing streams and everything fits, unless the planner is to choose; or so many blocks of each card stream."""
+    count = len(options.devices)
+    if mode == "planned":
+        return {}
+    return {"memory_limit_gb": [1000.0] * count, "swapped_blocks": options.swapped or [0] * count}
 
 
 def make_plan(options: argparse.Namespace, config: Any, job: Any, side: int, mode: str) -> TrainingPlan:
@@ -125,7 +138,9 @@ def train(options: argparse.Namespace, config: Any, plan: TrainingPlan, side: in
     reset_peaks(options.devices)
     with watched(options) as peaks:
         scheme = "bf16" if plan.job.model.quantize == "none" else plan.job.model.quantize
-        built = make_random_model(config, plan.placement, scheme)
+        places = place_swapped(plan.placement, plan.kept_blocks, plan.swapped_blocks)
+        swap = BlockSwap(places, is_on_host=True) if places else None
+        built = make_random_model(config, plan.placement, scheme, swap=swap)
         plain = replace(plan.job.train, gradient_checkpointing=False, offload_activations="off")
         job = replace(plan.job, train=plain)
         lora = attach_lora(built, job)
@@ -134,6 +149,8 @@ def train(options: argparse.Namespace, config: Any, plan: TrainingPlan, side: in
             built.model.enable_gradient_checkpointing(built.split.checkpoint)
         if plan.setting.offloads:
             built.split.offload_inputs(min_bytes=planner_module.MIN_BYTES)
+        if swap is not None:
+            swap.attach(built.split)
         trainer = make_trainer(built, lora, plan.job, make_data(config, side, tiny=options.tiny))
         for _ in range(NUM_STEPS):
             trainer.train_step(plan.job.optimizer.learning_rate)
@@ -141,7 +158,9 @@ def train(options: argparse.Namespace, config: Any, plan: TrainingPlan, side: in
         synchronize(options.devices)
         found = {str(device): peak_of(device, peaks) for device in options.devices}
         built.split.stop_offload()
-    del trainer, lora, built
+        if swap is not None:
+            swap.remove()
+    del trainer, lora, built, swap
     release()
     return found
 
@@ -235,6 +254,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cards", type=int, default=0, help="how many GPUs; 0 for up to two, or one per --cap-gb")
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument(
+        "--swapped", type=int, nargs="+", default=[], help="blocks of each card that stream, if not planned"
+    )
     parser.add_argument("--offload", action="store_true", help="block inputs wait in host memory")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)

@@ -23,22 +23,36 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
 from devicebridge.parallel.devices import available_devices, release_cached_memory  # noqa: E402
-from devicebridge.parallel.pipeline import Pipeline  # noqa: E402
+from devicebridge.parallel.pipeline import Pipeline, Runner  # noqa: E402
+from devicebridge.parallel.placement import place_swapped  # noqa: E402
+from devicebridge.parallel.replicas import Replica, Replicas  # noqa: E402
 from devicebridge.parallel.schedule import Kind  # noqa: E402
+from devicebridge.parallel.swap import apply_block_swap  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.training.batches import CachedSamples  # noqa: E402
+from devicebridge.training.config import JobConfig  # noqa: E402
+from devicebridge.training.loop import Trainer  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from loss_parity import FULL, TINY  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
-from random_job import FAMILY, attach_lora, make_random_job, make_random_model, make_trainer, plan_devices, run_steps  # noqa: E402
+from random_job import (  # noqa: E402
+    FAMILY,
+    RandomModel,
+    attach_lora,
+    make_random_job,
+    make_random_model,
+    make_trainer,
+    plan_devices,
+    run_steps,
+)
 from trained_base import LORA_KIND, Size, cut_samples, fill_from, make_base, make_pictures  # noqa: E402
 
 NUM_BATCHES = 4
@@ -52,16 +66,19 @@ class Way:
     Args:
         num_cards: that hold the blocks.
         kind: schedule of the pipeline, None for one micro-batch at a time. ahead: see schedule.py.
-        kept_share: of each card's blocks, how many keep their activations.
+        kept_share, swapped_share: of each card's blocks, how many keep their activations, or stream from host memory.
+        offloads: whether block inputs wait in host memory.
         rate: times the learning rate. lora_seed: where the LoRA starts.
     """
 
     name: str
     scheme: str = "bf16"
     num_cards: int = 2
-    kind: Kind | None = None
+    kind: Kind | Literal["replicas"] | None = None
     ahead: int = 0
     kept_share: float = 0.0
+    swapped_share: float = 0.0
+    offloads: bool = False
     compiled: bool = False
     optimizer: str = "adamw"
     rate: float = 1.0
@@ -81,11 +98,16 @@ WAYS = (
     Way("bf16, 1f1b, 1 ahead, half kept", kind="1f1b", ahead=1, kept_share=0.5),
     Way("bf16, gpipe, all kept", kind="gpipe", kept_share=1.0),
     Way("bf16, 1f1b, compiled", kind="1f1b", ahead=1, compiled=True),
+    Way("bf16, 1f1b, half streamed", kind="1f1b", swapped_share=0.5),
+    Way("bf16, 1f1b, inputs offloaded", kind="1f1b", offloads=True),
+    Way("bf16, replicas", kind="replicas"),
     Way("bf16, 1f1b, adamw8bit", kind="1f1b", optimizer="adamw8bit"),
     Way("fp8, 1f1b", "fp8", kind="1f1b"),
     Way("int8, 1f1b", "int8", kind="1f1b"),
     Way("fp8-compute, 1f1b", "fp8-compute", kind="1f1b", ahead=1, kept_share=0.5),
     Way("int8-compute, 1f1b", "int8-compute", kind="1f1b", ahead=1, kept_share=0.5),
+    Way("fp8-compute, 1f1b, half streamed", "fp8-compute", kind="1f1b", swapped_share=0.5, offloads=True),
+    Way("int8-compute, replicas", "int8-compute", kind="replicas"),
     Way("fp8-compute, 1f1b, compiled, adamw8bit", "fp8-compute", kind="1f1b", compiled=True, optimizer="adamw8bit"),
     CHANCE,
     MUST_DIFFER,
@@ -114,21 +136,22 @@ def train(
         optimizer={"learning_rate": options.learning_rate * way.rate, "name": way.optimizer},
         schedule={"name": "cosine", "warmup_steps": options.steps // 20},
     )
-    placement = replace(plan_devices(size.config, devices), tail=() if way.kind is None else tuple(FAMILY.tail))
-    built = make_random_model(size.config, placement, way.scheme, fill=fill_from(weights))
-    lora = attach_lora(built, job, seed=way.lora_seed)
-    placed = list(built.split.placement.devices)
-    built.split.keep_activations([round(way.kept_share * placed.count(device)) for device in built.devices])
-    pipeline = None if way.kind is None else Pipeline(built.split.bridge, kind=way.kind, ahead=way.ahead)
-    trainer = make_trainer(built, lora, job, train_data, eval_data, runner=pipeline)
+    built, trainer = make_run(options, size, way, job, weights, devices, train_data, eval_data)
     with contextlib.ExitStack() as stack:
+        if way.swapped_share:
+            placed = built.split.placement
+            counts = [int(way.swapped_share * placed.num_blocks_on(device)) for device in built.devices]
+            stack.callback(apply_block_swap(built.split, list(place_swapped(placed, (), counts))).remove)
+        if way.offloads:
+            built.split.offload_inputs(min_bytes=1)
+            stack.callback(built.split.stop_offload)
         if way.compiled:
             stack.callback(apply_compile(built.model, built.family).remove)
             trainer.is_compiled = True
         before = trainer.evaluate()
         losses = run_steps(trainer)
         after = trainer.evaluate()
-    del built, trainer, lora, pipeline
+    del built, trainer
     gc.collect()
     release_cached_memory()
     return {
@@ -137,6 +160,39 @@ def train(
         "losses": [round(loss, 5) for loss in losses],
         "seconds": round(time.perf_counter() - start, 1),
     }
+
+
+def make_run(
+    options: argparse.Namespace,
+    size: Size,
+    way: Way,
+    job: JobConfig,
+    weights: Mapping[str, torch.Tensor],
+    devices: Sequence[torch.device],
+    train_data: CachedSamples,
+    eval_data: CachedSamples,
+) -> tuple[RandomModel, Trainer]:
+    """A fresh model on the way's cards, or one on each of them, and its loop."""
+    is_copied = way.kind == "replicas"
+    placement = plan_devices(size.config, devices[:1] if is_copied else devices)
+    placement = replace(placement, tail=() if way.kind is None or is_copied else tuple(FAMILY.tail))
+    placements = [placement.on(device) for device in devices] if is_copied else [placement]
+    models = [make_random_model(size.config, each, way.scheme, fill=fill_from(weights)) for each in placements]
+    loras = [attach_lora(each, job, seed=way.lora_seed) for each in models]
+    for each in models:
+        counts = [each.split.placement.num_blocks_on(device) for device in each.devices]
+        each.split.keep_activations([round(way.kept_share * count) for count in counts])
+    runner: Runner | None = None
+    if is_copied:
+        runner = Replicas(
+            [
+                Replica(each.model, each.devices[0], tuple(lora.parameters().values()))
+                for each, lora in zip(models, loras, strict=True)
+            ]
+        )
+    elif way.kind is not None:
+        runner = Pipeline(models[0].split.bridge, kind=way.kind, ahead=way.ahead)  # type: ignore[arg-type]
+    return models[0], make_trainer(models[0], loras[0], job, train_data, eval_data, runner=runner)
 
 
 def gap_percent(runs: Mapping[str, dict[str, Any]], name: str) -> float:
