@@ -82,7 +82,7 @@ def test_masks_stay_masks_on_their_way_to_the_model() -> None:
     trainer.model = lambda states, return_dict: (states,)  # type: ignore[assignment]
     text = join_texts(_states(3, 1), {"states"})
     noisy = trainer._noisy(LoadedBatch(torch.ones(2, 1, 1, 4, 4), text, None, 16), torch.ones(2) / 2, torch.Generator())
-    assert trainer._loss(noisy).isfinite()
+    assert trainer._loss(noisy, trainer.model, trainer._home).isfinite()
     assert {name: states.dtype for name, states in seen[0].items()} == {
         "states": torch.bfloat16,
         "states_mask": torch.bool,
