@@ -72,6 +72,9 @@ _log = logging.getLogger(__name__)
 # How many times faster a setting must be for block inputs to be offloaded: how far copies are hidden is an estimate.
 OFFLOAD_GAIN = 1.1
 PINNED_SHARE = 0.8  # of free host memory that may be pinned; the system needs some that it can move
+# Share of streaming, or of what is computed beside it if that is shorter, that is not hidden: 0.17 and 0.40 were
+# measured by benchmarks/block_swap.py on an H200 (docs/experiments.md, 2026-11-22).
+UNHIDDEN = 0.3
 HEADROOM = 0.05  # of a card, left free by what the planner chooses to keep; the forecast may be off by as much
 HOST_SHARE = 0.9  # of free host memory, for blocks that stream from there: it is pinned and cannot be swapped out
 
@@ -147,7 +150,7 @@ class _Stage:
     forecast: DeviceForecast
     time: float
     share: float  # of the card that is needed
-    copying: float  # seconds of a micro-batch's copies from host memory
+    is_waiting: bool  # for copies, which take longer than what it computes
     streamed: int  # bytes in host memory
 
 
@@ -656,9 +659,12 @@ class _Search:
         if share > self._most:
             return None
         streamed = self._forecaster.streamed_bytes(plan)
+        link, computing = self._links[plan.stage], self._time(plan)
         # Beside the kernels: weights for the forward and once more for the backward, inputs there and back.
-        copying = 2 * (streamed + self._forecaster.offloaded(plan)) / self._links[plan.stage]
-        return _Stage(plan, found, max(self._time(plan), copying), share, copying, streamed)
+        streaming = 2 * streamed / link
+        copying = streaming + 2 * self._forecaster.offloaded(plan) / link
+        time = max(computing, copying) + UNHIDDEN * min(computing, streaming)
+        return _Stage(plan, found, time, share, 0 < copying >= computing, streamed)
 
     def _time(self, plan: StagePlan) -> float:
         """A micro-batch's computation: forward, backward, and forward again where blocks are recomputed; embedders and
@@ -804,7 +810,7 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
 def _swap_reason(planner: Planner, stages: Sequence[_Stage]) -> str:
     count = _joined([stage.plan.num_swapped for stage in stages])
     why = "given" if planner.job.split.swapped_blocks else "the cards cannot hold them"
-    waiting = [card.name for card, s in zip(planner.cards, stages, strict=True) if s.copying and s.time <= s.copying]
+    waiting = [card.name for card, stage in zip(planner.cards, stages, strict=True) if stage.is_waiting]
     slow = f"{' and '.join(waiting)} will wait for copies" if waiting else "copies take less time than computing"
     return (
         f"host memory: {count} blocks stream from there, {sum(s.streamed for s in stages) / 1e9:.1f} GB: {why}; {slow}"
