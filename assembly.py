@@ -107,8 +107,16 @@ def assemble_for_training(
             quantized=quantized,
         )
 
-    first, *others = (finish(index) for index in range(len(models)))
-    return replace(first, replicas=tuple(others))
+    finished: list[Assembled] = []
+    try:
+        for index in range(len(models)):
+            finished.append(finish(index))
+    except BaseException:
+        for each in finished:
+            if each.compiled is not None:
+                each.compiled.remove()  # it changes settings of the process
+        raise
+    return replace(finished[0], replicas=tuple(finished[1:]))
 
 
 def _finish(

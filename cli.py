@@ -170,20 +170,23 @@ def _check(options: argparse.Namespace) -> int:
     from .training.config import load_job
     from .training.job import check_job
 
-    for title, job in _each_model(load_job(options.job)):
-        _print_check(title, check_job(job))
+    for title, job, share in _each_model(load_job(options.job)):
+        _print_check(title, check_job(job, host_share=share))
     return 0
 
 
-def _each_model(job: JobConfig, devices: Sequence[str] = ()) -> list[tuple[str, JobConfig]]:
-    """Heading and job of every model that a job file trains: one, or two experts over these devices, () for all."""
+def _each_model(job: JobConfig, devices: Sequence[str] = ()) -> list[tuple[str, JobConfig, int]]:
+    """Heading and job of every model that a job file trains: one, or two experts over these devices, () for all; and
+    how many train at the same time."""
     if not job.model.second_expert:
-        return [("", job)]
+        return [("", job, 1)]
     from .parallel.devices import find_devices
-    from .training.experts import expert_jobs
+    from .training.experts import are_together, expert_jobs
 
     known = list(devices) or [str(device) for device in find_devices(job.split.devices)]
-    return [(f"== {expert.name}", expert.job) for expert in expert_jobs(job, known)]
+    experts = expert_jobs(job, known)
+    share = len(experts) if are_together(experts) else 1
+    return [(f"== {expert.name}", expert.job, share) for expert in experts]
 
 
 def _print_check(title: str, plan: JobPlan) -> None:
@@ -216,9 +219,9 @@ def _plan(options: argparse.Namespace) -> int:
         job = replace(job, data=replace(job.data, resolutions=(options.resolution,)))
     cards = parse_cards(options.cards) if options.cards else []
     plans = {}
-    for title, each in _each_model(job, [card.name for card in cards]):
+    for title, each, share in _each_model(job, [card.name for card in cards]):
         own = [card for card in cards if not title or card.name in each.split.devices]
-        plans[title] = plan_job(each, own, may_measure=options.calibrate)
+        plans[title] = plan_job(each, own, may_measure=options.calibrate, host_share=share)
     if options.json:
         values = {title.removeprefix("== "): plan_values(plan) for title, plan in plans.items()}
         print(json.dumps(values.get("", values), indent=2))

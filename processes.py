@@ -61,10 +61,12 @@ class Running:
         if self._is_stopped:
             return
         self._is_stopped = True
-        if self.exit_code is None:
-            self.terminate()
-            self.wait(self._stop_timeout_s)
-        self._signal_group(kill=True)
+        try:
+            if self.exit_code is None:
+                self.terminate()
+                self.wait(self._stop_timeout_s)
+        finally:  # an interrupt while waiting ends it at once
+            self._signal_group(kill=True)
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()

@@ -56,7 +56,8 @@ def run_pair(
     Raises: ValueError for a job that cannot be run as written; RuntimeError naming the expert whose training failed.
     """
     experts = expert_jobs(job, devices)
-    tasks = [_Task(expert.name, _write(expert.job)) for expert in experts]
+    share = len(experts) if are_together(experts) else 1
+    tasks = [_Task(expert.name, _write(expert.job), host_share=share) for expert in experts]
     with EventLog(Path(job.output.folder), on_event) as events:
         crew = _Crew(events, resume, should_stop)
         cached = crew.run([_Task("caches", tasks[0].file, also_checks=tasks[1].file)])
@@ -91,11 +92,15 @@ def _are_finished(found: Mapping[str, WorkerResult]) -> bool:
 
 @dataclass(frozen=True)
 class _Task:
-    """also_checks: of a process that fills the caches, and trains nothing, another job to check first."""
+    """Args:
+    also_checks: of a process that fills the caches, and trains nothing, another job to check first.
+    host_share: trainings that share the host's free memory.
+    """
 
     name: str
     file: Path
     also_checks: Path | None = None
+    host_share: int = 1
 
 
 @dataclass
@@ -135,7 +140,9 @@ class _Crew:
     def _started(self, task: _Task) -> Iterator[_Worker]:
         stop_file = task.file.with_name("stop")
         stop_file.unlink(missing_ok=True)  # of a run that was killed
-        command = worker_command(task.file, stop_file, resume=self.resume, also_checks=task.also_checks)
+        command = worker_command(
+            task.file, stop_file, resume=self.resume, also_checks=task.also_checks, host_share=task.host_share
+        )
         with processes.start(command, stop_timeout_s=_KILLED_AFTER_S) as running:
             worker = _Worker(task, running, stop_file)
             reader = threading.Thread(target=self._listen, args=(worker,), name=f"devicebridge-{task.name}")

@@ -92,10 +92,11 @@ class TrainingResult:
     pace: str = ""
 
 
-def check_job(job: JobConfig, *, is_to_train: bool = True) -> JobPlan:
+def check_job(job: JobConfig, *, is_to_train: bool = True, host_share: int = 1) -> JobPlan:
     """Everything that can be refused before weights are loaded.
 
     Args:
+        host_share: jobs that share the host's free memory.
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
     Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
         or settings that contradict the model.
@@ -109,7 +110,7 @@ def check_job(job: JobConfig, *, is_to_train: bool = True) -> JobPlan:
     samples, encoded, model = read.samples, read.encoded, read.model
     _refuse_stills(variant, (*samples, *eval_samples), encoded)
     largest = read.largest
-    training = _plan_on_cards(job, info, variant, largest) if is_to_train else None
+    training = _plan_on_cards(job, info, variant, largest, host_share=host_share) if is_to_train else None
     if training is None:
         job = _without_auto(job)
         sizes = (resolution_of(encoded, info.family.latent_of(variant)), largest[2]) if encoded else ()
@@ -246,6 +247,7 @@ def _plan_on_cards(
     largest: tuple[int, int, int],
     devices: Sequence[torch.device] = (),
     is_cut: bool = True,
+    host_share: int = 1,
 ) -> TrainingPlan | None:
     """What the planner chooses on this machine; None where it does not know a device's memory, as on a CPU.
 
@@ -253,6 +255,7 @@ def _plan_on_cards(
         largest: height and width in pixels and frames of the samples that take the most.
         devices: of every block, where a run that is resumed must have them, or with is_cut False of every replica; ()
             leaves the choice to the planner.
+        host_share: jobs that share the host's free memory.
     Raises: ValueError if nothing fits.
     """
     cards = cards_of(list(dict.fromkeys(devices)) or find_devices(job.split.devices))
@@ -261,7 +264,7 @@ def _plan_on_cards(
     cuts = None
     if devices and is_cut:
         cuts = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]]
-    host = free_bytes(CPU)
+    host = _free_host_bytes(host_share)
     planner = Planner(job, info, variant, cards, largest[:2], frames=largest[2], cuts=cuts, host_bytes=host)
     training = CalibratedPlanner(planner).plan()
     if training.warning:
@@ -276,11 +279,19 @@ def _without_auto(job: JobConfig) -> JobConfig:
     return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=optimizer))
 
 
-def plan_job(job: JobConfig, cards: Sequence[Card] = (), *, may_measure: bool = False) -> TrainingPlan:
+def _free_host_bytes(host_share: int) -> int | None:
+    free = free_bytes(CPU)
+    return None if free is None else free // host_share
+
+
+def plan_job(
+    job: JobConfig, cards: Sequence[Card] = (), *, may_measure: bool = False, host_share: int = 1
+) -> TrainingPlan:
     """How a job would use these cards, which need not exist; () takes this machine's. Reads headers and images only.
 
     Args:
         may_measure: time blocks on this machine's cards, where an earlier job has not done so.
+        host_share: jobs that share this machine's free memory.
     Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards.
     """
     if cards and may_measure:
@@ -293,7 +304,7 @@ def plan_job(job: JobConfig, cards: Sequence[Card] = (), *, may_measure: bool = 
             'with --cards, such as "24GB,24GB"'
         )
     height, width, frames = read.largest
-    host = None if cards else free_bytes(CPU)
+    host = None if cards else _free_host_bytes(host_share)
     planner = Planner(read.job, read.info, read.variant, known, (height, width), frames=frames, host_bytes=host)
     return plan_training(planner) if cards else CalibratedPlanner(planner).plan("always" if may_measure else "never")
 
@@ -504,7 +515,7 @@ def _as_decided(job: JobConfig) -> JobConfig:
     return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=name))
 
 
-def _placed_as_before(plan: JobPlan, facts: Mapping[str, Any]) -> JobPlan:
+def _placed_as_before(plan: JobPlan, facts: Mapping[str, Any], host_share: int) -> JobPlan:
     """The plan with the cut, or the replicas, that the run to resume began with.
 
     Memory that is free today must not change it: dropout would be drawn elsewhere, and gradients summed in another
@@ -525,8 +536,14 @@ def _placed_as_before(plan: JobPlan, facts: Mapping[str, Any]) -> JobPlan:
     if (devices, replicas) == (now.devices, now.replicas):
         return plan
     largest = _largest(plan.samples, plan.encoded, plan.family.latent_of(plan.variant))
-    before = replace(job, pipeline=replace(job.pipeline, schedule="replicas")) if replicas else job
-    training = _plan_on_cards(before, plan.info, plan.variant, largest, replicas or devices, is_cut=not replicas)
+    before = job
+    if replicas:  # which a cut of today's would contradict
+        split = replace(job.split, balance="bytes", split_at=())
+        before = replace(job, pipeline=replace(job.pipeline, schedule="replicas"), split=split)
+        _refuse_block_settings(before)
+    training = _plan_on_cards(
+        before, plan.info, plan.variant, largest, replicas or devices, is_cut=not replicas, host_share=host_share
+    )
     placement = replace(now, devices=devices, home=devices[0], tail=(), replicas=replicas)
     return _with_tail(replace(plan, placement=placement, training=training))
 
@@ -537,20 +554,23 @@ def run_job(
     resume: bool = False,
     on_event: Listener | None = None,
     should_stop: Callable[[], bool] = never,
+    host_share: int = 1,
 ) -> TrainingResult:
     """Run a job to its end, or until should_stop() is true between two steps; the state is saved in both cases.
 
+    Args:
+        host_share: jobs that share the host's free memory.
     Raises: ValueError for a job that cannot be run as written, before weights are loaded.
     """
     if resume:
         job = _as_decided(job)
-    plan = check_job(job)
+    plan = check_job(job, host_share=host_share)
     job = plan.job
     folder = Path(job.output.folder)
     identity = run_identity(plan)
     state = find_state(plan, identity, resume=resume)
     if state is not None:
-        plan = _placed_as_before(plan, state.facts)
+        plan = _placed_as_before(plan, state.facts, host_share)
         identity |= _where(plan.placement)
     with EventLog(folder, on_event, tensorboard=job.output.tensorboard) as events, ExitStack() as cleanup:
         try:

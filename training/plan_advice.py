@@ -15,13 +15,22 @@ if TYPE_CHECKING:
 _CARD_SIZES_GB = (8, 10, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141)
 _RESOLUTIONS = (1024, 768, 512, 384, 256)
 _RANKS = (64, 32, 16, 8, 4)
+_PER_CARD = ("kept_blocks", "swapped_blocks", "memory_limit_gb")  # settings with a value for each card
 
 
 def describe_refusal(planner: Planner) -> str:
     """What is needed against what is there, and the changes that were computed to be enough."""
     best = planner.but_for_the_host()
     if best is None:
-        best = min(planner.without_limits(), key=lambda found: max(stage.share for stage in found.stages))
+        possible = planner.without_limits()
+        if not possible:  # kept or streamed blocks that no cut has
+            split = planner.job.split
+            return (
+                f"no cut of {len(planner.names)} blocks over {len(planner.cards)} cards has split.kept_blocks = "
+                f"{list(split.kept_blocks)} and split.swapped_blocks = {list(split.swapped_blocks)}: a card needs a "
+                "block for each that it keeps or streams; give smaller numbers, or leave them out"
+            )
+        best = min(possible, key=lambda found: max(stage.share for stage in found.stages))
     lines = [
         f"the job does not fit its cards at {planner.bucket[1]}x{planner.bucket[0]} pixels, batch "
         f"{planner.job.train.batch_size}, rank {planner.job.lora.rank}, {best.setting.describe()}; the best cut needs"
@@ -94,6 +103,7 @@ def _choices(planner: Planner) -> list[_Change]:
         ),
         (bool(job.split.kept_blocks), "kept_blocks = []", "split", {"kept_blocks": ()}),
         (bool(job.split.swapped_blocks), "swapped_blocks = []", "split", {"swapped_blocks": ()}),
+        (bool(job.split.memory_limit_gb), "memory_limit_gb = []", "split", {"memory_limit_gb": ()}),
         (job.split.balance == "manual", 'balance = "bytes"', "split", {"balance": "bytes", "split_at": ()}),
         (job.pipeline.schedule == "replicas", 'schedule = "auto"', "pipeline", {"schedule": "auto"}),
         (bool(scheme), f'quantize = "{scheme}"', "model", {"quantize": scheme}),
@@ -147,7 +157,7 @@ def _card_that_helps(planner: Planner) -> str:
     """The smallest further card with which it fits; "" if none does."""
     last = planner.cards[-1]
     device = torch.device(last.device.type, max(card.device.index or 0 for card in planner.cards) + 1)
-    free = {"balance": "bytes", "split_at": (), "kept_blocks": (), "swapped_blocks": (), "memory_limit_gb": ()}
+    free = {"balance": "bytes", "split_at": (), **dict.fromkeys(_PER_CARD, ())}
     job = replace(planner.job, split=replace(planner.job.split, **free))  # type: ignore[arg-type]
 
     def is_enough(size: int) -> bool:
@@ -155,4 +165,8 @@ def _card_that_helps(planner: Planner) -> str:
         return planner.changed(job, (*planner.cards, added), planner.bucket).is_possible()
 
     index = bisect_left(_CARD_SIZES_GB, True, key=is_enough)
-    return f"another card of {_CARD_SIZES_GB[index]} GB" if index < len(_CARD_SIZES_GB) else ""
+    if index == len(_CARD_SIZES_GB):
+        return ""
+    dropped = [name for name in ("split_at", *_PER_CARD) if getattr(planner.job.split, name)]
+    without = f", without split.{' and split.'.join(dropped)}" if dropped else ""
+    return f"another card of {_CARD_SIZES_GB[index]} GB{without}"

@@ -208,7 +208,6 @@ class Planner:
         cuts: Sequence[int] | None = None,
         host_bytes: int | None = None,
     ) -> None:
-        self.host_bytes = host_bytes
         self.job, self.info, self.variant = job, info, variant
         self.family: ModelFamily = info.family
         self.names = block_names(self._model, self.family)
@@ -363,15 +362,9 @@ class Planner:
         that stream from host memory are for what would be slower otherwise, or not fit at all. Offloading of block
         inputs is looked at where the same does not fit without, or only with streamed blocks, and has to be worth it.
         """
-        looked_at: list[tuple[Setting, _Found | None]] = []
-        resident: set[Setting] = set()
-        for setting in self.settings():
-            if self._is_auto(setting) and replace(setting, offloads=False) in resident:
-                continue
-            found = self.fit(setting)
-            looked_at.append((setting, found))
-            if found is not None and not found.is_swapping:
-                resident.add(setting)
+        looked_at = self._look(1.0)
+        if self.job.split.memory_limit_gb and all(found is None for _, found in looked_at):
+            looked_at = self._look(math.inf)  # the user says what fits
         fitting = [found for _, found in looked_at if found is not None]
         best = [
             min(those, key=lambda found: (found.setting.optimizer == "adamw8bit", self._weighed(found)))
@@ -380,6 +373,22 @@ class Planner:
         ]
         return min(best, key=self._weighed, default=None), looked_at
 
+    def _look(self, most: float) -> list[tuple[Setting, _Found | None]]:
+        """Every setting worth looking at; most is the share of a card that may be needed. Copies of the model need more
+        than a split: where nothing fits they are looked at only if the user names them."""
+        looked_at: list[tuple[Setting, _Found | None]] = []
+        resident: set[Setting] = set()
+        for setting in self.settings():
+            if self._is_auto(setting) and replace(setting, offloads=False) in resident:
+                continue
+            if most > 1 and setting.schedule == "replicas" != self.job.pipeline.schedule:
+                continue
+            found = self.fit(setting, most)
+            looked_at.append((setting, found))
+            if found is not None and not found.is_swapping:
+                resident.add(setting)
+        return looked_at
+
     def _is_auto(self, setting: Setting) -> bool:
         """Whether offloading is ours to choose, and chosen."""
         return setting.offloads and self.job.train.offload_activations == "auto"
@@ -387,15 +396,20 @@ class Planner:
     def _weighed(self, found: _Found) -> float:
         return found.time * (OFFLOAD_GAIN if self._is_auto(found.setting) else 1)
 
-    def fit(self, setting: Setting) -> _Found | None:
+    def fit(self, setting: Setting, most: float = 1.0) -> _Found | None:
         """The best cut for a setting, None if there is none that fits: with some headroom and blocks that keep their
-        activations if possible, else as tight as it gets, else with blocks that stream from host memory."""
+        activations if possible, else as tight as it gets, else with blocks that stream from host memory.
+
+        Args:
+            most: share of a card that may be needed; inf where the user vouches for what does not fit.
+        """
         if setting.schedule == "replicas":
-            return plan_each_alone(self, setting, lambda alone, each: alone.fit(each))
-        found = self._search(setting, 1 - HEADROOM) or self._search(setting, self._most, keeps=False)
+            return plan_each_alone(self, setting, lambda alone, each: alone.fit(each, most))
+        found = self._search(setting, 1 - HEADROOM) if most <= 1 else None
+        found = found or self._search(setting, most, keeps=False)
         if found is not None:
             return found if self.host_fits(found) else None
-        return self._swapping(setting, 1 - HEADROOM) or self._swapping(setting, self._most)
+        return self._swapping(setting, min(most, 1 - HEADROOM)) or self._swapping(setting, most)
 
     def is_possible(self) -> bool:
         """Whether anything fits."""
@@ -779,9 +793,7 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
     elif planner.bounds:
         yield f"cut {cut} blocks: given; it needs {shares} of what the cards have free"
     elif len(stages) > 1:
-        even = "least from host memory" if found.is_swapping else "even use of memory"
-        why = "shortest time in its slowest stage" if found.setting.schedule != "none" else even
-        yield f"cut {cut} blocks: {why}; it needs {shares} of what the cards have free"
+        yield f"cut {cut} blocks: {_cut_reason(planner, found)}; it needs {shares} of what the cards have free"
     kept = [stage.forecast.num_kept for stage in stages]
     if not job.train.gradient_checkpointing:
         yield "activations: all are kept, as gradient_checkpointing is off"
@@ -789,10 +801,12 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
         yield f"activations: the last {_joined(kept)} blocks keep them: given"
     elif any(kept):
         yield f"activations: the last {_joined(kept)} blocks keep them, which saves computing those blocks again"
+    elif found.is_swapping or job.split.memory_limit_gb:
+        yield "activations: every block is recomputed"
     else:
         yield f"activations: every block is recomputed; keeping one would leave less than {HEADROOM:.0%} of a card free"
     if found.is_swapping:
-        yield _swap_reason(planner, stages)
+        yield _swap_reason(planner, found, looked_at)
     if found.setting.offloads:
         is_given = job.train.offload_activations == "on"
         why = "given" if is_given else "nothing as good fits without"
@@ -807,9 +821,25 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
             yield f"{label} {_named(chosen)}: {_named(rival)} {'would take ' if times else ''}{verdict}"
 
 
-def _swap_reason(planner: Planner, stages: Sequence[_Stage]) -> str:
+def _cut_reason(planner: Planner, found: _Found) -> str:
+    if found.setting.schedule != "none" or planner.job.split.balance == "time":
+        return "shortest time in its slowest stage"
+    if found.is_swapping:
+        return "shortest time, then least from host memory"
+    are_alike = len({card.speed for card in planner.cards}) == 1 and isinstance(planner.times, FlopTimes)
+    return "even use of memory" if are_alike else "shortest time, then even use of memory"
+
+
+def _swap_reason(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting, _Found | None]]) -> str:
+    stages = found.stages
     count = _joined([stage.plan.num_swapped for stage in stages])
-    why = "given" if planner.job.split.swapped_blocks else "the cards cannot hold them"
+    resident = [other.time for _, other in looked_at if other is not None and not other.is_swapping]
+    why = "what memory_limit_gb allows cannot hold them" if planner.job.split.memory_limit_gb else ""
+    why = why or "the cards cannot hold them"
+    if planner.job.split.swapped_blocks:
+        why = "given"
+    elif resident:
+        why = f"what fits without would take {min(resident) / found.time:.2f} times as long"
     waiting = [card.name for card, stage in zip(planner.cards, stages, strict=True) if stage.is_waiting]
     slow = f"{' and '.join(waiting)} will wait for copies" if waiting else "copies take less time than computing"
     return (

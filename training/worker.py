@@ -45,14 +45,17 @@ class WorkerResult:
     memory: tuple[str, ...] = ()
 
 
-def worker_command(job: Path, stop_file: Path, *, resume: bool, also_checks: Path | None) -> list[str]:
+def worker_command(
+    job: Path, stop_file: Path, *, resume: bool, also_checks: Path | None, host_share: int = 1
+) -> list[str]:
     """What to start: this Python, this pack.
 
     Args:
         also_checks: fill the caches only, after both this and the job have been checked; None trains.
+        host_share: trainings that share the host's free memory.
     """
     flags = ["--resume"] * resume + ([] if also_checks is None else ["--fill-caches", str(also_checks)])
-    parent = ["--parent", str(os.getpid())]
+    parent = ["--parent", str(os.getpid()), "--host-share", str(host_share)]
     return [sys.executable, "-c", _START, str(ROOT / "bootstrap.py"), str(job), str(stop_file), *parent, *flags]
 
 
@@ -62,6 +65,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("job", type=Path)
     parser.add_argument("stop_file", type=Path)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--host-share", type=int, default=1)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--fill-caches", type=Path, metavar="OTHER", help="train nothing; check this job as well")
     options = parser.parse_args(arguments)
@@ -97,7 +101,9 @@ def _work(options: argparse.Namespace, should_stop: Callable[[], bool]) -> Worke
             except Stopped as stopped:
                 return WorkerResult("stopped", resume_hint=str(stopped))
         return WorkerResult("finished")
-    found = run_job(job, resume=options.resume, on_event=_tell_event, should_stop=should_stop)
+    found = run_job(
+        job, resume=options.resume, on_event=_tell_event, should_stop=should_stop, host_share=options.host_share
+    )
     return WorkerResult(
         found.status,
         found.step,
@@ -111,9 +117,12 @@ def _work(options: argparse.Namespace, should_stop: Callable[[], bool]) -> Worke
 
 
 def tell(kind: str, values: Mapping[str, Any], step: int = 0, total: int = 0) -> None:
-    """Write one line for the parent."""
-    sys.stdout.write(json.dumps({"kind": kind, "step": step, "total": total, "values": dict(values)}) + "\n")
-    sys.stdout.flush()
+    """Write one line for the parent; for nobody once it is gone, so that the training can still stop and save."""
+    try:
+        sys.stdout.write(json.dumps({"kind": kind, "step": step, "total": total, "values": dict(values)}) + "\n")
+        sys.stdout.flush()
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # to the end of the process
 
 
 def _tell_event(event: Any) -> None:

@@ -164,12 +164,28 @@ def test_settings_of_the_user_are_kept_and_only_checked():
 
 
 def test_limits_of_the_user_bind_weights_and_let_the_rest_be_tried():
-    plan = _plan("10GB,10GB", split={"memory_limit_gb": [20.0, 20.0]})
+    plan = _plan("10GB,10GB", split={"memory_limit_gb": [20.0, 20.0], "swapped_blocks": [0, 0]})
     assert "memory_limit_gb says to try" in plan.warning and plan.kept_blocks == (0, 0)
     with pytest.raises(ValueError, match="memory_limit_gb allows"):
         _plan("80GB,80GB", split={"memory_limit_gb": [10.0, 10.0], "swapped_blocks": [0, 0]})
     plan = _plan("80GB,80GB", split={"memory_limit_gb": [10.0, 10.0]})
     assert any(plan.swapped_blocks) and all(device.weights <= 10 * GB for device in plan.forecast.devices)
+
+
+def test_a_limit_lets_nothing_be_tried_that_needs_more_than_what_fits():
+    """Copies of the whole model are the fastest where nothing is too large; they need twice the cards' memory here."""
+    info, variant = _full_size("wan")
+    for limit in ([], [22.0, 22.0]):
+        job = _job(train={"accumulation": 4}, split={"memory_limit_gb": limit})
+        plan = plan_training(Planner(job, info, variant, parse_cards("24GB,24GB"), (480, 832), frames=81))
+        assert plan.setting.schedule == "1f1b" and not plan.warning
+        assert all(device.needed <= 24 * GB for device in plan.forecast.devices)
+
+
+def test_more_kept_or_streamed_blocks_than_there_are_is_said():
+    for split in ({"kept_blocks": [0, 99]}, {"kept_blocks": [30, 30], "swapped_blocks": [5, 5]}):
+        with pytest.raises(ValueError, match="a card needs a block for each"):
+            _plan("80GB,80GB", split=split)
 
 
 def test_swapped_blocks_are_forecast_where_the_user_asks():
@@ -425,7 +441,7 @@ def test_a_wan_of_video_size_fits_cards_with_its_inputs_in_host_memory():
     plans = {}
     for asked in ("off", "on"):
         train = {"accumulation": 8, "offload_activations": asked}
-        split = {"memory_limit_gb": [1000.0, 1000.0], "kept_blocks": [0, 0]}
+        split = {"memory_limit_gb": [1000.0, 1000.0], "kept_blocks": [0, 0], "swapped_blocks": [0, 0]}
         job = _job(train=train, split=split, pipeline={"schedule": "1f1b"})
         plans[asked] = plan_training(Planner(job, info, variant, parse_cards("24GB,24GB"), (480, 832), frames=49))
     first = {asked: plan.forecast.devices[0] for asked, plan in plans.items()}

@@ -78,6 +78,22 @@ time.sleep(60)
     assert process.exit_code == 0
 
 
+def test_an_interrupt_while_waiting_for_the_end_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+    )
+    with processes.start([sys.executable, "-c", code], stop_timeout_s=0.2) as process:
+        assert process._process.stdout is not None and process._process.stdout.readline() == "ready\n"
+
+        def interrupted(timeout_s: float) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(process, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            process.stop()
+        assert process._process.wait(timeout=10) != 0
+
+
 def test_lines_and_exit_code_come_back() -> None:
     lines: list[str] = []
     code = "import os; print('one'); print(os.environ['WORD']); raise SystemExit(3)"
