@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -88,6 +89,12 @@ def total_bytes(device: torch.device) -> int | None:
 
 
 def _host_available_bytes() -> int | None:
+    """What the system says is available, and no more than the container that this runs in may still take."""
+    found = [each for each in (_meminfo_bytes(), _cgroup_bytes(Path("/sys/fs/cgroup"))) if each is not None]
+    return min(found, default=None)
+
+
+def _meminfo_bytes() -> int | None:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:
@@ -96,6 +103,17 @@ def _host_available_bytes() -> int | None:
     except OSError:
         pass
     return None
+
+
+def _cgroup_bytes(folder: Path) -> int | None:
+    """What is left of a container's limit (cgroup v2), its cache of files taken for free; None without a limit."""
+    try:
+        limit, used = ((folder / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        rows = (row.split() for row in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
+        cached = next((int(row[1]) for row in rows if row[0] == "inactive_file"), 0)
+        return None if limit == "max" else max(0, int(limit) - int(used) + cached)
+    except (OSError, ValueError):
+        return None
 
 
 def memory_in_use(devices: Iterable[torch.device]) -> dict[str, dict[str, float]]:

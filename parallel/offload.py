@@ -330,16 +330,22 @@ class _Buffers:
         return sum(buffer.num_bytes for buffer in self._all)
 
     def take(self, num_bytes: int) -> _Buffer:
-        """One of at least so many bytes and at most twice as many; a free one a little too small is replaced."""
+        """The smallest free one of at least so many bytes, else a new one in place of as many bytes that are too small.
+
+        So no more is held than the largest batches take at once, in whatever order sizes come.
+        """
         free = sorted(self._free, key=lambda buffer: buffer.num_bytes)
-        found = next((each for each in free if num_bytes <= each.num_bytes <= 2 * num_bytes), None)
+        found = next((each for each in free if each.num_bytes >= num_bytes), None)
         if found is not None:
             self._free.remove(found)
             return found
-        too_small = next((each for each in reversed(free) if num_bytes < 2 * each.num_bytes <= 2 * num_bytes), None)
-        if too_small is not None:
+        num_closed = 0
+        while free and num_closed < num_bytes:
+            too_small = free.pop()
             self._free.remove(too_small)
+            num_closed += too_small.num_bytes
             too_small.close()
+            self._all.discard(too_small)
         made = _Buffer(num_bytes, self._device)
         self._all.add(made)
         return made

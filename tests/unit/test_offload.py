@@ -447,3 +447,16 @@ def test_what_is_dropped_on_its_way_waits_for_the_copy(records_streams):
             del loss, inputs
             gc.collect()
         assert clock.unsafe == 0 and machine.default[HOME].busy_until >= 50
+
+
+def test_buffers_of_several_sizes_take_no_more_than_the_largest_at_once():
+    """In whatever order sizes come: what is too small makes room for what is larger, which serves the small."""
+    for sizes in ((100, 25, 60, 100, 10), (10, 25, 60, 100, 45), (25, 100, 25, 60)):
+        buffers = offload_module._Buffers(CPU)
+        for size in sizes:
+            held = [buffers.take(size * 1000) for _ in range(4)]
+            assert all(buffer.view(size * 1000, torch.uint8).nbytes == size * 1000 for buffer in held)
+            for buffer in held:
+                buffers.give(buffer)
+        assert 4 * 1000 * max(sizes) <= buffers.num_bytes <= 4 * 1000 * max(sizes)
+        buffers.close()

@@ -1,0 +1,32 @@
+"""What is known of this machine's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from devicebridge.parallel import devices
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "cached", "expected"),
+    [(8 * GB, 3 * GB, 2 * GB, 7 * GB), ("max", 3 * GB, 0, None), (GB, 2 * GB, 0, 0), ("broken", 1, 1, None)],
+)
+def test_a_container_leaves_what_its_limit_leaves(tmp_path, limit, used, cached, expected):
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{used}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\nactive_file 7\n")
+    assert devices._cgroup_bytes(tmp_path) == expected
+
+
+def test_without_a_container_the_system_says(tmp_path, monkeypatch):
+    assert devices._cgroup_bytes(Path(tmp_path / "none")) is None
+    monkeypatch.setattr(devices, "_meminfo_bytes", lambda: 5 * GB)
+    for left, expected in ((None, 5 * GB), (9 * GB, 5 * GB), (2 * GB, 2 * GB)):
+        monkeypatch.setattr(devices, "_cgroup_bytes", lambda folder, left=left: left)
+        assert devices.free_bytes(devices.CPU) == expected
+    monkeypatch.setattr(devices, "_meminfo_bytes", lambda: None)
+    monkeypatch.setattr(devices, "_cgroup_bytes", lambda folder: None)
+    assert devices.free_bytes(devices.CPU) is None
