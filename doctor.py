@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .version import VERSION
-from .versions import TESTED
+from .versions import TESTED, installed_version
 
 _GB = 1e9
 
@@ -70,10 +69,7 @@ def report(facts: dict[str, Any]) -> str:
 def _version(name: str) -> str | None:
     if name == "python":
         return platform.python_version()
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return installed_version(name)
 
 
 def _describe_version(name: str, found: str | None) -> dict[str, Any]:

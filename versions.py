@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import dataclass
 
 
@@ -27,6 +28,14 @@ class TestedRange:
 
     def __str__(self) -> str:
         return self.first if self.first == self.last else f"{self.first} to {self.last}"
+
+
+def installed_version(package: str) -> str | None:
+    """Of a package as pip names it; None if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _numbers(version: str) -> tuple[int, ...]:

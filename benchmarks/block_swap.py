@@ -34,17 +34,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministi
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
-from devicebridge.loading.checkpoint import CheckpointInfo  # noqa: E402
 from devicebridge.parallel import swap as swap_module  # noqa: E402
 from devicebridge.parallel.devices import available_devices, reset_peaks, synchronize  # noqa: E402
 from devicebridge.parallel.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.placement import Placement, place_swapped  # noqa: E402
 from devicebridge.parallel.swap import BlockSwap, apply_block_swap  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
-from devicebridge.patches.eight_bit import kernels_of  # noqa: E402
 from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.tests.emulated import CARDS  # noqa: E402
-from devicebridge.training.cards import Card, cards_of  # noqa: E402
 from devicebridge.training.planner import Planner, TrainingPlan, plan_training  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, print_or_write, say, write_json  # noqa: E402
@@ -54,14 +51,15 @@ from random_job import (  # noqa: E402
     TINY_CONFIG,
     VARIANT,
     attach_lora,
+    find_cards,
     make_config,
+    make_info,
+    make_picture_samples,
     make_random_job,
     make_random_model,
-    make_samples,
     make_trainer,
 )
 
-NUM_TEXT_TOKENS, TINY_TEXT_TOKENS = 512, 32
 PACKAGES = ("diffusers", "peft", "torchao", "triton")
 
 
@@ -80,7 +78,7 @@ def run_scheme(options: argparse.Namespace, scheme: str) -> dict[str, Any]:
     lora = attach_lora(built, resident.job)
     built.model.enable_gradient_checkpointing(built.split.checkpoint)
     pipeline = Pipeline(built.split.bridge, kind=options.schedule) if tail else None
-    data = make_data(config, options.side, tiny=options.tiny)
+    data = make_picture_samples(config, options.side, is_tiny=options.tiny)
     trainer = make_trainer(built, lora, resident.job, data, runner=pipeline)
     compiled = apply_compile(built.model, FAMILY) if options.compile else None
     report: dict[str, Any] = {"placement": resident.placement.describe(), "ways": {name: {} for name in ways}}
@@ -95,9 +93,7 @@ def make_plan(
     options: argparse.Namespace, config: Any, scheme: str, swapped: Sequence[int] | None, cuts: Sequence[int] | None
 ) -> TrainingPlan:
     """The planner's, every block recomputed, whatever fits; its forecast is what is compared."""
-    length = TINY_TEXT_TOKENS if options.tiny else NUM_TEXT_TOKENS
-    variant = replace(VARIANT, text_encoders=tuple(replace(e, max_length=length) for e in VARIANT.text_encoders))
-    info = CheckpointInfo(Path("random"), FAMILY, variant, config, "diffusers", {}, None)
+    info = make_info(config, is_tiny=options.tiny)
     nothing = [0] * len(options.devices)
     job = make_random_job(
         model={"quantize": "none" if scheme == "bf16" else scheme, "dtype": "bfloat16"},
@@ -112,19 +108,9 @@ def make_plan(
             "swapped_blocks": list(swapped) if swapped is not None else nothing,
         },
     )
-    if options.tiny:
-        cards: list[Card] | None = [Card(d, 10**9, 10**9, eight_bit=kernels_of(d)) for d in options.devices]
-    else:
-        cards = cards_of(options.devices)
-    assert cards is not None
-    return plan_training(Planner(job, info, variant, cards, (options.side, options.side), cuts=cuts))
-
-
-def make_data(config: Any, side: int, *, tiny: bool) -> Any:
-    generator = torch.Generator().manual_seed(1)
-    latents = torch.randn(2, config["in_channels"], 1, side // 16, side // 16, generator=generator)
-    length = TINY_TEXT_TOKENS if tiny else NUM_TEXT_TOKENS
-    return make_samples(latents, torch.randn(2, length, config["joint_attention_dim"], generator=generator).bfloat16())
+    cards = find_cards(options.devices, is_tiny=options.tiny)
+    assert info.variant is not None
+    return plan_training(Planner(job, info, info.variant, cards, (options.side, options.side), cuts=cuts))
 
 
 @contextlib.contextmanager

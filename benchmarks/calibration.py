@@ -22,25 +22,23 @@ import re
 import runpy
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
-from devicebridge.loading.checkpoint import CheckpointInfo  # noqa: E402
 from devicebridge.parallel.devices import available_devices  # noqa: E402
-from devicebridge.patches.eight_bit import kernels_of  # noqa: E402
 from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.training.block_clock import CardTimes, time_blocks  # noqa: E402
 from devicebridge.training.calibration import CalibratedPlanner, CalibrationStore, MeasuredTimes  # noqa: E402
-from devicebridge.training.cards import Card, cards_of  # noqa: E402
+from devicebridge.training.cards import Card  # noqa: E402
 from devicebridge.training.config import JobConfig  # noqa: E402
 from devicebridge.training.planner import Planner  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
-from random_job import FAMILY, TINY_CONFIG, VARIANT, make_random_job  # noqa: E402
+from random_job import TINY_CONFIG, VARIANT, find_cards, make_info, make_random_job  # noqa: E402
 
 SCHEMES = ("none", "fp8", "int8", "fp8-compute", "int8-compute")
 
@@ -65,11 +63,9 @@ class Case:
     def __init__(self, options: argparse.Namespace, scheme: str, side: int, store: CalibrationStore) -> None:
         self.options, self.scheme, self.side, self.store = options, scheme, side, store
         config = dict(VARIANT.transformer_config) | (TINY_CONFIG if options.tiny else {})
-        length = 32 if options.tiny else 512
-        self.variant = replace(
-            VARIANT, text_encoders=tuple(replace(each, max_length=length) for each in VARIANT.text_encoders)
-        )
-        self.info = CheckpointInfo(Path("random"), FAMILY, self.variant, config, "diffusers", {}, None)
+        self.info = make_info(config, is_tiny=options.tiny)
+        assert self.info.variant is not None
+        self.variant = self.info.variant
 
     def planner(self, way: str, kept: Sequence[int] = (), cuts: Sequence[int] = ()) -> Planner:
         """Of one way; every block is recomputed, but for the kept ones of each card."""
@@ -176,14 +172,6 @@ def compare_section(case: Case, section: dict[str, Any]) -> dict[str, Any]:
     return rows
 
 
-def find_cards(options: argparse.Namespace) -> list[Card]:
-    if options.tiny:
-        return [Card(device, 10**9, 10**9, eight_bit=kernels_of(device)) for device in options.devices]
-    cards = cards_of(options.devices)
-    assert cards is not None
-    return cards
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scheme", nargs="+", choices=SCHEMES, default=["none", "fp8-compute", "int8-compute"])
@@ -216,7 +204,7 @@ def main() -> None:
         "left_out": {},
     }
     with emulation(is_on=options.tiny), tempfile.TemporaryDirectory() as folder:
-        options.cards = find_cards(options)
+        options.cards = find_cards(options.devices, is_tiny=options.tiny)
         store = CalibrationStore(Path(folder))
         for scheme in options.scheme:
             reason = "" if scheme == "none" else refusal(QuantizeSettings(scheme), options.devices)

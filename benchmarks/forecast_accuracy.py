@@ -30,36 +30,32 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
-from devicebridge.loading.checkpoint import CheckpointInfo  # noqa: E402
 from devicebridge.parallel.devices import available_devices, reset_peaks, synchronize  # noqa: E402
 from devicebridge.parallel.placement import place_swapped  # noqa: E402
 from devicebridge.parallel.swap import BlockSwap  # noqa: E402
-from devicebridge.patches.eight_bit import kernels_of  # noqa: E402
 from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, live_bytes  # noqa: E402
 from devicebridge.training import planner as planner_module  # noqa: E402
-from devicebridge.training.cards import Card, cards_of  # noqa: E402
 from devicebridge.training.forecast import Backend  # noqa: E402
 from devicebridge.training.planner import Planner, TrainingPlan, plan_training  # noqa: E402
 from devicebridge.training.rehearsal import Kernels  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402
-    FAMILY,
     SCHEMES,
     TINY_CONFIG,
     VARIANT,
     attach_lora,
+    find_cards,
     make_config,
+    make_info,
+    make_picture_samples,
     make_random_job,
     make_random_model,
-    make_samples,
     make_trainer,
 )
 
 NUM_STEPS = 3  # from the second on there is optimizer state
-NUM_TEXT_TOKENS = 512
-TINY_TEXT_TOKENS = 32
 MODES = ("on", "partly", "off", "planned")
 PACKAGES = ("diffusers", "peft", "torchao", "triton")
 
@@ -107,11 +103,10 @@ def limits_of(options: argparse.Namespace, mode: str) -> dict[str, Any]:
 
 def make_plan(options: argparse.Namespace, config: Any, job: Any, side: int, mode: str) -> TrainingPlan:
     """The planner's; for "on" and "partly" with the kept blocks fixed and no regard to what fits."""
-    length = TINY_TEXT_TOKENS if options.tiny else NUM_TEXT_TOKENS
-    encoders = tuple(replace(encoder, max_length=length) for encoder in VARIANT.text_encoders)
-    variant = replace(VARIANT, text_encoders=encoders)
-    info = CheckpointInfo(Path("random"), FAMILY, variant, config, "diffusers", {}, None)
-    cards = find_cards(options)
+    info = make_info(config, is_tiny=options.tiny)
+    variant = info.variant
+    assert variant is not None
+    cards = find_cards(options.devices, is_tiny=options.tiny)
     if mode in ("on", "partly"):
         job = replace(job, split=replace(job.split, kept_blocks=(0,) * len(cards)))
         plan = plan_training(Planner(job, info, variant, cards, (side, side)))
@@ -122,14 +117,6 @@ def make_plan(options: argparse.Namespace, config: Any, job: Any, side: int, mod
         job = replace(job, split=replace(job.split, kept_blocks=half))
         return plan_training(Planner(job, info, variant, cards, (side, side), cuts=bounds))
     return plan_training(Planner(job, info, variant, cards, (side, side)))
-
-
-def find_cards(options: argparse.Namespace) -> list[Card]:
-    if options.tiny:
-        return [Card(device, 10**9, 10**9, eight_bit=kernels_of(device)) for device in options.devices]
-    cards = cards_of(options.devices)
-    assert cards is not None
-    return cards
 
 
 def train(options: argparse.Namespace, config: Any, plan: TrainingPlan, side: int) -> dict[str, dict[str, int]]:
@@ -151,7 +138,7 @@ def train(options: argparse.Namespace, config: Any, plan: TrainingPlan, side: in
             built.split.offload_inputs(min_bytes=planner_module.MIN_BYTES)
         if swap is not None:
             swap.attach(built.split)
-        trainer = make_trainer(built, lora, plan.job, make_data(config, side, tiny=options.tiny))
+        trainer = make_trainer(built, lora, plan.job, make_picture_samples(config, side, is_tiny=options.tiny))
         for _ in range(NUM_STEPS):
             trainer.train_step(plan.job.optimizer.learning_rate)
             trainer.step += 1
@@ -163,15 +150,6 @@ def train(options: argparse.Namespace, config: Any, plan: TrainingPlan, side: in
     del trainer, lora, built, swap
     release()
     return found
-
-
-def make_data(config: Any, side: int, *, tiny: bool) -> Any:
-    generator = torch.Generator().manual_seed(1)
-    cells = side // 16
-    latents = torch.randn(2, config["in_channels"], 1, cells, cells, generator=generator)
-    length = TINY_TEXT_TOKENS if tiny else NUM_TEXT_TOKENS
-    text = torch.randn(2, length, config["joint_attention_dim"], generator=generator)
-    return make_samples(latents, text.bfloat16())
 
 
 def peak_of(device: torch.device, peaks: dict[torch.device, int]) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -31,16 +30,10 @@ def cards() -> list[str]:
 def versions(*packages: str) -> dict[str, str]:
     """Versions of Python, torch (with the CUDA it was built for) and these packages; "none" for one that is missing."""
     import torch
+    from devicebridge.versions import installed_version
 
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    return found | {name: _version(name) for name in packages}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+    return found | {name: installed_version(name) or "none" for name in packages}
 
 
 def commit() -> str:

@@ -6,8 +6,9 @@ optimizer and loop. Scripts that use this have called load_pack() before they im
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,20 @@ from accelerate import init_empty_weights
 from devicebridge.caching.store import CacheStore
 from devicebridge.families.registry import find_family
 from devicebridge.families.spec import ModelFamily, Variant
+from devicebridge.loading.checkpoint import CheckpointInfo
 from devicebridge.parallel.block_split import BlockSplit, apply_block_split
+from devicebridge.parallel.devices import available_devices
 from devicebridge.parallel.pipeline import Runner
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement
 from devicebridge.parallel.swap import BlockSwap
+from devicebridge.patches.eight_bit import kernels_of
 from devicebridge.patches.lora_linear import FusedLora
 from devicebridge.patches.quantize import Quantizer, QuantizeReport, QuantizeSettings, replace_module
+from devicebridge.patches.wrapped import plain_parts
+from devicebridge.tests.emulated import CARDS
 from devicebridge.training.adapter import LoraHandle, apply_lora
 from devicebridge.training.batches import CachedSamples
+from devicebridge.training.cards import Card, cards_of
 from devicebridge.training.config import JobConfig, make_job
 from devicebridge.training.data import BatchOrder, Sample
 from devicebridge.training.loop import Trainer
@@ -32,7 +39,6 @@ from devicebridge.training.objective import make_noise_schedule
 from devicebridge.training.optimizer import learning_rate_factor
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FAMILY = find_family("flux2")
 VARIANT = FAMILY.variant("flux2-dev")
@@ -154,14 +160,7 @@ def make_device_generator(device: torch.device, seed: int) -> torch.Generator:
 def base_tensors(model: nn.Module) -> list[torch.Tensor]:
     """Every plain tensor the model holds outside LoRA, those that quantized weights are made of included."""
     held = [*model.named_parameters(), *model.named_buffers()]
-    return [part for name, tensor in held if "lora_" not in name for part in _parts(tensor.detach())]
-
-
-def _parts(tensor: Any) -> list[torch.Tensor]:
-    if type(tensor).__name__ == "EmulatedTensor" or not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in _parts(getattr(tensor, name))]
+    return [part for name, tensor in held if "lora_" not in name for part in plain_parts(tensor)]
 
 
 def bytes_per_device(tensors: Sequence[torch.Tensor]) -> dict[str, int]:
@@ -227,6 +226,44 @@ def make_samples(
     captions = {sample.caption: sample.caption for sample in samples}
     keys = [f"latent {index}" for index in range(len(latents))]
     return CachedSamples(MemoryStore(entries), samples, keys, captions, False, latent.num_tokens_per_cell)
+
+
+def num_text_tokens(is_tiny: bool) -> int:
+    """Of every caption; FLUX.2's own encoder makes as many, whatever the caption."""
+    return 32 if is_tiny else 512
+
+
+def make_picture_samples(config: Mapping[str, Any], side: int, *, is_tiny: bool) -> CachedSamples:
+    """Two random pictures of side x side pixels with random captions, for a FLUX.2 of this config."""
+    generator = torch.Generator().manual_seed(1)
+    latents = torch.randn(2, config["in_channels"], 1, side // 16, side // 16, generator=generator)
+    text = torch.randn(2, num_text_tokens(is_tiny), config["joint_attention_dim"], generator=generator)
+    return make_samples(latents, text.bfloat16())
+
+
+def make_info(config: Mapping[str, Any], *, is_tiny: bool) -> CheckpointInfo:
+    """What a planner knows of a FLUX.2 of this config, without a file."""
+    encoders = tuple(replace(each, max_length=num_text_tokens(is_tiny)) for each in VARIANT.text_encoders)
+    return CheckpointInfo(
+        Path("random"), FAMILY, replace(VARIANT, text_encoders=encoders), config, "diffusers", {}, None
+    )
+
+
+def find_cards(devices: Sequence[torch.device], *, is_tiny: bool) -> list[Card]:
+    """The devices as a planner sees them; emulated ones have 1 GB each."""
+    if is_tiny:
+        return [Card(device, 10**9, 10**9, eight_bit=kernels_of(device)) for device in devices]
+    cards = cards_of(devices)
+    assert cards is not None
+    return cards
+
+
+def find_two_devices(parser: argparse.ArgumentParser, *, is_tiny: bool) -> list[torch.device]:
+    """Two GPUs, or two emulated cards; ends the program where there are not two."""
+    devices = list(CARDS[:2]) if is_tiny else available_devices()[:2]
+    if len(devices) < 2:
+        parser.error(f"this needs two GPUs and found {len(devices)}; --tiny runs on the CPU")
+    return devices
 
 
 def attach_lora(built: RandomModel, job: JobConfig, *, seed: int | None = None, is_fused: bool = True) -> LoraHandle:

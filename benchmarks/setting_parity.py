@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
-from devicebridge.parallel.devices import available_devices, release_cached_memory  # noqa: E402
+from devicebridge.parallel.devices import release_cached_memory  # noqa: E402
 from devicebridge.parallel.pipeline import Pipeline, Runner  # noqa: E402
 from devicebridge.parallel.placement import place_swapped  # noqa: E402
 from devicebridge.parallel.replicas import Replica, Replicas  # noqa: E402
@@ -47,6 +47,7 @@ from random_job import (  # noqa: E402
     FAMILY,
     RandomModel,
     attach_lora,
+    find_two_devices,
     make_random_job,
     make_random_model,
     make_trainer,
@@ -224,14 +225,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="toy size on emulated cards")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    if options.tiny:
-        from devicebridge.tests.emulated import CARDS
-
-        options.devices = list(CARDS[:2])
-    else:
-        options.devices = available_devices()[:2]
-    if len(options.devices) < 2:
-        parser.error(f"this needs two GPUs and found {len(options.devices)}; --tiny runs on the CPU")
+    options.devices = find_two_devices(parser, is_tiny=options.tiny)
     return options
 
 

@@ -42,7 +42,7 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 import torch  # noqa: E402
 from devicebridge.families.registry import find_family  # noqa: E402
 from devicebridge.families.spec import ModelFamily, Variant  # noqa: E402
-from devicebridge.parallel.devices import available_devices, synchronize  # noqa: E402
+from devicebridge.parallel.devices import synchronize  # noqa: E402
 from devicebridge.parallel.offload import Offload  # noqa: E402
 from devicebridge.parallel.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.placement import (  # noqa: E402
@@ -62,6 +62,7 @@ from random_job import (  # noqa: E402
     TINY_CONFIG,
     RandomModel,
     attach_lora,
+    find_two_devices,
     make_empty,
     make_random_job,
     make_random_model,
@@ -526,15 +527,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="toy shapes on emulated cards")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    options.devices = find_two_devices(parser, is_tiny=options.tiny)
     if options.tiny:
-        from devicebridge.tests.emulated import CARDS
-
-        options.devices = list(CARDS[:2])
         options.ways = [name for name in options.ways if "compiled" not in name]
-    else:
-        options.devices = available_devices()[:2]
-    if len(options.devices) < 2:
-        parser.error(f"this needs two GPUs and found {len(options.devices)}; --tiny runs on the CPU")
     return options
 
 

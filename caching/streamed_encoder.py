@@ -40,13 +40,12 @@ import torch
 from torch import nn
 
 from ..parallel.devices import device_module, synchronize
-from ..parallel.pinned import PinnedBuffer
+from ..parallel.pinned import PinnedBuffer, aligned
 from ..patches.hooks import HookSet, map_tensors
 from ..weight_file import open_weights
 from .text_weights import Sources, Storage, layer_list, read_weights, refuse_eight_bit, weight_dtypes
 
 NUM_BUFFERS = 2
-_ALIGNMENT = 256  # bytes; what torch's allocator gives a tensor of its own
 # Arguments of a layer that may have a dim before the batch's, and their dims without it: Qwen2.5-VL counts positions
 # along three axes, [3, B, S] and, in transformers 4, [3, B, S, D]; shapes could not tell these from a batch of three.
 _MOST_DIMS = {"position_ids": 2, "position_embeddings": 3}
@@ -113,12 +112,8 @@ def layer_buffer_bytes(tensors: Iterator[tuple[torch.Size, torch.dtype]]) -> int
     """Bytes of the buffer that holds these tensors, each at an aligned place."""
     end = 0
     for shape, dtype in tensors:
-        end = _aligned(end) + shape.numel() * dtype.itemsize
+        end = aligned(end) + shape.numel() * dtype.itemsize
     return end
-
-
-def _aligned(position: int) -> int:
-    return -(-position // _ALIGNMENT) * _ALIGNMENT
 
 
 def _lay_out(model: nn.Module, prefix: str, sources: Sources, dtypes: dict[str, torch.dtype]) -> _Layout:
@@ -127,7 +122,7 @@ def _lay_out(model: nn.Module, prefix: str, sources: Sources, dtypes: dict[str, 
         if name.startswith(prefix):
             owner_name, _, leaf = name.rpartition(".")
             owner = model.get_submodule(owner_name)
-            piece = _Piece(owner, leaf, file, key, dtypes[name], getattr(owner, leaf).shape, _aligned(end))
+            piece = _Piece(owner, leaf, file, key, dtypes[name], getattr(owner, leaf).shape, aligned(end))
             end = piece.end
             pieces.append(piece)
     return pieces

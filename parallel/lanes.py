@@ -81,6 +81,22 @@ def stop_and_wait(stop: Callable[[], None], lanes: Sequence[Lane], threads: Sequ
             continue
 
 
+class Ended(Protocol):
+    """A run that is over; error is what ended it early."""
+
+    error: BaseException | None
+
+
+def raise_error_of(run: Ended) -> None:
+    """Raise what ended a run early, if anything did; the run forgets it."""
+    error, run.error = run.error, None
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # its traceback holds this frame: memory would wait for the garbage collector
+
+
 class SideStreams:
     """The two streams on which copies from source to target run, beside the kernels of both."""
 

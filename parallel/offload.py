@@ -27,10 +27,10 @@ compute stream wait first.
 The first block that a backward asks for waits for its copy unless it is the newest: the order of the micro-batches is
 the schedule's, which is not known here. That is one copy per micro-batch and device.
 
-Host memory. Buffers are kept for the next step, per device: as many as were needed at once, each for sizes from its
-own down to half of it. They are ordinary memory that is registered with CUDA, page by page; torch's own pinned memory
-would be rounded up to a power of two (208 MB to 256). Memory that cannot be pinned is refused: copies through ordinary
-memory would hold up the host and all cards. After `close`, buffers are freed as soon as nothing uses them.
+Host memory. Buffers are kept for the next step, per device: as many as were needed at once. A smaller batch uses those
+of a larger one, and those that have become too small are freed for a larger one. They are ordinary memory that is
+registered with CUDA (pinned.py). Memory that cannot be pinned is refused: copies through ordinary memory would hold up
+the host and all cards. After `close`, buffers are freed as soon as nothing uses them.
 
 One backward per forward: what came back is given away. Under autocast torch's own checkpointing runs, and keeps all.
 """

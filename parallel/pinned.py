@@ -14,6 +14,7 @@ import weakref
 import torch
 
 _log = logging.getLogger(__name__)
+_ALIGNMENT = 256  # bytes; what torch's allocator gives a tensor of its own
 _PAGE = mmap.PAGESIZE
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every card
 
@@ -50,6 +51,11 @@ class PinnedBuffer:
             self._unregister()
         self.is_pinned = False
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+def aligned(position: int) -> int:
+    """The next place in a buffer where a tensor may begin, as well aligned as one that has its memory for itself."""
+    return -(-position // _ALIGNMENT) * _ALIGNMENT
 
 
 def _allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, bool]:

@@ -42,7 +42,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from .bridge import Bridge, device_switch
-from .lanes import Pair, Stopped, ThreadState, copy_beside, make_thread, settle, stop_and_wait, wait_for
+from .lanes import Pair, Stopped, ThreadState, copy_beside, make_thread, raise_error_of, settle, stop_and_wait, wait_for
 from .recompute import HandOut
 from .schedule import Kind, Work, num_held, plan_order
 
@@ -140,12 +140,7 @@ class Pipeline:
             stop_and_wait(run.orders.stop, run.lanes, threads)
             run.error = None
             raise
-        error, run.error = run.error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # its traceback holds this frame: memory would wait for the garbage collector
+        raise_error_of(run)
 
     def _work(self, lane: _Lane, run: _Run, state: ThreadState) -> None:
         try:

@@ -37,7 +37,7 @@ from torch import nn
 
 from .bridge import device_switch
 from .devices import CPU
-from .lanes import Stopped, ThreadState, make_thread, stop_and_wait, wait_for
+from .lanes import Stopped, ThreadState, make_thread, raise_error_of, stop_and_wait, wait_for
 from .pipeline import MicroBatch
 
 
@@ -144,12 +144,7 @@ class Replicas:
             stop_and_wait(gate.stop, lanes, threads)
             gate.error = None
             raise
-        error, gate.error = gate.error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # its traceback holds this frame: memory would wait for the garbage collector
+        raise_error_of(gate)
 
     def _work(self, lane: _Lane, gate: _Gate, state: ThreadState) -> None:
         switch = device_switch(lane.replica.device)  # for kernels that go by the current device

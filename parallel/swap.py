@@ -47,12 +47,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..patches.hooks import HookSet, map_tensors
+from ..patches.wrapped import plain_parts, rebuilt, tensor_bytes
 from .devices import CPU, synchronize
 from .lanes import module_with_streams
-from .pinned import PinnedBuffer
+from .pinned import PinnedBuffer, aligned
 from .recompute import is_recomputing
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ _log = logging.getLogger(__name__)
 
 NUM_SLOTS = 2
 SMALLEST_BYTES = 2**16  # of a weight that rests: below, a copy costs more than the memory is worth
-_ALIGNMENT = 256  # bytes; what torch's allocator gives a tensor of its own
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class _Weight:
 
     def at(self, buffer: torch.Tensor) -> nn.Parameter:
         """A Parameter like the resting one that views buffer."""
-        return _frozen(_rebuilt(self.resting, iter([piece.view(buffer) for piece in self.pieces])))
+        return _frozen(rebuilt(self.resting, iter([piece.view(buffer) for piece in self.pieces])))
 
 
 @dataclass
@@ -171,7 +170,9 @@ class BlockSwap:
         module = self._model.get_submodule(layer)
         for leaf, parameter in module._parameters.items():
             if parameter is not None and parameter.device != CPU and _can_rest(parameter):
-                module._parameters[leaf] = _frozen(_rebuilt(parameter, (part.to(CPU) for part in _parts(parameter))))
+                module._parameters[leaf] = _frozen(
+                    rebuilt(parameter, (part.to(CPU) for part in plain_parts(parameter)))
+                )
         self._waiting[name].discard(layer)
         if not self._waiting[name]:
             self._pack(name)
@@ -198,9 +199,9 @@ class BlockSwap:
         found_on = CPU if self._is_on_host or not found else found[0][2].device
         block = self._blocks[name] = _Block(module, device, found_on, host, [])
         for (owner, leaf, parameter), pieces in zip(found, layouts, strict=True):
-            for part, piece in zip(_parts(parameter), pieces, strict=True):
+            for part, piece in zip(plain_parts(parameter), pieces, strict=True):
                 piece.view(host.tensor).copy_(part)
-            resting = _frozen(_rebuilt(parameter, iter([piece.view(host.tensor) for piece in pieces])))
+            resting = _frozen(rebuilt(parameter, iter([piece.view(host.tensor) for piece in pieces])))
             owner._parameters[leaf] = resting
             block.weights.append(_Weight(owner, leaf, resting, pieces))
             self._resting.add(id(resting))
@@ -255,8 +256,8 @@ class BlockSwap:
         self._devices.clear()
         for block in self._blocks.values():
             for weight in block.weights if block.found_on != CPU else ():
-                parts = (part.to(block.found_on) for part in _parts(weight.resting))
-                weight.owner._parameters[weight.leaf] = _frozen(_rebuilt(weight.resting, parts))
+                parts = (part.to(block.found_on) for part in plain_parts(weight.resting))
+                weight.owner._parameters[weight.leaf] = _frozen(rebuilt(weight.resting, parts))
         self._drop()
         if self._split is not None:
             self._split.take_swap(None)
@@ -450,9 +451,7 @@ def _can_rest(parameter: torch.Tensor) -> bool:
     """Whether a parameter is frozen, large, and its bytes can be copied as they lie."""
     if parameter.requires_grad:
         return False
-    parts = list(_parts(parameter))
-    size = sum(part.numel() * part.element_size() for part in parts)
-    return size >= SMALLEST_BYTES and all(part.is_contiguous() for part in parts)
+    return tensor_bytes(parameter) >= SMALLEST_BYTES and all(part.is_contiguous() for part in plain_parts(parameter))
 
 
 def _lay_out(parameters: Sequence[nn.Parameter]) -> tuple[list[tuple[_Piece, ...]], int]:
@@ -460,35 +459,12 @@ def _lay_out(parameters: Sequence[nn.Parameter]) -> tuple[list[tuple[_Piece, ...
     layouts, size = [], 0
     for parameter in parameters:
         pieces = []
-        for part in _parts(parameter):
-            pieces.append(_Piece(_aligned(size), part.numel() * part.element_size(), part.dtype, part.shape))
+        for part in plain_parts(parameter):
+            pieces.append(_Piece(aligned(size), part.numel() * part.element_size(), part.dtype, part.shape))
             size = pieces[-1].start + pieces[-1].num_bytes
         layouts.append(tuple(pieces))
     return layouts, size
 
 
-def _parts(tensor: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors that a tensor is made of, itself if it is one."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor.detach()
-        return
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    for name in names:
-        yield from _parts(getattr(tensor, name))
-
-
-def _rebuilt(tensor: Any, parts: Iterator[torch.Tensor]) -> torch.Tensor:
-    """A tensor like this one, made of the next of parts."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return next(parts)
-    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = {name: _rebuilt(getattr(tensor, name), parts) for name in names}
-    return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
-
-
 def _frozen(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
-
-
-def _aligned(position: int) -> int:
-    return -(-position // _ALIGNMENT) * _ALIGNMENT

@@ -32,7 +32,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from .bridge import Bridge
-from .lanes import Pair, Stopped, ThreadState, copy_beside, make_thread, settle, stop_and_wait, wait_for
+from .lanes import Pair, Stopped, ThreadState, copy_beside, make_thread, raise_error_of, settle, stop_and_wait, wait_for
 
 T = TypeVar("T")
 Trace = list[tuple[int, torch.device]]
@@ -50,7 +50,7 @@ class Turns:
         self.bridge = bridge
         self.trace = trace
         self._local = _Local()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
 
     def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run jobs, each one forward pass through the model, interleaved; their results in the order of the jobs.
@@ -78,18 +78,10 @@ class Turns:
             wait_for(lanes, threads)
         except BaseException:  # KeyboardInterrupt while waiting, or no thread to be had
             stop_and_wait(schedule.stop, lanes, threads)
-            self._error = None
+            self.error = None
             raise
-        self._raise_error()
+        raise_error_of(self)
         return [lane.result for lane in lanes]
-
-    def _raise_error(self) -> None:
-        error, self._error = self._error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # its traceback holds this frame: memory would wait for the garbage collector
 
     def _work(self, lane: _Lane[Any], schedule: _Schedule, state: ThreadState) -> None:
         try:
@@ -102,7 +94,7 @@ class Turns:
             pass
         except BaseException as error:
             if not schedule.is_stopping:  # what a stopped job raises while it unwinds is a consequence
-                self._error = error
+                self.error = error
                 schedule.is_stopping = True
         finally:
             del lane.job

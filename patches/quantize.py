@@ -31,7 +31,6 @@ from typing import Any, Literal, NoReturn, get_args
 import torch
 from packaging.version import Version
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..families.spec import ModelFamily
 from . import eight_bit, weight_only
@@ -45,6 +44,7 @@ from .lora import (
     matches_any,
     place_lora_with_base,
 )
+from .wrapped import tensor_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ class Quantizer:
                 f"the weight of {fqn} is stored rotated, which {self.settings.scheme} cannot multiply with; use "
                 "int8-compute"
             )
-        others = sum(_tensor_bytes(p) for name, p in module.named_parameters(recurse=False) if name != "weight")
+        others = sum(tensor_bytes(p) for name, p in module.named_parameters(recurse=False) if name != "weight")
         self._bytes_before[fqn] = stored.weight.numel() * dtype.itemsize + others
         self._num_taken += 1
         self._num_unrotated += bool(self.settings.rotation_of(stored.weight.shape[1])) and not stored.rotation
@@ -500,15 +500,7 @@ def _module_bytes(module: nn.Module) -> int:
     held = [*module.parameters(recurse=False)]
     if isinstance(module, FrozenLinear8):
         held += module.buffers(recurse=False)  # type: ignore[arg-type]  # scales and rotation; others have no weights
-    return sum(_tensor_bytes(tensor) for tensor in held)
-
-
-def _tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes a tensor occupies; for a tensor made of others (values and scales) those of its parts."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return tensor.numel() * tensor.element_size()
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return sum(_tensor_bytes(getattr(tensor, name)) for name in names)
+    return sum(tensor_bytes(tensor) for tensor in held)
 
 
 _LoraParameter = tuple[nn.Parameter, int, torch.dtype, bool]

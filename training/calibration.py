@@ -12,7 +12,6 @@ times of the plan are estimates, and a line in the log names the reason.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import platform
@@ -33,6 +32,7 @@ from ..loading.checkpoint import CheckpointInfo
 from ..parallel.devices import CPU, device_module, release_cached_memory, total_bytes
 from ..parallel.stopwatch import link_speed
 from ..version import VERSION
+from ..versions import installed_version
 from .block_clock import CardTimes, time_blocks
 from .block_times import ASSUMED_LINK_BYTES_PER_S, Timing
 from .cards import Card
@@ -162,15 +162,8 @@ def describe_software() -> dict[str, Any]:
         "attention": [is_enabled() for is_enabled in _ATTENTION],
         "float32_matmul": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: installed_version(name) or "" for name in _PACKAGES},
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 # ---- on disk

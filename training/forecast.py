@@ -49,8 +49,6 @@ class StepSettings:
     Args:
         schedule: "none": one micro-batch after the other; "gpipe", "1f1b": micro-batches overlap.
         ahead: micro-batches that every stage but the last may hold beyond what 1f1b needs.
-        kept_blocks, swapped_blocks: per device, how many blocks keep their activations, or stream in from the host;
-            () for none. The last blocks of each device are the kept ones.
         is_checkpointing: False keeps all activations of all blocks.
         offload_from: inputs of recomputed blocks of at least so many bytes are in host memory; None for none.
     """
@@ -58,8 +56,6 @@ class StepSettings:
     schedule: Kind | Literal["none"] = "none"
     accumulation: int = 1
     ahead: int = 0
-    kept_blocks: tuple[int, ...] = ()
-    swapped_blocks: tuple[int, ...] = ()
     is_checkpointing: bool = True
     offload_from: int | None = None
 

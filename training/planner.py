@@ -834,12 +834,14 @@ def _swap_reason(planner: Planner, found: _Found, looked_at: Sequence[tuple[Sett
     stages = found.stages
     count = _joined([stage.plan.num_swapped for stage in stages])
     resident = [other.time for _, other in looked_at if other is not None and not other.is_swapping]
-    why = "what memory_limit_gb allows cannot hold them" if planner.job.split.memory_limit_gb else ""
-    why = why or "the cards cannot hold them"
     if planner.job.split.swapped_blocks:
         why = "given"
     elif resident:
         why = f"what fits without would take {min(resident) / found.time:.2f} times as long"
+    elif planner.job.split.memory_limit_gb:
+        why = "what memory_limit_gb allows cannot hold them"
+    else:
+        why = "the cards cannot hold them"
     waiting = [card.name for card, stage in zip(planner.cards, stages, strict=True) if stage.is_waiting]
     slow = f"{' and '.join(waiting)} will wait for copies" if waiting else "copies take less time than computing"
     return (

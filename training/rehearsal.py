@@ -38,6 +38,7 @@ from ..parallel.swap import resting_bytes
 from ..patches.eight_bit import KernelsOf, Plan, rehearse
 from ..patches.lora import resolve_targets
 from ..patches.quantize import Quantizer, QuantizeSettings, Stored8, replace_module
+from ..patches.wrapped import plain_parts, tensor_bytes
 from .adapter import apply_lora
 from .config import LoraSettings
 from .objective import flow_matching_loss
@@ -385,14 +386,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _plain_tensors(module: nn.Module) -> list[torch.Tensor]:
     """Parameters and buffers; for those made of others, their parts."""
-    return [part for tensor in (*module.parameters(), *module.buffers()) for part in _parts(tensor.detach())]
-
-
-def _parts(tensor: Any) -> list[torch.Tensor]:
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in _parts(getattr(tensor, name))]
+    return [part for tensor in (*module.parameters(), *module.buffers()) for part in plain_parts(tensor)]
 
 
 # ---- the step
@@ -561,7 +555,7 @@ def _collect(sample: ShortModel, family: ModelFamily, run: _Run) -> Rehearsal:
     home = [module for name, module in sample.model.named_children() if not _is_list(name, family)]
     tail = [sample.model.get_submodule(name) for name in family.tail]
     own = [*sample.model.parameters(recurse=False), *sample.model.buffers(recurse=False)]
-    own_bytes = sum(part.numel() * part.element_size() for tensor in own for part in _parts(tensor.detach()))
+    own_bytes = sum(map(tensor_bytes, own))
     return Rehearsal(
         names=sample.names,
         blocks=tuple(kinds[kind] for kind in sample.kind_of),

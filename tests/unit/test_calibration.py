@@ -342,7 +342,7 @@ def test_the_key_has_whatever_changes_a_time(monkeypatch):
         (torch.version, "cuda", "99.9"),
         (torch.version, "hip", "9.9"),
         (calibration, "VERSION", "9"),
-        (calibration, "_version", lambda package: "9"),
+        (calibration, "installed_version", lambda package: "9"),
         (calibration, "file_fingerprint", lambda path: "another kernel"),
         (calibration, "describe_card", lambda device: {"name": "another"}),
         (calibration, "_ATTENTION", (lambda: False,)),

@@ -11,16 +11,12 @@ import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel import offload as offload_module
 from devicebridge.parallel import pinned
-from devicebridge.parallel.block_split import apply_block_split
 from devicebridge.parallel.offload import Offload
-from devicebridge.parallel.pipeline import MicroBatch, Pipeline
-from devicebridge.parallel.placement import Placement, block_names, plan_manual
+from devicebridge.parallel.pipeline import Pipeline
 from devicebridge.parallel.recompute import recompute
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.streams import Clock, SimulatedMachine
-from devicebridge.tests.toy import TINY
-from devicebridge.training.adapter import apply_lora
-from devicebridge.training.config import LoraSettings
+from devicebridge.tests.tiny_split import make_micro_batches, make_tiny_split
 from torch import nn
 
 NUM_BATCHES = 3
@@ -29,39 +25,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _make(name, cards, *, offload, dropout=0.3, kept=()):
-    family = FAMILIES[name]
-    model = TINY[name].make_model(seed=0)
-    names = block_names(model, family)
-    cuts = [len(names) * (i + 1) // len(cards) for i in range(len(cards) - 1)]
-    manual = plan_manual(names, list(cards), cuts)
-    split = apply_block_split(
-        model, family, Placement(manual.blocks, manual.devices, manual.home, tail=tuple(family.tail))
-    )
-    lora = apply_lora(model, family, LoraSettings(rank=2, alpha=3, dropout=dropout), seed=1)
-    for parameter in lora.parameters().values():
-        generator = torch.Generator().manual_seed(parameter.numel())
-        with torch.no_grad():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
-    model.train()
-    model.enable_gradient_checkpointing(split.checkpoint)
-    split.keep_activations(kept)
+    model, split, lora = make_tiny_split(name, cards, kept=kept, dropout=dropout)
     if offload:
         split.offload_inputs(min_bytes=1)
     return model, split, lora
-
-
-def _micro_batches(model, name, count, home=HOME):
-    family, tiny = FAMILIES[name], TINY[name]
-
-    def make(index):
-        def forward(inputs):
-            inputs = {k: v.to(home) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-            output = model(**inputs, return_dict=False)[0]
-            return family.read_prediction(output, tiny.make_latents(seed=index)).square().mean() / count
-
-        return MicroBatch(lambda: tiny.make_inputs(seed=index), forward)
-
-    return [make(index) for index in range(count)]
 
 
 def _train(split, batches, kind):
@@ -80,7 +47,7 @@ def _step(name, num_cards, kind, *, offload, **settings):
     with emulated_cards(4) as machine:
         model, split, lora = _make(name, CARDS[:num_cards], offload=offload, **settings)
         machine.copies.clear()
-        losses = _train(split, _micro_batches(model, name, NUM_BATCHES), kind)
+        losses = _train(split, make_micro_batches(model, name, NUM_BATCHES), kind)
         gradients = {key: on_cpu(parameter.grad) for key, parameter in lora.parameters().items()}
         states = [torch.lazy.get_rng_state(card) for card in CARDS[:num_cards]]
         return [on_cpu(loss) for loss in losses], gradients, states, machine.copies

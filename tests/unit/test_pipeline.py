@@ -12,17 +12,13 @@ import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel import lanes as lanes_module
-from devicebridge.parallel.block_split import apply_block_split
 from devicebridge.parallel.bridge import Bridge
 from devicebridge.parallel.pipeline import MicroBatch, Pipeline
-from devicebridge.parallel.placement import Placement, block_names, plan_manual
 from devicebridge.parallel.recompute import recompute
 from devicebridge.parallel.schedule import Work, plan_order
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.streams import Clock, SimulatedMachine
-from devicebridge.tests.toy import TINY
-from devicebridge.training.adapter import apply_lora
-from devicebridge.training.config import LoraSettings
+from devicebridge.tests.tiny_split import BrokenBackward, make_micro_batches, make_tiny_split
 from torch import nn
 
 FAMILY_NAMES = sorted(FAMILIES)
@@ -35,42 +31,6 @@ def no_thread_left():
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) == before
-
-
-def _make(name, cards, *, dropout=0.0, checkpointing=True, kept=(), targets=(), cuts=None, seed=0):
-    """A tiny model of a family over cards with a LoRA that is not zero, its tail on the last card."""
-    family = FAMILIES[name]
-    model = TINY[name].make_model(seed=0)
-    names = block_names(model, family)
-    cuts = cuts or [len(names) * (i + 1) // len(cards) for i in range(len(cards) - 1)]
-    manual = plan_manual(names, list(cards), cuts)
-    placement = Placement(manual.blocks, manual.devices, manual.home, tail=tuple(family.tail))
-    split = apply_block_split(model, family, placement)
-    lora = apply_lora(model, family, LoraSettings(rank=2, alpha=3, dropout=dropout, targets=targets), seed=1)
-    for parameter in lora.parameters().values():
-        generator = torch.Generator().manual_seed(parameter.numel())
-        with torch.no_grad():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
-    model.train()
-    if checkpointing:
-        model.enable_gradient_checkpointing(split.checkpoint)
-        if kept:
-            split.keep_activations(kept)
-    return model, split, lora
-
-
-def _micro_batches(model, name, count):
-    family, tiny = FAMILIES[name], TINY[name]
-
-    def make(index):
-        def forward(inputs):
-            inputs = {k: v.to(HOME) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-            output = model(**inputs, return_dict=False)[0]
-            return family.read_prediction(output, tiny.make_latents(seed=index)).square().mean() / count
-
-        return MicroBatch(lambda: tiny.make_inputs(seed=index), forward)
-
-    return [make(index) for index in range(count)]
 
 
 def _plainly(batches):
@@ -89,8 +49,8 @@ def _gradients(lora):
 def _step(name, cards, count, *, kind=None, ahead=0, **settings):
     """Losses, gradients and the cards' random states after one step; kind None is plain accumulation."""
     with emulated_cards(4):
-        model, split, lora = _make(name, cards, **settings)
-        batches = _micro_batches(model, name, count)
+        model, split, lora = make_tiny_split(name, cards, **settings)
+        batches = make_micro_batches(model, name, count)
         losses = _plainly(batches) if kind is None else Pipeline(split.bridge, kind=kind, ahead=ahead).run(batches)
         states = [torch.lazy.get_rng_state(card) for card in cards]
         return [on_cpu(loss) for loss in losses], _gradients(lora), states
@@ -162,9 +122,9 @@ def test_gradients_equal_one_ordinary_card():
 def test_the_stages_follow_the_plan_and_two_work_at_once():
     """Each lane leaves a stage for the next to enter: with 1f1b the second card is never ahead of its input."""
     with emulated_cards(4):
-        model, split, _ = _make("flux2", CARDS[:2])
+        model, split, _ = make_tiny_split("flux2", CARDS[:2])
         trace = []
-        Pipeline(split.bridge, kind="1f1b", ahead=0, trace=trace).run(_micro_batches(model, "flux2", 4))
+        Pipeline(split.bridge, kind="1f1b", ahead=0, trace=trace).run(make_micro_batches(model, "flux2", 4))
     plan = plan_order("1f1b", 2, 4, 0)
     for stage in (0, 1):
         assert [work for at, work in trace if at == stage] == plan[stage]
@@ -345,22 +305,13 @@ def test_an_error_of_one_lane_is_raised_and_nothing_is_left():
 
 @pytest.mark.parametrize("where", ["prepare", "backward"])
 def test_an_error_elsewhere_is_raised_too(where):
-    class Broken(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ArithmeticError
-
     with emulated_cards(2):
         model, bridge = _chain([HOME, NEXT])
         batches = _chain_batches(model, bridge, 4)
         if where == "prepare":
             batches[2] = MicroBatch(lambda: 1 / 0, batches[2].forward)
         else:
-            model.blocks[0].register_forward_hook(lambda module, args, output: Broken.apply(output))
+            model.blocks[0].register_forward_hook(lambda module, args, output: BrokenBackward.apply(output))
         with pytest.raises(ArithmeticError):
             Pipeline(bridge).run(batches)
 
@@ -389,10 +340,10 @@ def test_a_model_that_comes_back_to_a_device_is_refused():
 
 def test_a_tail_at_home_and_a_run_without_gradients_are_refused():
     with emulated_cards(2):
-        model, split, _ = _make("flux2", CARDS[:2])
+        model, split, _ = make_tiny_split("flux2", CARDS[:2])
         pipeline = Pipeline(split.bridge)
         with torch.no_grad(), pytest.raises(RuntimeError, match="for training"):
-            pipeline.run(_micro_batches(model, "flux2", 2))
+            pipeline.run(make_micro_batches(model, "flux2", 2))
         bridge = Bridge({nn.Linear(1, 1): HOME, nn.Linear(1, 1): NEXT}, HOME)
         with pytest.raises(ValueError, match="on the last device"):
             Pipeline(bridge)
@@ -401,7 +352,7 @@ def test_a_tail_at_home_and_a_run_without_gradients_are_refused():
 def test_memory_is_given_back_and_held_as_the_schedule_says():
     """Between forward and backward a stage holds what its micro-batches need; afterwards nothing."""
     with emulated_cards(4):
-        model, split, _ = _make("flux2", CARDS[:2], checkpointing=False)
+        model, split, _ = make_tiny_split("flux2", CARDS[:2], checkpointing=False)
         gc.collect()
         before = [live_bytes(card) for card in CARDS[:2]]
         refs = []
@@ -410,7 +361,7 @@ def test_memory_is_given_back_and_held_as_the_schedule_says():
             refs.append(weakref.ref(output[0] if isinstance(output, tuple) else output))
 
         handle = next(iter(split.bridge.blocks)).register_forward_hook(watch, with_kwargs=True)
-        losses = Pipeline(split.bridge, ahead=0).run(_micro_batches(model, "flux2", 6))
+        losses = Pipeline(split.bridge, ahead=0).run(make_micro_batches(model, "flux2", 6))
         handle.remove()
         model.zero_grad(set_to_none=True)
         del losses

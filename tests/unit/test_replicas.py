@@ -15,6 +15,7 @@ from devicebridge.parallel.pipeline import MicroBatch
 from devicebridge.parallel.replicas import Replica, Replicas, copy_model, num_dealt
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.replica_cases import make_micro_batches, make_replica, make_replicas, quantized
+from devicebridge.tests.tiny_split import BrokenBackward
 from devicebridge.tests.toy import TINY
 from torch import nn
 
@@ -216,15 +217,6 @@ def test_a_micro_batch_that_must_be_alone_is():
 
 @pytest.mark.parametrize("where", ["prepare", "forward", "backward"])
 def test_the_first_error_is_raised_and_nothing_is_left(where):
-    class Broken(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ZeroDivisionError
-
     def fail(index):
         if index == 3:
             raise ZeroDivisionError
@@ -232,7 +224,9 @@ def test_the_first_error_is_raised_and_nothing_is_left(where):
     with emulated_cards(2):
         pair = [_linear(HOME), _linear(NEXT)]
         replicas = Replicas(pair)
-        hook = pair[1].model.register_forward_hook(lambda *a: Broken.apply(a[2]) if where == "backward" else None)
+        hook = pair[1].model.register_forward_hook(
+            lambda *a: BrokenBackward.apply(a[2]) if where == "backward" else None
+        )
         arguments = {"inside" if where == "forward" else "prepare": fail} if where != "backward" else {}
         with pytest.raises(ZeroDivisionError):
             replicas.run(_batches(replicas, 8, **arguments))

@@ -12,14 +12,15 @@ import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel import swap as swap_module
 from devicebridge.parallel.block_split import apply_block_split
-from devicebridge.parallel.pipeline import MicroBatch, Pipeline
-from devicebridge.parallel.placement import Placement, block_names, place_swapped, plan_manual, spread_swapped
+from devicebridge.parallel.pipeline import Pipeline
+from devicebridge.parallel.placement import block_names, place_swapped, plan_manual, spread_swapped
 from devicebridge.parallel.swap import apply_block_swap
 from devicebridge.patches.compile_blocks import apply_compile
 from devicebridge.patches.eight_bit import FrozenLinear8
 from devicebridge.patches.quantize import QuantizeSettings, apply_quantization
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.streams import SimulatedMachine
+from devicebridge.tests.tiny_split import make_micro_batches, make_tiny_split
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.config import LoraSettings
@@ -47,48 +48,26 @@ class _Built:
 
 def _build(name, cards, *, swapped=(), kept=(), cuts=None, scheme=None, dropout=0.0, dora=False, checkpointing=True):
     """A tiny model over cards with a LoRA that is not zero, its tail on the last card."""
-    family = FAMILIES[name]
-    model = TINY[name].make_model(seed=0, **LAYERS[name]).requires_grad_(False)
-    names = block_names(model, family)
-    cuts = cuts or [len(names) * (i + 1) // len(cards) for i in range(len(cards) - 1)]
-    manual = plan_manual(names, list(cards), cuts)
-    placement = Placement(manual.blocks, manual.devices, manual.home, tail=tuple(family.tail))
-    split = apply_block_split(model, family, placement)
-    if scheme is not None:
-        apply_quantization(model, family, QuantizeSettings(scheme))
-    lora = apply_lora(model, family, LoraSettings(rank=2, alpha=3, dropout=dropout, dora=dora), seed=1)
-    for parameter in lora.parameters().values():
-        generator = torch.Generator().manual_seed(parameter.numel())
-        with torch.no_grad():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
-    model.train()
-    if checkpointing:
-        model.enable_gradient_checkpointing(split.checkpoint)
-        split.keep_activations(kept)
+    model, split, lora = make_tiny_split(
+        name,
+        cards,
+        cuts=cuts,
+        scheme=scheme,
+        checkpointing=checkpointing,
+        kept=kept,
+        changes=LAYERS[name],
+        dropout=dropout,
+        dora=dora,
+    )
     built = _Built(model, split, lora)
     if any(swapped):
-        built.swap = apply_block_swap(split, list(place_swapped(placement, kept, swapped)))
+        built.swap = apply_block_swap(split, list(place_swapped(split.placement, kept, swapped)))
     return built
-
-
-def _batches(built, name, count):
-    family, tiny = FAMILIES[name], TINY[name]
-    home = built.split.home
-
-    def make(index):
-        def forward(inputs):
-            inputs = {k: v.to(home) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-            output = built.model(**inputs, return_dict=False)[0]
-            return family.read_prediction(output, tiny.make_latents(seed=index)).square().mean() / count
-
-        return MicroBatch(lambda: tiny.make_inputs(seed=index), forward)
-
-    return [make(index) for index in range(count)]
 
 
 def _run(built, name, count, kind=None):
     """Losses of a step; gradients are added up."""
-    batches = _batches(built, name, count)
+    batches = make_micro_batches(built.model, name, count, built.split.home)
     if kind is not None:
         return [on_cpu(loss) for loss in Pipeline(built.split.bridge, kind=kind, ahead=1).run(batches)]
     losses = []
@@ -105,7 +84,10 @@ def _gradients(built):
 
 def _evaluate(built, name):
     with torch.no_grad():
-        return [on_cpu(batch.forward(batch.prepare())) for batch in _batches(built, name, 2)]
+        return [
+            on_cpu(batch.forward(batch.prepare()))
+            for batch in make_micro_batches(built.model, name, 2, built.split.home)
+        ]
 
 
 _KNOWN = {}

@@ -1,0 +1,84 @@
+"""A tiny model over emulated cards, ready to train, and micro-batches for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel.block_split import BlockSplit, apply_block_split
+from devicebridge.parallel.pipeline import MicroBatch
+from devicebridge.parallel.placement import Placement, block_names, plan_manual
+from devicebridge.patches.quantize import QuantizeSettings, apply_quantization
+from devicebridge.tests.emulated import CARDS
+from devicebridge.tests.toy import TINY
+from devicebridge.training.adapter import LoraHandle, apply_lora
+from devicebridge.training.config import LoraSettings
+
+
+def make_tiny_split(
+    name: str,
+    cards: Sequence[torch.device],
+    *,
+    cuts: Sequence[int] | None = None,
+    scheme: str | None = None,
+    checkpointing: bool = True,
+    kept: Sequence[int] = (),
+    changes: dict[str, Any] | None = None,
+    **lora: Any,
+) -> tuple[torch.nn.Module, BlockSplit, LoraHandle]:
+    """A family's tiny model with a LoRA that is not zero, its tail on the last card.
+
+    Args:
+        cuts: None for even ones. changes: to the model's config. lora: settings of it.
+    """
+    family = FAMILIES[name]
+    model = TINY[name].make_model(seed=0, **(changes or {}))
+    names = block_names(model, family)
+    cuts = cuts or [len(names) * (i + 1) // len(cards) for i in range(len(cards) - 1)]
+    manual = plan_manual(names, list(cards), cuts)
+    placement = Placement(manual.blocks, manual.devices, manual.home, tail=tuple(family.tail))
+    split = apply_block_split(model, family, placement)
+    if scheme is not None:
+        model.requires_grad_(False)
+        apply_quantization(model, family, QuantizeSettings(scheme))  # type: ignore[arg-type]
+    handle = apply_lora(model, family, LoraSettings(rank=2, alpha=3, **lora), seed=1)
+    for parameter in handle.parameters().values():
+        generator = torch.Generator().manual_seed(parameter.numel())
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
+    model.train()
+    if checkpointing:
+        model.enable_gradient_checkpointing(split.checkpoint)  # type: ignore[operator]
+        split.keep_activations(kept)
+    return model, split, handle
+
+
+def make_micro_batches(
+    model: torch.nn.Module, name: str, count: int, home: torch.device = CARDS[0]
+) -> list[MicroBatch[Any]]:
+    """So many of a step, each with inputs of its own."""
+    family, tiny = FAMILIES[name], TINY[name]
+
+    def make(index: int) -> MicroBatch[Any]:
+        def forward(inputs: dict[str, Any]) -> torch.Tensor:
+            inputs = {k: v.to(home) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+            output = model(**inputs, return_dict=False)[0]
+            return family.read_prediction(output, tiny.make_latents(seed=index)).square().mean() / count
+
+        return MicroBatch(lambda: tiny.make_inputs(seed=index), forward)
+
+    return [make(index) for index in range(count)]
+
+
+class BrokenBackward(torch.autograd.Function):
+    """The identity, whose backward divides by zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
