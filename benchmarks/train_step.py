@@ -8,7 +8,8 @@ Full-size models with random weights; no checkpoint is needed. All contestants o
 - "one GPU": all blocks on cuda:0, micro-batches one after the other, every block recomputed.
 - "usual split": what a split by hooks usually is: blocks cut at the middle of the last list, every foreign block moves
   all of its arguments, PEFT's LoRA, torch's gradient checkpointing of every block, one micro-batch in flight; 8-bit
-  sections hold its weights in torchao's weight-only float8.
+  sections hold its weights in torchao's weight-only float8. It may use cuDNN's attention, which the pack does not
+  (patches/attention.py), unless that ends its run: FLUX.1.
 - "pipeline m": the pack: cut by time, LoRA computed with its base, its recomputation; m micro-batches per step. "keep":
   as many blocks keep their activations as fit --card-gb per card (found by trying); "compiled": blocks compiled;
   "offloaded": block inputs wait in pinned host memory (host_gb). For that, beside the same without:
@@ -75,20 +76,25 @@ NUM_TEXT_TOKENS = 512
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained: latent is [C, F, H, W] of one sample; text (S, D) of each text tensor, S 0 for pooled ones."""
+    """What is trained.
+
+    Args:
+        latent: [C, F, H, W] of one sample. text: (S, D) of each text tensor, S 0 for pooled ones.
+        has_sound_cudnn: whether the model's gradients are right with cuDNN's attention (patches/attention.py).
+    """
 
     family: str
     variant: str
     latent: tuple[int, int, int, int]
     text: dict[str, tuple[int, int]]
-    layers: dict[str, Any] = field(default_factory=dict)
+    has_sound_cudnn: bool = True
 
 
 SUBJECTS = {
     "flux2-512": Subject("flux2", "flux2-dev", (128, 1, 32, 32), {"prompt_embeds": (512, 15360)}),
     "flux2-1024": Subject("flux2", "flux2-dev", (128, 1, 64, 64), {"prompt_embeds": (512, 15360)}),
     "flux1-512": Subject(
-        "flux1", "flux1-dev", (16, 1, 64, 64), {"prompt_embeds": (512, 4096), "pooled_prompt_embeds": (0, 768)}
+        "flux1", "flux1-dev", (16, 1, 64, 64), {"prompt_embeds": (512, 4096), "pooled_prompt_embeds": (0, 768)}, False
     ),
     "wan-480": Subject(
         "wan", "wan2.1-t2v-14b", (16, 13, 60, 104), {"prompt_embeds": (512, 4096)}
@@ -258,6 +264,8 @@ def make_contestant(
             split_as_usual(built)
         built.model.enable_gradient_checkpointing()
     trainer = make_trainer(built, lora, job, _make_data(subject, options.tiny), variant=variant)
+    if usual and subject.has_sound_cudnn:
+        trainer.attention = contextlib.nullcontext
     return Contestant(built, trainer, job)
 
 
@@ -303,7 +311,6 @@ def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer
             each.offload = Offload() if each.devices[0].type == "cuda" else Offload(min_bytes=1)
         each.built.split.offload = each.offload if way.offloads else None
         trainer.is_compiled = way.compiled
-    torch.backends.cuda.enable_cudnn_sdp(not way.compiled)  # the others may have it even where blocks are compiled
     yield trainer
 
 
@@ -468,7 +475,7 @@ def run_section(options: argparse.Namespace, name: str, scheme: str, rivals: dic
         subject, config = make_tiny(subject)
     else:
         _, variant = _described(subject)
-        config = {**variant.transformer_config, **subject.layers}
+        config = dict(variant.transformer_config)
     devices = options.devices
 
     def contestant(placement: Placement, base: str, usual: bool) -> Contestant:

@@ -9,11 +9,6 @@ A job of one shape is compiled for it alone. Where there are several, or nobody 
 of the graphs, which then serve every bucket and caption. A batch of one and larger batches have graphs of their own,
 and sizes that happen to be equal when a graph is made may cost another one. Torch is given the number as its limit, so
 that a model which compiles anew for every shape after all ends with an error instead of spending its time on it.
-
-Attention without cuDNN. The compiler chooses strides of its own for what attention returns and gets back as gradient;
-the backward of cuDNN's attention then reads past the end of its tensors (`compute_dot_do_o_specialized`, found with
-compute-sanitizer on an H200, torch 2.11.0+cu130), which ends in an illegal memory access or goes unseen, as the
-neighbours lie. So while blocks are compiled torch may not choose it, in this process; flash attention takes its place.
 """
 
 from __future__ import annotations
@@ -89,8 +84,7 @@ def apply_compile(
 ) -> CompiledBlocks:
     """Compile the forward of every block of a model, in place; the work is done at the first calls.
 
-    Until remove() is called this process does without cuDNN's attention. Where torch takes the limit of graphs for the
-    whole process only (before 2.13), it is raised until then, too.
+    Where torch takes the limit of graphs for the whole process only (before 2.13), it is raised until remove().
 
     Args:
         max_graphs: that torch may keep per kind of block; beyond it a call raises. Torch's own limit of 8 is spent by
@@ -101,8 +95,6 @@ def apply_compile(
     blocks = [block for each in family.block_lists for block in model.get_submodule(each.name).children()]
     settings = ExitStack()
     handle = CompiledBlocks(blocks, settings)
-    settings.callback(torch.backends.cuda.enable_cudnn_sdp, torch.backends.cuda.cudnn_sdp_enabled())
-    torch.backends.cuda.enable_cudnn_sdp(False)
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         options = {"recompile_limit": max_graphs, **options}
     else:

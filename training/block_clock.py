@@ -30,6 +30,7 @@ from ..families.spec import Variant
 from ..loading.checkpoint import CheckpointInfo, make_unfilled_transformer
 from ..parallel.devices import device_module, memory_in_use, own_random_states, release_cached_memory, reset_peaks
 from ..parallel.stopwatch import MakeStopwatch, Stopwatch, make_stopwatch
+from ..patches.attention import sound_attention
 from ..patches.eight_bit import make_rotation
 from .objective import flow_matching_loss
 from .rehearsal import ShortModel, Work, make_conditions, shorten, text_shape
@@ -104,7 +105,13 @@ def _time_blocks(
     info: CheckpointInfo, variant: Variant, work: Work, device: torch.device, watch: Stopwatch
 ) -> CardTimes:
     start = time.perf_counter()
-    with torch.inference_mode(False), torch.enable_grad(), own_random_states([device], 0), _current(device):
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        sound_attention(),
+        own_random_states([device], 0),
+        _current(device),
+    ):
         reset_peaks([device])
         course = _Course(shorten(make_unfilled_transformer(info), info.family, work), device, watch)
         with course.with_home():

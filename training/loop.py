@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import memory_in_use, random_states, restore_random_states
 from ..parallel.pipeline import MicroBatch, Runner
+from ..patches.attention import sound_attention
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
 from .checkpoint import TrainingState, pack_optimizer, save_checkpoint, unpack_optimizer
@@ -58,6 +60,7 @@ class Trainer:
         save_lora: writes the LoRA file for users into a folder and returns its path.
         runner: of the model, to keep several devices busy; None for one batch at a time.
         is_compiled: whether the model's blocks are compiled, which takes place at the first batch of each shape.
+        attention: what the model runs in; a choice of kernels.
     """
 
     job: JobConfig
@@ -75,6 +78,7 @@ class Trainer:
     save_lora: Callable[[Path], Path]
     runner: Runner | None = None
     is_compiled: bool = False
+    attention: Callable[[], AbstractContextManager[None]] = sound_attention
     step: int = 0
     losses: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -126,7 +130,8 @@ class Trainer:
         Raises: RuntimeError if the loss or a gradient is not finite, before the weights are touched.
         """
         settings = self.job.train
-        total = sum(loss.item() for loss in self._accumulate(settings.accumulation))
+        with self.attention():
+            total = sum(loss.item() for loss in self._accumulate(settings.accumulation))
         limit = settings.clip_norm or math.inf
         norm = nn.utils.clip_grad_norm_(self._parameters, limit).item()
         if not (math.isfinite(total) and math.isfinite(norm)):
@@ -237,7 +242,8 @@ class Trainer:
             for quantile in settings.quantiles:
                 generator = make_generator(settings.seed, "eval", index, quantile)
                 noisy = self._noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
-                losses.append(self._loss(noisy, self.model, self._home).item())
+                with self.attention():
+                    losses.append(self._loss(noisy, self.model, self._home).item())
         self.model.train()
         return math.fsum(losses) / len(losses)
 

@@ -138,17 +138,6 @@ def test_what_cannot_compile_says_why_and_is_left_alone(caplog):
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
-def test_while_blocks_are_compiled_torch_may_not_choose_cudnns_attention():
-    """Whose backward reads out of bounds with the compiler's strides; afterwards the setting is what it was."""
-    model, _ = _make("wan")
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    handle = apply_compile(model, FAMILIES["wan"], backend="eager")
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-    handle.remove()
-    handle.remove()
-    assert torch.backends.cuda.cudnn_sdp_enabled() == before
-
-
 def test_a_step_and_an_evaluation_need_no_more_graphs_per_shape_than_reckoned():
     """Recomputed and kept blocks, training and evaluation, on the limit that a job sets."""
     model, lora = _make("flux2")
@@ -178,7 +167,6 @@ def test_a_compiler_that_refuses_leaves_no_trace(monkeypatch, caplog):
         return function
 
     monkeypatch.setattr(torch, "compile", compile_twice)
-    before = torch.backends.cuda.cudnn_sdp_enabled()
     assert compile_if_possible(model, FAMILIES["flux2"], [CPU], 1) is None
-    assert torch.backends.cuda.cudnn_sdp_enabled() == before and "not supported" in caplog.text
+    assert "not supported" in caplog.text
     assert not any("forward" in module.__dict__ for module in model.modules())
