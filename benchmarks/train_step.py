@@ -8,8 +8,8 @@ Full-size models with random weights; no checkpoint is needed. All contestants o
 - "one GPU": all blocks on cuda:0, micro-batches one after the other, every block recomputed.
 - "usual split": what a split by hooks usually is: blocks cut at the middle of the last list, every foreign block moves
   all of its arguments, PEFT's LoRA, torch's gradient checkpointing of every block, one micro-batch in flight; 8-bit
-  sections hold its weights in torchao's weight-only float8. It may use cuDNN's attention, which the pack does not
-  (patches/attention.py), unless that ends its run: FLUX.1.
+  sections hold its weights in torchao's weight-only float8. It has torch's own attention where that trains right, and
+  the pack's (patches/attention.py) where it does not: FLUX.1 on cards for data centres.
 - "pipeline m": the pack: cut by time, LoRA computed with its base, its recomputation; m micro-batches per step. "keep":
   as many blocks keep their activations as fit --card-gb per card (found by trying); "compiled": blocks compiled;
   "offloaded": block inputs wait in pinned host memory (host_gb). For that, beside the same without:
@@ -80,14 +80,14 @@ class Subject:
 
     Args:
         latent: [C, F, H, W] of one sample. text: (S, D) of each text tensor, S 0 for pooled ones.
-        has_sound_cudnn: whether the model's gradients are right with cuDNN's attention (patches/attention.py).
+        trains_as_it_is: whether torch's own attention gives the model right gradients (patches/attention.py).
     """
 
     family: str
     variant: str
     latent: tuple[int, int, int, int]
     text: dict[str, tuple[int, int]]
-    has_sound_cudnn: bool = True
+    trains_as_it_is: bool = True
 
 
 SUBJECTS = {
@@ -264,7 +264,7 @@ def make_contestant(
             split_as_usual(built)
         built.model.enable_gradient_checkpointing()
     trainer = make_trainer(built, lora, job, _make_data(subject, options.tiny), variant=variant)
-    if usual and subject.has_sound_cudnn:
+    if usual and subject.trains_as_it_is:
         trainer.attention = contextlib.nullcontext
     return Contestant(built, trainer, job)
 

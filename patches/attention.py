@@ -1,37 +1,168 @@
-"""Attention kernels whose gradient is right: all that torch has but cuDNN's.
+"""Gradients of cuDNN's attention made right.
 
 cuDNN plans a kernel for tensors of one layout, and torch keeps the plan for the next call that looks alike. Its list of
 what must be alike has the layouts of q, k and v, not the layout of the output's gradient. A model that calls attention
 with q, k and v alike, but whose outputs go different ways, gets the plan of one way for the gradient of the other. In
 FLUX.1 a single block joins attention's output with its MLP's, so that the gradient is a slice of wider rows; a double
-block does not. Its backward then reads wrong rows, or past the end of its tensors: an illegal memory access, or a wrong
-gradient and no word about it, as the neighbouring memory lies. So it is with compiled blocks, whose layouts the
-compiler chooses.
+block does not. Its backward then reads wrong rows, or past the end of its tensors: an illegal memory access, or a
+gradient that has nothing to do with the right one and no word about it. So it is with compiled blocks, whose layouts
+the compiler chooses.
 
-Torch prefers cuDNN's attention on cards for data centres only (Hopper, Blackwell); elsewhere nothing changes. Flash
-attention takes its place. Found with compute-sanitizer on H200 (`compute_dot_do_o_specialized`, torch 2.11.0+cu130 with
-cuDNN 9.19). Source of the cause: pytorch's aten/src/ATen/native/cudnn/MHA.cpp (MHAParams); a change that adds the
-layout, pull request 191576, was taken back in August 2026. Figures: docs/experiments.md, 2026-11-22.
+Torch prefers cuDNN's attention on cards for data centres only (Hopper, Blackwell), where it takes about half of flash
+attention's time. So it stays, and while a model trains every gradient is given the layout of the output, which follows
+from that of q, before the kernel sees it. What remains is a plan that somebody else in this process left behind, for
+another layout: the first gradient of every plan is compared with the definition, for a few queries, and one that is
+wrong ends the run.
+
+Found with compute-sanitizer on H200 (`compute_dot_do_o_specialized`, torch 2.11.0+cu130 with cuDNN 9.19). Source of the
+cause: pytorch's aten/src/ATen/native/cudnn/MHA.cpp (MHAParams); a change that adds the layout, pull request 191576, was
+taken back in August 2026. Figures: docs/experiments.md, 2026-11-22; benchmarks/attention_gradients.py measures.
+
+Shapes: B batch, N heads, S queries, T keys, H head dim.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+import warnings
+from collections.abc import Hashable, Iterator
+from typing import Any
 
 import torch
+
+_OPERATOR = "_scaled_dot_product_cudnn_attention_backward"
+_ALIGNED_BYTES = 16  # the kernel reads so many at once
+# Of the length of the right one, in bfloat16: a right gradient is off by 0.002 to 0.003, a wrong one by about 1.
+_MOST_OFF = 0.1
+_NUM_COMPARED = 8  # queries, of one head
+
+_right_plans: set[Hashable] = set()  # that this process has seen; torch never forgets a plan
 
 
 @contextlib.contextmanager
 def sound_attention() -> Iterator[None]:
-    """Inside, torch chooses among kernels whose gradient is right; afterwards among those it could before.
+    """Inside, gradients of attention are right whatever their layout; afterwards torch is as it was.
 
-    For the whole process, all threads and devices: forwards, which make the choice, must run inside. Inference needs
-    none of this.
+    For the whole process, all threads and devices: forwards and backwards must run inside. Inference needs nothing of
+    it. Where torch does not offer the kernel by itself, it does without cuDNN's attention meanwhile.
+
+    Raises: RuntimeError, in a backward, if a gradient is wrong all the same.
     """
+    with _our_kernel if hasattr(torch.ops.aten, "_cudnn_attention_backward") else _without_cudnn():
+        yield
+
+
+class _OurKernel:
+    """Takes the place of torch's kernel for cards while anybody is inside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._library: Any = None
+        self._has_warned = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._num_inside == 0:
+                self._library = torch.library.Library("aten", "IMPL")
+                with contextlib.nullcontext() if self._has_warned else warnings.catch_warnings():
+                    if not self._has_warned:  # torch does, once in a process, of any kernel that takes another's place
+                        warnings.filterwarnings("ignore", message="(?s).*overrid")
+                    self._library.impl(_OPERATOR, _backward, "CUDA")
+                self._has_warned = True
+            self._num_inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                self._library._destroy()
+
+
+_our_kernel = _OurKernel()
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Iterator[None]:
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     try:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def _backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    *rest: Any,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query [B, N, S, H], key and value [B, N, T, H]; grad is that of out, in any layout.
+
+    Args:
+        rest: logsumexp, philox_seed, philox_offset, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p and
+            is_causal.
+    """
+    grad = _in_layout_of(out, grad)
+    found = torch.ops.aten._cudnn_attention_backward(grad, query, key, value, out, *rest, scale=scale)
+    bias, dropout_p, is_causal = rest[3], rest[8], rest[9]
+    plan = _plan_of(query, key, value, bias, dropout_p, is_causal)
+    if plan not in _right_plans:
+        is_known = not dropout_p and not is_causal  # what is dropped cannot be told; nothing here is causal
+        if is_known and not _is_right(found[0], grad, query, key, value, out, bias, scale):
+            raise RuntimeError(_REFUSAL)
+        _right_plans.add(plan)
+    return found
+
+
+_REFUSAL = (
+    "cuDNN's attention gave a wrong gradient: something else in this process has trained a model of the same size "
+    "before, and torch keeps what was planned for it. Restart ComfyUI and train first, or train in a process of its "
+    "own (devicebridge train)"
+)
+
+
+def _in_layout_of(out: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """The same values, aligned and with the strides of out."""
+    is_alike = all(
+        size == 1 or one == other for size, one, other in zip(out.shape, out.stride(), grad.stride(), strict=True)
+    )
+    return grad if is_alike and grad.data_ptr() % _ALIGNED_BYTES == 0 else torch.empty_like(out).copy_(grad)
+
+
+def _plan_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: Any, *rest: Any) -> Hashable:
+    """What torch tells plans apart by; each thread has plans of its own."""
+    layouts = [(each.shape, each.stride()) for each in (query, key, value, bias) if each is not None]
+    return (threading.get_ident(), query.device, query.dtype, *layouts, *rest)
+
+
+def _is_right(
+    found: torch.Tensor,
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float | None,
+) -> bool:
+    """Whether the gradient of some queries is the one by definition, in float32; the host waits for it.
+
+    Of a head and of queries somewhere inside: at the ends wrong strides may lead to the right numbers.
+    """
+    head, first = query.shape[1] // 3, query.shape[2] // 2
+    rows = slice(first, first + _NUM_COMPARED)
+    q, do, o, dq = (each[:, head, rows].float() for each in (query, grad, out, found))  # [B, 8, H]
+    k, v = key[:, head].float(), value[:, head].float()  # [B, T, H]
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = factor * q @ k.transpose(-2, -1)  # [B, 8, T]
+    if bias is not None:
+        scores = scores + bias.expand(*query.shape[:3], key.shape[2])[:, head, rows]
+    of_scores = scores.softmax(-1) * (do @ v.transpose(-2, -1) - (do * o).sum(-1, keepdim=True))
+    expected = factor * of_scores @ k
+    return bool((dq - expected).norm() <= _MOST_OFF * expected.norm())

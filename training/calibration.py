@@ -43,10 +43,11 @@ _log = logging.getLogger(__name__)
 
 _VERSION = 2  # raise it when block_clock.py measures something else
 _PACKAGES = ("diffusers", "peft", "torchao", "triton")
-_OWN_CODE = ("patches/eight_bit.py", "patches/eight_bit_kernels.py", "patches/lora_linear.py", "patches/weight_only.py")
+_OWN_CODE = ("attention", "eight_bit", "eight_bit_kernels", "lora_linear", "weight_only")  # of patches
 _ATTENTION = (
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
     torch.backends.cuda.math_sdp_enabled,
 )
 
@@ -153,7 +154,7 @@ def describe_software() -> dict[str, Any]:
     return {
         "calibration": _VERSION,
         "devicebridge": VERSION,
-        "kernels": settings_fingerprint([file_fingerprint(root / name) for name in _OWN_CODE]),
+        "kernels": settings_fingerprint([file_fingerprint(root / "patches" / f"{name}.py") for name in _OWN_CODE]),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
         "rocm": torch.version.hip or "",
