@@ -8,8 +8,8 @@ Full-size models with random weights; no checkpoint is needed. All contestants o
 - "one GPU": all blocks on cuda:0, micro-batches one after the other, every block recomputed.
 - "usual split": what a split by hooks usually is: blocks cut at the middle of the last list, every foreign block moves
   all of its arguments, PEFT's LoRA, torch's gradient checkpointing of every block, one micro-batch in flight; 8-bit
-  sections hold its weights in torchao's weight-only float8. It has torch's own attention where that trains right, and
-  the pack's (patches/attention.py) where it does not: FLUX.1 on cards for data centres.
+  sections hold its weights in torchao's weight-only float8. Gradients of its attention are made right as the pack's
+  are (patches/attention.py): FLUX.1 would end without, and plans that cuDNN makes without would spoil the others'.
 - "pipeline m": the pack: cut by time, LoRA computed with its base, its recomputation; m micro-batches per step. "keep":
   as many blocks keep their activations as fit --card-gb per card (found by trying); "compiled": blocks compiled;
   "offloaded": block inputs wait in pinned host memory (host_gb). For that, beside the same without:
@@ -76,25 +76,19 @@ NUM_TEXT_TOKENS = 512
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained.
-
-    Args:
-        latent: [C, F, H, W] of one sample. text: (S, D) of each text tensor, S 0 for pooled ones.
-        trains_as_it_is: whether torch's own attention gives the model right gradients (patches/attention.py).
-    """
+    """What is trained: latent is [C, F, H, W] of one sample; text (S, D) of each text tensor, S 0 for pooled ones."""
 
     family: str
     variant: str
     latent: tuple[int, int, int, int]
     text: dict[str, tuple[int, int]]
-    trains_as_it_is: bool = True
 
 
 SUBJECTS = {
     "flux2-512": Subject("flux2", "flux2-dev", (128, 1, 32, 32), {"prompt_embeds": (512, 15360)}),
     "flux2-1024": Subject("flux2", "flux2-dev", (128, 1, 64, 64), {"prompt_embeds": (512, 15360)}),
     "flux1-512": Subject(
-        "flux1", "flux1-dev", (16, 1, 64, 64), {"prompt_embeds": (512, 4096), "pooled_prompt_embeds": (0, 768)}, False
+        "flux1", "flux1-dev", (16, 1, 64, 64), {"prompt_embeds": (512, 4096), "pooled_prompt_embeds": (0, 768)}
     ),
     "wan-480": Subject(
         "wan", "wan2.1-t2v-14b", (16, 13, 60, 104), {"prompt_embeds": (512, 4096)}
@@ -264,8 +258,6 @@ def make_contestant(
             split_as_usual(built)
         built.model.enable_gradient_checkpointing()
     trainer = make_trainer(built, lora, job, _make_data(subject, options.tiny), variant=variant)
-    if usual and subject.trains_as_it_is:
-        trainer.attention = contextlib.nullcontext
     return Contestant(built, trainer, job)
 
 

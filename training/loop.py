@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,6 @@ class Trainer:
         save_lora: writes the LoRA file for users into a folder and returns its path.
         runner: of the model, to keep several devices busy; None for one batch at a time.
         is_compiled: whether the model's blocks are compiled, which takes place at the first batch of each shape.
-        attention: what the model runs in; a choice of kernels.
     """
 
     job: JobConfig
@@ -78,7 +76,6 @@ class Trainer:
     save_lora: Callable[[Path], Path]
     runner: Runner | None = None
     is_compiled: bool = False
-    attention: Callable[[], AbstractContextManager[None]] = sound_attention
     step: int = 0
     losses: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -130,7 +127,7 @@ class Trainer:
         Raises: RuntimeError if the loss or a gradient is not finite, before the weights are touched.
         """
         settings = self.job.train
-        with self.attention():
+        with sound_attention():
             total = sum(loss.item() for loss in self._accumulate(settings.accumulation))
         limit = settings.clip_norm or math.inf
         norm = nn.utils.clip_grad_norm_(self._parameters, limit).item()
@@ -242,7 +239,7 @@ class Trainer:
             for quantile in settings.quantiles:
                 generator = make_generator(settings.seed, "eval", index, quantile)
                 noisy = self._noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
-                with self.attention():
+                with sound_attention():
                     losses.append(self._loss(noisy, self.model, self._home).item())
         self.model.train()
         return math.fsum(losses) / len(losses)
