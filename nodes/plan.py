@@ -63,6 +63,23 @@ class PlanTraining(io.ComfyNode):
                     default="adamw",
                     tooltip="adamw8bit keeps its state in a quarter of the memory.",
                 ),
+                io.Combo.Input(
+                    "training_dtype",
+                    options=["float32", "bfloat16"],
+                    default="float32",
+                    optional=True,
+                    advanced=True,
+                    tooltip="Number type of the LoRA while training, as in Train LoRA Across GPUs.",
+                ),
+                io.Combo.Input(
+                    "offload_activations",
+                    options=["auto", "on", "off"],
+                    default="auto",
+                    optional=True,
+                    advanced=True,
+                    tooltip="Whether what gradient checkpointing keeps of every block waits in the computer's memory: "
+                    "as in Train LoRA Across GPUs. auto lets the plan choose.",
+                ),
             ],
             outputs=[
                 io.String.Output("text", tooltip="The plan: a line per card, and the reasons."),
@@ -82,6 +99,8 @@ class PlanTraining(io.ComfyNode):
         accumulation: int,
         gradient_checkpointing: bool,
         optimizer: str,
+        training_dtype: str = "float32",
+        offload_activations: str = "auto",
     ) -> io.NodeOutput:
         from contextlib import nullcontext
 
@@ -100,8 +119,9 @@ class PlanTraining(io.ComfyNode):
                 batch_size=batch_size,
                 accumulation=accumulation,
                 gradient_checkpointing=gradient_checkpointing,
+                offload_activations=offload_activations,
             ),
-            lora=make_part(config.LoraSettings, rank=rank),
+            lora=make_part(config.LoraSettings, rank=rank, dtype=training_dtype),
             optimizer=make_part(config.OptimizerConfig, name=optimizer),
             output=make_part(config.OutputConfig, folder=str(host.folder_in_output("devicebridge/plan", "plan"))),
         )

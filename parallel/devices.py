@@ -88,21 +88,16 @@ def total_bytes(device: torch.device) -> int | None:
     return module.mem_get_info(device)[1]
 
 
-def _host_available_bytes() -> int | None:
+def _host_available_bytes() -> int:
     """What the system says is available, and no more than the container that this runs in may still take."""
-    found = [each for each in (_meminfo_bytes(), _cgroup_bytes(Path("/sys/fs/cgroup"))) if each is not None]
-    return min(found, default=None)
+    left = _cgroup_bytes(Path("/sys/fs/cgroup"))
+    return _system_bytes() if left is None else min(_system_bytes(), left)
 
 
-def _meminfo_bytes() -> int | None:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return None
+def _system_bytes() -> int:
+    import psutil  # comes with accelerate
+
+    return int(psutil.virtual_memory().available)
 
 
 def _cgroup_bytes(folder: Path) -> int | None:

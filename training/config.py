@@ -414,7 +414,9 @@ def _describe(problem: Any) -> str:
         return f"{key}: there is no such key"
     if problem["type"] in {"missing", "missing_argument"}:
         return f"{key}: is required"
-    return f"{key}: {problem['msg'].removeprefix('Value error, ')} (found {problem['input']!r})"
+    is_one_value = isinstance(problem["input"], (str, int, float, list, type(None)))  # not a section, or the whole job
+    found = f" (found {problem['input']!r})" if is_one_value else ""
+    return f"{key}: {problem['msg'].removeprefix('Value error, ')}{found}"
 
 
 def job_to_dict(job: JobConfig) -> dict[str, Any]:

@@ -807,6 +807,8 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
         yield f"activations: every block is recomputed; keeping one would leave less than {HEADROOM:.0%} of a card free"
     if found.is_swapping:
         yield _swap_reason(planner, found, looked_at)
+    if job.pipeline.schedule not in ("auto", "none", found.setting.schedule):
+        yield f"schedule {job.pipeline.schedule}: without effect, {_why_no_schedule(planner)}"
     if found.setting.offloads:
         is_given = job.train.offload_activations == "on"
         why = "given" if is_given else "nothing as good fits without"
@@ -847,6 +849,15 @@ def _swap_reason(planner: Planner, found: _Found, looked_at: Sequence[tuple[Sett
     return (
         f"host memory: {count} blocks stream from there, {sum(s.streamed for s in stages) / 1e9:.1f} GB: {why}; {slow}"
     )
+
+
+def _why_no_schedule(planner: Planner) -> str:
+    """What asked_schedule misses."""
+    if len(planner.cards) < 2:
+        return "there is one card"
+    if planner.job.train.accumulation < 2:
+        return "there is one micro-batch in a step (train.accumulation)"
+    return "the devices are not cards of one kind"
 
 
 def _joined(numbers: Sequence[int]) -> str:

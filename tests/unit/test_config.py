@@ -68,6 +68,14 @@ def test_a_dataset_that_arrived_encoded_needs_no_encoders(section, values):
         make_job({**job, section: values})
 
 
+def test_settings_that_contradict_each_other_are_named_without_all_others():
+    job = _with("split", balance="time") | {"pipeline": {"schedule": "replicas"}}
+    for values, key in ((job, "job"), (_with("split", split_at=[3]), "split")):
+        with pytest.raises(ValueError, match=rf"  {key}: .*split_at|  {key}: .*balance") as refused:
+            make_job(values)
+        assert "found" not in str(refused.value) and "/data/cats" not in str(refused.value)
+
+
 def test_missing_keys_are_named():
     with pytest.raises(ValueError, match=r"train\.steps: is required"):
         make_job(MINIMAL | {"train": {}})

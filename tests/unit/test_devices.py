@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from devicebridge.parallel import devices
 
@@ -23,10 +25,7 @@ def test_a_container_leaves_what_its_limit_leaves(tmp_path, limit, used, cached,
 
 def test_without_a_container_the_system_says(tmp_path, monkeypatch):
     assert devices._cgroup_bytes(Path(tmp_path / "none")) is None
-    monkeypatch.setattr(devices, "_meminfo_bytes", lambda: 5 * GB)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * GB, total=9 * GB))
     for left, expected in ((None, 5 * GB), (9 * GB, 5 * GB), (2 * GB, 2 * GB)):
         monkeypatch.setattr(devices, "_cgroup_bytes", lambda folder, left=left: left)
         assert devices.free_bytes(devices.CPU) == expected
-    monkeypatch.setattr(devices, "_meminfo_bytes", lambda: None)
-    monkeypatch.setattr(devices, "_cgroup_bytes", lambda folder: None)
-    assert devices.free_bytes(devices.CPU) is None

@@ -200,3 +200,17 @@ def test_limits_and_kept_blocks_are_each_cards_own(monkeypatch):
     sections["split"] = {"memory_limit_gb": [20.0]}
     with pytest.raises(ValueError, match="memory_limit_gb has 1 values"):
         _made_up(monkeypatch, _cards(100, 100), **sections)
+
+
+@pytest.mark.parametrize(
+    ("cards", "accumulation", "why"),
+    [("24GB,24GB", 1, "there is one micro-batch in a step"), ("80GB", 4, "there is one card")],
+)
+@pytest.mark.parametrize("schedule", ["replicas", "1f1b", "gpipe"])
+def test_a_schedule_that_has_nothing_to_do_is_said_to_be_without_effect(
+    cards: str, accumulation: int, why: str, schedule: str
+) -> None:
+    given = {"pipeline": {"schedule": schedule}, "train": {"accumulation": accumulation}}
+    assert f"schedule {schedule}: without effect, {why}" in describe_plan(_plan("flux1", cards, **given))
+    for said in (_plan("flux1", **{**given, "train": {"accumulation": 4}}), _plan("flux1", cards)):
+        assert "without effect" not in describe_plan(said)
