@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
+from devicebridge.patches.attention import sound_attention  # noqa: E402
 from devicebridge.training.adapter import apply_lora  # noqa: E402
 from devicebridge.training.config import LoraSettings  # noqa: E402
 from provenance import describe_run, print_or_write  # noqa: E402
@@ -162,8 +163,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    report = {"equality_full_width_2_double_4_single": check_equal(options.rank)}
-    report["training_step"] = measure(tuple(options.layers), options.resolution // 16, options.rank, options.rounds)
+    with sound_attention():
+        report = {"equality_full_width_2_double_4_single": check_equal(options.rank)}
+        report["training_step"] = measure(tuple(options.layers), options.resolution // 16, options.rank, options.rounds)
     report["setup"] = {
         "model": "FLUX.2-dev shape, {} double + {} single blocks, random bf16 weights".format(*options.layers),
         "resolution": options.resolution,

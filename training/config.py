@@ -414,8 +414,9 @@ def _describe(problem: Any) -> str:
         return f"{key}: there is no such key"
     if problem["type"] in {"missing", "missing_argument"}:
         return f"{key}: is required"
-    is_one_value = isinstance(problem["input"], (str, int, float, list, type(None)))  # not a section, or the whole job
-    found = f" (found {problem['input']!r})" if is_one_value else ""
+    values = problem["input"] if isinstance(problem["input"], list) else [problem["input"]]
+    is_plain = all(isinstance(each, (str, int, float, type(None))) for each in values)  # no section, nor the whole job
+    found = f" (found {problem['input']!r})" if is_plain else ""
     return f"{key}: {problem['msg'].removeprefix('Value error, ')}{found}"
 
 

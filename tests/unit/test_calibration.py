@@ -19,6 +19,7 @@ from devicebridge.files import user_cache_folder
 from devicebridge.loading.checkpoint import CheckpointInfo, make_empty_transformer
 from devicebridge.parallel.placement import block_names
 from devicebridge.parallel.stopwatch import link_speed, make_stopwatch
+from devicebridge.patches import attention
 from devicebridge.patches.eight_bit import FrozenLinear8
 from devicebridge.patches.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
@@ -130,6 +131,7 @@ def test_blocks_run_as_in_training_and_leave_nothing_behind(name, scheme, monkey
 
     def watched(self: Any, block: Any, args: Any) -> Any:
         found = ordinary(self, block, args)
+        assert attention._our_kernel._num_inside == 1  # with the gradients of attention that training has
         assert {parameter.device for parameter in block.parameters()} == {CARDS[0]}
         trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
         assert trained and all(parameter.grad is not None for parameter in trained)
