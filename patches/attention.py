@@ -127,7 +127,7 @@ def _backward(
     grad = _in_layout_of(out, grad)
     found = torch.ops.aten._cudnn_attention_backward(grad, query, key, value, out, *rest, scale=scale)
     bias, dropout_p, is_causal = rest[3], rest[8], rest[9]
-    plan = _plan_of(query, key, value, out, bias, dropout_p, is_causal)
+    plan = _plan_of(query, key, value, out, bias)
     if plan not in _right_plans and not dropout_p and not is_causal:  # what is dropped cannot be told; none is causal
         is_right = _is_right(found[0], grad, query, key, value, out, bias, scale)
         if is_right is False:
@@ -154,13 +154,10 @@ def _in_layout_of(out: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(out).copy_(grad)
 
 
-def _plan_of(*tensors_and_more: Any) -> Hashable:
-    """What torch tells plans apart by, and more: the output's layout, which torch takes to follow from q's. Each thread
-    has plans of its own."""
-    parts = [
-        (each.shape, each.stride(), each.dtype, each.device) if isinstance(each, torch.Tensor) else each
-        for each in tensors_and_more
-    ]
+def _plan_of(*tensors: torch.Tensor | None) -> Hashable:
+    """What torch tells plans apart by where nothing is dropped or causal, and more: the output's layout, which torch
+    takes to follow from q's. Each thread has plans of its own."""
+    parts = [None if each is None else (each.shape, each.stride(), each.dtype, each.device) for each in tensors]
     return (threading.get_ident(), *parts)
 
 
@@ -183,7 +180,7 @@ def _is_right(
     last, head = query.shape[0] - 1, query.shape[1] // 3
     head_of_key = head * key.shape[1] // query.shape[1]  # several queries' heads may share one
     weight = grad[last, head].float().norm(dim=-1)
-    rows = weight.nan_to_num().topk(min(_NUM_COMPARED, len(weight))).indices
+    rows = weight.topk(min(_NUM_COMPARED, len(weight))).indices
     q, do, o, dq = (each[last, head, rows].float() for each in (query, grad, out, found))  # [8, H]
     k, v = key[last, head_of_key].float(), value[last, head_of_key].float()  # [T, H]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
