@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import host
 from .fields import make_part
 from .host import io
+from .train import lora_part, training_inputs
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
+
+# What decides about memory and time.
+_AS_IN_TRAINING = (
+    "rank",
+    "batch_size",
+    "accumulation",
+    "gradient_checkpointing",
+    "optimizer",
+    "dora",
+    "targets",
+    "training_dtype",
+    "offload_activations",
+)
 
 
 class PlanTraining(io.ComfyNode):
@@ -30,56 +46,7 @@ class PlanTraining(io.ComfyNode):
                     tooltip="Plan for these cards instead of this machine's, in decimal GB, in order; with relative "
                     "speeds 24GB@1, 12GB@0.5. Empty takes the model's devices as they are once ComfyUI has let go.",
                 ),
-                io.Int.Input(
-                    "rank",
-                    default=16,
-                    min=1,
-                    max=1024,
-                    tooltip="Size of the LoRA, as in Train LoRA Across GPUs. Its weights take 16 bytes each while "
-                    "training with adamw.",
-                ),
-                io.Int.Input(
-                    "batch_size",
-                    default=1,
-                    min=1,
-                    max=1024,
-                    tooltip="Images per forward pass. Activations grow with it.",
-                ),
-                io.Int.Input(
-                    "accumulation",
-                    default=1,
-                    min=1,
-                    max=1024,
-                    tooltip="Forward passes per step. More than one keeps the gradients in memory between them.",
-                ),
-                io.Boolean.Input(
-                    "gradient_checkpointing",
-                    default=True,
-                    tooltip="On lets the plan choose which blocks are computed twice; off keeps everything.",
-                ),
-                io.Combo.Input(
-                    "optimizer",
-                    options=["adamw", "adamw8bit"],
-                    default="adamw",
-                    tooltip="adamw8bit keeps its state in a quarter of the memory.",
-                ),
-                io.Combo.Input(
-                    "training_dtype",
-                    options=["float32", "bfloat16"],
-                    default="float32",
-                    optional=True,
-                    advanced=True,
-                    tooltip="Number type of the LoRA while training, as in Train LoRA Across GPUs.",
-                ),
-                io.Combo.Input(
-                    "offload_activations",
-                    options=["auto", "on", "off"],
-                    default="auto",
-                    optional=True,
-                    advanced=True,
-                    tooltip="Whether what gradient checkpointing keeps of every block waits in the computer's memory: "
-                    "as in Train LoRA Across GPUs. auto lets the plan choose.",
-                ),
+                *training_inputs(*_AS_IN_TRAINING),
             ],
             outputs=[
                 io.String.Output("text", tooltip="The plan: a line per card, and the reasons."),
@@ -89,19 +56,7 @@ class PlanTraining(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        model: TrainingModel,
-        dataset: TrainingDataset,
-        cards: str,
-        rank: int,
-        batch_size: int,
-        accumulation: int,
-        gradient_checkpointing: bool,
-        optimizer: str,
-        training_dtype: str = "float32",
-        offload_activations: str = "auto",
-    ) -> io.NodeOutput:
+    def execute(cls, model: TrainingModel, dataset: TrainingDataset, cards: str, **settings: Any) -> io.NodeOutput:
         from contextlib import nullcontext
 
         from ..training import config
@@ -109,20 +64,15 @@ class PlanTraining(io.ComfyNode):
         from ..training.job import plan_job
         from ..training.plan_view import describe_plan, picture_of
 
+        loop = {name: settings[name] for name in ("batch_size", "accumulation", "gradient_checkpointing")}
+        offload = settings.get("offload_activations", "auto")
         job = config.JobConfig(
             model=model.model,
             split=model.split,
             data=dataset.data,
-            train=make_part(
-                config.LoopConfig,
-                steps=1,
-                batch_size=batch_size,
-                accumulation=accumulation,
-                gradient_checkpointing=gradient_checkpointing,
-                offload_activations=offload_activations,
-            ),
-            lora=make_part(config.LoraSettings, rank=rank, dtype=training_dtype),
-            optimizer=make_part(config.OptimizerConfig, name=optimizer),
+            train=make_part(config.LoopConfig, steps=1, offload_activations=offload, **loop),
+            lora=lora_part(settings),
+            optimizer=make_part(config.OptimizerConfig, name=settings["optimizer"]),
             output=make_part(config.OutputConfig, folder=str(host.folder_in_output("devicebridge/plan", "plan"))),
         )
         known = parse_cards(cards) if cards.strip() else []

@@ -13,7 +13,7 @@ from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
 if TYPE_CHECKING:
-    from ..training.config import JobConfig
+    from ..training.config import JobConfig, LoraSettings
     from ..training.job import TrainingResult
 
 _MODELS_OWN_GUIDANCE = -1.0
@@ -64,6 +64,12 @@ class TrainLora(io.ComfyNode):
             str(result.lora_path),
             ui={"text": (text,), "lora": [entry] if entry else []},
         )
+
+
+def training_inputs(*ids: str) -> list[io.Input]:
+    """Some inputs of Train LoRA Across GPUs, for a node that asks for the same."""
+    known = {entry.id: entry for entry in (*_main_inputs(), *_advanced_inputs())}
+    return [known[each] for each in ids]
 
 
 def _main_inputs() -> list[io.Input]:
@@ -329,12 +335,7 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, settings: dict[str,
             compile=settings.get("compile_blocks", "off"),
             offload_activations=settings.get("offload_activations", "auto"),
         ),
-        lora=make_part(
-            config.LoraSettings,
-            **_pick(settings, "rank", "alpha", "dropout", "dora"),
-            targets=read_patterns(settings["targets"]),
-            dtype=settings["training_dtype"],
-        ),
+        lora=lora_part(settings, "alpha", "dropout"),
         objective=make_part(
             config.ObjectiveConfig,
             timestep_sampling=read_auto(settings["timestep_sampling"]),
@@ -352,6 +353,18 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, settings: dict[str,
             save_every_steps=settings["save_every"],
             **_pick(settings, "keep_last", "lora_layout", "lora_dtype", "tensorboard"),
         ),
+    )
+
+
+def lora_part(settings: dict[str, Any], *more: str) -> LoraSettings:
+    """The LoRA that these sockets describe; more: sockets that go in as they are, beside those that take memory."""
+    from ..training.config import LoraSettings
+
+    return make_part(
+        LoraSettings,
+        **_pick(settings, "rank", "dora", *more),
+        targets=read_patterns(settings["targets"]),
+        dtype=settings["training_dtype"],
     )
 
 

@@ -110,7 +110,6 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "stock_vae": "VAE",
         "compile_blocks": "COMBO",
         "offload_activations": "COMBO",
-        "training_dtype": "COMBO",
     }
 
 
@@ -584,13 +583,14 @@ def test_the_plan_node_shows_the_plan_of_the_job(
     monkeypatch.setattr(plan_view, "picture_of", lambda plan: "the picture")
     node = _node(nodes, "DeviceBridgePlanTraining")
     settings = {**_defaults(node.define_schema()), "rank": 32, "batch_size": 2, "optimizer": "adamw8bit"}
-    settings |= {"training_dtype": "bfloat16", "offload_activations": "on"}
+    settings |= {"training_dtype": "bfloat16", "offload_activations": "on", "targets": "*.to_q\n*.to_k", "dora": True}
     for cards in ("24GB, 12GB@0.5", " "):
         output = node.execute(model=sockets["model"], dataset=sockets["dataset"], **settings | {"cards": cards})
         assert output.args == ("the plan", "the picture") and host.texts[-1] == "the plan"
     (job, named, calls), (_, own, later_calls) = asked
     assert (job.lora.rank, job.train.batch_size, job.optimizer.name) == (32, 2, "adamw8bit")
     assert (job.lora.dtype, job.train.offload_activations) == ("bfloat16", "on")
+    assert (job.lora.targets, job.lora.dora) == (("*.to_q", "*.to_k"), True)
     assert (job.model, job.split, job.data) == (
         sockets["model"].model,
         sockets["model"].split,
