@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +105,8 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
         target_modules="|".join(re.escape(name) for name in targets),
     )
     model.requires_grad_(False)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*merge", category=UserWarning)  # none is asked for here
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed every GPU of the process
         inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
     place_lora_with_base(model)

@@ -7,9 +7,10 @@ config is what the nodes assemble, what `devicebridge train job.toml` reads and 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import tomlkit
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -97,7 +98,13 @@ class SplitConfig:
 
     def __post_init__(self) -> None:
         if (self.balance == "manual") != bool(self.split_at):
-            raise ValueError('split_at belongs to balance = "manual", and manual needs it')
+            if self.split_at:
+                found = f"split_at = {list(self.split_at)}"
+                raise ValueError(f'{found} belongs to balance = "manual", not "{self.balance}"')
+            raise ValueError(
+                'balance = "manual" needs split_at, the index of the first block of each device after the first, such '
+                "as [20] for two"
+            )
         if self.devices and self.split_at and len(self.split_at) != len(self.devices) - 1:
             raise ValueError(
                 f"split_at has {len(self.split_at)} cuts for {len(self.devices)} devices; "
@@ -411,13 +418,28 @@ def make_job(values: dict[str, Any]) -> JobConfig:
 def _describe(problem: Any) -> str:
     key = ".".join(str(part) for part in problem["loc"]) or "job"
     if problem["type"] in {"extra_forbidden", "unexpected_keyword_argument"}:
-        return f"{key}: there is no such key"
+        near = difflib.get_close_matches(str(problem["loc"][-1]), _keys_beside(problem["loc"]), n=1)
+        return f"{key}: there is no such key" + (f"; did you mean {near[0]}?" if near else "")
     if problem["type"] in {"missing", "missing_argument"}:
         return f"{key}: is required"
+    if problem["type"] == "dataclass_type" and isinstance(problem["input"], list):
+        return f"{key}: is one section, [{key}], and not a list of sections, [[{key}]]"
+    if problem["type"] == "tuple_type" and isinstance(problem["input"], dict):
+        return f"{key}: is a list of sections, [[{key}]], and not one, [{key}]"
+    if problem["type"] == "tuple_type":
+        return f"{key}: is a list, such as [{problem['input']!r}] (found {problem['input']!r})"
     values = problem["input"] if isinstance(problem["input"], list) else [problem["input"]]
     is_plain = all(isinstance(each, (str, int, float, type(None))) for each in values)  # no section, nor the whole job
     found = f" (found {problem['input']!r})" if is_plain else ""
     return f"{key}: {problem['msg'].removeprefix('Value error, ')}{found}"
+
+
+def _keys_beside(place: tuple[Any, ...]) -> list[str]:
+    """Names that are known where an unknown one stands: sections, or keys of a section."""
+    kinds = get_type_hints(JobConfig)
+    if len(place) == 1:
+        return list(kinds)
+    return [each.name for each in dataclasses.fields(kinds[place[0]])] if len(place) == 2 else []
 
 
 def job_to_dict(job: JobConfig) -> dict[str, Any]:

@@ -83,17 +83,25 @@ def hint_of_replicas(planner: Planner, found: _Found) -> str:
         return ""
     job = planner.job
     is_short = job.train.accumulation < 2
-    if not is_short and not planner.bounds and job.pipeline.schedule == "auto":
-        return ""  # they were weighed
+    is_weighed = not planner.bounds and job.pipeline.schedule == "auto"  # where there are several micro-batches
+    if not is_short and is_weighed:
+        return ""
     setting = replace(found.setting, schedule="replicas", ahead=0)
     whole = plan_each_alone(planner, setting, lambda alone, each: alone.fit(each))
     if whole is None or (not is_short and whole.time >= found.time):
         return ""
     fits = f"the whole model with everything needs {whole.stages[0].forecast.needed / 1e9:.1f} GB and fits on each card"
-    free = 'pipeline.schedule = "replicas"' + (' and split.balance = "bytes"' if planner.bounds else "")
+    changes = [f"train.accumulation = {num}"] if is_short else []
+    if not is_weighed and job.pipeline.schedule != "replicas":
+        changes.append('pipeline.schedule = "replicas"')
+    if not is_weighed and (planner.bounds or job.split.balance != "bytes"):
+        changes.append('split.balance = "bytes"')
+    needed = " and ".join(changes)
     if is_short:
         return (
-            f"replicas would be faster: {fits}, but a step of one micro-batch keeps one card busy; with "
-            f"train.accumulation = {num} every card trains a copy, {num} batches in about the time of one"
+            f"replicas would be faster: {fits}, but a step of one micro-batch keeps one card busy; with {needed} "
+            f"every card trains a copy, {num} batches in about the time of one"
         )
-    return f"replicas would be faster: {fits}; with {free} a step would take {whole.time / found.time:.0%} of the time"
+    return (
+        f"replicas would be faster: {fits}; with {needed} a step would take {whole.time / found.time:.0%} of the time"
+    )

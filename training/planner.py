@@ -566,7 +566,9 @@ class _Search:
         _check_counts(planner)
         self._kept, self._swapped = split.kept_blocks, split.swapped_blocks
         blocks = range(len(planner.names))
-        self._times = [[planner.times.of(block, card, setting.scheme) for block in blocks] for card in planner.cards]
+        self._times = [
+            [_summable(planner.times.of(block, card, setting.scheme)) for block in blocks] for card in planner.cards
+        ]
         self._seconds = [_prefix(sum(each) for each in times) for times in self._times]
         self._again = [_prefix(each[0] for each in times) for times in self._times]
         self._links = [planner.times.link(card) for card in planner.cards]
@@ -602,10 +604,10 @@ class _Search:
 
     def _add(self, value: _Value, stage: _Stage) -> _Value:
         """Time first, then what streams from host memory, or the other way round where that is the goal; then the
-        fullest card. Rounded, so that sums of equal parts in another order are equal."""
+        fullest card."""
         before, streamed = value[:2] if self._goal == "time" else value[1::-1]
         is_slowest = self._settings.schedule != "none" or self._planner.job.split.balance == "time"
-        time = float(f"{max(before, stage.time) if is_slowest else before + stage.time:.9g}")
+        time = max(before, stage.time) if is_slowest else before + stage.time
         streamed += stage.streamed
         share = max(value[2], stage.share)
         return (time, streamed, share) if self._goal == "time" else (streamed, time, share)
@@ -684,13 +686,20 @@ class _Search:
         """A micro-batch's computation: forward, backward, and forward again where blocks are recomputed; embedders and
         tail."""
         seconds, again = self._seconds[plan.stage], self._again[plan.stage]
-        time = seconds[plan.end] - seconds[plan.start] + self._planner.ends_s(plan, self._scheme, self._settings)
+        (ends,) = _summable([self._planner.ends_s(plan, self._scheme, self._settings)])
+        time = seconds[plan.end] - seconds[plan.start] + ends
         if self._settings.is_checkpointing:
             time += again[plan.end - plan.num_kept] - again[plan.start]
         return time
 
 
 _Value = tuple[float, float, float]  # what a cut is chosen by, see _add
+
+
+def _summable(seconds: Sequence[float]) -> list[float]:
+    """In steps of about 1e-12 s: sums of such are exact, so that cuts that take equally long have equal times, in
+    whatever order their blocks are added up, and memory decides."""
+    return [round(each * 2**40) / 2**40 for each in seconds]
 
 
 def _prefix(values: Any) -> list[float]:
@@ -809,6 +818,8 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
         yield _swap_reason(planner, found, looked_at)
     if job.pipeline.schedule not in ("auto", "none", found.setting.schedule):
         yield f"schedule {job.pipeline.schedule}: without effect, {_why_no_schedule(planner)}"
+    if job.pipeline.ahead > 1 and found.setting.schedule != "1f1b":
+        yield f"pipeline.ahead = {job.pipeline.ahead}: without effect, only 1f1b runs ahead"
     if found.setting.offloads:
         is_given = job.train.offload_activations == "on"
         why = "given" if is_given else "nothing as good fits without"
@@ -819,8 +830,9 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
         for rival in sorted(rivals):
             times = [other.time for setting, other in others if getattr(setting, of) == rival and other is not None]
             chosen = getattr(found.setting, of)
-            verdict = f"{min(times) / found.time:.2f} times as long" if times else "does not fit"
-            yield f"{label} {_named(chosen)}: {_named(rival)} {'would take ' if times else ''}{verdict}"
+            fails = "do not fit" if rival == "replicas" else "does not fit"
+            verdict = f"{min(times) / found.time:.2f} times as long" if times else fails
+            yield f"{label} {_named(of, chosen)}: {_named(of, rival)} {'would take ' if times else ''}{verdict}"
 
 
 def _cut_reason(planner: Planner, found: _Found) -> str:
@@ -864,8 +876,8 @@ def _joined(numbers: Sequence[int]) -> str:
     return " + ".join(map(str, numbers))
 
 
-def _named(choice: str) -> str:
-    return "without" if choice == "none" else choice
+def _named(of: str, choice: str) -> str:
+    return {"scheme": "full precision", "schedule": "no pipeline"}[of] if choice == "none" else choice
 
 
 def _hints(planner: Planner, found: _Found) -> Iterator[str]:

@@ -35,10 +35,15 @@ def test_toml_round_trip(tmp_path):
 @pytest.mark.parametrize(
     ("section", "values", "message"),
     [
-        ("train", {"stpes": 3}, r"train\.stpes: there is no such key"),
+        ("train", {"stpes": 3}, r"train\.stpes: there is no such key; did you mean steps\?"),
+        ("optimizer", {"lr": 1.0}, r"optimizer\.lr: there is no such key$"),
+        ("pipelin", {}, r"pipelin: there is no such key; did you mean pipeline\?"),
+        ("data", {"folders": {"path": "a"}}, r"data\.folders: is a list of sections, \[\[data\.folders\]\]"),
+        ("split", {"devices": "cuda:0"}, r"split\.devices: is a list, such as \['cuda:0'\]"),
+        ("split", {"split_at": [3]}, r'split: split_at = \[3\] belongs to balance = "manual", not "bytes"'),
+        ("split", {"balance": "manual"}, r'split: balance = "manual" needs split_at, '),
         ("lora", {"rank": 0}, r"lora\.rank: .*greater than 0.*found 0"),
         ("model", {"quantize": "int3"}, r"model\.quantize"),
-        ("split", {"balance": "manual"}, "manual needs it"),
         ("split", {"devices": ["a", "b"], "balance": "manual", "split_at": [1, 2]}, "give 1, the first block"),
         ("output", {"name": "../x"}, "plain file name"),
         ("data", {"caption_dropout": 1.5}, r"data\.caption_dropout"),
@@ -74,6 +79,11 @@ def test_settings_that_contradict_each_other_are_named_without_all_others():
         with pytest.raises(ValueError, match=rf"  {key}: .*split_at|  {key}: .*balance") as refused:
             make_job(values)
         assert "found" not in str(refused.value) and "/data/cats" not in str(refused.value)
+
+
+def test_a_section_is_not_a_list_of_sections():
+    with pytest.raises(ValueError, match=r"pipeline: is one section, \[pipeline\], and not a list"):
+        make_job(MINIMAL | {"pipeline": [{"schedule": "1f1b"}]})
 
 
 def test_missing_keys_are_named():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_two_cards_of_24_gb_each_take_all_of_flux1_in_8_bits(scheme):
 def test_what_one_card_cannot_hold_is_split():
     plan = _plan("flux2")
     assert plan.setting.schedule == "1f1b" and plan.placement.replicas == ()
-    assert "schedule 1f1b: replicas does not fit" in plan.reasons and not plan.hints
+    assert "schedule 1f1b: replicas do not fit" in plan.reasons and not plan.hints
 
 
 def test_a_step_of_one_micro_batch_keeps_one_card_busy_and_the_plan_says_what_would_help():
@@ -83,6 +84,51 @@ def test_a_step_of_one_micro_batch_keeps_one_card_busy_and_the_plan_says_what_wo
     (hint,) = plan.hints
     assert "fits on each card" in hint and "train.accumulation = 2" in hint
     assert _plan("flux1", train={"accumulation": 2}).setting.schedule == "replicas"  # what it said is true
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"pipeline": {"schedule": "1f1b"}},
+        {"pipeline": {"schedule": "none"}},
+        {"split": {"balance": "manual", "split_at": [20]}},
+        {"pipeline": {"schedule": "gpipe"}, "split": {"balance": "manual", "split_at": [20]}},
+    ],
+)
+def test_what_is_the_users_own_is_part_of_what_would_help(sections):
+    (hint,) = _plan("flux1", train={"accumulation": 1}, **sections).hints
+    needed = hint.partition("; with ")[2].partition(" every card")[0].split(" and ")
+    assert "train.accumulation = 2" in needed
+    changed = {"train": {"accumulation": 2}}
+    changed |= {"pipeline": {"schedule": "replicas"}} if 'pipeline.schedule = "replicas"' in needed else {}
+    changed |= {"split": {}} if 'split.balance = "bytes"' in needed else {}
+    plan = _plan("flux1", **(sections | changed))
+    assert plan.setting.schedule == "replicas" and not plan.hints
+
+
+def test_running_ahead_is_for_1f1b():
+    for schedule in ("gpipe", "replicas"):
+        plan = _plan("flux1", pipeline={"schedule": schedule, "ahead": 3})
+        assert "pipeline.ahead = 3: without effect, only 1f1b runs ahead" in plan.reasons
+    assert "without effect" not in describe_plan(_plan("flux1", pipeline={"schedule": "1f1b", "ahead": 3}))
+
+
+@pytest.mark.parametrize("cards", ["80GB,80GB", "48GB,48GB", "48GB,48GB,48GB"])
+def test_of_cuts_that_take_equally_long_the_fullest_card_is_the_emptiest(cards):
+    """Sums of the same times in another order are not to decide."""
+
+    def fullest(plan):
+        return max(device.needed for device in plan.forecast.devices)
+
+    settings = {"train": {"accumulation": 1}, "pipeline": {"schedule": "none"}}
+    plan = _plan("flux1", cards, **settings)
+    counts = [device.num_blocks for device in plan.forecast.devices]
+    for index, shift in itertools.product(range(len(counts) - 1), (-5, -2, -1, 1, 2, 5)):
+        cuts = list(itertools.accumulate(counts))[:-1]
+        cuts[index] += shift
+        other = _plan("flux1", cards, **settings, split={"balance": "manual", "split_at": cuts})
+        assert other.step_s >= plan.step_s
+        assert fullest(other) >= fullest(plan) or other.step_s > plan.step_s, cuts
 
 
 def test_a_longer_step_fills_a_pipeline_whose_blocks_keep_their_activations():

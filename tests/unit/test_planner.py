@@ -133,7 +133,7 @@ def test_a_batch_or_a_size_that_is_too_large_is_named():
 def test_auto_takes_the_fastest_scheme_and_the_users_choice_stays():
     plan = _plan("80GB,80GB", model={"quantize": "auto"})
     assert plan.setting.scheme == "fp8-compute" == plan.job.model.quantize
-    assert any(reason.startswith("scheme fp8-compute: without would take") for reason in plan.reasons)
+    assert any(reason.startswith("scheme fp8-compute: full precision would take") for reason in plan.reasons)
     assert _plan("80GB,80GB", model={"quantize": "none"}).setting.scheme == "none"
 
 
