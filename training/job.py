@@ -195,7 +195,7 @@ def _refuse_block_settings(job: JobConfig) -> None:
             "split.swapped_blocks asks for blocks that stream from host memory, which must be computed again for the "
             "backward, but train.gradient_checkpointing is false; remove one of the two"
         )
-    if any(job.split.kept_blocks) and not job.train.gradient_checkpointing:
+    if job.split.kept_blocks and not job.train.gradient_checkpointing:
         raise ValueError(
             "split.kept_blocks says which blocks gradient checkpointing passes over, but train.gradient_checkpointing "
             "is false, so all keep their activations; remove one of the two"

@@ -130,6 +130,7 @@ def test_a_compiled_job_is_refused_nothing_and_leaves_no_setting_behind(tmp_path
             "the model is on the CPU",
         ),
         ({"split": {"kept_blocks": [1, 1]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
+        ({"split": {"kept_blocks": [0, 0]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
         ({"split": {"swapped_blocks": [1, 1]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
         ({"split": {"swapped_blocks": [1]}}, "swapped_blocks has 1 values"),
         ({"split": {"swapped_blocks": [3, 0], "kept_blocks": [1, 0]}}, "that do not keep"),
