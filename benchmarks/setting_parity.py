@@ -42,7 +42,7 @@ from devicebridge.training.config import JobConfig  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from loss_parity import FULL, TINY  # noqa: E402
-from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
+from provenance import describe_run, elapsed_s, first_line, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402
     FAMILY,
     RandomModel,
@@ -263,7 +263,7 @@ def main() -> None:
             try:
                 found = report["runs"][way.name] = train(options, size, way, weights, *data)
             except RuntimeError as error:  # one setting that fails is a result, too
-                report["runs"][way.name] = {"error": str(error)[-500:]}
+                report["runs"][way.name] = {"error": first_line(error)}
                 say(f"{way.name}: {error}")
                 continue
             report["gaps"] = verdicts(report["runs"], ways)

@@ -58,7 +58,7 @@ from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
-from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
+from provenance import describe_run, elapsed_s, first_line, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402
     TINY_CONFIG,
     RandomModel,
@@ -404,7 +404,7 @@ def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) 
                 timed_step(each, way, [])
             kept[way.name] = find_kept(each, way, options.card_gb) if way.keep else []
         except RuntimeError as error:  # one way that fails is a result, too
-            found[way.name] = {"error": str(error)[-300:]}
+            found[way.name] = {"error": first_line(error)}
             say(f"{way.name}: {traceback.format_exc()[-1500:]}")
             entries.remove((each, way))
             continue
