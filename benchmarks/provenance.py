@@ -67,8 +67,3 @@ def say(text: str) -> None:
 def elapsed_s() -> float:
     """Seconds since the benchmark started."""
     return time.perf_counter() - _STARTED
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says first, for results; the lines after it name folders of the machine."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

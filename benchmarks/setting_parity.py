@@ -38,11 +38,12 @@ from devicebridge.parallel.swap import apply_block_swap  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.training.batches import CachedSamples  # noqa: E402
+from devicebridge.training.calibration import first_line  # noqa: E402
 from devicebridge.training.config import JobConfig  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from loss_parity import FULL, TINY  # noqa: E402
-from provenance import describe_run, elapsed_s, first_line, print_or_write, say, write_json  # noqa: E402
+from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402
     FAMILY,
     RandomModel,

@@ -56,9 +56,10 @@ from devicebridge.parallel.replicas import Replica, Replicas  # noqa: E402
 from devicebridge.parallel.schedule import Kind  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
+from devicebridge.training.calibration import first_line  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
-from provenance import describe_run, elapsed_s, first_line, print_or_write, say, write_json  # noqa: E402
+from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402
     TINY_CONFIG,
     RandomModel,

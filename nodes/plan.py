@@ -7,7 +7,7 @@ from typing import Any
 from . import host
 from .fields import make_part
 from .host import io
-from .train import lora_part, training_inputs
+from .train import loop_part, lora_part, training_inputs
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 
 # What decides about memory and time.
@@ -64,13 +64,11 @@ class PlanTraining(io.ComfyNode):
         from ..training.job import plan_job
         from ..training.plan_view import describe_plan, picture_of
 
-        loop = {name: settings[name] for name in ("batch_size", "accumulation", "gradient_checkpointing")}
-        offload = settings.get("offload_activations", "auto")
         job = config.JobConfig(
             model=model.model,
             split=model.split,
             data=dataset.data,
-            train=make_part(config.LoopConfig, steps=1, offload_activations=offload, **loop),
+            train=loop_part(settings, steps=1),
             lora=lora_part(settings),
             optimizer=make_part(config.OptimizerConfig, name=settings["optimizer"]),
             output=make_part(config.OutputConfig, folder=str(host.folder_in_output("devicebridge/plan", "plan"))),

@@ -13,7 +13,7 @@ from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
 if TYPE_CHECKING:
-    from ..training.config import JobConfig, LoraSettings
+    from ..training.config import JobConfig, LoopConfig, LoraSettings
     from ..training.job import TrainingResult
 
 _MODELS_OWN_GUIDANCE = -1.0
@@ -328,14 +328,13 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, settings: dict[str,
         data=dataset.data,
         evaluation=dataset.evaluation,
         cache=dataset.cache or config.CacheConfig(folder=str(host.folder_in_output(DEFAULT_FOLDER, "cache"))),
-        train=make_part(
-            config.LoopConfig,
-            **_pick(settings, "steps", "batch_size", "accumulation", "clip_norm", "gradient_checkpointing"),
+        train=loop_part(
+            settings,
+            **_pick(settings, "steps", "clip_norm"),
             seed=settings["random_seed"],
             compile=settings.get("compile_blocks", "off"),
-            offload_activations=settings.get("offload_activations", "auto"),
         ),
-        lora=lora_part(settings, "alpha", "dropout"),
+        lora=lora_part(settings, **_pick(settings, "alpha", "dropout")),
         objective=make_part(
             config.ObjectiveConfig,
             timestep_sampling=read_auto(settings["timestep_sampling"]),
@@ -356,15 +355,28 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, settings: dict[str,
     )
 
 
-def lora_part(settings: dict[str, Any], *more: str) -> LoraSettings:
-    """The LoRA that these sockets describe; more: sockets that go in as they are, beside those that take memory."""
+def loop_part(settings: dict[str, Any], **more: Any) -> LoopConfig:
+    """The loop that these sockets describe, as far as it takes memory; more: the rest of it."""
+    from ..training.config import LoopConfig
+
+    return make_part(
+        LoopConfig,
+        **_pick(settings, "batch_size", "accumulation", "gradient_checkpointing"),
+        offload_activations=settings.get("offload_activations", "auto"),
+        **more,
+    )
+
+
+def lora_part(settings: dict[str, Any], **more: Any) -> LoraSettings:
+    """The LoRA that these sockets describe, as far as it takes memory; more: the rest of it."""
     from ..training.config import LoraSettings
 
     return make_part(
         LoraSettings,
-        **_pick(settings, "rank", "dora", *more),
+        **_pick(settings, "rank", "dora"),
         targets=read_patterns(settings["targets"]),
         dtype=settings["training_dtype"],
+        **more,
     )
 
 

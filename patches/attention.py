@@ -24,6 +24,7 @@ Shapes: B batch, N heads, S queries, T keys, H head dim.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 import warnings
@@ -42,7 +43,6 @@ _ROUNDING = 1e-6
 _NUM_COMPARED = 8  # queries, of one head
 
 _right_plans: set[Hashable] = set()  # that this process has seen; torch never forgets a plan
-_shown_warnings: set[str] = set()
 
 
 @contextlib.contextmanager
@@ -84,16 +84,26 @@ class _Shared:
 
 @contextlib.contextmanager
 def _replaced_kernel() -> Iterator[None]:
-    ours = torch.library.Library("aten", "IMPL")
-    with contextlib.nullcontext() if _OPERATOR in _shown_warnings else warnings.catch_warnings():
-        if _OPERATOR not in _shown_warnings:  # torch warns once in a process of a kernel that takes another's place
-            warnings.filterwarnings("ignore", message="(?s).*overrid")
-        ours.impl(_OPERATOR, _backward, "CUDA")
-    _shown_warnings.add(_OPERATOR)
+    _spend_the_warning()
+    ours = _register()
     try:
         yield
     finally:
         ours._destroy()
+
+
+def _register() -> torch.library.Library:
+    ours = torch.library.Library("aten", "IMPL")
+    ours.impl(_OPERATOR, _backward, "CUDA")
+    return ours
+
+
+@functools.cache
+def _spend_the_warning() -> None:
+    """Torch warns once in a process of a kernel that takes another's place; later nothing need be held back."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="(?s).*overrid")
+        _register()._destroy()
 
 
 @contextlib.contextmanager

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ModelFamily
 from devicebridge.parallel.block_split import apply_block_split
-from devicebridge.parallel.pipeline import MicroBatch
 from devicebridge.parallel.placement import Placement, block_names
 from devicebridge.parallel.replicas import Replica, copy_model
 from devicebridge.patches.quantize import Quantizer, QuantizeSettings, replace_module
@@ -64,22 +63,3 @@ def make_replicas(
     model = model.to(cards[0])
     models = [model, *(copy_model(model, card) for card in cards[1:])]
     return [make_replica(each, name, card, **settings) for each, card in zip(models, cards, strict=True)]
-
-
-def make_micro_batches(
-    seat: Callable[[int], tuple[Any, torch.device]], name: str, count: int
-) -> list[MicroBatch[dict[str, Any]]]:
-    """seat: from an index to the model and device that a micro-batch goes through."""
-    family, tiny = FAMILIES[name], TINY[name]
-
-    def make(index: int) -> MicroBatch[dict[str, Any]]:
-        model, home = seat(index)
-
-        def forward(inputs: dict[str, Any]) -> torch.Tensor:
-            inputs = {k: v.to(home) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-            output = model(**inputs, return_dict=False)[0]
-            return family.read_prediction(output, tiny.make_latents(seed=index)).square().mean() / count
-
-        return MicroBatch(lambda: tiny.make_inputs(seed=index), forward)
-
-    return [make(index) for index in range(count)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,13 +55,16 @@ def make_tiny_split(
     return model, split, handle
 
 
-def make_micro_batches(
-    model: torch.nn.Module, name: str, count: int, home: torch.device = CARDS[0]
-) -> list[MicroBatch[Any]]:
-    """So many of a step, each with inputs of its own."""
+def make_seated_batches(
+    seat: Callable[[int], tuple[Any, torch.device]], name: str, count: int
+) -> list[MicroBatch[dict[str, Any]]]:
+    """So many micro-batches of a step, each with inputs of its own; seat: from an index to the model it goes through
+    and its home."""
     family, tiny = FAMILIES[name], TINY[name]
 
-    def make(index: int) -> MicroBatch[Any]:
+    def make(index: int) -> MicroBatch[dict[str, Any]]:
+        model, home = seat(index)
+
         def forward(inputs: dict[str, Any]) -> torch.Tensor:
             inputs = {k: v.to(home) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
             output = model(**inputs, return_dict=False)[0]
@@ -70,6 +73,13 @@ def make_micro_batches(
         return MicroBatch(lambda: tiny.make_inputs(seed=index), forward)
 
     return [make(index) for index in range(count)]
+
+
+def make_micro_batches(
+    model: torch.nn.Module, name: str, count: int, home: torch.device = CARDS[0]
+) -> list[MicroBatch[dict[str, Any]]]:
+    """All through one model."""
+    return make_seated_batches(lambda index: (model, home), name, count)
 
 
 class BrokenBackward(torch.autograd.Function):

@@ -276,7 +276,7 @@ class MeasuredTimes:
         try:
             found = self._bench.blocks(card.device, scheme)
         except Exception as error:  # a missing kernel, compiler or memory: whatever it raises, estimates answer it
-            reason = _first_line(error)
+            reason = first_line(error)
         if reason:
             release_cached_memory()  # the error is gone, and with it the tensors that its traceback held
             raise CalibrationFailed(f"{scheme} on {card.name}: {reason}")
@@ -298,7 +298,7 @@ class MeasuredTimes:
             try:
                 known = LinkSpeed(self._bench.link(source, target))
             except (RuntimeError, ValueError) as error:  # memory that cannot be pinned, for one
-                _log.info("no speed of the link %s to %s: %s", source or "host", target, _first_line(error))
+                _log.info("no speed of the link %s to %s: %s", source or "host", target, first_line(error))
                 return None
             self._store.put(key, known)
         return None if known is None else known.bytes_per_s
@@ -323,7 +323,8 @@ class MeasuredTimes:
         return Timing(f"measured on {where}, {dates}{eager}", {"scheme": scheme, "cards": of_cards, "links": links})
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says first, else its type; the lines after it are for developers."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

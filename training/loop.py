@@ -228,6 +228,7 @@ class Trainer:
         return flow_matching_loss(prediction, latents, noise, mask)
 
     @torch.no_grad()
+    @sound_attention()
     def evaluate(self) -> float:
         """Mean loss over the held-out samples at fixed quantiles with fixed noise: comparable between runs."""
         assert self.eval_data is not None
@@ -239,8 +240,7 @@ class Trainer:
             for quantile in settings.quantiles:
                 generator = make_generator(settings.seed, "eval", index, quantile)
                 noisy = self._noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
-                with sound_attention():
-                    losses.append(self._loss(noisy, self.model, self._home).item())
+                losses.append(self._loss(noisy, self.model, self._home).item())
         self.model.train()
         return math.fsum(losses) / len(losses)
 

@@ -72,7 +72,7 @@ _log = logging.getLogger(__name__)
 # How many times faster a setting must be for block inputs to be offloaded: how far copies are hidden is an estimate.
 OFFLOAD_GAIN = 1.1
 PINNED_SHARE = 0.8  # of free host memory that may be pinned; the system needs some that it can move
-# Share of streaming, or of what is computed beside it if that is shorter, that is not hidden: 0.17 and 0.40 were
+# Share of streaming, or of what is computed beside it if that is shorter, that is not hidden: 0 to 0.45 were
 # measured by benchmarks/block_swap.py on an H200 (docs/experiments.md, 2026-11-22).
 UNHIDDEN = 0.3
 HEADROOM = 0.05  # of a card, left free by what the planner chooses to keep; the forecast may be off by as much
@@ -174,10 +174,19 @@ def asked_schedule(job: JobConfig, devices: Sequence[torch.device]) -> Kind | Li
     is left out: its random numbers are drawn from one generator by all threads.
     """
     asked = job.pipeline.schedule
-    kinds = {device.type for device in devices}
-    if len(devices) < 2 or len(kinds) > 1 or "cpu" in kinds or job.train.accumulation < 2 or asked == "none":
+    if asked == "none" or _why_no_schedule(job, devices):
         return None
     return "1f1b" if asked == "auto" else asked
+
+
+def _why_no_schedule(job: JobConfig, devices: Sequence[torch.device]) -> str:
+    """What is missing for several devices to share a step; "" if nothing is."""
+    kinds = {device.type for device in devices}
+    if len(devices) < 2:
+        return "there is one card"
+    if job.train.accumulation < 2:
+        return "there is one micro-batch in a step (train.accumulation)"
+    return "the devices are not cards of one kind" if len(kinds) > 1 or "cpu" in kinds else ""
 
 
 def largest_bucket(samples: Sequence[Sample]) -> tuple[int, int, int]:
@@ -567,7 +576,8 @@ class _Search:
         self._kept, self._swapped = split.kept_blocks, split.swapped_blocks
         blocks = range(len(planner.names))
         self._times = [
-            [_summable(planner.times.of(block, card, setting.scheme)) for block in blocks] for card in planner.cards
+            [tuple(map(_summable, planner.times.of(block, card, setting.scheme))) for block in blocks]
+            for card in planner.cards
         ]
         self._seconds = [_prefix(sum(each) for each in times) for times in self._times]
         self._again = [_prefix(each[0] for each in times) for times in self._times]
@@ -686,8 +696,8 @@ class _Search:
         """A micro-batch's computation: forward, backward, and forward again where blocks are recomputed; embedders and
         tail."""
         seconds, again = self._seconds[plan.stage], self._again[plan.stage]
-        (ends,) = _summable([self._planner.ends_s(plan, self._scheme, self._settings)])
-        time = seconds[plan.end] - seconds[plan.start] + ends
+        time = seconds[plan.end] - seconds[plan.start]
+        time += _summable(self._planner.ends_s(plan, self._scheme, self._settings))
         if self._settings.is_checkpointing:
             time += again[plan.end - plan.num_kept] - again[plan.start]
         return time
@@ -696,10 +706,10 @@ class _Search:
 _Value = tuple[float, float, float]  # what a cut is chosen by, see _add
 
 
-def _summable(seconds: Sequence[float]) -> list[float]:
+def _summable(seconds: float) -> float:
     """In steps of about 1e-12 s: sums of such are exact, so that cuts that take equally long have equal times, in
     whatever order their blocks are added up, and memory decides."""
-    return [round(each * 2**40) / 2**40 for each in seconds]
+    return round(seconds * 2**40) / 2**40
 
 
 def _prefix(values: Any) -> list[float]:
@@ -817,7 +827,8 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
     if found.is_swapping:
         yield _swap_reason(planner, found, looked_at)
     if job.pipeline.schedule not in ("auto", "none", found.setting.schedule):
-        yield f"schedule {job.pipeline.schedule}: without effect, {_why_no_schedule(planner)}"
+        why = _why_no_schedule(job, [card.device for card in planner.cards])
+        yield f"schedule {job.pipeline.schedule}: without effect, {why}"
     if job.pipeline.ahead > 1 and found.setting.schedule != "1f1b":
         yield f"pipeline.ahead = {job.pipeline.ahead}: without effect, only 1f1b runs ahead"
     if found.setting.offloads:
@@ -861,15 +872,6 @@ def _swap_reason(planner: Planner, found: _Found, looked_at: Sequence[tuple[Sett
     return (
         f"host memory: {count} blocks stream from there, {sum(s.streamed for s in stages) / 1e9:.1f} GB: {why}; {slow}"
     )
-
-
-def _why_no_schedule(planner: Planner) -> str:
-    """What asked_schedule misses."""
-    if len(planner.cards) < 2:
-        return "there is one card"
-    if planner.job.train.accumulation < 2:
-        return "there is one micro-batch in a step (train.accumulation)"
-    return "the devices are not cards of one kind"
 
 
 def _joined(numbers: Sequence[int]) -> str:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.replicas import Replicas
-from devicebridge.tests.replica_cases import make_micro_batches, make_replicas
+from devicebridge.tests.replica_cases import make_replicas
 from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.tests.tiny_split import make_seated_batches
 from devicebridge.training.job import run_job
 
 pytestmark = [
@@ -33,7 +34,7 @@ def deterministic_algorithms():
 def _copied(name, count, **settings):
     made = make_replicas(name, CARDS, **settings)
     replicas = Replicas(made)
-    losses = [loss.cpu() for loss in replicas.run(make_micro_batches(replicas.seat, name, count))]
+    losses = [loss.cpu() for loss in replicas.run(make_seated_batches(replicas.seat, name, count))]
     return losses, [parameter.grad.cpu() for parameter in made[0].parameters]
 
 
@@ -42,7 +43,7 @@ def _copied(name, count, **settings):
 def test_gradients_are_those_of_one_gpu_up_to_the_order_of_summation(name, count):
     (one,) = make_replicas(name, CARDS[:1])
     expected = []
-    for batch in make_micro_batches(lambda index: (one.model, one.device), name, count):
+    for batch in make_seated_batches(lambda index: (one.model, one.device), name, count):
         loss = batch.forward(batch.prepare())
         loss.backward()
         expected.append(loss.detach().cpu())

@@ -14,8 +14,8 @@ from devicebridge.parallel import replicas as replicas_module
 from devicebridge.parallel.pipeline import MicroBatch
 from devicebridge.parallel.replicas import Replica, Replicas, copy_model, num_dealt
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes, on_cpu
-from devicebridge.tests.replica_cases import make_micro_batches, make_replica, make_replicas, quantized
-from devicebridge.tests.tiny_split import BrokenBackward
+from devicebridge.tests.replica_cases import make_replica, make_replicas, quantized
+from devicebridge.tests.tiny_split import BrokenBackward, make_seated_batches
 from devicebridge.tests.toy import TINY
 from torch import nn
 
@@ -35,7 +35,7 @@ def _plainly(name, count, **settings):
     with emulated_cards(4):
         (one,) = make_replicas(name, CARDS[:1], **settings)
         losses = []
-        for batch in make_micro_batches(lambda index: (one.model, one.device), name, count):
+        for batch in make_seated_batches(lambda index: (one.model, one.device), name, count):
             loss = batch.forward(batch.prepare())
             loss.backward()
             losses.append(on_cpu(loss))
@@ -47,7 +47,7 @@ def _copied(name, num_cards, count, **settings):
     with emulated_cards(4):
         made = make_replicas(name, CARDS[:num_cards], **settings)
         replicas = Replicas(made)
-        losses = [on_cpu(loss) for loss in replicas.run(make_micro_batches(replicas.seat, name, count))]
+        losses = [on_cpu(loss) for loss in replicas.run(make_seated_batches(replicas.seat, name, count))]
         assert all(parameter.grad is None for other in made[1:] for parameter in other.parameters)
         gradients = [on_cpu(parameter.grad).clone() for parameter in made[0].parameters]
         return losses, gradients, [torch.lazy.get_rng_state(card) for card in CARDS[:num_cards]]
@@ -84,7 +84,7 @@ def test_sums_are_added_in_the_order_of_the_devices():
     """By hand: each replica's micro-batches first, then replica after replica, the very same bits."""
     with emulated_cards(4):
         (one,) = make_replicas("flux2", CARDS[:1])
-        batches = make_micro_batches(lambda index: (one.model, one.device), "flux2", 4)
+        batches = make_seated_batches(lambda index: (one.model, one.device), "flux2", 4)
         expected = None
         for share in range(3):
             for batch in batches[share::3]:
@@ -295,7 +295,7 @@ def test_memory_is_given_back():
         replicas = Replicas(pair)
         gc.collect()
         before = [live_bytes(card) for card in CARDS[:2]]
-        losses = replicas.run(make_micro_batches(replicas.seat, "flux2", 4))
+        losses = replicas.run(make_seated_batches(replicas.seat, "flux2", 4))
         pair[0].model.zero_grad(set_to_none=True)
         del losses
         gc.collect()
