@@ -112,9 +112,9 @@ def assemble_for_training(
         for index in range(len(models)):
             finished.append(finish(index))
     except BaseException:
-        for each in finished:
+        for each in reversed(finished):
             if each.compiled is not None:
-                each.compiled.remove()  # it changes settings of the process
+                each.compiled.remove()  # it changes settings of the process, the last one first
         raise
     return replace(finished[0], replicas=tuple(finished[1:]))
 

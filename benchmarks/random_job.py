@@ -38,6 +38,7 @@ from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import make_noise_schedule
 from devicebridge.training.optimizer import learning_rate_factor
 from peft.tuners.lora import Linear as LoraLinear
+from provenance import say
 from torch import nn
 
 FAMILY = find_family("flux2")
@@ -308,6 +309,18 @@ def make_trainer(
         save_lora=_refuse_to_save,
         runner=runner,
     )
+
+
+def demand_right_gradients(trainer: Trainer) -> None:
+    """Of compiled blocks, if there are any.
+
+    Raises: RuntimeError if they are others than of uncompiled ones: how fast they are means nothing then.
+    """
+    if trainer.compiled:
+        difference = trainer.compare_compiled()
+        if difference is None or not trainer.compiled:
+            raise RuntimeError(f"gradients of compiled blocks differ from those of uncompiled ones by {difference}")
+        say(f"gradients of compiled blocks differ by {100 * difference:.2f} % at most from uncompiled ones")
 
 
 def run_steps(trainer: Trainer, on_step: Callable[[int, float], None] = lambda number, loss: None) -> list[float]:

@@ -38,8 +38,8 @@ from devicebridge.parallel.swap import apply_block_swap  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.training.batches import CachedSamples  # noqa: E402
-from devicebridge.training.calibration import first_line  # noqa: E402
 from devicebridge.training.config import JobConfig  # noqa: E402
+from devicebridge.training.events import first_line  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from loss_parity import FULL, TINY  # noqa: E402
@@ -48,6 +48,7 @@ from random_job import (  # noqa: E402
     FAMILY,
     RandomModel,
     attach_lora,
+    demand_right_gradients,
     find_two_devices,
     make_random_job,
     make_random_model,
@@ -148,8 +149,9 @@ def train(
             built.split.offload_inputs(min_bytes=1)
             stack.callback(built.split.stop_offload)
         if way.compiled:
-            stack.callback(apply_compile(built.model, built.family).remove)
-            trainer.is_compiled = True
+            trainer.compiled = (apply_compile(built.model, built.family),)
+            stack.callback(trainer.compiled[0].remove)
+            demand_right_gradients(trainer)
         before = trainer.evaluate()
         losses = run_steps(trainer)
         after = trainer.evaluate()

@@ -56,7 +56,7 @@ from devicebridge.parallel.replicas import Replica, Replicas  # noqa: E402
 from devicebridge.parallel.schedule import Kind  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
-from devicebridge.training.calibration import first_line  # noqa: E402
+from devicebridge.training.events import first_line  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
@@ -64,6 +64,7 @@ from random_job import (  # noqa: E402
     TINY_CONFIG,
     RandomModel,
     attach_lora,
+    demand_right_gradients,
     find_two_devices,
     make_empty,
     make_random_job,
@@ -303,7 +304,7 @@ def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer
         if way.offloads and each.offload is None:
             each.offload = Offload() if each.devices[0].type == "cuda" else Offload(min_bytes=1)
         each.built.split.offload = each.offload if way.offloads else None
-        trainer.is_compiled = way.compiled
+        trainer.compiled = tuple(each.compiled) if way.compiled else ()
     yield trainer
 
 
@@ -401,6 +402,8 @@ def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) 
     for each, way in list(entries):
         start = time.perf_counter()
         try:
+            with trained(each, way, []) as trainer:
+                demand_right_gradients(trainer)
             for _ in range(options.warm_up):
                 timed_step(each, way, [])
             kept[way.name] = find_kept(each, way, options.card_gb) if way.keep else []
@@ -408,6 +411,7 @@ def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) 
             found[way.name] = {"error": first_line(error)}
             say(f"{way.name}: {traceback.format_exc()[-1500:]}")
             entries.remove((each, way))
+            each.compile(is_on=False, any_size=False)  # what was compiled may be given up
             continue
         found[way.name] = {"warm_up_s": round(time.perf_counter() - start, 1), "seconds": [], "losses": []}
         say(f"{way.name}: warm, {found[way.name]['warm_up_s']} s, kept {kept[way.name]}")

@@ -17,8 +17,8 @@ import importlib.util
 import inspect
 import logging
 import shutil
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -50,6 +50,16 @@ class CompiledBlocks:
     def num_graphs(self) -> int:
         """That this process has compiled since, of all kinds and devices."""
         return _count_graphs() - self._graphs_before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, blocks compute as if they had not been compiled."""
+        compiled = [block.__dict__.pop("forward") for block in self._blocks]
+        try:
+            yield
+        finally:
+            for block, forward in zip(self._blocks, compiled, strict=True):
+                block.forward = forward
 
     def remove(self) -> None:
         """Give every block its own forward back; a second call is a no-op."""

@@ -241,12 +241,20 @@ def quantize_rows(
         value = value * multiplier
     if rotation is not None:
         value = rotate(value, rotation)
-    amax = value.abs().amax(1, keepdim=True).clamp(min=SMALLEST_AMAX)  # both keep NaN
-    largest = torch.full_like(amax, LARGEST[dtype])  # by a number, CUDA would multiply with its rounded inverse
+    smallest, limit = _limits(dtype)
+    amax = value.abs().amax(1, keepdim=True).clamp(min=smallest)  # both keep NaN
+    largest = torch.full_like(amax, limit)  # by a number, CUDA would multiply with its rounded inverse
     scale = torch.where(amax.isfinite(), amax / largest, torch.nan)
-    value = (value * (largest / amax)).clamp_(-LARGEST[dtype], LARGEST[dtype])
+    value = (value * (largest / amax)).clamp_(-limit, limit)
     value = value.round_() if dtype is torch.int8 else value
     return value.to(dtype, memory_format=torch.contiguous_format), scale
+
+
+@torch.compiler.assume_constant_result
+def _limits(dtype: torch.dtype) -> tuple[float, float]:
+    """Smallest amax of a row and largest value of an 8-bit type. A compiler for which sizes are unknowns takes global
+    numbers for unknowns, too, and torch 2.13 then fails in an autograd.Function."""
+    return SMALLEST_AMAX, LARGEST[dtype]
 
 
 def linear8(
@@ -434,7 +442,7 @@ def _traced_linear8(
 ) -> torch.Tensor:
     """linear8 as the compiler sees it: rounding x joins the kernel that made x."""
     a, a_scale = quantize_rows(x, weight.dtype)
-    out = _rowwise_product(a, a_scale, weight.t(), scale.t()).to(x.dtype)
+    out = _rowwise_product(a, a_scale, weight.t(), scale.t(), x.dtype)
     return out if bias is None else out + bias
 
 
@@ -447,13 +455,18 @@ def _traced_grad_input8(grad: torch.Tensor, weight: torch.Tensor, scale: torch.T
     for start in range(0, num_in, width):
         turned = _turned_op(weight, start, min(width, num_in - start), h_scale)
         ones = torch.ones((1, turned.shape[0]), device=grad.device)
-        found.append(_rowwise_product(h, h_scale, turned.t(), ones).to(grad.dtype))
+        found.append(_rowwise_product(h, h_scale, turned.t(), ones, grad.dtype))
     return found[0] if len(found) == 1 else torch.cat(found, 1)
 
 
-def _rowwise_product(a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor) -> torch.Tensor:
-    is_fast = a.shape[1] <= _MAX_FAST_TERMS
-    return torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=is_fast)
+def _rowwise_product(
+    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """In dtype; never by a .to() that has nothing to do: where a traced autograd.Function returns a tensor that it has
+    under a second name, compiled code of torch 2.11 replaces its gradient by zeros (docs/upstream_facts.md)."""
+    is_fast = b.shape[0] <= _MAX_FAST_TERMS  # of a weight: a number, too, where the sizes of activations are symbols
+    out = torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=is_fast)
+    return out if dtype is torch.bfloat16 else out.to(dtype)
 
 
 def _make_op(name: str, compute: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Any:

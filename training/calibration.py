@@ -36,6 +36,7 @@ from ..versions import installed_version
 from .block_clock import CardTimes, time_blocks
 from .block_times import ASSUMED_LINK_BYTES_PER_S, Timing
 from .cards import Card
+from .events import first_line
 from .planner import Planner, TrainingPlan, plan_training
 from .rehearsal import Work, text_shape
 
@@ -321,11 +322,6 @@ class MeasuredTimes:
         where = ", ".join(f"{name} ({each['card']})" for name, each in of_cards.items())
         eager = "; compiled blocks are faster" if plan.job.train.compile != "off" else ""
         return Timing(f"measured on {where}, {dates}{eager}", {"scheme": scheme, "cards": of_cards, "links": links})
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says first, else its type; the lines after it are for developers."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 # ---- plans

@@ -89,3 +89,8 @@ def _make_scalar_writer(folder: Path) -> _ScalarWriter | None:
         _log.warning("TensorBoard scalars are not written: the package is missing (pip install tensorboard)")
         return None
     return SummaryWriter(str(folder))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, else its type; the lines after it are for developers."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

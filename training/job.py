@@ -633,7 +633,7 @@ def _make_trainer(
         events=events,
         save_lora=lambda path: save_lora(plan, lora, path),
         runner=_make_runner(plan, assembled),
-        is_compiled=assembled.compiled is not None,
+        compiled=tuple(each.compiled for each in (assembled, *assembled.replicas) if each.compiled is not None),
     )
 
 

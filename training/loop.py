@@ -6,9 +6,12 @@ The loop knows no devices but the model's home: batches are made on the CPU and 
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +20,21 @@ import torch
 from torch import nn
 
 from ..families.spec import ModelFamily, Variant
-from ..parallel.devices import memory_in_use, random_states, restore_random_states
+from ..parallel.devices import memory_in_use, random_states, release_cached_memory, reset_peaks, restore_random_states
 from ..parallel.pipeline import MicroBatch, Runner
 from ..patches.attention import sound_attention
+from ..patches.compile_blocks import CompiledBlocks
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
 from .checkpoint import TrainingState, pack_optimizer, save_checkpoint, unpack_optimizer
 from .config import JobConfig, job_to_dict
 from .data import BatchOrder
-from .events import EventLog
+from .events import EventLog, first_line
+from .gradient_check import Comparison, compare_gradients
 from .objective import NoiseSchedule, add_noise, draw_quantiles, flow_matching_loss, make_generator
 from .optimizer import learning_rate_factor, make_optimizer, set_learning_rate
+
+_log = logging.getLogger(__name__)
 
 
 def checkpoint_folder(job: JobConfig) -> Path:
@@ -58,7 +65,8 @@ class Trainer:
         devices: every device the model uses, home first.
         save_lora: writes the LoRA file for users into a folder and returns its path.
         runner: of the model, to keep several devices busy; None for one batch at a time.
-        is_compiled: whether the model's blocks are compiled, which takes place at the first batch of each shape.
+        compiled: the blocks of the model and its copies, if they are; torch compiles at the first batch of each shape.
+            () once compare_compiled has found them wrong.
     """
 
     job: JobConfig
@@ -75,7 +83,7 @@ class Trainer:
     events: EventLog
     save_lora: Callable[[Path], Path]
     runner: Runner | None = None
-    is_compiled: bool = False
+    compiled: tuple[CompiledBlocks, ...] = ()
     step: int = 0
     losses: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -95,6 +103,8 @@ class Trainer:
         """
         last = self.job.train.steps
         saved_at = self.step  # a resumed run stands on disk already; at step 0 there is nothing to lose
+        if self.compiled and self.step < last and not should_stop():
+            self.compare_compiled()
         if not should_stop():
             self._evaluate_if_due(is_end=self.step >= last)
         while self.step < last and not should_stop():
@@ -144,9 +154,95 @@ class Trainer:
             self.runner.sync()
         return total
 
-    def _accumulate(self, num_batches: int) -> list[torch.Tensor]:
-        """Forward and backward of so many batches; their losses, each divided by their number."""
+    def compare_compiled(self) -> float | None:
+        """Go on uncompiled where compiled blocks give other gradients than uncompiled ones, or the compiler fails.
+
+        The next micro-batch goes through both, on every copy of the model; nothing else has changed then but peaks of
+        memory, which start anew. With dropout, which draws other numbers in compiled blocks, and without the memory for
+        uncompiled blocks a line in the log says that nothing was compared. Other shapes of batches are not looked at.
+
+        Returns: the largest difference of a trained tensor's gradient, |compiled - plain| / |plain|; None if nothing
+            was compared.
+        """
+        count = next(index for index in itertools.count(1) if self._seat(index)[0] is self._seat(0)[0])
+        with self._put_back():
+            self._micro_batch(0, count).prepare()  # what is wrong with the data is not the compiler's fault
+        largest: float | None = None
+        reason = ""
+        for copy in range(count):
+            comparison, reason = self._compare_copy(copy, count)
+            if comparison is not None:
+                largest = max(comparison.difference, largest or 0.0)
+                reason = comparison.fault and (
+                    f"as torch {torch.__version__} compiles them they give wrong gradients: {comparison.fault}"
+                )
+            if reason or comparison is None:
+                break
+        if reason:
+            _log.warning("blocks are no longer compiled: %s", reason)
+            for each in reversed(self.compiled):  # they hold settings of the process, the last one the outermost
+                each.remove()
+            self.compiled = ()
+        elif largest is not None:
+            _log.info("gradients of compiled blocks differ by %.1f %% at most from uncompiled ones", 100 * largest)
+        release_cached_memory()
+        reset_peaks(self.devices)
+        return largest
+
+    def _compare_copy(self, copy: int, count: int) -> tuple[Comparison | None, str]:
+        """One copy's gradients, compiled against plain; or None, and why torch cannot compile, or "" with a warning."""
+        try:
+            found = self.gradients_of(count, copy)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever a compiler raises; what is not its own comes again without it
+            _log.debug("compiled blocks failed", exc_info=True)
+            return None, f"torch {torch.__version__} fails: {first_line(error)}"
+        if self.job.lora.dropout:
+            _log.warning("gradients of compiled blocks are not compared: dropout draws other numbers there")
+            return None, ""
+        try:
+            with ExitStack() as stack:
+                for each in self.compiled:
+                    stack.enter_context(each.paused())
+                expected = self.gradients_of(count, copy)
+        except torch.cuda.OutOfMemoryError:
+            _log.warning("gradients of compiled blocks are not compared: uncompiled ones need more memory")
+            return None, ""
+        comparison = compare_gradients(list(self.lora.parameters()), found, expected)
+        if comparison is None:
+            _log.warning("gradients of compiled blocks are not compared: uncompiled ones give none")
+        return comparison, ""
+
+    def gradients_of(self, num_batches: int = 1, only: int = 0) -> list[torch.Tensor | None]:
+        """Gradients of one of the next micro-batches, on the CPU, in the order of the LoRA's parameters.
+
+        With copies of the model so many micro-batches as copies reach the copy of index `only`; the others count
+        nothing. Order, random states and gradients are put back.
+        """
+        with self._put_back(), sound_attention():
+            self._accumulate(num_batches, only)
+            return [None if p.grad is None else p.grad.detach().cpu() for p in self._parameters]
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        position, states = self.order.state_dict(), random_states(self.devices)
+        try:
+            yield
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
+            self.order.load_state_dict(position)
+            restore_random_states(states)
+
+    def _accumulate(self, num_batches: int, only: int | None = None) -> list[torch.Tensor]:
+        """Forward and backward of so many batches; their losses, each divided by their number.
+
+        Args:
+            only: the batch of this index has a loss, the others have 0.
+        """
         batches = [self._micro_batch(index, num_batches) for index in range(num_batches)]
+        if only is not None:
+            batches = [_weighted(batch, float(index == only)) for index, batch in enumerate(batches)]
         if self.runner is not None:
             new_shapes: set[Any] = set()
             batches = [
@@ -186,7 +282,7 @@ class Trainer:
 
         def is_new(batch: NoisyBatch) -> bool:
             shapes = (home, batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
-            if not self.is_compiled or shapes in self._compiled_shapes:
+            if not self.compiled or shapes in self._compiled_shapes:
                 return False
             new_shapes.add(shapes)
             return True
@@ -288,3 +384,7 @@ class Trainer:
         unpack_optimizer(self._optimizer, state.optimizer)
         self.order.load_state_dict(state.facts["order"])
         restore_random_states(state.random)
+
+
+def _weighted(batch: MicroBatch[NoisyBatch], weight: float) -> MicroBatch[NoisyBatch]:
+    return replace(batch, forward=lambda prepared: weight * batch.forward(prepared))

@@ -88,9 +88,12 @@ def _text_width(variant):
 
 @pytest.fixture(autouse=True)
 def _device_module():
-    """torch looks a device type's module up as torch.<type>, and remembers it for the process."""
+    """torch looks a device type's module up as torch.<type>, and remembers it for the process: made to forget it, else
+    emulated cards that follow in this process would find it."""
+    torch.get_device_module.cache_clear()
     with mock.patch.object(torch, "lazy", torch.cpu, create=True):
         yield
+    torch.get_device_module.cache_clear()
 
 
 @pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)
