@@ -72,26 +72,32 @@ def test_the_first_of_a_shape_on_each_card_is_compiled_alone(tmp_path, monkeypat
     """As if blocks were compiled: every card has graphs of its own, and torch compiles for one thread at a time."""
     monkeypatch.setattr(assembly, "compile_if_possible", lambda *arguments: CompiledBlocks([], ExitStack()))
     plain_step, plain_gate = replicas_module._forward_and_backward, replicas_module._Gate.computing
-    at, steps, seen = threading.local(), [], []
+    plain_run, runs = replicas_module.Replicas.run, []  # one before the first step compares gradients
+    at, seen = threading.local(), []
+
+    def count(replicas, microbatches):
+        runs.append(len(microbatches))
+        return plain_run(replicas, microbatches)
 
     def remember(microbatch, prepared, gate):
         at.shape = tuple(prepared.noisy.shape)
         return plain_step(microbatch, prepared, gate)
 
     def watch(gate, is_alone):
-        seen.append((threading.current_thread().name, at.shape, len(steps), is_alone))
+        seen.append((threading.current_thread().name, at.shape, len(runs), is_alone))
         return plain_gate(gate, is_alone)
 
+    monkeypatch.setattr(replicas_module.Replicas, "run", count)
     monkeypatch.setattr(replicas_module, "_forward_and_backward", remember)
     monkeypatch.setattr(replicas_module._Gate, "computing", watch)
     train = {"steps": 3, "batch_size": 1, "accumulation": 3, "compile": "auto"}
-    job = _job(tmp_path, "run", train=train, data={"resolutions": [32, 48]})
-    _run(job, on_event=lambda event: steps.append(event) if event.kind == "step" else None)
+    _run(_job(tmp_path, "run", train=train, data={"resolutions": [32, 48]}))
+    assert runs[-3:] == [3, 3, 3]
     first: dict[tuple[str, tuple[int, ...]], int] = {}
-    for thread, shape, step, is_alone in seen:
-        assert is_alone == (first.setdefault((thread, shape), step) == step)
-    begins = {shape: {step for (_, other), step in first.items() if other == shape} for _, shape in first}
-    assert any(len(steps) == 2 for steps in begins.values())  # a shape came to one card before the other
+    for thread, shape, run, is_alone in seen:
+        assert is_alone == (first.setdefault((thread, shape), run) == run)
+    begins = {shape: {run for (_, other), run in first.items() if other == shape} for _, shape in first}
+    assert any(len(runs) == 2 for runs in begins.values())  # a shape came to one card before the other
 
 
 @pytest.mark.parametrize(("first", "second"), [("replicas", "1f1b"), ("none", "replicas")])
