@@ -18,7 +18,7 @@ from .parallel.devices import CPU
 from .parallel.placement import Placement, place_swapped
 from .parallel.replicas import copy_model
 from .parallel.swap import BlockSwap
-from .patches.compile_blocks import CompiledBlocks, compile_if_possible
+from .patches.compile_blocks import CompiledBlocks, compile_if_possible, remove_compiled
 from .patches.quantize import Quantizer, QuantizeReport, QuantizeSettings
 
 # Attaches an adapter in place; training passes its own, so that this room needs nothing below it.
@@ -42,6 +42,11 @@ class Assembled:
     compiled: CompiledBlocks | None = None
     swap: BlockSwap | None = None
     replicas: tuple[Assembled, ...] = ()
+
+    @property
+    def all_compiled(self) -> tuple[CompiledBlocks, ...]:
+        """Of this and its replicas, in the order they were made in; () if blocks are not compiled."""
+        return tuple(each.compiled for each in (self, *self.replicas) if each.compiled is not None)
 
 
 def assemble_for_training(
@@ -112,9 +117,7 @@ def assemble_for_training(
         for index in range(len(models)):
             finished.append(finish(index))
     except BaseException:
-        for each in reversed(finished):
-            if each.compiled is not None:
-                each.compiled.remove()  # it changes settings of the process, the last one first
+        remove_compiled([each.compiled for each in finished if each.compiled is not None])
         raise
     return replace(finished[0], replicas=tuple(finished[1:]))
 

@@ -71,6 +71,12 @@ class CompiledBlocks:
         self._settings.close()
 
 
+def remove_compiled(handles: Sequence[CompiledBlocks]) -> None:
+    """Remove a run's, given as they were made: each holds settings of the process, so the last one goes first."""
+    for handle in reversed(handles):
+        handle.remove()
+
+
 def _count_graphs() -> int:
     from torch._dynamo.utils import counters
 

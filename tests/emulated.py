@@ -258,8 +258,20 @@ def emulated_cards(num_cards: int = 2) -> Iterator[EmulatedCards]:
     )
     for index, generator in enumerate(_GENERATORS):
         generator.manual_seed(index)
-    with mock.patch.object(torch, DEVICE_TYPE, module, create=True), EmulatedCards() as cards:
+    with device_module(module), EmulatedCards() as cards:
         yield cards
+
+
+@contextlib.contextmanager
+def device_module(module: Any) -> Iterator[None]:
+    """Inside, `torch.lazy` is this module. Torch looks a device type's module up once and remembers it for the process:
+    it is made to forget, so that what comes before or after finds its own."""
+    torch.get_device_module.cache_clear()
+    try:
+        with mock.patch.object(torch, DEVICE_TYPE, module, create=True):
+            yield
+    finally:
+        torch.get_device_module.cache_clear()
 
 
 @contextlib.contextmanager

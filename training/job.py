@@ -39,6 +39,7 @@ from ..parallel.placement import (
     plan_replicas,
 )
 from ..parallel.replicas import Replica, Replicas
+from ..patches.compile_blocks import remove_compiled
 from ..patches.lora import matches_any, resolve_targets
 from ..patches.quantize import check_packages, refusal, stored_bytes
 from .adapter import LoraHandle, apply_lora
@@ -606,8 +607,7 @@ def _make_trainer(
     lora = assembled.adapter
     for each in (assembled, *assembled.replicas):
         cleanup.callback(each.split.stop_offload)
-        if each.compiled is not None:
-            cleanup.callback(each.compiled.remove)  # it changes settings of the process; the last one first
+    cleanup.callback(remove_compiled, assembled.all_compiled)
     if assembled.swap is not None:
         cleanup.callback(assembled.swap.remove)  # it holds pinned memory
     if assembled.quantized is not None:
@@ -633,7 +633,7 @@ def _make_trainer(
         events=events,
         save_lora=lambda path: save_lora(plan, lora, path),
         runner=_make_runner(plan, assembled),
-        compiled=tuple(each.compiled for each in (assembled, *assembled.replicas) if each.compiled is not None),
+        compiled=assembled.all_compiled,
     )
 
 

@@ -23,7 +23,7 @@ from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import memory_in_use, random_states, release_cached_memory, reset_peaks, restore_random_states
 from ..parallel.pipeline import MicroBatch, Runner
 from ..patches.attention import sound_attention
-from ..patches.compile_blocks import CompiledBlocks
+from ..patches.compile_blocks import CompiledBlocks, remove_compiled
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
 from .checkpoint import TrainingState, pack_optimizer, save_checkpoint, unpack_optimizer
@@ -161,46 +161,41 @@ class Trainer:
         memory, which start anew. With dropout, which draws other numbers in compiled blocks, and without the memory for
         uncompiled blocks a line in the log says that nothing was compared. Other shapes of batches are not looked at.
 
-        Returns: the largest difference of a trained tensor's gradient, |compiled - plain| / |plain|; None if nothing
-            was compared.
+        Returns: the largest difference of a trained tensor's gradient, |compiled - plain| / |plain|, infinite where one
+            is lost or the compiler fails; None if nothing was compared.
         """
         count = next(index for index in itertools.count(1) if self._seat(index)[0] is self._seat(0)[0])
         with self._put_back():
             self._micro_batch(0, count).prepare()  # what is wrong with the data is not the compiler's fault
         largest: float | None = None
-        reason = ""
         for copy in range(count):
-            comparison, reason = self._compare_copy(copy, count)
-            if comparison is not None:
-                largest = max(comparison.difference, largest or 0.0)
-                reason = comparison.fault and (
-                    f"as torch {torch.__version__} compiles them they give wrong gradients: {comparison.fault}"
-                )
-            if reason or comparison is None:
+            comparison = self._compare_copy(copy, count)
+            if comparison is None:
                 break
-        if reason:
-            _log.warning("blocks are no longer compiled: %s", reason)
-            for each in reversed(self.compiled):  # they hold settings of the process, the last one the outermost
-                each.remove()
-            self.compiled = ()
-        elif largest is not None:
+            largest = max(comparison.difference, largest or 0.0)
+            if comparison.fault:
+                _log.warning("blocks are no longer compiled: %s", comparison.fault)
+                remove_compiled(self.compiled)
+                self.compiled = ()
+                break
+        if self.compiled and largest is not None:
             _log.info("gradients of compiled blocks differ by %.1f %% at most from uncompiled ones", 100 * largest)
         release_cached_memory()
         reset_peaks(self.devices)
         return largest
 
-    def _compare_copy(self, copy: int, count: int) -> tuple[Comparison | None, str]:
-        """One copy's gradients, compiled against plain; or None, and why torch cannot compile, or "" with a warning."""
+    def _compare_copy(self, copy: int, count: int) -> Comparison | None:
+        """One copy's gradients, compiled against plain; None, with a line in the log, where they are not compared."""
         try:
             found = self.gradients_of(count, copy)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler raises; what is not its own comes again without it
             _log.debug("compiled blocks failed", exc_info=True)
-            return None, f"torch {torch.__version__} fails: {first_line(error)}"
+            return Comparison(math.inf, 0, f"torch {torch.__version__} fails: {first_line(error)}")
         if self.job.lora.dropout:
             _log.warning("gradients of compiled blocks are not compared: dropout draws other numbers there")
-            return None, ""
+            return None
         try:
             with ExitStack() as stack:
                 for each in self.compiled:
@@ -208,11 +203,14 @@ class Trainer:
                 expected = self.gradients_of(count, copy)
         except torch.cuda.OutOfMemoryError:
             _log.warning("gradients of compiled blocks are not compared: uncompiled ones need more memory")
-            return None, ""
+            return None
         comparison = compare_gradients(list(self.lora.parameters()), found, expected)
         if comparison is None:
             _log.warning("gradients of compiled blocks are not compared: uncompiled ones give none")
-        return comparison, ""
+        elif comparison.fault:
+            by = f"as torch {torch.__version__} compiles them they give wrong gradients"
+            comparison = replace(comparison, fault=f"{by}: {comparison.fault}")
+        return comparison
 
     def gradients_of(self, num_batches: int = 1, only: int = 0) -> list[torch.Tensor | None]:
         """Gradients of one of the next micro-batches, on the CPU, in the order of the LoRA's parameters.

@@ -21,17 +21,45 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SCHEDULES = ("none", "1f1b", "replicas")
 
 
-def _job(tmp_path, folder, schedule, *, compile="auto", dropout=0.0):
-    return make_tiny_job(
-        tmp_path,
-        "flux2",
-        split={"devices": ["lazy:0", "lazy:1"]},
-        cache={"vae_device": "cpu"},
-        lora={"dropout": dropout},
-        train={"steps": 2, "batch_size": 1, "accumulation": 3, "seed": 3, "compile": compile},
-        pipeline={"schedule": schedule},
-        output={"folder": str(tmp_path / folder), "save_every_steps": 0},
-    )
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One model, dataset and cache for all jobs here."""
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture
+def job_of(shared, tmp_path):
+    """A job over them, its run in the test's own folder."""
+
+    def make(folder, schedule, *, compile="auto", dropout=0.0):
+        return make_tiny_job(
+            shared,
+            "flux2",
+            split={"devices": ["lazy:0", "lazy:1"]},
+            cache={"vae_device": "cpu"},
+            lora={"dropout": dropout},
+            train={"steps": 2, "batch_size": 1, "accumulation": 3, "seed": 3, "compile": compile},
+            pipeline={"schedule": schedule},
+            output={"folder": str(tmp_path / folder), "save_every_steps": 0},
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain_runs():
+    """Runs that compile nothing, by schedule."""
+    return {}
+
+
+@pytest.fixture
+def plain(job_of, plain_runs):
+    def run(schedule):
+        if schedule not in plain_runs:
+            plain_runs[schedule] = _run(job_of("plain", schedule, compile="off"))
+        return plain_runs[schedule]
+
+    return run
 
 
 def _run(job, **arguments):
@@ -39,12 +67,15 @@ def _run(job, **arguments):
         return run_job(job, **arguments)
 
 
-def _instead_of_torch(monkeypatch, change, only=lambda index: True):
-    """Blocks whose forward is `change` of their own, in place of compiled ones; returns the handles."""
-    handles = []
+def _run_one_step(job):
+    seen = []
+    stopped = _run(job, on_event=seen.append, should_stop=lambda: any(event.kind == "step" for event in seen))
+    assert stopped.step == 1
 
-    def wrap(forward):
-        return lambda *arguments, **named: change(forward(*arguments, **named))
+
+def _instead_of_torch(monkeypatch, wrap, only=lambda index: True):
+    """Blocks with wrap(their forward), in place of compiled ones; returns the handles."""
+    handles = []
 
     def compile_blocks(model, family, devices, num_shapes):
         blocks = [block for each in family.block_lists for block in model.get_submodule(each.name)]
@@ -58,30 +89,40 @@ def _instead_of_torch(monkeypatch, change, only=lambda index: True):
     return handles
 
 
-def _same_files(*paths):
-    """Up to what they say of the settings they were made with."""
-    found, plain = map(load_file, paths)
-    return list(found) == list(plain) and all(torch.equal(found[name], plain[name]) for name in plain)
+def _then(change):
+    """A wrapper that changes a forward's output."""
+    return lambda forward: lambda *arguments, **named: change(forward(*arguments, **named))
 
 
+def _as_it_is(forward):
+    return lambda *arguments, **named: forward(*arguments, **named)
+
+
+def _check_same(found, expected):
+    """Up to what files say of the settings they were made with."""
+    assert found.losses == expected.losses and found.eval_after == expected.eval_after
+    file, other = map(load_file, (found.lora_path, expected.lora_path))
+    assert list(file) == list(other) and all(torch.equal(file[name], other[name]) for name in other)
+
+
+@_then
 def _without_gradient(output):
     if isinstance(output, tuple):
-        return tuple(map(_without_gradient, output))
+        return tuple(each.detach() + 0 * each for each in output)
     return output.detach() + 0 * output
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_right_ones_stay_and_the_comparison_leaves_no_trace(tmp_path, monkeypatch, caplog, schedule):
+def test_right_ones_stay_and_the_comparison_leaves_no_trace(job_of, plain, monkeypatch, caplog, schedule):
     """Losses, files and the order of the data are those of a run that compares nothing."""
-    plain = _run(_job(tmp_path, "plain", schedule, compile="off"))
+    expected = plain(schedule)
     calls = []
-    handles = _instead_of_torch(monkeypatch, lambda output: calls.append(output) or output)
+    handles = _instead_of_torch(monkeypatch, _then(lambda output: calls.append(output) or output))
     caplog.set_level(logging.INFO, "devicebridge")
-    found = _run(_job(tmp_path, "compared", schedule))
+    found = _run(job_of("compared", schedule))
     assert calls and len(handles) == (2 if schedule == "replicas" else 1)
     assert "gradients of compiled blocks differ by 0.0 % at most" in caplog.text
-    assert found.losses == plain.losses and found.eval_after == plain.eval_after
-    assert _same_files(found.lora_path, plain.lora_path)
+    _check_same(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -89,105 +130,91 @@ def test_right_ones_stay_and_the_comparison_leaves_no_trace(tmp_path, monkeypatc
     [*((schedule, lambda index: True) for schedule in SCHEDULES), ("none", lambda index: index == 1)],
     ids=[*SCHEDULES, "one block"],
 )
-def test_wrong_ones_are_given_up(tmp_path, monkeypatch, caplog, schedule, only):
+def test_wrong_ones_are_given_up(job_of, plain, monkeypatch, caplog, schedule, only):
     """The run is the one without compiling, bit for bit; a gradient that one block loses is enough."""
-    plain = _run(_job(tmp_path, "plain", schedule, compile="off"))
+    expected = plain(schedule)
     _instead_of_torch(monkeypatch, _without_gradient, only)
-    found = _run(_job(tmp_path, "given up", schedule))
+    found = _run(job_of("given up", schedule))
     assert "blocks are no longer compiled" in caplog.text and "wrong gradients" in caplog.text
-    assert found.losses == plain.losses and found.eval_after == plain.eval_after
-    assert _same_files(found.lora_path, plain.lora_path)
+    _check_same(found, expected)
 
 
-def test_a_resumed_run_compares_again(tmp_path, monkeypatch, caplog):
-    _instead_of_torch(monkeypatch, lambda output: output)
-    job, seen = _job(tmp_path, "run", "1f1b"), []
-    stopped = _run(job, on_event=seen.append, should_stop=lambda: any(e.kind == "step" for e in seen))
-    assert stopped.step == 1
+def test_a_resumed_run_compares_again(job_of, monkeypatch, caplog):
+    _instead_of_torch(monkeypatch, _as_it_is)
+    job = job_of("run", "1f1b")
+    _run_one_step(job)
     _instead_of_torch(monkeypatch, _without_gradient)
     assert _run(job, resume=True).step == 2
     assert "blocks are no longer compiled" in caplog.text
 
 
-def test_dropout_and_too_little_memory_are_said(tmp_path, monkeypatch, caplog):
-    handles = _instead_of_torch(monkeypatch, lambda output: output)
-    _run(_job(tmp_path, "dropout", "none", dropout=0.3))
+def test_dropout_and_too_little_memory_are_said(job_of, monkeypatch, caplog):
+    handles = _instead_of_torch(monkeypatch, _as_it_is)
+    _run(job_of("dropout", "none", dropout=0.3))
     assert "not compared: dropout" in caplog.text
 
     def full(handle):
         raise torch.cuda.OutOfMemoryError("as if the card were full")
 
     monkeypatch.setattr(CompiledBlocks, "paused", full)
-    _run(_job(tmp_path, "full", "none"))
+    _run(job_of("full", "none"))
     assert "not compared: uncompiled ones need more memory" in caplog.text
     assert "no longer compiled" not in caplog.text and len(handles) == 2
 
 
-def test_a_compiler_that_fails_is_given_up(tmp_path, monkeypatch, caplog):
+def test_a_compiler_that_fails_is_given_up(job_of, plain, monkeypatch, caplog):
     def fail(output):
         raise AssertionError("a compiler's own mistake\nand where it happened")
 
-    plain = _run(_job(tmp_path, "plain", "1f1b", compile="off"))
-    _instead_of_torch(monkeypatch, fail)
-    found = _run(_job(tmp_path, "given up", "1f1b"))
-    assert found.losses == plain.losses and _same_files(found.lora_path, plain.lora_path)
+    expected = plain("1f1b")
+    _instead_of_torch(monkeypatch, _then(fail))
+    _check_same(_run(job_of("given up", "1f1b")), expected)
     assert "fails: a compiler's own mistake" in caplog.text and "where it happened" not in caplog.text
 
 
-def test_a_full_card_ends_the_run_where_it_is_compiled(tmp_path, monkeypatch):
+def test_a_full_card_ends_the_run_where_it_is_compiled(job_of, monkeypatch):
     def fail(output):
         raise torch.cuda.OutOfMemoryError("as if the card were full")
 
-    _instead_of_torch(monkeypatch, fail)
+    _instead_of_torch(monkeypatch, _then(fail))
     with pytest.raises(torch.cuda.OutOfMemoryError):
-        _run(_job(tmp_path, "full", "none"))
+        _run(job_of("full", "none"))
 
 
-def test_a_fault_on_the_second_card_alone_is_found(tmp_path, monkeypatch, caplog):
+def test_a_fault_on_the_second_card_alone_is_found(job_of, monkeypatch, caplog):
     """Whose gradients would be a part of the sum only."""
     handles = _instead_of_torch(monkeypatch, _without_gradient, only=lambda index: len(handles) == 1)
-    _run(_job(tmp_path, "given up", "replicas"))
+    _run(job_of("given up", "replicas"))
     assert len(handles) == 2 and "blocks are no longer compiled" in caplog.text
 
 
 @pytest.mark.parametrize("is_resumed", [False, True])
-def test_gradients_lost_inside_of_blocks_are_found(tmp_path, monkeypatch, caplog, is_resumed):
+def test_gradients_lost_inside_of_blocks_are_found(job_of, monkeypatch, caplog, is_resumed):
     """As torch 2.11 loses them in base layers: what goes around the layers still has a gradient."""
-    is_losing = []
 
-    def lose(module, inputs):
-        return (inputs[0].detach(),) if is_losing else None
+    def losing(forward):
+        layers = [m.base_layer for m in forward.__self__.modules() if hasattr(m, "base_layer")]
+        assert layers
 
-    def compile_blocks(model, family, devices, num_shapes):
-        blocks = [block for each in family.block_lists for block in model.get_submodule(each.name)]
-        for module in model.modules():
-            if hasattr(module, "base_layer"):
-                module.base_layer.register_forward_pre_hook(lose)
+        def run(*arguments, **named):
+            hooks = [each.register_forward_pre_hook(lambda module, inputs: (inputs[0].detach(),)) for each in layers]
+            try:
+                return forward(*arguments, **named)
+            finally:
+                for hook in hooks:
+                    hook.remove()
 
-        def wrap(forward):
-            def losing(*arguments, **named):
-                is_losing.append(True)
-                try:
-                    return forward(*arguments, **named)
-                finally:
-                    is_losing.pop()
+        return run
 
-            return losing
-
-        for block in blocks:
-            block.forward = wrap(block.forward)
-        return CompiledBlocks(blocks, ExitStack())
-
-    job = _job(tmp_path, "run", "none")
+    job = job_of("run", "none")
     if is_resumed:
-        seen = []
-        _run(job, on_event=seen.append, should_stop=lambda: any(e.kind == "step" for e in seen))
-    monkeypatch.setattr(assembly, "compile_if_possible", compile_blocks)
+        _run_one_step(job)
+    _instead_of_torch(monkeypatch, losing)
     _run(job, resume=is_resumed)
     assert "blocks are no longer compiled" in caplog.text
 
 
-def test_states_are_put_back_and_a_finished_run_compares_nothing(tmp_path, monkeypatch):
+def test_states_are_put_back_and_a_finished_run_compares_nothing(job_of, monkeypatch):
     """Also where somebody interrupts."""
     seen = []
     plain = loop.Trainer.compare_compiled
@@ -209,8 +236,8 @@ def test_states_are_put_back_and_a_finished_run_compares_nothing(tmp_path, monke
         return output
 
     monkeypatch.setattr(loop.Trainer, "compare_compiled", watched)
-    _instead_of_torch(monkeypatch, draw)
-    job = _job(tmp_path, "run", "none")
+    _instead_of_torch(monkeypatch, _then(draw))
+    job = job_of("run", "none")
     assert _run(job).step == 2 and len(seen) == 1 and seen[0]
     assert _run(job, resume=True).step == 2 and len(seen) == 1
 
@@ -224,7 +251,7 @@ def test_states_are_put_back_and_a_finished_run_compares_nothing(tmp_path, monke
 
     monkeypatch.setattr(CompiledBlocks, "paused", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        _run(_job(tmp_path, "interrupted", "none"))
+        _run(job_of("interrupted", "none"))
     assert len(seen) == 2 and seen[1]
 
 

@@ -7,7 +7,6 @@ model and its LoRA are built on meta and their parameters replaced by fake ones:
 from __future__ import annotations
 
 import json
-from unittest import mock
 
 import diffusers
 import pytest
@@ -16,6 +15,7 @@ from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel import recompute
 from devicebridge.parallel.block_split import apply_block_split
 from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement
+from devicebridge.tests.emulated import device_module
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.config import LoraSettings
 from torch import nn
@@ -88,12 +88,8 @@ def _text_width(variant):
 
 @pytest.fixture(autouse=True)
 def _device_module():
-    """torch looks a device type's module up as torch.<type>, and remembers it for the process: made to forget it, else
-    emulated cards that follow in this process would find it."""
-    torch.get_device_module.cache_clear()
-    with mock.patch.object(torch, "lazy", torch.cpu, create=True):
+    with device_module(torch.cpu):
         yield
-    torch.get_device_module.cache_clear()
 
 
 @pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)
