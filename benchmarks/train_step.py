@@ -1,7 +1,7 @@
 """Seconds per sample of LoRA training over two GPUs: one GPU, the usual split, and the pack's pipeline, in one run.
 
     python benchmarks/train_step.py [--out results.json] [--subject flux2-512 flux2-1024 flux1-512 wan-480]
-                                    [--scheme bf16 fp8-compute int8-compute] [--budget-s 500] [--tiny]
+                                    [--scheme bf16 fp8 fp8-compute int8-compute] [--budget-s 500] [--tiny]
 
 Full-size models with random weights; no checkpoint is needed. All contestants of a section take turns, step by step.
 
@@ -61,6 +61,7 @@ from devicebridge.training.loop import Trainer  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402
+    SCHEMES,
     TINY_CONFIG,
     RandomModel,
     attach_lora,
@@ -372,19 +373,26 @@ def _bytes(tensor: Any) -> int:
 
 
 def busy_shares(each: Contestant, way: Way, kept: Sequence[int]) -> dict[str, float]:
-    """Share of one step in which each card runs kernels."""
+    """Share of one step in which each card runs kernels; {} without GPUs."""
+    seconds, busy = busy_seconds(each, way, kept)
+    return {card: round(found / seconds, 3) for card, found in busy.items()}
+
+
+def busy_seconds(each: Contestant, way: Way, kept: Sequence[int]) -> tuple[float, dict[str, float]]:
+    """Seconds per sample of one step under the profiler, and in how many of them each card runs kernels."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     if each.devices[0].type != "cuda":
-        return {}
+        return timed_step(each, way, kept)[0], {}
     with profile(activities=[ProfilerActivity.CUDA]) as found:
-        seconds = timed_step(each, way, kept)[0] * way.num_batches
+        seconds = timed_step(each, way, kept)[0]
     spans: dict[int, list[tuple[float, float]]] = {}
     for event in found.events():
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             spans.setdefault(event.device_index, []).append((event.time_range.start, event.time_range.end))
-    return {f"cuda:{index}": round(_covered(times) / 1e6 / seconds, 3) for index, times in sorted(spans.items())}
+    per_sample = {index: _covered(times) / 1e6 / way.num_batches for index, times in sorted(spans.items())}
+    return seconds, {f"cuda:{index}": busy for index, busy in per_sample.items()}
 
 
 def _covered(spans: list[tuple[float, float]]) -> float:
@@ -465,7 +473,7 @@ def make_tiny(subject: Subject) -> tuple[Subject, dict[str, Any]]:
     return replace(subject, latent=row.latent_shape, text=text), dict(row.transformer_config)
 
 
-def run_section(options: argparse.Namespace, name: str, scheme: str, rivals: dict[str, float]) -> dict[str, Any]:
+def run_section(options: argparse.Namespace, name: str, scheme: str) -> dict[str, Any]:
     """One subject and scheme: the usual split (bf16, or weight-only float8 beside 8 bits) against ours."""
     subject = SUBJECTS[name]
     if options.tiny:
@@ -517,7 +525,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--subject", nargs="+", choices=SUBJECTS, default=["flux2-512"])
     parser.add_argument(
-        "--scheme", nargs="+", choices=("bf16", "fp8-compute", "int8-compute"), default=["bf16", "fp8-compute"]
+        "--scheme", nargs="+", choices=SCHEMES, default=["bf16", "fp8-compute"], help="fp8, int8: torchao's weight-only"
     )
     usual_names = [way.name for way in (ONE_GPU, USUAL, *OURS)]
     names = [*usual_names, *(way.name for way in COPIES)]
@@ -555,7 +563,7 @@ def main() -> None:
                     report["left_out"].append(key)
                     continue
                 say(key)
-                section = run_section(options, name, scheme, {})
+                section = run_section(options, name, scheme)
                 report["sections"][key] = section
                 report["times_faster_than_the_usual_split"][key] = ratios(section)
                 say(f"{key}: {ratios(section)}")

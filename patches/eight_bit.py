@@ -469,11 +469,20 @@ def _rowwise_product(
     return out if dtype is torch.bfloat16 else out.to(dtype)
 
 
+_library = torch.library.Library("devicebridge", "FRAGMENT")  # torch forgets operators whose library is gone
+
+
 def _make_op(name: str, compute: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]) -> Any:
-    """An operator that torch.compile takes as it is; registered once, however often this file is imported."""
+    """An operator that torch.compile takes as it is; registered once, however often this file is imported.
+
+    Not by torch.library.custom_op: its Python around every call is for autograd, which never sees these operators.
+    """
     if not hasattr(torch.ops.devicebridge, name):
-        torch.library.custom_op(f"devicebridge::{name}", compute, mutates_args=()).register_fake(fake)
-    return getattr(torch.ops.devicebridge, name)
+        schema = torch.library.infer_schema(compute, mutates_args=())
+        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, compute, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"devicebridge::{name}", fake, lib=_library)
+    return getattr(torch.ops.devicebridge, name).default
 
 
 # Opaque to torch.compile, which would otherwise trace into the choice of kernels; eager calls do without their cost.
