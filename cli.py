@@ -73,7 +73,8 @@ def _make_parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--cards",
         metavar="SIZES",
-        help='plan for these cards instead of this machine\'s: "24GB,12GB", or with relative speeds "24GB@1,12GB@0.5"',
+        help='plan for these cards instead of this machine\'s: "24GB,12GB", "2x24GB", or with relative speeds '
+        '"2x24GB@1,12GB@0.5"',
     )
     plan.add_argument("--resolution", type=int, metavar="PIXELS", help="in place of the job's resolutions")
     plan.add_argument(

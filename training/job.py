@@ -302,7 +302,7 @@ def plan_job(
     if known is None:
         raise ValueError(
             "a plan was asked for this machine's cards, but there is none whose memory torch can tell; name cards "
-            'with --cards, such as "24GB,24GB"'
+            'with --cards, such as "2x24GB"'
         )
     height, width, frames = read.largest
     host = None if cards else _free_host_bytes(host_share)
@@ -314,7 +314,7 @@ def _cards_here(job: JobConfig) -> list[Card] | None:
     try:
         return cards_of(find_devices(job.split.devices))
     except ValueError as error:
-        raise ValueError(f'{error}. For a plan of cards that are elsewhere, name them: --cards "24GB,24GB"') from error
+        raise ValueError(f'{error}. For a plan of cards that are elsewhere, name them: --cards "2x24GB"') from error
 
 
 def _largest(samples: Sequence[Sample], encoded: Sequence[EncodedSample], latent: LatentSpec) -> tuple[int, int, int]:
