@@ -67,15 +67,36 @@ def _make_parser() -> argparse.ArgumentParser:
         "plan",
         help="say what a job will take of every card, and how it would best use them; no weight is loaded",
         description="Forecast the memory of every card and choose cut, kept activations, and what the job leaves to "
-        "auto. Reads headers and images only and needs no GPU. Exit code 2 if nothing fits, with what would help.",
+        "auto. Reads headers and images only and needs no GPU; with --model neither job file, model nor images are "
+        "needed. Exit code 2 if nothing fits, with what would help.",
     )
-    plan.add_argument("job", type=Path)
+    plan.add_argument("job", type=Path, nargs="?", help="job file; may be left out with --model")
+    plan.add_argument(
+        "--model",
+        default="",
+        metavar="VARIANT",
+        help="plan for this published model, such as flux2-dev, in place of the job's; its files need not be there",
+    )
     plan.add_argument(
         "--cards",
         metavar="SIZES",
-        help='plan for these cards instead of this machine\'s: "24GB,12GB", or with relative speeds "24GB@1,12GB@0.5"',
+        help='plan for these cards instead of this machine\'s: "24GB,12GB", "2x24GB", or with relative speeds '
+        '"2x24GB@1,12GB@0.5"',
     )
-    plan.add_argument("--resolution", type=int, metavar="PIXELS", help="in place of the job's resolutions")
+    plan.add_argument(
+        "--resolution",
+        type=int,
+        metavar="PIXELS",
+        help="in place of the job's resolutions; without a job file, or where its dataset folders are not there, the "
+        "side of a square to plan for (without a job file 1024, for models of video 640, unless given)",
+    )
+    plan.add_argument(
+        "--frames",
+        type=int,
+        metavar="NUMBER",
+        help="in place of the job's data.frames; of a square 1, or for models that are given the first frame 33, "
+        "unless given",
+    )
     plan.add_argument(
         "--calibrate",
         action="store_true",
@@ -208,20 +229,18 @@ def _print_check(title: str, plan: JobPlan) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     from .training.cards import parse_cards
-    from .training.config import load_job
     from .training.job import plan_job
+    from .training.plan_request import make_request
     from .training.plan_view import describe_plan, plan_values
 
-    job = load_job(options.job)
-    if options.resolution is not None:
-        if options.resolution <= 0:
-            raise ValueError(f"--resolution {options.resolution} is no size; give pixels, such as 1024")
-        job = replace(job, data=replace(job.data, resolutions=(options.resolution,)))
+    asked = make_request(options.job, model=options.model, resolution=options.resolution, frames=options.frames)
     cards = parse_cards(options.cards) if options.cards else []
     plans = {}
-    for title, each, share in _each_model(job, [card.name for card in cards]):
+    for title, each, share in _each_model(asked.job, [card.name for card in cards]):
         own = [card for card in cards if not title or card.name in each.split.devices]
-        plans[title] = plan_job(each, own, may_measure=options.calibrate, host_share=share)
+        plans[title] = plan_job(
+            each, own, info=asked.info, has_data=asked.has_data, may_measure=options.calibrate, host_share=share
+        )
     if options.json:
         values = {title.removeprefix("== "): plan_values(plan) for title, plan in plans.items()}
         print(json.dumps(values.get("", values), indent=2))

@@ -18,7 +18,7 @@ from accelerate import init_empty_weights
 from devicebridge.caching.store import CacheStore
 from devicebridge.families.registry import find_family
 from devicebridge.families.spec import ModelFamily, Variant
-from devicebridge.loading.checkpoint import CheckpointInfo
+from devicebridge.loading.checkpoint import CheckpointInfo, make_published_info
 from devicebridge.parallel.block_split import BlockSplit, apply_block_split
 from devicebridge.parallel.devices import available_devices
 from devicebridge.parallel.pipeline import Runner
@@ -245,9 +245,7 @@ def make_picture_samples(config: Mapping[str, Any], side: int, *, is_tiny: bool)
 def make_info(config: Mapping[str, Any], *, is_tiny: bool) -> CheckpointInfo:
     """What a planner knows of a FLUX.2 of this config, without a file."""
     encoders = tuple(replace(each, max_length=num_text_tokens(is_tiny)) for each in VARIANT.text_encoders)
-    return CheckpointInfo(
-        Path("random"), FAMILY, replace(VARIANT, text_encoders=encoders), config, "diffusers", {}, None
-    )
+    return replace(make_published_info(VARIANT.name), config=config, variant=replace(VARIANT, text_encoders=encoders))
 
 
 def find_cards(devices: Sequence[torch.device], *, is_tiny: bool) -> list[Card]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 from .flux1 import FLUX1
 from .flux2 import FLUX2
-from .spec import ModelFamily
+from .spec import ModelFamily, Variant
 from .wan import WAN
 
 FAMILIES: dict[str, ModelFamily] = {family.name: family for family in (FLUX2, FLUX1, WAN)}
@@ -18,3 +21,20 @@ def find_family(name: str) -> ModelFamily:
     if name not in FAMILIES:
         raise ValueError(f"there is no family {name!r}; the families are {', '.join(FAMILIES)}")
     return FAMILIES[name]
+
+
+def find_variant(name: str, families: Iterable[ModelFamily] = ()) -> tuple[ModelFamily, Variant]:
+    """The published variant of this name, and its family.
+
+    Args:
+        families: where to look; () looks in all.
+    Raises: ValueError that lists the variants there are, and the one whose name is nearest.
+    """
+    variants = {each.name: (family, each) for family in families or FAMILIES.values() for each in family.variants}
+    if name not in variants:
+        near = difflib.get_close_matches(name.lower(), variants, n=1)
+        raise ValueError(
+            f"there is no variant {name!r}; the variants are {', '.join(variants)}"
+            + (f"; did you mean {near[0]}?" if near else "")
+        )
+    return variants[name]

@@ -33,7 +33,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from ..families.naming import find_by_diffusers, find_by_original
-from ..families.registry import FAMILIES, find_family
+from ..families.registry import FAMILIES, find_family, find_variant
 from ..families.spec import ModelFamily, Variant
 from ..patches.quantize import Stored8, replace_module
 from .header import FILE_ENDINGS, TensorRecord, describe_other, read_header, refuse_lora
@@ -48,7 +48,14 @@ from .quantized_files import (
     stays_in_8_bits,
 )
 
-__all__ = ["CheckpointInfo", "TensorRecord", "load_transformer", "make_empty_transformer", "read_checkpoint"]
+__all__ = [
+    "CheckpointInfo",
+    "TensorRecord",
+    "load_transformer",
+    "make_empty_transformer",
+    "make_published_info",
+    "read_checkpoint",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -149,7 +156,7 @@ def read_checkpoint(path: str | Path, family: str = "", variant: str = "") -> Ch
         it is instead.
     """
     families = (find_family(family),) if family else tuple(FAMILIES.values())
-    wanted = _find_variant(variant, families)
+    wanted = find_variant(variant, families)[1] if variant else None
     source = _find_source(Path(path).expanduser(), wanted)
     headers = [read_header(file) for file in source.files]
     records = {name: record for header in headers for name, record in header.tensors.items()}
@@ -165,14 +172,13 @@ def read_checkpoint(path: str | Path, family: str = "", variant: str = "") -> Ch
     return _choose_variant(info, source, wanted)
 
 
-def _find_variant(name: str, families: Sequence[ModelFamily]) -> Variant | None:
-    if not name:
-        return None
-    variants = [variant for family in families for variant in family.variants]
-    for variant in variants:
-        if variant.name == name:
-            return variant
-    raise ValueError(f"there is no variant {name!r}; the variants are {', '.join(v.name for v in variants)}")
+def make_published_info(name: str) -> CheckpointInfo:
+    """A published variant by its name, no file of which need be there: sizes for planning, without a tensor to load.
+
+    Raises: ValueError that lists the variants there are.
+    """
+    family, variant = find_variant(name)
+    return CheckpointInfo(Path(name), family, variant, dict(variant.transformer_config), "diffusers", {}, None)
 
 
 def _without_prefix(records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:

@@ -42,9 +42,9 @@ class PlanTraining(io.ComfyNode):
                 io.String.Input(
                     "cards",
                     default="",
-                    placeholder="24GB, 12GB",
+                    placeholder="2x24GB, 12GB",
                     tooltip="Plan for these cards instead of this machine's, in decimal GB, in order; with relative "
-                    "speeds 24GB@1, 12GB@0.5. Empty takes the model's devices as they are once ComfyUI has let go.",
+                    "speeds 2x24GB@1, 12GB@0.5. Empty takes the model's devices as they are once ComfyUI has let go.",
                 ),
                 *training_inputs(*_AS_IN_TRAINING),
             ],

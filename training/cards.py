@@ -12,7 +12,13 @@ from ..parallel.devices import free_bytes, total_bytes
 from ..patches.eight_bit import KernelsOf
 from ..patches.quantize import BEST_FIRST, QuantizeSettings, refusal
 
-_CARD = re.compile(r"^(?P<size>[0-9.]+) *(?P<unit>GB|GiB)(?:@(?P<speed>[0-9.]+))?$", re.IGNORECASE)
+_NUMBER = r"[0-9]{1,6}(?:\.[0-9]{0,6})?|\.[0-9]{1,6}"
+_COUNT = r"(?:(?P<count>[0-9]{1,6}) *[x×] *)?"
+_CARD = re.compile(
+    rf"{_COUNT}(?P<size>{_NUMBER}) *(?P<unit>GB|GiB)(?: *@ *(?P<speed>{_NUMBER}))?",
+    re.IGNORECASE,
+)
+_MAX_CARDS = 64  # more than a host has; a slip of the finger ends here
 
 
 @dataclass(frozen=True)
@@ -41,19 +47,29 @@ class Card:
 
 
 def parse_cards(text: str) -> list[Card]:
-    """Cards that need not exist: "24GB,12GB", "24GiB, 24GiB", or with relative speeds "24GB@1,12GB@0.5".
+    """Cards that need not exist: "24GB,12GB", "24GiB, 24GiB", several alike "2x24GB", or with relative speeds
+    "2x24GB@1,12GB@0.5".
 
-    Raises: ValueError that shows the part which is no card.
+    Raises: ValueError that shows the part which is no card, or how many there are if these are too many.
     """
-    cards = []
-    for index, part in enumerate(part.strip() for part in text.split(",")):
-        match = _CARD.match(part)
+    cards: list[Card] = []
+    for part in (part.strip() for part in text.split(",")):
+        match = _CARD.fullmatch(part)
         if match is None or not float(match["size"]) or not float(match["speed"] or 1):
             raise ValueError(
-                f'cards: {part!r} in {text!r} is no card; write "24GB,12GB", or with speeds "24GB@1,12GB@0.5"'
+                f'cards: {part!r} in {text!r} is no card; write "24GB,12GB", several alike as "2x24GB", or with speeds '
+                '"2x24GB@1,12GB@0.5"'
+            )
+        count = int(match["count"] or 1)
+        if not 1 <= count <= _MAX_CARDS - len(cards):
+            raise ValueError(
+                f"cards: {part!r} in {text!r} adds {count} to {len(cards)} cards; add at least 1, and no more than "
+                f"{_MAX_CARDS} in all"
             )
         size = int(float(match["size"]) * (2**30 if match["unit"].lower() == "gib" else 1e9))
-        cards.append(Card(torch.device("cuda", index), size, size, float(match["speed"] or 1)))
+        speed = float(match["speed"] or 1)
+        first = len(cards)
+        cards += [Card(torch.device("cuda", index), size, size, speed) for index in range(first, first + count)]
     return cards
 
 

@@ -140,7 +140,7 @@ def scan_folders(config: DataConfig, latent: LatentSpec) -> list[Sample]:
     """
     from PIL import Image
 
-    step = math.lcm(latent.size_multiple, config.bucket_step or 1)
+    step = bucket_step(config, latent)
     choices = [make_buckets(resolution, step, config.max_aspect_ratio) for resolution in config.resolutions]
     plan = make_clip_plan(config, latent)
     found = [(folder, *files) for folder in config.folders for files in _list_folder(folder, config.use_masks, latent)]
@@ -387,6 +387,11 @@ def _names(names: Sequence[str]) -> str:
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
+
+
+def bucket_step(config: DataConfig, latent: LatentSpec) -> int:
+    """What the sides of every bucket are multiples of, in pixels."""
+    return math.lcm(latent.size_multiple, config.bucket_step or 1)
 
 
 def make_buckets(resolution: int, step: int, max_aspect_ratio: float) -> list[tuple[int, int]]:

@@ -56,6 +56,7 @@ from .loop import Trainer, checkpoint_folder
 from .lora_output import lora_file_tensors, save_lora
 from .objective import make_noise_schedule
 from .optimizer import make_optimizer
+from .plan_request import make_square
 from .plan_view import Comparison, compare, describe_comparison, describe_pace
 from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket, plan_training
 from .stock import EncodedSample, make_stock_reader, read_encoded_samples, refuse_condition, resolution_of
@@ -147,13 +148,16 @@ class _Read:
         return _largest(self.samples, self.encoded, self.info.family.latent_of(self.variant))
 
 
-def _read(job: JobConfig) -> _Read:
+def _read(job: JobConfig, info: CheckpointInfo | None = None, *, has_data: bool = True) -> _Read:
     """Headers and images of a job.
 
+    Args:
+        info: a model in place of the job's, whose files are not read then.
+        has_data: False takes one square of the job's settings in place of its data.
     Raises: ValueError for settings that contradict each other or the model, or files that cannot be read.
     """
     _refuse_block_settings(job)
-    info = read_checkpoint(job.model.path, job.model.family, job.model.variant)
+    info = info or read_checkpoint(job.model.path, job.model.family, job.model.variant)
     variant = info.variant or info.family.variants[0]
     if job.objective.guidance is not None and variant.training_guidance is None:
         raise ValueError(f"objective.guidance is set, but {variant.name} has no guidance input; remove the setting")
@@ -162,8 +166,11 @@ def _read(job: JobConfig) -> _Read:
     if job.output.lora_layout == "original":
         check_original_layout(info.family, targets, job.lora.dora)
     job = _checked_schedule(job, info.family, targets)
+    latent = info.family.latent_of(variant)
+    if not has_data:
+        return _Read(job, info, variant, model, (make_square(job.data, variant, latent),), ())
     encoded = _read_encoded(job, info, variant)
-    samples = tuple(scan_folders(job.data, info.family.latent_of(variant))) if not encoded else ()
+    samples = tuple(scan_folders(job.data, latent)) if not encoded else ()
     return _Read(job, info, variant, model, samples, encoded)
 
 
@@ -286,23 +293,30 @@ def _free_host_bytes(host_share: int) -> int | None:
 
 
 def plan_job(
-    job: JobConfig, cards: Sequence[Card] = (), *, may_measure: bool = False, host_share: int = 1
+    job: JobConfig,
+    cards: Sequence[Card] = (),
+    *,
+    info: CheckpointInfo | None = None,
+    has_data: bool = True,
+    may_measure: bool = False,
+    host_share: int = 1,
 ) -> TrainingPlan:
     """How a job would use these cards, which need not exist; () takes this machine's. Reads headers and images only.
 
     Args:
+        info, has_data: what need not be there either, see PlanRequest.
         may_measure: time blocks on this machine's cards, where an earlier job has not done so.
         host_share: jobs that share this machine's free memory.
     Raises: ValueError for a job that cannot be run as written, that does not fit, or a machine without cards.
     """
     if cards and may_measure:
         raise ValueError("cards that were named cannot be measured; leave out --calibrate, or --cards")
-    read = _read(job)
+    read = _read(job, info, has_data=has_data)
     known = list(cards) or _cards_here(read.job)
     if known is None:
         raise ValueError(
             "a plan was asked for this machine's cards, but there is none whose memory torch can tell; name cards "
-            'with --cards, such as "24GB,24GB"'
+            'with --cards, such as "2x24GB"'
         )
     height, width, frames = read.largest
     host = None if cards else _free_host_bytes(host_share)
@@ -314,7 +328,7 @@ def _cards_here(job: JobConfig) -> list[Card] | None:
     try:
         return cards_of(find_devices(job.split.devices))
     except ValueError as error:
-        raise ValueError(f'{error}. For a plan of cards that are elsewhere, name them: --cards "24GB,24GB"') from error
+        raise ValueError(f'{error}. For a plan of cards that are elsewhere, name them: --cards "2x24GB"') from error
 
 
 def _largest(samples: Sequence[Sample], encoded: Sequence[EncodedSample], latent: LatentSpec) -> tuple[int, int, int]:

@@ -48,9 +48,10 @@ def describe_plan(plan: TrainingPlan) -> str:
     """The choice, a line per card in decimal GB, the reasons."""
     height, width = plan.bucket
     job = plan.job
+    length = f", {plan.frames} frames" if plan.frames > 1 else ""
     lines = [
-        f"{plan.setting.describe()}; {plan.placement.describe()}; {width}x{height} pixels, batch "
-        f"{job.train.batch_size}, accumulation {job.train.accumulation}, LoRA rank {job.lora.rank}",
+        f"{plan.variant}: {plan.setting.describe()}; {plan.placement.describe()}; {width}x{height} pixels{length}, "
+        f"batch {job.train.batch_size}, accumulation {job.train.accumulation}, LoRA rank {job.lora.rank}",
         "",
         *_table(plan),
         "",
@@ -107,6 +108,7 @@ def _gb(size: float) -> str:
 def plan_values(plan: TrainingPlan) -> dict[str, Any]:
     """Plain values, sizes in bytes, for --json."""
     return {
+        "model": plan.variant,
         "setting": {
             "quantize": plan.setting.scheme,
             "optimizer": plan.setting.optimizer,
@@ -119,6 +121,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             "swapped_blocks": list(plan.swapped_blocks),
         },
         "pixels": {"height": plan.bucket[0], "width": plan.bucket[1]},
+        "frames": plan.frames,
         "devices": [
             {
                 "device": device.device,

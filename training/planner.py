@@ -120,7 +120,8 @@ class TrainingPlan:
     Args:
         job: with every "auto" that the planner answers replaced.
         kept_blocks, swapped_blocks: per device.
-        bucket: (height, width) in pixels that was planned for.
+        bucket, frames: (height, width) in pixels, and video frames, that were planned for.
+        variant: name of the model.
         relative_time: of a step, over the same with every block recomputed, one micro-batch after the other and, for
             replicas, on the first card alone.
         step_s: of a step at this size, seconds. timing: where its times were measured; None for estimates.
@@ -141,6 +142,8 @@ class TrainingPlan:
     hints: tuple[str, ...] = ()
     warning: str = ""
     bucket: tuple[int, int] = (0, 0)
+    frames: int = 1
+    variant: str = ""
     timing: Timing | None = None
 
 
@@ -775,6 +778,8 @@ def plan_training(planner: Planner) -> TrainingPlan:
         hints=tuple(_hints(planner, found)),
         warning=_warning(planner, found),
         bucket=planner.bucket,
+        frames=planner.frames,
+        variant=planner.variant.name,
     )
 
 

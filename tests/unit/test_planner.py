@@ -465,9 +465,30 @@ def test_cards_are_read_as_written():
     cards = parse_cards("24GB, 12GiB@0.5")
     assert [card.total_bytes for card in cards] == [24 * GB, 12 * 2**30]
     assert [card.speed for card in cards] == [1.0, 0.5] and cards[1].name == "cuda:1"
-    for text in ("24", "GB", "0GB", "24GB@0", ""):
-        with pytest.raises(ValueError, match="is no card"):
+    for text in ("24", "GB", "0GB", "24GB@0", "", "1.2.3GB", "x24GB", "2x", "24GB,", "-1x24GB", f"{'9' * 400}GB"):
+        with pytest.raises(ValueError, match="is no card; write"):
             parse_cards(text)
+
+
+def test_cards_that_are_alike_are_counted():
+    assert parse_cards("2x24GB") == parse_cards("24GB,24GB") == parse_cards("2X24gb") == parse_cards("2 × 24 GB")
+    assert parse_cards("2 x 16 GiB") == parse_cards("16gib,16GiB")
+    cards = parse_cards("2x24GB@1, 12GB@0.5, 1x.5GB")
+    assert [(card.name, card.total_bytes, card.speed) for card in cards] == [
+        ("cuda:0", 24 * GB, 1.0),
+        ("cuda:1", 24 * GB, 1.0),
+        ("cuda:2", 12 * GB, 0.5),
+        ("cuda:3", GB // 2, 1.0),
+    ]
+    assert len(parse_cards("64x8GB")) == 64
+
+
+@pytest.mark.parametrize(
+    "text, found", [("0x24GB", "0 to 0"), ("24GB,0x24GB", "0 to 1"), ("65x8GB", "65 to 0"), ("9GB,64x8GB", "64 to 1")]
+)
+def test_no_cards_and_more_than_a_host_has_are_refused(text, found):
+    with pytest.raises(ValueError, match=f"adds {found} cards; add at least 1, and no more than 64 in all"):
+        parse_cards(text)
 
 
 def test_nothing_is_planned_for_a_cpu_or_a_card_whose_memory_nobody_knows():
