@@ -38,6 +38,7 @@ import torch  # noqa: E402
 from devicebridge.parallel.devices import CPU, available_devices, release_cached_memory, synchronize  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
+from devicebridge.patches.hooks import map_tensors  # noqa: E402
 from devicebridge.training.events import first_line  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_job import SCHEMES, VARIANT, plan_devices  # noqa: E402
@@ -193,21 +194,15 @@ def _replayed_s(each: Contestant, num_steps: int) -> float:
 
 def _called_with(each: Contestant) -> list[tuple[nn.Module, tuple[Any, ...]]]:
     """Every block, and the positional arguments of one call of it."""
-    found: list[tuple[nn.Module, tuple[Any, ...]]] = []
+    found: dict[nn.Module, tuple[Any, ...]] = {}
     hooks = [
-        block.register_forward_pre_hook(lambda module, args: found.append((module, args)))
+        block.register_forward_pre_hook(lambda module, args: found.update({module: args}))
         for block in each.built.split.bridge.blocks
     ]
-    each.trainer.gradients_of()
+    _step_s(each)
     for hook in hooks:
         hook.remove()
-    return [(module, tuple(_detached(value) for value in args)) for module, args in found]
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_detached, value))
-    return value.detach() if isinstance(value, torch.Tensor) else value
+    return [(module, map_tensors(args, lambda tensor: tensor.detach())) for module, args in found.items()]
 
 
 def main() -> None:

@@ -17,7 +17,8 @@ import importlib.util
 import inspect
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -38,6 +39,10 @@ _SHAPES_IF_UNKNOWN = 4
 _MOST_GRAPHS = 256  # per kind; torch keeps no more (accumulated_recompile_limit)
 
 
+Forward = Callable[..., Any]
+Watch = Callable[[nn.Module, Forward, Forward, tuple[tuple[Any, ...], dict[str, Any]]], None]
+
+
 class CompiledBlocks:
     """Handle of apply_compile."""
 
@@ -52,13 +57,25 @@ class CompiledBlocks:
         return _count_graphs() - self._graphs_before
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, blocks compute as if they had not been compiled."""
-        compiled = [block.__dict__.pop("forward") for block in self._blocks]
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Inside, every call of a block is preceded by watch(block, its compiled forward, its own, (args, kwargs))."""
+
+        def preceded(block: nn.Module, compiled: Forward) -> Forward:
+            own = types.MethodType(type(block).forward, block)
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                watch(block, compiled, own, (args, kwargs))
+                return compiled(*args, **kwargs)
+
+            return forward
+
+        compiled = {block: block.__dict__["forward"] for block in self._blocks}
+        for block, forward in compiled.items():
+            block.forward = preceded(block, forward)
         try:
             yield
         finally:
-            for block, forward in zip(self._blocks, compiled, strict=True):
+            for block, forward in compiled.items():
                 block.forward = forward
 
     def remove(self) -> None:

@@ -30,7 +30,7 @@ from .checkpoint import TrainingState, pack_optimizer, save_checkpoint, unpack_o
 from .config import JobConfig, job_to_dict
 from .data import BatchOrder
 from .events import EventLog, first_line
-from .gradient_check import Comparison, compare_gradients
+from .gradient_check import BlockCheck, Comparison
 from .objective import NoiseSchedule, add_noise, draw_quantiles, flow_matching_loss, make_generator
 from .optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 
@@ -154,73 +154,52 @@ class Trainer:
             self.runner.sync()
         return total
 
-    def compare_compiled(self) -> float | None:
-        """Go on uncompiled where compiled blocks give other gradients than uncompiled ones, or the compiler fails.
+    def compare_compiled(self) -> list[Comparison]:
+        """Go on uncompiled where compiled blocks compute something else than uncompiled ones, or the compiler fails.
 
-        The next micro-batch goes through both, on every copy of the model; nothing else has changed then but peaks of
-        memory, which start anew. With dropout, which draws other numbers in compiled blocks, and without the memory for
-        uncompiled blocks a line in the log says that nothing was compared. Other shapes of batches are not looked at.
+        The next micro-batch of every copy of the model goes through the compiled blocks, each of which is compared on
+        the way with what it is uncompiled (gradient_check.py). Nothing is changed by that but peaks of memory, which
+        start anew. With dropout, which draws other numbers in compiled blocks, and without the memory for an uncompiled
+        block, a line in the log says that nothing was compared. Other shapes of batches are not looked at.
 
-        Returns: the largest difference of a trained tensor's gradient, |compiled - plain| / |plain|, infinite where one
-            is lost or the compiler fails; None if nothing was compared.
+        Returns: a comparison of every block and call.
         """
         count = next(index for index in itertools.count(1) if self._seat(index)[0] is self._seat(0)[0])
         with self._put_back():
             self._micro_batch(0, count).prepare()  # what is wrong with the data is not the compiler's fault
-        largest: float | None = None
-        for copy in range(count):
-            comparison = self._compare_copy(copy, count)
-            if comparison is None:
-                break
-            largest = max(comparison.difference, largest or 0.0)
-            if comparison.fault:
-                _log.warning("blocks are no longer compiled: %s", comparison.fault)
-                remove_compiled(self.compiled)
-                self.compiled = ()
-                break
-        if self.compiled and largest is not None:
-            _log.info("gradients of compiled blocks differ by %.1f %% at most from uncompiled ones", 100 * largest)
+        copies = [self._seat(index)[0] for index in range(count)]
+        check = BlockCheck({block: name for copy in copies for name, block in copy.named_modules()})
+        fault = self._fault_of_compiled(check, count)
+        if fault:
+            _log.warning("blocks are no longer compiled: %s", fault)
+            remove_compiled(self.compiled)
+            self.compiled = ()
+        elif check.found:
+            _log.info("compiled blocks compute what uncompiled ones do; %s", check.worst)
         release_cached_memory()
         reset_peaks(self.devices)
-        return largest
+        return check.found
 
-    def _compare_copy(self, copy: int, count: int) -> Comparison | None:
-        """One copy's gradients, compiled against plain; None, with a line in the log, where they are not compared."""
+    def _fault_of_compiled(self, check: BlockCheck, count: int) -> str:
+        """What is wrong with compiled blocks, which so many micro-batches go through; "" for nothing."""
+        by = f"torch {torch.__version__}"
         try:
-            found = self.gradients_of(count, copy)
+            with self._put_back(), sound_attention(), ExitStack() as stack:
+                if self.job.lora.dropout:
+                    _log.warning("compiled blocks are not compared with uncompiled ones: dropout draws other numbers")
+                else:
+                    for each in self.compiled:
+                        stack.enter_context(each.watched(check))
+                self._accumulate(count)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a compiler raises; what is not its own comes again without it
             _log.debug("compiled blocks failed", exc_info=True)
-            return Comparison(math.inf, 0, f"torch {torch.__version__} fails: {first_line(error)}")
-        if self.job.lora.dropout:
-            _log.warning("gradients of compiled blocks are not compared: dropout draws other numbers there")
-            return None
-        try:
-            with ExitStack() as stack:
-                for each in self.compiled:
-                    stack.enter_context(each.paused())
-                expected = self.gradients_of(count, copy)
-        except torch.cuda.OutOfMemoryError:
-            _log.warning("gradients of compiled blocks are not compared: uncompiled ones need more memory")
-            return None
-        comparison = compare_gradients(list(self.lora.parameters()), found, expected)
-        if comparison is None:
-            _log.warning("gradients of compiled blocks are not compared: uncompiled ones give none")
-        elif comparison.fault:
-            by = f"as torch {torch.__version__} compiles them they give wrong gradients"
-            comparison = replace(comparison, fault=f"{by}: {comparison.fault}")
-        return comparison
-
-    def gradients_of(self, num_batches: int = 1, only: int = 0) -> list[torch.Tensor | None]:
-        """Gradients of one of the next micro-batches, on the CPU, in the order of the LoRA's parameters.
-
-        With copies of the model so many micro-batches as copies reach the copy of index `only`; the others count
-        nothing. Order, random states and gradients are put back.
-        """
-        with self._put_back(), sound_attention():
-            self._accumulate(num_batches, only)
-            return [None if p.grad is None else p.grad.detach().cpu() for p in self._parameters]
+            return f"{by} fails: {first_line(error)}"
+        if check.is_short_of_memory:
+            _log.warning("compiled blocks are not compared with uncompiled ones, which need more memory")
+        worst = check.worst
+        return f"as {by} compiles them they are wrong: {worst}" if worst is not None and worst.excess > 1 else ""
 
     @contextmanager
     def _put_back(self) -> Iterator[None]:
@@ -232,15 +211,9 @@ class Trainer:
             self.order.load_state_dict(position)
             restore_random_states(states)
 
-    def _accumulate(self, num_batches: int, only: int | None = None) -> list[torch.Tensor]:
-        """Forward and backward of so many batches; their losses, each divided by their number.
-
-        Args:
-            only: the batch of this index has a loss, the others have 0.
-        """
+    def _accumulate(self, num_batches: int) -> list[torch.Tensor]:
+        """Forward and backward of so many batches; their losses, each divided by their number."""
         batches = [self._micro_batch(index, num_batches) for index in range(num_batches)]
-        if only is not None:
-            batches = [_weighted(batch, float(index == only)) for index, batch in enumerate(batches)]
         if self.runner is not None:
             new_shapes: set[Any] = set()
             batches = [
@@ -382,7 +355,3 @@ class Trainer:
         unpack_optimizer(self._optimizer, state.optimizer)
         self.order.load_state_dict(state.facts["order"])
         restore_random_states(state.random)
-
-
-def _weighted(batch: MicroBatch[NoisyBatch], weight: float) -> MicroBatch[NoisyBatch]:
-    return replace(batch, forward=lambda prepared: weight * batch.forward(prepared))

@@ -16,6 +16,7 @@ from devicebridge.tests.emulated import CARDS
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.config import LoraSettings
+from devicebridge.training.gradient_check import BlockCheck
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,10 +65,22 @@ def test_output_and_gradients_are_those_without(name, scheme):
     torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4 * expected[0].abs().max().item())
     for parameter, gradient in expected[1].items():
         torch.testing.assert_close(found[1][parameter], gradient, rtol=1e-3, atol=1e-3 * gradient.abs().max().item())
+    _check_blocks(model, lora, name, handle, found)
     handle.remove()
     again = _step(model, lora, name)
     assert torch.equal(again[0], expected[0]) and all(torch.equal(again[1][n], g) for n, g in expected[1].items())
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def _check_blocks(model, lora, name, handle, expected):
+    """Every block is right by itself, too, and to look at it costs no graph and changes nothing."""
+    check, num_graphs = BlockCheck({block: name for name, block in model.named_modules()}), handle.num_graphs
+    with handle.watched(check):
+        output, gradients = _step(model, lora, name)
+    blocks = [block for each in FAMILIES[name].block_lists for block in model.get_submodule(each.name)]
+    assert len(check.found) == len(blocks) and check.worst.excess < 0.1, check.found
+    assert handle.num_graphs == num_graphs and torch.equal(output, expected[0])
+    assert all(torch.equal(gradients[parameter], gradient) for parameter, gradient in expected[1].items())
 
 
 def test_blocks_alike_share_their_graphs():
@@ -149,6 +162,11 @@ def test_a_step_and_an_evaluation_need_no_more_graphs_per_shape_than_reckoned():
     for kept in ([0], [2]):
         split.keep_activations(kept)
         _step(model, lora, "flux2")
+        check, before = BlockCheck({block: name for name, block in model.named_modules()}), backend.num_graphs
+        with handle.watched(check):
+            _step(model, lora, "flux2")
+        assert backend.num_graphs == before and check.worst.excess < 0.1
+        assert any("gradient" in each.name for each in check.found)
     model.eval()
     with torch.no_grad():
         model(**TINY["flux2"].make_inputs(seed=0), return_dict=False)
