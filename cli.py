@@ -98,6 +98,11 @@ def _make_parser() -> argparse.ArgumentParser:
         "unless given",
     )
     plan.add_argument(
+        "--quantize",
+        choices=("none", "fp8", "int8", "fp8-compute", "int8-compute", "auto"),
+        help="in place of the job's model.quantize; without a job file the planner chooses",
+    )
+    plan.add_argument(
         "--calibrate",
         action="store_true",
         help="time the model's blocks on this machine's cards, unless an earlier job has; takes some seconds",
@@ -233,7 +238,8 @@ def _plan(options: argparse.Namespace) -> int:
     from .training.plan_request import make_request
     from .training.plan_view import describe_plan, plan_values
 
-    asked = make_request(options.job, model=options.model, resolution=options.resolution, frames=options.frames)
+    given = {name: getattr(options, name) for name in ("model", "quantize", "resolution", "frames")}
+    asked = make_request(options.job, **given)
     cards = parse_cards(options.cards) if options.cards else []
     plans = {}
     for title, each, share in _each_model(asked.job, [card.name for card in cards]):

@@ -31,6 +31,9 @@ def _source_pattern(kind: str) -> str:
     return rf"^(comfyui \S+ {kind} [0-9a-f]{{64}})?$"
 
 
+ModelScheme = Literal["none", "fp8", "int8", "fp8-compute", "int8-compute", "auto"]
+
+
 @dataclass(frozen=True, config=_STRICT)
 class ModelConfig:
     """What to train.
@@ -55,7 +58,7 @@ class ModelConfig:
     variant: str = ""
     second_expert: str = ""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    quantize: Literal["none", "fp8", "int8", "fp8-compute", "int8-compute", "auto"] = "none"
+    quantize: ModelScheme = "none"
     rotation: Literal[0, 16, 64, 256] = 64
     quantized_cache: str = ""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..families.spec import LatentSpec, Variant
 from ..loading.checkpoint import CheckpointInfo, make_published_info
 from .clips import make_clip_plan
-from .config import DataConfig, JobConfig, load_job, make_job
+from .config import DataConfig, JobConfig, ModelScheme, load_job, make_job
 from .data import Sample, bucket_step, make_buckets
 
 _log = logging.getLogger(__name__)
@@ -38,13 +38,20 @@ class PlanRequest:
 
 
 def make_request(
-    path: Path | None, *, model: str = "", resolution: int | None = None, frames: int | None = None
+    path: Path | None,
+    *,
+    model: str = "",
+    quantize: ModelScheme | None = None,
+    resolution: int | None = None,
+    frames: int | None = None,
 ) -> PlanRequest:
     """What `devicebridge plan` is asked for.
 
     Args:
-        path: job file; None takes every setting's default, for which a model must be named.
+        path: job file; None takes every setting's default and leaves the scheme to the planner; a model must be named
+            then.
         model: published variant in place of the job's model.
+        quantize: in place of the job's model.quantize.
         resolution, frames: in place of the job's data.resolutions and data.frames.
     Raises: ValueError for a variant that is not published, for neither job nor model, a pair of experts with a model,
         or data that is not there and has no resolution to stand in for it.
@@ -59,6 +66,8 @@ def make_request(
         raise ValueError("there is nothing to plan for; give a job file, or the name of a model: --model flux2-dev")
     if model:
         job = _with_model(job, model)
+    if quantize is not None:
+        job = replace(job, model=replace(job.model, quantize=quantize))
     if resolution is not None:
         job = replace(job, data=replace(job.data, resolutions=(resolution,)))
     if frames is not None:
@@ -74,12 +83,13 @@ def _refuse_sizes(resolution: int | None, frames: int | None) -> None:
 
 
 def _job_of(info: CheckpointInfo) -> JobConfig:
-    """Every setting at its default; the paths that a job must have name nothing."""
+    """Every setting at its default but the scheme, which is the planner's choice; the paths that a job must have name
+    nothing."""
     assert info.variant is not None
     is_video = info.family.latent_of(info.variant).is_video
     return make_job(
         {
-            "model": {"path": info.variant.name},
+            "model": {"path": info.variant.name, "quantize": "auto"},
             "data": {
                 "folders": [{"path": "squares"}],
                 "resolutions": [VIDEO_RESOLUTION if is_video else IMAGE_RESOLUTION],

@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from devicebridge.cli import main
@@ -16,7 +16,7 @@ from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.training import job as job_module
 from devicebridge.training.cards import Card
-from devicebridge.training.config import load_job, save_job
+from devicebridge.training.config import ModelScheme, load_job, save_job
 from devicebridge.training.plan_request import make_request, make_square
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,17 +58,28 @@ def test_a_model_by_its_name_and_squares_are_planned_as_the_files_are(name, tmp_
     assert _values(capsys, job, "--model", "tiny", "--resolution", "64")["devices"] != expected["devices"]
 
 
-def test_without_a_job_everything_is_at_its_default(tmp_path, monkeypatch, capsys):
+def test_without_a_job_everything_is_at_its_default_and_the_planner_chooses_the_scheme(tmp_path, monkeypatch, capsys):
     _publish_tiny(tmp_path, "flux2", monkeypatch)
     (tmp_path / "short.toml").write_text(
-        '[model]\npath = "model"\n[data]\nresolutions = [48]\n[[data.folders]]\npath = "data"\n'
+        '[model]\npath = "model"\nquantize = "auto"\n[data]\nresolutions = [48]\n[[data.folders]]\npath = "data"\n'
         '[train]\nsteps = 7\n[output]\nfolder = "run"\n'
     )
     found = _values(capsys, "--model", "tiny", "--resolution", "48")
     assert found == _values(capsys, tmp_path / "short.toml")
     assert main(["plan", "--model", "tiny", "--resolution", "48", "--cards", "1GB"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("tiny: weights in full precision; cuda:0: 4 blocks; 48x48 pixels, batch 1,")
+    assert first.startswith("tiny: fp8-compute; cuda:0: 4 blocks; 48x48 pixels, batch 1,")
+
+
+def test_a_scheme_takes_the_place_of_the_jobs(tmp_path, monkeypatch, capsys):
+    job = _publish_tiny(tmp_path, "flux2", monkeypatch, model={"quantize": "fp8"})
+    for arguments in ((job,), ("--model", "tiny", "--resolution", "32")):
+        for scheme in ("none", "int8", "int8-compute"):
+            assert _values(capsys, *arguments, "--quantize", scheme)["setting"]["quantize"] == scheme
+    assert _values(capsys, job)["setting"]["quantize"] == "fp8"
+    with pytest.raises(SystemExit):
+        main(["plan", str(job), "--quantize", "int4"])
+    assert f"{{{','.join(get_args(ModelScheme))}}}" in capsys.readouterr().err
 
 
 def test_a_clip_is_planned_by_its_length(tmp_path, monkeypatch, capsys):
