@@ -384,11 +384,11 @@ class _Terminal:
             return
         if line := _describe(event):
             self._end_line()
-            expert = event.values.get("expert")
-            print(line if expert is None else f"[{expert}] {line}", flush=True)
+            print(_of_expert(event, line), flush=True)
 
     def _show_progress(self, event: Event) -> None:
-        line, is_last, now_s = _describe_progress(event), event.step == event.total, time.monotonic()
+        line, is_last = _of_expert(event, _describe_progress(event)), event.step == event.total
+        now_s = time.monotonic()
         if self._is_terminal:
             filled = self._BAR_WIDTH * event.step // max(1, event.total)
             bar = "#" * filled + "." * (self._BAR_WIDTH - filled)
@@ -404,6 +404,12 @@ class _Terminal:
         if self._is_line_open:
             print(flush=True)
         self._is_line_open = False
+
+
+def _of_expert(event: Event, line: str) -> str:
+    """The line, after the name of the one of a pair that says it."""
+    expert = event.values.get("expert")
+    return line if expert is None else f"[{expert}] {line}"
 
 
 def _describe_progress(event: Event) -> str:

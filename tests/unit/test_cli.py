@@ -56,6 +56,11 @@ def test_progress_says_pace_and_time_left_in_one_line_of_a_terminal(capsys, monk
     assert second == "[############............] captions 250/500, 0.067 captions/s, about 62 min left\033[K"
 
 
+def test_progress_of_a_pair_says_whose(capsys):
+    _Terminal()(_progress(500, per_second=2.0, left_s=0.0, expert="high_noise"))
+    assert capsys.readouterr().out.startswith("[high_noise] captions")
+
+
 def test_progress_in_a_log_is_a_line_now_and_then(capsys):
     show = _Terminal()
     for done in range(1, 501):

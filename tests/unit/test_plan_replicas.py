@@ -15,26 +15,11 @@ from devicebridge.training.cards import Card, parse_cards
 from devicebridge.training.config import make_job
 from devicebridge.training.plan_view import describe_plan, draw_plan, plan_values
 from devicebridge.training.planner import Planner, TrainingPlan, plan_training
-from devicebridge.training.rehearsal import BlockCost, Rehearsal, rehearse_training
+from devicebridge.training.rehearsal import BlockCost, Rehearsal
 
 GB = 10**9
 MB = 10**6
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-_REHEARSED: dict[Any, Rehearsal] = {}
-
-
-@pytest.fixture(autouse=True)
-def rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same work costs the same in every test of this file."""
-
-    def rehearse(model: Any, family: Any, variant: Any, config: Any, work: Any, kernels: Any) -> Rehearsal:
-        key = family.name, work
-        if key not in _REHEARSED:
-            _REHEARSED[key] = rehearse_training(model, family, variant, config, work, kernels)
-        return _REHEARSED[key]
-
-    monkeypatch.setattr(planner_module, "rehearse_training", rehearse)
+pytestmark = pytest.mark.usefixtures("one_thread", "rehearsed_once")
 
 
 def _planner(family_name: str, cards: list[Card], times: Any = None, **sections: dict[str, Any]) -> Planner:

@@ -31,26 +31,10 @@ from devicebridge.training.plan_view import (
     plan_values,
 )
 from devicebridge.training.planner import HOST_SHARE, UNHIDDEN, Planner, TrainingPlan, optimizer_bytes, plan_training
-from devicebridge.training.rehearsal import BlockCost, Rehearsal, rehearse_training
+from devicebridge.training.rehearsal import BlockCost, Rehearsal
 
 GB = 10**9
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-_REHEARSED: dict[Any, Rehearsal] = {}
-
-
-@pytest.fixture(autouse=True)
-def rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same work costs the same in every test of this file."""
-
-    def rehearse(model: Any, family: Any, variant: Any, config: Any, work: Any, kernels: Any) -> Rehearsal:
-        key = family.name, str(config), work
-        if key not in _REHEARSED:
-            _REHEARSED[key] = rehearse_training(model, family, variant, config, work, kernels)
-        return _REHEARSED[key]
-
-    monkeypatch.setattr(planner_module, "rehearse_training", rehearse)
+pytestmark = pytest.mark.usefixtures("one_thread", "rehearsed_once")
 
 
 def _job(**sections: dict[str, Any]) -> JobConfig:
@@ -589,11 +573,11 @@ def test_kept_blocks_change_no_loss_and_a_resumed_run_keeps_its_cut(tmp_path, mo
     assert loading.startswith(f"lazy:0: {cut} blocks")
 
 
-def test_a_plan_is_the_same_in_the_inference_mode_of_comfyuis_nodes():
-    _REHEARSED.clear()
+def test_a_plan_is_the_same_in_the_inference_mode_of_comfyuis_nodes(rehearsed_once):
+    rehearsed_once.clear()
     with torch.inference_mode():
         inside = _plan("24GB,24GB")
-    _REHEARSED.clear()
+    rehearsed_once.clear()
     assert inside.forecast == _plan("24GB,24GB").forecast
 
 
