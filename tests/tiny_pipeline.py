@@ -42,6 +42,11 @@ def save_tiny_dataset(folder: Path, num_images: int = 5, seed: int = 0) -> Path:
     return folder
 
 
+def encoded_before(tmp_path: Path) -> str:
+    """A cache folder for tests that are not about encoding: captions and latents that any of them has made before."""
+    return str(tmp_path.parent / "encoded")
+
+
 def make_tiny_job(folder: Path, family_name: str = "flux2", **sections: dict[str, Any]) -> JobConfig:
     """A job over folder/model and folder/data (made if missing) into folder/run; sections override its values."""
     if not (folder / "model").exists():

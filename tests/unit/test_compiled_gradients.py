@@ -12,7 +12,7 @@ from devicebridge.parallel.devices import random_states
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.patches.eight_bit import FrozenLinear8
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.training import gradient_check, loop
 from devicebridge.training.gradient_check import _sample, compare_forwards
 from devicebridge.training.job import run_job
@@ -39,7 +39,7 @@ def job_of(shared, tmp_path):
             shared,
             "flux2",
             split={"devices": ["lazy:0", "lazy:1"]},
-            cache={"vae_device": "cpu"},
+            cache={"folder": encoded_before(tmp_path), "vae_device": "cpu"},
             lora={"dropout": dropout},
             train={"steps": 2, "batch_size": 1, "accumulation": 3, "seed": 3, "compile": compile},
             pipeline={"schedule": schedule},

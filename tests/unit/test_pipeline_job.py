@@ -9,7 +9,7 @@ import pytest
 from devicebridge.parallel import block_split
 from devicebridge.parallel.offload import Offload
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.training.cards import parse_cards
 from devicebridge.training.config import PipelineConfig
 from devicebridge.training.job import check_job, plan_job, run_job
@@ -23,7 +23,7 @@ TRAIN = {"steps": 3, "batch_size": 1, "accumulation": 3, "seed": 3}
 def _job(tmp_path, folder, **sections):
     values = {
         "split": {"devices": ["lazy:0", "lazy:1"]},
-        "cache": {"vae_device": "cpu"},
+        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
         "lora": {"dropout": 0.3},
         "train": TRAIN,
         "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
@@ -148,7 +148,7 @@ def test_lora_on_what_the_tail_reads_past_its_modules_has_no_pipeline(tmp_path):
     """Wan mixes the time embedding into the stream after the last block; the stage that made it is another's."""
     sections = {
         "split": {"devices": ["lazy:0", "lazy:1"]},
-        "cache": {"vae_device": "cpu"},
+        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
         "lora": {"targets": ["*time_embedder*", "*to_q"]},
         "train": {"steps": 2, "accumulation": 3},
     }

@@ -11,7 +11,7 @@ from devicebridge import assembly
 from devicebridge.parallel import replicas as replicas_module
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.tests.emulated import CARDS, emulated_cards
-from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.training import job as job_module
 from devicebridge.training.cards import Card
 from devicebridge.training.config import PipelineConfig, make_job
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def _job(tmp_path, folder, name="flux2", **sections):
     values = {
         "split": {"devices": ["lazy:0", "lazy:1"]},
-        "cache": {"vae_device": "cpu"},
+        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
         "lora": {"dropout": 0.3},
         "train": {"steps": 2, "batch_size": 1, "accumulation": 3, "seed": 3},
         "pipeline": {"schedule": "replicas"},

@@ -15,7 +15,7 @@ from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.patches import eight_bit, quantize
 from devicebridge.patches.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
-from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.tests.toy import TINY
 from devicebridge.training import job as job_module
 from devicebridge.training.adapter import apply_lora
@@ -138,7 +138,7 @@ def _job(tmp_path, folder, swapped=None, *, family="flux2", **sections):
     split |= {"balance": "manual", "split_at": [1]}
     values = {
         "split": split,
-        "cache": {"vae_device": "cpu"},
+        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
         "lora": {"dropout": 0.3},
         "model": {"quantize": "int8-compute"},
         "train": {"steps": 2, "batch_size": 1, "accumulation": 2, "seed": 3},
