@@ -7,7 +7,9 @@ random gradient of its outputs. How far rounding explains a difference is measur
 uncompiled block whose inputs and gradient are off by as much as their type rounds them. A block that loses a gradient
 anywhere, or passes on another one, is further off than that.
 
-Of large tensors a part is looked at, taken evenly from all over.
+A block adds to what passes it by, its input and the gradient of its output. Only what it adds is compared: in deep
+models the rest is many times larger and would hide it. Of large tensors a part is looked at, taken evenly from all
+over.
 """
 
 from __future__ import annotations
@@ -117,33 +119,35 @@ def _results(
     Args:
         directions: gradients of the outputs that have one; drawn if empty.
     """
-    leaves: dict[str, torch.Tensor] = {}
-
-    def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-        leaf = tensor.detach()
-        if tensor.requires_grad:
-            leaves[f"the gradient of input {len(leaves)}"] = leaf.requires_grad_()
-        return leaf
-
-    args, named = map_tensors(arguments, as_leaf)
+    inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
+    args, named = map_tensors(
+        arguments, lambda tensor: _noted(tensor.detach().requires_grad_(tensor.requires_grad), inputs)
+    )
     map_tensors(forward(*args, **named), lambda output: _noted(output, outputs))
-    found = {f"output {index}": _sample(output) for index, output in enumerate(outputs)}
+    found = {f"output {index}": _added(output, inputs) for index, output in enumerate(outputs)}
     outputs = [output for output in outputs if output.requires_grad]
     if not outputs:
         return found
     if not directions:
         directions += [torch.randn_like(output) for output in outputs]
+    leaves = {f"the gradient of input {index}": leaf for index, leaf in enumerate(inputs) if leaf.requires_grad}
     leaves |= {f"the gradient of {name}": parameter for name, parameter in trained.items()}
     gradients = torch.autograd.grad(outputs, list(leaves.values()), directions, allow_unused=True)
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
-        found[name] = leaf.new_zeros(1, dtype=torch.float32) if gradient is None else _sample(gradient)
+        found[name] = _added(torch.zeros_like(leaf) if gradient is None else gradient, directions)
     return found
 
 
 def _noted(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
     into.append(tensor)
     return tensor
+
+
+def _added(tensor: torch.Tensor, passed: list[torch.Tensor]) -> torch.Tensor:
+    """A sample of it, less the first of its size among what may have passed by."""
+    by = next((each for each in passed if each.shape == tensor.shape and each.is_floating_point()), None)
+    return _sample(tensor) if by is None else _sample(tensor) - _sample(by)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -162,11 +166,13 @@ def _rounded_otherwise(tensor: torch.Tensor) -> torch.Tensor:
 
 def _compare(name: str, found: torch.Tensor, again: torch.Tensor, expected: torch.Tensor) -> Comparison | None:
     """None where the expected values are not finite."""
-    length, other = expected.norm().item(), found.norm().item()
+    length, off = expected.norm().item(), (found - expected).norm().item()
     if not math.isfinite(length):
         return None
-    if not length or not other or not math.isfinite(other):
-        return Comparison(name, 0.0 if length == other else math.inf, _LEAST)
-    noise = (again - expected).norm().item() / length
-    explained = _LEAST + _TIMES * (noise if math.isfinite(noise) else 0.0)
-    return Comparison(name, (found - expected).norm().item() / length, explained)
+    noise = (again - expected).norm().item()
+    noise = noise if math.isfinite(noise) else 0.0
+    scale = length or noise  # of a block that adds less than its output's type can hold
+    is_lost = length > noise and not found.any()
+    if not scale or is_lost or not math.isfinite(off):
+        return Comparison(name, math.inf if off else 0.0, _LEAST)
+    return Comparison(name, off / scale, _LEAST + _TIMES * noise / scale)

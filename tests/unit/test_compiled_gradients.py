@@ -283,8 +283,16 @@ class Block(nn.Module):
         return x + call(self.second, F.gelu(F.layer_norm(value, value.shape[-1:])))
 
 
-def _compare(block, compiled, *, dtype=torch.float32, rows=32):
-    x = torch.randn(2, rows, 64, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+def _input():
+    return torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def _wide(layer, value):
+    return F.linear(value, layer.weight.float(), layer.bias.float())
+
+
+def _compare(block, compiled, *, dtype=torch.float32):
+    x = _input().to(dtype).requires_grad_()
     trained = {name: each for name, each in block.named_parameters() if each.requires_grad}
     comparison = compare_forwards(compiled, block, ((x, (torch.ones(2), None)), {}), trained)
     assert x.grad is None and block.down.grad is None
@@ -301,8 +309,7 @@ def test_other_rounding_is_no_fault():
     block = Block(torch.bfloat16)
 
     def fused(x, rest):
-        wide = lambda layer, value: F.linear(value, layer.weight.float(), layer.bias.float())  # noqa: E731
-        return block.steps(x.float(), wide).to(x.dtype)
+        return block.steps(x.float(), _wide).to(x.dtype)
 
     comparison = _compare(block, fused, dtype=torch.bfloat16)
     assert 0 < comparison.difference < 0.02 and comparison.excess < 0.3
@@ -355,6 +362,33 @@ def test_a_wrong_output_is_found_also_where_nothing_has_a_gradient():
             assert comparison.excess > 1
     with torch.no_grad():
         assert _compare(block, lambda x, rest: 1.1 * block(x)).name == "output 0"
+
+
+def test_what_passes_a_block_by_hides_nothing():
+    """An input and a gradient more than twenty times as long as what the block adds."""
+    block = Block(torch.bfloat16)
+    for each in (block.first, block.second):
+        with torch.no_grad():
+            each.weight.mul_(0.02)
+            each.bias.mul_(0.02)
+    lost = lambda x, rest: block.steps(x, _lost)  # noqa: E731
+    other = lambda x, rest: x + 2 * (block(x) - x)  # noqa: E731
+    with torch.no_grad():
+        assert (block(_input()) - _input()).norm() < 0.05 * _input().norm()
+        assert _compare(block, block, dtype=torch.bfloat16).excess == 0
+        assert _compare(block, other, dtype=torch.bfloat16).excess > 1
+    assert _compare(block, lost, dtype=torch.bfloat16).excess > 1
+
+
+def test_a_block_that_adds_next_to_nothing_is_no_fault():
+    """Less than half a bit of most values: zeros, and a few that rounding decides on."""
+    block = Block(torch.bfloat16)
+    for each in (block.first, block.second):
+        with torch.no_grad():
+            each.weight.mul_(1e-4)
+            each.bias.mul_(1e-4)
+    other = lambda x, rest: block.steps(x.float(), _wide).to(x.dtype)  # noqa: E731
+    assert _compare(block, other, dtype=torch.bfloat16).excess < 1
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
