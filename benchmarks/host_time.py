@@ -47,6 +47,7 @@ from train_step import SUBJECTS, Contestant, Way, busy_seconds, make_contestant,
 
 NUM_BATCHES = 4
 SUBJECT = SUBJECTS["flux2-512"]
+_MOST_S = 300.0  # for one process to be ready or done; after it all end
 Layers = tuple[int, int]
 
 
@@ -110,7 +111,7 @@ def _in_processes(
     scheme: str, layers: Layers, devices: Sequence[torch.device], is_compiled: bool, num_steps: int
 ) -> list[float]:
     context = multiprocessing.get_context("spawn")
-    ready, results = context.Barrier(len(devices)), context.Queue()
+    ready, results = context.Barrier(len(devices), timeout=_MOST_S), context.Queue()
     processes = [
         context.Process(target=_in_a_process, args=(scheme, layers, str(each), is_compiled, num_steps, ready, results))
         for each in devices
@@ -118,7 +119,7 @@ def _in_processes(
     for process in processes:
         process.start()
     try:
-        return [results.get(timeout=600) for _ in processes]
+        return [results.get(timeout=_MOST_S) for _ in processes]
     finally:
         for process in processes:
             process.join()

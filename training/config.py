@@ -297,8 +297,8 @@ class LoopConfig:
 
     compile: "auto" compiles each kind of transformer block once per device, where a compiler is found: for the one
         shape of all batches, or for any number of tokens. The first steps take minutes, the others are faster. Numbers
-        differ in the last bits from those without. Before the first step gradients are compared with those of
-        uncompiled blocks; where they are others, or the compiler fails, the run goes on uncompiled and says so.
+        differ in the last bits from those without. Before the first step every block is compared with what it
+        is uncompiled; where one is wrong, or the compiler fails, the run goes on uncompiled and says so.
     offload_activations: whether what recomputed blocks keep for their backward waits in pinned host memory instead of
         on the cards; numbers are the same. "auto" lets the planner choose it where nothing as good fits without, and is
         "off" where no planner knows the devices' memory.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -11,11 +11,15 @@ from devicebridge import assembly
 from devicebridge.parallel.devices import random_states
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.patches.eight_bit import FrozenLinear8
+from devicebridge.patches.lora_linear import apply_fused_lora
+from devicebridge.patches.quantize import replace_module
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.training import gradient_check, loop
 from devicebridge.training.gradient_check import _sample, compare_forwards
 from devicebridge.training.job import run_job
+from diffusers.models.transformers.transformer_flux2 import Flux2TransformerBlock
+from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
@@ -161,8 +165,47 @@ def test_dropout_and_too_little_memory_are_said(job_of, monkeypatch, caplog):
 
     monkeypatch.setattr(gradient_check, "compare_forwards", full)
     _run(job_of("full", "none"))
-    assert "not compared with uncompiled ones, which need more memory" in caplog.text
+    assert "not all compiled blocks are compared with uncompiled ones: both together need more memory" in caplog.text
     assert "no longer compiled" not in caplog.text and len(handles) == 2
+
+
+def test_blocks_that_fail_uncompiled_are_not_the_compilers_fault(job_of, monkeypatch, caplog):
+    handles = _instead_of_torch(monkeypatch, _as_it_is)
+    failing = []
+
+    def fail(block, *arguments, **named):
+        if not failing:
+            failing.append(block)
+            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+        return own(block, *arguments, **named)
+
+    own = Flux2TransformerBlock.forward
+    job = job_of("run", "1f1b")
+    monkeypatch.setattr(Flux2TransformerBlock, "forward", fail)
+    assert _run(job).step == 2 and handles and failing
+    assert (
+        "not all compiled blocks are compared with uncompiled ones: uncompiled transformer_blocks.0 fails"
+        in caplog.text
+    )
+    assert "no longer compiled" not in caplog.text
+
+
+def test_data_that_cannot_be_read_is_not_the_compilers_fault(job_of, monkeypatch, caplog):
+    """Also that of the second copy's first micro-batch."""
+    _instead_of_torch(monkeypatch, _as_it_is)
+    load, loaded = loop.CachedSamples.load, []
+
+    def fail(samples, *arguments):
+        loaded.append(arguments)
+        if len(loaded) == 2:
+            raise OSError("the entry is gone")
+        return load(samples, *arguments)
+
+    job = job_of("run", "replicas")
+    monkeypatch.setattr(loop.CachedSamples, "load", fail)
+    with pytest.raises(OSError, match="the entry is gone"):
+        _run(job)
+    assert "no longer compiled" not in caplog.text
 
 
 def test_a_compiler_that_fails_is_given_up(job_of, plain, monkeypatch, caplog):
@@ -229,6 +272,8 @@ def test_states_are_put_back_and_a_finished_run_compares_nothing(job_of, monkeyp
 
     def watched(trainer):
         before = trainer.order.state_dict(), random_states(trainer.devices)
+        compiled = [vars(block)["forward"] for each in trainer.compiled for block in each._blocks]
+        assert compiled
         try:
             return plain(trainer)
         finally:
@@ -237,7 +282,8 @@ def test_states_are_put_back_and_a_finished_run_compares_nothing(job_of, monkeyp
                 torch.equal(after[1][name], value) for name, value in before[1].items()
             )
             assert all(parameter.grad is None for parameter in trainer.lora.parameters().values())
-            seen.append([block for each in trainer.compiled for block in each._blocks if "forward" in vars(block)])
+            forwards = [vars(block)["forward"] for each in trainer.compiled for block in each._blocks]
+            seen.append(all(now is then for now, then in zip(forwards, compiled, strict=True)))
 
     def draw(output):
         torch.rand(1)
@@ -249,15 +295,10 @@ def test_states_are_put_back_and_a_finished_run_compares_nothing(job_of, monkeyp
     assert _run(job).step == 2 and len(seen) == 1 and seen[0]
     assert _run(job, resume=True).step == 2 and len(seen) == 1
 
-    watched = CompiledBlocks.watched
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
 
-    @contextmanager
-    def interrupted(handle, watch):
-        with watched(handle, watch):
-            yield
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(CompiledBlocks, "watched", interrupted)
+    monkeypatch.setattr(gradient_check, "compare_forwards", interrupted)
     with pytest.raises(KeyboardInterrupt):
         _run(job_of("interrupted", "none"))
     assert len(seen) == 2 and seen[1]
@@ -353,6 +394,48 @@ def test_what_one_layer_of_a_block_does_to_a_gradient_is_found(fault, name):
     assert comparison.excess > 1 and "the gradient of" in str(comparison)
 
 
+@pytest.mark.parametrize("scheme", [None, "fp8-compute", "int8-compute"])
+@pytest.mark.parametrize("name", ["attn.to_q", "attn.add_k_proj", "ff.linear_in", "attn.to_out.0"])
+def test_a_layer_of_a_real_block_that_loses_its_gradient_is_found(name, scheme):
+    """However long the hidden states are: the norm that a block begins with makes the gradient from behind it as many
+    times shorter than what passes by."""
+    block = _real_block(scheme)
+    layer = block.get_submodule(name)
+    trained = {name: each for name, each in block.named_parameters() if each.requires_grad}
+
+    def lost(*arguments):
+        with layer.base_layer.register_forward_pre_hook(lambda module, inputs: (inputs[0].detach(),)):
+            return block(*arguments)
+
+    for rms in (1, 30, 300):
+        arguments = _real_arguments(rms), {}
+        assert compare_forwards(block, block, arguments, trained).excess == 0
+        comparison = compare_forwards(lost, block, arguments, trained)
+        assert comparison.excess > 1 and "the gradient of" in comparison.name
+
+
+def _real_block(scheme):
+    torch.manual_seed(0)
+    block = Flux2TransformerBlock(dim=128, num_attention_heads=2, attention_head_dim=64, mlp_ratio=2.0, bias=False)
+    block = block.bfloat16().requires_grad_(False)
+    linears = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+    if scheme is not None:
+        for name in linears:
+            replace_module(block, name, FrozenLinear8.from_linear(block.get_submodule(name), scheme))
+    inject_adapter_in_model(LoraConfig(r=8, lora_alpha=8, target_modules=linears, init_lora_weights=False), block)
+    apply_fused_lora(block)
+    return block.train()
+
+
+def _real_arguments(rms):
+    generator = torch.Generator().manual_seed(2)
+    hidden, text = (
+        (rms * torch.randn(1, rows, 128, generator=generator)).bfloat16().requires_grad_() for rows in (64, 32)
+    )
+    modulation = [0.5 * torch.randn(1, 1, 6 * 128, generator=generator).bfloat16() for _ in range(2)]
+    return hidden, text, *modulation, (torch.ones(96, 64), torch.zeros(96, 64))
+
+
 def test_a_wrong_output_is_found_also_where_nothing_has_a_gradient():
     block = Block()
     for is_on in (False, True):
@@ -401,8 +484,30 @@ def test_what_is_not_finite(value):
     assert _compare(block, block) is None
 
 
-def test_a_part_of_a_large_tensor_has_all_of_its_rows_and_columns():
-    rows, columns = torch.arange(2048)[:, None].expand(2048, 6144), torch.arange(6144).expand(2048, 6144)
-    assert 2**17 < len(_sample(rows)) <= 2**18
-    assert len(_sample(rows).unique()) == 2048 and len(_sample(columns).unique()) == 6144
-    assert torch.equal(_sample(columns[:3, :5]), columns[:3, :5].flatten().float())
+def test_an_output_without_a_gradient_where_one_should_be_is_a_fault():
+    block = Block()
+    comparison = _compare(block, lambda x, rest: block(x).detach())
+    assert comparison.difference == float("inf") and "the gradient of" in comparison.name
+
+
+@pytest.mark.parametrize(
+    ("excess", "expected"), [((2, 0.5, 3), 0.5), ((2, 3, 0.5), 0.5), ((2, 3, 4), 2), ((2, None), None)]
+)
+def test_what_chance_may_have_done_is_looked_at_again(monkeypatch, excess, expected):
+    found = iter(None if each is None else gradient_check.Comparison("a", each, 1.0) for each in excess)
+    monkeypatch.setattr(gradient_check, "_compare_once", lambda *arguments: next(found))
+    comparison = _compare(Block(), Block())
+    assert (comparison and comparison.excess) == expected
+
+
+@pytest.mark.parametrize("shape", [(2048, 6144), (1600, 6144), (14040, 5120), (3, 5)])
+def test_a_part_of_a_large_tensor_has_all_of_its_rows_and_columns(shape):
+    rows, columns = torch.arange(shape[0])[:, None].expand(shape), torch.arange(shape[1]).expand(shape)
+    assert min(2**17, rows.numel()) <= len(_sample(rows)) <= 2**18
+    assert (len(_sample(rows).unique()), len(_sample(columns).unique())) == shape
+
+
+def test_a_part_holds_no_more_than_it_is():
+    tensor = torch.zeros(2**20)
+    assert _sample(tensor).untyped_storage().nbytes() <= 2**20
+    assert _sample(tensor[:4]).data_ptr() != tensor.data_ptr()
