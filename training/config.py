@@ -460,6 +460,8 @@ def load_job(path: str | Path) -> JobConfig:
     try:
         values = tomlkit.parse(path.read_text(encoding="utf-8")).unwrap()
         return make_job(_anchor_paths(values, path.resolve().parent))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}); give the path of a job file (TOML)") from error
     except (tomlkit.exceptions.ParseError, UnicodeDecodeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
 

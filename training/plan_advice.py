@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .planner import Planner
 
 _CARD_SIZES_GB = (8, 10, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141)
-_RESOLUTIONS = (1024, 768, 512, 384, 256)
+_RESOLUTIONS = tuple(range(8192, 255, -64))
 _RANKS = (64, 32, 16, 8, 4)
 _PER_CARD = ("kept_blocks", "swapped_blocks", "memory_limit_gb")  # settings with a value for each card
 
@@ -31,8 +31,9 @@ def describe_refusal(planner: Planner) -> str:
                 "block for each that it keeps or streams; give smaller numbers, or leave them out"
             )
         best = min(possible, key=lambda found: max(stage.share for stage in found.stages))
+    frames = f", {planner.frames} frames" if planner.frames > 1 else ""
     lines = [
-        f"the job does not fit its cards at {planner.bucket[1]}x{planner.bucket[0]} pixels, batch "
+        f"the job does not fit its cards at {planner.bucket[1]}x{planner.bucket[0]} pixels{frames}, batch "
         f"{planner.job.train.batch_size}, rank {planner.job.lora.rank}, {best.setting.describe()}; the best cut needs"
     ]
     for card, stage in zip(planner.cards, best.stages, strict=True):
@@ -127,14 +128,30 @@ def _setter(section: str, values: dict[str, object]) -> Callable[[Planner], Plan
 
 
 def _sizes(planner: Planner) -> list[list[_Change]]:
-    """Smaller resolutions and ranks, the largest first."""
+    """Smaller resolutions, shorter clips and lower ranks, the largest first."""
     now = max(planner.job.data.resolutions)
     smaller = [each for each in _RESOLUTIONS if each < now]
     ranks = [rank for rank in _RANKS if rank < planner.job.lora.rank]
     return [
         [(f"data.resolutions = [{each}]", _resizer(now, each)) for each in smaller],
+        [(f"data.frames = [{each}]", _shortener(each)) for each in _shorter(planner)],
         [(f"lora.rank = {rank}", _setter("lora", {"rank": rank})) for rank in ranks],
     ]
+
+
+def _shorter(planner: Planner) -> list[int]:
+    """Lengths of clips that the model takes, below the one that was planned for."""
+    stride = planner.family.latent_of(planner.variant).frame_stride
+    least = 1 if planner.variant.condition == "none" else 1 + stride
+    return list(range(planner.frames - stride, least - 1, -stride))
+
+
+def _shortener(wanted: int) -> Callable[[Planner], Planner]:
+    def change(planner: Planner) -> Planner:
+        job = replace(planner.job, data=replace(planner.job.data, frames=(wanted,)))
+        return planner.changed(job, planner.cards, planner.bucket, wanted)
+
+    return change
 
 
 def _resizer(now: int, wanted: int) -> Callable[[Planner], Planner]:

@@ -120,8 +120,8 @@ def _has_data(data: DataConfig, resolution: int | None) -> bool:
     first = data.folders[0].path
     if resolution is None:
         raise ValueError(
-            f"the dataset folder {first} does not exist; give a folder of images, or --resolution {IMAGE_RESOLUTION} "
-            "to plan for a square of so many pixels"
+            f"the dataset folder {first} does not exist; give a folder of images, or --resolution "
+            f"{max(data.resolutions)} to plan for a square of so many pixels"
         )
     _log.warning("the dataset folder %s does not exist; the plan is for a square of %d pixels", first, resolution)
     return False

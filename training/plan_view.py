@@ -64,7 +64,7 @@ def describe_plan(plan: TrainingPlan) -> str:
 
 
 def _describe_time(plan: TrainingPlan) -> str:
-    relative = f"{plan.relative_time:.2f} of the time with every block recomputed and no pipeline"
+    relative = f"{plan.relative_time:.2f} of the time that the same takes with every block recomputed and no pipeline"
     if plan.timing is None:
         return f"a step takes {relative} (estimated)"
     return f"a step takes about {_seconds(plan.step_s)} at this size, {relative} (blocks {plan.timing.text})"

@@ -69,12 +69,14 @@ from .rehearsal import UNSEEN_CARD, Kernels, Rehearsal, Work, rehearse_training
 
 _log = logging.getLogger(__name__)
 
-# How many times faster a setting must be for block inputs to be offloaded: how far copies are hidden is an estimate.
-OFFLOAD_GAIN = 1.1
+# How many times faster a setting must be for blocks, and again for block inputs, to wait in host memory where something
+# fits without: how far copies are hidden is an estimate.
+HOST_GAIN = 1.1
 PINNED_SHARE = 0.8  # of free host memory that may be pinned; the system needs some that it can move
 # Share of streaming, or of what is computed beside it if that is shorter, that is not hidden: 0 to 0.45 were
 # measured by benchmarks/block_swap.py on an H200 (docs/experiments.md, 2026-11-22).
 UNHIDDEN = 0.3
+_SEVERAL = 4  # micro-batches that a hint speaks of
 HEADROOM = 0.05  # of a card, left free by what the planner chooses to keep; the forecast may be off by as much
 HOST_SHARE = 0.9  # of free host memory, for blocks that stream from there: it is pinned and cannot be swapped out
 
@@ -164,6 +166,7 @@ class _Found:
     time: float
     settings: StepSettings
     offloaded_bytes: int
+    resident_time: float | None = None  # of what fits with this setting without blocks in host memory, and is slower
 
     @property
     def is_swapping(self) -> bool:
@@ -234,10 +237,13 @@ class Planner:
         """Sizes without weights."""
         return make_empty_transformer(self.info)
 
-    def changed(self, job: JobConfig, cards: Sequence[Card], bucket: tuple[int, int]) -> Planner:
+    def changed(
+        self, job: JobConfig, cards: Sequence[Card], bucket: tuple[int, int], frames: int | None = None
+    ) -> Planner:
         """The same for another job, other cards or another size; the cut is the planner's again if they differ."""
         other = copy(self)
         other.job, other.cards, other.bucket = job, tuple(cards[: len(self.names)]), bucket
+        other.frames = self.frames if frames is None else frames
         other._cuts = self._cuts if len(cards) == len(self.cards) else None
         other._given_times = None  # they are of this job and these cards; what fits does not depend on them
         for name in ("times", "bounds"):
@@ -406,11 +412,13 @@ class Planner:
         return setting.offloads and self.job.train.offload_activations == "auto"
 
     def _weighed(self, found: _Found) -> float:
-        return found.time * (OFFLOAD_GAIN if self._is_auto(found.setting) else 1)
+        waiting = self._is_auto(found.setting), found.is_swapping and self.may_swap
+        return found.time * HOST_GAIN ** sum(waiting)
 
     def fit(self, setting: Setting, most: float = 1.0) -> _Found | None:
         """The best cut for a setting, None if there is none that fits: with some headroom and blocks that keep their
-        activations if possible, else as tight as it gets, else with blocks that stream from host memory.
+        activations if possible, else as tight as it gets, else, or where that is worth it, with blocks that stream from
+        host memory.
 
         Args:
             most: share of a card that may be needed; inf where the user vouches for what does not fit.
@@ -419,9 +427,24 @@ class Planner:
             return plan_each_alone(self, setting, lambda alone, each: alone.fit(each, most))
         found = self._search(setting, 1 - HEADROOM) if most <= 1 else None
         found = found or self._search(setting, most, keeps=False)
-        if found is not None:
-            return found if self.host_fits(found) else None
-        return self._swapping(setting, min(most, 1 - HEADROOM)) or self._swapping(setting, most)
+        if found is None:
+            return self._swapping(setting, min(most, 1 - HEADROOM)) or self._swapping(setting, most)
+        if not self.host_fits(found):
+            return None
+        return found if found.is_swapping or most > 1 else self._faster_swapping(found)
+
+    def _faster_swapping(self, resident: _Found) -> _Found:
+        """The same setting with blocks that stream from host memory, where that is worth it; else what is given.
+
+        So it is where the fastest of several cards is too small for the blocks that it should compute.
+        """
+        unlimited = self._search(resident.setting, math.inf, keeps=False, has_limits=False) if self.may_swap else None
+        if unlimited is None or resident.time <= HOST_GAIN * unlimited.time:  # no cut is so much faster
+            return resident
+        found = self._swapping(resident.setting, 1 - HEADROOM)
+        if found is None or resident.time <= HOST_GAIN * found.time:
+            return resident
+        return replace(found, resident_time=resident.time)
 
     def is_possible(self) -> bool:
         """Whether anything fits."""
@@ -863,7 +886,9 @@ def _cut_reason(planner: Planner, found: _Found) -> str:
 def _swap_reason(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting, _Found | None]]) -> str:
     stages = found.stages
     count = _joined([stage.plan.num_swapped for stage in stages])
-    resident = [other.time for _, other in looked_at if other is not None and not other.is_swapping]
+    fitting = [other for _, other in looked_at if other is not None]
+    resident = [each.time for each in fitting if not each.is_swapping]
+    resident += [each.resident_time for each in fitting if each.resident_time is not None]
     if planner.job.split.swapped_blocks:
         why = "given"
     elif resident:
@@ -888,9 +913,29 @@ def _named(of: str, choice: str) -> str:
 
 
 def _hints(planner: Planner, found: _Found) -> Iterator[str]:
-    hint = hint_of_replicas(planner, found)
+    hint = hint_of_replicas(planner, found) or _hint_of_pipeline(planner, found)
     if hint:
         yield hint
+
+
+def _hint_of_pipeline(planner: Planner, found: _Found) -> str:
+    """What several micro-batches would gain where a step of one keeps one card busy; "" for next to nothing."""
+    job, devices = planner.job, [card.device for card in planner.cards]
+    if job.train.accumulation > 1 or job.pipeline.schedule not in ("auto", "1f1b", "gpipe"):
+        return ""
+    several = replace(job, train=replace(job.train, accumulation=_SEVERAL))
+    schedule = asked_schedule(several, devices)
+    if schedule is None or schedule == "replicas":
+        return ""
+    other = planner.changed(several, planner.cards, planner.bucket).with_times(planner.times)
+    other._rehearsals = planner._rehearsals  # a micro-batch is the same
+    filled = other.fit(replace(found.setting, schedule=schedule, ahead=0))
+    if filled is None or HOST_GAIN * filled.time > _SEVERAL * found.time:
+        return ""
+    return (
+        f"a step of one micro-batch keeps one card busy: with train.accumulation = {_SEVERAL} all work at once, and "
+        f"{_SEVERAL} batches would take {filled.time / found.time:.1f} times as long as this step"
+    )
 
 
 def _warning(planner: Planner, found: _Found) -> str:

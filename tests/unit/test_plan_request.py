@@ -147,7 +147,7 @@ def test_blocks_of_a_model_by_its_name_are_timed_and_the_job_finds_the_times(tmp
         (["--model", "wan2.2-ti2v-5b-i2v", "--cards", "24GB", "--frames", "1"], "is given the first frame, .* give"),
         (["--model", "flux2-dev", "--cards", "24GB", "--calibrate"], "named cannot be measured; leave out --calibrate"),
         (["wan_pair", "--model", "wan2.2-t2v-a14b-high"], "the job trains two .*; remove model.second_expert"),
-        (["flux2", "--model", "flux2-dev"], "the dataset folder /data/my_subject does not exist; .* --resolution 1024"),
+        (["flux2", "--model", "flux2-dev"], "the dataset folder /data/my_subject does not exist; .* --resolution 512"),
     ],
 )
 def test_what_cannot_be_planned_is_said(arguments, message, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,37 @@ def test_three_cards_of_16_gb_take_it_with_every_block_recomputed():
     assert plan.kept_blocks == (0, 0, 0) and all(d.needed <= 16 * GB for d in plan.forecast.devices)
 
 
+@pytest.mark.parametrize("train", [{"accumulation": 4}, {"accumulation": 1}])
+def test_blocks_stream_where_the_fastest_card_is_too_small_for_what_it_should_compute(train):
+    """However the cards are named; the slow one alone would be the slower plan."""
+    speeds = {"model": {"quantize": "int8-compute"}, "train": {"steps": 10} | train}
+    for cards, fast in (("24GiB@1,24GiB@0.3", 0), ("24GiB@0.3,24GiB@1", 1)):
+        plan = _plan(cards, (1024, 1024), **speeds)
+        resident = _plan(cards, (1024, 1024), **speeds, split={"swapped_blocks": [0, 0]})
+        assert plan.swapped_blocks[fast] > 0 and plan.swapped_blocks[1 - fast] == 0
+        assert 1.1 * plan.step_s < resident.step_s
+        (said,) = (reason for reason in plan.reasons if "stream from there" in reason)
+        times = re.search(r"what fits without would take ([0-9.]+) times as long", said)
+        assert times is not None and 1.1 < float(times[1]) <= resident.step_s / plan.step_s + 0.005
+
+
+def test_another_card_or_more_memory_makes_no_plan_slower():
+    """But for what copies from host memory must gain to be taken."""
+    train = {"steps": 10, "accumulation": 4}
+    order = (("16GB,16GB", "24GB,24GB"), ("24GB,12GB", "24GB,24GB"), ("24GB,24GB", "48GB,48GB"))
+    for smaller, larger in (*order, ("24GB", "24GB,24GB@0.3")):
+        before, after = (_plan(cards, (1024, 1024), train=train) for cards in (smaller, larger))
+        assert after.step_s <= 1.1 * before.step_s, (smaller, larger)
+
+
+def test_several_micro_batches_are_proposed_where_one_keeps_one_card_busy():
+    (hint,) = _plan("24GB,24GB").hints
+    several = _plan("24GB,24GB", train={"steps": 10, "accumulation": 4}, pipeline={"schedule": "1f1b", "ahead": 0})
+    assert "train.accumulation = 4" in hint
+    assert f"{several.step_s / _plan('24GB,24GB').step_s:.1f} times as long as this step" in hint
+    assert not several.hints and not _plan("24GB,24GB", pipeline={"schedule": "none"}).hints and not _plan("80GB").hints
+
+
 def test_what_does_not_fit_is_refused_with_what_would_help():
     resident = {"split": {"swapped_blocks": [0, 0]}}
     with pytest.raises(ValueError) as refusal:
@@ -131,7 +163,7 @@ def test_8_bit_optimizer_state_is_for_what_does_not_fit_otherwise():
 
 def test_the_hint_of_replicas_is_for_cards_that_hold_everything():
     assert any("replicas" in hint for hint in _plan("48GB,48GB").hints)
-    assert not _plan("48GB,24GB").hints
+    assert not any("replicas" in hint for hint in _plan("48GB,24GB").hints)
 
 
 def test_settings_of_the_user_are_kept_and_only_checked():
