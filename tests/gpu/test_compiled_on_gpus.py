@@ -22,6 +22,7 @@ pytestmark = [
         not torch.cuda.is_available() or torch.version.hip is not None, reason="needs a CUDA GPU; torch sees none here"
     ),
 ]
+DEVICE = torch.device("cuda:0")
 # Two blocks of each kind whose products are wide and long enough for every 8-bit kernel. bf16 alone is off by 1 %,
 # float8's rounding of a gradient by 3 % in each of many layers.
 FLUX2 = dataclasses.replace(TINY["flux2"], latent_shape=(16, 1, 32, 32), text_shapes={"prompt_embeds": (64, 64)})
@@ -89,5 +90,30 @@ def test_gradients_are_those_of_uncompiled_blocks(scheme, is_dynamic):
     differences = [_off(one, other) for one, other in zip(found, expected, strict=True)]
     print(f"{scheme}: {max(differences):.4f}, output {_off(compiled_output, output):.4f}; of blocks, {check.worst}")
     assert graphs > 0 and _off(compiled_output, output) <= most and max(differences) <= most
-    assert len(check.found) == 4 and check.worst.excess < 0.5, check.found
+    assert len(check.found) == 4 and check.worst.excess < 1, check.found
     assert max(_off(one, other) for one, other in zip(again, expected, strict=True)) <= 1e-2
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_every_block_of_a_family_is_right(name):
+    """Compiled and uncompiled attention one after the other in one thread, too."""
+    family, tiny = FAMILIES[name], TINY[name]
+    model = tiny.make_model(0).to(DEVICE, torch.bfloat16).requires_grad_(False)
+    lora = apply_lora(model, family, LoraSettings(rank=4, alpha=4), seed=1)
+    for parameter in lora.parameters().values():
+        with torch.no_grad():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    model.train()
+    torch._dynamo.reset()
+    handle, check = apply_compile(model, family), BlockCheck({block: name for name, block in model.named_modules()})
+    inputs = {
+        key: value.to(DEVICE, torch.bfloat16 if value.is_floating_point() and key != "timestep" else value.dtype)
+        for key, value in tiny.make_inputs(seed=1).items()
+    }
+    with sound_attention(), handle.watched(check):
+        model(**inputs, return_dict=False)[0].float().square().mean().backward()
+    handle.remove()
+    torch._dynamo.reset()
+    print(f"{name}: {check.worst}")
+    blocks = [block for each in family.block_lists for block in model.get_submodule(each.name)]
+    assert len(check.found) == len(blocks) and check.worst.excess < 1 and not check.gave_up, check.found
