@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. A problem the user can mend is one message on stderr and code 2."""
     options = _make_parser().parse_args(arguments)
-    _set_up_logging(is_verbose=options.verbose)
+    set_up_logging(is_verbose=options.verbose)
     try:
         return options.command(options)
     except (ValueError, RuntimeError, OSError) as error:
@@ -37,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _set_up_logging(*, is_verbose: bool) -> None:
+def set_up_logging(*, is_verbose: bool = False) -> None:
+    """For a process of our own, before it imports what trains: warnings of ours, and what we say besides if wanted."""
     if not is_verbose:
         os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")  # read when it is imported, later
     logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, format="%(levelname)s %(message)s")

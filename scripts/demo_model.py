@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from demo_data import CAPTION, load_photo
 from devicebridge.caching.text_encoder import load_text_encoder, prepare_text
+from devicebridge.cli import set_up_logging
 from devicebridge.families.flux2 import FLUX2
 from devicebridge.training.config import ObjectiveConfig
 from devicebridge.training.objective import add_noise, draw_quantiles, flow_matching_loss, make_noise_schedule
@@ -397,4 +398,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    set_up_logging()
     main(Path(sys.argv[1]))

@@ -2,7 +2,7 @@
 
     python scripts/demo_report.py RUN
 
-RUN holds job.toml and what it names. Prints the LoRA file, the loss plot and the pictures, one path per line.
+RUN holds job.toml and what it names. Prints where the LoRA, the loss plot and the pictures are.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from devicebridge.caching.encode import encode_captions
 from devicebridge.caching.image import read_pixels
 from devicebridge.caching.vae import load_vae
+from devicebridge.cli import set_up_logging
 from devicebridge.families.spec import ModelFamily
 from devicebridge.loading.checkpoint import load_transformer
 from devicebridge.loading.lora_file import lora_from_file
@@ -151,9 +152,11 @@ def main(run: Path) -> None:
     loss, pictures = run / "loss.png", run / "before_after.png"
     plot_loss(folder / "events.jsonl", loss)
     save_image_grid(pictures, make_pictures(plan, lora), side=160)
-    for path in (lora, loss, pictures):
-        print(path)
+    print(f"the LoRA: {lora}")
+    print(f"its loss: {loss}")
+    print(f"training images, and pictures without and with it: {pictures}")
 
 
 if __name__ == "__main__":
+    set_up_logging()
     main(Path(sys.argv[1]))

@@ -57,8 +57,8 @@ def parse_cards(text: str) -> list[Card]:
         match = _CARD.fullmatch(part)
         if match is None or not float(match["size"]) or not float(match["speed"] or 1):
             raise ValueError(
-                f'cards: {part!r} in {text!r} is no card; write "24GB,12GB", several alike as "2x24GB", or with speeds '
-                '"2x24GB@1,12GB@0.5"'
+                f'cards: {part!r} in {text!r} is no card; write its memory: "24GB,12GB", several alike as "2x24GB", '
+                'with speeds "2x24GB@1,12GB@0.5"'
             )
         count = int(match["count"] or 1)
         if not 1 <= count <= _MAX_CARDS - len(cards):
