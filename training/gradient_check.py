@@ -11,13 +11,16 @@ looked at again.
 A block adds to what passes it by. In deep models that is many times longer: it would hide what is added, and the norm
 that a block begins with makes the gradient from its first layers as many times shorter. So the inputs that pass by are
 scaled to a sixteenth, by a power of two: behind the norm everything is as it was. And only what is added is compared.
+The half of a fresh LoRA that is zero is not, meanwhile, or the other half would have no gradient to compare.
 Of large tensors a part is looked at, taken evenly from all over.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +35,7 @@ from .events import first_line
 _LEAST, _TIMES = 0.02, 4.0
 _MOST_VALUES = 2**18  # of a tensor that are compared: 1 MiB
 _RMS = 1 / 16  # of inputs that pass a block by; far above what a norm adds to its divisor
+_SMALL = 0.01  # of what a LoRA learns
 _NUM_TRIES = 3  # with other random numbers, before a block is wrong
 
 Forward = Callable[..., Any]
@@ -115,12 +119,29 @@ def compare_forwards(
     Raises: UncompiledFailed where plain raises anything but torch.cuda.OutOfMemoryError.
     """
     sizes = _output_sizes(plain, arguments)
-    tries = (_compare_once(compiled, plain, arguments, trained, sizes) for _ in range(_NUM_TRIES))
-    comparison = next(tries)
-    for again in tries if comparison is not None and comparison.excess > 1 else ():
-        if again is None or again.excess <= 1:
-            return again
-    return comparison
+    with _without_zeros(list(trained.values())):
+        tries = (_compare_once(compiled, plain, arguments, trained, sizes) for _ in range(_NUM_TRIES))
+        comparison = next(tries)
+        for again in tries if comparison is not None and comparison.excess > 1 else ():
+            if again is None or again.excess <= 1:
+                return again
+        return comparison
+
+
+@contextmanager
+def _without_zeros(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, parameters that are all zeros are small numbers: the half of a fresh LoRA that keeps all gradients from
+    the other half."""
+    with torch.no_grad():
+        zeros = {each: each.detach().clone() for each in parameters if not each.any()}
+        for each in zeros:
+            each.normal_(0, _SMALL)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for each, before in zeros.items():
+                each.copy_(before)
 
 
 def _compare_once(
@@ -128,28 +149,27 @@ def _compare_once(
     plain: Forward,
     arguments: Arguments,
     trained: Mapping[str, nn.Parameter],
-    sizes: frozenset[torch.Size],
+    sizes: Sequence[torch.Size],
 ) -> Comparison | None:
     directions: list[torch.Tensor] = []
-    scaled = lambda tensor: _scaled(tensor) if tensor.shape in sizes else tensor  # noqa: E731
-    otherwise = lambda tensor: _rounded_otherwise(scaled(tensor))  # noqa: E731
     try:
-        expected = _results(plain, map_tensors(arguments, scaled), trained, directions)
+        expected = _results(plain, _with_short_streams(arguments, sizes), trained, directions)
         others = [_rounded_otherwise(each) for each in directions]
-        again = _results(plain, map_tensors(arguments, otherwise), trained, others)
+        otherwise = map_tensors(_with_short_streams(arguments, sizes), _rounded_otherwise)
+        again = _results(plain, otherwise, trained, others)
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:
         raise UncompiledFailed(str(error)) from error
-    del others
-    found = _results(compiled, map_tensors(arguments, scaled), trained, directions)
+    del others, otherwise
+    found = _results(compiled, _with_short_streams(arguments, sizes), trained, directions)
     comparisons = [_compare(name, found.get(name), again[name], expected[name]) for name in expected]
     known = [each for each in comparisons if each is not None]
     return max(known, key=lambda each: each.excess, default=None)
 
 
 @torch.no_grad()
-def _output_sizes(plain: Forward, arguments: Arguments) -> frozenset[torch.Size]:
+def _output_sizes(plain: Forward, arguments: Arguments) -> list[torch.Size]:
     outputs: list[torch.Tensor] = []
     try:
         map_tensors(plain(*arguments[0], **arguments[1]), lambda output: _noted(output, outputs))
@@ -157,7 +177,18 @@ def _output_sizes(plain: Forward, arguments: Arguments) -> frozenset[torch.Size]
         raise
     except Exception as error:
         raise UncompiledFailed(str(error)) from error
-    return frozenset(output.shape for output in outputs)
+    return [output.shape for output in outputs]
+
+
+def _with_short_streams(arguments: Arguments, sizes: Sequence[torch.Size]) -> Arguments:
+    """With what passes by scaled: of the inputs that have an output's size the first, one for each output."""
+    left = Counter(sizes)
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        left[tensor.shape] -= 1
+        return _scaled(tensor) if left[tensor.shape] >= 0 else tensor
+
+    return map_tensors(arguments, change)
 
 
 def _results(
@@ -213,8 +244,11 @@ def _scaled(tensor: torch.Tensor) -> torch.Tensor:
     length = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32).item()
     if not length or not math.isfinite(length):
         return tensor
-    found = tensor.detach() * 2.0 ** round(math.log2(_RMS * math.sqrt(tensor.numel()) / length))
-    return found.requires_grad_(tensor.requires_grad) if found.stride() == tensor.stride() else tensor
+    if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return tensor  # several values in one place
+    factor = 2.0 ** round(math.log2(_RMS * math.sqrt(tensor.numel()) / length))
+    found = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return found.copy_(tensor.detach()).mul_(factor).requires_grad_(tensor.requires_grad)
 
 
 def _rounded_otherwise(tensor: torch.Tensor) -> torch.Tensor:

@@ -173,6 +173,11 @@ class _Found:
         return any(stage.plan.num_swapped for stage in self.stages)
 
 
+def _must_swap(found: _Found) -> bool:
+    """Whether blocks stream because nothing fits with its setting without."""
+    return found.is_swapping and found.resident_time is None
+
+
 def asked_schedule(job: JobConfig, devices: Sequence[torch.device]) -> Kind | Literal["replicas"] | None:
     """The schedule that a job asks for on these devices; None for one micro-batch at a time, "auto" means 1f1b.
 
@@ -387,7 +392,7 @@ class Planner:
         best = [
             min(those, key=lambda found: (found.setting.optimizer == "adamw8bit", self._weighed(found)))
             for is_swapping in (False, True)
-            if (those := [found for found in fitting if found.is_swapping == is_swapping])
+            if (those := [found for found in fitting if _must_swap(found) == is_swapping])
         ]
         return min(best, key=self._weighed, default=None), looked_at
 
@@ -396,15 +401,17 @@ class Planner:
         than a split: where nothing fits they are looked at only if the user names them."""
         looked_at: list[tuple[Setting, _Found | None]] = []
         resident: set[Setting] = set()
+        best = math.inf
         for setting in self.settings():
             if self._is_auto(setting) and replace(setting, offloads=False) in resident:
                 continue
             if most > 1 and setting.schedule == "replicas" != self.job.pipeline.schedule:
                 continue
-            found = self.fit(setting, most)
+            found = self.fit(setting, most, best)
             looked_at.append((setting, found))
             if found is not None and not found.is_swapping:
                 resident.add(setting)
+            best = min(best, math.inf if found is None else self._weighed(found))
         return looked_at
 
     def _is_auto(self, setting: Setting) -> bool:
@@ -415,13 +422,14 @@ class Planner:
         waiting = self._is_auto(found.setting), found.is_swapping and self.may_swap
         return found.time * HOST_GAIN ** sum(waiting)
 
-    def fit(self, setting: Setting, most: float = 1.0) -> _Found | None:
+    def fit(self, setting: Setting, most: float = 1.0, best: float = math.inf) -> _Found | None:
         """The best cut for a setting, None if there is none that fits: with some headroom and blocks that keep their
         activations if possible, else as tight as it gets, else, or where that is worth it, with blocks that stream from
         host memory.
 
         Args:
             most: share of a card that may be needed; inf where the user vouches for what does not fit.
+            best: time of what was found before, weighed; blocks need not stream for a slower one.
         """
         if setting.schedule == "replicas":
             return plan_each_alone(self, setting, lambda alone, each: alone.fit(each, most))
@@ -431,20 +439,28 @@ class Planner:
             return self._swapping(setting, min(most, 1 - HEADROOM)) or self._swapping(setting, most)
         if not self.host_fits(found):
             return None
-        return found if found.is_swapping or most > 1 else self._faster_swapping(found)
+        return found if found.is_swapping or most > 1 else self._faster_swapping(found, best)
 
-    def _faster_swapping(self, resident: _Found) -> _Found:
+    def _faster_swapping(self, resident: _Found, best: float) -> _Found:
         """The same setting with blocks that stream from host memory, where that is worth it; else what is given.
 
         So it is where the fastest of several cards is too small for the blocks that it should compute.
         """
-        unlimited = self._search(resident.setting, math.inf, keeps=False, has_limits=False) if self.may_swap else None
-        if unlimited is None or resident.time <= HOST_GAIN * unlimited.time:  # no cut is so much faster
-            return resident
+        if not self.may_swap or min(resident.time, best) <= HOST_GAIN * self._least_time(resident.setting):
+            return resident  # whatever the cut
         found = self._swapping(resident.setting, 1 - HEADROOM)
         if found is None or resident.time <= HOST_GAIN * found.time:
             return resident
         return replace(found, resident_time=resident.time)
+
+    def _least_time(self, setting: Setting) -> float:
+        """No step with every block recomputed is shorter: the fastest card computes all, or all cards share evenly."""
+        times = [
+            [self.times.of(block, card, setting.scheme) for block in range(len(self.names))] for card in self.cards
+        ]
+        whole = [sum(2 * forward + backward for forward, backward in each) for each in times]
+        shortest = min(whole) if setting.schedule == "none" else 1 / sum(1 / each for each in whole)
+        return self.job.train.accumulation * shortest
 
     def is_possible(self) -> bool:
         """Whether anything fits."""
@@ -887,12 +903,16 @@ def _swap_reason(planner: Planner, found: _Found, looked_at: Sequence[tuple[Sett
     stages = found.stages
     count = _joined([stage.plan.num_swapped for stage in stages])
     fitting = [other for _, other in looked_at if other is not None]
-    resident = [each.time for each in fitting if not each.is_swapping]
-    resident += [each.resident_time for each in fitting if each.resident_time is not None]
+    without = [(each, each.time) for each in fitting if not each.is_swapping]
+    without += [(each, each.resident_time) for each in fitting if each.resident_time is not None]
+    alike = [time for each, time in without if each.setting.offloads == found.setting.offloads]
+    others = [time for each, time in without if each.setting.offloads != found.setting.offloads]
     if planner.job.split.swapped_blocks:
         why = "given"
-    elif resident:
-        why = f"what fits without would take {min(resident) / found.time:.2f} times as long"
+    elif alike:
+        why = f"what fits without would take {min(alike) / found.time:.2f} times as long"
+    elif others:
+        why = f"with block inputs there instead it would take {min(others) / found.time:.2f} times as long"
     elif planner.job.split.memory_limit_gb:
         why = "what memory_limit_gb allows cannot hold them"
     else:
@@ -934,7 +954,7 @@ def _hint_of_pipeline(planner: Planner, found: _Found) -> str:
         return ""
     return (
         f"a step of one micro-batch keeps one card busy: with train.accumulation = {_SEVERAL} all work at once, and "
-        f"{_SEVERAL} batches would take {filled.time / found.time:.1f} times as long as this step"
+        f"{_SEVERAL} batches would take {filled.time / found.time:.1f} times as long as this step, or less"
     )
 
 

@@ -16,7 +16,7 @@ from devicebridge.patches.quantize import replace_module
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.training import gradient_check, loop
-from devicebridge.training.gradient_check import _sample, compare_forwards
+from devicebridge.training.gradient_check import _sample, _with_short_streams, compare_forwards
 from devicebridge.training.job import run_job
 from diffusers.models.transformers.transformer_flux2 import Flux2TransformerBlock
 from peft import LoraConfig, inject_adapter_in_model
@@ -412,6 +412,42 @@ def test_a_layer_of_a_real_block_that_loses_its_gradient_is_found(name, scheme):
         assert compare_forwards(block, block, arguments, trained).excess == 0
         comparison = compare_forwards(lost, block, arguments, trained)
         assert comparison.excess > 1 and "the gradient of" in comparison.name
+
+
+def test_a_half_of_a_fresh_lora_that_loses_its_gradient_is_found():
+    """The other half is zero, and so are its gradients, lost or not; afterwards it is zero again."""
+    block = _real_block(None)
+    layer = block.get_submodule("attn.to_q")
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    trained = {name: each for name, each in block.named_parameters() if each.requires_grad}
+    before = {name: each.detach().clone() for name, each in trained.items()}
+
+    def forward(*arguments):
+        with layer.lora_A["default"].register_forward_hook(lambda module, inputs, output: output):
+            return block(*arguments)
+
+    def lost(*arguments):
+        with layer.lora_A["default"].register_forward_hook(lambda module, inputs, output: output.detach()):
+            return block(*arguments)
+
+    assert compare_forwards(forward, block, (_real_arguments(1), {}), trained).excess < 1
+    assert compare_forwards(lost, block, (_real_arguments(1), {}), trained).excess > 1
+    assert all(torch.equal(each, before[name]) for name, each in trained.items())
+
+
+def test_streams_that_are_parts_of_wider_tensors_keep_their_layout():
+    """As FLUX.1's single blocks get theirs."""
+    whole = 30 * torch.randn(2, 24, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    part = whole[:, 8:].requires_grad_()
+    (found, other, same), _ = _with_short_streams(((part, whole[:, :16], part.detach()), {}), [part.shape] * 2)
+    assert found.stride() == part.stride() and found.requires_grad and not found.is_contiguous()
+    assert found.float().square().mean().sqrt().item() == pytest.approx(1 / 16, rel=0.5)
+    factor = (part.float().norm() / found.float().norm()).log2().round().exp2()
+    assert torch.equal(found.float() * factor, part.float())
+    assert other.float().norm() < part.float().norm() / 100 and torch.equal(same, part)  # one for each output
 
 
 def _real_block(scheme):

@@ -100,6 +100,13 @@ def test_blocks_stream_where_the_fastest_card_is_too_small_for_what_it_should_co
         assert times is not None and 1.1 < float(times[1]) <= resident.step_s / plan.step_s + 0.005
 
 
+def test_8_bit_optimizer_state_is_for_what_would_not_fit_otherwise():
+    """Also where what fits is faster with blocks that stream."""
+    sections = {"model": {"quantize": "fp8-compute"}, "lora": {"rank": 100}, "optimizer": {"name": "auto"}}
+    plan = _plan("24GiB@1,24GiB@0.72", (1024, 1024), **sections)
+    assert plan.setting.optimizer == "adamw" and any(plan.swapped_blocks)
+
+
 def test_another_card_or_more_memory_makes_no_plan_slower():
     """But for what copies from host memory must gain to be taken."""
     train = {"steps": 10, "accumulation": 4}
