@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -46,7 +46,11 @@ class Assembled:
     @property
     def all_compiled(self) -> tuple[CompiledBlocks, ...]:
         """Of this and its replicas, in the order they were made in; () if blocks are not compiled."""
-        return tuple(each.compiled for each in (self, *self.replicas) if each.compiled is not None)
+        return _compiled_of((self, *self.replicas))
+
+
+def _compiled_of(assembled: Iterable[Assembled]) -> tuple[CompiledBlocks, ...]:
+    return tuple(each.compiled for each in assembled if each.compiled is not None)
 
 
 def assemble_for_training(
@@ -117,7 +121,7 @@ def assemble_for_training(
         for index in range(len(models)):
             finished.append(finish(index))
     except BaseException:
-        remove_compiled([each.compiled for each in finished if each.compiled is not None])
+        remove_compiled(_compiled_of(finished))
         raise
     return replace(finished[0], replicas=tuple(finished[1:]))
 

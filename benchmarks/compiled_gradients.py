@@ -31,19 +31,15 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 import torch  # noqa: E402
 from devicebridge.parallel.devices import CPU, available_devices, release_cached_memory  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
-from devicebridge.training.gradient_check import Comparison  # noqa: E402
+from devicebridge.training.gradient_check import Comparison, worst_of  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
-from random_job import SCHEMES, VARIANT, plan_devices  # noqa: E402
-from train_step import SUBJECTS, Contestant, make_contestant, make_tiny  # noqa: E402
-
-SUBJECT = "flux2-512"
+from random_job import SCHEMES, plan_devices  # noqa: E402
+from train_step import SUBJECTS, Contestant, in_size, make_contestant  # noqa: E402
 
 
 def measure(options: argparse.Namespace, scheme: str) -> dict[str, Any]:
     """One scheme -> its comparisons."""
-    subject, config = SUBJECTS[SUBJECT], dict(VARIANT.transformer_config)
-    if options.tiny:
-        subject, config = make_tiny(subject)
+    subject, config = in_size(SUBJECTS["flux2-512"], is_tiny=options.tiny)
     each = make_contestant(options, subject, config, plan_devices(config, options.devices), scheme, usual=False)
     backend = {"backend": "aot_eager"} if options.tiny else {}
     each.compiled = [apply_compile(each.built.model, each.built.family, **backend)]
@@ -71,7 +67,7 @@ def _described(found: Sequence[Comparison]) -> dict[str, Any]:
         "median_excess": round(statistics.median(excess), 4),
         "largest_difference": round(max(differences), 4),
         "median_difference": round(statistics.median(differences), 4),
-        "least_explained": str(max(found, key=lambda each: each.excess)),
+        "least_explained": str(worst_of(found)),
         "num_compared": len(found),
     }
 

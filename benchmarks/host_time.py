@@ -24,9 +24,9 @@ import argparse
 import multiprocessing
 import runpy
 import statistics
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,19 +41,18 @@ from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
 from devicebridge.training.events import first_line  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
-from random_job import SCHEMES, VARIANT, plan_devices  # noqa: E402
+from random_job import SCHEMES, plan_devices  # noqa: E402
 from torch import nn  # noqa: E402
-from train_step import SUBJECTS, Contestant, Way, busy_seconds, make_contestant, make_tiny  # noqa: E402
+from train_step import SUBJECTS, Contestant, Way, busy_seconds, in_size, make_contestant  # noqa: E402
 
 NUM_BATCHES = 4
-SUBJECT = SUBJECTS["flux2-512"]
 _MOST_S = 300.0  # for one process to be ready or done; after it all end
 Layers = tuple[int, int]
 
 
 def make_stage(scheme: str, layers: Layers, device: torch.device, *, is_wide: bool, is_compiled: bool) -> Contestant:
     """Blocks that keep their activations, on one device; warm."""
-    subject, config = (SUBJECT, dict(VARIANT.transformer_config)) if is_wide else make_tiny(SUBJECT)
+    subject, config = in_size(SUBJECTS["flux2-512"], is_tiny=not is_wide)
     config |= {"num_layers": layers[0], "num_single_layers": layers[1]}
     options = argparse.Namespace(tiny=not is_wide)
     each = make_contestant(options, subject, config, plan_devices(config, [device]), scheme, usual=False)
@@ -86,25 +85,12 @@ def measure_host(options: argparse.Namespace, scheme: str, is_compiled: bool) ->
     devices, num_blocks = options.devices, sum(options.layers)
     stages = [make_stage(scheme, options.layers, d, is_wide=False, is_compiled=is_compiled) for d in devices]
     found = {"alone": _median_s(stages[0], options.rounds)}
-    found["threads"] = max(_in_threads([lambda each=each: _median_s(each, options.rounds) for each in stages]))
+    with ThreadPoolExecutor(len(stages)) as threads:
+        found["threads"] = max(threads.map(lambda each: _median_s(each, options.rounds), stages))
     del stages
     release_cached_memory()
     found["processes"] = max(_in_processes(scheme, options.layers, devices, is_compiled, options.rounds))
     return {name: round(1e3 * seconds / num_blocks, 3) for name, seconds in found.items()}
-
-
-def _in_threads(work: Sequence[Callable[[], float]]) -> list[float]:
-    found = [0.0] * len(work)
-
-    def run(index: int) -> None:
-        found[index] = work[index]()
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(work))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
 
 
 def _in_processes(

@@ -34,6 +34,7 @@ from devicebridge.training.batches import CachedSamples
 from devicebridge.training.cards import Card, cards_of
 from devicebridge.training.config import JobConfig, make_job
 from devicebridge.training.data import BatchOrder, Sample
+from devicebridge.training.gradient_check import worst_of
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import make_noise_schedule
 from devicebridge.training.optimizer import learning_rate_factor
@@ -318,7 +319,7 @@ def demand_right_gradients(trainer: Trainer) -> None:
         found = trainer.compare_compiled()
         if not found or not trainer.compiled:
             raise RuntimeError("compiled blocks were not compared with uncompiled ones, or are wrong: see above")
-        say(f"compiled blocks against uncompiled ones: {max(found, key=lambda each: each.excess)}")
+        say(f"compiled blocks against uncompiled ones: {worst_of(found)}")
 
 
 def run_steps(trainer: Trainer, on_step: Callable[[int, float], None] = lambda number, loss: None) -> list[float]:

@@ -473,14 +473,17 @@ def make_tiny(subject: Subject) -> tuple[Subject, dict[str, Any]]:
     return replace(subject, latent=row.latent_shape, text=text), dict(row.transformer_config)
 
 
+def in_size(subject: Subject, *, is_tiny: bool) -> tuple[Subject, dict[str, Any]]:
+    """The subject and its model's config, at full size or tiny."""
+    if is_tiny:
+        return make_tiny(subject)
+    _, variant = _described(subject)
+    return subject, dict(variant.transformer_config)
+
+
 def run_section(options: argparse.Namespace, name: str, scheme: str) -> dict[str, Any]:
     """One subject and scheme: the usual split (bf16, or weight-only float8 beside 8 bits) against ours."""
-    subject = SUBJECTS[name]
-    if options.tiny:
-        subject, config = make_tiny(subject)
-    else:
-        _, variant = _described(subject)
-        config = dict(variant.transformer_config)
+    subject, config = in_size(SUBJECTS[name], is_tiny=options.tiny)
     devices = options.devices
 
     def contestant(placement: Placement, base: str, usual: bool) -> Contestant:

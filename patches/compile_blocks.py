@@ -40,7 +40,8 @@ _MOST_GRAPHS = 256  # per kind; torch keeps no more (accumulated_recompile_limit
 
 
 Forward = Callable[..., Any]
-Watch = Callable[[nn.Module, Forward, Forward, tuple[tuple[Any, ...], dict[str, Any]]], None]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Watch = Callable[[nn.Module, Forward, Forward, Arguments], None]
 
 
 class CompiledBlocks:

@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from ..patches.compile_blocks import Arguments, Forward
 from ..patches.hooks import map_tensors
 from .events import first_line
 
@@ -37,9 +39,6 @@ _MOST_VALUES = 2**18  # of a tensor that are compared: 1 MiB
 _RMS = 1 / 16  # of inputs that pass a block by; far above what a norm adds to its divisor
 _SMALL = 0.01  # of what a LoRA learns
 _NUM_TRIES = 3  # with other random numbers, before a block is wrong
-
-Forward = Callable[..., Any]
-Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 class UncompiledFailed(RuntimeError):
@@ -76,13 +75,13 @@ class BlockCheck:
     Where memory does not suffice, or a block fails uncompiled, it compares nothing more.
 
     Args:
-        names: of all blocks.
+        models: that the blocks are of.
     """
 
-    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+    def __init__(self, *models: nn.Module) -> None:
         self.found: list[Comparison] = []
         self.gave_up = ""  # why it compares nothing more
-        self._names = names
+        self._names = {module: name for model in models for name, module in model.named_modules()}
 
     def __call__(self, block: nn.Module, compiled: Forward, plain: Forward, arguments: Arguments) -> None:
         if self.gave_up:
@@ -101,8 +100,13 @@ class BlockCheck:
 
     @property
     def worst(self) -> Comparison | None:
-        """Which rounding explains least; None if nothing was compared."""
-        return max(self.found, key=lambda each: each.excess, default=None)
+        """None if nothing was compared."""
+        return worst_of(self.found)
+
+
+def worst_of(comparisons: Sequence[Comparison]) -> Comparison | None:
+    """Which rounding explains least; None of none."""
+    return max(comparisons, key=lambda each: each.excess, default=None)
 
 
 def compare_forwards(
@@ -152,32 +156,31 @@ def _compare_once(
     sizes: Sequence[torch.Size],
 ) -> Comparison | None:
     directions: list[torch.Tensor] = []
-    try:
+    with _blaming_the_uncompiled():
         expected = _results(plain, _with_short_streams(arguments, sizes), trained, directions)
         others = [_rounded_otherwise(each) for each in directions]
         otherwise = map_tensors(_with_short_streams(arguments, sizes), _rounded_otherwise)
         again = _results(plain, otherwise, trained, others)
-    except torch.cuda.OutOfMemoryError:
-        raise
-    except Exception as error:
-        raise UncompiledFailed(str(error)) from error
     del others, otherwise
     found = _results(compiled, _with_short_streams(arguments, sizes), trained, directions)
     comparisons = [_compare(name, found.get(name), again[name], expected[name]) for name in expected]
-    known = [each for each in comparisons if each is not None]
-    return max(known, key=lambda each: each.excess, default=None)
+    return worst_of([each for each in comparisons if each is not None])
 
 
 @torch.no_grad()
 def _output_sizes(plain: Forward, arguments: Arguments) -> list[torch.Size]:
-    outputs: list[torch.Tensor] = []
+    with _blaming_the_uncompiled():
+        return [output.shape for output in _tensors(plain(*arguments[0], **arguments[1]))]
+
+
+@contextmanager
+def _blaming_the_uncompiled() -> Iterator[None]:
     try:
-        map_tensors(plain(*arguments[0], **arguments[1]), lambda output: _noted(output, outputs))
+        yield
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:
         raise UncompiledFailed(str(error)) from error
-    return [output.shape for output in outputs]
 
 
 def _with_short_streams(arguments: Arguments, sizes: Sequence[torch.Size]) -> Arguments:
@@ -199,11 +202,8 @@ def _results(
     Args:
         directions: gradients of the outputs that have one; drawn if empty.
     """
-    inputs: list[torch.Tensor] = []
-    outputs: list[torch.Tensor] = []
-    as_leaf = lambda tensor: _noted(tensor.detach().requires_grad_(tensor.requires_grad), inputs)  # noqa: E731
-    args, named = map_tensors(arguments, as_leaf)
-    map_tensors(forward(*args, **named), lambda output: _noted(output, outputs))
+    own = map_tensors(arguments, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+    inputs, outputs = _tensors(own), _tensors(forward(*own[0], **own[1]))
     found = {f"output {index}": _added(output, inputs) for index, output in enumerate(outputs)}
     outputs = [output for output in outputs if output.requires_grad]
     if not outputs:
@@ -218,9 +218,8 @@ def _results(
     return found
 
 
-def _noted(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
-    into.append(tensor)
-    return tensor
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _added(tensor: torch.Tensor, passed: list[torch.Tensor]) -> torch.Tensor:

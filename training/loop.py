@@ -168,8 +168,7 @@ class Trainer:
         with self._put_back():
             for index in range(count):
                 self._micro_batch(index, count).prepare()  # what is wrong with the data is not the compiler's fault
-        copies = [self._seat(index)[0] for index in range(count)]
-        check = BlockCheck({block: name for copy in copies for name, block in copy.named_modules()})
+        check = BlockCheck(*(self._seat(index)[0] for index in range(count)))
         fault = self._fault_of_compiled(check, count)
         if fault:
             _log.warning("blocks are no longer compiled: %s", fault)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -253,7 +253,9 @@ class Planner:
         other._given_times = None  # they are of this job and these cards; what fits does not depend on them
         for name in ("times", "bounds"):
             other.__dict__.pop(name, None)
-        if replace(job, split=self.job.split, optimizer=self.job.optimizer) != self.job or bucket != self.bucket:
+        train = replace(job.train, accumulation=self.job.train.accumulation)
+        has_other_work = replace(job, split=self.job.split, optimizer=self.job.optimizer, train=train) != self.job
+        if has_other_work or (bucket, other.frames) != (self.bucket, self.frames):  # of a micro-batch
             other._rehearsals = {}
         return other
 
@@ -378,6 +380,11 @@ class Planner:
         front, tail = self.times.ends(self.cards[plan.stage], scheme)
         return front * (plan.stage == 0) + tail * (plan.stage == settings.tail_stage(plan.num_stages))
 
+    def recomputed_s(self, blocks: Iterable[int], card: Card, scheme: str) -> float:
+        """Seconds of a micro-batch through these blocks: forward, forward again, and backward."""
+        times = (self.times.of(block, card, scheme) for block in blocks)
+        return sum(2 * forward + backward for forward, backward in times)
+
     def find(self) -> tuple[_Found | None, list[tuple[Setting, _Found | None]]]:
         """The fastest setting that fits, None if none does; and everything that was looked at.
 
@@ -455,10 +462,8 @@ class Planner:
 
     def _least_time(self, setting: Setting) -> float:
         """No step with every block recomputed is shorter: the fastest card computes all, or all cards share evenly."""
-        times = [
-            [self.times.of(block, card, setting.scheme) for block in range(len(self.names))] for card in self.cards
-        ]
-        whole = [sum(2 * forward + backward for forward, backward in each) for each in times]
+        blocks = range(len(self.names))
+        whole = [self.recomputed_s(blocks, card, setting.scheme) for card in self.cards]
         shortest = min(whole) if setting.schedule == "none" else 1 / sum(1 / each for each in whole)
         return self.job.train.accumulation * shortest
 
@@ -841,9 +846,9 @@ def _settled(job: JobConfig, setting: Setting) -> JobConfig:
 
 def _recomputed(planner: Planner, found: _Found, stage: _Stage) -> float:
     card = planner.cards[stage.plan.stage]
-    times = [planner.times.of(block, card, found.setting.scheme) for block in _blocks(stage)]
+    blocks = planner.recomputed_s(_blocks(stage), card, found.setting.scheme)
     ends = planner.ends_s(stage.plan, found.setting.scheme, replace(found.settings, schedule="none"))
-    return sum(2 * forward + backward for forward, backward in times) + ends
+    return blocks + ends
 
 
 def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting, _Found | None]]) -> Iterator[str]:
@@ -948,7 +953,6 @@ def _hint_of_pipeline(planner: Planner, found: _Found) -> str:
     if schedule is None or schedule == "replicas":
         return ""
     other = planner.changed(several, planner.cards, planner.bucket).with_times(planner.times)
-    other._rehearsals = planner._rehearsals  # a micro-batch is the same
     filled = other.fit(replace(found.setting, schedule=schedule, ahead=0))
     if filled is None or HOST_GAIN * filled.time > _SEVERAL * found.time:
         return ""

@@ -40,12 +40,26 @@ def _model():
     return diffusers.Flux2Transformer2DModel(**config)
 
 
+def _inputs(tiny):
+    return {
+        name: value.to(DEVICE, torch.bfloat16 if value.is_floating_point() and name != "timestep" else value.dtype)
+        for name, value in tiny.make_inputs(seed=1).items()
+    }
+
+
+def _lora(model, family, rank, size):
+    """As if it had been trained."""
+    lora = apply_lora(model, family, LoraSettings(rank=rank, alpha=rank, dtype="float32"), seed=1)
+    for index, parameter in enumerate(lora.parameters().values()):
+        with torch.no_grad():
+            parameter.copy_(size * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+    model.train()
+    return lora
+
+
 def _gradients(model, lora):
     parameters = lora.parameters()
-    inputs = {
-        name: value.cuda().bfloat16() if value.is_floating_point() and name != "timestep" else value.cuda()
-        for name, value in FLUX2.make_inputs(seed=1).items()
-    }
+    inputs = _inputs(FLUX2)
     with sound_attention():
         output = model(**inputs, return_dict=False)[0]
         output.float().square().mean().backward()
@@ -64,24 +78,19 @@ def _off(found, expected):
     [*((scheme, False) for scheme in MOST_DIFFERENCE), ("none", True), ("fp8-compute", True)],
 )
 def test_gradients_are_those_of_uncompiled_blocks(scheme, is_dynamic):
-    device, family = torch.device("cuda:0"), FAMILIES["flux2"]
-    model = _model().to(device, torch.bfloat16).requires_grad_(False)
+    family = FAMILIES["flux2"]
+    model = _model().to(DEVICE, torch.bfloat16).requires_grad_(False)
     if scheme != "none":
-        if refusal(QuantizeSettings(scheme), [device]):
-            pytest.skip(refusal(QuantizeSettings(scheme), [device]))
+        if refusal(QuantizeSettings(scheme), [DEVICE]):
+            pytest.skip(refusal(QuantizeSettings(scheme), [DEVICE]))
         apply_quantization(model, family, QuantizeSettings(scheme))
-    lora = apply_lora(model, family, LoraSettings(rank=16, alpha=16, dtype="float32"), seed=1)
-    for index, parameter in enumerate(lora.parameters().values()):
-        with torch.no_grad():
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
-            parameter.copy_(0.03 * noise)
-    model.train()
+    lora = _lora(model, family, 16, 0.03)
     output, expected = _gradients(model, lora)
     torch._dynamo.reset()
     handle = apply_compile(model, family, is_dynamic=is_dynamic)
     compiled_output, found = _gradients(model, lora)
     graphs = handle.num_graphs
-    check = BlockCheck({block: name for name, block in model.named_modules()})
+    check = BlockCheck(model)
     with handle.watched(check):
         _gradients(model, lora)
     handle.remove()
@@ -99,17 +108,10 @@ def test_every_block_of_a_family_is_right(name):
     """Compiled and uncompiled attention one after the other in one thread, too."""
     family, tiny = FAMILIES[name], TINY[name]
     model = tiny.make_model(0).to(DEVICE, torch.bfloat16).requires_grad_(False)
-    lora = apply_lora(model, family, LoraSettings(rank=4, alpha=4), seed=1)
-    for parameter in lora.parameters().values():
-        with torch.no_grad():
-            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    model.train()
+    _lora(model, family, 4, 0.1)
     torch._dynamo.reset()
-    handle, check = apply_compile(model, family), BlockCheck({block: name for name, block in model.named_modules()})
-    inputs = {
-        key: value.to(DEVICE, torch.bfloat16 if value.is_floating_point() and key != "timestep" else value.dtype)
-        for key, value in tiny.make_inputs(seed=1).items()
-    }
+    handle, check = apply_compile(model, family), BlockCheck(model)
+    inputs = _inputs(tiny)
     with sound_attention(), handle.watched(check):
         model(**inputs, return_dict=False)[0].float().square().mean().backward()
     handle.remove()

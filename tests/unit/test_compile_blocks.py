@@ -74,7 +74,7 @@ def test_output_and_gradients_are_those_without(name, scheme):
 
 def _check_blocks(model, lora, name, handle, expected):
     """Every block is right by itself, too, and to look at it costs no graph and changes nothing."""
-    check, num_graphs = BlockCheck({block: name for name, block in model.named_modules()}), handle.num_graphs
+    check, num_graphs = BlockCheck(model), handle.num_graphs
     with handle.watched(check):
         output, gradients = _step(model, lora, name)
     blocks = [block for each in FAMILIES[name].block_lists for block in model.get_submodule(each.name)]
@@ -162,7 +162,7 @@ def test_a_step_and_an_evaluation_need_no_more_graphs_per_shape_than_reckoned():
     for kept in ([0], [2]):
         split.keep_activations(kept)
         _step(model, lora, "flux2")
-        check, before = BlockCheck({block: name for name, block in model.named_modules()}), backend.num_graphs
+        check, before = BlockCheck(model), backend.num_graphs
         with handle.watched(check):
             _step(model, lora, "flux2")
         assert backend.num_graphs == before and check.worst.excess < 0.1
