@@ -46,6 +46,7 @@ from torch import nn  # noqa: E402
 from train_step import SUBJECTS, Contestant, Way, busy_seconds, in_size, make_contestant  # noqa: E402
 
 NUM_BATCHES = 4
+BLOCKS = ("uncompiled", "compiled")
 _MOST_S = 300.0  # for one process to be ready or done; after it all end
 Layers = tuple[int, int]
 
@@ -195,6 +196,7 @@ def _called_with(each: Contestant) -> list[tuple[nn.Module, tuple[Any, ...]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scheme", nargs="+", choices=SCHEMES, default=["bf16", "fp8-compute"])
+    parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=list(BLOCKS))
     parser.add_argument("--layers", nargs=2, type=int, default=[4, 24], help="double and single blocks of toy width")
     parser.add_argument("--wide", nargs=2, type=int, default=[1, 6], help="double and single blocks of full width")
     parser.add_argument("--rounds", type=int, default=10, help="measured steps of each")
@@ -209,7 +211,7 @@ def main() -> None:
     report: dict[str, Any] = {"threads_over_alone": {}, "ms_per_block": {}}
     report |= {"layers": options.layers, "wide": options.wide, **describe_run("diffusers", "peft", "torchao", "triton")}
     for scheme in options.scheme:
-        for is_compiled in (False, True):
+        for is_compiled in [way == "compiled" for way in options.blocks]:
             key = f"{scheme}, {'compiled' if is_compiled else 'uncompiled'}"
             host = measure_host(options, scheme, is_compiled)
             say(f"{key}, host: {host}")
