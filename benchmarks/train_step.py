@@ -12,7 +12,8 @@ Full-size models with random weights; no checkpoint is needed. All contestants o
   are (patches/attention.py): FLUX.1 would end without, and plans that cuDNN makes without would spoil the others'.
 - "pipeline m": the pack: cut by time, LoRA computed with its base, its recomputation; m micro-batches per step. "keep":
   as many blocks keep their activations as fit --card-gb per card (found by trying); "compiled": blocks compiled;
-  "offloaded": block inputs wait in pinned host memory (host_gb). For that, beside the same without:
+  "graphs": kept blocks are replayed as CUDA graphs; "offloaded": block inputs wait in pinned host memory (host_gb). For
+  that, beside the same without:
       --subject wan-480 --scheme bf16 --ways "pipeline 8" "pipeline 8, offloaded" --rounds 2 --warm-up 1
 - "replicas m": the pack with a copy of the model on each card, m micro-batches per step dealt out; only if --ways names
   it, for the copies must fit beside the others: --subject flux1-512 --ways "usual split" "pipeline 8" "replicas 8".
@@ -55,6 +56,7 @@ from devicebridge.parallel.placement import (  # noqa: E402
 from devicebridge.parallel.replicas import Replica, Replicas  # noqa: E402
 from devicebridge.parallel.schedule import Kind  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
+from devicebridge.patches.cuda_graphs import GraphedBlocks, apply_cuda_graphs  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
 from devicebridge.training.events import first_line  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
@@ -109,6 +111,7 @@ class Way:
         keep: whether as many blocks as fit keep their activations.
         any_size: compiled for any number of tokens, as jobs of several sizes are.
         offloads: whether block inputs wait in host memory.
+        graphs: whether blocks that keep their activations are replayed as CUDA graphs.
     """
 
     name: str
@@ -118,6 +121,7 @@ class Way:
     compiled: bool = False
     any_size: bool = False
     offloads: bool = False
+    graphs: bool = False
 
 
 ONE_GPU, USUAL = Way("one GPU", 4), Way("usual split", 4)
@@ -134,12 +138,16 @@ OURS = [
     Way("pipeline 8, compiled for any size", 8, "1f1b", compiled=True, any_size=True),
     Way("pipeline 8, compiled, keep", 8, "1f1b", keep=True, compiled=True),
     Way("pipeline 16, compiled, keep", 16, "1f1b", keep=True, compiled=True),
+    Way("pipeline 8, keep, graphs", 8, "1f1b", keep=True, graphs=True),
+    Way("pipeline 8, compiled, keep, graphs", 8, "1f1b", keep=True, compiled=True, graphs=True),
+    Way("pipeline 16, compiled, keep, graphs", 16, "1f1b", keep=True, compiled=True, graphs=True),
 ]
 COPIES = [
     Way("replicas 8", 8, "replicas"),
     Way("replicas 8, keep", 8, "replicas", keep=True),
     Way("replicas 8, compiled", 8, "replicas", compiled=True),
     Way("replicas 8, compiled, keep", 8, "replicas", keep=True, compiled=True),
+    Way("replicas 8, compiled, keep, graphs", 8, "replicas", keep=True, compiled=True, graphs=True),
 ]
 
 
@@ -209,6 +217,9 @@ class Contestant:
     compiled: list[Any] = field(default_factory=list)  # handles, and for any size or not
     any_size: bool = False
     offload: Offload | None = None  # with the host memory it took, for the next turn
+    graphs: GraphedBlocks | None = None
+    graphed: tuple[Any, ...] = ()  # what it was made for
+    recorded_peaks: list[int] = field(default_factory=list)  # of the step in which graphs were recorded
 
     @property
     def models(self) -> tuple[RandomModel, ...]:
@@ -230,8 +241,29 @@ class Contestant:
         for index, each in enumerate(self.models):
             each.split.keep_activations(kept if not self.copies else kept[index : index + 1])
 
+    def replay(self, way: Way, kept: Sequence[int]) -> None:
+        """Replay kept blocks of every copy as CUDA graphs if the way says so; recordings stay for the next turn."""
+        made_for = way.compiled, *kept
+        if self.graphs is not None and way.graphs and self.graphed != made_for:
+            self.stop_replay()
+        if way.graphs and self.graphs is None and any(kept):
+            blocks = {block: d for each in self.models for block, d in each.split.kept_blocks.items()}
+            self.graphs, self.graphed = apply_cuda_graphs(blocks), made_for
+        self.trainer.graphs = self.graphs if way.graphs else None
+        if self.graphs is not None and not way.graphs:
+            self.graphs.is_on = False
+
+    def stop_replay(self) -> None:
+        """Forget the recordings."""
+        if self.graphs is not None:
+            self.graphs.remove()
+        self.graphs = self.trainer.graphs = None
+        _release()
+
     def compile(self, is_on: bool, any_size: bool) -> None:
         """Compile the blocks of every copy, or give them their own forwards back."""
+        if self.compiled and (not is_on or self.any_size != any_size):
+            self.stop_replay()  # of what is compiled
         while self.compiled and (not is_on or self.any_size != any_size):
             self.compiled.pop().remove()
         if is_on and not self.compiled:
@@ -302,6 +334,7 @@ def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer
     if way.name not in (USUAL.name, ONE_GPU.name):
         each.keep_activations(kept)
         each.compile(way.compiled, way.any_size)
+        each.replay(way, kept)
         if way.offloads and each.offload is None:
             each.offload = Offload() if each.devices[0].type == "cuda" else Offload(min_bytes=1)
         each.built.split.offload = each.offload if way.offloads else None
@@ -331,8 +364,9 @@ def find_kept(each: Contestant, way: Way, card_gb: float) -> list[int]:
     for count, start, end in zip(counts, base, some, strict=True):
         per_block = max((end - start) / 2, 1e6)
         kept.append(int(min(count, max(0, (card_gb * 1e9 - start) // per_block))))
-    while any(peak > card_gb * 1e9 for peak in _peaks(each, way, kept)):
+    while max(peaks := _peaks(each, way, kept)) > card_gb * 1e9:
         kept = [max(0, count - 2) for count in kept]
+    each.recorded_peaks = peaks
     return kept
 
 
@@ -421,11 +455,18 @@ def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) 
             entries.remove((each, way))
             each.compile(is_on=False, any_size=False)  # what was compiled may be given up
             continue
+        if way.graphs and each.graphs is not None and each.graphs.fault:
+            found[way.name] = {"error": each.graphs.fault}
+            entries.remove((each, way))
+            each.stop_replay()
+            continue
         found[way.name] = {"warm_up_s": round(time.perf_counter() - start, 1), "seconds": [], "losses": []}
         say(f"{way.name}: warm, {found[way.name]['warm_up_s']} s, kept {kept[way.name]}")
     for _ in range(options.rounds):
         for each, way in entries:
             seconds, loss, peaks = step_with_peaks(each, way, kept[way.name])
+            if way.graphs:  # of a graph's memory nobody holds a tensor
+                peaks = each.recorded_peaks
             found[way.name]["peak_gb"] = [round(peak / 1e9, 2) for peak in peaks]
             found[way.name]["seconds"].append(seconds)
             found[way.name]["losses"].append(round(loss, 5))

@@ -118,6 +118,12 @@ class BlockSplit:
         _refuse_both(kept, self._swap.modules if self._swap is not None else ())
         self._kept = kept
 
+    @property
+    def kept_blocks(self) -> dict[nn.Module, torch.device]:
+        """The blocks that keep their activations, with their devices: all where gradient checkpointing is off."""
+        is_recomputing = getattr(self.model, "is_gradient_checkpointing", False)
+        return {block: d for block, d in self.bridge.blocks.items() if block in self._kept or not is_recomputing}
+
     def take_swap(self, swap: BlockSwap | None) -> None:
         """Leave the weights that rest in host memory where they are; None when they are back.
 

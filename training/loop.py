@@ -24,6 +24,7 @@ from ..parallel.devices import memory_in_use, random_states, release_cached_memo
 from ..parallel.pipeline import MicroBatch, Runner
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks, remove_compiled
+from ..patches.cuda_graphs import GraphedBlocks
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
 from .checkpoint import TrainingState, pack_optimizer, save_checkpoint, unpack_optimizer
@@ -67,6 +68,8 @@ class Trainer:
         runner: of the model, to keep several devices busy; None for one batch at a time.
         compiled: the blocks of the model and its copies, if they are; torch compiles at the first batch of each shape.
             () once compare_compiled has found them wrong.
+        graphs: of blocks that keep their activations, recorded in the first step and replayed from then on; None once
+            what they were made of is found wrong.
     """
 
     job: JobConfig
@@ -84,6 +87,7 @@ class Trainer:
     save_lora: Callable[[Path], Path]
     runner: Runner | None = None
     compiled: tuple[CompiledBlocks, ...] = ()
+    graphs: GraphedBlocks | None = None
     step: int = 0
     losses: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -137,6 +141,7 @@ class Trainer:
         Raises: RuntimeError if the loss or a gradient is not finite, before the weights are touched.
         """
         settings = self.job.train
+        self._start_graphs()
         with sound_attention():
             total = sum(loss.item() for loss in self._accumulate(settings.accumulation))
         limit = settings.clip_norm or math.inf
@@ -153,6 +158,14 @@ class Trainer:
         if self.runner is not None:
             self.runner.sync()
         return total
+
+    def _start_graphs(self) -> None:
+        if self.graphs is None:
+            return
+        self.graphs.start_step()
+        if not self.graphs.is_on:
+            self._compiled_shapes.clear()  # a micro-batch is alone while the first recordings are made
+            self.graphs.is_on = True
 
     def compare_compiled(self) -> list[Comparison]:
         """Go on uncompiled where compiled blocks compute something else than uncompiled ones, or the compiler fails.
@@ -172,6 +185,9 @@ class Trainer:
         fault = self._fault_of_compiled(check, count)
         if fault:
             _log.warning("blocks are no longer compiled: %s", fault)
+            if self.graphs is not None:
+                self.graphs.remove()  # they are of compiled blocks
+                self.graphs = None
             remove_compiled(self.compiled)
             self.compiled = ()
         elif check.found and not check.gave_up:
@@ -253,7 +269,7 @@ class Trainer:
 
         def is_new(batch: NoisyBatch) -> bool:
             shapes = (home, batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
-            if not self.compiled or shapes in self._compiled_shapes:
+            if not (self.compiled or self.graphs) or shapes in self._compiled_shapes:
                 return False
             new_shapes.add(shapes)
             return True
