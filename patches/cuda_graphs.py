@@ -112,7 +112,9 @@ class GraphedBlocks:
         is_on: whether calls are recorded and replayed from now on.
     """
 
-    def __init__(self, blocks: Mapping[nn.Module, torch.device], make_recorder: Callable[[torch.device], Recorder]):
+    def __init__(
+        self, blocks: Mapping[nn.Module, torch.device], make_recorder: Callable[[torch.device], Recorder]
+    ) -> None:
         self._cards = {device: _Card(device, make_recorder(device)) for device in dict.fromkeys(blocks.values())}
         self._forwards: dict[nn.Module, Forward] = {}
         self._addresses: dict[nn.Module, list[int]] = {}
@@ -391,7 +393,8 @@ class _Call:
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter.requires_grad
         ]
-        self.parameters = list(dict.fromkeys(module._parameters[name] for module, name in self._owners))
+        trained = (module._parameters[name] for module, name in self._owners)
+        self.parameters = list(dict.fromkeys(parameter for parameter in trained if parameter is not None))
         # inputs: staged where a gradient belongs to them, else constants of the slot, which are new to it or not
         self._staged: dict[int, torch.Tensor] = {}
         self._constants: list[tuple[int, int, bool]] = []

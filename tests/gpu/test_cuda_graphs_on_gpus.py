@@ -1,0 +1,131 @@
+"""Replayed CUDA graphs on two real GPUs: the numbers of blocks that are called. Needs two CUDA devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel.block_split import apply_block_split
+from devicebridge.parallel.pipeline import MicroBatch, Pipeline
+from devicebridge.parallel.placement import Placement, block_names, plan_manual
+from devicebridge.patches.attention import sound_attention
+from devicebridge.patches.compile_blocks import apply_compile
+from devicebridge.patches.cuda_graphs import apply_cuda_graphs
+from devicebridge.patches.lora_linear import apply_fused_lora
+from devicebridge.patches.quantize import QuantizeSettings, apply_quantization, refusal
+from devicebridge.tests.toy import TINY
+from devicebridge.training.adapter import apply_lora
+from devicebridge.training.config import LoraSettings
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.device_count() < 2 or torch.version.hip is not None,
+        reason="needs two CUDA GPUs; torch sees fewer here",
+    ),
+]
+CARDS = [torch.device("cuda", index) for index in range(2)]
+# Wide enough for every 8-bit kernel.
+WIDE = {
+    "flux2": {
+        "attention_head_dim": 64,
+        "num_attention_heads": 8,
+        "axes_dims_rope": (16, 16, 16, 16),
+    }
+}
+
+
+def _make(name, scheme, is_compiled):
+    family = FAMILIES[name]
+    model = TINY[name].make_model(seed=0, **WIDE.get(name, {})).to(torch.bfloat16).requires_grad_(False)
+    names = block_names(model, family)
+    manual = plan_manual(names, CARDS, [len(names) // 2])
+    split = apply_block_split(model, family, Placement(manual.blocks, manual.devices, manual.home, tuple(family.tail)))
+    if scheme != "none":
+        if reason := refusal(QuantizeSettings(scheme), CARDS):
+            pytest.skip(reason)
+        apply_quantization(model, family, QuantizeSettings(scheme))
+    lora = apply_lora(model, family, LoraSettings(rank=16, alpha=16, dtype="float32"), seed=1)
+    apply_fused_lora(model)
+    for index, parameter in enumerate(lora.parameters().values()):
+        with torch.no_grad():
+            parameter.copy_(0.03 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+    model.train()
+    torch._dynamo.reset()
+    compiled = apply_compile(model, family) if is_compiled else None
+    return model, split, lora, compiled
+
+
+def _batches(model, name, count):
+    family, tiny = FAMILIES[name], TINY[name]
+
+    def make(index):
+        def forward(inputs):
+            moved = {
+                key: value.to(CARDS[0], torch.bfloat16 if value.is_floating_point() and key != "timestep" else None)
+                for key, value in inputs.items()
+            }
+            output = family.read_prediction(model(**moved, return_dict=False)[0], tiny.make_latents(seed=index))
+            return output.float().square().mean() / count
+
+        return MicroBatch(lambda: tiny.make_inputs(seed=index), forward, lambda inputs: index == 0)
+
+    return [make(index) for index in range(count)]
+
+
+def _steps(name, scheme, is_compiled, has_graphs, num_steps=3, count=5):
+    model, split, lora, compiled = _make(name, scheme, is_compiled)
+    handle = None
+    found = []
+    with sound_attention():
+        Pipeline(split.bridge).run(_batches(model, name, 1))  # compiles
+        for parameter in lora.parameters().values():
+            parameter.grad = None
+        if has_graphs:
+            handle = apply_cuda_graphs(split.kept_blocks)
+            handle.is_on = True
+        for _ in range(num_steps):
+            if handle is not None:
+                handle.start_step()
+            losses = Pipeline(split.bridge).run(_batches(model, name, count))
+            found.append(([loss.item() for loss in losses], [p.grad.cpu() for p in lora.parameters().values()]))
+            for index, parameter in enumerate(lora.parameters().values()):
+                with torch.no_grad():
+                    parameter.sub_(
+                        0.01
+                        * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)).to(
+                            parameter.device
+                        )
+                    )
+                parameter.grad = None
+    if handle is not None:
+        assert handle.fault == "" and list(handle.num_slots.values()) == [3, 1]
+        handle.remove()
+    if compiled is not None:
+        compiled.remove()
+        torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "is_compiled"),
+    [
+        *((name, "none", False) for name in sorted(FAMILIES)),
+        ("flux2", "none", True),
+        ("flux2", "fp8-compute", False),
+        ("flux2", "fp8-compute", True),
+        ("flux2", "int8-compute", True),
+        ("flux2", "fp8", True),
+    ],
+)
+def test_losses_and_gradients_of_a_pipeline_are_those_without(name, scheme, is_compiled):
+    """Attention's fastest backward adds up in no fixed order, hence not bit for bit."""
+    expected = _steps(name, scheme, is_compiled, has_graphs=False)
+    found = _steps(name, scheme, is_compiled, has_graphs=True)
+    worst = 0.0
+    for (losses, gradients), (others, other_gradients) in zip(found, expected, strict=True):
+        assert losses == pytest.approx(others, rel=1e-3)
+        for gradient, other in zip(gradients, other_gradients, strict=True):
+            worst = max(worst, ((gradient - other).norm() / other.norm()).item())
+    print(f"{name}, {scheme}, compiled: {is_compiled}: {worst:.2e}")
+    assert worst <= 1e-2
