@@ -44,6 +44,7 @@ import torch
 from torch import nn
 
 from ..patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors
+from .crew import Crew
 from .devices import device_module
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class Bridge:
         # stream is only handed out again on the same stream.
         self.num_runs = 0  # interleaved ones so far
         self.side_streams: dict[tuple[torch.device, torch.device], Any] = {}
+        self.crew = Crew()  # of interleaved runs, too
         self._hooks = HookSet()
         self._local = _Local()
         self._interleaving = threading.Lock()

@@ -13,7 +13,6 @@ memory early. Devices without streams, and copies from or to the host, take the 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ from torch import overrides
 from torch.utils import _python_dispatch
 
 from .bridge import copy_to
+from .crew import Crew, Task
 from .devices import device_module
 
 Pair = tuple[torch.device, torch.device]  # source, target
@@ -52,31 +52,31 @@ class Lane(Protocol):
     ended: threading.Event
 
 
-def make_thread(work: Callable[..., None], lane: Lane, *args: Any) -> threading.Thread:
-    run = contextvars.copy_context().run
-    return threading.Thread(target=run, args=(work, lane, *args), name=f"devicebridge-forward-{lane.index}")
+def make_task(crew: Crew, work: Callable[..., None], lane: Lane, *args: Any) -> Task:
+    """work(lane, *args) for a thread of the crew."""
+    return crew.task(f"devicebridge-forward-{lane.index}", work, lane, *args)
 
 
-def wait_for(lanes: Sequence[Lane], threads: Sequence[threading.Thread]) -> None:
-    """Wait for the threads that were started, open to interrupts.
+def wait_for(lanes: Sequence[Lane], tasks: Sequence[Task]) -> None:
+    """Wait for the tasks that were started, open to interrupts.
 
-    CPython 3.11 takes a thread for ended when a join is interrupted, hence events of our own; an interrupt that comes
-    just before a wait without a limit, or on Windows during one, is noticed when it ends, hence the limit.
+    An interrupt that comes just before a wait without a limit, or on Windows during one, is noticed when it ends, hence
+    the limit.
     """
-    started = [(lane, thread) for lane, thread in zip(lanes, threads, strict=True) if thread.ident is not None]
+    started = [(lane, task) for lane, task in zip(lanes, tasks, strict=True) if task.is_started]
     for lane, _ in started:
         while not lane.ended.wait(timeout=0.2):
             pass
-    for _, thread in started:
-        thread.join()
+    for _, task in started:
+        task.join()
 
 
-def stop_and_wait(stop: Callable[[], None], lanes: Sequence[Lane], threads: Sequence[threading.Thread]) -> None:
+def stop_and_wait(stop: Callable[[], None], lanes: Sequence[Lane], tasks: Sequence[Task]) -> None:
     """Stop a run and wait for its end, however often the user interrupts."""
     while True:
         try:
             stop()
-            return wait_for(lanes, threads)
+            return wait_for(lanes, tasks)
         except KeyboardInterrupt:
             continue
 
@@ -186,7 +186,7 @@ class ThreadState:
             yield
 
     def _take_over_device(self) -> None:
-        """The thread ends with the job, so nothing is put back."""
+        """Nothing is put back: the thread has no other use, and its next job takes over another state."""
         module: Any = self._module
         for stream in self._streams:
             module.set_stream(stream)

@@ -42,7 +42,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from .bridge import Bridge, device_switch
-from .lanes import Pair, Stopped, ThreadState, copy_beside, make_thread, raise_error_of, settle, stop_and_wait, wait_for
+from .lanes import Pair, Stopped, ThreadState, copy_beside, make_task, raise_error_of, settle, stop_and_wait, wait_for
 from .recompute import HandOut
 from .schedule import Kind, Work, num_held, plan_order
 
@@ -128,16 +128,16 @@ class Pipeline:
 
     def _run_in_threads(self, run: _Run) -> None:
         state = ThreadState(self.bridge.devices)
-        threads = [make_thread(self._work, lane, run, state) for lane in run.lanes]
+        tasks = [make_task(self.bridge.crew, self._work, lane, run, state) for lane in run.lanes]
         try:
-            for index, thread in enumerate(threads):
-                wait_for(run.lanes[: max(0, index - run.window)], threads[: max(0, index - run.window)])
+            for index, task in enumerate(tasks):
+                wait_for(run.lanes[: max(0, index - run.window)], tasks[: max(0, index - run.window)])
                 if run.orders.is_stopping:
                     break
-                thread.start()
-            wait_for(run.lanes, threads)
+                task.start()
+            wait_for(run.lanes, tasks)
         except BaseException:  # KeyboardInterrupt while waiting, or no thread to be had
-            stop_and_wait(run.orders.stop, run.lanes, threads)
+            stop_and_wait(run.orders.stop, run.lanes, tasks)
             run.error = None
             raise
         raise_error_of(run)
@@ -154,6 +154,7 @@ class Pipeline:
         except BaseException as error:
             run.fail(error)
         finally:
+            self._local.lane = self._local.orders = None
             lane.forget()
             lane.ended.set()
 

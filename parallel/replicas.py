@@ -36,8 +36,9 @@ import torch
 from torch import nn
 
 from .bridge import device_switch
+from .crew import Crew
 from .devices import CPU
-from .lanes import Stopped, ThreadState, make_thread, raise_error_of, stop_and_wait, wait_for
+from .lanes import Stopped, ThreadState, make_task, raise_error_of, stop_and_wait, wait_for
 from .pipeline import MicroBatch
 
 
@@ -68,6 +69,7 @@ class Replicas:
         _refuse_unequal(replicas)
         self._replicas = tuple(replicas)
         self._running = threading.Lock()
+        self._crew = Crew()
         self.sync()
 
     @property
@@ -131,17 +133,17 @@ class Replicas:
 
     def _run_in_threads(self, lanes: Sequence[_Lane], microbatches: Sequence[MicroBatch[Any]]) -> None:
         gate, state = _Gate(), ThreadState(self.devices)
-        threads = [make_thread(self._work, lane, gate, state) for lane in lanes]
+        tasks = [make_task(self._crew, self._work, lane, gate, state) for lane in lanes]
         try:
             try:
-                for thread in threads:
-                    thread.start()
+                for task in tasks:
+                    task.start()
                 _deal(lanes, microbatches, gate)
             except Exception as fault:  # of preparing, or no thread to be had
                 gate.fail(fault)
-            wait_for(lanes, threads)
+            wait_for(lanes, tasks)
         except BaseException:  # KeyboardInterrupt
-            stop_and_wait(gate.stop, lanes, threads)
+            stop_and_wait(gate.stop, lanes, tasks)
             gate.error = None
             raise
         raise_error_of(gate)

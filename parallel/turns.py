@@ -32,7 +32,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from .bridge import Bridge
-from .lanes import Pair, Stopped, ThreadState, copy_beside, make_thread, raise_error_of, settle, stop_and_wait, wait_for
+from .lanes import Pair, Stopped, ThreadState, copy_beside, make_task, raise_error_of, settle, stop_and_wait, wait_for
 
 T = TypeVar("T")
 Trace = list[tuple[int, torch.device]]
@@ -70,14 +70,14 @@ class Turns:
     def _run_in_threads(self, lanes: list[_Lane[T]]) -> list[T]:
         schedule = _Schedule(lanes)
         state = ThreadState(self.bridge.devices)
-        threads = [make_thread(self._work, lane, schedule, state) for lane in lanes]
+        tasks = [make_task(self.bridge.crew, self._work, lane, schedule, state) for lane in lanes]
         try:
-            for thread in threads:
-                thread.start()
+            for task in tasks:
+                task.start()
             schedule.start(self.bridge.home)
-            wait_for(lanes, threads)
+            wait_for(lanes, tasks)
         except BaseException:  # KeyboardInterrupt while waiting, or no thread to be had
-            stop_and_wait(schedule.stop, lanes, threads)
+            stop_and_wait(schedule.stop, lanes, tasks)
             self.error = None
             raise
         raise_error_of(self)
@@ -97,6 +97,7 @@ class Turns:
                 self.error = error
                 schedule.is_stopping = True
         finally:
+            self._local.lane = self._local.schedule = None
             del lane.job
             schedule.leave(lane)
             lane.ended.set()

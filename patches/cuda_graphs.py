@@ -299,8 +299,13 @@ class _Constant:
     """
 
     static: torch.Tensor
-    source: torch.Tensor | None
-    version: int
+    source: torch.Tensor | None = None
+    version: int = 0
+
+    @property
+    def target(self) -> torch.Tensor:
+        """To copy to: graphs that are being recorded have saved `static` and are not to see that it is written."""
+        return self.static.data
 
     def set(self, source: torch.Tensor) -> None:
         self.source, self.version = source, source._version
@@ -368,7 +373,7 @@ class _Slot:
         for index, constant in enumerate(self.constants):
             if constant.is_of(tensor):
                 return index
-        self.constants.append(_Constant(_empty_like(tensor), None, 0))
+        self.constants.append(_Constant(_empty_like(tensor)))
         return len(self.constants) - 1
 
     def let_go(self) -> None:
@@ -474,7 +479,7 @@ class _Call:
         for index, number, is_new in self._constants:
             constant = self._slot.constants[number]
             if is_new:
-                targets.append(constant.static)
+                targets.append(constant.target)
                 sources.append(tensors[index])
                 constant.set(tensors[index])
             elif not constant.is_of(tensors[index]):

@@ -6,6 +6,8 @@ import collections
 import gc
 import os
 import runpy
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,18 @@ def _own_user_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DEVICEBRIDGE_CACHE", str(tmp_path_factory.mktemp("user_cache")))
         yield
+
+
+@pytest.fixture
+def no_thread_left() -> Iterator[None]:
+    """What a test made ends with it; threads that waited for more end with those that kept them."""
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    until = time.monotonic() + 5
+    while (left := set(threading.enumerate()) - before) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not left
 
 
 @pytest.fixture(scope="module")

@@ -21,16 +21,10 @@ from devicebridge.tests.streams import Clock, SimulatedMachine
 from devicebridge.tests.tiny_split import BrokenBackward, make_micro_batches, make_tiny_split
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("no_thread_left")
 FAMILY_NAMES = sorted(FAMILIES)
 HOME, NEXT, THIRD = CARDS[:3]
 KINDS = pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
-
-
-@pytest.fixture(autouse=True)
-def no_thread_left():
-    before = set(threading.enumerate())
-    yield
-    assert set(threading.enumerate()) == before
 
 
 def _plainly(batches):
@@ -139,14 +133,14 @@ def test_a_micro_batch_that_must_be_alone_is():
 
         def enter(module, args):
             with lock:
-                inside.append(threading.current_thread())
+                inside.append(threading.current_thread().name)
                 for thread in inside:
                     most[thread] = max(most.get(thread, 0), len(set(inside)))
             time.sleep(0.01)
 
         def leave(module, args, output):
             with lock:
-                inside.remove(threading.current_thread())
+                inside.remove(threading.current_thread().name)
 
         for block in model.blocks:
             block.register_forward_pre_hook(enter)
@@ -157,7 +151,7 @@ def test_a_micro_batch_that_must_be_alone_is():
         most.clear()
         mixed = [replace(batch, is_alone=lambda x, i=i: i == 2) for i, batch in enumerate(batches)]
         Pipeline(bridge).run(mixed)
-        assert [count for thread, count in most.items() if thread.name.endswith("-2")] == [1]
+        assert [count for thread, count in most.items() if thread.endswith("-2")] == [1]
         assert max(most.values()) == 2
 
 

@@ -20,14 +20,7 @@ from devicebridge.tests.toy import TINY
 from torch import nn
 
 HOME, NEXT, THIRD = CARDS[:3]
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def no_thread_left():
-    before = set(threading.enumerate())
-    yield
-    assert set(threading.enumerate()) == before
+pytestmark = pytest.mark.usefixtures("one_thread", "no_thread_left")
 
 
 def _plainly(name, count, **settings):

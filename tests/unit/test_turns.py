@@ -27,6 +27,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+pytestmark = pytest.mark.usefixtures("no_thread_left")
 HOME, NEXT, THIRD = CARDS[:3]
 WIDTH = 4
 
@@ -75,13 +76,6 @@ def _job(model, bridge, seed):
 
 def _jobs(model, bridge, count):
     return [_job(model, bridge, seed) for seed in range(count)]
-
-
-@pytest.fixture(autouse=True)
-def no_thread_left():
-    before = set(threading.enumerate())
-    yield
-    assert set(threading.enumerate()) == before
 
 
 HALVES = [HOME, HOME, NEXT, NEXT]

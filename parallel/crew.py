@@ -1,0 +1,104 @@
+"""Threads that are kept from one run to the next.
+
+Libraries plan kernels for every thread anew: cuDNN takes 35 ms on an H200 to plan attention in a thread that has not
+called it before (docs/experiments.md), longer than a micro-batch may take. So threads that carried something wait for
+the next that is to be carried, holding nothing, and end when their crew is no longer needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+Tasks = SimpleQueue["Task | None"]  # None ends a thread
+_IDLE = "devicebridge-idle"
+
+
+class Crew:
+    """Some threads; they end when this is collected."""
+
+    def __init__(self) -> None:
+        self._idle = _Idle()
+        weakref.finalize(self, self._idle.dismiss)
+
+    def task(self, name: str, work: Callable[..., None], *args: Any) -> Task:
+        """work(*args) for one of the threads, in the context of the thread that asks; not begun."""
+        return Task(name, contextvars.copy_context(), work, args, self._idle)
+
+
+class Task:
+    """Work for a thread, to be started once; as a threading.Thread is."""
+
+    def __init__(
+        self, name: str, context: contextvars.Context, work: Callable[..., None], args: tuple[Any, ...], idle: _Idle
+    ) -> None:
+        self.name, self.is_started = name, False
+        self._context, self._work, self._args, self._idle = context, work, args, idle
+        self._done = threading.Event()
+
+    def start(self) -> None:
+        """Raises: RuntimeError if no thread can be had."""
+        self._idle.give(self)
+        self.is_started = True
+
+    def join(self) -> None:
+        """Wait until the thread has let go of it."""
+        self._done.wait()
+
+    def run(self) -> None:
+        """In this thread."""
+        threading.current_thread().name = self.name
+        try:
+            self._context.run(self._work, *self._args)
+        finally:
+            del self._context, self._work, self._args
+
+    def finish(self) -> None:
+        """The thread holds nothing of it any more."""
+        self._done.set()
+
+
+class _Idle:
+    """The threads of a crew that have nothing to do, the last one to have become idle at the end.
+
+    Without locks: the collector may dismiss them in the middle of anything that Python does.
+    """
+
+    def __init__(self) -> None:
+        self._queues: deque[Tasks] = deque()
+        self._is_dismissed = False
+
+    def give(self, task: Task) -> None:
+        try:
+            tasks = self._queues.pop()
+        except IndexError:
+            tasks = SimpleQueue()
+            threading.Thread(target=_serve, args=(tasks, self), name=_IDLE, daemon=True).start()
+        tasks.put(task)
+
+    def take_back(self, tasks: Tasks) -> None:
+        """The thread with this queue waits for more."""
+        self._queues.append(tasks)
+        if self._is_dismissed:
+            self.dismiss()
+
+    def dismiss(self) -> None:
+        self._is_dismissed = True
+        with contextlib.suppress(IndexError):
+            while True:
+                self._queues.pop().put(None)
+
+
+def _serve(tasks: Tasks, idle: _Idle) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        threading.current_thread().name = _IDLE
+        idle.take_back(tasks)
+        task.finish()
+        del task
