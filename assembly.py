@@ -19,6 +19,7 @@ from .parallel.placement import Placement, place_swapped
 from .parallel.replicas import copy_model
 from .parallel.swap import BlockSwap
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible, remove_compiled
+from .patches.cuda_graphs import GraphedBlocks, graph_if_possible
 from .patches.quantize import Quantizer, QuantizeReport, QuantizeSettings
 
 # Attaches an adapter in place; training passes its own, so that this room needs nothing below it.
@@ -41,7 +42,13 @@ class Assembled:
     quantized: QuantizeReport | None = None
     compiled: CompiledBlocks | None = None
     swap: BlockSwap | None = None
+    graphs: GraphedBlocks | None = None
     replicas: tuple[Assembled, ...] = ()
+
+    @property
+    def all_graphs(self) -> tuple[GraphedBlocks, ...]:
+        """Of this and its replicas; () if blocks are not replayed."""
+        return tuple(each.graphs for each in (self, *self.replicas) if each.graphs is not None)
 
     @property
     def all_compiled(self) -> tuple[CompiledBlocks, ...]:
@@ -66,6 +73,7 @@ def assemble_for_training(
     swapped_blocks: Sequence[int] = (),
     offloads: bool = False,
     compiled_shapes: int | None = None,
+    has_graphs: bool = False,
     quantized_cache: Path | None = None,
 ) -> Assembled:
     """Load a transformer straight onto its devices and make it trainable.
@@ -78,6 +86,8 @@ def assemble_for_training(
         offloads: with gradient_checkpointing, whether what recomputed blocks keep waits in host memory.
         compiled_shapes: compile the blocks for so many shapes of batches, 0 if their number is unknown; where that
             cannot be done, it is logged. None compiles nothing.
+        has_graphs: let blocks that keep their activations be replayed as CUDA graphs; where that cannot be done, it is
+            logged.
         quantized_cache: folder that keeps quantized weights for the next time; None for none.
         attach_adapter: adds the LoRA in place and returns its handle.
     """
@@ -113,6 +123,7 @@ def assemble_for_training(
             offloads=offloads,
             compiled_shapes=compiled_shapes,
             compiled_on=placement.used_devices,
+            has_graphs=has_graphs,
             quantized=quantized,
         )
 
@@ -138,6 +149,7 @@ def _finish(
     offloads: bool,
     compiled_shapes: int | None,
     compiled_on: Sequence[torch.device],
+    has_graphs: bool,
     quantized: QuantizeReport | None,
 ) -> Assembled:
     """What every replica goes through once its weights are in place; compiled_on: the devices of all of them."""
@@ -162,7 +174,9 @@ def _finish(
     compiled = None
     if compiled_shapes is not None:
         compiled = compile_if_possible(model, family, compiled_on, compiled_shapes)
-    return Assembled(model, split, adapter, quantized, compiled, swap)
+    # 7. A graph is of what a block's forward has become by now, and a block that is computed again has none.
+    graphs = graph_if_possible(split.kept_blocks) if has_graphs else None
+    return Assembled(model, split, adapter, quantized, compiled, swap, graphs)
 
 
 def _first_places(

@@ -249,7 +249,7 @@ class Contestant:
         if way.graphs and self.graphs is None and any(kept):
             blocks = {block: d for each in self.models for block, d in each.split.kept_blocks.items()}
             self.graphs, self.graphed = apply_cuda_graphs(blocks), made_for
-        self.trainer.graphs = self.graphs if way.graphs else None
+        self.trainer.graphs = (self.graphs,) if way.graphs and self.graphs is not None else ()
         if self.graphs is not None and not way.graphs:
             self.graphs.is_on = False
 
@@ -257,7 +257,7 @@ class Contestant:
         """Forget the recordings."""
         if self.graphs is not None:
             self.graphs.remove()
-        self.graphs = self.trainer.graphs = None
+        self.graphs, self.trainer.graphs = None, ()
         _release()
 
     def compile(self, is_on: bool, any_size: bool) -> None:

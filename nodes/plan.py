@@ -21,6 +21,7 @@ _AS_IN_TRAINING = (
     "targets",
     "training_dtype",
     "offload_activations",
+    "cuda_graphs",
 )
 
 

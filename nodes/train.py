@@ -309,6 +309,16 @@ def _advanced_inputs() -> list[io.Input]:
             tooltip="Whether what gradient checkpointing keeps of every block waits in the computer's memory, not on "
             "the GPUs. auto does it where nothing as good fits without. Matters for video. The LoRA is the same.",
         ),
+        io.Combo.Input(
+            "cuda_graphs",
+            options=["off", "auto"],
+            default="off",
+            optional=True,
+            advanced=True,
+            tooltip="auto records blocks that keep their activations once and replays them, so that fast GPUs need not "
+            "wait for Python. Matters for 8-bit models on GPUs with memory to spare. The LoRA is the same. Needs "
+            "NVIDIA GPUs, images of one size and no dropout; else the log says so, and training goes on without.",
+        ),
     ]
 
 
@@ -363,6 +373,7 @@ def loop_part(settings: dict[str, Any], **more: Any) -> LoopConfig:
         LoopConfig,
         **_pick(settings, "batch_size", "accumulation", "gradient_checkpointing"),
         offload_activations=settings.get("offload_activations", "auto"),
+        cuda_graphs=settings.get("cuda_graphs", "off"),
         **more,
     )
 

@@ -32,7 +32,7 @@ memory that the next replay writes to, and holds every block's memory for itself
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -164,6 +164,7 @@ class GraphedBlocks:
     def _attach(self, block: nn.Module, card: _Card) -> None:
         plain: Forward = block.forward
         self._forwards[block] = block.__dict__.get("forward")  # type: ignore[assignment]
+        card.expect(block)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self.is_on or card.fault or not torch.is_grad_enabled():
@@ -173,15 +174,38 @@ class GraphedBlocks:
         block.forward = forward
 
 
+def cuda_graphs_fault(devices: Iterable[torch.device]) -> str:
+    """Why blocks on these devices cannot be replayed; "" if nothing speaks against it."""
+    for device in devices:
+        if device.type != "cuda":
+            return f"{device} is no CUDA device"
+        if torch.version.hip is not None:
+            return "nothing is known of graphs on AMD cards"
+        if (backend := torch.cuda.get_allocator_backend()) != "native":
+            return f"graphs share memory of torch's own allocator, and {backend} is in use"
+    return ""
+
+
+def graph_if_possible(blocks: Mapping[nn.Module, torch.device]) -> GraphedBlocks | None:
+    """apply_cuda_graphs, or None and one line in the log that says why not."""
+    fault = cuda_graphs_fault(blocks.values()) if blocks else "none of them keeps its activations"
+    if fault:
+        _log.warning("blocks are not replayed as CUDA graphs: %s", fault)
+        return None
+    _log.info("%d blocks are recorded in the first step and replayed as CUDA graphs", len(blocks))
+    return apply_cuda_graphs(blocks)
+
+
 def apply_cuda_graphs(
     blocks: Mapping[nn.Module, torch.device], make_recorder: Callable[[torch.device], Recorder] = CudaRecorder
 ) -> GraphedBlocks:
     """Let these blocks be recorded and replayed while they train, in place, once the handle is switched on.
 
     Args:
-        blocks: with their devices. Each is called once per forward with positional or keyword arguments; its weights
-            stay where they are, and it draws no random numbers. Of one device one call at a time runs, forwards of one
-            micro-batch are not interrupted by others, and the backward goes through the blocks in reverse.
+        blocks: with their devices, in execution order. Each is called once per forward with positional or keyword
+            arguments; its weights stay where they are, and it draws no random numbers. Of one device one call at a time
+            runs, forwards of one micro-batch are not interrupted by others, and the backward goes through the blocks in
+            reverse.
     """
     return GraphedBlocks(blocks, make_recorder)
 
@@ -196,10 +220,15 @@ class _Card:
         self.device, self.recorder = device, recorder
         self.slots: list[_Slot] = []
         self.fault = ""
+        self._first: nn.Module | None = None
         self._active: _Slot | None = None
         self._kinds: dict[nn.Module, Any] = {}
         self._staging: dict[Any, torch.Tensor] = {}
         self._has_recorded = False
+
+    def expect(self, block: nn.Module) -> None:
+        """One of the card's blocks, in execution order."""
+        self._first = self._first or block
 
     def start_step(self) -> None:
         if not all(slot.is_at_rest for slot in self.slots):
@@ -240,11 +269,12 @@ class _Card:
         return call.wrap(outputs)
 
     def _slot_for(self, block: nn.Module) -> _Slot | None:
-        """The one whose micro-batch is on its way through this card's blocks, else one at rest, else another."""
-        if self._active is not None and self._active.takes(block):
-            return self._active
+        """The one whose micro-batch is on its way through this card's blocks; for the first block one at rest, else
+        another. None where the blocks before this one were not recorded."""
+        if block is not self._first:
+            return self._active if self._active is not None and self._active.takes(block) else None
         for slot in self.slots:
-            if slot.is_at_rest and slot.begins_with(block):
+            if slot.is_at_rest:
                 slot.position = 0
                 return slot
         if len(self.slots) == _MOST_SLOTS:
@@ -335,9 +365,6 @@ class _Slot:
     @property
     def _is_whole(self) -> bool:
         return 2 * sum(is_backward for _, is_backward in self.order) == len(self.order)
-
-    def begins_with(self, block: nn.Module) -> bool:
-        return bool(self.order) and self.order[0][0].block is block
 
     def takes(self, block: nn.Module) -> bool:
         """Whether this block's forward comes next."""

@@ -299,6 +299,9 @@ class LoopConfig:
         shape of all batches, or for any number of tokens. The first steps take minutes, the others are faster. Numbers
         differ in the last bits from those without. Before the first step every block is compared with what it
         is uncompiled; where one is wrong, or the compiler fails, the run goes on uncompiled and says so.
+    cuda_graphs: "auto" records the blocks that keep their activations in the first step and replays them from then on,
+        so that fast cards need not wait for Python; numbers are the same. Where that cannot be done the log says why:
+        NVIDIA cards, batches of one shape and no dropout are needed.
     offload_activations: whether what recomputed blocks keep for their backward waits in pinned host memory instead of
         on the cards; numbers are the same. "auto" lets the planner choose it where nothing as good fits without, and is
         "off" where no planner knows the devices' memory.
@@ -311,6 +314,7 @@ class LoopConfig:
     seed: int = 0
     gradient_checkpointing: bool = True
     compile: Literal["off", "auto"] = "off"
+    cuda_graphs: Literal["off", "auto"] = "off"
     offload_activations: Literal["auto", "on", "off"] = "auto"
 
     def __post_init__(self) -> None:
@@ -398,6 +402,7 @@ FREE_ON_RESUME = frozenset(
         "pipeline.ahead",
         "split.calibrate",
         "train.offload_activations",
+        "train.cuda_graphs",
         "split.kept_blocks",
         "split.swapped_blocks",
         "split.memory_limit_gb",

@@ -50,6 +50,7 @@ class StepSettings:
         schedule: "none": one micro-batch after the other; "gpipe", "1f1b": micro-batches overlap.
         ahead: micro-batches that every stage but the last may hold beyond what 1f1b needs.
         is_checkpointing: False keeps all activations of all blocks.
+        has_graphs: kept blocks are replayed as CUDA graphs, which have memory of their own.
         offload_from: inputs of recomputed blocks of at least so many bytes are in host memory; None for none.
     """
 
@@ -57,6 +58,7 @@ class StepSettings:
     accumulation: int = 1
     ahead: int = 0
     is_checkpointing: bool = True
+    has_graphs: bool = False
     offload_from: int | None = None
 
     def held(self, stage: int, num_stages: int) -> int:
@@ -240,10 +242,20 @@ class Forecaster:
             kept=moment.kept,
             moving=moment.moving,
             workspace=self._backend.workspace,
-            overhead=int(going * self._backend.fragmentation),
+            overhead=int(going * self._backend.fragmentation) + self._beside_graphs(plan),
             context=self._backend.context,
             moment=moment.name,
         )
+
+    def _beside_graphs(self, plan: StagePlan) -> int:
+        """What recorded blocks reserve and others would not: every micro-batch held has temporaries of its own, and all
+        graphs of a card are given their inputs, and give their results, through tensors that stay."""
+        kept = self.rehearsal.blocks[self._first_kept(plan) : plan.end]
+        if not self.settings.has_graphs or not kept:
+            return 0
+        others = self.settings.held(plan.stage, plan.num_stages) - 1
+        temporaries = max(max(block.backward, block.forward_kept) - block.kept for block in kept)
+        return others * temporaries + 2 * max(block.inputs + block.outputs + block.lora for block in kept)
 
     def _first_kept(self, plan: StagePlan) -> int:
         return plan.end - plan.num_kept if self.settings.is_checkpointing else plan.start

@@ -622,6 +622,8 @@ def _make_trainer(
     for each in (assembled, *assembled.replicas):
         cleanup.callback(each.split.stop_offload)
     cleanup.callback(remove_compiled, assembled.all_compiled)
+    for graphs in assembled.all_graphs:
+        cleanup.callback(graphs.remove)  # before what they are of
     if assembled.swap is not None:
         cleanup.callback(assembled.swap.remove)  # it holds pinned memory
     if assembled.quantized is not None:
@@ -648,6 +650,7 @@ def _make_trainer(
         save_lora=lambda path: save_lora(plan, lora, path),
         runner=_make_runner(plan, assembled),
         compiled=assembled.all_compiled,
+        graphs=assembled.all_graphs,
     )
 
 
@@ -672,6 +675,17 @@ def _shapes_to_compile(plan: JobPlan) -> int | None:
         _log.warning("blocks are not compiled: torch cannot trace PEFT's DoRA")
         return None
     return _num_shapes(plan)
+
+
+def _has_graphs(plan: JobPlan) -> bool:
+    if plan.job.train.cuda_graphs == "off":
+        return False
+    fault = "dropout draws random numbers" if plan.job.lora.dropout else ""
+    if _num_shapes(plan) != 1:
+        fault = "batches come in several shapes, or nobody can tell"
+    if fault:
+        _log.warning("blocks are not replayed as CUDA graphs: %s", fault)
+    return not fault
 
 
 def _num_shapes(plan: JobPlan) -> int:
@@ -699,6 +713,7 @@ def assemble(plan: JobPlan) -> Assembled:
         swapped_blocks=plan.swapped_blocks,
         offloads=plan.offloads,
         compiled_shapes=_shapes_to_compile(plan),
+        has_graphs=_has_graphs(plan),
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
     )
 

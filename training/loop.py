@@ -68,7 +68,7 @@ class Trainer:
         runner: of the model, to keep several devices busy; None for one batch at a time.
         compiled: the blocks of the model and its copies, if they are; torch compiles at the first batch of each shape.
             () once compare_compiled has found them wrong.
-        graphs: of blocks that keep their activations, recorded in the first step and replayed from then on; None once
+        graphs: of blocks that keep their activations, recorded in the first step and replayed from then on; () once
             what they were made of is found wrong.
     """
 
@@ -87,7 +87,7 @@ class Trainer:
     save_lora: Callable[[Path], Path]
     runner: Runner | None = None
     compiled: tuple[CompiledBlocks, ...] = ()
-    graphs: GraphedBlocks | None = None
+    graphs: tuple[GraphedBlocks, ...] = ()
     step: int = 0
     losses: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -160,12 +160,11 @@ class Trainer:
         return total
 
     def _start_graphs(self) -> None:
-        if self.graphs is None:
-            return
-        self.graphs.start_step()
-        if not self.graphs.is_on:
-            self._compiled_shapes.clear()  # a micro-batch is alone while the first recordings are made
-            self.graphs.is_on = True
+        for each in self.graphs:
+            each.start_step()
+            if not each.is_on:
+                self._compiled_shapes.clear()  # a micro-batch is alone while the first recordings are made
+                each.is_on = True
 
     def compare_compiled(self) -> list[Comparison]:
         """Go on uncompiled where compiled blocks compute something else than uncompiled ones, or the compiler fails.
@@ -185,9 +184,9 @@ class Trainer:
         fault = self._fault_of_compiled(check, count)
         if fault:
             _log.warning("blocks are no longer compiled: %s", fault)
-            if self.graphs is not None:
-                self.graphs.remove()  # they are of compiled blocks
-                self.graphs = None
+            for each in self.graphs:
+                each.remove()  # they are of compiled blocks
+            self.graphs = ()
             remove_compiled(self.compiled)
             self.compiled = ()
         elif check.found and not check.gave_up:

@@ -82,7 +82,7 @@ def _without_places(config: dict[str, Any]) -> dict[str, Any]:
     """The config without what belongs to one machine: folders become names, devices and saving cadence go."""
     config["model"]["path"] = Path(config["model"]["path"]).name
     del config["model"]["quantized_cache"], config["model"]["second_expert"]
-    del config["train"]["offload_activations"]
+    del config["train"]["offload_activations"], config["train"]["cuda_graphs"]
     config["data"]["folders"] = [{**folder, "path": Path(folder["path"]).name} for folder in config["data"]["folders"]]
     config["data"]["encoded"] = Path(config["data"]["encoded"]).name
     config["evaluation"]["folder"] = Path(config["evaluation"]["folder"]).name

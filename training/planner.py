@@ -548,6 +548,7 @@ class Planner:
             accumulation=job.train.accumulation,
             ahead=setting.ahead,
             is_checkpointing=job.train.gradient_checkpointing,
+            has_graphs=job.train.cuda_graphs == "auto",
             offload_from=MIN_BYTES if setting.offloads else None,
         )
         forecaster = self.forecaster(setting, settings)

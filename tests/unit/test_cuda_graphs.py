@@ -4,14 +4,20 @@ here; what only a card does is in tests/gpu/test_cuda_graphs_on_gpus.py."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import pytest
 import torch
+from devicebridge import assembly
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.pipeline import Pipeline
-from devicebridge.patches.cuda_graphs import apply_cuda_graphs
+from devicebridge.patches import cuda_graphs
+from devicebridge.patches.cuda_graphs import apply_cuda_graphs, cuda_graphs_fault, graph_if_possible
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.tests.tiny_split import make_micro_batches, make_tiny_split
+from devicebridge.training.job import run_job
+from torch import nn
 
 CPU = torch.device("cpu")
 
@@ -110,3 +116,375 @@ def test_any_schedule_and_any_number_of_kept_blocks(kind, settings, slots):
     found, made = _steps("flux2", CARDS[:2], 4, kind=kind, graphs=True, **settings)
     _assert_equal(found, expected)
     assert made == slots
+
+
+# ---- blocks of our own, on the CPU
+
+
+class Block(nn.Module):
+    """Two streams, one of which may go no further; a constant; a parameter that is trained and one that is not."""
+
+    def __init__(self, seed, passes_text=True):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.trained = nn.Parameter(torch.randn(4, 4, generator=generator))
+        self.frozen = nn.Parameter(torch.randn(4, 4, generator=generator), requires_grad=False)
+        self.text = nn.Parameter(torch.randn(4, generator=generator))
+        self.passes_text = passes_text
+
+    def forward(self, image, text, constant=None, scale=1.0):
+        mixed = torch.tanh(image @ self.trained + text @ self.frozen) * constant * scale
+        return image + mixed, (text * self.text if self.passes_text else None), constant.sum()
+
+
+class Chain(nn.Module):
+    def __init__(self, num_blocks=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(index, passes_text=True) for index in range(num_blocks))
+
+    def forward(self, image, text):
+        constant = torch.linspace(0.5, 1.5, 4)
+        for block in self.blocks:
+            image, text, _ = block(image, text, constant=constant)
+        return image
+
+
+def _chain(num_blocks=3, recorder=RunsAnew):
+    chain = Chain(num_blocks)
+    handle = apply_cuda_graphs(dict.fromkeys(chain.blocks, CPU), recorder)
+    handle.is_on = True
+    return chain, handle
+
+
+def _inputs(seed=0, rows=5):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(rows, 4, generator=generator, requires_grad=True) for _ in range(2)]
+
+
+def _gradients_of(chain, inputs):
+    """By plain blocks if the chain is none's."""
+    leaves = [*inputs, *(p for p in chain.parameters() if p.requires_grad)]
+    return torch.autograd.grad(chain(*inputs).square().sum(), leaves, allow_unused=True)
+
+
+def _assert_alike(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+
+
+def _expected(seed=0, rows=5, num_blocks=3):
+    return _gradients_of(Chain(num_blocks), _inputs(seed, rows))
+
+
+def test_gradients_of_inputs_and_parameters_and_none_where_there_is_none():
+    """The last text goes nowhere: what only it needs has no gradient, replayed or not."""
+    chain, handle = _chain()
+    for seed in range(3):
+        handle.start_step()
+        expected = _expected(seed)
+        assert expected[-1] is None
+        _assert_alike(_gradients_of(chain, _inputs(seed)), expected)
+    assert list(handle.num_slots.values()) == [1] and handle.fault == ""
+
+
+def test_nothing_that_is_handed_out_is_written_by_the_next_replay():
+    chain, handle = _chain()
+    outputs, gradients = [], []
+    for seed in range(3):
+        handle.start_step()
+        inputs = _inputs(seed)
+        outputs.append(chain(*inputs))
+        gradients.append(torch.autograd.grad(outputs[-1].sum(), [*inputs, chain.blocks[0].trained]))
+    plain = Chain()
+    for seed in range(3):
+        inputs = _inputs(seed)
+        output = plain(*inputs)
+        assert torch.equal(outputs[seed], output)
+        _assert_alike(gradients[seed], torch.autograd.grad(output.sum(), [*inputs, plain.blocks[0].trained]))
+
+
+def test_accumulated_gradients_are_sums():
+    """A gradient that autograd takes over must be nobody else's."""
+    chain, handle = _chain()
+    plain = Chain()
+    for seed in range(3):
+        for each in (chain, plain):
+            each(*_inputs(seed)).square().sum().backward()
+    for one, other in zip(chain.parameters(), plain.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None) and (one.grad is None or torch.equal(one.grad, other.grad))
+
+
+@pytest.mark.parametrize(
+    "kind", ["another shape", "no input has gradients", "another constant", "no gradients", "autocast"]
+)
+def test_other_calls_run_as_ever(kind):
+    chain, handle = _chain()
+    _gradients_of(chain, _inputs())
+    num_recorded = handle._cards[CPU].recorder.num_replayed
+    if kind == "another shape":
+        _assert_alike(_gradients_of(chain, _inputs(rows=7)), _expected(rows=7))
+    elif kind == "no input has gradients":
+        detached = [each.detach() for each in _inputs()]
+        assert torch.equal(chain(*detached), Chain()(*detached))
+    elif kind == "another constant":
+        image, text = _inputs()
+        found = chain.blocks[0](image, text, constant=torch.ones(4), scale=2.0)[0]
+        assert torch.equal(found, Block(0)(image, text, constant=torch.ones(4), scale=2.0)[0])
+    elif kind == "no gradients":
+        with torch.no_grad():
+            assert torch.equal(chain(*_inputs()), Chain()(*_inputs()))
+    else:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(chain(*_inputs()), Chain()(*_inputs()))
+    assert handle._cards[CPU].recorder.num_replayed == num_recorded
+    handle.start_step()
+    _assert_alike(_gradients_of(chain, _inputs(1)), _expected(1))
+    assert handle._cards[CPU].recorder.num_replayed > num_recorded
+
+
+def test_micro_batches_in_flight_have_slots_of_their_own():
+    chain, handle = _chain()
+    for _ in range(2):
+        handle.start_step()
+        inputs = [_inputs(seed) for seed in range(3)]
+        outputs = [chain(*each) for each in inputs]
+        for seed in (1, 0, 2):  # in whatever order they come back
+            leaves = [*inputs[seed], *(p for p in chain.parameters() if p.requires_grad)]
+            _assert_alike(torch.autograd.grad(outputs[seed].square().sum(), leaves, allow_unused=True), _expected(seed))
+    assert list(handle.num_slots.values()) == [3]
+
+
+class GivesSomethingElse(RunsAnew):
+    """From one recording on, what is replayed is off."""
+
+    at = 0
+
+    def record(self, compute, pool):
+        replay = super().record(compute, pool)
+        number = self.num_recorded - 1
+
+        def off():
+            replay()
+            call = compute.__self__
+            if number == self.at and compute.__name__ == "_compute_forward":
+                call._outputs[0].mul_(1.1)
+            elif number == self.at:
+                call._found[0].mul_(1.1)
+
+        return off
+
+
+class CannotRecord(RunsAnew):
+    at = 0
+
+    def record(self, compute, pool):
+        if self.num_recorded == self.at:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return super().record(compute, pool)
+
+
+@pytest.mark.parametrize("at", range(6))  # three forwards, three backwards
+@pytest.mark.parametrize("recorder", [GivesSomethingElse, CannotRecord])
+def test_what_cannot_be_recorded_or_comes_out_wrong_is_not_replayed(recorder, at, caplog, monkeypatch):
+    monkeypatch.setattr(recorder, "at", at)
+    chain, handle = _chain(recorder=recorder)
+    for seed in range(3):
+        handle.start_step()
+        _assert_alike(_gradients_of(chain, _inputs(seed)), _expected(seed))
+    words = "something else" if recorder is GivesSomethingElse else "not permitted"
+    assert words in handle.fault and caplog.text.count("no longer replayed") == 1
+
+
+def test_another_order_than_the_recorded_one_is_refused():
+    chain, handle = _chain()
+    _gradients_of(chain, _inputs())
+    handle.start_step()
+    output = chain(*_inputs())
+    output.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="another order"):
+        output.sum().backward()
+
+
+def test_a_constant_that_blocks_no_longer_share_is_refused():
+    chain, handle = _chain()
+    _gradients_of(chain, _inputs())
+    handle.start_step()
+    image, text, _ = chain.blocks[0](*_inputs(), constant=torch.linspace(0.5, 1.5, 4))
+    with pytest.raises(RuntimeError, match="other tensors"):
+        chain.blocks[1](image, text, constant=torch.ones(4))
+
+
+def test_a_constant_that_is_changed_between_two_blocks_is_two():
+    """Recorded as two where it was; refused where it was not."""
+    constant = torch.ones(4)
+
+    def forward(chain, changes):
+        constant.fill_(1.0)
+        image, text, _ = chain.blocks[0](*_inputs(), constant=constant)
+        if changes:
+            constant.mul_(2)
+        return chain.blocks[1](image, text, constant=constant)[0]
+
+    chain, handle = _chain(2)
+    for _ in range(2):
+        handle.start_step()
+        found = forward(chain, True)
+        found.sum().backward()
+        assert torch.equal(found, forward(Chain(2), True))
+    other, handle = _chain(2)
+    forward(other, False).sum().backward()
+    handle.start_step()
+    with pytest.raises(RuntimeError, match="other tensors"):
+        forward(other, True)
+
+
+def test_a_gradient_that_was_not_there_when_recorded_is_refused():
+    chain, handle = _chain(1)
+    image, _, _ = chain.blocks[0](*_inputs(), constant=torch.ones(4))
+    image.sum().backward()
+    handle.start_step()
+    image, text, _ = chain.blocks[0](*_inputs(), constant=torch.ones(4))
+    with pytest.raises(RuntimeError, match="had none when its backward was recorded"):
+        (image.sum() + text.sum()).backward()
+
+
+def test_a_step_that_was_left_half_way_is_forgotten():
+    chain, handle = _chain()
+    for seed in range(2):
+        chain(*_inputs(7))  # no backward follows
+        handle.start_step()
+        _assert_alike(_gradients_of(chain, _inputs(seed)), _expected(seed))
+    assert list(handle.num_slots.values()) == [1] and handle.fault == ""
+
+
+def test_weights_that_have_moved_are_recorded_anew():
+    chain, handle = _chain()
+    _gradients_of(chain, _inputs())
+    before = handle._cards[CPU].recorder.num_recorded
+    handle.start_step()
+    _gradients_of(chain, _inputs())
+    assert handle._cards[CPU].recorder.num_recorded == before
+    chain.blocks[1].frozen.data = chain.blocks[1].frozen.data.clone()
+    handle.start_step()
+    _assert_alike(_gradients_of(chain, _inputs(1)), _expected(1))
+    assert handle._cards[CPU].recorder.num_recorded == 2 * before
+
+
+def test_forwards_that_never_come_back_end_it(caplog):
+    chain, handle = _chain(1)
+    kept = [chain(*_inputs(seed)) for seed in range(20)]
+    assert list(handle.num_slots.values()) == [16] and "more than 16" in handle.fault
+    assert all(torch.equal(found, Chain(1)(*_inputs(seed))) for seed, found in enumerate(kept))
+
+
+def test_blocks_get_their_forwards_back():
+    chain = Chain()
+    own = chain.blocks[0].forward = lambda *args, **kwargs: Block.forward(chain.blocks[0], *args, **kwargs)
+    handle = apply_cuda_graphs(dict.fromkeys(chain.blocks, CPU), RunsAnew)
+    handle.is_on = True
+    _gradients_of(chain, _inputs())
+    handle.remove()
+    handle.remove()
+    assert chain.blocks[0].forward is own and "forward" not in chain.blocks[1].__dict__
+    assert not any(card.slots for card in handle._cards.values())
+    _assert_alike(_gradients_of(chain, _inputs()), _expected())
+
+
+def test_parameters_are_the_blocks_own_after_a_call_that_raises(monkeypatch):
+    """Aliases stand in for them meanwhile."""
+    chain, handle = _chain(1)
+    before = dict(chain.named_parameters())
+
+    def broken(self, *args, **kwargs):
+        assert self.trained is not before["blocks.0.trained"] or not is_recording
+        raise ZeroDivisionError
+
+    is_recording = False
+    monkeypatch.setattr(Block, "forward", broken)
+    with pytest.raises(ZeroDivisionError):
+        Chain(1).blocks[0](*_inputs(), constant=torch.ones(4))
+    assert all(parameter is before[name] for name, parameter in chain.named_parameters())
+
+
+def test_devices_that_cannot(monkeypatch, caplog):
+    assert "no CUDA device" in cuda_graphs_fault([CPU])
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    cards = [torch.device("cuda", index) for index in range(2)]
+    assert "cudaMallocAsync" in cuda_graphs_fault(cards)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    assert cuda_graphs_fault(cards) == ""
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert "AMD" in cuda_graphs_fault(cards)
+    assert graph_if_possible({}) is None and "none of them keeps" in caplog.text
+    assert graph_if_possible({Block(0): CPU}) is None and "no CUDA device" in caplog.text
+
+
+# ---- whole jobs
+
+TRAIN = {"steps": 3, "batch_size": 1, "accumulation": 4, "seed": 3, "cuda_graphs": "auto"}
+SPLIT = {"devices": ["lazy:0", "lazy:1"], "kept_blocks": [1, 2]}
+
+
+def _job(tmp_path, folder, **sections):
+    values = {
+        "split": SPLIT,
+        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
+        "train": TRAIN,
+        "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
+    }
+    return make_tiny_job(tmp_path, "flux2", **{**values, **sections})
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """What jobs made, on cards that have no graphs."""
+    made = []
+
+    def make(blocks):
+        made.append(apply_cuda_graphs(blocks, RunsAnew))
+        return made[-1]
+
+    monkeypatch.setattr(assembly, "graph_if_possible", make)
+    return made
+
+
+def test_a_job_writes_the_same_lora(tmp_path, graphs):
+    with emulated_cards():
+        plain = run_job(_job(tmp_path, "plain", train={**TRAIN, "cuda_graphs": "off"}))
+        assert graphs == []
+        found = run_job(_job(tmp_path, "graphs"))
+    assert found.losses == plain.losses and found.eval_after == plain.eval_after
+    assert found.lora_path.read_bytes() == plain.lora_path.read_bytes()
+    (handle,) = graphs
+    recorders = [card.recorder for card in handle._cards.values()]
+    assert handle.fault == "" and not handle.is_on  # removed
+    assert all(r.num_recorded > 0 and r.num_replayed > 2 * r.num_recorded and r.num_released for r in recorders)
+
+
+def test_a_stopped_job_resumes_with_and_without(tmp_path, graphs):
+    with emulated_cards():
+        plain = run_job(_job(tmp_path, "plain", train={**TRAIN, "cuda_graphs": "off"}))
+        seen = []
+        job = _job(tmp_path, "stopped")
+        run_job(job, on_event=seen.append, should_stop=lambda: any(e.kind == "step" for e in seen))
+        off = dataclasses.replace(job, train=dataclasses.replace(job.train, cuda_graphs="off"))
+        resumed = run_job(off, resume=True)
+    assert resumed.losses == plain.losses and resumed.lora_path.read_bytes() == plain.lora_path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"lora": {"dropout": 0.3}}, "dropout"),
+        ({"data": {"resolutions": [32, 64]}}, "several shapes"),
+        ({}, "no CUDA device"),
+        ({"split": {"devices": ["lazy:0", "lazy:1"], "kept_blocks": [0, 0]}}, "none of them keeps"),
+    ],
+)
+def test_jobs_that_cannot_say_why_and_train(sections, words, tmp_path, caplog):
+    with emulated_cards():
+        found = run_job(_job(tmp_path, "graphs", **sections))
+    assert found.status == "finished" and words in caplog.text
+    assert caplog.text.count("not replayed as CUDA graphs") == 1
+    assert cuda_graphs.GraphedBlocks is not None

@@ -110,6 +110,7 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "stock_vae": "VAE",
         "compile_blocks": "COMBO",
         "offload_activations": "COMBO",
+        "cuda_graphs": "COMBO",
     }
 
 
@@ -446,6 +447,7 @@ CHANGES = [
     ("tensorboard", True, "output.tensorboard", True),
     ("compile_blocks", "auto", "train.compile", "auto"),
     ("offload_activations", "on", "train.offload_activations", "on"),
+    ("cuda_graphs", "auto", "train.cuda_graphs", "auto"),
 ]
 
 
