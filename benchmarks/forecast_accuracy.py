@@ -9,7 +9,8 @@ What is recomputed: "on" every block, "partly" half of each card's blocks, "off"
 chooses for the cards. max_memory_allocated is compared with `allocated`, max_memory_reserved with `reserved`. --cap-gb
 limits what this process may reserve on each card, so that "planned" plans for such cards, with blocks that stream from
 host memory if need be, and would run out of memory where it is wrong. --offload lets the inputs of recomputed blocks
-wait in host memory.
+wait in host memory; with --schedule micro-batches (--accumulation) overlap; with --graphs kept blocks are replayed as
+CUDA graphs, whose memory is reserved for good and counts as allocated in the step that records them.
 
 --tiny runs the same code with toy shapes on two emulated cards on the CPU, counting live storages, where forecasts have
 no allowance for allocators and no fused attention. Results are written after each case.
@@ -31,8 +32,10 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
 from devicebridge.parallel.devices import available_devices, reset_peaks, synchronize  # noqa: E402
+from devicebridge.parallel.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.placement import place_swapped  # noqa: E402
 from devicebridge.parallel.swap import BlockSwap  # noqa: E402
+from devicebridge.patches.cuda_graphs import apply_cuda_graphs  # noqa: E402
 from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, live_bytes  # noqa: E402
 from devicebridge.training import planner as planner_module  # noqa: E402
@@ -87,8 +90,9 @@ def make_job(options: argparse.Namespace, scheme: str, side: int, mode: str) -> 
             "accumulation": options.accumulation,
             "gradient_checkpointing": mode != "off",
             "offload_activations": "on" if options.offload and mode != "off" else "off",
+            "cuda_graphs": "auto" if options.graphs else "off",
         },
-        pipeline={"schedule": "none"},
+        pipeline={"schedule": options.schedule},
         split=limits_of(options, mode),
     )
 
@@ -139,15 +143,23 @@ def train(options: argparse.Namespace, config: Any, plan: TrainingPlan, side: in
         if swap is not None:
             swap.attach(built.split)
         trainer = make_trainer(built, lora, plan.job, make_picture_samples(config, side, is_tiny=options.tiny))
+        if plan.setting.schedule in ("1f1b", "gpipe"):
+            kind: Any = plan.setting.schedule
+            trainer.runner = Pipeline(built.split.bridge, kind=kind, ahead=plan.setting.ahead)
+        graphs = apply_cuda_graphs(built.split.kept_blocks) if options.graphs else None
+        trainer.graphs = (graphs,) if graphs is not None else ()
         for _ in range(NUM_STEPS):
             trainer.train_step(plan.job.optimizer.learning_rate)
             trainer.step += 1
         synchronize(options.devices)
+        if graphs is not None:
+            assert not graphs.fault, graphs.fault
+            graphs.remove()
         found = {str(device): peak_of(device, peaks) for device in options.devices}
         built.split.stop_offload()
         if swap is not None:
             swap.remove()
-    del trainer, lora, built, swap
+    del trainer, lora, built, swap, graphs
     release()
     return found
 
@@ -235,6 +247,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--swapped", type=int, nargs="+", default=[], help="blocks of each card that stream, if not planned"
     )
+    parser.add_argument("--schedule", choices=["none", "1f1b", "gpipe"], default="none")
+    parser.add_argument("--graphs", action="store_true", help="kept blocks are replayed as CUDA graphs")
     parser.add_argument("--offload", action="store_true", help="block inputs wait in host memory")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(arguments)

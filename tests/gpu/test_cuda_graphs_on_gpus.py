@@ -13,9 +13,11 @@ from devicebridge.patches.compile_blocks import apply_compile
 from devicebridge.patches.cuda_graphs import apply_cuda_graphs
 from devicebridge.patches.lora_linear import apply_fused_lora
 from devicebridge.patches.quantize import QuantizeSettings, apply_quantization, refusal
+from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.config import LoraSettings
+from devicebridge.training.job import run_job
 
 pytestmark = [
     pytest.mark.gpu,
@@ -129,3 +131,26 @@ def test_losses_and_gradients_of_a_pipeline_are_those_without(name, scheme, is_c
             worst = max(worst, ((gradient - other).norm() / other.norm()).item())
     print(f"{name}, {scheme}, compiled: {is_compiled}: {worst:.2e}")
     assert worst <= 1e-2
+
+
+def test_a_job_writes_the_same_lora(tmp_path, caplog):
+    """With deterministic algorithms the same bytes."""
+    caplog.set_level("INFO")
+    found = {}
+    torch.use_deterministic_algorithms(True)
+    try:
+        for setting in ("off", "auto"):
+            job = make_tiny_job(
+                tmp_path,
+                "flux2",
+                model={"dtype": "bfloat16"},
+                split={"devices": ["cuda:0", "cuda:1"], "balance": "manual", "split_at": [2], "kept_blocks": [1, 2]},
+                train={"steps": 4, "batch_size": 1, "accumulation": 5, "seed": 3, "cuda_graphs": setting},
+                output={"folder": str(tmp_path / setting)},
+            )
+            found[setting] = run_job(job)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert "3 blocks are recorded" in caplog.text and "no longer replayed" not in caplog.text
+    assert found["auto"].losses == found["off"].losses and found["auto"].eval_after == found["off"].eval_after
+    assert found["auto"].lora_path.read_bytes() == found["off"].lora_path.read_bytes()

@@ -7,6 +7,7 @@ import gc
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,19 @@ def test_kept_blocks_hold_their_activations_and_need_no_recomputation():
     assert (found.moment, found.kept, found.moving) == ("backward of blocks.5", 400, 700)
     everything = _forecaster(StepSettings(is_checkpointing=False)).device("a", StagePlan(0, 1, 0, 6))
     assert (everything.kept, everything.num_kept) == (5 * 400, 6)
+
+
+def test_recorded_blocks_reserve_temporaries_for_every_micro_batch_and_what_they_are_given_through():
+    plan = StagePlan(0, 2, 0, 4, num_kept=2)
+    for schedule, held in (("none", 1), ("1f1b", 2), ("gpipe", 4)):
+        settings = StepSettings(schedule=schedule, accumulation=4)
+        plain = _forecaster(settings).device("a", plan)
+        found = _forecaster(replace(settings, has_graphs=True)).device("a", plan)
+        # backward 700, of which 400 are kept; inputs 100, outputs 100, LoRA 10, there and back
+        assert found.overhead - plain.overhead == (held - 1) * 300 + 2 * 210
+        assert found.allocated == plain.allocated and found.reserved - plain.reserved == found.overhead - plain.overhead
+    recomputed = replace(plan, num_kept=0)
+    assert _forecaster(replace(settings, has_graphs=True)).device("a", recomputed).overhead == 0
 
 
 @pytest.mark.parametrize(
