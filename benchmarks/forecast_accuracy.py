@@ -45,6 +45,7 @@ from devicebridge.training.rehearsal import Kernels  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402
+    FAMILY,
     SCHEMES,
     TINY_CONFIG,
     VARIANT,
@@ -71,6 +72,8 @@ def run_case(options: argparse.Namespace, scheme: str, side: int, mode: str) -> 
         plan = make_plan(options, config, job, side, mode)
     except ValueError as error:
         return {"refused": str(error)}
+    if options.schedule != "none":  # the last card has the tail then
+        plan = replace(plan, placement=replace(plan.placement, tail=tuple(FAMILY.tail)))
     measured = train(options, config, plan, side)
     devices = {each.device: compare(each, measured[each.device]) for each in plan.forecast.devices}
     return {"placement": plan.placement.describe(), "kept_blocks": list(plan.kept_blocks)} | {
