@@ -32,6 +32,7 @@ memory that the next replay writes to, and holds every block's memory for itself
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ Replay = Callable[[], None]
 
 _MOST_SLOTS = 16  # micro-batches in flight on one card; more are a sign of forwards without a backward
 _MOST_OFF = 0.02  # of its length, between what was recorded and what was not; equal but for sums in another order
+_recording = threading.Lock()
 _CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 
 
@@ -88,7 +90,10 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def record(self, compute: Callable[[], None], pool: Any) -> Replay:
-        with self.aside():
+        # One at a time: handing memory back is for all cards, and an error while any of them records. A recording
+        # cannot take what is cached elsewhere, so it has to be free.
+        with _recording, self.aside():
+            torch.cuda.empty_cache()
             graph = torch.cuda.CUDAGraph()
             # other threads allocate and copy meanwhile, on other cards
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -463,12 +468,12 @@ class _Call:
                     self._slot.constants[number].set(tensor)
             with card.recorder.aside():
                 expected = self._run_plain(tensors)
-            self._note_outputs(expected)
+            expected = self._note_outputs(expected)
             self._fill(tensors)
             card.note_recording()
             self._forward = card.recorder.record(self._compute_forward, self._slot.pool)
             self._forward()
-            is_right = all(map(_are_alike, self._outputs, self._tensors_of(expected)))
+            is_right = all(map(_are_alike, self._outputs, expected))
         except Exception as error:  # whatever cannot be recorded
             _log.debug("recording a block failed", exc_info=True)
             card.give_up(f"recording {type(self.block).__name__} failed: {error}".partition("\n")[0])
@@ -488,16 +493,15 @@ class _Call:
         args, kwargs = tree_unflatten(leaves, self._spec)
         return self._plain(*args, **kwargs)
 
-    def _note_outputs(self, expected: Any) -> None:
+    def _note_outputs(self, expected: Any) -> list[torch.Tensor]:
+        """The tensors that the block returns, without what a backward would need."""
         leaves, self._out_spec = tree_flatten(expected)
         self._out_at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         found = [leaves[index] for index in self._out_at]
         self._outputs = [self._card.staged("output", i, each.detach()) for i, each in enumerate(found)]
         self._has_gradient = [each.requires_grad for each in found]
-
-    def _tensors_of(self, output: Any) -> list[torch.Tensor]:
-        return [leaf.detach() for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        return [each.detach() for each in found]
 
     def _fill(self, tensors: Sequence[torch.Tensor]) -> None:
         """Bring what the forward is called with to where its recording reads it."""

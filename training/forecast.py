@@ -248,14 +248,15 @@ class Forecaster:
         )
 
     def _beside_graphs(self, plan: StagePlan) -> int:
-        """What recorded blocks reserve and others would not: every micro-batch held has temporaries of its own, and all
-        graphs of a card are given their inputs, and give their results, through tensors that stay."""
+        """What recorded blocks reserve and others would not: every micro-batch held has temporaries of its own, idle
+        while a block is recorded beside them, and all graphs of a card are given their inputs, and give their results,
+        through tensors that stay."""
         kept = self.rehearsal.blocks[self._first_kept(plan) : plan.end]
         if not self.settings.has_graphs or not kept:
             return 0
-        others = self.settings.held(plan.stage, plan.num_stages) - 1
+        held = self.settings.held(plan.stage, plan.num_stages)
         temporaries = max(max(block.backward, block.forward_kept) - block.kept for block in kept)
-        return others * temporaries + 2 * max(block.inputs + block.outputs + block.lora for block in kept)
+        return held * temporaries + 2 * max(block.inputs + block.outputs + block.lora for block in kept)
 
     def _first_kept(self, plan: StagePlan) -> int:
         return plan.end - plan.num_kept if self.settings.is_checkpointing else plan.start
@@ -327,6 +328,8 @@ class Forecaster:
             forward = front + (block.forward_kept if is_kept else block.forward)
             yield _Moment(f"forward of {found.names[index]}", in_forward, kept, forward, gradients)
             backward = block.backward if is_kept else block.recompute
+            if is_kept and settings.has_graphs:
+                backward += block.kept  # once more: what is recorded is compared with what is not
             yield _Moment(f"backward of {found.names[index]}", in_backward, kept, backward, gradients + later)
         if plan.stage == settings.tail_stage(plan.num_stages):
             tail = front + found.blocks[-1].outputs + found.tail
