@@ -317,7 +317,8 @@ def _advanced_inputs() -> list[io.Input]:
             advanced=True,
             tooltip="auto records blocks that keep their activations once and replays them, so that fast GPUs need not "
             "wait for Python. Matters for 8-bit models on GPUs with memory to spare. The LoRA is the same. Needs "
-            "NVIDIA GPUs, images of one size and no dropout; else the log says so, and training goes on without.",
+            "NVIDIA GPUs, images of one size, batch_size 1 and dropout 0; else the log says so and training goes on "
+            "without.",
         ),
     ]
 

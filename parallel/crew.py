@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 import threading
 import weakref
 from collections import deque
@@ -25,7 +26,7 @@ class Crew:
 
     def __init__(self) -> None:
         self._idle = _Idle()
-        weakref.finalize(self, self._idle.dismiss)
+        weakref.finalize(self, self._idle.dismiss).atexit = False  # they are daemons, and may sleep through the exit
 
     def task(self, name: str, work: Callable[..., None], *args: Any) -> Task:
         """work(*args) for one of the threads, in the context of the thread that asks; not begun."""
@@ -38,14 +39,14 @@ class Task:
     def __init__(
         self, name: str, context: contextvars.Context, work: Callable[..., None], args: tuple[Any, ...], idle: _Idle
     ) -> None:
-        self.name, self.is_started = name, False
+        self.name, self.is_started = name, False  # True once a thread has it
         self._context, self._work, self._args, self._idle = context, work, args, idle
         self._done = threading.Event()
 
     def start(self) -> None:
         """Raises: RuntimeError if no thread can be had."""
         self._idle.give(self)
-        self.is_started = True
+        self.is_started = True  # an interrupt may come before; the thread says so, too
 
     def join(self) -> None:
         """Wait until the thread has let go of it."""
@@ -53,6 +54,7 @@ class Task:
 
     def run(self) -> None:
         """In this thread."""
+        self.is_started = True
         threading.current_thread().name = self.name
         try:
             self._context.run(self._work, *self._args)
@@ -97,7 +99,10 @@ class _Idle:
 
 def _serve(tasks: Tasks, idle: _Idle) -> None:
     while (task := tasks.get()) is not None:
-        task.run()
+        try:
+            task.run()
+        except BaseException:  # as threading.Thread does
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
         threading.current_thread().name = _IDLE
         idle.take_back(tasks)
         task.finish()

@@ -17,9 +17,10 @@ gradient belongs to (modulation, rotary tables) are copied once per micro-batch 
 tensor. As many slots are made as micro-batches turn out to be in flight.
 
 What is recorded is compared, while it is recorded, with the same block not recorded, outputs and gradients. Where they
-differ, or something cannot be recorded, the block's own results are used and nothing is recorded any more. Calls with
-other shapes than the first, without gradients, or under autocast run as ever. Random numbers are not for graphs: with
-dropout they must not be applied.
+differ, or something cannot be recorded, the block's own results are used and nothing is recorded any more. A forward
+runs as ever where its first block is called with other shapes than the first time, without gradients, or under
+autocast; one whose later blocks deviate is refused in its backward. Random numbers are not for graphs: with dropout
+they must not be applied.
 
 The equation is the block's own: the same kernels on the same numbers. Parameters stand in the recorded graphs as
 aliases, leaves of their own on the same memory, since the node that accumulates a parameter's gradient belongs to the
@@ -85,9 +86,11 @@ class CudaRecorder:
     def aside(self) -> Iterator[None]:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
 
     def record(self, compute: Callable[[], None], pool: Any) -> Replay:
         # One at a time: handing memory back is for all cards, and an error while any of them records. A recording
@@ -98,13 +101,21 @@ class CudaRecorder:
             # other threads allocate and copy meanwhile, on other cards
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                compute()
-            except BaseException:
-                with suppress(RuntimeError):
+                try:
+                    compute()
+                finally:
                     graph.capture_end()
+            except BaseException:
+                self._end_capture(pool)
                 raise
-            graph.capture_end()
         return graph.replay
+
+    def _end_capture(self, pool: Any) -> None:
+        """Tell the allocator that a recording which failed is over: up to torch 2.11 at least capture_end raises
+        before it does, and no memory that crossed streams would be freed any more."""
+        with suppress(RuntimeError):  # where it has
+            torch._C._cuda_endAllocateToPool(self._device.index, pool)
+            torch._C._cuda_releasePool(self._device.index, pool)
 
     def release(self) -> None:
         torch.cuda.empty_cache()
@@ -121,8 +132,8 @@ class GraphedBlocks:
         self, blocks: Mapping[nn.Module, torch.device], make_recorder: Callable[[torch.device], Recorder]
     ) -> None:
         self._cards = {device: _Card(device, make_recorder(device)) for device in dict.fromkeys(blocks.values())}
-        self._forwards: dict[nn.Module, Forward] = {}
-        self._addresses: dict[nn.Module, list[int]] = {}
+        self._forwards: dict[nn.Module, Forward | None] = {}
+        self._addresses: dict[nn.Module, list[tuple[int, bool]]] = {}
         self.is_on = False
         for block, device in blocks.items():
             self._attach(block, self._cards[device])
@@ -142,12 +153,13 @@ class GraphedBlocks:
 
         Forgets recordings that an interrupted step left half way, and all where weights have moved.
         """
-        for block in self._forwards:
-            addresses = [tensor.data_ptr() for tensor in (*block.parameters(), *block.buffers())]
-            if self._addresses.setdefault(block, addresses) != addresses:
-                self._addresses.clear()
-                self._forget()
-                break
+        addresses = {
+            block: [(each.data_ptr(), each.requires_grad) for each in (*block.parameters(), *block.buffers())]
+            for block in self._forwards
+        }
+        if self._addresses and addresses != self._addresses:
+            self._forget()
+        self._addresses = addresses
         for card in self._cards.values():
             card.start_step()
 
@@ -168,7 +180,7 @@ class GraphedBlocks:
 
     def _attach(self, block: nn.Module, card: _Card) -> None:
         plain: Forward = block.forward
-        self._forwards[block] = block.__dict__.get("forward")  # type: ignore[assignment]
+        self._forwards[block] = block.__dict__.get("forward")
         card.expect(block)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -229,14 +241,14 @@ class _Card:
         self._active: _Slot | None = None
         self._kinds: dict[nn.Module, Any] = {}
         self._staging: dict[Any, torch.Tensor] = {}
-        self._has_recorded = False
+        self._has_recorded = self._has_said = False
 
     def expect(self, block: nn.Module) -> None:
         """One of the card's blocks, in execution order."""
         self._first = self._first or block
 
     def start_step(self) -> None:
-        if not all(slot.is_at_rest for slot in self.slots):
+        if self.fault or not all(slot.is_at_rest for slot in self.slots):
             self.forget()
         if self._has_recorded:  # what blocks took beside their recordings
             self.recorder.release()
@@ -244,6 +256,8 @@ class _Card:
 
     def forget(self) -> None:
         """All recordings; none may be in flight."""
+        for slot in self.slots:
+            slot.order.clear()  # calls refer back to their slot: their memory would wait for the garbage collector
         self.slots.clear()
         self._staging.clear()
         self._active = None
@@ -257,10 +271,12 @@ class _Card:
     def run(self, block: nn.Module, plain: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         kind = _kind_of(leaves, spec, self.device)
-        if kind is None or kind != self._kinds.setdefault(block, kind):
-            return plain(*args, **kwargs)
-        slot = self._slot_for(block)
+        is_known = kind is not None and kind == self._kinds.setdefault(block, kind)
+        slot = self._slot_for(block) if is_known else None
         if slot is None:
+            if not self._has_said:
+                self._has_said = True
+                _log.info("some calls of blocks on %s cannot be replayed and run as ever", self.device)
             return plain(*args, **kwargs)
         self._active = slot
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -293,6 +309,13 @@ class _Card:
         key = role, index, like.shape, like.stride(), like.dtype
         if key not in self._staging:
             self._staging[key] = _empty_like(like)
+        return self._staging[key]
+
+    def staged_row(self, num_values: int, dtype: torch.dtype) -> torch.Tensor:
+        """So many values, the same for all recordings, as above."""
+        key = num_values, dtype
+        if key not in self._staging:
+            self._staging[key] = torch.empty(num_values, dtype=dtype, device=self.device)
         return self._staging[key]
 
     def note_recording(self) -> None:
@@ -330,7 +353,7 @@ class _Constant:
     """An input that no gradient belongs to, as the recordings of a slot read it.
 
     Args:
-        source, version: what it is a copy of, while a forward is on its way.
+        source, version: what it is a copy of, until the backward of its micro-batch begins.
     """
 
     static: torch.Tensor
@@ -369,7 +392,7 @@ class _Slot:
 
     @property
     def _is_whole(self) -> bool:
-        return 2 * sum(is_backward for _, is_backward in self.order) == len(self.order)
+        return sum(1 if is_backward else -call.has_backward for call, is_backward in self.order) == 0
 
     def takes(self, block: nn.Module) -> bool:
         """Whether this block's forward comes next."""
@@ -444,7 +467,6 @@ class _Call:
         self._edges: list[GradientEdge | None] = []
         self._own: list[torch.Tensor] = []
         self._aliases: list[nn.Parameter] = []
-        self._expected: list[torch.Tensor] | None = None
         self._forward: Replay | None = None
         self._backward: Replay | None = None
         self._gradients: list[torch.Tensor | None] = []  # staged: of the outputs
@@ -484,7 +506,7 @@ class _Call:
 
     def _run_plain(self, tensors: Sequence[torch.Tensor]) -> Any:
         with torch.enable_grad():
-            return self._call([each.detach().requires_grad_(each.requires_grad) for each in tensors])
+            return self._call([each.detach().clone().requires_grad_(each.requires_grad) for each in tensors])
 
     def _call(self, tensors: Sequence[torch.Tensor]) -> Any:
         leaves = list(self._leaves)
@@ -555,6 +577,11 @@ class _Call:
         return [each.clone() for each in self._outputs]
 
     @property
+    def has_backward(self) -> bool:
+        """Not where nothing that it is called with or trains has a gradient."""
+        return any(self._has_gradient)
+
+    @property
     def without_gradient(self) -> list[int]:
         """Which outputs need none."""
         return [index for index, has in enumerate(self._has_gradient) if not has]
@@ -575,10 +602,10 @@ class _Call:
         if self._backward is None:
             return self._plain_backward(gradients) if self._card.fault else self._record_backward(gradients)
         self._slot.pass_by(self, is_backward=True)
-        if any(staged is None and given is not None for staged, given in zip(self._gradients, gradients, strict=True)):
+        if [each is None for each in self._gradients] != [each is None for each in gradients]:
             raise RuntimeError(
-                f"an output of {type(self.block).__name__} has a gradient and had none when its backward was recorded "
-                'as a CUDA graph; train with train.cuda_graphs = "off"'
+                f"other outputs of {type(self.block).__name__} have gradients than when its backward was recorded as a "
+                'CUDA graph; train with train.cuda_graphs = "off"'
             )
         return self._replay_backward(gradients)
 
@@ -587,8 +614,6 @@ class _Call:
         for staged, given in zip(self._gradients, gradients, strict=True):
             if staged is not None and given is not None:
                 staged.copy_(given)
-            elif staged is not None:
-                staged.zero_()
         self._backward()
         found = [None if each is None else each.clone() for each in self._found]
         return [*found, *self._parameters_of({dtype: flat.clone() for dtype, flat in self._flat.items()})]
@@ -648,10 +673,7 @@ class _Call:
         for parameter, is_trained in zip(self.parameters, self._is_trained, strict=True):
             if is_trained:
                 sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-        return {
-            dtype: card.staged("gradients of parameters", 0, torch.empty(size, dtype=dtype, device=card.device))
-            for dtype, size in sizes.items()
-        }
+        return {dtype: card.staged_row(size, dtype) for dtype, size in sizes.items()}
 
     def _compute_backward(self) -> None:
         pairs = [

@@ -226,8 +226,8 @@ class Forecaster:
         """What the device of a stage will hold."""
         weights, lora, trained = self._resident(plan)
         state = int(trained * self._optimizer.state)
-        moment = max(self._moments(plan, lora, trained), key=lambda each: each.total + each.has_lora * (lora + state))
-        going = moment.checkpoints + moment.kept + moment.moving + moment.gradients
+        moments = list(self._moments(plan, lora, trained))
+        moment = max(moments, key=lambda each: each.total + each.has_lora * (lora + state))
         return DeviceForecast(
             device=name,
             num_blocks=plan.end - plan.start,
@@ -242,21 +242,24 @@ class Forecaster:
             kept=moment.kept,
             moving=moment.moving,
             workspace=self._backend.workspace,
-            overhead=int(going * self._backend.fragmentation) + self._beside_graphs(plan),
+            overhead=int(moment.total * self._backend.fragmentation) + self._beside_graphs(plan, moments, moment),
             context=self._backend.context,
             moment=moment.name,
         )
 
-    def _beside_graphs(self, plan: StagePlan) -> int:
-        """What recorded blocks reserve and others would not: every micro-batch held has temporaries of its own, idle
-        while a block is recorded beside them, and all graphs of a card are given their inputs, and give their results,
-        through tensors that stay."""
-        kept = self.rehearsal.blocks[self._first_kept(plan) : plan.end]
+    def _beside_graphs(self, plan: StagePlan, moments: Sequence[_Moment], peak: _Moment) -> int:
+        """What recorded blocks reserve beyond the peak: their activations and temporaries at every moment, once for
+        every micro-batch held, and the tensors through which all graphs of a card are given their inputs and give their
+        results."""
+        first = self._first_kept(plan)
+        kept = self.rehearsal.blocks[first : plan.end]
         if not self.settings.has_graphs or not kept:
             return 0
-        held = self.settings.held(plan.stage, plan.num_stages)
         temporaries = max(max(block.backward, block.forward_kept) - block.kept for block in kept)
-        return held * temporaries + 2 * max(block.inputs + block.outputs + block.lora for block in kept)
+        pools = self.settings.held(plan.stage, plan.num_stages) * (self._between("kept", first, plan.end) + temporaries)
+        staged = 2 * max(block.inputs + block.outputs + block.lora for block in kept)
+        beside = max(each.total - each.kept for each in moments if each.has_lora)
+        return max(0, pools + staged + beside - peak.total)
 
     def _first_kept(self, plan: StagePlan) -> int:
         return plan.end - plan.num_kept if self.settings.is_checkpointing else plan.start

@@ -40,6 +40,7 @@ from ..parallel.placement import (
 )
 from ..parallel.replicas import Replica, Replicas
 from ..patches.compile_blocks import remove_compiled
+from ..patches.cuda_graphs import cuda_graphs_fault
 from ..patches.lora import matches_any, resolve_targets
 from ..patches.quantize import check_packages, refusal, stored_bytes
 from .adapter import LoraHandle, apply_lora
@@ -58,7 +59,7 @@ from .objective import make_noise_schedule
 from .optimizer import make_optimizer
 from .plan_request import make_square
 from .plan_view import Comparison, compare, describe_comparison, describe_pace
-from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket, plan_training
+from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket, plan_training, why_no_graphs
 from .stock import EncodedSample, make_stock_reader, read_encoded_samples, refuse_condition, resolution_of
 
 _log = logging.getLogger(__name__)
@@ -680,22 +681,27 @@ def _shapes_to_compile(plan: JobPlan) -> int | None:
 def _has_graphs(plan: JobPlan) -> bool:
     if plan.job.train.cuda_graphs == "off":
         return False
-    fault = "dropout draws random numbers" if plan.job.lora.dropout else ""
-    if _num_shapes(plan) != 1:
-        fault = "batches come in several shapes, or nobody can tell"
-    if fault:
-        _log.warning("blocks are not replayed as CUDA graphs: %s", fault)
-    return not fault
+    faults = [cuda_graphs_fault(plan.placement.used_devices), why_no_graphs(plan.job, plan.variant)]
+    if len(sizes := _training_sizes(plan)) > 1:
+        faults.append(f"samples come in {len(sizes)} sizes")
+    if any(faults):
+        _log.warning("blocks are not replayed as CUDA graphs: %s", ", ".join(filter(None, faults)))
+    return not any(faults)
 
 
 def _num_shapes(plan: JobPlan) -> int:
     """Of all batches of a job, at most; 0 if captions come in any length."""
     if any(spec.has_varying_length for spec in plan.variant.text_encoders):
         return 0
-    train = {(*sample.bucket, sample.num_frames) for sample in plan.training_samples}
+    train = _training_sizes(plan)
     alone = {(*sample.bucket, sample.num_frames) for sample in plan.eval_samples}
     sizes = min(plan.job.train.batch_size, 2)  # the last batch of a bucket may be smaller
     return len(train) * sizes + len(alone - train if sizes == 1 else alone)
+
+
+def _training_sizes(plan: JobPlan) -> set[tuple[int, int, int]]:
+    """Height, width and frames of what is trained on."""
+    return {(height, width, sample.num_frames) for sample in plan.training_samples for height, width in [sample.bucket]}
 
 
 def assemble(plan: JobPlan) -> Assembled:

@@ -98,7 +98,7 @@ class Trainer:
         self._optimizer = make_optimizer(self._parameters, self.job.optimizer)
         self._dtype = getattr(torch, self.job.model.dtype)
         self._home = self.devices[0]
-        self._compiled_shapes: set[Any] = set()
+        self._seen_shapes: set[Any] = set()
 
     def run(self, should_stop: Callable[[], bool]) -> bool:
         """Train until the last step or until should_stop() is true between two steps; True if all steps are done.
@@ -163,7 +163,7 @@ class Trainer:
         for each in self.graphs:
             each.start_step()
             if not each.is_on:
-                self._compiled_shapes.clear()  # a micro-batch is alone while the first recordings are made
+                self._seen_shapes.clear()  # a micro-batch is alone while the first recordings are made
                 each.is_on = True
 
     def compare_compiled(self) -> list[Comparison]:
@@ -236,7 +236,7 @@ class Trainer:
                 for index, batch in enumerate(batches)
             ]
             detached = self.runner.run(batches)
-            self._compiled_shapes |= new_shapes
+            self._seen_shapes |= new_shapes
             return detached
         losses = []
         for batch in batches:
@@ -268,7 +268,7 @@ class Trainer:
 
         def is_new(batch: NoisyBatch) -> bool:
             shapes = (home, batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
-            if not (self.compiled or self.graphs) or shapes in self._compiled_shapes:
+            if not (self.compiled or self.graphs) or shapes in self._seen_shapes:
                 return False
             new_shapes.add(shapes)
             return True

@@ -115,6 +115,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             "schedule": plan.setting.schedule,
             "ahead": plan.setting.ahead,
             "offload_activations": plan.setting.offloads,
+            "cuda_graphs": plan.has_graphs,
             "split_at": _cuts(plan),
             "replicas": [str(device) for device in plan.placement.replicas],
             "kept_blocks": list(plan.kept_blocks),

@@ -126,6 +126,7 @@ class TrainingPlan:
         variant: name of the model.
         relative_time: of a step, over the same with every block recomputed, one micro-batch after the other and, for
             replicas, on the first card alone.
+        has_graphs: whether kept blocks are counted as replayed CUDA graphs.
         step_s: of a step at this size, seconds. timing: where its times were measured; None for estimates.
         warning: why it may not fit after all, where the user has vouched for it; "" otherwise.
     """
@@ -147,6 +148,7 @@ class TrainingPlan:
     frames: int = 1
     variant: str = ""
     timing: Timing | None = None
+    has_graphs: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,21 @@ def asked_schedule(job: JobConfig, devices: Sequence[torch.device]) -> Kind | Li
     if asked == "none" or _why_no_schedule(job, devices):
         return None
     return "1f1b" if asked == "auto" else asked
+
+
+def why_no_graphs(job: JobConfig, variant: Variant) -> str:
+    """What of a job's settings keeps its blocks from being replayed as CUDA graphs; "" if nothing does.
+
+    Cards and the sizes of samples may, too, where they are known.
+    """
+    faults = []
+    if job.lora.dropout:
+        faults.append("lora.dropout draws random numbers")
+    if job.train.batch_size > 1:
+        faults.append(f"the last of the batches may be smaller (train.batch_size is {job.train.batch_size}, 1 works)")
+    if any(spec.has_varying_length for spec in variant.text_encoders):
+        faults.append("captions of this model come in any length")
+    return ", ".join(faults)
 
 
 def _why_no_schedule(job: JobConfig, devices: Sequence[torch.device]) -> str:
@@ -548,7 +565,7 @@ class Planner:
             accumulation=job.train.accumulation,
             ahead=setting.ahead,
             is_checkpointing=job.train.gradient_checkpointing,
-            has_graphs=job.train.cuda_graphs == "auto",
+            has_graphs=job.train.cuda_graphs == "auto" and not why_no_graphs(job, self.variant),
             offload_from=MIN_BYTES if setting.offloads else None,
         )
         forecaster = self.forecaster(setting, settings)
@@ -825,6 +842,7 @@ def plan_training(planner: Planner) -> TrainingPlan:
         bucket=planner.bucket,
         frames=planner.frames,
         variant=planner.variant.name,
+        has_graphs=found.settings.has_graphs and any(stage.forecast.num_kept for stage in found.stages),
     )
 
 
@@ -874,6 +892,11 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
         yield "activations: every block is recomputed"
     else:
         yield f"activations: every block is recomputed; keeping one would leave less than {HEADROOM:.0%} of a card free"
+    if job.train.cuda_graphs == "auto":
+        fault = why_no_graphs(job, planner.variant) or ("" if any(kept) else "no block keeps its activations")
+        yield (
+            f"CUDA graphs: not used, {fault}" if fault else f"CUDA graphs: the last {_joined(kept)} blocks are replayed"
+        )
     if found.is_swapping:
         yield _swap_reason(planner, found, looked_at)
     if job.pipeline.schedule not in ("auto", "none", found.setting.schedule):

@@ -154,3 +154,27 @@ def test_a_job_writes_the_same_lora(tmp_path, caplog):
     assert "3 blocks are recorded" in caplog.text and "no longer replayed" not in caplog.text
     assert found["auto"].losses == found["off"].losses and found["auto"].eval_after == found["off"].eval_after
     assert found["auto"].lora_path.read_bytes() == found["off"].lora_path.read_bytes()
+
+
+class AsksTheCard(torch.nn.Module):
+    """What a recording cannot do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((64, 64), 0.5, device=CARDS[0]))
+
+    def forward(self, x):
+        return x @ self.weight * (1.0 if x.sum().item() > -1e30 else 0.0)
+
+
+def test_a_recording_that_fails_leaves_gradients_right_and_the_allocator_whole(caplog):
+    block = AsksTheCard()
+    handle = apply_cuda_graphs({block: CARDS[0]})
+    handle.is_on = True
+    x = torch.randn(8, 64, device=CARDS[0])
+    for _ in range(2):
+        handle.start_step()
+        block(x).sum().backward()
+    assert torch.allclose(block.weight.grad, 2 * x.sum(0)[:, None].expand(64, 64))
+    assert handle.fault and caplog.text.count("no longer replayed") == 1
+    torch.cuda.empty_cache()  # raises while the allocator takes a recording to be under way

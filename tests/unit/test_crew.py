@@ -78,3 +78,32 @@ def test_threads_end_with_their_crew_even_one_that_is_at_work():
     for thread in done:
         thread.join(timeout=10)
     assert len(set(done)) == 2 and not any(thread.is_alive() for thread in done)
+
+
+def test_work_that_raises_is_reported_and_ends(monkeypatch):
+    crew, seen = Crew(), []
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_type))
+
+    def work():
+        raise ZeroDivisionError
+
+    for _ in range(2):
+        _run(crew, work)
+    assert seen == [ZeroDivisionError] * 2
+
+
+def test_a_task_counts_as_started_once_a_thread_has_it(monkeypatch):
+    """An interrupt may come right after it was handed over."""
+    crew, seen = Crew(), []
+    give = type(crew._idle).give
+
+    def interrupted(self, task):
+        give(self, task)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(crew._idle), "give", interrupted)
+    task = crew.task("some-work", lambda: seen.append(task.is_started))
+    with pytest.raises(KeyboardInterrupt):
+        task.start()
+    task.join()
+    assert seen == [True] and task.is_started
