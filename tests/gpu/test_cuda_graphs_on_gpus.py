@@ -175,6 +175,6 @@ def test_a_recording_that_fails_leaves_gradients_right_and_the_allocator_whole(c
     for _ in range(2):
         handle.start_step()
         block(x).sum().backward()
-    assert torch.allclose(block.weight.grad, 2 * x.sum(0)[:, None].expand(64, 64))
+    assert torch.allclose(block.weight.grad, 2 * x.sum(0)[:, None].expand(64, 64), atol=1e-4)
     assert handle.fault and caplog.text.count("no longer replayed") == 1
     torch.cuda.empty_cache()  # raises while the allocator takes a recording to be under way
