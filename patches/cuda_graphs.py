@@ -93,8 +93,8 @@ class CudaRecorder:
             current.wait_stream(self._stream)
 
     def record(self, compute: Callable[[], None], pool: Any) -> Replay:
-        # One at a time: handing memory back is for all cards, and an error while any of them records. A recording
-        # cannot take what is cached elsewhere, so it has to be free.
+        # A recording cannot take what is cached elsewhere, so it has to be free. One at a time: memory is handed back
+        # on all cards, and none that records should notice.
         with _recording, self.aside():
             torch.cuda.empty_cache()
             graph = torch.cuda.CUDAGraph()

@@ -38,6 +38,9 @@ CONTEXT_BYTES = 500_000_000  # the driver's own, per card, once CUDA has started
 CARD_WORKSPACE_BYTES = 2 * 32 * 2**20
 # Of activations and temporaries, which come in hundreds of sizes: not measured, a guess on the safe side.
 FRAGMENTATION = 0.10
+# What a block's temporaries reserve in the memory of recorded graphs, in sizes of theirs: what earlier blocks have freed
+# there is in pieces that do not join. Measured for one model (benchmarks/forecast_accuracy.py --graphs, 2026-11-22).
+GRAPH_TEMPORARIES = 3.5
 # What rounding a layer to 8 bits takes beside it: copies of 16 bytes per weight, but only some rows at a time.
 ROUNDING_BYTES, ROUNDING_COPIES = 500_000_000, 8
 
@@ -256,7 +259,8 @@ class Forecaster:
         if not self.settings.has_graphs or not kept:
             return 0
         temporaries = max(max(block.backward, block.forward_kept) - block.kept for block in kept)
-        pools = self.settings.held(plan.stage, plan.num_stages) * (self._between("kept", first, plan.end) + temporaries)
+        per_batch = self._between("kept", first, plan.end) + int(GRAPH_TEMPORARIES * temporaries)
+        pools = self.settings.held(plan.stage, plan.num_stages) * per_batch
         staged = 2 * max(block.inputs + block.outputs + block.lora for block in kept)
         beside = max(each.total - each.kept for each in moments if each.has_lora)
         return max(0, pools + staged + beside - peak.total)
