@@ -101,16 +101,20 @@ class CudaRecorder:
             # other threads allocate and copy meanwhile, on other cards
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                try:
-                    compute()
-                finally:
-                    graph.capture_end()
+                compute()
             except BaseException:
-                self._end_capture(pool)
+                with suppress(RuntimeError):  # of what was raised this one only says that there was something
+                    graph.capture_end()
+                self._end_allocation(pool)
+                raise
+            try:
+                graph.capture_end()
+            except BaseException:
+                self._end_allocation(pool)
                 raise
         return graph.replay
 
-    def _end_capture(self, pool: Any) -> None:
+    def _end_allocation(self, pool: Any) -> None:
         """Tell the allocator that a recording which failed is over: up to torch 2.11 at least capture_end raises
         before it does, and no memory that crossed streams would be freed any more."""
         with suppress(RuntimeError):  # where it has
@@ -540,8 +544,9 @@ class _Call:
                     f"{type(self.block).__name__} was called with other tensors than when it was recorded as a CUDA "
                     'graph, where it shared them with an earlier block; train with train.cuda_graphs = "off"'
                 )
-        with torch.no_grad():
-            torch._foreach_copy_(targets, sources)
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
 
     @contextmanager
     def _aliased(self) -> Iterator[list[nn.Parameter]]:

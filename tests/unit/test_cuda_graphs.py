@@ -453,6 +453,31 @@ def test_a_constant_may_be_expanded_and_other_strides_are_another_call():
     assert handle._cards[CPU].recorder.num_replayed == replayed
 
 
+def test_a_block_that_is_given_nothing_of_its_own():
+    """Only constants, which the block before has had."""
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, x):
+            return self.blocks[0](x) * self.blocks[1](x)
+
+    torch.manual_seed(0)
+    pair = Pair()
+    x = torch.randn(3, 4)
+    expected = torch.autograd.grad(pair(x).sum(), list(pair.parameters()))
+    handle = apply_cuda_graphs(dict.fromkeys(pair.blocks, CPU), RunsAnew)
+    handle.is_on = True
+    for _ in range(2):
+        handle.start_step()
+        pair(x).sum().backward()
+        _assert_alike([parameter.grad for parameter in pair.parameters()], expected)
+        pair.zero_grad()
+    assert handle.fault == "" and handle._cards[CPU].slots[0].order
+
+
 def test_tensors_elsewhere_and_unknown_objects_are_not_recorded():
     here, elsewhere = torch.ones(4), torch.ones(4, device="meta")
     _, spec = torch.utils._pytree.tree_flatten(((here,), {}))
