@@ -39,14 +39,19 @@ class Task:
     def __init__(
         self, name: str, context: contextvars.Context, work: Callable[..., None], args: tuple[Any, ...], idle: _Idle
     ) -> None:
-        self.name, self.is_started = name, False  # True once a thread has it
+        self.name, self.is_started = name, False
+        self._owner: dict[str, str] = {}  # who came first: a thread to do it, or who withdraws it
         self._context, self._work, self._args, self._idle = context, work, args, idle
         self._done = threading.Event()
 
     def start(self) -> None:
-        """Raises: RuntimeError if no thread can be had."""
+        """Raises: RuntimeError if no thread can be had. Whether a thread has it after any error, withdraw tells."""
         self._idle.give(self)
-        self.is_started = True  # an interrupt may come before; the thread says so, too
+        self.is_started = True
+
+    def withdraw(self) -> bool:
+        """Whether no thread does it or will; one that does must be waited for."""
+        return self._owner.setdefault("it", "withdrawn") == "withdrawn"
 
     def join(self) -> None:
         """Wait until the thread has let go of it."""
@@ -54,10 +59,10 @@ class Task:
 
     def run(self) -> None:
         """In this thread."""
-        self.is_started = True
         threading.current_thread().name = self.name
         try:
-            self._context.run(self._work, *self._args)
+            if self._owner.setdefault("it", "begun") == "begun":
+                self._context.run(self._work, *self._args)
         finally:
             del self._context, self._work, self._args
 
@@ -81,7 +86,9 @@ class _Idle:
             tasks = self._queues.pop()
         except IndexError:
             tasks = SimpleQueue()
+            tasks.put(task)  # first: an interrupt may come in between
             threading.Thread(target=_serve, args=(tasks, self), name=_IDLE, daemon=True).start()
+            return
         tasks.put(task)
 
     def take_back(self, tasks: Tasks) -> None:

@@ -58,12 +58,13 @@ def make_task(crew: Crew, work: Callable[..., None], lane: Lane, *args: Any) -> 
 
 
 def wait_for(lanes: Sequence[Lane], tasks: Sequence[Task]) -> None:
-    """Wait for the tasks that were started, open to interrupts.
+    """Wait for the tasks that were started, and let no others start; open to interrupts.
 
     An interrupt that comes just before a wait without a limit, or on Windows during one, is noticed when it ends, hence
     the limit.
     """
-    started = [(lane, task) for lane, task in zip(lanes, tasks, strict=True) if task.is_started]
+    pairs = zip(lanes, tasks, strict=True)
+    started = [(lane, task) for lane, task in pairs if task.is_started or not task.withdraw()]
     for lane, _ in started:
         while not lane.ended.wait(timeout=0.2):
             pass

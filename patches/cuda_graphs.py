@@ -45,6 +45,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from .wrapped import plain_parts
+
 _log = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
@@ -158,7 +160,11 @@ class GraphedBlocks:
         Forgets recordings that an interrupted step left half way, and all where weights have moved.
         """
         addresses = {
-            block: [(each.data_ptr(), each.requires_grad) for each in (*block.parameters(), *block.buffers())]
+            block: [
+                (part.data_ptr(), each.requires_grad)
+                for each in (*block.parameters(), *block.buffers())
+                for part in plain_parts(each)
+            ]
             for block in self._forwards
         }
         if self._addresses and addresses != self._addresses:

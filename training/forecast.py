@@ -245,15 +245,16 @@ class Forecaster:
             kept=moment.kept,
             moving=moment.moving,
             workspace=self._backend.workspace,
-            overhead=int(moment.total * self._backend.fragmentation) + self._beside_graphs(plan, moments, moment),
+            overhead=int(moment.total * self._backend.fragmentation)
+            + self._beside_graphs(plan, moments, moment, lora + state),
             context=self._backend.context,
             moment=moment.name,
         )
 
-    def _beside_graphs(self, plan: StagePlan, moments: Sequence[_Moment], peak: _Moment) -> int:
+    def _beside_graphs(self, plan: StagePlan, moments: Sequence[_Moment], peak: _Moment, trained: int) -> int:
         """What recorded blocks reserve beyond the peak: their activations and temporaries at every moment, once for
         every micro-batch held, and the tensors through which all graphs of a card are given their inputs and give their
-        results."""
+        results. trained: LoRA and optimizer in bytes."""
         first = self._first_kept(plan)
         kept = self.rehearsal.blocks[first : plan.end]
         if not self.settings.has_graphs or not kept:
@@ -263,7 +264,7 @@ class Forecaster:
         pools = self.settings.held(plan.stage, plan.num_stages) * per_batch
         staged = 2 * max(block.inputs + block.outputs + block.lora for block in kept)
         beside = max(each.total - each.kept for each in moments if each.has_lora)
-        return max(0, pools + staged + beside - peak.total)
+        return max(0, trained + pools + staged + beside - peak.total - peak.has_lora * trained)
 
     def _first_kept(self, plan: StagePlan) -> int:
         return plan.end - plan.num_kept if self.settings.is_checkpointing else plan.start

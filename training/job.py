@@ -40,7 +40,6 @@ from ..parallel.placement import (
 )
 from ..parallel.replicas import Replica, Replicas
 from ..patches.compile_blocks import remove_compiled
-from ..patches.cuda_graphs import cuda_graphs_fault
 from ..patches.lora import matches_any, resolve_targets
 from ..patches.quantize import check_packages, refusal, stored_bytes
 from .adapter import LoraHandle, apply_lora
@@ -49,7 +48,7 @@ from .calibration import CalibratedPlanner
 from .cards import Card, cards_of
 from .checkpoint import TrainingState, list_checkpoints, load_checkpoint
 from .config import DataConfig, FolderConfig, JobConfig, differing_keys, make_job
-from .data import BatchOrder, Sample, dataset_fingerprint, scan_folders
+from .data import BatchOrder, Sample, TrainingSample, dataset_fingerprint, scan_folders
 from .encode_job import cache_job
 from .events import EventLog, Listener
 from .job_plan import JobPlan, component_folder, stock_reader, vae_path
@@ -59,7 +58,8 @@ from .objective import make_noise_schedule
 from .optimizer import make_optimizer
 from .plan_request import make_square
 from .plan_view import Comparison, compare, describe_comparison, describe_pace
-from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket, plan_training, why_no_graphs
+from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket, plan_training
+from .replay import why_no_graphs
 from .stock import EncodedSample, make_stock_reader, read_encoded_samples, refuse_condition, resolution_of
 
 _log = logging.getLogger(__name__)
@@ -113,7 +113,9 @@ def check_job(job: JobConfig, *, is_to_train: bool = True, host_share: int = 1) 
     samples, encoded, model = read.samples, read.encoded, read.model
     _refuse_stills(variant, (*samples, *eval_samples), encoded)
     largest = read.largest
-    training = _plan_on_cards(job, info, variant, largest, host_share=host_share) if is_to_train else None
+    training = None
+    if is_to_train:
+        training = _plan_on_cards(job, info, variant, largest, read.num_sizes, host_share=host_share)
     if training is None:
         job = _without_auto(job)
         sizes = (resolution_of(encoded, info.family.latent_of(variant)), largest[2]) if encoded else ()
@@ -143,6 +145,10 @@ class _Read:
     model: nn.Module
     samples: tuple[Sample, ...]
     encoded: tuple[EncodedSample, ...]
+
+    @property
+    def num_sizes(self) -> int:
+        return len(_sizes_of(self.encoded or self.samples))
 
     @property
     def largest(self) -> tuple[int, int, int]:
@@ -254,6 +260,7 @@ def _plan_on_cards(
     info: CheckpointInfo,
     variant: Variant,
     largest: tuple[int, int, int],
+    num_sizes: int,
     devices: Sequence[torch.device] = (),
     is_cut: bool = True,
     host_share: int = 1,
@@ -261,7 +268,7 @@ def _plan_on_cards(
     """What the planner chooses on this machine; None where it does not know a device's memory, as on a CPU.
 
     Args:
-        largest: height and width in pixels and frames of the samples that take the most.
+        largest: height and width in pixels and frames of the samples that take the most. num_sizes: of all.
         devices: of every block, where a run that is resumed must have them, or with is_cut False of every replica; ()
             leaves the choice to the planner.
         host_share: jobs that share the host's free memory.
@@ -274,7 +281,10 @@ def _plan_on_cards(
     if devices and is_cut:
         cuts = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]]
     host = _free_host_bytes(host_share)
-    planner = Planner(job, info, variant, cards, largest[:2], frames=largest[2], cuts=cuts, host_bytes=host)
+    fault = why_no_graphs(job, variant, num_sizes, [card.device for card in cards])
+    planner = Planner(
+        job, info, variant, cards, largest[:2], frames=largest[2], cuts=cuts, host_bytes=host, graphs_fault=fault
+    )
     training = CalibratedPlanner(planner).plan()
     if training.warning:
         _log.warning("%s", training.warning)
@@ -321,7 +331,17 @@ def plan_job(
         )
     height, width, frames = read.largest
     host = None if cards else _free_host_bytes(host_share)
-    planner = Planner(read.job, read.info, read.variant, known, (height, width), frames=frames, host_bytes=host)
+    fault = why_no_graphs(read.job, read.variant, read.num_sizes, () if cards else [card.device for card in known])
+    planner = Planner(
+        read.job,
+        read.info,
+        read.variant,
+        known,
+        (height, width),
+        frames=frames,
+        host_bytes=host,
+        graphs_fault=fault,
+    )
     return plan_training(planner) if cards else CalibratedPlanner(planner).plan("always" if may_measure else "never")
 
 
@@ -558,7 +578,14 @@ def _placed_as_before(plan: JobPlan, facts: Mapping[str, Any], host_share: int) 
         before = replace(job, pipeline=replace(job.pipeline, schedule="replicas"), split=split)
         _refuse_block_settings(before)
     training = _plan_on_cards(
-        before, plan.info, plan.variant, largest, replicas or devices, is_cut=not replicas, host_share=host_share
+        before,
+        plan.info,
+        plan.variant,
+        largest,
+        len(_sizes_of(plan.training_samples)),
+        replicas or devices,
+        is_cut=not replicas,
+        host_share=host_share,
     )
     placement = replace(now, devices=devices, home=devices[0], tail=(), replicas=replicas)
     return _with_tail(replace(plan, placement=placement, training=training))
@@ -681,27 +708,25 @@ def _shapes_to_compile(plan: JobPlan) -> int | None:
 def _has_graphs(plan: JobPlan) -> bool:
     if plan.job.train.cuda_graphs == "off":
         return False
-    faults = [cuda_graphs_fault(plan.placement.used_devices), why_no_graphs(plan.job, plan.variant)]
-    if len(sizes := _training_sizes(plan)) > 1:
-        faults.append(f"samples come in {len(sizes)} sizes")
-    if any(faults):
-        _log.warning("blocks are not replayed as CUDA graphs: %s", ", ".join(filter(None, faults)))
-    return not any(faults)
+    sizes = _sizes_of(plan.training_samples)
+    fault = why_no_graphs(plan.job, plan.variant, len(sizes), plan.placement.used_devices)
+    if fault:
+        _log.warning("blocks are not replayed as CUDA graphs: %s", fault)
+    return not fault
 
 
 def _num_shapes(plan: JobPlan) -> int:
     """Of all batches of a job, at most; 0 if captions come in any length."""
     if any(spec.has_varying_length for spec in plan.variant.text_encoders):
         return 0
-    train = _training_sizes(plan)
-    alone = {(*sample.bucket, sample.num_frames) for sample in plan.eval_samples}
+    train, alone = _sizes_of(plan.training_samples), _sizes_of(plan.eval_samples)
     sizes = min(plan.job.train.batch_size, 2)  # the last batch of a bucket may be smaller
     return len(train) * sizes + len(alone - train if sizes == 1 else alone)
 
 
-def _training_sizes(plan: JobPlan) -> set[tuple[int, int, int]]:
-    """Height, width and frames of what is trained on."""
-    return {(height, width, sample.num_frames) for sample in plan.training_samples for height, width in [sample.bucket]}
+def _sizes_of(samples: Iterable[TrainingSample]) -> set[tuple[int, ...]]:
+    """Everything that tells the shapes of their batches apart."""
+    return {(*sample.bucket, sample.num_frames) for sample in samples}
 
 
 def assemble(plan: JobPlan) -> Assembled:

@@ -192,21 +192,6 @@ def asked_schedule(job: JobConfig, devices: Sequence[torch.device]) -> Kind | Li
     return "1f1b" if asked == "auto" else asked
 
 
-def why_no_graphs(job: JobConfig, variant: Variant) -> str:
-    """What of a job's settings keeps its blocks from being replayed as CUDA graphs; "" if nothing does.
-
-    Cards and the sizes of samples may, too, where they are known.
-    """
-    faults = []
-    if job.lora.dropout:
-        faults.append("lora.dropout draws random numbers")
-    if job.train.batch_size > 1:
-        faults.append(f"the last of the batches may be smaller (train.batch_size is {job.train.batch_size}, 1 works)")
-    if any(spec.has_varying_length for spec in variant.text_encoders):
-        faults.append("captions of this model come in any length")
-    return ", ".join(faults)
-
-
 def _why_no_schedule(job: JobConfig, devices: Sequence[torch.device]) -> str:
     """What is missing for several devices to share a step; "" if nothing is."""
     kinds = {device.type for device in devices}
@@ -230,6 +215,7 @@ class Planner:
         bucket: (height, width) in pixels of the largest samples. frames: video frames.
         times: () takes operations. cuts: first block of each further card, where a resumed run must cut as before.
         host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
+        graphs_fault: why blocks are not replayed as CUDA graphs though train.cuda_graphs is "auto"; see replay.py.
     """
 
     def __init__(
@@ -244,7 +230,9 @@ class Planner:
         times: BlockTimes | None = None,
         cuts: Sequence[int] | None = None,
         host_bytes: int | None = None,
+        graphs_fault: str = "",
     ) -> None:
+        self.graphs_fault = graphs_fault
         self.job, self.info, self.variant = job, info, variant
         self.family: ModelFamily = info.family
         self.names = block_names(self._model, self.family)
@@ -565,7 +553,7 @@ class Planner:
             accumulation=job.train.accumulation,
             ahead=setting.ahead,
             is_checkpointing=job.train.gradient_checkpointing,
-            has_graphs=job.train.cuda_graphs == "auto" and not why_no_graphs(job, self.variant),
+            has_graphs=job.train.cuda_graphs == "auto" and not self.graphs_fault,
             offload_from=MIN_BYTES if setting.offloads else None,
         )
         forecaster = self.forecaster(setting, settings)
@@ -893,10 +881,9 @@ def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting,
     else:
         yield f"activations: every block is recomputed; keeping one would leave less than {HEADROOM:.0%} of a card free"
     if job.train.cuda_graphs == "auto":
-        fault = why_no_graphs(job, planner.variant) or ("" if any(kept) else "no block keeps its activations")
-        yield (
-            f"CUDA graphs: not used, {fault}" if fault else f"CUDA graphs: the last {_joined(kept)} blocks are replayed"
-        )
+        fault = planner.graphs_fault or ("" if any(kept) else "no block keeps its activations")
+        which = f"the last {_joined(kept)}" if job.train.gradient_checkpointing else "all"
+        yield f"CUDA graphs: not used, {fault}" if fault else f"CUDA graphs: {which} blocks are replayed"
     if found.is_swapping:
         yield _swap_reason(planner, found, looked_at)
     if job.pipeline.schedule not in ("auto", "none", found.setting.schedule):

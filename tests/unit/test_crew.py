@@ -92,18 +92,30 @@ def test_work_that_raises_is_reported_and_ends(monkeypatch):
     assert seen == [ZeroDivisionError] * 2
 
 
-def test_a_task_counts_as_started_once_a_thread_has_it(monkeypatch):
-    """An interrupt may come right after it was handed over."""
-    crew, seen = Crew(), []
+def test_after_an_interrupt_a_task_that_has_begun_is_waited_for(monkeypatch):
+    """It may come right after it was handed over."""
+    crew, seen, has_begun, go = Crew(), [], threading.Event(), threading.Event()
     give = type(crew._idle).give
 
     def interrupted(self, task):
         give(self, task)
+        has_begun.wait(10)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(type(crew._idle), "give", interrupted)
-    task = crew.task("some-work", lambda: seen.append(task.is_started))
+    task = crew.task("some-work", lambda: (has_begun.set(), go.wait(10), seen.append(1)))
     with pytest.raises(KeyboardInterrupt):
         task.start()
+    assert not task.is_started and not task.withdraw() and not task.withdraw()
+    go.set()
     task.join()
-    assert seen == [True] and task.is_started
+    assert seen == [1]
+
+
+def test_a_task_that_was_withdrawn_never_runs():
+    crew, seen = Crew(), []
+    task = crew.task("some-work", lambda: seen.append(1))
+    assert task.withdraw() and task.withdraw()
+    task.start()
+    task.join()
+    assert seen == []

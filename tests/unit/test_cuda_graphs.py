@@ -18,8 +18,10 @@ from devicebridge.patches.cuda_graphs import apply_cuda_graphs, cuda_graphs_faul
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.tests.tiny_split import make_micro_batches, make_tiny_split
-from devicebridge.training import job as job_module
-from devicebridge.training.job import run_job
+from devicebridge.training import replay
+from devicebridge.training.cards import parse_cards
+from devicebridge.training.job import plan_job, run_job
+from devicebridge.training.plan_view import describe_plan, plan_values
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -374,6 +376,23 @@ def test_weights_that_have_moved_are_recorded_anew():
         assert handle._cards[CPU].recorder.num_recorded == count * before
 
 
+def test_weights_made_of_others_have_addresses_too():
+    """torchao's tensors have none themselves."""
+    torchao = pytest.importorskip("torchao.quantization")
+    linear = nn.Linear(64, 64, bias=False).requires_grad_(False).bfloat16()
+    torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
+    handle = apply_cuda_graphs({linear: CPU}, RunsAnew)
+    handle.is_on = True
+    for _ in range(2):
+        handle.start_step()
+        linear(torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+        assert len(handle._cards[CPU].slots) == 1
+    assert handle.fault == "" and linear.weight.data_ptr() == 0
+    linear.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
+    handle.start_step()
+    assert handle._cards[CPU].slots == []
+
+
 def test_forwards_that_never_come_back_end_it(caplog):
     chain, handle = _chain(1)
     kept = [chain(*_inputs(seed)) for seed in range(20)]
@@ -561,7 +580,7 @@ def graphs(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(assembly, "graph_if_possible", make)
-    monkeypatch.setattr(job_module, "cuda_graphs_fault", lambda devices: "")
+    monkeypatch.setattr(replay, "cuda_graphs_fault", lambda devices: "")
     return made
 
 
@@ -603,3 +622,32 @@ def test_jobs_that_cannot_say_why_and_train(sections, words, tmp_path, caplog):
         found = run_job(_job(tmp_path, "graphs", **sections))
     assert found.status == "finished" and words in caplog.text
     assert caplog.text.count("not replayed as CUDA graphs") == 1
+
+
+def _planned(tmp_path, **sections):
+    """For cards that have room for everything."""
+    sections = {"train": TRAIN, "split": {"devices": []}, **sections}
+    plan = plan_job(make_tiny_job(tmp_path, "flux2", **sections), parse_cards("2x24GB"))
+    lines = [line for line in describe_plan(plan).splitlines() if line.startswith("CUDA graphs")]
+    return lines, plan_values(plan)["setting"]["cuda_graphs"], plan
+
+
+@pytest.mark.parametrize(
+    ("sections", "line"),
+    [
+        ({"pipeline": {"schedule": "1f1b"}}, "CUDA graphs: the last 2 + 2 blocks are replayed"),
+        ({"train": {**TRAIN, "gradient_checkpointing": False}}, "CUDA graphs: all blocks are replayed"),
+        ({"split": {"kept_blocks": [0, 0]}}, "CUDA graphs: not used, no block keeps its activations"),
+        ({"lora": {"dropout": 0.3}}, "CUDA graphs: not used, lora.dropout draws random numbers"),
+        ({"data": {"resolutions": [32, 64]}}, "CUDA graphs: not used, samples come in 3 sizes"),
+        ({"train": {**TRAIN, "cuda_graphs": "off"}}, None),
+    ],
+)
+def test_plans_say_and_count_what_runs_do(sections, line, tmp_path):
+    lines, has_graphs, plan = _planned(tmp_path, **sections)
+    assert lines == ([line] if line else [])
+    assert has_graphs == ("replayed" in str(line))
+    train = {**sections.get("train", TRAIN), "cuda_graphs": "off"}
+    off = _planned(tmp_path, **{**sections, "train": train})[2]
+    more = [a.reserved - b.reserved for a, b in zip(plan.forecast.devices, off.forecast.devices, strict=True)]
+    assert all(each > 0 for each in more) if has_graphs else more == [0, 0]

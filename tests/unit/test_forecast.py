@@ -309,6 +309,15 @@ def test_recorded_blocks_reserve_temporaries_for_every_micro_batch_and_are_once_
         # backward 700, of which 400 are kept, the rest 3.5 times; inputs 100, outputs 100, LoRA 10, there and back
         assert found.overhead - plain.overhead == held * (2 * 400 + 1050) + 2 * 210 - found.kept
         assert (found.moment, found.moving, found.kept) == ("backward of blocks.3", 700 + 400, held * 800 - 400)
+    forecaster = _forecaster(replace(settings, has_graphs=True))
+    at_rounding = Forecaster(
+        forecaster.rehearsal,
+        Optimizer(state=2.0, step=1.0),
+        forecaster.settings,
+        backend=NO_OVERHEAD,
+        largest_layer=900,
+    ).device("a", plan)
+    assert at_rounding.moment == "loading" and at_rounding.reserved == found.reserved
     recomputed = replace(plan, num_kept=0)
     assert _forecaster(replace(settings, has_graphs=True)).device("a", recomputed).overhead == 0
 
