@@ -253,8 +253,6 @@ def _plan(options: argparse.Namespace) -> int:
         print(json.dumps(values.get("", values), indent=2))
     else:
         print("\n\n".join(f"{title}\n{describe_plan(plan)}".strip() for title, plan in plans.items()))
-        if cards and any(plan.setting.scheme == "fp8-compute" for plan in plans.values()):
-            print("\nfp8-compute needs an RTX 40 or newer; for older cards ask with --quantize int8-compute")
     return 0
 
 

@@ -59,8 +59,16 @@ def describe_plan(plan: TrainingPlan) -> str:
         _describe_time(plan),
         *plan.reasons,
         *plan.hints,
+        *_what_cards_need(plan),
     ]
     return "\n".join([*lines, f"warning: {plan.warning}"] if plan.warning else lines)
+
+
+def _what_cards_need(plan: TrainingPlan) -> list[str]:
+    """Of cards that nobody could ask."""
+    if plan.setting.scheme != "fp8-compute" or all(card.has_context for card in plan.cards):
+        return []
+    return ["fp8-compute needs RTX 40 cards or newer; for older ones plan with int8-compute"]
 
 
 def _describe_time(plan: TrainingPlan) -> str:
