@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,9 @@ def test_two_cards_of_24_gb_take_flux2_in_8_bits():
     text = describe_plan(plan)
     assert "cuda:0" in text and "keep them" in text and "needed" in text
     assert text.splitlines()[-1].startswith("fp8-compute needs RTX 40 cards")
-    here = replace(plan, cards=tuple(replace(card, has_context=True) for card in plan.cards))  # asked already
+    here = dataclasses.replace(
+        plan, cards=tuple(dataclasses.replace(card, has_context=True) for card in plan.cards)
+    )  # asked already
     assert "RTX" not in describe_plan(here) and "RTX" not in describe_plan(
         _plan("80GB,80GB", model={"quantize": "none"})
     )
