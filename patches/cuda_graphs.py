@@ -45,11 +45,12 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from .compile_blocks import Arguments, Forward
+from .hooks import tensors_of
 from .wrapped import plain_parts
 
 _log = logging.getLogger(__name__)
 
-Forward = Callable[..., Any]
 Replay = Callable[[], None]
 
 _MOST_SLOTS = 16  # micro-batches in flight on one card; more are a sign of forwards without a backward
@@ -289,10 +290,10 @@ class _Card:
                 _log.info("some calls of blocks on %s cannot be replayed and run as ever", self.device)
             return plain(*args, **kwargs)
         self._active = slot
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        call = slot.next_forward(block)
+        tensors = tensors_of(leaves)
+        call = slot.next_forward()
         if call is None:
-            call = _Call(self, slot, block, plain, leaves, spec)
+            call = _Call(self, slot, block, plain, (args, kwargs))
             if not call.record_forward(tensors):
                 return plain(*args, **kwargs)
             slot.add(call, is_backward=False)
@@ -328,8 +329,9 @@ class _Card:
             self._staging[key] = torch.empty(num_values, dtype=dtype, device=self.device)
         return self._staging[key]
 
-    def note_recording(self) -> None:
+    def record(self, compute: Callable[[], None], slot: _Slot) -> Replay:
         self._has_recorded = True
+        return self.recorder.record(compute, slot.pool)
 
 
 def _kind_of(leaves: Sequence[Any], spec: TreeSpec, device: torch.device) -> Any:
@@ -411,8 +413,8 @@ class _Slot:
             return not is_backward and call.block is block
         return not any(is_backward or call.block is block for call, is_backward in self.order)
 
-    def next_forward(self, block: nn.Module) -> _Call | None:
-        """The recording that comes next; None if there is none yet."""
+    def next_forward(self) -> _Call | None:
+        """The recording that comes next, of a block that it takes; None if there is none yet."""
         if self.position == len(self.order):
             return None
         return self.order[self.position][0]
@@ -447,16 +449,29 @@ class _Slot:
             constant.source = None
 
 
+class _Form:
+    """What a call's tensors, or a block's results, come wrapped in."""
+
+    def __init__(self, tree: Any) -> None:
+        leaves, self._spec = tree_flatten(tree)
+        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self._places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The same with these tensors."""
+        leaves = list(self._leaves)
+        for index, tensor in zip(self._places, tensors, strict=True):
+            leaves[index] = tensor
+        return tree_unflatten(leaves, self._spec)
+
+
 class _Call:
     """One block in one slot."""
 
-    def __init__(
-        self, card: _Card, slot: _Slot, block: nn.Module, plain: Forward, leaves: Sequence[Any], spec: TreeSpec
-    ) -> None:
+    def __init__(self, card: _Card, slot: _Slot, block: nn.Module, plain: Forward, arguments: Arguments) -> None:
         self.block = block
-        self._card, self._slot, self._plain, self._spec = card, slot, plain, spec
-        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._tensor_at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._card, self._slot, self._plain = card, slot, plain
+        self._arguments, self._results = _Form(arguments), _Form(None)
         self._owners = [
             (module, name)
             for module in block.modules()
@@ -468,9 +483,6 @@ class _Call:
         # inputs: staged where a gradient belongs to them, else constants of the slot, which are new to it or not
         self._staged: dict[int, torch.Tensor] = {}
         self._constants: list[tuple[int, int, bool]] = []
-        self._out_spec: TreeSpec | None = None
-        self._out_leaves: list[Any] = []
-        self._out_at: list[int] = []
         self._outputs: list[torch.Tensor] = []
         self._has_gradient: list[bool] = []
         # between the recordings of forward and backward
@@ -502,8 +514,7 @@ class _Call:
                 expected = self._run_plain(tensors)
             expected = self._note_outputs(expected)
             self._fill(tensors)
-            card.note_recording()
-            self._forward = card.recorder.record(self._compute_forward, self._slot.pool)
+            self._forward = card.record(self._compute_forward, self._slot)
             self._forward()
             is_right = all(map(_are_alike, self._outputs, expected))
         except Exception as error:  # whatever cannot be recorded
@@ -519,18 +530,13 @@ class _Call:
             return self._call([each.detach().clone().requires_grad_(each.requires_grad) for each in tensors])
 
     def _call(self, tensors: Sequence[torch.Tensor]) -> Any:
-        leaves = list(self._leaves)
-        for index, tensor in zip(self._tensor_at, tensors, strict=True):
-            leaves[index] = tensor
-        args, kwargs = tree_unflatten(leaves, self._spec)
+        args, kwargs = self._arguments.fill(tensors)
         return self._plain(*args, **kwargs)
 
     def _note_outputs(self, expected: Any) -> list[torch.Tensor]:
         """The tensors that the block returns, without what a backward would need."""
-        leaves, self._out_spec = tree_flatten(expected)
-        self._out_at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._out_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        found = [leaves[index] for index in self._out_at]
+        self._results = _Form(expected)
+        found = tensors_of(expected)
         self._outputs = [self._card.staged("output", i, each.detach()) for i, each in enumerate(found)]
         self._has_gradient = [each.requires_grad for each in found]
         return [each.detach() for each in found]
@@ -573,9 +579,9 @@ class _Call:
         with torch.enable_grad(), self._aliased() as self._aliases:
             self._own = [
                 self._staged[index].clone().requires_grad_() if index in self._staged else constants[index]
-                for index in range(len(self._tensor_at))
+                for index in range(len(self._staged) + len(constants))
             ]
-            found = [leaf for leaf in tree_flatten(self._call(self._own))[0] if isinstance(leaf, torch.Tensor)]
+            found = tensors_of(self._call(self._own))
         self._edges = [get_gradient_edge(each) if each.requires_grad else None for each in found]
         for staged, output in zip(self._outputs, found, strict=True):
             staged.copy_(output.detach())
@@ -599,11 +605,7 @@ class _Call:
 
     def wrap(self, outputs: Sequence[torch.Tensor]) -> Any:
         """In the form in which the block returns them."""
-        leaves = list(self._out_leaves)
-        for index, output in zip(self._out_at, outputs, strict=True):
-            leaves[index] = output
-        assert self._out_spec is not None
-        return tree_unflatten(leaves, self._out_spec)
+        return self._results.fill(outputs)
 
     # ---- backward
 
@@ -657,7 +659,7 @@ class _Call:
             ]
             self._is_trained = [each is not None for each in expected[len(self._own) :]]
             self._flat = self._make_flat(card)
-            self._backward = card.recorder.record(self._compute_backward, self._slot.pool)
+            self._backward = card.record(self._compute_backward, self._slot)
             found = self._replay_backward(gradients)
             is_right = all(map(_are_alike, found, expected))
         except Exception as error:
@@ -674,9 +676,8 @@ class _Call:
         """By the block itself, on what its forward was replayed with."""
         inputs = [each.detach().requires_grad_(each.requires_grad) for each in self._own]
         with self._card.recorder.aside(), torch.enable_grad(), self._aliased() as aliases:
-            found = [leaf for leaf in tree_flatten(self._call(inputs))[0] if isinstance(leaf, torch.Tensor)]
-            pairs = [(f, g) for f, g in zip(found, gradients, strict=True) if g is not None and f.requires_grad]
-            return _gradients_of([f for f, _ in pairs], [g for _, g in pairs], inputs, aliases)
+            outputs = [each if each.requires_grad else None for each in tensors_of(self._call(inputs))]
+            return _gradients_of(outputs, gradients, inputs, aliases)
 
     def _make_flat(self, card: _Card) -> dict[torch.dtype, torch.Tensor]:
         """One row for the gradients of all parameters of a type."""
@@ -687,14 +688,9 @@ class _Call:
         return {dtype: card.staged_row(size, dtype) for dtype, size in sizes.items()}
 
     def _compute_backward(self) -> None:
-        pairs = [
-            (edge, g)
-            for edge, g in zip(self._edges, self._gradients, strict=True)
-            if edge is not None and g is not None
-        ]
-        own, aliases = self._own, self._aliases
+        edges, own, aliases = self._edges, self._own, self._aliases
         self._own, self._aliases, self._edges = [], [], []  # what they hold is free for the recordings that follow
-        found = _gradients_of([edge for edge, _ in pairs], [g for _, g in pairs], own, aliases)
+        found = _gradients_of(edges, self._gradients, own, aliases)
         for staged, gradient in zip(self._found, found, strict=False):
             if staged is not None:
                 assert gradient is not None
@@ -705,11 +701,22 @@ class _Call:
 
 
 def _gradients_of(
-    outputs: Sequence[Any], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], trained: Sequence[Any]
+    outputs: Sequence[torch.Tensor | GradientEdge | None],
+    gradients: Sequence[torch.Tensor | None],
+    inputs: Sequence[torch.Tensor],
+    trained: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """Of all inputs and all that is trained; None for those without."""
+    """Of all inputs and all that is trained; None for those without.
+
+    Args:
+        outputs: or where they come from; None for those that need no gradient.
+        gradients: None for those that have none.
+    """
+    both = zip(outputs, gradients, strict=True)
+    pairs = [(output, given) for output, given in both if output is not None and given is not None]
+    roots: list[Any] = [output for output, _ in pairs]
     leaves = [each for each in (*inputs, *trained) if each.requires_grad]
-    found = iter(torch.autograd.grad(outputs, leaves, gradients, allow_unused=True))  # type: ignore[arg-type]
+    found = iter(torch.autograd.grad(roots, leaves, [given for _, given in pairs], allow_unused=True))
     return [next(found) if each.requires_grad else None for each in (*inputs, *trained)]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 # (module, args, kwargs) -> (args, kwargs)
@@ -93,6 +94,11 @@ def _refill(value: list[Any], items: list[Any]) -> list[Any]:
     fresh = copy.copy(value)
     fresh[:] = items
     return fresh
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Every tensor in tuples, lists and dicts, in order; other objects are not looked into."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _map_tuple(

@@ -22,14 +22,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ..patches.compile_blocks import Arguments, Forward
-from ..patches.hooks import map_tensors
+from ..patches.hooks import map_tensors, tensors_of
 from .events import first_line
 
 # A compiled block may be off by so much, and by so many times what a block is whose inputs are rounded otherwise.
@@ -170,7 +168,7 @@ def _compare_once(
 @torch.no_grad()
 def _output_sizes(plain: Forward, arguments: Arguments) -> list[torch.Size]:
     with _blaming_the_uncompiled():
-        return [output.shape for output in _tensors(plain(*arguments[0], **arguments[1]))]
+        return [output.shape for output in tensors_of(plain(*arguments[0], **arguments[1]))]
 
 
 @contextmanager
@@ -203,7 +201,7 @@ def _results(
         directions: gradients of the outputs that have one; drawn if empty.
     """
     own = map_tensors(arguments, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
-    inputs, outputs = _tensors(own), _tensors(forward(*own[0], **own[1]))
+    inputs, outputs = tensors_of(own), tensors_of(forward(*own[0], **own[1]))
     found = {f"output {index}": _added(output, inputs) for index, output in enumerate(outputs)}
     outputs = [output for output in outputs if output.requires_grad]
     if not outputs:
@@ -216,10 +214,6 @@ def _results(
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
         found[name] = _added(torch.zeros_like(leaf) if gradient is None else gradient, directions)
     return found
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _added(tensor: torch.Tensor, passed: list[torch.Tensor]) -> torch.Tensor:

@@ -36,6 +36,7 @@ from ..parallel.placement import block_names
 from ..parallel.recompute import HandOut
 from ..parallel.swap import resting_bytes
 from ..patches.eight_bit import KernelsOf, Plan, rehearse
+from ..patches.hooks import tensors_of
 from ..patches.lora import resolve_targets
 from ..patches.quantize import Quantizer, QuantizeSettings, Stored8, replace_module
 from ..patches.wrapped import plain_parts, tensor_bytes
@@ -425,7 +426,7 @@ class _Run:
             self.front = self.meter.live
         if self._num_calls % 2:
             self.activations.append(self._measure(block, args))
-        self._before = _tensors(args)
+        self._before = tensors_of(args)
         self._num_calls += 1
         with torch.no_grad():
             outputs = block(*args)
@@ -436,19 +437,19 @@ class _Run:
         return outputs
 
     def _measure(self, block: nn.Module, args: Any) -> _Activations:
-        constants = {id(tensor) for tensor in self._before} & {id(tensor) for tensor in _tensors(args)}
-        streams = [tensor for tensor in _tensors(args) if id(tensor) not in constants]
-        shared = {self._name_of(t): self._size(t) for t in _tensors(args) if id(t) in constants}
+        constants = {id(tensor) for tensor in self._before} & {id(tensor) for tensor in tensors_of(args)}
+        streams = [tensor for tensor in tensors_of(args) if id(tensor) not in constants]
+        shared = {self._name_of(t): self._size(t) for t in tensors_of(args) if id(t) in constants}
         args = tree_map_only(torch.Tensor, _without_history, args)
         base = self.meter.start()
         with torch.no_grad():
             outputs = block(*args)
         forward, size = self.meter.peak - base, self.meter.live - base
-        grads = [torch.empty_like(tensor) for tensor in _tensors(outputs)]
+        grads = [torch.empty_like(tensor) for tensor in tensors_of(outputs)]
         del outputs
         gradient = self.meter.live - base
         self.meter.start()
-        seed = HandOut.apply(grads, *_tensors(block(*args)))
+        seed = HandOut.apply(grads, *tensors_of(block(*args)))
         top = self.meter.peak - base
         kept = self.meter.live - base - gradient
         self.meter.start()
@@ -471,7 +472,7 @@ class _Run:
 
     def _peak_with_gradients_held(self, block: nn.Module, args: Any) -> int:
         """Of the backward; parallel/recompute.py has been handed the gradients of the outputs and holds them."""
-        outputs = _tensors(block(*args))
+        outputs = tensors_of(block(*args))
         grads = [torch.empty_like(tensor) for tensor in outputs]
         seed = HandOut.apply(list(grads), *outputs)
         del outputs
@@ -495,12 +496,8 @@ def _without_history(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _forget_gradients(block: nn.Module, args: Any) -> None:
-    for tensor in (*_tensors(args), *block.parameters()):
+    for tensor in (*tensors_of(args), *block.parameters()):
         tensor.grad = None
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _step(

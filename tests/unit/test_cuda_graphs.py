@@ -428,7 +428,7 @@ def test_parameters_are_the_blocks_own_after_a_call_that_raises(monkeypatch):
     handle.remove()
     monkeypatch.setattr(Block, "forward", broken)
     handle = apply_cuda_graphs({block: CPU}, RunsAnew)
-    call = cuda_graphs._Call(handle._cards[CPU], cuda_graphs._Slot(None), block, block.forward, [], None)
+    call = cuda_graphs._Call(handle._cards[CPU], cuda_graphs._Slot(None), block, block.forward, ((), {}))
     with pytest.raises(ZeroDivisionError), call._aliased():
         block.forward()
     assert seen and seen[0] is not before["blocks.0.trained"]
