@@ -55,7 +55,7 @@ from devicebridge.parallel.placement import (  # noqa: E402
 )
 from devicebridge.parallel.replicas import Replica, Replicas  # noqa: E402
 from devicebridge.parallel.schedule import Kind  # noqa: E402
-from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
+from devicebridge.patches.compile_blocks import apply_compile, remove_compiled  # noqa: E402
 from devicebridge.patches.cuda_graphs import GraphedBlocks, apply_cuda_graphs  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
 from devicebridge.training.events import first_line  # noqa: E402
@@ -219,7 +219,6 @@ class Contestant:
     offload: Offload | None = None  # with the host memory it took, for the next turn
     graphs: GraphedBlocks | None = None
     graphed: tuple[Any, ...] = ()  # what it was made for
-    recorded_peaks: list[int] = field(default_factory=list)  # of the step in which graphs were recorded
 
     @property
     def models(self) -> tuple[RandomModel, ...]:
@@ -250,8 +249,8 @@ class Contestant:
             blocks = {block: d for each in self.models for block, d in each.split.kept_blocks.items()}
             self.graphs, self.graphed = apply_cuda_graphs(blocks), made_for
         self.trainer.graphs = (self.graphs,) if way.graphs and self.graphs is not None else ()
-        if self.graphs is not None and not way.graphs:
-            self.graphs.is_on = False
+        if self.graphs is not None:  # a trainer that has to switch it on expects recordings, and lets one be alone
+            self.graphs.is_on = way.graphs and any(self.graphs.num_slots.values())
 
     def stop_replay(self) -> None:
         """Forget the recordings."""
@@ -264,8 +263,8 @@ class Contestant:
         """Compile the blocks of every copy, or give them their own forwards back."""
         if self.compiled and (not is_on or self.any_size != any_size):
             self.stop_replay()  # of what is compiled
-        while self.compiled and (not is_on or self.any_size != any_size):
-            self.compiled.pop().remove()
+            remove_compiled(self.compiled)
+            self.compiled = []
         if is_on and not self.compiled:
             self.compiled = [apply_compile(each.model, each.family, is_dynamic=any_size) for each in self.models]
             self.any_size = any_size
@@ -353,11 +352,12 @@ def timed_step(each: Contestant, way: Way, kept: Sequence[int]) -> tuple[float, 
         return (time.perf_counter() - start) / way.num_batches, loss
 
 
-def find_kept(each: Contestant, way: Way, card_gb: float) -> list[int]:
-    """How many blocks of each card may keep their activations, from the peaks of two steps; one is then checked."""
+def find_kept(each: Contestant, way: Way, card_gb: float) -> tuple[list[int], list[int]]:
+    """How many blocks of each card may keep their activations, from the peaks of two steps; and the peaks of a third,
+    which has checked it."""
     counts = each.num_blocks
     if each.devices[0].type != "cuda":
-        return [count // 2 for count in counts]
+        return [count // 2 for count in counts], []
     none, few = ([0] * len(counts), [2] * len(counts))
     base, some = (_peaks(each, way, kept) for kept in (none, few))
     kept = []
@@ -366,8 +366,7 @@ def find_kept(each: Contestant, way: Way, card_gb: float) -> list[int]:
         kept.append(int(min(count, max(0, (card_gb * 1e9 - start) // per_block))))
     while max(peaks := _peaks(each, way, kept)) > card_gb * 1e9:
         kept = [max(0, count - 2) for count in kept]
-    each.recorded_peaks = peaks
-    return kept
+    return kept, peaks
 
 
 def _peaks(each: Contestant, way: Way, kept: Sequence[int]) -> list[int]:
@@ -440,6 +439,7 @@ def _covered(spans: list[tuple[float, float]]) -> float:
 def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) -> dict[str, Any]:
     """Every way in turns -> seconds, peaks, losses and busy shares."""
     kept: dict[str, list[int]] = {}
+    recorded: dict[str, list[int]] = {}  # peaks of the step in which graphs were
     found: dict[str, dict[str, Any]] = {}
     for each, way in list(entries):
         start = time.perf_counter()
@@ -448,7 +448,7 @@ def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) 
                 demand_right_gradients(trainer)
             for _ in range(options.warm_up):
                 timed_step(each, way, [])
-            kept[way.name] = find_kept(each, way, options.card_gb) if way.keep else []
+            kept[way.name], recorded[way.name] = find_kept(each, way, options.card_gb) if way.keep else ([], [])
         except RuntimeError as error:  # one way that fails is a result, too
             found[way.name] = {"error": first_line(error)}
             say(f"{way.name}: {traceback.format_exc()[-1500:]}")
@@ -466,7 +466,7 @@ def measure(options: argparse.Namespace, entries: list[tuple[Contestant, Way]]) 
         for each, way in entries:
             seconds, loss, peaks = step_with_peaks(each, way, kept[way.name])
             if way.graphs:  # of a graph's memory nobody holds a tensor
-                peaks = each.recorded_peaks
+                peaks = recorded[way.name]
             found[way.name]["peak_gb"] = [round(peak / 1e9, 2) for peak in peaks]
             found[way.name]["seconds"].append(seconds)
             found[way.name]["losses"].append(round(loss, 5))
