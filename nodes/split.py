@@ -143,6 +143,14 @@ def _split_inputs() -> list[Any]:
             tooltip="Weights beyond a GPU's limit stay in host memory and are streamed at every step. Off refuses a "
             "model that does not fit.",
         ),
+        io.Boolean.Input(
+            "verify",
+            default=False,
+            optional=True,
+            advanced=True,
+            tooltip="Compute the first step of every run twice, the second time without overlap and by relay, and stop "
+            "with what differs. For the first run of a new graph; costs one slow step.",
+        ),
     ]
 
 
@@ -154,6 +162,7 @@ def _read_request(
     transport: str,
     overlap: bool,
     offload: bool,
+    verify: bool = False,
 ) -> SplitRequest | None:
     """The request, or None where there is one GPU only and the model stays whole."""
     from .host.split_model import SplitRequest
@@ -172,6 +181,7 @@ def _read_request(
         transport=transport,  # type: ignore[arg-type]
         overlap=overlap,
         offload=offload,
+        verify=verify,
     )
 
 

@@ -80,10 +80,9 @@ def transport_for(model: nn.Module, native: NativeModel) -> Transport:
     return "relay" if ends_with_follower else native.transport
 
 
-def hooked_modules(model: nn.Module, native: NativeModel, block: str) -> tuple[nn.Module, ...]:
+def hooked_modules(block: nn.Module, native: NativeModel) -> tuple[nn.Module, ...]:
     """The modules of one block that the model calls: the block itself, or its children where only those are called."""
-    module = model.get_submodule(block)
-    return tuple(module.children()) if native.hooks_children else (module,)
+    return tuple(block.children()) if native.hooks_children else (block,)
 
 
 def tail_modules(model: nn.Module, native: NativeModel) -> tuple[nn.Module, ...]:

@@ -14,9 +14,14 @@ the loop constants, and lets go of the hidden states of a block as soon as it ha
 states of a long video do not pile up on the cards, and an id, unique only among the living, never names two tensors.
 An entry carries its source's version (a tensor changed in place is copied again) and the grad mode (a copy made under
 no_grad, as checkpointing does, must not serve a block that needs gradients). Tensors made in inference mode
-have no version; there, whatever a block returns counts as new. Left over is a tensor of inference mode that crossed, is
-changed in place between two blocks and crosses again: nothing tells that it changed. A block that changes an argument
-in place changes its copy; the caller's own tensor stays as it was.
+have no version; there, whatever a block returns counts as new.
+
+Whose code runs between and inside the blocks decides what may be assumed (`trust`). A described model's own code is
+known not to change a loop constant in place. Code of other people may, so a careful bridge makes copies that have a
+version in inference mode, too. When a block ends, what was written into a copy is written into its source. A described
+block that returns the very tensor it wrote to is excepted: its model goes on with what it returns. A source that was
+written at home shows nowhere in inference mode: whoever runs other people's code calls `forget` behind it. Where such
+code cannot be seen to run, a copy serves one call of a block only.
 
 When gradient checkpointing recomputes a block, no forward is running: the hooks fire, move, and remember nothing.
 
@@ -32,6 +37,7 @@ Gradients need nothing of ours: a copy between devices is an autograd node whose
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -43,7 +49,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from ..patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors
+from ..patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors_of
 from .crew import Crew
 from .devices import device_module
 
@@ -52,6 +58,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Transport = Literal["stream", "relay"]
+# Whose code may change tensors in place while a forward runs: only the model's own, which is known not to; functions of
+# other people behind which `forget` is called; or code that nobody sees run.
+Trust = Literal["model", "callers", "nobody"]
 
 
 class Bridge:
@@ -88,6 +97,7 @@ class Bridge:
         self.tail_device = tail_device or home
         self.transport = transport
         self.passed_by = frozenset(passed_by)
+        self.trust: Trust = "model"
         self.turns: Traffic | None = None
         # Side streams of interleaved runs, by (source, target). Kept here since they outlive a run: memory freed on one
         # stream is only handed out again on the same stream.
@@ -106,6 +116,11 @@ class Bridge:
     @property
     def is_attached(self) -> bool:
         return bool(self._hooks)
+
+    @property
+    def hook_ids(self) -> set[int]:
+        """The numbers by which torch knows the hooks of this bridge."""
+        return self._hooks.ids
 
     @property
     def is_running(self) -> bool:
@@ -128,12 +143,11 @@ class Bridge:
         last = next(reversed(self.blocks))
         for block, device in self.blocks.items():
             self._hooks.before(block, self._make_enter(block, device))
-            goes_to = self.tail_device if block is last else self.home if self.transport == "relay" else None
-            self._hooks.after(block, self._make_leave(goes_to))
+            self._hooks.after(block, self._make_leave(is_last=block is last))
             if device != self.home:
                 self._hooks.after(block, _uncompiled(self._restore_device), also_on_error=True)
         for module in self.tail:
-            self._hooks.before(module, self._make_enter(module, self.tail_device))
+            self._hooks.before(module, self._make_enter(module, self.tail_device, is_block=False))
 
     def remove(self) -> None:
         """Take the hooks off; a second call is a no-op."""
@@ -156,9 +170,15 @@ class Bridge:
         local = self._local
         while local.guards:
             local.guards.pop()[1].__exit__(None, None, None)
+        local.calls.clear()
         if local.copies is not None:
             local.copies.clear()
             local.copies = None
+
+    def forget(self) -> None:
+        """Forget the copies of this thread's forward: other people's code may have changed what they were made of."""
+        if self._local.copies is not None:
+            self._local.copies.clear()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -213,13 +233,18 @@ class Bridge:
         copies = self._local.copies
         if copies is None:
             return self._transfer(tensor, device)
-        known = copies.find(tensor, device)
-        return copies.keep(tensor, device, self._transfer(tensor, device)) if known is None else known
+        copy = copies.find(tensor, device)
+        if copy is None:
+            copy = copies.keep(tensor, device, self._transfer(tensor, device))
+        if self._local.calls:
+            self._local.calls[-1].copies.append(_Handed(tensor, copy, copy._version))
+        return copy
 
     def _transfer(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return copy_to(tensor, device) if self.turns is None else self.turns.copy(tensor, device)
+        with versioned() if self.trust != "model" else contextlib.nullcontext():
+            return copy_to(tensor, device) if self.turns is None else self.turns.copy(tensor, device)
 
-    def _make_enter(self, block: nn.Module, device: torch.device) -> BeforeHook:
+    def _make_enter(self, block: nn.Module, device: torch.device, *, is_block: bool = True) -> BeforeHook:
         change_device = device_switch(device) if device != self.home else None
         kept = _positions(block, self.passed_by)
 
@@ -227,6 +252,10 @@ class Bridge:
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             local = self._local
+            if is_block and self.trust != "model" and local.copies is not None:
+                local.calls.append(_Call(module))
+                if self.trust == "nobody":
+                    local.copies.clear()
             if change_device is not None:
                 guard = change_device()
                 guard.__enter__()
@@ -245,14 +274,32 @@ class Bridge:
         moved = tuple(arg if index in kept else self._map(arg, device) for index, arg in enumerate(args))
         return moved, self._map(kwargs, device)
 
-    def _make_leave(self, goes_to: torch.device | None) -> AfterHook:
+    def _make_leave(self, *, is_last: bool) -> AfterHook:
         def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             local = self._local
+            if local.calls:
+                self._write_back(module, output)
             if local.copies is not None and torch.is_inference_mode_enabled():
                 local.copies.forget(output)
-            return None if goes_to is None else self.bring(output, goes_to)
+            if is_last:
+                return self.bring(output, self.tail_device)
+            return self.bring(output, self.home) if self.transport == "relay" else None
 
         return _uncompiled(leave)
+
+    def _write_back(self, module: nn.Module, output: Any) -> None:
+        """Write what the block wrote into copies of its arguments into what they are copies of."""
+        calls = self._local.calls
+        if not any(call.module is module for call in calls):
+            return  # entered before the forward began
+        while calls[-1].module is not module:  # ended by an exception that somebody caught
+            calls.pop()
+        written = [handed for handed in calls.pop().copies if handed.copy._version != handed.version]
+        returned = set(map(id, tensors_of(output))) if written and self.trust == "callers" else set()
+        for source, copy, _ in written:
+            if id(copy) not in returned:
+                source.copy_(copy)
+                self._local.copies.forget_others(source, copy)  # type: ignore[union-attr]
 
     def _restore_device(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         guards = self._local.guards
@@ -263,6 +310,22 @@ class Bridge:
         while owner is not module:
             owner, guard = guards.pop()
             guard.__exit__(None, None, None)
+
+
+class _Handed(NamedTuple):
+    """A copy that a block was given, and its version then."""
+
+    source: torch.Tensor
+    copy: torch.Tensor
+    version: int
+
+
+class _Call:
+    """One call of a block by a forward that is watched."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.copies: list[_Handed] = []
 
 
 class _Known(NamedTuple):
@@ -300,6 +363,11 @@ class _Copies:
         if self._known:
             map_tensors(value, self._forget_one)
 
+    def forget_others(self, source: torch.Tensor, copy: torch.Tensor) -> None:
+        """The source was written from this copy: its copies elsewhere are out of date."""
+        self._known.pop(id(source), None)
+        self.keep(source, copy.device, copy)
+
     def clear(self) -> None:
         """Forget everything; needed, since the callbacks that watch the sources refer back to this memory."""
         self._known.clear()
@@ -326,6 +394,17 @@ class _Local(threading.local):
         self.copies: _Copies | None = None
         self.device = torch.device("cpu")  # read while a forward runs only, begin() sets it
         self.guards: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
+        self.calls: list[_Call] = []  # of blocks, innermost last; none where only the model's own code runs
+
+
+@contextmanager
+def versioned() -> Iterator[None]:
+    """What is made inside has a version that says whether it was written to; in inference mode tensors have none."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -346,6 +425,12 @@ def device_switch(device: torch.device) -> Callable[[], AbstractContextManager[A
     """Makes the context in which device is the current one; None for kinds without a current device."""
     switch = getattr(device_module(device), "device", None)
     return None if switch is None else functools.partial(switch, device.index)
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """While active device is the current one, where its kind has such a thing."""
+    switch = device_switch(device)
+    return contextlib.nullcontext() if switch is None else switch()
 
 
 def _positions(block: nn.Module, names: Collection[str]) -> frozenset[int]:

@@ -34,6 +34,11 @@ class HookSet:
     def __len__(self) -> int:
         return len(self._handles)
 
+    @property
+    def ids(self) -> set[int]:
+        """The numbers by which torch knows these hooks."""
+        return {handle.id for handle in self._handles}
+
     def before(self, module: nn.Module, hook: BeforeHook) -> None:
         """Call hook ahead of every other pre-hook of the module, with its keyword arguments."""
         self._handles.append(module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))

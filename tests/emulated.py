@@ -150,10 +150,21 @@ def _run_composite(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operation made of others, run as those; NotImplemented for a simple one, which is remembered."""
     if func is aten._has_compatible_shallow_copy_type.default:
         return False  # asked by Module.to under inference mode; the data lies beside the tensor
-    out = func.decompose(*args, **kwargs)
+    with _versions_are_kept(func):
+        out = func.decompose(*args, **kwargs)
     if out is NotImplemented:
         _SIMPLE.add(func)
     return out
+
+
+def _versions_are_kept(func: Any) -> contextlib.AbstractContextManager[Any]:
+    """Inside a dispatch the key that keeps versions and views is left out; what an operation is made of needs it.
+
+    Not where that key has the operation itself: then it makes a view of what comes back.
+    """
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView"):
+        return contextlib.nullcontext()
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any], copies: list[Copy]) -> Any:
@@ -179,7 +190,15 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], copies: list[Copy]) -> An
         return kwargs.get("out", args[0])
     if target.type == "cpu":
         return out
-    return _on_card(out, target)
+    with _as_its_base(func, tensors):
+        return _on_card(out, target)
+
+
+def _as_its_base(func: Any, tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """In inference mode, too, a view of an ordinary tensor is ordinary: both have one version, which counts writes."""
+    if torch.is_inference_mode_enabled() and func.is_view and tensors and not tensors[0].is_inference():
+        return torch.inference_mode(False)
+    return contextlib.nullcontext()
 
 
 def _dropout(

@@ -14,7 +14,7 @@ import copy
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -136,17 +136,25 @@ def check_independent(value: Any, held: Collection[int], what: str) -> None:
         held: ids of the modules of the old tree that matter: the model itself and everything in its diffusion model.
     Raises: ValueError that says which order of nodes works.
     """
+    for part in reachable(value):
+        if isinstance(part, nn.Module):
+            for module in part.modules():
+                _refuse_held(module, held, what)
+
+
+def reachable(value: Any) -> Iterator[Any]:
+    """value and all that containers, closures, arguments and attributes lead to from it; no module is entered."""
     seen: set[int] = set()
     waiting = deque([(value, 0)])  # nearest first, so that a part is opened at its smallest depth
     while waiting:
         part, depth = waiting.popleft()
-        if isinstance(part, _PLAIN) or id(part) in seen:
+        if id(part) in seen:
             continue
         seen.add(id(part))
-        if isinstance(part, nn.Module):
-            for module in part.modules():
-                _refuse_held(module, held, what)
-        elif isinstance(part, _CONTAINERS):
+        yield part
+        if isinstance(part, (nn.Module, *_PLAIN)):
+            continue
+        if isinstance(part, _CONTAINERS):
             waiting.extendleft((inner, depth) for inner in _parts(part))
         elif depth < _DEEPEST:
             waiting.extend((inner, depth + 1) for inner in _parts(part))

@@ -6,12 +6,11 @@ the next (parallel/turns.py). The host's own function computes each micro-batch,
 conditionings mean what they always mean; the result is that of one after the other.
 
 Where something could notice the interleaving (patches, wrappers and ControlNets keep state of their own; scheduled LoRA
-changes weights between conditionings), the host's way is used and said once.
+changes weights between conditionings), the host's way is used and said once (split_attachments.py).
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +18,10 @@ from typing import Any
 import torch
 
 from ...parallel.turns import Turns
-from .split_patcher import KEY
+from .split_attachments import reason_against_overlap
+from .split_options import bring_controls_home
 from .split_tree import SplitTree, tree_of
-
-_log = logging.getLogger(__name__)
-_STATEFUL_ENTRIES = ("control", "gligen", "hooks", "default", "additional_models")
+from .split_verify import explain, verified
 
 
 @dataclass(frozen=True)
@@ -49,14 +47,26 @@ def run_overlapped(
     tree = tree_of(model)
     if tree is None:
         return executor(model, conds, x_in, timestep, model_options)
+    bring_controls_home(conds, tree.plan.home)
     parts = _parts(tree, model, conds, x_in, timestep, model_options)
-    if len(parts) < 2:
-        try:
+    jobs = [_job(executor, model, part, model_options) for part in parts]
+
+    def compute(*, is_plain: bool = False) -> list[torch.Tensor]:
+        if len(parts) < 2:
             return executor(model, conds, x_in, timestep, model_options)
-        finally:
-            tree.bridge.end()  # Cancel inside a block of another card unwinds past torch's hooks
-    outputs = Turns(tree.bridge).run([_job(executor, model, part, model_options) for part in parts])
-    return _join(parts, outputs, conds, x_in)
+        outputs = [job() for job in jobs] if is_plain else Turns(tree.bridge).run(jobs)
+        return _join(parts, outputs, conds, x_in)
+
+    try:
+        if tree.is_to_verify:
+            tree.is_to_verify = False
+            return verified(tree, compute, model_options)
+        return compute()
+    except RuntimeError as error:
+        explain(error, tree.unseen, model_options)
+        raise
+    finally:
+        tree.bridge.end()  # Cancel inside a block of another card unwinds past torch's hooks
 
 
 def _job(executor: Any, model: Any, part: _Part, model_options: dict[str, Any]) -> Any:
@@ -92,45 +102,13 @@ def _parts(
     active = [index for index, cond in enumerate(conds) if cond]
     if not tree.plan.overlap or not active or len(active) * x_in.shape[0] < 2:
         return []
-    reason = _reason_against(tree, model, conds, options)
+    reason = reason_against_overlap(model, tree.unseen, conds, options)
     if reason:
-        _say_once(tree, f"split: overlap is off: {reason}")
+        tree.say_once(f"split: overlap is off: {reason}")
         return []
     cut_images = x_in.shape[0] > 1 and all(_can_cut(entry) for index in active for entry in conds[index])
     images: list[int | None] = list(range(x_in.shape[0])) if cut_images else [None]
     return [_part(conds, x_in, timestep, index, image) for index in active for image in images]
-
-
-def _reason_against(tree: SplitTree, model: Any, conds: list[Any], options: Mapping[str, Any]) -> str:
-    from comfy.patcher_extension import CallbacksMP
-
-    transformer_options = options.get("transformer_options", {})
-    if torch.is_grad_enabled():
-        return "gradients are recorded"
-    if "model_function_wrapper" in options:
-        return "a model function wrapper may keep state between them"
-    for name in ("patches", "patches_replace"):
-        if any(transformer_options.get(name, {}).values()):
-            return f"{name} of another node may keep state between blocks"
-    wrappers = transformer_options.get("wrappers", {})
-    for kind in ("diffusion_model", "apply_model"):
-        if any(wrappers.get(kind, {}).values()):
-            return f"a wrapper of another node around {kind} may keep state between them"
-    if any(functions for key, functions in wrappers.get("calc_cond_batch", {}).items() if key != KEY):
-        return "a wrapper of another node counts on conditionings coming together"
-    if model.current_patcher.get_all_callbacks(CallbacksMP.ON_PREPARE_STATE):
-        return "a callback of another node counts them"
-    for cond in conds:
-        for name in _STATEFUL_ENTRIES:
-            if any(name in entry for entry in cond or []):
-                return f"a conditioning has {name}"
-    return ""
-
-
-def _say_once(tree: SplitTree, text: str) -> None:
-    if text not in tree.said:
-        tree.said.add(text)
-        _log.info(text)
 
 
 def _part(conds: list[Any], x_in: torch.Tensor, timestep: torch.Tensor, index: int, image: int | None) -> _Part:

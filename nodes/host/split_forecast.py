@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .split_tree import ROOT, SplitPlan, SplitTree, tree_of
+from .split_attachments import ROOT
+from .split_tree import SplitPlan, SplitTree, tree_of
 
 _log = logging.getLogger(__name__)
 _GB = 1e9
@@ -66,6 +67,7 @@ def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: An
     if tree is not None:
         _refuse_whole_compile(model, tree.plan)
         _forecast(model, tree, noise_shape, conds)
+        tree.is_to_verify = tree.plan.verify
     return executor(model, noise_shape, conds, *args, **kwargs)
 
 

@@ -18,10 +18,11 @@ from ...parallel.block_lists import execution_order, find_block_lists, followers
 from ...parallel.placement import Placement, check_budgets, native_block_flops, plan_manual, plan_placement
 from .file_weights import load_over_file
 from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy
+from .split_attachments import KEY, ROOT
 from .split_batches import run_overlapped
 from .split_forecast import log_plan, prepare_with_forecast, weight_bytes
-from .split_patcher import KEY, become_split
-from .split_tree import ROOT, SplitPlan, make_tree, tree_of
+from .split_patcher import become_split
+from .split_tree import SplitPlan, make_tree, tree_of
 
 _log = logging.getLogger(__name__)
 _GB = 1e9
@@ -46,6 +47,7 @@ class SplitRequest:
         transport: auto takes the family's; relay is right for every model, stream for those that are known.
         overlap: let micro-batches of a batch use the cards at the same time where that is known to be right.
         offload: weights beyond a limit stay in host memory and are streamed at every use; else that is refused.
+        verify: compute the first step of every run twice, the second time in the plainest way, and compare.
     """
 
     devices: tuple[torch.device, ...]
@@ -55,6 +57,7 @@ class SplitRequest:
     transport: Literal["auto", "stream", "relay"] = "auto"
     overlap: bool = True
     offload: bool = True
+    verify: bool = False
 
     def __post_init__(self) -> None:
         if len(self.devices) < 2 or len(set(self.devices)) != len(self.devices):
@@ -173,6 +176,7 @@ def plan_split(diffusion_model: nn.Module, request: SplitRequest) -> SplitPlan:
         limit_bytes=limit_bytes,
         overlap=request.overlap and transport == "stream" and layout.can_overlap,
         is_described=is_described,
+        verify=request.verify,
     )
 
 

@@ -2,8 +2,10 @@
 
 Their authors wrote for one device, the one the model is loaded on. So whatever they brought along lies there, at home:
 a patch gets its tensors at home and what it returns goes back to where the block computes. A block replacement is
-different: it calls the block, so it runs on the block's card with its arguments already there. ControlNet residuals
-are taken out of their lists one by one between blocks; each travels to the card that has just computed.
+different: it calls the block, so it runs on the block's card with its arguments brought there. What a patch writes into
+its arguments is carried back to where they came from (parallel/lend.py), and copies made before are forgotten, since it
+may have written into what they were made of. ControlNet residuals are taken out of their lists one by one between
+blocks; each travels to the card that has just computed.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 
-from ...parallel.bridge import Bridge
-from ...patches.hooks import map_tensors
+from ...parallel.bridge import Bridge, current_device
+from ...parallel.lend import Lent
+from .split_attachments import KEY, holds_tensors
 
 if TYPE_CHECKING:
     from .split_tree import SplitPlan
@@ -22,7 +25,6 @@ if TYPE_CHECKING:
 _PASSED_BY = ("transformer_options", "control")
 _RUNS_BETWEEN_BLOCKS = "dit"
 _OPTION_KEYS = ("cond_or_uncond", "sample_sigmas", "sigmas")  # by these a dict is known to be transformer_options
-_STREAM_KEYS = ("img", "txt", "x", "vx", "ax")
 
 
 class _Residuals(list[Any]):
@@ -51,6 +53,27 @@ def _residuals(values: list[Any], bridge: Bridge) -> _Residuals:
     return residuals
 
 
+def bring_controls_home(conds: list[Any], home: torch.device) -> None:
+    """Copy the weights that a Control-LoRA took from other cards: it computes on the main one."""
+    from comfy.controlnet import ControlLora
+
+    for cond in conds:
+        for entry in cond or ():
+            control = entry.get("control")
+            while control is not None:
+                if isinstance(control, ControlLora) and control.control_model is not None:
+                    _bring_weights(control.control_model, home)
+                control = control.previous_controlnet
+
+
+def _bring_weights(model: torch.nn.Module, home: torch.device) -> None:
+    from comfy.utils import set_attr_param
+
+    for name, parameter in list(model.named_parameters()):
+        if parameter.device not in (home, torch.device("cpu")):
+            set_attr_param(model, name, parameter.detach().to(home))
+
+
 def guard_options(options: dict[str, Any], bridge: Bridge, plan: SplitPlan) -> dict[str, Any]:
     """transformer_options whose patches work on any card; the original is not modified."""
     guarded = dict(options)
@@ -65,7 +88,25 @@ def guard_options(options: dict[str, Any], bridge: Bridge, plan: SplitPlan) -> d
             name: {key: _replacement(name, key, patch, bridge, plan) for key, patch in patches.items()}
             for name, patches in guarded["patches_replace"].items()
         }
+    if guarded.get("optimized_attention_override") is not None:
+        guarded["optimized_attention_override"] = _override(guarded["optimized_attention_override"], bridge)
+    around = guarded.get("wrappers", {}).get("diffusion_model")
+    if around:  # a wrapper may run the forward twice: ours comes last, around each of these forwards
+        mine = {**{key: functions for key, functions in around.items() if key != KEY}, KEY: [_forgetting(bridge)]}
+        guarded["wrappers"] = {**guarded["wrappers"], "diffusion_model": mine}
     return guarded
+
+
+def _forgetting(bridge: Bridge) -> Callable[..., Any]:
+    """A wrapper whose forward begins without the copies of the one before, and leaves none."""
+
+    def run(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bridge.forget()
+        output = executor(*args, **kwargs)
+        bridge.forget()
+        return output
+
+    return run
 
 
 def _patch(patch: Any, bridge: Bridge) -> Any:
@@ -74,21 +115,48 @@ def _patch(patch: Any, bridge: Bridge) -> Any:
     return _at_home(patch, bridge)
 
 
+def _override(override: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
+    """An attention override for any card: it runs where the block is, or at home if it brings tensors of its own."""
+    if holds_tensors(override):
+        return _at_home(override, bridge)  # without container_function: the host then hands over the tensors themselves
+    guarded = _then_forgetting(override, bridge)
+    if hasattr(override, "container_function"):
+        guarded.container_function = override.container_function  # type: ignore[attr-defined]
+    return guarded
+
+
+def _then_forgetting(function: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
+    """The function where its arguments are; copies made before are forgotten."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        bridge.forget()
+        return output
+
+    return run
+
+
 def _replacement(name: str, key: Any, patch: Callable[..., Any], bridge: Bridge, plan: SplitPlan) -> Callable[..., Any]:
     if name != _RUNS_BETWEEN_BLOCKS:
         return _at_home(patch, bridge)  # replaces an attention inside a block
     block = _block_of_key(key, plan)
     if block is None:
-        return patch
+        return _then_forgetting(patch, bridge)
     device = plan.placement.device_of(block)
-    leaves_on = plan.home if plan.transport == "relay" or block == plan.placement.blocks[-1] else device
+    is_last = block == plan.placement.blocks[-1]
 
     def on_the_blocks_card(args: dict[str, Any], extra: dict[str, Any]) -> Any:
         def original_block(args: dict[str, Any]) -> Any:
             return bridge.move(extra["original_block"](args), device)
 
-        output = patch(bridge.move(args, device), {**extra, "original_block": original_block})
+        came_from = bridge.current_device
+        lent = _lend(args, device)
+        with current_device(device):
+            output = patch(lent.value, {**extra, "original_block": original_block})
+        lent.settle(came_from)
+        leaves_on = bridge.home if is_last or bridge.transport == "relay" else device
         bridge.stay_on(leaves_on)  # a patch that skips the block has entered none
+        bridge.forget()
         return bridge.move(output, leaves_on)
 
     return on_the_blocks_card
@@ -103,44 +171,26 @@ def _block_of_key(key: Any, plan: SplitPlan) -> str | None:
 
 
 def _at_home(patch: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
-    """The patch with its tensors at home; what it returns, and streams it changed in place, go back where they were."""
+    """The patch with its tensors at home; what it returns, and what it wrote, goes back where its tensors were."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        from comfy.model_management import cuda_device_context
-
         device = _first_device((args, kwargs))
         if device is None or device == bridge.home:
-            return patch(*args, **kwargs)
-        home_args, home_kwargs = _moved((args, kwargs), bridge.home)
-        with cuda_device_context(bridge.home):
-            output = patch(*home_args, **home_kwargs)
-        for stream, copied in zip(_streams(args), _streams(home_args), strict=True):
-            stream.copy_(copied)
-        return _moved(output, device)
+            output = patch(*args, **kwargs)
+        else:
+            lent = _lend([args, kwargs], bridge.home)
+            with current_device(bridge.home):
+                output = patch(*lent.value[0], **lent.value[1])
+            lent.settle(device)
+            output = lent.returned(output, device)
+        bridge.forget()
+        return output
 
     return run
 
 
-def _streams(args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """The states a patch between blocks may write into: entries of its one dict of arguments."""
-    return [
-        value
-        for arg in args
-        if isinstance(arg, dict) and not _is_options(arg)
-        for key, value in arg.items()
-        if key in _STREAM_KEYS and isinstance(value, torch.Tensor)
-    ]
-
-
-def _moved(tree: Any, device: torch.device) -> Any:
-    """A copy of tree whose tensors are on device; transformer_options stay the very same object."""
-    if isinstance(tree, dict):
-        if _is_options(tree):
-            return tree
-        return {key: value if key in _PASSED_BY else _moved(value, device) for key, value in tree.items()}
-    if type(tree) in (tuple, list):
-        return type(tree)(_moved(item, device) for item in tree)
-    return map_tensors(tree, lambda tensor: tensor.to(device) if tensor.ndim or tensor.device.type != "cpu" else tensor)
+def _lend(value: Any, device: torch.device) -> Lent:
+    return Lent(value, device, is_passed=_is_options, passed_by=_PASSED_BY)
 
 
 def _is_options(value: dict[Any, Any]) -> bool:

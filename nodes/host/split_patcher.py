@@ -22,12 +22,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from .split_attachments import KEY
 from .split_tree import SplitTree, make_tree, tree_of
 
 # Mixed into the host's ModelPatcher, whose class is known only at run time.
 _Patcher: Any = object
-
-KEY = "devicebridge.split"
 
 
 class _Limited(_Patcher):

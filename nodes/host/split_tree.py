@@ -8,6 +8,7 @@ everything else, LoRA key maps, injections, the forward, sees the whole tree.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -24,10 +25,11 @@ from ...parallel.bridge import Bridge
 from ...parallel.placement import Placement
 from ...patches.hooks import HookSet
 from .model_copy import Origin
+from .split_attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
 from .split_options import guard_options, wrap_control
 
+_log = logging.getLogger(__name__)
 _ATTRIBUTE = "devicebridge_split"
-ROOT = "diffusion_model"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class SplitPlan:
         limit_bytes: weights each device may hold resident; absent is unlimited.
         overlap: whether micro-batches of a batch may use the cards at the same time.
         is_described: whether the class is in families/native.py; else its first forward is watched.
+        verify: compute the first step of every run a second time in the plainest way, and compare.
     """
 
     placement: Placement
@@ -49,6 +52,7 @@ class SplitPlan:
     limit_bytes: Mapping[torch.device, int] = field(default_factory=dict)
     overlap: bool = True
     is_described: bool = True
+    verify: bool = False
 
     @property
     def home(self) -> torch.device:
@@ -103,13 +107,19 @@ class SplitTree:
             device: make_shard(base, plan.blocks_on(device)) for device in plan.foreign_devices
         }
         self._foreign = _children_by_list(plan)
-        self._lists = {name.rpartition(".")[0] for name in plan.placement.blocks}
+        root = self.diffusion_model
+        self._lists = {name: root.get_submodule(name) for name in _lists_of(plan)}
+        self._blocks = {name: root.get_submodule(name) for name in plan.placement.blocks}
         self._hidden: dict[str, dict[str, nn.Module | None]] = {}
         self._attached_by: int | None = None
         self._hooks = HookSet()
         self.bridge = self._make_bridge(self._called_modules())
         self._calls: BlockCalls | None = None
+        self._patcher: weakref.ref[Any] | None = None  # of who attached
+        self._unseen: tuple[str, ...] | None = None
+        self._is_plain = False
         self.said: set[str] = set()  # what needs saying once
+        self.is_to_verify = False  # the next step
         self._is_proven = plan.is_described and not plan.layout.is_derived
 
     @property
@@ -151,7 +161,7 @@ class SplitTree:
 
         Raises: ValueError that says what can be patched.
         """
-        if key in {ROOT, *(f"{ROOT}.{name}" for name in self._lists)}:
+        if key in {ROOT, *(f"{ROOT}.{name}" for name in _lists_of(self.plan))}:
             raise ValueError(
                 f"a node replaces {key} as a whole, which cannot span several cards; patch single blocks (such as "
                 f"{ROOT}.{self.plan.placement.blocks[0]}), or use the MODEL without the split"
@@ -184,6 +194,7 @@ class SplitTree:
         """Hook the tree for this patcher; the hooks of another are replaced, since one patcher is loaded at a time."""
         self._remove_hooks()
         self._attached_by = id(owner)
+        self._patcher, self._unseen = weakref.ref(owner), None
         self.bridge.attach()
         self._hooks.before(self.diffusion_model, self._start)
         self._hooks.after(self.diffusion_model, self._finish, also_on_error=True)
@@ -198,6 +209,29 @@ class SplitTree:
         self.bridge.remove()
         self._hooks.remove()
 
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """What other nodes attached inside the model, where it runs unseen; looked up once per loading."""
+        if self._unseen is None:
+            patcher = self._patcher() if self._patcher is not None else None
+            own = self.bridge.hook_ids | self._hooks.ids
+            self._unseen = () if patcher is None else unseen_attachments(patcher, self.diffusion_model, own)
+        return self._unseen
+
+    @contextmanager
+    def plainly(self) -> Iterator[None]:
+        """Forwards inside go home after every block and remember no copies: slower, and right whatever is attached."""
+        self._is_plain = True
+        try:
+            yield
+        finally:
+            self._is_plain = False
+
+    def say_once(self, text: str) -> None:
+        if text not in self.said:
+            self.said.add(text)
+            _log.info(text)
+
     def _make_bridge(self, called: Mapping[nn.Module, torch.device]) -> Bridge:
         return Bridge(
             called,
@@ -208,15 +242,32 @@ class SplitTree:
         )
 
     def _called_modules(self) -> dict[nn.Module, torch.device]:
+        """The modules to hook, and their devices: blocks as they are now, those of an exchanged list as they were."""
         placement, layout = self.plan.placement, self.plan.layout
         return {
             module: device
             for name, device in zip(placement.blocks, placement.devices, strict=True)
-            for module in hooked_modules(self.diffusion_model, layout, name)
+            for module in hooked_modules(self._block(name), layout)
         }
+
+    def _block(self, name: str) -> nn.Module:
+        container, _, child = name.rpartition(".")
+        if container and not self._is_in_place(container):
+            return self._blocks[name]
+        parent = self._lists[container] if container else self.diffusion_model
+        block = parent._modules.get(child)
+        return self._blocks[name] if block is None else block
+
+    def _is_in_place(self, name: str) -> bool:
+        """Whether a list of blocks is the one that was split."""
+        found: object = self.diffusion_model
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return found is self._lists[name]
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._follow_compiled_blocks()
+        self._decide(kwargs.get("transformer_options") or {})
         if not self._is_proven:
             self._watch_first_forward()
         self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
@@ -237,6 +288,19 @@ class SplitTree:
         finally:
             self.bridge.end()
 
+    def _decide(self, options: Mapping[str, Any]) -> None:
+        """How this forward travels, and whose code it may meet on its way."""
+        between = [f"another node replaced {name} of the model" for name in replaced_methods(self.diffusion_model)]
+        between += [f"another node exchanged {name}" for name in self._lists if not self._is_in_place(name)]
+        is_known = self.plan.is_described and not self.plan.layout.is_derived
+        if between and self.plan.transport == "stream":
+            self.say_once(f"split: relay instead of stream: {between[0]}, which may do anything between two blocks")
+        self.bridge.transport = "relay" if between or self._is_plain else self.plan.transport
+        if between or self._is_plain or self.unseen or not is_known:
+            self.bridge.trust = "nobody"
+        else:
+            self.bridge.trust = "callers" if seen_attachments(options) else "model"
+
     def _follow_compiled_blocks(self) -> None:
         """Hook the compiled wrapper of a block where a compile node has put one, so that the hooks stay out of it."""
         called = self._called_modules()
@@ -250,6 +314,11 @@ class SplitTree:
         if self._calls is not None:
             self._calls.stop()
         self._calls = BlockCalls(self.diffusion_model, self.plan.placement.blocks)
+
+
+def _lists_of(plan: SplitPlan) -> list[str]:
+    """fqns of the lists that hold the blocks."""
+    return list(dict.fromkeys(filter(None, (name.rpartition(".")[0] for name in plan.placement.blocks))))
 
 
 def _children_by_list(plan: SplitPlan) -> dict[str, set[str]]:

@@ -68,7 +68,9 @@ class _Split:
             model.get_submodule(name).to(device)
         order = execution_order(model, row)
         self.last = order[-1]
-        hooked = {module: self.device[name] for name in order for module in hooked_modules(model, row, name)}
+        hooked = {
+            module: self.device[name] for name in order for module in hooked_modules(model.get_submodule(name), row)
+        }
         self.bridge = Bridge(
             hooked, self.home, tail=tail_modules(model, row), transport=transport, passed_by=row.passed_by
         )
@@ -203,7 +205,9 @@ class _Observed:
         self.between: set[str] = set()
         self.later: set[str] = set()
         self._inside = 0
-        self._expected = [m for name in execution_order(model, row) for m in hooked_modules(model, row, name)]
+        self._expected = [
+            m for name in execution_order(model, row) for m in hooked_modules(model.get_submodule(name), row)
+        ]
         self._handles: list[Any] = []
         for module in self._expected:
             self._handles.append(module.register_forward_pre_hook(self._enter))

@@ -78,10 +78,10 @@ def test_a_model_that_ends_with_a_side_block_relays() -> None:
 
 def test_hooks_go_on_the_children_where_only_those_are_called() -> None:
     model = _Model()
-    assert hooked_modules(model, _ROW, "middle") == (model.middle,)
+    assert hooked_modules(model.middle, _ROW) == (model.middle,)
     assert isinstance(model.middle, nn.Sequential)
     row = dataclasses.replace(_ROW, hooks_children=True)
-    assert hooked_modules(model, row, "middle") == (model.middle[0], model.middle[1])
+    assert hooked_modules(model.middle, row) == (model.middle[0], model.middle[1])
 
 
 def test_a_list_in_the_tail_stands_for_its_members() -> None:

@@ -1,0 +1,188 @@
+"""What other nodes attached to a split MODEL, and what follows for the way a forward runs.
+
+Some attachments are seen whenever they run, since the host calls them through transformer_options: patches,
+replacements, wrappers, an attention override (split_options.py leads them to the right card). Others are inside the
+modules and run unseen: object patches, injections, forwards and hooks that somebody put on a layer. Methods of the
+diffusion model that were replaced, and lists of blocks that were exchanged, may do anything between two blocks.
+
+Any of them may keep state from call to call, so forwards are not interleaved beside them. ComfyUI's own bypass LoRA and
+blocks compiled one by one keep none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .model_copy import reachable
+
+ROOT = "diffusion_model"
+KEY = "devicebridge.split"
+
+_HOSTS_BYPASS = "comfy.weight_adapter.bypass"
+_STATEFUL_ENTRIES = ("control", "gligen", "hooks", "default", "additional_models")
+_SEEN_ENTRIES = ("patches", "patches_replace")
+_OVERRIDE = "optimized_attention_override"
+# Entries of transformer_options that are looked at by name, or are the host's own and plain.
+_KNOWN_ENTRIES = frozenset({*_SEEN_ENTRIES, _OVERRIDE, "wrappers", "callbacks", "model_patcher"})
+
+
+# ---- inside the modules
+
+
+def unseen_attachments(patcher: Any, diffusion_model: nn.Module, own_hooks: set[int]) -> tuple[str, ...]:
+    """What was attached inside the diffusion model and runs without being seen, in words for the user.
+
+    Args:
+        patcher: the MODEL as it is loaded now, object patches and injections applied.
+        own_hooks: ids of the hooks that belong to the split.
+    """
+    patched = [
+        f"the object patch of {key}"
+        for key, value in patcher.object_patches.items()
+        if key.startswith(f"{ROOT}.") and not _is_compiled(value)
+    ]
+    injected = [
+        f"the injection {key!r}"
+        for key, injections in patcher.injections.items()
+        if key != KEY and not all(_is_hosts_bypass(injection.inject) for injection in injections)
+    ]
+    return (*patched, *injected, *_changed_modules(diffusion_model, own_hooks))
+
+
+def _changed_modules(diffusion_model: nn.Module, own_hooks: set[int]) -> Iterator[str]:
+    for name, module in diffusion_model.named_modules():
+        if not name or _is_compiled(module):
+            continue
+        if _has_own_forward(module):
+            yield f"the replaced forward of {name}"
+        if not own_hooks.issuperset((*module._forward_hooks, *module._forward_pre_hooks)):
+            yield f"a hook on {name}"
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    forward = module.__dict__.get("forward")
+    while _is_hosts_bypass(forward):
+        forward = forward.__self__.original_forward  # type: ignore[union-attr]
+    is_of_class = getattr(forward, "__func__", None) is type(module).forward  # put back by whoever replaced it
+    return forward is not None and not is_of_class
+
+
+def _is_hosts_bypass(function: Any) -> bool:
+    return getattr(function, "__module__", "") == _HOSTS_BYPASS
+
+
+def _is_compiled(value: Any) -> bool:
+    """Whether this is what torch.compile made of a module: it computes the same and keeps nothing."""
+    return hasattr(value, "_orig_mod")
+
+
+def replaced_methods(diffusion_model: nn.Module) -> list[str]:
+    """Names of the class's methods that this one object has another function for; asked at every forward."""
+    cls = type(diffusion_model)
+    return [
+        name
+        for name, value in vars(diffusion_model).items()
+        if callable(value)
+        and not isinstance(value, nn.Module)
+        and callable(getattr(cls, name, None))
+        and getattr(value, "__func__", None) is not getattr(cls, name)
+    ]
+
+
+# ---- in the options of a forward
+
+
+def seen_attachments(options: Mapping[str, Any]) -> list[str]:
+    """What transformer_options bring that runs inside the forward, in words for the user."""
+    found = [name for name in _SEEN_ENTRIES if any(options.get(name, {}).values())]
+    if options.get(_OVERRIDE) is not None:
+        found.append("an attention override")
+    if any(options.get("wrappers", {}).get("diffusion_model", {}).values()):
+        found.append("a wrapper around diffusion_model")
+    return found
+
+
+def holds_tensors(function: Any) -> bool:
+    """Whether a function captured tensors, which lie on the main card."""
+    return any(isinstance(part, (torch.Tensor, nn.Module)) for part in reachable(function))
+
+
+# ---- what may notice that forwards are interleaved
+
+
+def reason_against_overlap(model: Any, unseen: tuple[str, ...], conds: list[Any], options: Mapping[str, Any]) -> str:
+    """Why micro-batches of this step must not be interleaved; "" if they may.
+
+    Args:
+        model: the BaseModel. unseen: what runs inside it. conds: of this step. options: model_options of this step.
+    """
+    from comfy.patcher_extension import CallbacksMP
+
+    if torch.is_grad_enabled():
+        return "gradients are recorded"
+    if unseen:
+        return f"{unseen[0]} may keep state from call to call"
+    if methods := replaced_methods(model.diffusion_model):
+        return f"another node replaced {methods[0]} of the model"
+    if function := _patched_function(model.current_patcher):
+        return f"the object patch of {function} may keep state from call to call"
+    if "model_function_wrapper" in options:
+        return "a model function wrapper may keep state between them"
+    if reason := _reason_in(options.get("transformer_options", {})):
+        return reason
+    if model.current_patcher.get_all_callbacks(CallbacksMP.ON_PREPARE_STATE):
+        return "a callback of another node counts them"
+    for cond in conds:
+        for name in _STATEFUL_ENTRIES:
+            if any(name in entry for entry in cond or []):
+                return f"a conditioning has {name}"
+    return ""
+
+
+def _reason_in(options: Mapping[str, Any]) -> str:
+    """What transformer_options say against overlap."""
+    for name in _SEEN_ENTRIES:
+        if any(options.get(name, {}).values()):
+            return f"{name} of another node may keep state between blocks"
+    override = options.get(_OVERRIDE)
+    if override is not None and not _is_hosts_attention(override):
+        return "an attention override of another node may keep state between calls"
+    wrappers = options.get("wrappers", {})
+    for kind in ("diffusion_model", "apply_model"):
+        if any(wrappers.get(kind, {}).values()):
+            return f"a wrapper of another node around {kind} may keep state between them"
+    if any(functions for key, functions in wrappers.get("calc_cond_batch", {}).items() if key != KEY):
+        return "a wrapper of another node counts on conditionings coming together"
+    for name, value in options.items():
+        if name not in _KNOWN_ENTRIES and any(callable(part) for part in _nearby(value)):
+            return f"transformer_options[{name!r}] of another node may keep state between blocks"
+    return ""
+
+
+def _nearby(value: Any) -> Iterator[Any]:
+    """value, and what is in it where it is a container."""
+    yield value
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _nearby(item)
+
+
+def _patched_function(patcher: Any) -> str:
+    """An object patch beside the diffusion model that can be called and is not of a class of the host; "" if none."""
+    for key, value in patcher.object_patches.items():
+        is_known = type(value).__module__.startswith(("comfy.", "comfy_extras."))
+        if not key.startswith(f"{ROOT}.") and callable(value) and not is_known:
+            return key
+    return ""
+
+
+def _is_hosts_attention(override: Any) -> bool:
+    """Whether an override only chooses another of ComfyUI's own attention functions."""
+    parts = [part for part in reachable(override) if callable(part)]
+    return len(parts) > 1 and all(getattr(part, "__module__", "").startswith("comfy.") for part in parts)

@@ -1,0 +1,81 @@
+"""A step of a split MODEL computed a second time in the plainest way, and device errors said in words.
+
+The plain way has no overlap, carries every block's output home and remembers no copies: nothing is left that could be
+out of date. What it computes must be what the fast way computed, bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .split_attachments import seen_attachments
+from .split_tree import SplitTree
+
+_log = logging.getLogger(__name__)
+_Compute = Callable[..., list[torch.Tensor]]
+
+
+def verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) -> list[torch.Tensor]:
+    """What compute() gives, after a comparison with compute(is_plain=True) over plain transport.
+
+    A patch that keeps state from call to call computes something else the second time. Then a third computation shows
+    that, and the step is let pass with a warning.
+
+    Raises: RuntimeError that says what differs, if the plain way gives the same twice and the fast way something else.
+    """
+    found = compute()
+    expected = _plainly(tree, compute)
+    differences = _differences(found, expected)
+    if not differences:
+        _log.info("split: verified: the first step is the same bits without overlap and by relay")
+        return found
+    attached = _names(tree.unseen, options)
+    if _differences(expected, _plainly(tree, compute)):
+        _log.warning(
+            "split: not verified: the same step computed twice in the same way differs, so something keeps state from "
+            "call to call or draws random numbers; attached to this MODEL: %s",
+            attached,
+        )
+        return found
+    raise RuntimeError(
+        f"verify: the split computed something else than the same step without overlap and by relay: "
+        f"{'; '.join(differences)}. Attached to this MODEL: {attached}. Take these out one by one, or set transport to "
+        "relay and overlap off; please report the one that differs"
+    )
+
+
+def _plainly(tree: SplitTree, compute: _Compute) -> list[torch.Tensor]:
+    devices = [device for device in tree.plan.placement.used_devices if device.type == "cuda"]
+    with tree.plainly(), torch.random.fork_rng(devices):
+        return compute(is_plain=True)
+
+
+def _differences(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[str]:
+    """One line per conditioning that differs; NaN is the same as NaN."""
+    lines = []
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        if not bool(((a == b) | (a.isnan() & b.isnan())).all()):
+            largest = float((a.float() - b.float()).abs().max())
+            lines.append(f"conditioning {number} by up to {largest:.3g} at a std of {float(b.float().std()):.3g}")
+    return lines
+
+
+def explain(error: RuntimeError, unseen: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Raises: RuntimeError that says who may have brought tensors of two devices, if that is what the error is."""
+    if "to be on the same device" in str(error):
+        raise RuntimeError(
+            f"a layer of this split MODEL met tensors of two devices ({error}). Attached to this MODEL: "
+            f"{_names(unseen, options)}. What is attached inside a block must keep its tensors where that block is: "
+            "choose split_at so that its blocks are on the first device, take the node out, or use the MODEL without "
+            "the split"
+        ) from error
+
+
+def _names(unseen: Sequence[str], options: Mapping[str, Any]) -> str:
+    seen = seen_attachments(options.get("transformer_options", {}))
+    wrapper = ["a model function wrapper"] if "model_function_wrapper" in options else []
+    return ", ".join((*unseen[:8], *seen, *wrapper)) or "nothing"
