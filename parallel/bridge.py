@@ -277,29 +277,35 @@ class Bridge:
     def _make_leave(self, *, is_last: bool) -> AfterHook:
         def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             local = self._local
+            goes_to = self.tail_device if is_last else self.home if self.transport == "relay" else None
             if local.calls:
-                self._write_back(module, output)
+                output = self._write_back(module, output, goes_to)
             if local.copies is not None and torch.is_inference_mode_enabled():
                 local.copies.forget(output)
-            if is_last:
-                return self.bring(output, self.tail_device)
-            return self.bring(output, self.home) if self.transport == "relay" else None
+            return output if goes_to is None else self.bring(output, goes_to)
 
         return _uncompiled(leave)
 
-    def _write_back(self, module: nn.Module, output: Any) -> None:
-        """Write what the block wrote into copies of its arguments into what they are copies of."""
+    def _write_back(self, module: nn.Module, output: Any, goes_to: torch.device | None) -> Any:
+        """Write what the block wrote into copies of its arguments into what they are copies of.
+
+        Returns: the block's output; where it is such a copy, and nobody knows who reads the original, that instead.
+        """
         calls = self._local.calls
         if not any(call.module is module for call in calls):
-            return  # entered before the forward began
+            return output  # entered before the forward began
         while calls[-1].module is not module:  # ended by an exception that somebody caught
             calls.pop()
-        written = [handed for handed in calls.pop().copies if handed.copy._version != handed.version]
-        returned = set(map(id, tensors_of(output))) if written and self.trust == "callers" else set()
-        for source, copy, _ in written:
-            if id(copy) not in returned:
+        handed = calls.pop().copies
+        returned = set(map(id, tensors_of(output))) if self.trust == "callers" else set()
+        for source, copy, version in handed:
+            if copy._version != version and id(copy) not in returned:
                 source.copy_(copy)
                 self._local.copies.forget_others(source, copy)  # type: ignore[union-attr]
+        if self.trust != "nobody" or goes_to is None:
+            return output
+        sources = {id(copy): source for source, copy, _ in handed if source.device == goes_to}
+        return map_tensors(output, lambda tensor: sources.get(id(tensor), tensor))
 
     def _restore_device(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         guards = self._local.guards

@@ -11,6 +11,7 @@ blocks compiled one by one keep none.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -43,7 +44,7 @@ def unseen_attachments(patcher: Any, diffusion_model: nn.Module, own_hooks: set[
     patched = [
         f"the object patch of {key}"
         for key, value in patcher.object_patches.items()
-        if key.startswith(f"{ROOT}.") and not _is_compiled(value)
+        if key.startswith(f"{ROOT}.") and not is_compiled(value)
     ]
     injected = [
         f"the injection {key!r}"
@@ -55,7 +56,7 @@ def unseen_attachments(patcher: Any, diffusion_model: nn.Module, own_hooks: set[
 
 def _changed_modules(diffusion_model: nn.Module, own_hooks: set[int]) -> Iterator[str]:
     for name, module in diffusion_model.named_modules():
-        if not name or _is_compiled(module):
+        if not name or is_compiled(module):
             continue
         if _has_own_forward(module):
             yield f"the replaced forward of {name}"
@@ -72,10 +73,18 @@ def _has_own_forward(module: nn.Module) -> bool:
 
 
 def _is_hosts_bypass(function: Any) -> bool:
-    return getattr(function, "__module__", "") == _HOSTS_BYPASS
+    return _home_of(function) == _HOSTS_BYPASS
 
 
-def _is_compiled(value: Any) -> bool:
+def _home_of(value: Any) -> str:
+    """The module whose code a function runs, whatever functools.wraps says; for any other object that of its class."""
+    function = getattr(value, "__func__", value)
+    if isinstance(function, types.FunctionType):
+        return str(function.__globals__.get("__name__", ""))
+    return type(value).__module__
+
+
+def is_compiled(value: Any) -> bool:
     """Whether this is what torch.compile made of a module: it computes the same and keeps nothing."""
     return hasattr(value, "_orig_mod")
 
@@ -176,7 +185,7 @@ def _nearby(value: Any) -> Iterator[Any]:
 def _patched_function(patcher: Any) -> str:
     """An object patch beside the diffusion model that can be called and is not of a class of the host; "" if none."""
     for key, value in patcher.object_patches.items():
-        is_known = type(value).__module__.startswith(("comfy.", "comfy_extras."))
+        is_known = isinstance(value, nn.Module) and _home_of(value).startswith(("comfy.", "comfy_extras."))
         if not key.startswith(f"{ROOT}.") and callable(value) and not is_known:
             return key
     return ""
@@ -184,5 +193,5 @@ def _patched_function(patcher: Any) -> str:
 
 def _is_hosts_attention(override: Any) -> bool:
     """Whether an override only chooses another of ComfyUI's own attention functions."""
-    parts = [part for part in reachable(override) if callable(part)]
-    return len(parts) > 1 and all(getattr(part, "__module__", "").startswith("comfy.") for part in parts)
+    parts = [part for part in reachable(override) if callable(part) and not isinstance(part, type)]
+    return len(parts) > 1 and all(_home_of(part).startswith("comfy.") for part in parts)

@@ -7,7 +7,7 @@ Two classes are mixed into whatever patcher class the incoming MODEL has (classi
   `model_patches_models()`, which every `load_models_gpu` asks before it makes room, so each card's share is accounted,
   evicted and low-VRAM'd by the host on the card where it is.
 - ShardMixin: the patcher of one further card. It shares the home patcher's patches, so a LoRA is applied where the
-  weight lives.
+  weight lives, and puts object patches into its own blocks, so what they bring is loaded and patched there.
 
 Nothing of the host is replaced. With ComfyUI 0.33; what is relied on is listed in docs/upstream_facts.md.
 """
@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from .split_attachments import KEY
+from .split_attachments import KEY, is_compiled
 from .split_tree import SplitTree, make_tree, tree_of
 
 # Mixed into the host's ModelPatcher, whose class is known only at run time.
@@ -46,6 +46,18 @@ class _Limited(_Patcher):
         vbar = self._vbar_get() if limit is not None and self.is_dynamic() else None
         if vbar is not None and limit is not None:
             vbar.set_watermark_limit(limit)
+
+    def _place_objects(self, patches: Mapping[str, Any]) -> None:
+        """Layers that object patches bring, where stock code left them out: it believes that all is loaded already."""
+        if self.is_dynamic():
+            return
+        for patch in patches.values():
+            for module in patch.modules() if isinstance(patch, nn.Module) and not is_compiled(patch) else ():
+                if not getattr(module, "comfy_cast_weights", False):
+                    for name, parameter in list(module.named_parameters(recurse=False)):
+                        if parameter.device != self.load_device:
+                            placed = parameter.detach().to(self.load_device)
+                            setattr(module, name, nn.Parameter(placed, requires_grad=False))
 
     def _use_origins(self) -> None:
         """Point every unpatched weight back to its original in host memory instead of copying it from the card."""
@@ -85,6 +97,7 @@ class ShardMixin(_Limited):
         self.patches_uuid = home.patches_uuid
         self.weight_wrapper_patches = home.weight_wrapper_patches
         self.force_cast_weights = home.force_cast_weights
+        self.object_patches = home.objects_on(self.load_device)
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
         n = super().clone(*args, **kwargs)
@@ -103,6 +116,7 @@ class ShardMixin(_Limited):
                 device_to, self._within_limit(extra_memory), force_patch_weights=force_patch_weights
             )
             self._limit_dynamic()
+            self._place_objects(self.object_patches)
         return loaded
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,6 +243,8 @@ class SplitMixin(_Limited):
                 device_to, self._within_limit(extra_memory), force_patch_weights=force_patch_weights
             )
             self._limit_dynamic()
+            tree = self._tree()
+            self._place_objects({key: value for key, value in self.object_patches.items() if not tree.is_foreign(key)})
         return loaded
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,7 +263,7 @@ class SplitMixin(_Limited):
             super().unpatch_model(device_to, unpatch_weights)
 
     def _restore_foreign_objects(self) -> None:
-        """Object patches inside blocks of other cards, which stock code could not find in the home view."""
+        """Object patches of whole blocks of other cards, which stock code could not find in the home view."""
         import comfy.utils
 
         tree = self._tree()
@@ -258,8 +274,25 @@ class SplitMixin(_Limited):
     # ---- code of hooks, patches and other packs: it must see every block
 
     def patch_model(self, *args: Any, **kwargs: Any) -> Any:
-        with self._tree().whole():
-            return super().patch_model(*args, **kwargs)
+        """Stock code, without the object patches inside blocks of other cards: those are the shards' to set."""
+        tree, patches = self._tree(), self.object_patches
+        self.object_patches = {
+            key: value for key, value in patches.items() if tree.is_block(key) or not tree.is_foreign(key)
+        }
+        try:
+            with tree.whole():
+                return super().patch_model(*args, **kwargs)
+        finally:
+            self.object_patches = patches
+
+    def objects_on(self, device: torch.device) -> dict[str, Any]:
+        """The object patches inside blocks of this card, and whole blocks but for compiled ones, whose names differ."""
+        tree = self._tree()
+        return {
+            key: value
+            for key, value in self.object_patches.items()
+            if tree.device_of(key) == device and not (tree.is_block(key) and is_compiled(value))
+        }
 
     def inject_model(self) -> None:
         with self._tree().whole():

@@ -184,9 +184,17 @@ class SplitTree:
             container._modules = children
         self._hidden.clear()
 
+    def device_of(self, key: str) -> torch.device:
+        """The card of what has this name inside the BaseModel."""
+        return self.plan.placement.device_of(key.removeprefix(f"{ROOT}."))
+
     def is_foreign(self, key: str) -> bool:
         """Whether a name inside the BaseModel lies in a block of another card."""
-        return self.plan.placement.device_of(key.removeprefix(f"{ROOT}.")) != self.plan.home
+        return self.device_of(key) != self.plan.home
+
+    def is_block(self, key: str) -> bool:
+        """Whether this is the name of a whole block."""
+        return key.removeprefix(f"{ROOT}.") in self._blocks
 
     # ---- the forward
 

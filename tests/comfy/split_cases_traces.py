@@ -9,8 +9,9 @@ import comfy.model_management
 import comfy.sd
 import comfy_extras.nodes_model_merging as merging
 import torch
+from devicebridge.nodes.host.split_attachments import reason_against_overlap
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
-from devicebridge.tests.comfy.split_host import CAPACITY_BYTES, HOME, OTHER, Host
+from devicebridge.tests.comfy.split_host import CAPACITY_BYTES, HOME, OTHER
 from devicebridge.tests.comfy.tiny_checkpoints import lora_weights
 from torch import nn
 
@@ -220,11 +221,6 @@ def gradients_and_other_wrappers_turn_overlap_off(case: Case) -> None:
     case.equal("with another wrapper", host.sample(counted, NAME, cfg=4.0), reference)
     case.check("which is called once a step", len(calls) == 3, len(calls))
     options = {"transformer_options": {}}
-    case.check("with gradients", _reason_with_gradients(host, divided, options) == "gradients are recorded")
-
-
-def _reason_with_gradients(host: Host, divided: Any, options: dict[str, Any]) -> str:
-    from devicebridge.nodes.host.split_batches import _reason_against
-
     with torch.inference_mode(False), torch.enable_grad():
-        return _reason_against(divided._tree(), divided.model, [], options)
+        reason = reason_against_overlap(divided.model, (), [], options)
+    case.check("with gradients", reason == "gradients are recorded", reason)

@@ -48,6 +48,7 @@ def main() -> None:
     before = core_digest()
     _load_pack()
     from devicebridge.tests.comfy import (  # noqa: F401 - they register themselves
+        split_cases_attachments,
         split_cases_batches,
         split_cases_families,
         split_cases_formats,

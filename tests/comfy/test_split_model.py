@@ -144,6 +144,21 @@ CASES = [
     "cuts_by_hand_are_checked_against_the_limits",
     "moving_a_split_to_another_device_is_refused",
     "gradients_and_other_wrappers_turn_overlap_off",
+    "what_keeps_state_turns_overlap_off",
+    "what_keeps_no_state_leaves_overlap_on",
+    "writes_into_what_every_block_gets",
+    "writes_into_what_an_attention_patch_gets",
+    "a_forward_run_twice",
+    "writes_by_layers_of_a_pack",
+    "a_controlnet_that_takes_entries_out",
+    "a_replaced_method",
+    "a_block_list_exchanged_by_a_wrapper",
+    "a_layer_with_weights_of_its_own",
+    "attention_that_brings_tensors",
+    "control_lora",
+    "verify_passes_what_is_right",
+    "verify_stops_what_is_wrong",
+    "verify_knows_state_when_it_meets_it",
 ]
 
 
