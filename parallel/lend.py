@@ -105,10 +105,18 @@ class Lent:
             return tensor
         if id(tensor) not in self._copies:
             with versioned():
-                copy = copy_to(tensor, self._device)
+                copy = _copy_in_shape(tensor, self._device)
             self._copies[id(tensor)] = tensor, copy, copy._version
             self._sources[id(copy)] = tensor
         return self._copies[id(tensor)][1]
+
+
+def _copy_in_shape(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy with the strides of the tensor, which may be a view: a sum over other strides is rounded otherwise."""
+    if tensor.is_contiguous() or 0 in tensor.stride():
+        return copy_to(tensor, device)
+    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    return copy.copy_(tensor, non_blocking=tensor.device.type == device.type != "cpu")
 
 
 def _is_everywhere(tensor: torch.Tensor) -> bool:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from .model_copy import reachable
 from .split_attachments import KEY, is_compiled
 from .split_tree import SplitTree, make_tree, tree_of
 
@@ -47,17 +48,21 @@ class _Limited(_Patcher):
         if vbar is not None and limit is not None:
             vbar.set_watermark_limit(limit)
 
-    def _place_objects(self, patches: Mapping[str, Any]) -> None:
-        """Layers that object patches bring, where stock code left them out: it believes that all is loaded already."""
-        if self.is_dynamic():
-            return
-        for patch in patches.values():
-            for module in patch.modules() if isinstance(patch, nn.Module) and not is_compiled(patch) else ():
-                if not getattr(module, "comfy_cast_weights", False):
-                    for name, parameter in list(module.named_parameters(recurse=False)):
-                        if parameter.device != self.load_device:
-                            placed = parameter.detach().to(self.load_device)
-                            setattr(module, name, nn.Parameter(placed, requires_grad=False))
+    def _without_other_objects(self, extra_memory: float) -> float:
+        """Take the weights off the card if it was loaded with other layers in place of the model's: stock code believes
+        that all is loaded, and would leave those there now in host memory. Returns the bytes that may be loaded then.
+        """
+        layers = {
+            key: id(value)
+            for key, value in self.object_patches.items()
+            if isinstance(value, nn.Module) and any(True for _ in value.parameters()) and not is_compiled(value)
+        }
+        loaded = self._tree().loaded_layers
+        if loaded.get(self.load_device, {}) != layers and self.model.model_loaded_weight_memory > 0:
+            extra_memory += self.model.model_loaded_weight_memory
+            self.unpatch_model(self.offload_device, unpatch_weights=True)
+        loaded[self.load_device] = layers
+        return extra_memory
 
     def _use_origins(self) -> None:
         """Point every unpatched weight back to its original in host memory instead of copying it from the card."""
@@ -111,12 +116,12 @@ class ShardMixin(_Limited):
         from comfy.model_management import cuda_device_context
 
         self._unhook()
+        extra_memory = self._without_other_objects(extra_memory)
         with cuda_device_context(device_to):
             loaded = super().partially_load(
                 device_to, self._within_limit(extra_memory), force_patch_weights=force_patch_weights
             )
             self._limit_dynamic()
-            self._place_objects(self.object_patches)
         return loaded
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,13 +243,12 @@ class SplitMixin(_Limited):
 
         self._check_device()  # not where the host asks for shards: its tracker of outputs does that outside any node
         self.unpatch_hooks()
+        extra_memory = self._without_other_objects(extra_memory)
         with cuda_device_context(device_to), self._tree().home_only():
             loaded = super().partially_load(
                 device_to, self._within_limit(extra_memory), force_patch_weights=force_patch_weights
             )
             self._limit_dynamic()
-            tree = self._tree()
-            self._place_objects({key: value for key, value in self.object_patches.items() if not tree.is_foreign(key)})
         return loaded
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
@@ -307,10 +311,9 @@ class SplitMixin(_Limited):
         for device in tree.plan.foreign_devices:
             for block in tree.plan.blocks_on(device):
                 for module in tree.diffusion_model.get_submodule(block).modules():
-                    hook = getattr(module.__dict__.get("forward"), "__self__", None)
-                    while isinstance(hook, BypassForwardHook):
-                        hook._move_adapter_weights_to_device(device)
-                        hook = getattr(hook.original_forward, "__self__", None)
+                    for hook in reachable(module.__dict__.get("forward")):
+                        if isinstance(hook, BypassForwardHook):
+                            hook._move_adapter_weights_to_device(device)
 
     def eject_model(self) -> None:
         with self._tree().whole():

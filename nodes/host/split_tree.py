@@ -120,6 +120,7 @@ class SplitTree:
         self._is_plain = False
         self.said: set[str] = set()  # what needs saying once
         self.is_to_verify = False  # the next step
+        self.loaded_layers: dict[torch.device, dict[str, int]] = {}  # of object patches, by name: what each card holds
         self._is_proven = plan.is_described and not plan.layout.is_derived
 
     @property

@@ -66,7 +66,7 @@ def _differences(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 
 def explain(error: RuntimeError, unseen: Sequence[str], options: Mapping[str, Any]) -> None:
     """Raises: RuntimeError that says who may have brought tensors of two devices, if that is what the error is."""
-    if "to be on the same device" in str(error):
+    if "same device" in str(error):
         raise RuntimeError(
             f"a layer of this split MODEL met tensors of two devices ({error}). Attached to this MODEL: "
             f"{_names(unseen, options)}. What is attached inside a block must keep its tensors where that block is: "

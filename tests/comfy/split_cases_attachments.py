@@ -322,7 +322,7 @@ def _forward_with_identity(id_embedding: torch.Tensor, model: Any) -> Callable[.
         embed = comfy.ldm.flux.model.timestep_embedding
         options = kwargs["transformer_options"]
         img, txt = self.img_in(img), self.txt_in(txt)
-        vec = self.time_in(embed(t, 256).to(img.dtype)) + self.vector_in(y)
+        vec = self.time_in(embed(timesteps, 256).to(img.dtype)) + self.vector_in(y)
         vec = vec + self.guidance_in(embed(guidance, 256).to(img.dtype))
         pe = self.pe_embedder(torch.cat((txt_ids, img_ids), dim=1))
         for block in self.double_blocks:

@@ -29,9 +29,9 @@ from devicebridge.tests.emulated import (
     on_cpu,
 )
 
-NUM_CARDS = 3
+NUM_CARDS = 4
 CAPACITY_BYTES = 24 << 30
-HOME, OTHER, THIRD = CARDS[:NUM_CARDS]
+HOME, OTHER, THIRD, _ = CARDS[:NUM_CARDS]
 _CPU = torch.device("cpu")
 _management = comfy.model_management
 
@@ -98,10 +98,10 @@ class Host:
         path = self.folder / f"{name}-{str(dtype).rpartition('.')[2]}.safetensors"
         return path if path.exists() else save_checkpoint(FAMILIES[name], path, dtype)
 
-    def load(self, name: str, **options: Any) -> Any:
-        """Load Diffusion Model, with its model_options."""
+    def load(self, name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+        """Load Diffusion Model from a file of this type, with its model_options."""
         with small_sizes(FAMILIES[name]):
-            return comfy.sd.load_diffusion_model(str(self.checkpoint(name)), model_options=options)
+            return comfy.sd.load_diffusion_model(str(self.checkpoint(name, dtype)), model_options=options)
 
     def lora(self, model: Any, name: str, seed: int = 1, strength: float = 1.0) -> Any:
         """Load LoRA (model only)."""

@@ -2,6 +2,7 @@
 
 Takes ComfyUI's folder and one for checkpoints. Reads {"case": name} line by line from stdin and answers each with one
 line of JSON: {"claims": [[claim, holds, found]], "seconds": s} or {"error": traceback}. {"case": "names"} lists them.
+{"case": "history 7"} runs the random history of that seed: {"verdict": text, "steps": [text]}.
 
 ComfyUI is imported before the pack, so that what the pack does to ComfyUI's own functions shows (see `core_digest`).
 """
@@ -45,6 +46,8 @@ def main() -> None:
     checkout, folder = Path(sys.argv[1]), Path(sys.argv[2])
     answers = _keep_answers_clean()
     _import_comfyui(checkout)
+    import torch
+
     before = core_digest()
     _load_pack()
     from devicebridge.tests.comfy import (  # noqa: F401 - they register themselves
@@ -59,6 +62,7 @@ def main() -> None:
         split_cases_weights,
     )
     from devicebridge.tests.comfy.split_cases import CASES, Case, run_case
+    from devicebridge.tests.comfy.split_fuzz import run_history
     from devicebridge.tests.comfy.split_host import Host, emulated_machine
 
     def core_is_untouched(case: Case) -> None:
@@ -70,6 +74,10 @@ def main() -> None:
         name = json.loads(line)["case"]
         if name == "names":
             _answer(answers, {"names": sorted(CASES)})
+        elif name.startswith("history "):
+            with emulated_machine() as machine, torch.inference_mode():
+                history = run_history(Host(machine, folder), int(name.removeprefix("history ")))
+            _answer(answers, {"verdict": history.verdict, "steps": history.steps})
         elif name == "core":
             case = Case(None)
             core_is_untouched(case)

@@ -1,0 +1,201 @@
+"""Random histories of a MODEL: nodes, clones, evictions and samplings, split and unsplit side by side.
+
+A history is drawn from its seed alone. It ends well if every sampling of the split MODEL has the bits of the unsplit
+one, or is refused in words; an error of torch is no refusal. What fails unsplit is skipped. Where overlap is on, each
+picture and each conditioning is computed by itself, so the bits may also be those of an unsplit MODEL that does that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import comfy.model_management
+import comfy.sample
+import torch
+from devicebridge.nodes.host.split_model import SplitRequest, split_model
+from devicebridge.tests.comfy.split_cases import CPU
+from devicebridge.tests.comfy.split_fuzz_nodes import AFTER_ONLY, NODES, STATEFUL, Node, Setting
+from devicebridge.tests.comfy.split_host import CARDS, HOME, NUM_CARDS, Host, one_condition_at_a_time
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
+
+_REFUSALS = ("split", "across GPUs", "verify:")
+_NUM_BLOCKS = 3  # every family has as many, so a cut before any of them is possible
+
+
+@dataclass
+class History:
+    """What one seed came to ("equal", "refused: ...", "skipped, ...", "different: ...") and what was done."""
+
+    seed: int
+    steps: list[str] = field(default_factory=list)
+    verdict: str = "equal"
+
+
+@dataclass
+class _Pair:
+    """A split MODEL, its unsplit twin, and how both are sampled."""
+
+    divided: Any
+    unsplit: Any
+    options: dict[str, Any]
+
+
+def run_history(host: Host, seed: int) -> History:
+    """One history from its seed; nothing stays loaded."""
+    drawn, history = random.Random(seed), History(seed)
+    try:
+        _play(host, drawn, history)
+    except _Ended as ended:
+        history.verdict = str(ended)
+    finally:
+        host.unload_all()
+    return history
+
+
+class _Ended(Exception):
+    """The history is over; its text is the verdict."""
+
+
+def _play(host: Host, drawn: random.Random, history: History) -> None:
+    name = drawn.choice(sorted(FAMILIES))
+    dtype = drawn.choice((torch.float32, torch.float32, torch.bfloat16))
+    request = _draw_request(drawn)
+    history.steps.append(f"{name}, {dtype}, {request}")
+    nodes = [node for node, names in NODES.items() if name in names and not (request.verify and node in STATEFUL)]
+    before = [(node, drawn.randrange(1000)) for node in _draw(drawn, nodes, 2) if node not in AFTER_ONLY]
+    history.steps += [f"before: {node.__name__} {salt}" for node, salt in before]
+    unsplit = host.load(name, load_device=CPU, dtype=dtype)
+    divided = host.load(name, dtype=dtype)
+    for node, salt in before:
+        unsplit = _unsplit(lambda: node(unsplit, Setting(host, name, CPU, salt)))  # noqa: B023
+        divided = node(divided, Setting(host, name, HOME, salt))
+    divided = _or_refused(lambda: split_model(divided, request))
+    pairs = [_Pair(divided, unsplit, _draw_options(drawn, name))]
+    for _ in range(drawn.randint(1, 3)):
+        pair = drawn.choice(pairs)
+        changed = _Pair(pair.divided, pair.unsplit, _draw_options(drawn, name))
+        for node in _draw(drawn, nodes, 3):
+            salt = drawn.randrange(1000)
+            history.steps.append(f"{node.__name__} {salt}")
+            changed = _changed(host, name, changed, node, salt)
+        pairs.append(changed)
+        _compare(host, name, drawn, pairs, history)
+
+
+def _draw(drawn: random.Random, nodes: list[Node], most: int) -> list[Node]:
+    return drawn.sample(nodes, k=drawn.randint(0, min(most, len(nodes))))
+
+
+def _draw_request(drawn: random.Random) -> SplitRequest:
+    devices = tuple(CARDS[: drawn.randint(2, NUM_CARDS)])
+    options: dict[str, Any] = {"balance": drawn.choice(("memory", "time"))}
+    if len(devices) <= _NUM_BLOCKS and drawn.random() < 0.5:
+        cuts = sorted(drawn.sample(range(1, _NUM_BLOCKS), k=min(len(devices) - 1, _NUM_BLOCKS - 1)))
+        if len(cuts) == len(devices) - 1:
+            options = {"balance": "manual", "split_at": tuple(cuts)}
+    return SplitRequest(
+        devices=devices,
+        transport=drawn.choice(("auto", "auto", "relay")),
+        overlap=drawn.random() < 0.7,
+        verify=drawn.random() < 0.2,
+        **options,
+    )
+
+
+def _draw_options(drawn: random.Random, name: str) -> dict[str, Any]:
+    family = FAMILIES[name]
+    latent = list(family.latent)
+    if drawn.random() < 0.4 and name not in ("wan_vace", "hunyuan_video"):
+        latent[-1] += drawn.choice((1, 2, 3))
+        latent[-2] += drawn.choice((0, 1, 2))
+    options: dict[str, Any] = {
+        "cfg": drawn.choice((1.0, 4.0, 4.0)),
+        "batch": drawn.choice((1, 1, 2, 3)),
+        "steps": 2,
+        "seed": drawn.randrange(100),
+        "latent": tuple(latent),
+    }
+    if drawn.random() < 0.3:
+        options["negative"] = family.condition(2, tokens=family.context[0] + 3)
+    return options
+
+
+def _changed(host: Host, name: str, pair: _Pair, node: Node, salt: int) -> _Pair:
+    unsplit = _unsplit(lambda: node(pair.unsplit, Setting(host, name, CPU, salt)))
+    return _Pair(_or_refused(lambda: node(pair.divided, Setting(host, name, HOME, salt))), unsplit, pair.options)
+
+
+def _compare(host: Host, name: str, drawn: random.Random, pairs: list[_Pair], history: History) -> None:
+    """Sample the newest pair, perhaps an older one, and disturb memory in between."""
+    chosen = [pairs[-1], *([drawn.choice(pairs)] if drawn.random() < 0.5 else [])]
+    for pair in chosen:
+        with contextlib.ExitStack() as stack:
+            _disturb(host, drawn, pair, history, stack)
+            history.steps.append(f"sample {pairs.index(pair)}: {_in_words(pair.options)}")
+            _take_off_the_card(pair.unsplit)
+            expected = _unsplit(lambda: host.sample(pair.unsplit, name, **pair.options))  # noqa: B023
+            found = _or_refused(lambda: host.sample(pair.divided, name, **pair.options))  # noqa: B023
+        if not _is_same(found, expected) and not _is_same(found, _unsplit(lambda: _apart(host, name, pair))):  # noqa: B023
+            difference = float((found.double() - expected.double()).abs().max())
+            raise _Ended(f"different: by {difference:.3g} at a std of {float(expected.std()):.3g}")
+
+
+def _take_off_the_card(model: Any) -> None:
+    """Have the host load the unsplit MODEL anew: one that was loaded with other layers in it keeps their weights."""
+    loaded_models = comfy.model_management.current_loaded_models
+    for loaded in [
+        loaded for loaded in loaded_models if loaded.model is not None and loaded.model.model is model.model
+    ]:
+        loaded.model_unload()
+        loaded_models.remove(loaded)
+
+
+def _in_words(options: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in options.items() if key != "negative")
+
+
+def _disturb(host: Host, drawn: random.Random, pair: _Pair, history: History, stack: contextlib.ExitStack) -> None:
+    kind = drawn.choice(("nothing", "nothing", "free", "unload", "tight"))
+    card = drawn.choice(CARDS[:NUM_CARDS])
+    history.steps.append(f"memory: {kind} {card}")
+    if kind == "free":
+        host.free(card)
+    elif kind == "unload":
+        host.unload_all()
+    elif kind == "tight":
+        stack.enter_context(host.machine.room_for(drawn.randrange(4_000_000, 9_000_000), card))
+
+
+def _apart(host: Host, name: str, pair: _Pair) -> torch.Tensor:
+    """Every picture and every conditioning by itself, unsplit."""
+    options = dict(pair.options)
+    batch, latent, seed = options.pop("batch"), options["latent"], options["seed"]
+    noise = comfy.sample.prepare_noise(torch.zeros(batch, *latent), seed)
+    with one_condition_at_a_time(pair.unsplit):
+        return torch.cat([host.sample(pair.unsplit, name, noise=one, **options) for one in noise.split(1)])
+
+
+def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return found.shape == expected.shape and bool(((found == expected) | (found.isnan() & expected.isnan())).all())
+
+
+def _unsplit(act: Any) -> Any:
+    """What the unsplit MODEL gives; where it fails there is nothing to compare with."""
+    try:
+        with mock.patch.object(comfy.model_management, "get_torch_device", lambda: CPU):
+            return act()
+    except Exception as error:
+        raise _Ended(f"skipped, unsplit it fails: {type(error).__name__}: {error}") from error
+
+
+def _or_refused(act: Any) -> Any:
+    try:
+        return act()
+    except (ValueError, RuntimeError) as error:
+        if "two devices" in str(error) or not any(word in str(error) for word in _REFUSALS):
+            raise _Ended(f"different: {type(error).__name__}: {error}") from error
+        raise _Ended(f"refused: {error}") from error
