@@ -537,3 +537,109 @@ def test_compiled_blocks_stay_compiled_under_hooks_on_their_wrappers() -> None:
                 assert torch.equal(compiled[1](compiled[0](x)), expected)
     bridge.remove()
     assert len(graphs) in (1, 2)  # one per class of block, or per block; never one per forward
+
+
+# ---- other people's code
+
+
+def _weakening(block, entry):
+    """The block, writing into one of its arguments before it computes."""
+    forward = type(block).forward
+
+    def run(x, vec, options=None, *, rope, **constants):
+        {"x": x, "vec": vec, "a view of vec": vec[:, 1:], "rope": rope.cos}[entry].mul_(0.5)
+        return forward(block, x, vec, options, rope=rope, **constants)
+
+    return run
+
+
+def _with_writers(devices, entry, **settings):
+    model, bridge = _make(devices, num_blocks=4, **settings)
+    for block in model.blocks[1::2]:
+        block.forward = _weakening(block, entry)
+    return model, bridge
+
+
+@MODES
+@TRANSPORTS
+@PLANS
+@pytest.mark.parametrize("trust", ["callers", "nobody"])
+@pytest.mark.parametrize("entry", ["x", "vec", "a view of vec", "rope"])
+def test_what_blocks_write_into_their_arguments_is_seen_by_all(devices, transport, mode, trust, entry):
+    with emulated_cards(4):
+        reference, alone = _with_writers([HOME] * 4, entry)
+        expected = _run(reference, alone, mode)
+        model, bridge = _with_writers(devices, entry, transport=transport)
+        bridge.trust = trust
+        for _ in range(2):
+            assert torch.equal(_run(model, bridge, mode), expected)
+
+
+def test_only_what_was_written_travels_back():
+    with emulated_cards(2) as cards:
+        model, bridge = _make(PLACES)
+        cards.copies.clear()
+        _run(model, bridge, torch.inference_mode)
+        usual = len(_crossings(cards))
+        cards.copies.clear()
+        bridge.trust = "callers"
+        _run(model, bridge, torch.inference_mode)
+        assert len(_crossings(cards)) == usual
+
+
+@MODES
+@PLANS
+def test_a_block_that_returns_what_it_was_given_leaves_the_caller_one_tensor(devices, mode):
+    """As on one card: what the caller kept of its argument changes with every block that writes into it."""
+
+    def in_place(x, vec, *args, **kwargs):
+        return x.mul_(vec)
+
+    def make(devices, **settings):
+        model, bridge = _make(devices, num_blocks=4, **settings)
+        for block in model.blocks:
+            block.forward = in_place
+        kept = []
+
+        def between(x, vec):
+            kept.append(x)
+            return x if len(kept) % 4 else x + kept[-4]
+
+        model.between = between
+        return model, bridge
+
+    with emulated_cards(4):
+        expected = _run(*make([HOME] * 4), mode)
+        model, bridge = make(devices, transport="relay")
+        bridge.trust = "nobody"
+        assert torch.equal(_run(model, bridge, mode), expected)
+
+
+@TRANSPORTS
+def test_a_constant_written_at_home_is_copied_again_once_copies_are_forgotten(transport):
+    def make(devices, **settings):
+        model, bridge = _make(devices, num_blocks=4, **settings)
+
+        def between(x, vec):
+            vec.mul_(0.5)
+            bridge.forget()
+            return x
+
+        model.between = between
+        return model, bridge
+
+    with emulated_cards(4):
+        expected = _run(*make([HOME] * 4), torch.inference_mode)
+        model, bridge = make([NEXT] * 4, transport=transport)
+        bridge.trust = "callers"
+        assert torch.equal(_run(model, bridge, torch.inference_mode), expected)
+
+
+def test_where_nobody_knows_a_copy_serves_one_call():
+    with emulated_cards(2) as cards:
+        model, bridge = _make(PLACES)
+        bridge.trust = "nobody"
+        cards.copies.clear()
+        _run(model, bridge, torch.inference_mode)
+        away = [copy for copy in _crossings(cards) if copy.target == NEXT]
+        assert len(away) == 2 * NUM_CONSTANTS + 1  # both blocks get every constant anew, the stream crosses once
