@@ -396,6 +396,8 @@ class ModelFamily:
             block. With LoRA on them a pipeline's last stage would run backwards through the first, so there is none.
         keep_full_precision: fnmatch patterns of module fqns that are never quantized.
         lora_targets: fnmatch patterns of the linears LoRA adapts by default; matched against nn.Linear modules only.
+        shared_lora_names: the names under which ComfyUI and diffusers' pipelines both load LoRA files.
+        unread_lora: where diffusers' names are shared, patterns of linears whose LoRA ComfyUI does not find under them.
         latent, timesteps: geometry and noise schedule in training.
         prediction_target: "velocity" is noise - data, what the model predicts at sigma t, x_t = (1-t) data + t noise.
         variants: published sizes, the default first.
@@ -429,6 +431,8 @@ class ModelFamily:
     decode_latents: DecodeLatents
     encode_condition: EncodeCondition | None = None
     read_by_tail: tuple[str, ...] = ()
+    shared_lora_names: Literal["original", "diffusers"] = "original"
+    unread_lora: tuple[str, ...] = ()
     unsupported: Mapping[str, str] = field(default_factory=dict)
     prediction_target: Literal["velocity"] = "velocity"
     original_prefixes: tuple[str, ...] = field(default=("model.diffusion_model.", "diffusion_model.", ""))

@@ -365,6 +365,7 @@ WAN = ModelFamily(
         "blocks.*.attn[12].to_out.0",
         "blocks.*.ffn.net.*",
     ),
+    shared_lora_names="original",  # ComfyUI 0.33 knows no others
     latent=LatentSpec(
         channels=16,
         spatial_stride=8,

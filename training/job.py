@@ -23,7 +23,7 @@ from ..caching.text_place import check_text_device
 from ..caching.vae import find_vae
 from ..families.spec import LatentSpec, ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
-from ..loading.lora_file import check_original_layout
+from ..loading.lora_layouts import check_lora_layout
 from ..parallel.devices import CPU, find_device, find_devices, free_bytes, memory_in_use, own_random_states, reset_peaks
 from ..parallel.pipeline import Pipeline, Runner
 from ..parallel.placement import (
@@ -53,7 +53,7 @@ from .encode_job import cache_job
 from .events import EventLog, Listener
 from .job_plan import JobPlan, component_folder, stock_reader, vae_path
 from .loop import Trainer, checkpoint_folder
-from .lora_output import lora_file_tensors, save_lora
+from .lora_output import lora_file_tensors, save_lora, warn_of_losses
 from .objective import make_noise_schedule
 from .optimizer import make_optimizer
 from .plan_request import make_square
@@ -122,11 +122,14 @@ def check_job(job: JobConfig, *, is_to_train: bool = True, host_share: int = 1) 
         placement = plan_job_placement(job, info, variant, model, *sizes)
     else:
         job, placement = training.job, training.placement
-    plan = _with_tail(JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded, training))
+    checked = JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded, training, read.targets)
+    plan = _with_tail(checked)
     check_kept_blocks(plan.job.split.kept_blocks, plan.placement)
     check_swapped_blocks(plan.job.split.swapped_blocks, plan.job.split.kept_blocks, plan.placement)
     _refuse_offload_of_host(plan)
     _check_tools(plan)
+    if is_to_train:
+        warn_of_losses(plan)
     return plan
 
 
@@ -136,6 +139,7 @@ class _Read:
 
     Args:
         job: without a pipeline where its LoRA allows none.
+        targets: fqns of the linears that LoRA adapts.
         largest: height and width in pixels and frames of the samples that take the most.
     """
 
@@ -143,6 +147,7 @@ class _Read:
     info: CheckpointInfo
     variant: Variant
     model: nn.Module
+    targets: tuple[str, ...]
     samples: tuple[Sample, ...]
     encoded: tuple[EncodedSample, ...]
 
@@ -169,16 +174,15 @@ def _read(job: JobConfig, info: CheckpointInfo | None = None, *, has_data: bool 
     if job.objective.guidance is not None and variant.training_guidance is None:
         raise ValueError(f"objective.guidance is set, but {variant.name} has no guidance input; remove the setting")
     model = make_empty_transformer(info)
-    targets = resolve_targets(model, job.lora.targets or info.family.lora_targets)
-    if job.output.lora_layout == "original":
-        check_original_layout(info.family, targets, job.lora.dora)
+    targets = tuple(resolve_targets(model, job.lora.targets or info.family.lora_targets))
+    check_lora_layout(info.family, targets, job.output.lora_layout, job.lora.dora)
     job = _checked_schedule(job, info.family, targets)
     latent = info.family.latent_of(variant)
     if not has_data:
-        return _Read(job, info, variant, model, (make_square(job.data, variant, latent),), ())
+        return _Read(job, info, variant, model, targets, (make_square(job.data, variant, latent),), ())
     encoded = _read_encoded(job, info, variant)
     samples = tuple(scan_folders(job.data, latent)) if not encoded else ()
-    return _Read(job, info, variant, model, samples, encoded)
+    return _Read(job, info, variant, model, targets, samples, encoded)
 
 
 def _with_tail(plan: JobPlan) -> JobPlan:
@@ -757,6 +761,7 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
         pace = describe_pace(plan.training, trainer.step_times_s)
         trainer.events.emit("forecast", trainer.step, plan.job.train.steps, devices=compared, pace=pace)
     path = save_lora(plan, trainer.lora, Path(plan.job.output.folder))
+    warn_of_losses(plan)
     trainer.events.emit("saved", trainer.step, plan.job.train.steps, path=str(path))
     hint = ""
     if not is_finished:
