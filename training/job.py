@@ -21,7 +21,7 @@ from ..caching.encode import Stopped, never
 from ..caching.key import file_fingerprint, folder_fingerprint, settings_fingerprint
 from ..caching.text_place import check_text_device
 from ..caching.vae import find_vae
-from ..families.spec import LatentSpec, ModelFamily, Variant
+from ..families.spec import LatentSpec, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
 from ..loading.lora_layouts import check_lora_layout
 from ..parallel.devices import CPU, find_device, find_devices, free_bytes, memory_in_use, own_random_states, reset_peaks
@@ -40,7 +40,7 @@ from ..parallel.placement import (
 )
 from ..parallel.replicas import Replica, Replicas
 from ..patches.compile_blocks import remove_compiled
-from ..patches.lora import matches_any, resolve_targets
+from ..patches.lora import resolve_targets
 from ..patches.quantize import check_packages, refusal, stored_bytes
 from .adapter import LoraHandle, apply_lora
 from .batches import CachedSamples
@@ -138,7 +138,6 @@ class _Read:
     """What plan and training both go by: a job, its model without weights, its data.
 
     Args:
-        job: without a pipeline where its LoRA allows none.
         targets: fqns of the linears that LoRA adapts.
         largest: height and width in pixels and frames of the samples that take the most.
     """
@@ -176,7 +175,6 @@ def _read(job: JobConfig, info: CheckpointInfo | None = None, *, has_data: bool 
     model = make_empty_transformer(info)
     targets = tuple(resolve_targets(model, job.lora.targets or info.family.lora_targets))
     check_lora_layout(info.family, targets, job.output.lora_layout, job.lora.dora)
-    job = _checked_schedule(job, info.family, targets)
     latent = info.family.latent_of(variant)
     if not has_data:
         return _Read(job, info, variant, model, targets, (make_square(job.data, variant, latent),), ())
@@ -219,23 +217,6 @@ def _refuse_block_settings(job: JobConfig) -> None:
             "split.kept_blocks says which blocks gradient checkpointing passes over, but train.gradient_checkpointing "
             "is false, so all keep their activations; remove one of the two"
         )
-
-
-def _checked_schedule(job: JobConfig, family: ModelFamily, targets: Sequence[str]) -> JobConfig:
-    """Without a pipeline where LoRA is on what the model's tail reads past its modules.
-
-    Raises: ValueError if a schedule was asked for by name.
-    """
-    read = [name for name in targets if matches_any(name, family.read_by_tail)]
-    if not read or job.pipeline.schedule in ("none", "replicas"):
-        return job
-    why = f"LoRA on {read[0]}, which {family.title}'s last layers read as well, trains one micro-batch at a time"
-    if job.pipeline.schedule != "auto":
-        raise ValueError(
-            f'{why}; set pipeline.schedule to "none" or "replicas", or leave that layer out of lora.targets'
-        )
-    _log.info("%s", why)
-    return replace(job, pipeline=replace(job.pipeline, schedule="none"))
 
 
 def _refuse_offload_of_host(plan: JobPlan) -> None:
