@@ -217,6 +217,7 @@ def _each_model(job: JobConfig, devices: Sequence[str] = ()) -> list[tuple[str, 
 
 
 def _print_check(title: str, plan: JobPlan) -> None:
+    from .training.lora_output import describe_file
     from .training.plan_view import describe_plan
     from .training.quantize_preview import preview_job
 
@@ -230,6 +231,7 @@ def _print_check(title: str, plan: JobPlan) -> None:
     of_clips = f"; {num_clips} of them of clips" if num_clips else ""
     num_training = len(plan.training_samples)
     print(f"images: {num_training} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
+    print(f"LoRA file: {describe_file(plan)}")
     print(f"quantize: {preview_job(plan.job, plan.info, plan.placement).table()}")
 
 

@@ -248,6 +248,9 @@ FLUX2 = ModelFamily(
         "single_transformer_blocks.*.attn.to_qkv_mlp_proj",
         "single_transformer_blocks.*.attn.to_out",
     ),
+    # flux_to_diffusers in ComfyUI 0.33; under the original names diffusers 0.42 loads no alpha and no DoRA.
+    shared_lora_names="diffusers",
+    unread_lora=("time_guidance_embed.*", "*_stream_modulation*"),
     latent=LatentSpec(channels=128, spatial_stride=16, size_multiple=16),
     timesteps=_TIMESTEPS,
     variants=(

@@ -392,10 +392,12 @@ class ModelFamily:
         transformer_class, vae_class: class names in diffusers.
         block_lists: in execution order; a split may cut between any two blocks.
         tail: fqns of the modules after the last block; they stay at home, in a pipeline on the last device.
-        read_by_tail: patterns of linears whose output the model's own forward mixes into the stream after the last
-            block. With LoRA on them a pipeline's last stage would run backwards through the first, so there is none.
+        read_by_tail: modules before the blocks, and which of the tensors they return the model's own forward mixes into
+            the stream after the last block. No module of the tail is called with it, so it is brought there early.
         keep_full_precision: fnmatch patterns of module fqns that are never quantized.
         lora_targets: fnmatch patterns of the linears LoRA adapts by default; matched against nn.Linear modules only.
+        shared_lora_names: the names under which ComfyUI and diffusers' pipelines both load LoRA files.
+        unread_lora: where diffusers' names are shared, patterns of linears whose LoRA ComfyUI does not find under them.
         latent, timesteps: geometry and noise schedule in training.
         prediction_target: "velocity" is noise - data, what the model predicts at sigma t, x_t = (1-t) data + t noise.
         variants: published sizes, the default first.
@@ -428,7 +430,9 @@ class ModelFamily:
     encode_latents: EncodeLatents
     decode_latents: DecodeLatents
     encode_condition: EncodeCondition | None = None
-    read_by_tail: tuple[str, ...] = ()
+    read_by_tail: Mapping[str, int] = field(default_factory=dict)
+    shared_lora_names: Literal["original", "diffusers"] = "original"
+    unread_lora: tuple[str, ...] = ()
     unsupported: Mapping[str, str] = field(default_factory=dict)
     prediction_target: Literal["velocity"] = "velocity"
     original_prefixes: tuple[str, ...] = field(default=("model.diffusion_model.", "diffusion_model.", ""))

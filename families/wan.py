@@ -356,7 +356,7 @@ WAN = ModelFamily(
     block_lists=(BlockList("blocks", text_modules=("attn2.to_k", "attn2.to_v")),),
     # The free parameter scale_shift_table mixes into the output between norm_out and proj_out; it lives at home too.
     tail=("norm_out", "proj_out"),
-    read_by_tail=("condition_embedder.time_embedder.*",),
+    read_by_tail={"condition_embedder": 0},  # the time embedding
     # What diffusers keeps out of low precision as well (_skip_layerwise_casting_patterns), and the last projection. The
     # blocks' modulation is a bare parameter, which quantization does not touch.
     keep_full_precision=("*norm*", "patch_embedding", "condition_embedder", "proj_out"),
@@ -365,6 +365,7 @@ WAN = ModelFamily(
         "blocks.*.attn[12].to_out.0",
         "blocks.*.ffn.net.*",
     ),
+    shared_lora_names="original",  # ComfyUI 0.33 knows no others
     latent=LatentSpec(
         channels=16,
         spatial_stride=8,

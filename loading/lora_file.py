@@ -1,12 +1,13 @@
 """LoRA tensors under the names that files use, and back.
 
-Two layouts are written. "original" has the makers' names with ComfyUI's prefix, `diffusion_model.<name>.lora_A.weight`,
-`.lora_B.weight`, `.alpha` and, for DoRA, `.dora_scale` [out, 1]; ComfyUI loads every layer of every family from it.
-"diffusers" has `transformer.<fqn>...`, for diffusers' pipelines, with DoRA's magnitude as PEFT names it.
+Three layouts are written; lora_layouts.py says who reads which. "original" has the makers' names with ComfyUI's prefix,
+`diffusion_model.<name>.lora_A.weight`, `.lora_B.weight`, `.alpha` and, for DoRA, `.dora_scale` [out, 1]; ComfyUI loads
+every layer of every family from it. "diffusers" has `transformer.<fqn>...`, for diffusers' pipelines, with DoRA's
+magnitude as PEFT names it.
 
 A file without alpha is applied with strength 1, whatever it was trained with, so the original layout always says it.
 The diffusers layout cannot: the loaders of Flux2Pipeline and WanPipeline refuse names without "lora" in them (seen in
-0.42.1). There, strength is multiplied into B.
+0.42.1). There, strength is multiplied into B. "both" is what ComfyUI and diffusers read alike.
 
 Where the original stacks several diffusers layers (qkv), their LoRAs become one, block-diagonal:
 
@@ -30,9 +31,11 @@ import torch
 
 from ..families.naming import Stack, find_by_diffusers, find_by_original, originals_of
 from ..families.spec import ModelFamily
+from ..patches.lora import matches_any
 
 _ORIGINAL_PREFIX = "diffusion_model."
 _DIFFUSERS_PREFIX = "transformer."
+_COMFYUI_PREFIX = "lora_unet_"  # of original names with underscores; ComfyUI reads them in every model
 _A, _B, _ALPHA, _DORA = "lora_A.weight", "lora_B.weight", "alpha", "dora_scale"
 _MAGNITUDE = "lora_magnitude_vector"  # what PEFT, and so diffusers, calls dora_scale
 # Spellings other trainers use for the same things.
@@ -111,10 +114,54 @@ def lora_to_diffusers(
     return written
 
 
+def lora_to_both(
+    family: ModelFamily,
+    tensors: Mapping[str, torch.Tensor],
+    for_comfyui: Mapping[str, torch.Tensor],
+    alpha: float,
+    rank: int,
+) -> dict[str, torch.Tensor]:
+    """The LoRA as ComfyUI and diffusers' pipelines both load it, strength in B; see lora_layouts.py.
+
+    Args:
+        tensors, alpha, rank: as lora_to_original.
+        for_comfyui: the same with DoRA's magnitudes restated for ComfyUI.
+    Raises: as lora_to_original; ValueError for DoRA of a family whose shared names have no place for it.
+    """
+    if family.shared_lora_names == "original":
+        if any(name.endswith(_DORA) for name in tensors):
+            raise ValueError(f'no DoRA of {family.title} is read by both; save with lora_layout = "original"')
+        return _without_alpha(family, tensors, alpha, rank)
+    written = lora_to_diffusers(family, tensors, alpha, rank)
+    unread: dict[str, torch.Tensor] = {}
+    for name, tensor in for_comfyui.items():
+        module, kind = _parse(name)
+        if matches_any(module, family.unread_lora):
+            unread[name] = tensor
+        elif kind == _DORA:
+            stack = originals_of([module], family.renames)
+            scale = _swap({_DORA: tensor.reshape(-1, 1)}, next(iter(stack.values())))  # ComfyUI swaps A and B alone
+            written[f"{_DIFFUSERS_PREFIX}{module}.{_DORA}"] = scale[_DORA].contiguous()
+    for name, tensor in _without_alpha(family, unread, alpha, rank).items():
+        key = name.removeprefix(_ORIGINAL_PREFIX)
+        module, kind = _parse(key)
+        written[f"{_COMFYUI_PREFIX}{module.replace('.', '_')}.{kind}"] = tensor.clone()  # A is in the file twice
+    return written
+
+
+def _without_alpha(
+    family: ModelFamily, tensors: Mapping[str, torch.Tensor], alpha: float, rank: int
+) -> dict[str, torch.Tensor]:
+    """As lora_to_original, strength multiplied into B: a file without alpha is applied with strength 1."""
+    scaled = {name: tensor * (alpha / rank) if name.endswith(_B) else tensor for name, tensor in tensors.items()}
+    written = lora_to_original(family, scaled, rank, rank)
+    return {name: tensor for name, tensor in written.items() if not name.endswith(f".{_ALPHA}")}
+
+
 def lora_from_file(
     family: ModelFamily, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """The inverse of both layouts: each layer's change of its weight is exactly the file's.
+    """The inverse of all layouts: each layer's change of its weight is exactly the file's.
 
     A stacked LoRA that is block-diagonal comes apart into the LoRAs it was made of; another one gives every layer the
     whole A and its rows of B. Layers whose B is zero throughout, inside a stack, are left out: they change nothing.
@@ -124,6 +171,8 @@ def lora_from_file(
     Returns: tensors by diffusers fqn as lora_to_original takes them, and alpha per fqn.
     Raises: ValueError for names that belong to no linear of this family, naming the first few.
     """
+    if any(name.startswith(_DIFFUSERS_PREFIX) for name in tensors):  # then the others repeat some of it for ComfyUI
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(_COMFYUI_PREFIX)}
     layers = _group({name: tensor for name, tensor in tensors.items() if _SUFFIX.match(name)})
     unknown = [name for name in tensors if not _SUFFIX.match(name)]
     result: dict[str, torch.Tensor] = {}
@@ -149,14 +198,22 @@ def lora_from_file(
 
 
 def _group(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Layer]:
-    """By module: {"lora_A.weight": ..., ...}."""
+    """By module: {"lora_A.weight": ..., ...}. Of two magnitudes PEFT's is the one that was trained."""
     layers: dict[str, _Layer] = {}
     for name, tensor in tensors.items():
-        match = _SUFFIX.match(name)
-        if match is None:
-            raise ValueError(f"{name} is no LoRA tensor; expected a name that ends in {_A}, {_B} or {_DORA}")
-        layers.setdefault(match["module"], {})[_SPELLINGS.get(match["kind"], match["kind"])] = tensor
+        module, kind = _parse(name)
+        layer = layers.setdefault(module, {})
+        if kind == _MAGNITUDE or _SPELLINGS.get(kind, kind) not in layer:
+            layer[_SPELLINGS.get(kind, kind)] = tensor
     return layers
+
+
+def _parse(name: str) -> tuple[str, str]:
+    """Module and what of it a LoRA tensor is."""
+    match = _SUFFIX.match(name)
+    if match is None:
+        raise ValueError(f"{name} is no LoRA tensor; expected a name that ends in {_A}, {_B} or {_DORA}")
+    return match["module"], match["kind"]
 
 
 def _check_ranks(layers: Mapping[str, _Layer], rank: int) -> None:

@@ -271,11 +271,11 @@ def _advanced_inputs() -> list[io.Input]:
         ),
         io.Combo.Input(
             "lora_layout",
-            options=["original", "diffusers"],
+            options=["original", "diffusers", "both"],
             default="original",
             advanced=True,
-            tooltip="Names in the LoRA file: original loads in ComfyUI, diffusers in diffusers and peft. The lora "
-            "output follows it.",
+            tooltip="Names in the LoRA file: original loads in ComfyUI, diffusers in diffusers and peft, both in "
+            "ComfyUI and in diffusers' pipelines (not DoRA of Wan). The lora output follows it.",
         ),
         io.Combo.Input(
             "lora_dtype",

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..families.spec import ModelFamily
-from ..patches.hooks import HookSet
+from ..patches.hooks import AfterHook, HookSet
 from ..patches.lora import is_lora_name, place_lora_with_base
 from .bridge import Bridge
 from .offload import MIN_BYTES, Offload
@@ -48,6 +48,7 @@ class BlockSplit:
         }
         tail = [model.get_submodule(name) for name in family.tail]
         self.bridge = Bridge(blocks, placement.home, tail=tail, tail_device=placement.tail_device)
+        self._read_by_tail = {model.get_submodule(name): index for name, index in family.read_by_tail.items()}
         self._residents = _residents(model, placement)
         self._found_on = [(module, self._found(module)) for module, _ in self._residents]
         self._placing = threading.Lock()
@@ -69,6 +70,8 @@ class BlockSplit:
                 _move_module(module, device)
         self._hooks.before(self.model, self._start)
         self.bridge.attach()
+        for module, index in self._read_by_tail.items():
+            self._hooks.after(module, self._make_bring_to_tail(index))
         self._hooks.after(self.model, self._bring_output)
         self._hooks.after(self.model, self._finish, also_on_error=True)
 
@@ -155,6 +158,18 @@ class BlockSplit:
 
     def _bring_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         return self.bridge.move(output, self.bridge.tail_device)
+
+    def _make_bring_to_tail(self, index: int) -> AfterHook:
+        """Without, a pipeline's last stage would run backwards through the first, whose graph is another micro-batch's
+        or has been used. What needs no gradient the model's own forward brings there."""
+
+        def bring(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]) -> Any:
+            if not output[index].requires_grad:
+                return None
+            moved = self.bridge.send(output[index], self.bridge.tail_device)
+            return (*output[:index], moved, *output[index + 1 :])
+
+        return bring
 
     def _check_residents(self) -> None:
         """Bring LoRA weights that were injected or loaded elsewhere to the layer they adapt.

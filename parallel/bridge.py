@@ -212,6 +212,10 @@ class Bridge:
             self.turns.settle()
         return moved
 
+    def send(self, value: T, device: torch.device) -> T:
+        """As move, for use after this thread's forward has gone on to device: until then nothing there waits for it."""
+        return self._map(value, device)
+
     def bring(self, value: T, device: torch.device) -> T:
         """As move, and this thread's forward goes on there."""
         moved = self._map(value, device)

@@ -137,13 +137,16 @@ def copy_beside(
     return copy
 
 
-def settle(arrivals: dict[Pair, Any]) -> None:
-    """Have the targets' current streams wait for the copies under way, and forget these."""
-    for (_, device), arrival in arrivals.items():
-        module = device_module(device)
+def settle(arrivals: dict[Pair, Any], device: torch.device | None = None) -> None:
+    """Have the targets' current streams wait for the copies under way, and forget these.
+
+    Args:
+        device: the only target to do so for; None for all.
+    """
+    for pair in [pair for pair in arrivals if device is None or pair[1] == device]:
+        module = device_module(pair[1])
         assert module is not None
-        module.current_stream(device).wait_event(arrival)
-    arrivals.clear()
+        module.current_stream(pair[1]).wait_event(arrivals.pop(pair))
 
 
 def module_with_streams(source: torch.device, target: torch.device) -> Any:

@@ -22,7 +22,7 @@ plain accumulation. What may differ: a tensor that crosses to several devices an
 the modulation) sums its parts in another order.
 
 Copies travel beside the kernels (lanes.py): issued while the lane is still on the stage that it leaves, so they wait
-for no other lane's kernels.
+for no other lane's kernels. A device is made to wait for a copy when the lane goes on to it, and no sooner.
 
 Devices follow each other in the order of the placement, each once; a model that returns to one is refused. When a lane
 raises, the others are stopped where they next wait, no thread outlives the run, and gradients are as they happen to be:
@@ -179,7 +179,7 @@ class Pipeline:
     def _backward(self, lane: _Lane, orders: _Orders) -> None:
         for stage in reversed(range(len(self._stage_of))):
             orders.begin(stage, Work(True, lane.index), lane.is_alone)
-            settle(lane.arrivals)
+            settle(lane.arrivals, self.bridge.devices[stage])
             starts = [border.start for border in lane.borders if border.stage == stage and border.has_gradient]
             switch = device_switch(self.bridge.devices[stage])  # for kernels that go by the current device
             with contextlib.nullcontext() if switch is None else switch():
@@ -217,7 +217,7 @@ class Pipeline:
             lane.stage = None  # held by none while waiting
             orders.begin(stage, Work(False, lane.index), lane.is_alone)
             lane.stage = stage
-        settle(lane.arrivals)
+        settle(lane.arrivals, device)  # another device is with another lane, which need not wait for ours
 
     def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A copy on device which its current stream must not use before the next arrive or settle.

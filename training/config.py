@@ -334,7 +334,8 @@ class OutputConfig:
         name: file name of the LoRA, without extension.
         save_every_steps: how much a crash can cost; 0 saves at the end and when stopped only.
         keep_last: checkpoints kept.
-        lora_layout: "original" names load in ComfyUI for every family; "diffusers" is for diffusers and peft.
+        lora_layout: "original" names load in ComfyUI for every family; "diffusers" is for diffusers and peft; "both"
+            is read by ComfyUI and by diffusers' pipelines, and refused where no file is (DoRA of Wan).
         lora_dtype: type of the tensors in the LoRA file.
     """
 
@@ -342,7 +343,7 @@ class OutputConfig:
     name: str = "lora"
     save_every_steps: Annotated[int, Field(ge=0)] = 250
     keep_last: Positive = 2
-    lora_layout: Literal["original", "diffusers"] = "original"
+    lora_layout: Literal["original", "diffusers", "both"] = "original"
     lora_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     tensorboard: bool = True
 

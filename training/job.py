@@ -21,9 +21,9 @@ from ..caching.encode import Stopped, never
 from ..caching.key import file_fingerprint, folder_fingerprint, settings_fingerprint
 from ..caching.text_place import check_text_device
 from ..caching.vae import find_vae
-from ..families.spec import LatentSpec, ModelFamily, Variant
+from ..families.spec import LatentSpec, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
-from ..loading.lora_file import check_original_layout
+from ..loading.lora_layouts import check_lora_layout
 from ..parallel.devices import CPU, find_device, find_devices, free_bytes, memory_in_use, own_random_states, reset_peaks
 from ..parallel.pipeline import Pipeline, Runner
 from ..parallel.placement import (
@@ -40,7 +40,7 @@ from ..parallel.placement import (
 )
 from ..parallel.replicas import Replica, Replicas
 from ..patches.compile_blocks import remove_compiled
-from ..patches.lora import matches_any, resolve_targets
+from ..patches.lora import resolve_targets
 from ..patches.quantize import check_packages, refusal, stored_bytes
 from .adapter import LoraHandle, apply_lora
 from .batches import CachedSamples
@@ -53,7 +53,7 @@ from .encode_job import cache_job
 from .events import EventLog, Listener
 from .job_plan import JobPlan, component_folder, stock_reader, vae_path
 from .loop import Trainer, checkpoint_folder
-from .lora_output import lora_file_tensors, save_lora
+from .lora_output import lora_file_tensors, save_lora, warn_of_losses
 from .objective import make_noise_schedule
 from .optimizer import make_optimizer
 from .plan_request import make_square
@@ -122,11 +122,14 @@ def check_job(job: JobConfig, *, is_to_train: bool = True, host_share: int = 1) 
         placement = plan_job_placement(job, info, variant, model, *sizes)
     else:
         job, placement = training.job, training.placement
-    plan = _with_tail(JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded, training))
+    checked = JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded, training, read.targets)
+    plan = _with_tail(checked)
     check_kept_blocks(plan.job.split.kept_blocks, plan.placement)
     check_swapped_blocks(plan.job.split.swapped_blocks, plan.job.split.kept_blocks, plan.placement)
     _refuse_offload_of_host(plan)
     _check_tools(plan)
+    if is_to_train:
+        warn_of_losses(plan)
     return plan
 
 
@@ -135,7 +138,7 @@ class _Read:
     """What plan and training both go by: a job, its model without weights, its data.
 
     Args:
-        job: without a pipeline where its LoRA allows none.
+        targets: fqns of the linears that LoRA adapts.
         largest: height and width in pixels and frames of the samples that take the most.
     """
 
@@ -143,6 +146,7 @@ class _Read:
     info: CheckpointInfo
     variant: Variant
     model: nn.Module
+    targets: tuple[str, ...]
     samples: tuple[Sample, ...]
     encoded: tuple[EncodedSample, ...]
 
@@ -169,16 +173,14 @@ def _read(job: JobConfig, info: CheckpointInfo | None = None, *, has_data: bool 
     if job.objective.guidance is not None and variant.training_guidance is None:
         raise ValueError(f"objective.guidance is set, but {variant.name} has no guidance input; remove the setting")
     model = make_empty_transformer(info)
-    targets = resolve_targets(model, job.lora.targets or info.family.lora_targets)
-    if job.output.lora_layout == "original":
-        check_original_layout(info.family, targets, job.lora.dora)
-    job = _checked_schedule(job, info.family, targets)
+    targets = tuple(resolve_targets(model, job.lora.targets or info.family.lora_targets))
+    check_lora_layout(info.family, targets, job.output.lora_layout, job.lora.dora)
     latent = info.family.latent_of(variant)
     if not has_data:
-        return _Read(job, info, variant, model, (make_square(job.data, variant, latent),), ())
+        return _Read(job, info, variant, model, targets, (make_square(job.data, variant, latent),), ())
     encoded = _read_encoded(job, info, variant)
     samples = tuple(scan_folders(job.data, latent)) if not encoded else ()
-    return _Read(job, info, variant, model, samples, encoded)
+    return _Read(job, info, variant, model, targets, samples, encoded)
 
 
 def _with_tail(plan: JobPlan) -> JobPlan:
@@ -215,23 +217,6 @@ def _refuse_block_settings(job: JobConfig) -> None:
             "split.kept_blocks says which blocks gradient checkpointing passes over, but train.gradient_checkpointing "
             "is false, so all keep their activations; remove one of the two"
         )
-
-
-def _checked_schedule(job: JobConfig, family: ModelFamily, targets: Sequence[str]) -> JobConfig:
-    """Without a pipeline where LoRA is on what the model's tail reads past its modules.
-
-    Raises: ValueError if a schedule was asked for by name.
-    """
-    read = [name for name in targets if matches_any(name, family.read_by_tail)]
-    if not read or job.pipeline.schedule in ("none", "replicas"):
-        return job
-    why = f"LoRA on {read[0]}, which {family.title}'s last layers read as well, trains one micro-batch at a time"
-    if job.pipeline.schedule != "auto":
-        raise ValueError(
-            f'{why}; set pipeline.schedule to "none" or "replicas", or leave that layer out of lora.targets'
-        )
-    _log.info("%s", why)
-    return replace(job, pipeline=replace(job.pipeline, schedule="none"))
 
 
 def _refuse_offload_of_host(plan: JobPlan) -> None:
@@ -757,6 +742,7 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
         pace = describe_pace(plan.training, trainer.step_times_s)
         trainer.events.emit("forecast", trainer.step, plan.job.train.steps, devices=compared, pace=pace)
     path = save_lora(plan, trainer.lora, Path(plan.job.output.folder))
+    warn_of_losses(plan)
     trainer.events.emit("saved", trainer.step, plan.job.train.steps, path=str(path))
     hint = ""
     if not is_finished:

@@ -25,6 +25,7 @@ class JobPlan:
         samples: images and clips; () where the dataset arrived encoded.
         encoded: then, its samples.
         training: what the planner chose; None on machines it knows nothing of.
+        targets: fqns of the linears that LoRA adapts.
     """
 
     job: JobConfig
@@ -36,6 +37,7 @@ class JobPlan:
     eval_samples: tuple[Sample, ...]
     encoded: tuple[EncodedSample, ...] = ()
     training: TrainingPlan | None = None
+    targets: tuple[str, ...] = ()
 
     @property
     def kept_blocks(self) -> tuple[int, ...]:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..files import save_tensors_atomically
-from ..loading.lora_file import lora_to_diffusers, lora_to_original
+from ..loading.lora_layouts import describe_readers, make_lora_tensors, what_is_lost
 from ..version import VERSION
 from .adapter import LoraHandle
 from .config import job_to_dict
 from .job_plan import JobPlan
 
+_log = logging.getLogger(__name__)
+
 
 def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor]:
     """The LoRA as the job's layout and type name it."""
     output = plan.job.output
-    is_original = output.lora_layout == "original"
-    convert = lora_to_original if is_original else lora_to_diffusers
-    trained = lora.tensors_for_comfyui() if is_original else lora.tensors()
-    tensors = convert(plan.family, trained, plan.job.lora.alpha, plan.job.lora.rank)
+    for_comfyui = {} if output.lora_layout == "diffusers" else lora.tensors_for_comfyui()
+    settings = plan.job.lora
+    tensors = make_lora_tensors(
+        plan.family, output.lora_layout, lora.tensors(), for_comfyui, settings.alpha, settings.rank
+    )
     dtype = getattr(torch, output.lora_dtype)
     # alpha stays float32: a rounded one would change the strength of the whole layer
     return {name: t if name.endswith(".alpha") else t.to(dtype) for name, t in tensors.items()}
@@ -33,6 +37,18 @@ def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path) -> Path:
     path = folder / f"{plan.job.output.name}.safetensors"
     save_tensors_atomically(path, lora_file_tensors(plan, lora), lora_metadata(plan))
     return path
+
+
+def describe_file(plan: JobPlan) -> str:
+    """Who reads the job's LoRA file; one line."""
+    return describe_readers(plan.family, plan.targets, plan.job.output.lora_layout, plan.job.lora.dora)
+
+
+def warn_of_losses(plan: JobPlan) -> None:
+    """Say so where a loader of LoRA files leaves out or refuses the job's DoRA."""
+    job = plan.job
+    if job.lora.dora and what_is_lost(plan.family, plan.targets, job.output.lora_layout, dora=True):
+        _log.warning("the LoRA file has DoRA in the %s", describe_file(plan))
 
 
 def lora_metadata(plan: JobPlan) -> dict[str, str]:

@@ -24,6 +24,7 @@ def _job_file(folder, **sections):
 def test_check_says_what_would_happen_and_writes_nothing(tmp_path, capsys):
     assert main(["check", _job_file(tmp_path)]) == 0
     out = capsys.readouterr().out
+    assert "LoRA file: original layout, for ComfyUI: diffusers cannot load these names" in out
     assert "FLUX.2" in out and "placement: cpu: 4 blocks" in out and "images: 5 for training, 2 for evaluation" in out
     assert not (tmp_path / "run").exists()
 

@@ -285,7 +285,7 @@ def test_settings_that_contradict_the_model_are_refused_before_loading(tmp_path)
         check_job(make_tiny_job(tmp_path, "wan", objective={"guidance": 3.5}))
 
 
-@pytest.mark.parametrize("layout", ["original", "diffusers"])
+@pytest.mark.parametrize("layout", ["original", "diffusers", "both"])
 def test_lora_file_says_how_it_was_made_and_reads_back(layout, tmp_path):
     job = make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 2, "seed": 3}, output={"lora_layout": layout})
     result = run_job(job)
@@ -304,6 +304,32 @@ def test_lora_file_says_how_it_was_made_and_reads_back(layout, tmp_path):
     trained = load_file(result.checkpoint / "adapter.safetensors")
     back, _ = lora_from_file(FAMILIES["flux2"], tensors)
     assert back.keys() == trained.keys() and all(torch.equal(back[name], trained[name]) for name in trained)
+
+
+def test_a_layout_that_loses_dora_is_warned_of_when_the_job_is_checked_and_when_the_file_is_written(tmp_path, caplog):
+    sections = {"lora": {"dora": True, "rank": 2}, "train": {"steps": 1}}
+    job = make_tiny_job(tmp_path, output={"lora_layout": "diffusers"}, **sections)
+    result = run_job(job)
+    warning = 'DoRA in the diffusers layout, for diffusers: ComfyUI leaves out DoRA\'s magnitudes; lora_layout = "both"'
+    assert result.status == "finished" and caplog.text.count(warning) == 2
+    caplog.clear()
+    both = dataclasses.replace(job, output=dataclasses.replace(job.output, lora_layout="both"))
+    assert check_job(both).family.name == "flux2" and "DoRA" not in caplog.text
+
+
+def test_a_dora_file_for_both_readers_holds_each_readers_magnitudes(tmp_path):
+    """dora_scale restated for ComfyUI, which divides by other norms, and PEFT's as it was trained."""
+    sections = {"lora": {"dora": True, "rank": 2}, "train": {"steps": 2}, "output": {"lora_layout": "both"}}
+    result = run_job(make_tiny_job(tmp_path, **sections))
+    trained = load_file(result.checkpoint / "adapter.safetensors")
+    ends = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector", "dora_scale")
+    modules = [name.removesuffix(".dora_scale") for name in trained if name.endswith(".dora_scale")]
+    assert sorted(result.lora) == sorted(f"transformer.{module}.{end}" for module in modules for end in ends)
+    for module in modules:
+        magnitude = result.lora[f"transformer.{module}.lora_magnitude_vector"]
+        restated = result.lora[f"transformer.{module}.dora_scale"]
+        assert torch.equal(magnitude, trained[f"{module}.dora_scale"]) and restated.shape == (len(magnitude), 1)
+        assert not torch.equal(magnitude, restated[:, 0]) and torch.allclose(magnitude, restated[:, 0], rtol=0.05)
 
 
 def test_events_are_written_and_announced(tmp_path):

@@ -14,6 +14,7 @@ from devicebridge.families.registry import FAMILIES
 from devicebridge.loading.lora_file import (
     check_original_layout,
     lora_from_file,
+    lora_to_both,
     lora_to_diffusers,
     lora_to_original,
 )
@@ -109,7 +110,7 @@ def test_dora_and_the_diffusers_layout(name, dora):
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("which", ["default", "more", "parts"])
 @pytest.mark.parametrize("name", FAMILY_NAMES)
-def test_both_layouts_are_read_back(name, which, dora):
+def test_every_layout_is_read_back(name, which, dora):
     model, family = TINY[name].make_model(), FAMILIES[name]
     lora = _make_lora(model, resolve_targets(model, _targets(name, which)), dora)
     modules = {n.removesuffix(".lora_A.weight") for n in lora if n.endswith("lora_A.weight")}
@@ -121,6 +122,11 @@ def test_both_layouts_are_read_back(name, which, dora):
     scaled = {n: t * (ALPHA / RANK) if n.endswith("lora_B.weight") else t for n, t in lora.items()}
     assert tensors.keys() == lora.keys() and all(torch.equal(tensors[n], scaled[n]) for n in lora)
     assert alphas == dict.fromkeys(modules, RANK)
+    if not (dora and name == "wan"):
+        restated = {n: 2 * t if n.endswith("dora_scale") else t for n, t in lora.items()}  # the trained ones are read
+        tensors, alphas = lora_from_file(family, lora_to_both(family, lora, restated, ALPHA, RANK))
+        assert tensors.keys() == lora.keys() and all(torch.equal(tensors[n], scaled[n]) for n in lora)
+        assert alphas == dict.fromkeys(modules, RANK)
 
 
 @pytest.mark.parametrize("name", ["flux2", "flux1"])
@@ -177,6 +183,9 @@ def test_refusals():
     with pytest.raises(ValueError, match=message):
         check_original_layout(family, modules, dora=True)
     check_original_layout(family, modules, dora=False)
+    wan = _make_lora(TINY["wan"].make_model(), ["blocks.0.ffn.net.2"], dora=True)
+    with pytest.raises(ValueError, match="no DoRA of Wan is read by both"):
+        lora_to_both(FAMILIES["wan"], wan, wan, ALPHA, RANK)
     with pytest.raises(ValueError, match="has a LoRA of rank 2, not 4"):
         lora_to_diffusers(family, lora, ALPHA, 4)
     with pytest.raises(ValueError, match="no row of the rename table names blocks.0.attn1.to_q"):

@@ -106,6 +106,24 @@ def test_a_tensor_that_crosses_to_several_devices_gets_all_its_gradients():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-7 * gradient.abs().max().item())
 
 
+@pytest.mark.parametrize(("num_cards", "kind"), [(2, "1f1b"), (2, "gpipe"), (3, "1f1b"), (3, "gpipe")])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora_on_what_the_tail_reads_past_its_modules_gets_all_its_gradients(num_cards, kind, checkpointing):
+    """Wan mixes the time embedding into the stream after the last block; the stage that made it is another's."""
+    targets = ("*time_embedder*", "*time_proj", "*to_q")
+    settings = {"targets": targets, "checkpointing": checkpointing}
+    expected = _step("wan", CARDS[:1], 4, **settings)
+    for found in (
+        _step("wan", CARDS[:num_cards], 4, kind=kind, **settings),
+        _step("wan", CARDS[:num_cards], 4, **settings),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
+        assert found[1].keys() == expected[1].keys() and sum("time_embedder" in name for name in found[1]) == 4
+        for name, gradient in expected[1].items():
+            assert gradient.abs().sum() > 0
+            torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-6 * gradient.abs().max().item())
+
+
 def test_gradients_equal_one_ordinary_card():
     one = _step("wan", CARDS[:1], 4)
     _, split, _ = found = _step("wan", CARDS[:2], 4, kind="1f1b")
@@ -204,14 +222,19 @@ def test_another_generator_than_the_blocks_is_left_alone():
 
 
 class _Chain(nn.Module):
-    def __init__(self, blocks):
+    """reads: brings what the first block made to the tail, which takes it past its modules."""
+
+    def __init__(self, blocks, reads=None):
         super().__init__()
-        self.blocks, self.tail = nn.ModuleList(blocks), nn.Identity()
+        self.blocks, self.tail, self.reads = nn.ModuleList(blocks), nn.Identity(), reads
 
     def forward(self, x):
+        first = None
         for block in self.blocks:
             x = block(x)
-        return self.tail(x)
+            if first is None and self.reads is not None:
+                first = self.reads(x)
+        return self.tail(x) if first is None else self.tail(x) * first
 
 
 def _chain(devices):
@@ -257,10 +280,15 @@ def machine(monkeypatch):
     return SimulatedMachine(4)
 
 
-def _makespan(machine, devices, count, *, pipelined, copy_cost=0.0, kind="1f1b"):
-    """Time until all streams are idle, and races seen, of one step; a block's forward takes 1, its backward 2."""
+def _makespan(machine, devices, count, *, pipelined, copy_cost=0.0, kind="1f1b", reads=None):
+    """Time until all streams are idle, and races seen, of one step; a block's forward takes 1, its backward 2.
+
+    reads: how the bridge brings what the first block made to the tail.
+    """
     with emulated_cards(4), machine.installed():
         model, bridge = _chain(devices)
+        if reads is not None:
+            model.reads = lambda x: reads(bridge, x, devices[-1])
         batches = _chain_batches(model, bridge, count)
         with Clock(machine, copy_cost) as clock:
             Pipeline(bridge, kind=kind, ahead=0).run(batches) if pipelined else _plainly(batches)
@@ -286,6 +314,15 @@ def test_copies_on_the_main_streams_would_wait_for_other_lanes(machine, monkeypa
 def test_slow_copies_run_beside_the_kernels(machine):
     together, races = _makespan(machine, [HOME, HOME, NEXT, NEXT], 8, pipelined=True, copy_cost=0.5)
     assert races == 0 and together <= 6 * 9 + 4
+
+
+@KINDS
+def test_what_is_sent_to_the_tail_is_there_in_time_and_holds_up_no_card(machine, kind):
+    """To be settled at once would have the last card wait for the first, which is at a later micro-batch."""
+    devices, step = [HOME, HOME, NEXT, NEXT, THIRD, THIRD], {"pipelined": True, "kind": kind}
+    without, races = _makespan(SimulatedMachine(4), devices, 8, **step)
+    sent, more_races = _makespan(machine, devices, 8, reads=Bridge.send, **step)
+    assert races == more_races == 0 and sent == without
 
 
 def test_an_error_of_one_lane_is_raised_and_nothing_is_left():

@@ -6,13 +6,13 @@ import dataclasses
 import gc
 
 import pytest
+import torch
 from devicebridge.parallel import block_split
 from devicebridge.parallel.offload import Offload
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
-from devicebridge.training.cards import parse_cards
 from devicebridge.training.config import PipelineConfig
-from devicebridge.training.job import check_job, plan_job, run_job
+from devicebridge.training.job import check_job, run_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -144,7 +144,7 @@ def test_what_blocks_cannot_do_is_refused_before_anything_is_loaded(tmp_path, se
         check_job(job)
 
 
-def test_lora_on_what_the_tail_reads_past_its_modules_has_no_pipeline(tmp_path):
+def test_lora_on_what_the_tail_reads_past_its_modules_trains_in_a_pipeline(tmp_path):
     """Wan mixes the time embedding into the stream after the last block; the stage that made it is another's."""
     sections = {
         "split": {"devices": ["lazy:0", "lazy:1"]},
@@ -152,14 +152,20 @@ def test_lora_on_what_the_tail_reads_past_its_modules_has_no_pipeline(tmp_path):
         "lora": {"targets": ["*time_embedder*", "*to_q"]},
         "train": {"steps": 2, "accumulation": 3},
     }
-    job = make_tiny_job(tmp_path, "wan", **sections)
+    jobs = [
+        make_tiny_job(
+            tmp_path, "wan", pipeline={"schedule": schedule}, output={"folder": str(tmp_path / schedule)}, **sections
+        )
+        for schedule in ("none", "1f1b", "gpipe")
+    ]
     with emulated_cards():
-        assert check_job(job).pipeline is None
-        assert plan_job(job, parse_cards("1GB,1GB")).setting.schedule == "none"
-        assert run_job(job).status == "finished"
-        asked = dataclasses.replace(job, pipeline=PipelineConfig(schedule="1f1b"))
-        with pytest.raises(ValueError, match="which Wan's last layers read"):
-            check_job(asked)
+        assert check_job(jobs[0]).pipeline is None and check_job(jobs[1]).pipeline is not None
+        plain, *piped = [run_job(job) for job in jobs]
+    assert any("time_embedding" in name for name in plain.lora)
+    for result in piped:
+        torch.testing.assert_close(result.losses, plain.losses, rtol=1e-5, atol=0)
+        for name, tensor in plain.lora.items():
+            torch.testing.assert_close(result.lora[name], tensor, rtol=1e-3, atol=1e-5)
 
 
 def test_the_cpu_beside_a_card_has_no_pipeline(tmp_path):
