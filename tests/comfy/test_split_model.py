@@ -217,3 +217,10 @@ def test_case(worker: Worker, case: str) -> None:
 def test_no_function_of_comfyui_was_replaced(worker: Worker) -> None:
     """After all of the above the functions, classes and methods of ComfyUI's core are those it came with."""
     _check(worker.ask("core"))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_random_history(worker: Worker, seed: int) -> None:
+    """Some of what scripts/fuzz_split.py plays by the thousand."""
+    history = worker.ask(f"history {seed}")
+    assert not history["verdict"].startswith("different"), "\n".join([history["verdict"], *history["steps"]])

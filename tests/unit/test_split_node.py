@@ -20,6 +20,7 @@ SOCKETS: dict[str, Any] = {
     "transport": "auto",
     "overlap": True,
     "offload": True,
+    "verify": False,
 }
 
 
@@ -60,12 +61,18 @@ def test_settings_reach_the_request(split: ModuleType) -> None:
         "transport": "relay",
         "overlap": False,
         "offload": False,
+        "verify": True,
     }
     with emulated_cards(2):
         request = split._read_request(**given)
     assert request.devices == (CARDS[1], CARDS[0])
     assert (request.balance, request.split_at, request.memory_limit_gb) == ("manual", (3,), (20.0, 14.5))
-    assert (request.transport, request.overlap, request.offload) == ("relay", False, False)
+    assert (request.transport, request.overlap, request.offload, request.verify) == ("relay", False, False, True)
+
+
+def test_workflows_saved_before_verify_existed_still_run(split: ModuleType, host: comfy_stub.FakeHost) -> None:
+    host.gpus = (torch.device("cuda", 0), torch.device("cuda", 1))
+    assert split._read_request(**{key: value for key, value in SOCKETS.items() if key != "verify"}).verify is False
 
 
 def test_a_device_that_is_not_there_is_refused_with_what_is(split: ModuleType) -> None:
