@@ -7,6 +7,9 @@ need it (no server, no custom nodes), and every number comes from its stock samp
 take turns in one process, so that clocks and neighbours affect all alike; the first turn of each is thrown away. A step
 is timed from one sampler callback to the next with all cards synchronised, so loading is not in it.
 
+`--against FOLDER` names another checkout of this pack; in the cases `against_...` the splits of both take turns, and their
+latents are compared bit for bit.
+
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
 comfy-aimdo all meet the wall a real card has. `--dynamic-vram` starts comfy-aimdo; that cannot be changed within a
 process. `--tiny` runs the same code with toy shapes on emulated cards on the CPU. Results are written after each case.
@@ -30,6 +33,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--case", action="append", required=True, help="name of a case; may be repeated")
     parser.add_argument("--dynamic-vram", action="store_true", help="with comfy-aimdo, as ComfyUI starts by default")
     parser.add_argument("--card-gb", type=float, help="GiB that each card is cut down to")
+    parser.add_argument("--against", type=Path, help="another checkout of the pack, for the cases against_...")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3, help="measured turns of each rival")
     parser.add_argument("--tiny", action="store_true", help="toy shapes on emulated cards")
@@ -70,7 +74,7 @@ start_comfyui(OPTIONS)
 import contextlib  # noqa: E402
 import functools  # noqa: E402
 import gc  # noqa: E402
-import importlib  # noqa: E402
+import importlib.util  # noqa: E402
 import itertools  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
@@ -277,6 +281,23 @@ def split(model: Any, **settings: Any) -> Any:
     from devicebridge.nodes.host.split_model import SplitRequest, split_model
 
     return split_model(model, SplitRequest(devices=CARDS, **settings))
+
+
+def split_by_the_other(model: Any) -> Any:
+    """As split, by the checkout that --against names."""
+    name = "devicebridge_other"
+    if OPTIONS.against is None:
+        raise ValueError("the cases against_... need --against: a folder with another checkout of the pack")
+    if name not in sys.modules:
+        root = OPTIONS.against.resolve()
+        spec = importlib.util.spec_from_file_location(
+            name, root / "__init__.py", submodule_search_locations=[str(root)]
+        )
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    other = importlib.import_module(f"{name}.nodes.host.split_model")
+    return other.split_model(model, other.SplitRequest(devices=CARDS))
 
 
 # ---- measuring
@@ -539,6 +560,12 @@ def cfg(shape: Shape, batch: int) -> dict[str, Any]:
     return report
 
 
+def against(shape: Shape, **work: Any) -> dict[str, Any]:
+    """This checkout's split and another's, over the same weights."""
+    one = load(shape, on=roomy())
+    return compare({"other": split_by_the_other(one), "this": split(one)}, Work(shape, **work), "other")
+
+
 def small(shape: Shape, precision: str) -> dict[str, Any]:
     """One card too small for the weights, with core's own offloading, against two such cards."""
     return one_against_split(shape, precision, on=CPU)
@@ -647,6 +674,8 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "small_wan": functools.partial(small, WAN_14B, "fp16"),
     "small_flux2": functools.partial(small, FLUX2, "bf16"),
     "small_flux2_fp8": functools.partial(small, FLUX2, "fp8"),
+    "against_flux2": functools.partial(against, FLUX2),
+    "against_wan_cfg_short": functools.partial(against, WAN_14B_SHORT, cfg=5.0),
     "takeover": functools.partial(takeover, FLUX2_SMALL),
     "loader": functools.partial(loader, FLUX2_SMALL),
 }
