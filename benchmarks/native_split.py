@@ -7,8 +7,8 @@ need it (no server, no custom nodes), and every number comes from its stock samp
 take turns in one process, so that clocks and neighbours affect all alike; the first turn of each is thrown away. A step
 is timed from one sampler callback to the next with all cards synchronised, so loading is not in it.
 
-`--against FOLDER` names another checkout of this pack; in the cases `against_...` the splits of both take turns, and their
-latents are compared bit for bit.
+`--against FOLDER` names another checkout of this pack; in the cases `against_...` the splits of both take turns, and
+their latents are compared bit for bit.
 
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
 comfy-aimdo all meet the wall a real card has. `--dynamic-vram` starts comfy-aimdo; that cannot be changed within a
