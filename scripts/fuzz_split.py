@@ -1,10 +1,10 @@
 """Plays random histories of nodes on a split MODEL and on an unsplit one, in a real ComfyUI on emulated cards.
 
-    python scripts/fuzz_split.py [--histories 1000] [--first 0] [--processes 2] [--out histories.json]
+    python scripts/fuzz_split.py [--histories 1000] [--first 0] [--processes 2] [--out histories.json] [--without GUARD]
 
 Needs a ComfyUI checkout, found as the tests find it; no GPU. Prints every history that differed, was refused or could
 not be compared, then a table. Exits with 1 if any differed. A seed is one history: `--first 57 --histories 1` plays it
-again.
+again. `--without` takes out one of the guards in tests/comfy/split_fuzz.py: then some history must differ.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="seed of the first history")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="where to write all histories as JSON")
+    parser.add_argument("--without", default="", metavar="GUARD")
     options = parser.parse_args()
     comfyui = find_comfyui()
     python = comfy_python(comfyui) if comfyui is not None else None
     if comfyui is None or python is None:
         print("no ComfyUI was found: set COMFYUI_PATH to its folder")
         return 2
-    found = play(python, comfyui, range(options.first, options.first + options.histories), options.processes)
+    seeds = range(options.first, options.first + options.histories)
+    found = play(python, comfyui, [f"{seed} {options.without}".strip() for seed in seeds], options.processes)
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
     verdicts = collections.Counter(kind(history) for history in found.values())
@@ -51,12 +53,12 @@ def main() -> int:
     return 1 if verdicts["different"] else 0
 
 
-def play(python: Path, comfyui: Path, seeds: range, processes: int) -> dict[int, dict[str, Any]]:
+def play(python: Path, comfyui: Path, seeds: list[str], processes: int) -> dict[str, dict[str, Any]]:
     """Each seed's history as the worker tells it, or {"error": text} if it died."""
-    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for seed in seeds:
         waiting.put(seed)
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(python, comfyui, Path(folder) / str(number), waiting, found) for number in range(processes)]
         threads = [threading.Thread(target=work, args=each) for each in arguments]
@@ -64,11 +66,11 @@ def play(python: Path, comfyui: Path, seeds: range, processes: int) -> dict[int,
             thread.start()
         for thread in threads:
             thread.join()
-    return dict(sorted(found.items()))
+    return {seed: found[seed] for seed in seeds}
 
 
 def work(
-    python: Path, comfyui: Path, folder: Path, waiting: queue.SimpleQueue[int], found: dict[int, dict[str, Any]]
+    python: Path, comfyui: Path, folder: Path, waiting: queue.SimpleQueue[str], found: dict[str, dict[str, Any]]
 ) -> None:
     """Ask one worker process for history after history; a new one where it died."""
     folder.mkdir()
@@ -98,7 +100,7 @@ def start(python: Path, comfyui: Path, folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def ask(process: subprocess.Popen[str], seed: int, folder: Path) -> dict[str, Any]:
+def ask(process: subprocess.Popen[str], seed: str, folder: Path) -> dict[str, Any]:
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps({"case": f"history {seed}"}) + "\n")
     process.stdin.flush()
@@ -113,7 +115,7 @@ def kind(history: dict[str, Any]) -> str:
     return history["verdict"].partition(":")[0].partition(",")[0]
 
 
-def report(seed: int, history: dict[str, Any]) -> None:
+def report(seed: str, history: dict[str, Any]) -> None:
     if history["verdict"] != "equal":
         steps = history.get("steps", [history.get("error", "")]) if kind(history) == "different" else []
         print("\n    ".join([f"{seed}: {history['verdict'][:400]}", *steps]), flush=True)

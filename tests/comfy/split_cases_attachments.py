@@ -8,13 +8,11 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import comfy.controlnet
-import comfy.ldm.flux.model
 import comfy.ldm.lumina.controlnet
 import comfy.model_patcher
 import comfy.ops
@@ -26,6 +24,7 @@ from comfy.ldm.modules.attention import attention_basic, optimized_attention
 from comfy_extras.nodes_model_patch import ZImageControlPatch
 from devicebridge.parallel.bridge import Bridge
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_fuzz_nodes import exchange_block_lists, forward_with_identity
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
 
@@ -304,47 +303,14 @@ def a_controlnet_that_takes_entries_out(case: Case) -> None:
 # ---- parts of the model replaced
 
 
-def _forward_with_identity(id_embedding: torch.Tensor, model: Any) -> Callable[..., Any]:
-    """A forward of FLUX with a tensor of its own added between blocks, as packs put in the place of forward_orig."""
-
-    def forward_orig(
-        self: Any,
-        img: Any,
-        img_ids: Any,
-        txt: Any,
-        txt_ids: Any,
-        timesteps: Any,
-        y: Any,
-        guidance: Any,
-        control: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        embed = comfy.ldm.flux.model.timestep_embedding
-        options = kwargs["transformer_options"]
-        img, txt = self.img_in(img), self.txt_in(txt)
-        vec = self.time_in(embed(timesteps, 256).to(img.dtype)) + self.vector_in(y)
-        vec = vec + self.guidance_in(embed(guidance, 256).to(img.dtype))
-        pe = self.pe_embedder(torch.cat((txt_ids, img_ids), dim=1))
-        for block in self.double_blocks:
-            img, txt = block(img=img, txt=txt, vec=vec, pe=pe, attn_mask=None, transformer_options=options)
-            img = img + 0.5 * id_embedding
-        img = torch.cat((txt, img), 1)
-        for block in self.single_blocks:
-            img = block(img, vec=vec, pe=pe, attn_mask=None, transformer_options=options)
-            img[:, txt.shape[1] :] = img[:, txt.shape[1] :] + 0.5 * id_embedding
-        return self.final_layer(img[:, txt.shape[1] :], vec)
-
-    return types.MethodType(forward_orig, model.model.diffusion_model)
-
-
 @case
 def a_replaced_method(case: Case) -> None:
     def by_object_patch(model: Any, device: torch.device) -> None:
-        forward = _forward_with_identity(_noise(1, 1, 128, device=device), model)
+        forward = forward_with_identity(_noise(1, 1, 128, device=device), model)
         model.add_object_patch("diffusion_model.forward_orig", forward)
 
     def on_the_instance(model: Any, device: torch.device) -> None:
-        forward = _forward_with_identity(_noise(1, 1, 128, device=device), model)
+        forward = forward_with_identity(_noise(1, 1, 128, device=device), model)
         model.model.diffusion_model.forward_orig = forward
 
     with case.logged("devicebridge", logging.INFO) as messages:
@@ -357,39 +323,8 @@ def a_replaced_method(case: Case) -> None:
 def a_block_list_exchanged_by_a_wrapper(case: Case) -> None:
     """A cache of the first block: all blocks run inside one module that takes the place of both lists."""
 
-    class Cached(torch.nn.Module):
-        def __init__(self, double_blocks: Any, single_blocks: Any) -> None:
-            super().__init__()
-            self.double_blocks, self.single_blocks = double_blocks, single_blocks
-
-        def forward(self, img: Any, txt: Any, **kwargs: Any) -> Any:
-            before = img.clone()
-            for number, block in enumerate(self.double_blocks):
-                img, txt = block(img=img, txt=txt, **kwargs)
-                if number == 0:
-                    img = img + 0.2 * (img - before)
-            joined = torch.cat((txt, img), 1)
-            before = joined
-            for block in self.single_blocks:
-                joined = block(joined, **kwargs)
-            return joined[:, txt.shape[1] :] - 0.1 * before[:, txt.shape[1] :], txt
-
-    class Nothing(torch.nn.Module):
-        def forward(self, img: Any, **kwargs: Any) -> Any:
-            return img
-
     def change(model: Any, device: torch.device) -> None:
-        diffusion_model = model.model.diffusion_model
-
-        def wrapper(apply_model: Callable[..., Any], args: dict[str, Any]) -> Any:
-            cached = Cached(diffusion_model.double_blocks, diffusion_model.single_blocks)
-            with (
-                mock.patch.object(diffusion_model, "double_blocks", torch.nn.ModuleList([cached])),
-                mock.patch.object(diffusion_model, "single_blocks", torch.nn.ModuleList([Nothing()])),
-            ):
-                return apply_model(args["input"], args["timestep"], **args["c"])
-
-        model.set_model_unet_function_wrapper(wrapper)
+        model.set_model_unet_function_wrapper(exchange_block_lists(model.model.diffusion_model))
 
     _compare(case, "flux1", "flux1", change, cfg=4.0)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -16,7 +17,11 @@ from unittest import mock
 import comfy.model_management
 import comfy.sample
 import torch
+from devicebridge.nodes.host import split_batches, split_options, split_patcher, split_tree
 from devicebridge.nodes.host.split_model import SplitRequest, split_model
+from devicebridge.parallel import lend
+from devicebridge.parallel.bridge import Bridge
+from devicebridge.parallel.lend import Lent
 from devicebridge.tests.comfy.split_cases import CPU
 from devicebridge.tests.comfy.split_fuzz_nodes import AFTER_ONLY, NODES, STATEFUL, Node, Setting
 from devicebridge.tests.comfy.split_host import CARDS, HOME, NUM_CARDS, Host, one_condition_at_a_time
@@ -44,16 +49,43 @@ class _Pair:
     options: dict[str, Any]
 
 
-def run_history(host: Host, seed: int) -> History:
-    """One history from its seed; nothing stays loaded."""
+def run_history(host: Host, seed: int, without: str = "") -> History:
+    """One history from its seed, with one of GUARDS taken out; nothing stays loaded."""
     drawn, history = random.Random(seed), History(seed)
     try:
-        _play(host, drawn, history)
+        with GUARDS[without]() if without else contextlib.nullcontext():
+            _play(host, drawn, history)
     except _Ended as ended:
         history.verdict = str(ended)
     finally:
         host.unload_all()
     return history
+
+
+def _unchanged(self: Any, extra_memory: float) -> float:
+    return extra_memory
+
+
+def _instead(target: Any, name: str, function: Any) -> Callable[[], Any]:
+    return lambda: mock.patch.object(target, name, function)
+
+
+# Taking one of these out must make some history differ.
+GUARDS: Mapping[str, Callable[[], Any]] = {
+    "copies are forgotten behind other people's code": _instead(Bridge, "forget", lambda self: None),
+    "what blocks write is written back": _instead(Bridge, "_write_back", lambda self, module, output, goes_to: output),
+    "what patches write is carried back": _instead(Lent, "settle", lambda self, back: None),
+    "views are lent with their strides": _instead(lend, "_copy_in_shape", lend.copy_to),
+    "overlap looks at what is attached": _instead(split_batches, "reason_against_overlap", lambda *args: ""),
+    "replaced methods go by relay": _instead(split_tree, "replaced_methods", lambda model: []),
+    "exchanged lists go by relay": _instead(split_tree.SplitTree, "_is_in_place", lambda self, name: True),
+    "what runs unseen is looked for": _instead(split_tree, "unseen_attachments", lambda *args: ()),
+    "an override with tensors runs at home": _instead(split_options, "holds_tensors", lambda function: False),
+    "other layers are loaded anew": _instead(
+        split_patcher._Limited, "_without_other_objects", lambda self, extra: extra
+    ),
+    "adapters go where their layer is": _instead(split_patcher.SplitMixin, "_place_bypass_adapters", lambda self: None),
+}
 
 
 class _Ended(Exception):

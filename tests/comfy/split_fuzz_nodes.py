@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import random
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
-import comfy.model_sampling
+import comfy.ldm.flux.model
 import comfy.ops
 import comfy.patcher_extension
 import comfy.sd
@@ -321,6 +323,92 @@ def injection(model: Any, setting: Setting) -> Any:
     return model
 
 
+def replaced_method(model: Any, setting: Setting) -> Any:
+    """Another forward_orig, which adds a tensor of its own between blocks."""
+    model = model.clone()
+    forward = forward_with_identity(setting.noise(1, 1, 128), model)
+    model.add_object_patch("diffusion_model.forward_orig", forward)
+    return model
+
+
+def block_cache(model: Any, setting: Setting) -> Any:
+    """A function wrapper that puts one module in the place of both lists of blocks."""
+    model = model.clone()
+    model.set_model_unet_function_wrapper(exchange_block_lists(model.model.diffusion_model))
+    return model
+
+
+def forward_with_identity(id_embedding: torch.Tensor, model: Any) -> Callable[..., Any]:
+    """A forward of FLUX with a tensor of its own added between blocks, as packs put in the place of forward_orig."""
+    embed = comfy.ldm.flux.model.timestep_embedding
+
+    def forward_orig(
+        self: Any,
+        img: Any,
+        img_ids: Any,
+        txt: Any,
+        txt_ids: Any,
+        timesteps: Any,
+        y: Any,
+        guidance: Any,
+        *_: Any,
+        **kw: Any,
+    ) -> torch.Tensor:
+        options = kw["transformer_options"]
+        img, txt = self.img_in(img), self.txt_in(txt)
+        vec = self.time_in(embed(timesteps, 256).to(img.dtype)) + self.vector_in(y)
+        vec = vec + self.guidance_in(embed(guidance, 256).to(img.dtype))
+        pe = self.pe_embedder(torch.cat((txt_ids, img_ids), dim=1))
+        for block in self.double_blocks:
+            img, txt = block(img=img, txt=txt, vec=vec, pe=pe, attn_mask=None, transformer_options=options)
+            img = img + 0.5 * id_embedding
+        img = torch.cat((txt, img), 1)
+        for block in self.single_blocks:
+            img = block(img, vec=vec, pe=pe, attn_mask=None, transformer_options=options)
+            img[:, txt.shape[1] :] = img[:, txt.shape[1] :] + 0.5 * id_embedding
+        return self.final_layer(img[:, txt.shape[1] :], vec)
+
+    return types.MethodType(forward_orig, model.model.diffusion_model)
+
+
+class _Cached(torch.nn.Module):
+    """All blocks of FLUX in one module, with uses of what went in before the first ones."""
+
+    def __init__(self, double_blocks: Any, single_blocks: Any) -> None:
+        super().__init__()
+        self.double_blocks, self.single_blocks = double_blocks, single_blocks
+
+    def forward(self, img: Any, txt: Any, **kwargs: Any) -> Any:
+        before = img.clone()
+        for number, block in enumerate(self.double_blocks):
+            img, txt = block(img=img, txt=txt, **kwargs)
+            if number == 0:
+                img = img + 0.2 * (img - before)
+        joined = before = torch.cat((txt, img), 1)
+        for block in self.single_blocks:
+            joined = block(joined, **kwargs)
+        return joined[:, txt.shape[1] :] - 0.1 * before[:, txt.shape[1] :], txt
+
+
+class _Nothing(torch.nn.Module):
+    def forward(self, img: Any, **kwargs: Any) -> Any:
+        return img
+
+
+def exchange_block_lists(diffusion_model: Any) -> Callable[..., Any]:
+    """A function wrapper in the manner of caches of the first block."""
+
+    def wrapper(apply_model: Callable[..., Any], args: dict[str, Any]) -> Any:
+        cached = _Cached(diffusion_model.double_blocks, diffusion_model.single_blocks)
+        with (
+            mock.patch.object(diffusion_model, "double_blocks", torch.nn.ModuleList([cached])),
+            mock.patch.object(diffusion_model, "single_blocks", torch.nn.ModuleList([_Nothing()])),
+        ):
+            return apply_model(args["input"], args["timestep"], **args["c"])
+
+    return wrapper
+
+
 def clone(model: Any, setting: Setting) -> Any:
     return model.clone()
 
@@ -345,6 +433,8 @@ NODES: Mapping[Node, tuple[str, ...]] = {
     sampler_functions: _ALL,
     object_patch: _ALL,
     injection: _ALL,
+    replaced_method: ("flux1",),
+    block_cache: ("flux1",),
     clone: _ALL,
 }
 
@@ -354,4 +444,4 @@ STATEFUL = frozenset(
 )
 
 # These hold on to the MODEL they were put on, so they come after the split.
-AFTER_ONLY = frozenset({bypass, object_patch, injection})
+AFTER_ONLY = frozenset({bypass, object_patch, injection, replaced_method, block_cache})

@@ -2,7 +2,8 @@
 
 Takes ComfyUI's folder and one for checkpoints. Reads {"case": name} line by line from stdin and answers each with one
 line of JSON: {"claims": [[claim, holds, found]], "seconds": s} or {"error": traceback}. {"case": "names"} lists them.
-{"case": "history 7"} runs the random history of that seed: {"verdict": text, "steps": [text]}.
+{"case": "history 7"} runs the random history of that seed: {"verdict": text, "steps": [text]}. A name behind the seed
+takes out that guard (split_fuzz.GUARDS).
 
 ComfyUI is imported before the pack, so that what the pack does to ComfyUI's own functions shows (see `core_digest`).
 """
@@ -76,7 +77,8 @@ def main() -> None:
             _answer(answers, {"names": sorted(CASES)})
         elif name.startswith("history "):
             with emulated_machine() as machine, torch.inference_mode():
-                history = run_history(Host(machine, folder), int(name.removeprefix("history ")))
+                _, seed, *without = name.split(" ", 2)
+                history = run_history(Host(machine, folder), int(seed), *without)
             _answer(answers, {"verdict": history.verdict, "steps": history.steps})
         elif name == "core":
             case = Case(None)
