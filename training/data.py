@@ -33,6 +33,7 @@ import torch
 
 from ..caching.image import IMAGE_SUFFIXES, read_size
 from ..caching.key import settings_fingerprint
+from ..caching.open_image import opened
 from ..caching.video import CLIP_SUFFIXES, ClipInfo, is_clip, media_fingerprint, probe_clip, sequence_files
 from ..families.spec import LatentSpec
 from .clips import ClipPlan, is_slower, make_clip_plan
@@ -473,7 +474,7 @@ def _read_mask(path: Path) -> torch.Tensor:
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as file:
+        with opened(path) as file:
             image: PilImage = ImageOps.exif_transpose(file)
             is_16_bit = image.mode.startswith("I")
             values = np.asarray(image if is_16_bit else image.convert("L"), dtype=np.float32)
