@@ -50,7 +50,7 @@ class TrainingDatasetNode(io.ComfyNode):
                     "caption_dropout",
                     default=0.0,
                     min=0.0,
-                    max=1.0,
+                    max=0.9,
                     step=0.01,
                     tooltip="Probability that an image is trained with the empty caption. 0.05 to 0.1 helps a LoRA "
                     "that is used with guidance.",
