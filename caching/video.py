@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import torch
 
+from ..listing import Looked
 from .image import IMAGE_SUFFIXES, ImageRequest, cut_out, open_image, read_pixels, read_size, to_rgb
 from .key import file_fingerprint, settings_fingerprint
 from .open_image import opened, refuse_too_large
@@ -132,9 +133,13 @@ def media_fingerprint(path: str | Path) -> str:
     return settings_fingerprint([file_fingerprint(file) for file in sequence_files(path)])
 
 
-def sequence_files(folder: Path) -> list[Path]:
-    """The images of a folder as the frames of a clip: 2 comes before 10."""
-    files = (f for f in folder.iterdir() if f.suffix.lower() in IMAGE_SUFFIXES and not f.name.startswith("."))
+def sequence_files(folder: Path, looked: Looked | None = None) -> list[Path]:
+    """The images of a folder as the frames of a clip: 2 comes before 10.
+
+    Args:
+        looked: the look that this is part of, whose end then counts.
+    """
+    files = (file for file in (looked or Looked()).entries(folder) if file.suffix.lower() in IMAGE_SUFFIXES)
     return sorted(files, key=lambda file: (_natural(file.stem), file.name))
 
 

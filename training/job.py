@@ -95,21 +95,24 @@ class TrainingResult:
     pace: str = ""
 
 
-def check_job(job: JobConfig, *, is_to_train: bool = True, host_share: int = 1) -> JobPlan:
+def check_job(
+    job: JobConfig, *, is_to_train: bool = True, host_share: int = 1, should_stop: Callable[[], bool] = never
+) -> JobPlan:
     """Everything that can be refused before weights are loaded.
 
     Args:
         host_share: jobs that share the host's free memory.
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
     Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
-        or settings that contradict the model.
+        or settings that contradict the model; Stopped when should_stop() became true while images are looked at.
     """
-    read = _read(job)
+    read = _read(job, should_stop=should_stop)
     job, info, variant = read.job, read.info, read.variant
     schedule = make_noise_schedule(job.objective, info.family, variant)
     eval_samples: tuple[Sample, ...] = ()
     if job.evaluation.folder:
-        eval_samples = tuple(scan_folders(_evaluation_data(job), info.family.latent_of(variant)))
+        latent = info.family.latent_of(variant)
+        eval_samples = tuple(scan_folders(_evaluation_data(job), latent, should_stop))
     samples, encoded, model = read.samples, read.encoded, read.model
     _refuse_stills(variant, (*samples, *eval_samples), encoded)
     largest = read.largest
@@ -155,7 +158,13 @@ class _Read:
         return _largest(self.samples, self.encoded, self.info.family.latent_of(self.variant))
 
 
-def _read(job: JobConfig, info: CheckpointInfo | None = None, *, has_data: bool = True) -> _Read:
+def _read(
+    job: JobConfig,
+    info: CheckpointInfo | None = None,
+    *,
+    has_data: bool = True,
+    should_stop: Callable[[], bool] = never,
+) -> _Read:
     """Headers and images of a job.
 
     Args:
@@ -177,7 +186,7 @@ def _read(job: JobConfig, info: CheckpointInfo | None = None, *, has_data: bool 
     if not has_data:
         return _Read(job, info, variant, model, (make_square(job.data, variant, latent),), ())
     encoded = _read_encoded(job, info, variant)
-    samples = tuple(scan_folders(job.data, latent)) if not encoded else ()
+    samples = tuple(scan_folders(job.data, latent, should_stop)) if not encoded else ()
     return _Read(job, info, variant, model, samples, encoded)
 
 
@@ -311,6 +320,7 @@ def plan_job(
     has_data: bool = True,
     may_measure: bool = False,
     host_share: int = 1,
+    should_stop: Callable[[], bool] = never,
 ) -> TrainingPlan:
     """How a job would use these cards, which need not exist; () takes this machine's. Reads headers and images only.
 
@@ -322,7 +332,7 @@ def plan_job(
     """
     if cards and may_measure:
         raise ValueError("cards that were named cannot be measured; leave out --calibrate, or --cards")
-    read = _read(job, info, has_data=has_data)
+    read = _read(job, info, has_data=has_data, should_stop=should_stop)
     known = list(cards) or _cards_here(read.job)
     if known is None:
         raise ValueError(
@@ -607,7 +617,10 @@ def run_job(
     """
     if resume:
         job = _as_decided(job)
-    plan = check_job(job, host_share=host_share)
+    try:
+        plan = check_job(job, host_share=host_share, should_stop=should_stop)
+    except Stopped as stopped:
+        return TrainingResult("stopped", 0, None, {}, [], None, None, None, f"{stopped}; start the job again")
     job = plan.job
     folder = Path(job.output.folder)
     identity = run_identity(plan)
