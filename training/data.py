@@ -163,6 +163,7 @@ def scan_folders(config: DataConfig, latent: LatentSpec, should_stop: Callable[[
             samples += _make_samples(picture, buckets) * folder.repeats
     _warn_of_missing_captions(pictures)
     _warn_of_empty_captions(pictures)
+    _warn_of_shared_captions(pictures)
     _warn_of_small_images(pictures, samples)
     _warn_of_clips(pictures, plan)
     _refuse_masks_outside(samples, latent, ask)
@@ -204,6 +205,7 @@ def _list_folder(
         raise ValueError(f"the dataset folder {root} does not exist; give a folder of images")
     looked = Looked(ask)
     entries = looked.entries(root)
+    _warn_of_dangling_links(root, entries)
     files = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in _SUFFIXES]
     taken = {file.stem for file in files}  # cat.txt is the caption of cat.png, and not of a folder cat beside it
     folders = [entry for entry in entries if entry.is_dir()]
@@ -393,6 +395,30 @@ def _warn_of_empty_captions(pictures: Sequence[_Picture]) -> None:
             len(empty),
             len(pictures),
             _names(empty),
+        )
+
+
+def _warn_of_shared_captions(pictures: Sequence[_Picture]) -> None:
+    by_caption: dict[Path, list[str]] = {}
+    for path in dict.fromkeys(picture.path for picture in pictures if picture.caption is not None):
+        by_caption.setdefault(_caption_file(path), []).append(path.name)
+    shared = [f"{caption.name} of {' and '.join(names)}" for caption, names in by_caption.items() if len(names) > 1]
+    if shared:
+        _log.warning(
+            "%d caption files are each the caption of several: %s; give each image or clip a name of its own",
+            len(shared),
+            _names(shared),
+        )
+
+
+def _warn_of_dangling_links(root: Path, entries: Sequence[Path]) -> None:
+    dangling = [entry.name for entry in entries if entry.is_symlink() and not entry.exists()]
+    if dangling:
+        _log.warning(
+            "%s: %d links lead to nothing and are not used: %s; mend or remove them",
+            root,
+            len(dangling),
+            _names(dangling),
         )
 
 

@@ -20,7 +20,6 @@ from ..assembly import Assembled, assemble_for_training
 from ..caching.encode import Stopped, never
 from ..caching.key import file_fingerprint, folder_fingerprint, settings_fingerprint
 from ..caching.text_place import check_text_device
-from ..caching.vae import find_vae
 from ..families.spec import LatentSpec, ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
 from ..loading.lora_file import check_original_layout
@@ -46,16 +45,19 @@ from .adapter import LoraHandle, apply_lora
 from .batches import CachedSamples
 from .calibration import CalibratedPlanner
 from .cards import Card, cards_of
+from .cautions import give_cautions
 from .checkpoint import TrainingState, list_checkpoints, load_checkpoint
 from .config import DataConfig, FolderConfig, JobConfig, differing_keys, make_job
 from .data import BatchOrder, Sample, TrainingSample, dataset_fingerprint, scan_folders
 from .encode_job import cache_job
+from .encoder_check import check_job_vae, check_text_encoder_files
 from .events import EventLog, Listener
-from .job_plan import JobPlan, component_folder, stock_reader, vae_path
+from .job_plan import JobPlan, component_folder, stock_reader
 from .loop import Trainer, checkpoint_folder
 from .lora_output import lora_file_tensors, save_lora
 from .objective import make_noise_schedule
 from .optimizer import make_optimizer
+from .places import check_places
 from .plan_request import make_square
 from .plan_view import Comparison, compare, describe_comparison, describe_pace
 from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket, plan_training
@@ -130,6 +132,9 @@ def check_job(
     check_swapped_blocks(plan.job.split.swapped_blocks, plan.job.split.kept_blocks, plan.placement)
     _refuse_offload_of_host(plan)
     _check_tools(plan)
+    if is_to_train:
+        check_places(job)
+        give_cautions(plan)
     return plan
 
 
@@ -406,12 +411,14 @@ def _check_encoders(plan: JobPlan) -> None:
     if not cache.text_source:
         encoders = component_folder(plan, cache.text_encoders, "text_encoders")
         dtype = getattr(torch, cache.dtype)
+        for spec in plan.variant.text_encoders:
+            check_text_encoder_files(encoders / spec.folder)
         check_text_device(cache.text_device, plan.variant.text_encoders, encoders, dtype, cache.text_quantize)
         for spec in plan.variant.text_encoders:
             folder_fingerprint(encoders / spec.folder)
             folder_fingerprint(encoders / spec.tokenizer_folder)
     if not cache.latent_source:
-        find_vae(vae_path(plan))
+        check_job_vae(plan)
 
 
 def run_identity(plan: JobPlan) -> dict[str, Any]:
