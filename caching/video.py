@@ -202,7 +202,7 @@ def _animation_frames(path: Path) -> Iterator[tuple[Any, float]]:
         if file.format == "GIF":
             _refuse_cut_off_gif(path)
         first = 1 if file.info.get("default_image") else 0  # an APNG may have a still that is no part of it
-        for index in range(first, file.n_frames):
+        for index in range(first, getattr(file, "n_frames", 1)):
             file.seek(index)
             file.load()
             duration = file.info.get("duration", 0) / 1000

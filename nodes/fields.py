@@ -77,10 +77,12 @@ def make_part(kind: Callable[..., T], **values: Any) -> T:
     """
     from pydantic import ValidationError
 
+    from ..training.ranges import problems_of
+
     try:
         return kind(**values)
     except ValidationError as error:
-        lines = [f"{_setting(problem)}{problem['msg'].removeprefix('Value error, ')}" for problem in error.errors()]
+        lines = [f"{_setting(problem)}{problem['msg'].removeprefix('Value error, ')}" for problem in problems_of(error)]
         raise ValueError("\n".join(lines)) from error
 
 

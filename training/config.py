@@ -18,7 +18,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..files import write_atomically
-from .ranges import PathText, Range, RequiredPath, check_file_name
+from .ranges import PathText, Range, RequiredPath, check_file_name, problems_of
 
 if TYPE_CHECKING:
     from ..patches.quantize import QuantizeSettings
@@ -448,7 +448,7 @@ def make_job(values: dict[str, Any]) -> JobConfig:
     try:
         return _ADAPTER.validate_python(values)
     except ValidationError as error:
-        lines = [_describe(problem) for problem in error.errors()]
+        lines = [_describe(problem) for problem in problems_of(error)]
         raise ValueError("the job config has problems:\n" + "\n".join(f"  {line}" for line in lines)) from error
 
 

@@ -60,11 +60,26 @@ def _converted(value: Any, convert: ValidatorFunctionWrapHandler) -> Any:
         return None
 
 
+def problems_of(error: ValidationError) -> list[Any]:
+    """What is wrong, without a list's complaint that values which are refused themselves are missing from it."""
+    problems = error.errors()
+    places = [problem["loc"] for problem in problems]
+    return [each for each in problems if each["type"] != "too_short" or not _has_inner(each["loc"], places)]
+
+
+def _has_inner(place: tuple[Any, ...], places: list[tuple[Any, ...]]) -> bool:
+    return any(len(other) > len(place) and other[: len(place)] == place for other in places)
+
+
 def _spelt(number: float) -> str:
     return str(number) if isinstance(number, int) else f"{number:g}"
 
 
-def _check_path(text: str) -> str:
+def check_path(text: str) -> str:
+    """The text, if a file system can hold a path like it.
+
+    Raises: ValueError for NUL, or a part that is too long.
+    """
     if "\0" in text:
         raise ValueError(f"holds the character NUL, which no path has: {text!r}; remove it")
     for part in Path(text).parts:
@@ -97,5 +112,5 @@ def check_file_name(text: str) -> str:
     return text
 
 
-PathText = Annotated[str, AfterValidator(_check_path)]
+PathText = Annotated[str, AfterValidator(check_path)]
 RequiredPath = Annotated[PathText, AfterValidator(_refuse_empty)]

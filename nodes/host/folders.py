@@ -181,9 +181,12 @@ def _path_of(name: str, base: Path, what: str) -> Path:
 
 
 def _expanded(name: str, what: str) -> Path:
-    if "\0" in name:
-        raise ValueError(f"{what} {name!r} holds the character NUL, which no path has; remove it")
-    return Path(name.strip()).expanduser()
+    from ...training.ranges import check_path
+
+    try:
+        return Path(check_path(name.strip())).expanduser()
+    except (ValueError, RuntimeError) as error:  # the latter for a user whose home folder nobody knows
+        raise ValueError(f"{what} {error}") from error
 
 
 def _inside(base: Path, name: str, what: str) -> Path:

@@ -129,10 +129,13 @@ def test_settings_that_cannot_be_read_are_named(folders: ModuleType, host: comfy
         folders.folder_in_input("dogs", "folder")
 
 
-@pytest.mark.parametrize("name", ["dogs\0", "/data\0/../../etc"])
-def test_nul_in_a_name_is_refused(folders: ModuleType, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("dogs\0", "NUL"), ("/data\0/../../etc", "NUL"), ("x" * 300, "300 bytes"), ("~nobody_of_this_name/x", "home")],
+)
+def test_names_that_no_file_system_takes_are_refused(folders: ModuleType, name: str, message: str) -> None:
     for read in (folders.folder_in_input, folders.folder_in_output, folders.readable_path):
-        with pytest.raises(ValueError, match="NUL"):
+        with pytest.raises(ValueError, match=message):
             read(name, "folder")
 
 

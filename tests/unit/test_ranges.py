@@ -83,6 +83,7 @@ def test_each_value_of_a_list_is_held_to_the_range(key: str, value: Any, message
     with pytest.raises(ValueError) as refused:
         _job(key, [value])
     assert f"{key}.0: " in str(refused.value) and message in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 2, "one line for one mistake"
 
 
 @pytest.mark.parametrize("value", [True, "3"])
