@@ -9,6 +9,8 @@ other packs switch off; ours is not.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,10 +27,13 @@ MAX_PIXELS = 178_956_970  # Pillow's own limit: half a gigabyte of RGB
 def opened(path: str | Path) -> Iterator[PilImage]:
     """The image file, with its header read and no pixel yet.
 
-    Raises: ValueError if it is of another format, or holds too many pixels; what Pillow raises for a broken one.
+    Raises: ValueError if it is no ordinary file, of another format, or holds too many pixels; what Pillow raises for a
+        broken one.
     """
     from PIL import Image, UnidentifiedImageError
 
+    if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would keep us waiting
+        raise ValueError("it is no ordinary file; put an image in its place")
     try:
         file = Image.open(path, formats=FORMATS)
     except UnidentifiedImageError as error:

@@ -26,4 +26,4 @@ def _check_place(key: str, folder: str) -> None:
 
 def _nearest(path: Path) -> Path:
     """The path itself, or the nearest above it that is there."""
-    return next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
+    return next((each for each in (path, *path.absolute().parents) if os.path.lexists(each)), Path())

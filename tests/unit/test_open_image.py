@@ -72,6 +72,17 @@ def test_other_formats_are_refused_with_those_that_work(tmp_path: Path, kind: st
     assert not is_clip(tmp_path / "a.png")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="there are no named pipes in folders")
+def test_a_pipe_called_an_image_is_named_and_does_not_hang(tmp_path: Path) -> None:
+    (tmp_path / "clip").mkdir()
+    os.mkfifo(tmp_path / "clip" / "1.png")
+    for read in (read_image, read_size):
+        with pytest.raises(ValueError, match=r"1\.png.*no ordinary file; put an image in its place"):
+            read(tmp_path / "clip" / "1.png")
+    with pytest.raises(ValueError, match=r"1\.png.*no ordinary file"):
+        probe_clip(tmp_path / "clip")
+
+
 def test_an_image_that_unfolds_to_too_many_pixels_is_refused_where_pillows_limit_is_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
