@@ -275,7 +275,7 @@ def _cache(options: argparse.Namespace) -> int:
         return _verify_caches(plans, parts)
     if options.prune:
         return _prune_caches(plans, parts)
-    return _fill_caches(plans, parts, not_before_s=time.time() if options.regenerate else 0.0)
+    return _fill_caches(plans, parts, is_anew=options.regenerate)
 
 
 def _on_device(job: JobConfig, device: str | None) -> JobConfig:
@@ -288,18 +288,21 @@ def _on_device(job: JobConfig, device: str | None) -> JobConfig:
     )
 
 
-def _fill_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart], *, not_before_s: float) -> int:
-    from .caching.encode import Stopped
-    from .training.encode_job import fill_captions, fill_latents
+def _fill_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart], *, is_anew: bool) -> int:
+    from .caching.encode import NONE_OUTDATED, Stopped
+    from .training.encode_job import cache_store, fill_captions, fill_latents
     from .training.events import EventLog
 
     fill = {"captions": fill_captions, "latents": fill_latents}
+    stores = [cache_store(plan.job) for plan in plans.values()]
+    outdated = {store.folder: store.stamps() for store in stores} if is_anew else {}
     with _stop_on_signal() as should_stop:
         for plan in plans.values():
+            stamps = outdated.get(cache_store(plan.job).folder, NONE_OUTDATED)
             with EventLog(Path(plan.job.output.folder), _Terminal()) as events:
                 try:
                     for part in parts:
-                        fill[part](plan, events, should_stop, not_before_s=not_before_s)
+                        fill[part](plan, events, should_stop, outdated=stamps)
                 except Stopped as stopped:
                     print(stopped)
                     return 130

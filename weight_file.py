@@ -48,11 +48,15 @@ def open_weights(file: Path) -> Iterator[WeightReader]:
     """Open a safetensors file for reading onto the CPU.
 
     get_slice(name)[a:b] gives rows a to b and reads no others.
+
+    Raises: ValueError naming a file whose header is not that of a whole safetensors file.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     try:
         mapped = safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no whole safetensors file ({error}); download it again") from error
     except RuntimeError as error:  # torch's, with the error number in its text alone
         if os.strerror(errno.ENOMEM) not in str(error):
             raise

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from .claims import Claims, Shared
 from .image import ImageRequest
 from .key import folder_fingerprint, joint_key, latent_key, text_key
 from .sources import LatentSource, TextRun, TextSource
-from .store import CacheStore
+from .store import CacheStore, Stamp
 from .text_encoder import TextEncoder, prepare_text
 from .text_place import TextPlace, open_text_encoder, plan_text_place
 from .text_weights import TextScheme, applied_scheme
@@ -57,6 +58,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 OnProgress = Callable[[int, int, str], None]  # done, total, what
 ShouldStop = Callable[[], bool]
+NONE_OUTDATED: Mapping[str, Stamp] = MappingProxyType({})
 
 
 class Stopped(Exception):
@@ -100,15 +102,15 @@ class _Fill:
     """A store being filled.
 
     Args:
-        not_before_s: entries written earlier than this count as missing.
+        outdated: entries that count as missing while they have these stamps.
     """
 
     store: CacheStore
     progress: _Progress
-    not_before_s: float
+    outdated: Mapping[str, Stamp]
 
     def is_done(self, key: str) -> bool:
-        return key in self.store and (not self.not_before_s or self.store.written_s(key) >= self.not_before_s)
+        return key in self.store and (key not in self.outdated or self.store.stamp(key) != self.outdated[key])
 
     def missing(self, keys: Mapping[str, _T]) -> dict[str, _T]:
         """Those to compute; the others are counted."""
@@ -209,7 +211,7 @@ def fill_texts(
     on_progress: OnProgress = _say_nothing,
     should_stop: ShouldStop = never,
     *,
-    not_before_s: float = 0.0,
+    outdated: Mapping[str, Stamp] = NONE_OUTDATED,
     on_begin: Callable[[], None] = _do_nothing,
 ) -> dict[str, str]:
     """Have what every source makes of every caption in the store, encoding what is missing; equal captions once.
@@ -217,7 +219,7 @@ def fill_texts(
     Args:
         sources: every text encoder of the model. One is in memory at a time.
         on_progress: done and total count one caption through one encoder, whoever computed it.
-        not_before_s: entries written earlier than this, as time.time() counts, are computed again; 0 for none.
+        outdated: entries that are computed again while they have these stamps, from CacheStore.stamps.
         on_begin: called when an encoder is loaded and begins, from where its pace can be measured.
     Returns: caption -> key of an entry of all sources' tensors together.
     Raises: Stopped; ValueError for folders that do not fit, or a source that cannot compute; RuntimeError naming the
@@ -227,7 +229,7 @@ def fill_texts(
     keys = _keys_of_sources(captions, sources)
     texts = [{key: text for text, key in key_of.values()} for key_of in keys]
     progress = _Progress(sum(map(len, texts)), on_progress, should_stop, "captions")
-    fill = _Fill(store, progress, not_before_s)
+    fill = _Fill(store, progress, outdated)
     for source, text_of in zip(sources, texts, strict=True):
         missing = fill.missing(text_of)
         if missing:
@@ -257,7 +259,7 @@ def encode_captions(
     *,
     quantize: TextScheme = "none",
     window_bytes: int = 0,
-    not_before_s: float = 0.0,
+    outdated: Mapping[str, Stamp] = NONE_OUTDATED,
     on_begin: Callable[[], None] = _do_nothing,
 ) -> dict[str, str]:
     """fill_texts with the model's own encoders.
@@ -273,7 +275,7 @@ def encode_captions(
     Returns: caption -> key of an entry {spec.output: [S, D] or [D]} of all specs together.
     """
     sources = folder_texts(specs, encoders_folder, device, dtype, quantize, window_bytes)
-    return fill_texts(captions, sources, store, on_progress, should_stop, not_before_s=not_before_s, on_begin=on_begin)
+    return fill_texts(captions, sources, store, on_progress, should_stop, outdated=outdated, on_begin=on_begin)
 
 
 def folder_texts(
@@ -409,7 +411,7 @@ def fill_images(
     on_progress: OnProgress = _say_nothing,
     should_stop: ShouldStop = never,
     *,
-    not_before_s: float = 0.0,
+    outdated: Mapping[str, Stamp] = NONE_OUTDATED,
     on_begin: Callable[[], None] = _do_nothing,
 ) -> dict[ImageRequest, str]:
     """Have what the source makes of every image and clip in the store, encoding those that are missing; equal pixels
@@ -418,14 +420,14 @@ def fill_images(
     One that cannot be read does not keep the others from being encoded.
 
     Args:
-        on_progress, not_before_s, on_begin: as for fill_texts.
+        on_progress, outdated, on_begin: as for fill_texts.
     Returns: request -> key of its entry.
     Raises: Stopped; ValueError naming all files that cannot be read, or a VAE that does not fit; RuntimeError for
         latents that are not finite; OSError naming the file if the store cannot be written.
     """
     key_of = image_keys(requests, source)
     progress = _Progress(len(set(key_of.values())), on_progress, should_stop, "images")
-    fill = _Fill(store, progress, not_before_s)
+    fill = _Fill(store, progress, outdated)
     missing = fill.missing({key: request for request, key in key_of.items()})
     if missing:
         source.check(list(missing.values()))
@@ -448,7 +450,7 @@ def encode_images(
     on_progress: OnProgress = _say_nothing,
     should_stop: ShouldStop = never,
     *,
-    not_before_s: float = 0.0,
+    outdated: Mapping[str, Stamp] = NONE_OUTDATED,
     on_begin: Callable[[], None] = _do_nothing,
 ) -> dict[ImageRequest, str]:
     """fill_images with the model's own VAE.
@@ -460,7 +462,7 @@ def encode_images(
         also {"image_condition": [C', F, H, W]}.
     """
     source = FolderLatents(family, variant, vae_path, device, dtype)
-    return fill_images(requests, source, store, on_progress, should_stop, not_before_s=not_before_s, on_begin=on_begin)
+    return fill_images(requests, source, store, on_progress, should_stop, outdated=outdated, on_begin=on_begin)
 
 
 def image_keys(requests: Sequence[ImageRequest], source: LatentSource) -> dict[ImageRequest, str]:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from .open_image import opened
+
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
 
@@ -65,7 +67,7 @@ def open_image(path: str | Path) -> PilImage:
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as file:
+        with opened(path) as file:
             return to_rgb(ImageOps.exif_transpose(file))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG chunk
         raise ValueError(
@@ -92,7 +94,7 @@ def read_size(path: Path) -> tuple[int, int]:
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
+        with opened(path) as image:
             width, height = image.size
             # JPEG: all of the file is read, an eighth is computed
             image.draft("RGB", (max(1, width // 8), max(1, height // 8)))

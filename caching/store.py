@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 State = Literal["whole", "missing", "damaged"]
+Stamp = tuple[int, int]  # number and time of a file; every writing makes a new file
 
 _CHECKSUM = "checksum"
 _PARTS = "parts"
@@ -108,12 +109,17 @@ class CacheStore:
             return "damaged" if path.exists() else "missing"
         return "whole" if _parts(header) or _read_checked(path, header) is not None else "damaged"
 
-    def written_s(self, key: str) -> float:
-        """When the entry was written, in seconds as time.time() counts them; 0 if it is not there."""
+    def stamp(self, key: str) -> Stamp | None:
+        """What tells one writing of an entry from the next, whatever the clock says; None if it is not there."""
         try:
-            return self.path(key).stat().st_mtime
+            status = self.path(key).stat()
         except FileNotFoundError:
-            return 0.0
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    def stamps(self) -> dict[str, Stamp]:
+        """Of all entries."""
+        return {key: stamp for key in self.keys() if (stamp := self.stamp(key)) is not None}
 
     def put(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write an entry, over a damaged one if there is one.

@@ -22,6 +22,9 @@ import torch
 from ..families.spec import ModelFamily, Variant
 from .key import file_fingerprint, folder_fingerprint, settings_fingerprint
 
+Shapes = Mapping[str, tuple[int, ...]]
+_LATENT_CHANNELS = ("latent_channels", "z_dim")  # what VAEs' configs call them
+
 
 def load_vae(family: ModelFamily, variant: Variant | None, path: str | Path, dtype: torch.dtype) -> Any:
     """The family's VAE on the CPU, in eval mode and without gradients.
@@ -56,6 +59,32 @@ def find_vae(path: str | Path) -> Path:
     )
 
 
+def check_vae(family: ModelFamily, variant: Variant | None, path: str | Path, shapes: Shapes, channels: int) -> None:
+    """Refuse a VAE that load_vae would refuse, or that makes other latents than the model takes; reads no weights.
+
+    Args:
+        shapes: of the tensors of a single file, by name; not looked at for a folder.
+        channels: of the VAE's own latents, as the model needs them.
+    Raises: ValueError.
+    """
+    source = find_vae(path)
+    if source.is_dir():
+        config = _folder_config(family, source)
+    else:
+        config = _load_tensors(family, variant, source, _stand_ins(shapes)).config
+    found = next((config[key] for key in _LATENT_CHANNELS if key in config), channels)
+    if found != channels:
+        raise ValueError(
+            f"{source} makes latents of {found} channels, but this {family.title} takes {channels}; give the VAE file "
+            "or folder published with the model"
+        )
+
+
+def _stand_ins(shapes: Shapes) -> dict[str, torch.Tensor]:
+    """Tensors of these shapes that take no memory: one number each, seen everywhere."""
+    return {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
+
+
 def vae_fingerprint(family: ModelFamily, variant: Variant | None, path: str | Path) -> str:
     """Hash of the VAE's weights and config, wherever it lies and whatever it is called."""
     source = find_vae(path)
@@ -72,12 +101,18 @@ def _class_name(config: Path) -> str | None:
     return json.loads(config.read_text(encoding="utf-8")).get("_class_name")
 
 
+def _folder_config(family: ModelFamily, folder: Path) -> dict[str, Any]:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = config.get("_class_name")
+    if found != family.vae_class:
+        raise ValueError(f"{folder} is an {found}; {family.title} needs an {family.vae_class}")
+    return config
+
+
 def _load_folder(family: ModelFamily, folder: Path) -> Any:
     import diffusers
 
-    found = _class_name(folder / "config.json")
-    if found != family.vae_class:
-        raise ValueError(f"{folder} is an {found}; {family.title} needs an {family.vae_class}")
+    _folder_config(family, folder)
     vae, report = getattr(diffusers, family.vae_class).from_pretrained(
         str(folder), torch_dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
     )
@@ -86,12 +121,16 @@ def _load_folder(family: ModelFamily, folder: Path) -> Any:
 
 
 def _load_file(family: ModelFamily, variant: Variant | None, file: Path) -> Any:
-    import diffusers
     from safetensors.torch import load_file
+
+    return _load_tensors(family, variant, file, load_file(file))
+
+
+def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tensors: dict[str, torch.Tensor]) -> Any:
+    import diffusers
 
     vae_class = getattr(diffusers, family.vae_class)
     config = dict(_config_of(family, variant))
-    tensors = load_file(file)
     if "encoder.conv_in.weight" not in tensors:
         return _from_single_file(vae_class, {**config, "_class_name": family.vae_class}, file, tensors)
     vae = vae_class.from_config(config)

@@ -29,8 +29,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import torch
 
+from ..listing import Looked
 from .image import IMAGE_SUFFIXES, ImageRequest, cut_out, open_image, read_pixels, read_size, to_rgb
 from .key import file_fingerprint, settings_fingerprint
+from .open_image import opened, refuse_too_large
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
@@ -45,6 +47,7 @@ _HDR_TRANSFERS = (16, 18)  # FFmpeg's AVCOL_TRC of PQ and HLG
 _SWS_MATRICES = {1: 1, 4: 4, 7: 7, 9: 9}  # FFmpeg's AVCOL_SPC -> swscale's: BT.709, FCC, SMPTE 240M, BT.2020
 _SWS_DEFAULT = 5  # BT.601, also for files that name none
 _LIMITED_RANGE, _FULL_RANGE = 1, 2  # AVCOL_RANGE
+_NO_OTHER_FILES = {"protocol_whitelist": "none", "enable_drefs": "0"}  # "none" is no protocol's name
 _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoders leave the transparency out
 
 
@@ -79,7 +82,7 @@ def is_clip(path: Path) -> bool:
     if path.suffix.lower() not in ANIMATION_SUFFIXES:
         return False
     try:
-        with Image.open(path) as file:
+        with opened(path) as file:
             return getattr(file, "n_frames", 1) > 1
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError):
         return False
@@ -130,9 +133,13 @@ def media_fingerprint(path: str | Path) -> str:
     return settings_fingerprint([file_fingerprint(file) for file in sequence_files(path)])
 
 
-def sequence_files(folder: Path) -> list[Path]:
-    """The images of a folder as the frames of a clip: 2 comes before 10."""
-    files = (f for f in folder.iterdir() if f.suffix.lower() in IMAGE_SUFFIXES and not f.name.startswith("."))
+def sequence_files(folder: Path, looked: Looked | None = None) -> list[Path]:
+    """The images of a folder as the frames of a clip: 2 comes before 10.
+
+    Args:
+        looked: the look that this is part of, whose end then counts.
+    """
+    files = (file for file in (looked or Looked()).entries(folder) if file.suffix.lower() in IMAGE_SUFFIXES)
     return sorted(files, key=lambda file: (_natural(file.stem), file.name))
 
 
@@ -191,13 +198,11 @@ def _probe_sequence(folder: Path) -> ClipInfo:
 
 def _animation_frames(path: Path) -> Iterator[tuple[Any, float]]:
     """Every frame, loaded, with the seconds it is shown."""
-    from PIL import Image
-
-    with Image.open(path) as file:
+    with opened(path) as file:
         if file.format == "GIF":
             _refuse_cut_off_gif(path)
         first = 1 if file.info.get("default_image") else 0  # an APNG may have a still that is no part of it
-        for index in range(first, file.n_frames):
+        for index in range(first, getattr(file, "n_frames", 1)):
             file.seek(index)
             file.load()
             duration = file.info.get("duration", 0) / 1000
@@ -244,7 +249,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
     """The file's container and its video stream.
 
     The format is told from the first bytes and FFmpeg is given an open file, so that neither a name nor a playlist in
-    disguise makes it open anything else.
+    disguise makes it open anything else. Tracks that lie in other files, which MOV knows, are not opened.
     """
     try:
         import av
@@ -255,12 +260,13 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
         kind = _find_kind(file)
         file.seek(0)
         try:
-            with av.open(file, format=kind) as container:
+            with av.open(file, format=kind, container_options=_NO_OTHER_FILES) as container:
                 stream: Any = container.streams.best("video")
                 if stream is None:
                     raise ValueError("there is no video in it")
                 if stream.codec_context is None:
                     raise ValueError("there is no decoder for its codec; save it as H.264 or VP9")
+                refuse_too_large(stream.codec_context.width, stream.codec_context.height)
                 yield container, stream
         except av.error.FFmpegError as error:  # some are neither ValueError nor OSError
             raise ValueError(error.strerror or str(error)) from error

@@ -36,6 +36,7 @@ from ..families.naming import find_by_diffusers, find_by_original
 from ..families.registry import FAMILIES, find_family, find_variant
 from ..families.spec import ModelFamily, Variant
 from ..patches.quantize import Stored8, replace_module
+from .config_sizes import refuse_absurd_sizes
 from .header import FILE_ENDINGS, TensorRecord, describe_other, read_header, refuse_lora
 from .quantized_files import (
     by_file,
@@ -201,7 +202,15 @@ def _read_folder(source: _Source, records: dict[str, TensorRecord], families: Se
     config = {name: value for name, value in source.config.items() if not name.startswith("_")}
     ignored = getattr(_class_of(family), "_keys_to_ignore_on_load_unexpected", None) or ()
     tensors = {name: r for name, r in records.items() if not any(re.search(pattern, name) for pattern in ignored)}
-    differences = _differences(_expected_shapes(family, config), tensors)
+    refuse_absurd_sizes(source.folder / "config.json", config)
+    try:
+        expected = _expected_shapes(family, config)
+    except (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(
+            f"{source.folder / 'config.json'} describes no {class_name} ({reason}); download it again"
+        ) from error
+    differences = _differences(expected, tensors)
     if differences:
         raise ValueError(f"the weights in {source.folder} do not fit its config.json: {differences}")
     return CheckpointInfo(source.path, family, None, config, "diffusers", tensors, source.pipeline_folder)

@@ -116,6 +116,8 @@ def read_header(file: Path) -> Header:
     """
     if file.suffix in _ENDINGS:
         raise ValueError(f"{file} {_ENDINGS[file.suffix]}")
+    if not file.is_file():
+        raise ValueError(f"{file} is no file of weights; give a .safetensors file")
     size = os.path.getsize(file)
     with open(file, "rb") as stream:
         start = stream.read(64)

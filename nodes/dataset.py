@@ -50,7 +50,7 @@ class TrainingDatasetNode(io.ComfyNode):
                     "caption_dropout",
                     default=0.0,
                     min=0.0,
-                    max=1.0,
+                    max=0.9,
                     step=0.01,
                     tooltip="Probability that an image is trained with the empty caption. 0.05 to 0.1 helps a LoRA "
                     "that is used with guidance.",
@@ -143,8 +143,8 @@ class TrainingDatasetNode(io.ComfyNode):
         """Changed files run the node again, which an unchanged folder name would not."""
         names = [name for name in (folder, evaluation_folder) if name]
         try:
-            return [folder_state(host.folder_in_input(name, "folder")) for name in names]
-        except ValueError as error:
+            return [folder_state(host.folder_in_input(name, "folder", _ask), _ask) for name in names]
+        except (ValueError, OSError, _Cancelled) as error:
             return str(error)  # execute says it where the user sees it; here the host would only log a traceback
 
     @classmethod
@@ -165,13 +165,18 @@ class TrainingDatasetNode(io.ComfyNode):
         window: str = "start",
         num_windows: int = 1,
     ) -> io.NodeOutput:
+        from ..caching.encode import Stopped
         from ..training.config import DataConfig, EvaluationConfig, FolderConfig
 
         if previous and previous.data.encoded:
             raise ValueError("previous is a dataset that arrived encoded, which folders of images cannot be added to")
         earlier = previous.data.folders if previous else ()
-        own = make_part(FolderConfig, path=str(host.folder_in_input(folder, "folder")), repeats=repeats)
-        held_out = str(host.folder_in_input(evaluation_folder, "evaluation_folder")) if evaluation_folder else ""
+        try:
+            place = host.folder_in_input(folder, "folder", _ask)
+            held_out = host.folder_in_input(evaluation_folder, "evaluation_folder", _ask) if evaluation_folder else ""
+        except _Cancelled:
+            host.cancel()
+        own = make_part(FolderConfig, path=str(place), repeats=repeats)
         data = make_part(
             DataConfig,
             folders=(*earlier, own),
@@ -185,9 +190,21 @@ class TrainingDatasetNode(io.ComfyNode):
             window=window,
             num_windows=num_windows,
         )
-        evaluation = make_part(EvaluationConfig, folder=held_out, every_steps=evaluate_every)
-        host.NodeView(cls.hidden.unique_id).show_text(_describe(data, evaluation))
+        evaluation = make_part(EvaluationConfig, folder=str(held_out), every_steps=evaluate_every)
+        try:
+            host.NodeView(cls.hidden.unique_id).show_text(_describe(data, evaluation))
+        except Stopped:
+            host.cancel()
         return io.NodeOutput(TrainingDataset(data, evaluation))
+
+
+class _Cancelled(Exception):
+    """The user has pressed Cancel while a folder was looked through."""
+
+
+def _ask() -> None:
+    if host.is_cancelled():
+        raise _Cancelled("cancelled")
 
 
 def _read_fps(text: str) -> float | str:
@@ -200,7 +217,7 @@ def _read_fps(text: str) -> float | str:
 def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
     """Reads every image, and every clip as far as scan_folders does, so that a broken one is named at once.
 
-    Raises: ValueError naming everything that cannot be used.
+    Raises: ValueError naming everything that cannot be used; Stopped when the user cancels.
     """
     from ..families.spec import LatentSpec
     from ..training.config import FolderConfig
@@ -208,10 +225,10 @@ def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
 
     # No model is known here; the files are looked at as a model would that takes any clip.
     latent = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
-    samples = scan_folders(data, latent)
+    samples = scan_folders(data, latent, host.is_cancelled)
     num_clips = sum(bool(sample.frames) for sample in samples)
     text = f"{len(samples)} samples per epoch" + (f" ({num_clips} of clips)" if num_clips else "")
     if evaluation.folder:
         held_out = dataclasses.replace(data, folders=(FolderConfig(evaluation.folder),))
-        text += f", {len(scan_folders(held_out, latent))} for evaluation"
+        text += f", {len(scan_folders(held_out, latent, host.is_cancelled))} for evaluation"
     return text

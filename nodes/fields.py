@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+from ..listing import Looked
 
 T = TypeVar("T")
 AUTO = "auto"
@@ -49,10 +52,18 @@ def read_number_or_name(text: str) -> float | str:
         return text
 
 
-def folder_state(folder: Path) -> list[tuple[str, int, int]]:
-    """Name, size in bytes and time of change of every file below a folder, sorted: equal while nothing changed."""
+def folder_state(folder: Path, ask: Callable[[], None]) -> list[tuple[str, int, int]]:
+    """Name, size in bytes and time of change of every file of a dataset folder, sorted: equal while nothing changed.
+
+    Args:
+        ask: called now and then; raises to stop.
+    Raises: ValueError for a folder that holds far more than a dataset.
+    """
+    looked = Looked(ask)
+    entries = looked.entries(folder)
+    folders = [entry for entry in entries if entry.is_dir() and os.access(entry, os.R_OK | os.X_OK)]
     found = []
-    for path in sorted(folder.rglob("*")):
+    for path in (*entries, *(file for entry in folders for file in looked.entries(entry))):
         if path.is_file():
             status = path.stat()
             found.append((path.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns))
@@ -66,10 +77,12 @@ def make_part(kind: Callable[..., T], **values: Any) -> T:
     """
     from pydantic import ValidationError
 
+    from ..training.ranges import problems_of
+
     try:
         return kind(**values)
     except ValidationError as error:
-        lines = [f"{_setting(problem)}{problem['msg'].removeprefix('Value error, ')}" for problem in error.errors()]
+        lines = [f"{_setting(problem)}{problem['msg'].removeprefix('Value error, ')}" for problem in problems_of(error)]
         raise ValueError("\n".join(lines)) from error
 
 

@@ -60,6 +60,7 @@ class PlanTraining(io.ComfyNode):
     def execute(cls, model: TrainingModel, dataset: TrainingDataset, cards: str, **settings: Any) -> io.NodeOutput:
         from contextlib import nullcontext
 
+        from ..caching.encode import Stopped
         from ..training import config
         from ..training.cards import parse_cards
         from ..training.job import plan_job
@@ -76,7 +77,10 @@ class PlanTraining(io.ComfyNode):
         )
         known = parse_cards(cards) if cards.strip() else []
         with nullcontext() if known else host.host_memory_freed():
-            plan = plan_job(job, known)
+            try:
+                plan = plan_job(job, known, should_stop=host.is_cancelled)
+            except Stopped:
+                host.cancel()
         text = describe_plan(plan)
         host.NodeView(cls.hidden.unique_id).show_text(text)
         return io.NodeOutput(text, picture_of(plan), ui={"text": (text,)})

@@ -51,6 +51,8 @@ def find_device(name: str) -> torch.device:
     except RuntimeError as error:
         raise ValueError(f"{name!r} is no device name; found here: {_existing()}") from error
     if device.type == "cpu":
+        if device.index:
+            raise ValueError(f"device {name!r} does not exist: torch has one CPU device, {CPU}; use that name")
         return CPU
     index = device.index or 0
     if index >= _device_count(device):

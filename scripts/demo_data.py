@@ -28,9 +28,9 @@ _EVAL = {"sides": (265, 285), "rows": (0,), "columns": (-3, 4)}
 def load_photo(name: str) -> PilImage:
     """A photograph from scikit-image's package, in RGB; name as in its data folder."""
     import skimage
-    from PIL import Image
+    from devicebridge.caching.image import open_image
 
-    return Image.open(Path(skimage.__file__).parent / "data" / name).convert("RGB")
+    return open_image(Path(skimage.__file__).parent / "data" / name)
 
 
 def write_crops(folder: Path, sides: tuple[int, ...], rows: tuple[int, ...], columns: tuple[int, ...]) -> int:

@@ -23,6 +23,12 @@ def find_comfyui() -> Path | None:
     return _checkout(_from_comfy_cli()) or _checkout(Path.home() / "comfy" / "ComfyUI")
 
 
+def allow_folders(user: Path, *folders: Path) -> None:
+    """Let nodes read there; user: ComfyUI's user folder."""
+    user.mkdir(parents=True, exist_ok=True)
+    (user / "devicebridge.toml").write_text(f"allowed_folders = {json.dumps([str(folder) for folder in folders])}\n")
+
+
 def comfy_python(checkout: Path) -> Path | None:
     """The Python that runs this checkout: its own environment's, else ours if it has what ComfyUI needs."""
     for name in (".venv", "venv"):

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from devicebridge.tests.comfy_host import allow_folders
 
 _COMMON = {"id", "display_name", "optional", "tooltip", "advanced"}
 _WIDGET = _COMMON | {"default"}
@@ -41,6 +42,11 @@ class FakeHost:
     messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     gpus: tuple[torch.device, ...] = ()
+    folder_names_and_paths: dict[str, tuple[list[str], set[str]]] = field(default_factory=dict)
+
+    def allow(self, *folders: Path) -> None:
+        """As a user does who has datasets or models elsewhere."""
+        allow_folders(self.root / "user", *folders)
 
 
 def _socket_type(io_type: str) -> type:
@@ -93,8 +99,12 @@ def install(monkeypatch: pytest.MonkeyPatch, root: Path) -> FakeHost:
         "models/diffusers",
         "models/vae",
         "models/text_encoders",
+        "user",
+        "temp",
+        "custom_nodes",
     ):
         (root / name).mkdir(parents=True, exist_ok=True)
+    host.folder_names_and_paths["custom_nodes"] = ([str(root / "custom_nodes")], set())
     modules = {
         "comfy_api": ModuleType("comfy_api"),
         "comfy_api.v0_0_2": _api(),
@@ -191,4 +201,8 @@ def _folder_paths(host: FakeHost) -> ModuleType:
     module.get_folder_paths = lambda kind: [str(host.root / "models" / kind)]  # type: ignore[attr-defined]
     module.get_input_directory = lambda: str(host.root / "input")  # type: ignore[attr-defined]
     module.get_output_directory = lambda: str(host.root / "output")  # type: ignore[attr-defined]
+    module.get_temp_directory = lambda: str(host.root / "temp")  # type: ignore[attr-defined]
+    module.get_user_directory = lambda: str(host.root / "user")  # type: ignore[attr-defined]
+    module.models_dir = str(host.root / "models")  # type: ignore[attr-defined]
+    module.folder_names_and_paths = host.folder_names_and_paths  # type: ignore[attr-defined]
     return module

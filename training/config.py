@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
@@ -17,13 +18,17 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..files import write_atomically
+from .ranges import PathText, Range, RequiredPath, check_file_name, problems_of
 
 if TYPE_CHECKING:
     from ..patches.quantize import QuantizeSettings
 
 _STRICT = ConfigDict(extra="forbid")
-Positive = Annotated[int, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+_MOST_STEPS = 10_000_000
+_MOST_BLOCKS = 10_000
+_NO_CAPTIONS = "to train without captions, leave out their files"
+Seed = Annotated[int, Range(0, 2**63 - 1)]
+_Quantiles = Annotated[tuple[Annotated[float, Range(0.001, 0.999)], ...], Field(min_length=1, max_length=1000)]
 
 
 def _source_pattern(kind: str) -> str:
@@ -53,14 +58,14 @@ class ModelConfig:
             "" keeps none.
     """
 
-    path: str
+    path: RequiredPath
     family: str = ""
     variant: str = ""
-    second_expert: str = ""
+    second_expert: PathText = ""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     quantize: ModelScheme = "none"
     rotation: Literal[0, 16, 64, 256] = 64
-    quantized_cache: str = ""
+    quantized_cache: PathText = ""
 
     @property
     def quantize_settings(self) -> QuantizeSettings | None:
@@ -93,10 +98,10 @@ class SplitConfig:
 
     devices: tuple[str, ...] = ()
     balance: Literal["bytes", "time", "manual"] = "bytes"
-    split_at: tuple[int, ...] = ()
-    memory_limit_gb: tuple[float, ...] = ()
-    kept_blocks: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    swapped_blocks: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    split_at: tuple[Annotated[int, Range(0, _MOST_BLOCKS)], ...] = ()
+    memory_limit_gb: tuple[Annotated[float, Range(0, 100_000)], ...] = ()
+    kept_blocks: tuple[Annotated[int, Range(0, _MOST_BLOCKS)], ...] = ()
+    swapped_blocks: tuple[Annotated[int, Range(0, _MOST_BLOCKS)], ...] = ()
     calibrate: Literal["auto", "on", "off"] = "auto"
 
     def __post_init__(self) -> None:
@@ -133,7 +138,7 @@ class PipelineConfig:
     """
 
     schedule: Literal["auto", "none", "gpipe", "1f1b", "replicas"] = "auto"
-    ahead: Annotated[int, Field(ge=0)] = 1
+    ahead: Annotated[int, Range(0, 1000)] = 1
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -143,9 +148,9 @@ class LoraSettings:
     dtype is that of the trained weights; float32 trains more steadily at small learning rates.
     """
 
-    rank: Positive = 16
-    alpha: Annotated[float, Field(gt=0)] = 16.0
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    rank: Annotated[int, Range(1, 1024)] = 16
+    alpha: Annotated[float, Range(1e-3, 1e5)] = 16.0
+    dropout: Annotated[float, Range(0.0, 0.99)] = 0.0
     dora: bool = False
     targets: tuple[str, ...] = ()
     dtype: Literal["bfloat16", "float32"] = "float32"
@@ -155,8 +160,8 @@ class LoraSettings:
 class FolderConfig:
     """One dataset folder: images and clips with captions of the same name (.txt) and optional masks (name_mask.png)."""
 
-    path: str
-    repeats: Positive = 1
+    path: RequiredPath
+    repeats: Annotated[int, Range(1, 10_000)] = 1
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -180,16 +185,16 @@ class DataConfig:
     """
 
     folders: tuple[FolderConfig, ...] = ()
-    resolutions: Annotated[tuple[Positive, ...], Field(min_length=1)] = (512,)
-    max_aspect_ratio: Annotated[float, Field(ge=1.0)] = 2.0
-    bucket_step: Annotated[int, Field(ge=0)] = 0
-    caption_dropout: Fraction = 0.0
+    resolutions: Annotated[tuple[Annotated[int, Range(1, 8192)], ...], Field(min_length=1, max_length=100)] = (512,)
+    max_aspect_ratio: Annotated[float, Range(1.0, 100.0)] = 2.0
+    bucket_step: Annotated[int, Range(0, 1024)] = 0
+    caption_dropout: Annotated[float, Range(0.0, 0.9, hint=_NO_CAPTIONS)] = 0.0
     use_masks: bool = True
-    frames: tuple[Positive, ...] = ()
-    fps: Annotated[float, Field(ge=0, le=1000)] | Literal["source"] = 0.0
+    frames: tuple[Annotated[int, Range(1, 10_000)], ...] = ()
+    fps: Annotated[float, Range(0.1, 1000.0, or_zero=True)] | Literal["source"] = 0.0
     window: Literal["start", "centre", "uniform"] = "start"
-    num_windows: Positive = 1
-    encoded: str = ""
+    num_windows: Annotated[int, Range(1, 1000)] = 1
+    encoded: PathText = ""
 
     def __post_init__(self) -> None:
         if bool(self.folders) == bool(self.encoded):
@@ -220,11 +225,11 @@ class CacheConfig:
         latent_source: the same for the VAE.
     """
 
-    folder: str = ""
-    text_encoders: str = ""
-    vae: str = ""
+    folder: PathText = ""
+    text_encoders: PathText = ""
+    vae: PathText = ""
     text_device: str = "cpu"
-    text_window_gb: Annotated[float, Field(ge=0.0)] = 0.0
+    text_window_gb: Annotated[float, Range(0.0, 100_000)] = 0.0
     vae_device: str = ""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     text_quantize: Literal["none", "fp8", "int8"] = "none"
@@ -249,24 +254,46 @@ class ObjectiveConfig:
     """
 
     timestep_sampling: Literal["", "uniform", "logit_normal", "sigmoid"] = ""
-    shift: str | float = ""
-    logit_mean: float = 0.0
-    logit_std: Annotated[float, Field(gt=0)] = 1.0
-    sigmoid_scale: Annotated[float, Field(gt=0)] = 1.0
-    guidance: float | None = None
+    shift: str | Annotated[float, Range(0.01, 100.0)] = ""
+    logit_mean: Annotated[float, Range(-10.0, 10.0)] = 0.0
+    logit_std: Annotated[float, Range(0.01, 10.0)] = 1.0
+    sigmoid_scale: Annotated[float, Range(0.01, 10.0)] = 1.0
+    guidance: Annotated[float, Range(0.0, 1000.0)] | None = None
 
 
 @dataclass(frozen=True, config=_STRICT)
 class OptimizerConfig:
-    """name: "adamw", "adamw8bit" or the dotted name of an optimizer class; options are its keyword arguments.
+    """How weights are changed.
 
-    "auto" is adamw where that fits, else adamw8bit.
+    Args:
+        name: "adamw", "adamw8bit" or the dotted name of an optimizer class of a package that optimizer.py lists; "auto"
+            is adamw where that fits, else adamw8bit.
+        options: keyword arguments of the class.
+        allow_import: whether the class may be of any other package. Importing a package runs its code, so say it only
+            in a job file that you wrote or read.
     """
 
     name: str = "adamw"
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    learning_rate: Annotated[float, Range(1e-10, 1.0)] = 1e-4
+    weight_decay: Annotated[float, Range(0.0, 10.0)] = 0.01
     options: dict[str, Any] = Field(default_factory=dict)
+    allow_import: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in self.options.items():
+            if name in _NOT_FOR_LOOP and value:
+                raise ValueError(f"options.{name} = {value!r} {_NOT_FOR_LOOP[name]}; leave it out")
+            numbers = value if isinstance(value, (list, tuple)) else [value]
+            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+                raise ValueError(f"options.{name} = {value!r} is not finite; give a number that is, or leave it out")
+
+
+# Options that torch's optimizers take and that train nothing here -> why.
+_NOT_FOR_LOOP = {
+    "maximize": "would raise the loss, not lower it",
+    "differentiable": "is for gradients of the optimizer itself, which nobody takes here",
+    "capturable": "is for steps recorded as CUDA graphs, and the optimizer's is not",
+}
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -274,8 +301,8 @@ class ScheduleConfig:
     """Learning rate over the steps, after warmup_steps of linear rise; min_factor is the end of cosine and linear."""
 
     name: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    min_factor: Fraction = 0.0
+    warmup_steps: Annotated[int, Range(0, _MOST_STEPS)] = 0
+    min_factor: Annotated[float, Range(0.0, 1.0)] = 0.0
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -285,16 +312,17 @@ class EvaluationConfig:
     every_steps 0 evaluates before the first and after the last step only.
     """
 
-    folder: str = ""
-    every_steps: Annotated[int, Field(ge=0)] = 0
-    quantiles: Annotated[tuple[Fraction, ...], Field(min_length=1)] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-    seed: int = 0
+    folder: PathText = ""
+    every_steps: Annotated[int, Range(0, _MOST_STEPS)] = 0
+    quantiles: _Quantiles = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    seed: Seed = 0
 
 
 @dataclass(frozen=True, config=_STRICT)
 class LoopConfig:
     """The loop: steps are optimizer steps; batch_size is per forward, accumulation forwards make one step.
 
+    clip_norm: the largest length of a gradient, to which longer ones are shortened; 0 shortens none.
     compile: "auto" compiles each kind of transformer block once per device, where a compiler is found: for the one
         shape of all batches, or for any number of tokens. The first steps take minutes, the others are faster. Numbers
         differ in the last bits from those without. Before the first step every block is compared with what it
@@ -307,11 +335,11 @@ class LoopConfig:
         "off" where no planner knows the devices' memory.
     """
 
-    steps: Positive
-    batch_size: Positive = 1
-    accumulation: Positive = 1
-    clip_norm: Annotated[float, Field(ge=0)] = 1.0
-    seed: int = 0
+    steps: Annotated[int, Range(1, _MOST_STEPS)]
+    batch_size: Annotated[int, Range(1, 1024)] = 1
+    accumulation: Annotated[int, Range(1, 1024)] = 1
+    clip_norm: Annotated[float, Range(1e-4, 1e6, or_zero=True)] = 1.0
+    seed: Seed = 0
     gradient_checkpointing: bool = True
     compile: Literal["off", "auto"] = "off"
     cuda_graphs: Literal["off", "auto"] = "off"
@@ -339,17 +367,16 @@ class OutputConfig:
         lora_dtype: type of the tensors in the LoRA file.
     """
 
-    folder: str
+    folder: RequiredPath
     name: str = "lora"
-    save_every_steps: Annotated[int, Field(ge=0)] = 250
-    keep_last: Positive = 2
+    save_every_steps: Annotated[int, Range(0, _MOST_STEPS)] = 250
+    keep_last: Annotated[int, Range(1, 10_000)] = 2
     lora_layout: Literal["original", "diffusers", "both"] = "original"
     lora_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
-        if not self.name or Path(self.name).name != self.name or self.name in {".", ".."}:
-            raise ValueError(f"output.name is a plain file name without folders, not {self.name!r}")
+        check_file_name(self.name)
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -395,6 +422,7 @@ FREE_ON_RESUME = frozenset(
         "output.lora_layout",
         "output.lora_dtype",
         "output.name",
+        "optimizer.allow_import",
         "evaluation.every_steps",
         "cache.text_device",
         "cache.text_window_gb",
@@ -421,7 +449,7 @@ def make_job(values: dict[str, Any]) -> JobConfig:
     try:
         return _ADAPTER.validate_python(values)
     except ValidationError as error:
-        lines = [_describe(problem) for problem in error.errors()]
+        lines = [_describe(problem) for problem in problems_of(error)]
         raise ValueError("the job config has problems:\n" + "\n".join(f"  {line}" for line in lines)) from error
 
 
@@ -464,7 +492,7 @@ def load_job(path: str | Path) -> JobConfig:
     """
     path = Path(path)
     try:
-        values = tomlkit.parse(path.read_text(encoding="utf-8")).unwrap()
+        values = tomlkit.parse(path.read_text(encoding="utf-8-sig")).unwrap()
         return make_job(_anchor_paths(values, path.resolve().parent))
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give the path of a job file (TOML)") from error
@@ -522,7 +550,7 @@ _PATH_KEYS = (
 def _anchor_paths(values: dict[str, Any], base: Path) -> dict[str, Any]:
     def anchor(section: Any, key: str) -> None:
         if isinstance(section, dict) and isinstance(section.get(key), str) and section[key]:
-            section[key] = str((base / Path(section[key]).expanduser()).resolve())
+            section[key] = _anchored(section[key], base)
 
     for section, key in _PATH_KEYS:
         anchor(values.get(section), key)
@@ -530,3 +558,9 @@ def _anchor_paths(values: dict[str, Any], base: Path) -> dict[str, Any]:
     for folder in folders if isinstance(folders, list) else []:
         anchor(folder, "path")
     return values
+
+
+def _anchored(text: str, base: Path) -> str:
+    if "\0" in text:  # which the field's own check refuses, by name
+        return text
+    return str((base / Path(text).expanduser()).resolve())

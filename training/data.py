@@ -23,6 +23,7 @@ import hashlib
 import logging
 import math
 import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,10 +32,13 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from ..caching.encode import Stopped, never
 from ..caching.image import IMAGE_SUFFIXES, read_size
 from ..caching.key import settings_fingerprint
+from ..caching.open_image import opened
 from ..caching.video import CLIP_SUFFIXES, ClipInfo, is_clip, media_fingerprint, probe_clip, sequence_files
 from ..families.spec import LatentSpec
+from ..listing import Looked
 from .clips import ClipPlan, is_slower, make_clip_plan
 from .config import DataConfig, FolderConfig
 
@@ -44,10 +48,12 @@ if TYPE_CHECKING:
     from ..caching.encode import ImageRequest
 
 _log = logging.getLogger(__name__)
+_S = TypeVar("_S")
 _T = TypeVar("_T")
 
 _SUFFIXES = (*IMAGE_SUFFIXES, *CLIP_SUFFIXES)
 _MASK_END = "_mask"
+_MAX_CAPTION_BYTES = 1_000_000
 _MAX_NAMES = 5  # file names spelt out in a warning
 _MASK_SHAPE_TOLERANCE = 0.02  # mask and image may differ by this much in aspect ratio: sizes get rounded
 
@@ -126,7 +132,7 @@ class _Picture:
     cuts: tuple[tuple[int, ...], ...] = ((),)
 
 
-def scan_folders(config: DataConfig, latent: LatentSpec) -> list[Sample]:
+def scan_folders(config: DataConfig, latent: LatentSpec, should_stop: Callable[[], bool] = never) -> list[Sample]:
     """Every image and clip of every folder as samples: by file name, each at each resolution, each `repeats` times.
 
     All images and masks are decoded once, so that a broken file is found now and not hours later; that costs some
@@ -135,7 +141,8 @@ def scan_folders(config: DataConfig, latent: LatentSpec) -> list[Sample]:
     are missing, how many are empty, how many images are smaller than their bucket and so upscaled, and how many clips
     are slower than asked for or HDR.
 
-    Raises: ValueError for a folder that is missing or holds no image; for files that cannot be used, naming all of
+    Raises: Stopped when should_stop() became true; ValueError for a folder that is missing, holds no image, or far more
+        files than a dataset; for files that cannot be used, naming all of
         them with the reason; for a resolution below the model's smallest side, or a clip length it does not take.
     """
     from PIL import Image
@@ -143,10 +150,12 @@ def scan_folders(config: DataConfig, latent: LatentSpec) -> list[Sample]:
     step = bucket_step(config, latent)
     choices = [make_buckets(resolution, step, config.max_aspect_ratio) for resolution in config.resolutions]
     plan = make_clip_plan(config, latent)
-    found = [(folder, *files) for folder in config.folders for files in _list_folder(folder, config.use_masks, latent)]
+    ask = _stopper(should_stop)
+    found = [
+        (folder, *files) for folder in config.folders for files in _list_folder(folder, config.use_masks, latent, ask)
+    ]
     Image.init()  # not thread-safe: in two threads at once, one would not know the formats yet
-    with ThreadPoolExecutor() as pool:
-        pictures = list(pool.map(lambda entry: _inspect(entry[1], entry[2], plan, latent), found))
+    pictures = _in_threads(lambda entry: _inspect(entry[1], entry[2], plan, latent), found, ask)
     _refuse_problems(pictures)
     samples = []
     for (folder, _, _), picture in zip(found, pictures, strict=True):
@@ -154,25 +163,53 @@ def scan_folders(config: DataConfig, latent: LatentSpec) -> list[Sample]:
             samples += _make_samples(picture, buckets) * folder.repeats
     _warn_of_missing_captions(pictures)
     _warn_of_empty_captions(pictures)
+    _warn_of_shared_captions(pictures)
     _warn_of_small_images(pictures, samples)
     _warn_of_clips(pictures, plan)
-    _refuse_masks_outside(samples, latent)
+    _refuse_masks_outside(samples, latent, ask)
     return samples
 
 
-def _list_folder(folder: FolderConfig, use_masks: bool, latent: LatentSpec) -> list[tuple[Path, Path | None]]:
+def _stopper(should_stop: Callable[[], bool]) -> Callable[[], None]:
+    def ask() -> None:
+        if should_stop():
+            raise Stopped("stopped while the dataset was looked at; nothing was done yet")
+
+    return ask
+
+
+def _in_threads(work: Callable[[_S], _T], items: Sequence[_S], ask: Callable[[], None]) -> list[_T]:
+    """What work makes of every item, in order; asked before each, and what has not begun is dropped at a stop."""
+    with ThreadPoolExecutor() as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            done = []
+            for future in futures:
+                ask()
+                done.append(future.result())
+            return done
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _list_folder(
+    folder: FolderConfig, use_masks: bool, latent: LatentSpec, ask: Callable[[], None]
+) -> list[tuple[Path, Path | None]]:
     """The images and clips of a folder with their masks, sorted by name.
 
-    Raises: ValueError if there is none; for a mask that is no PNG.
+    Raises: ValueError if there is none; for a mask that is no PNG; for a folder that holds too much.
     """
     root = Path(folder.path)
     if not root.is_dir():
         raise ValueError(f"the dataset folder {root} does not exist; give a folder of images")
-    entries = sorted((entry for entry in root.iterdir() if not entry.name.startswith(".")), key=lambda f: f.name)
+    looked = Looked(ask)
+    entries = looked.entries(root)
+    _warn_of_dangling_links(root, entries)
     files = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in _SUFFIXES]
     taken = {file.stem for file in files}  # cat.txt is the caption of cat.png, and not of a folder cat beside it
     folders = [entry for entry in entries if entry.is_dir()]
-    sequences = [entry for entry in folders if entry.name not in taken and _caption_file(entry).is_file()]
+    sequences = [entry for entry in folders if entry.name not in taken and os.path.isfile(_caption_file(entry))]
     images = sorted([*(file for file in files if not _is_mask_name(file)), *sequences], key=lambda f: f.name)
     masks = {file.stem.removesuffix(_MASK_END): file for file in files if _is_mask_name(file)}
     stems = {_stem(image) for image in images}
@@ -187,7 +224,7 @@ def _list_folder(folder: FolderConfig, use_masks: bool, latent: LatentSpec) -> l
             "it" if len(orphans) == 1 else "them",
         )
     if latent.is_video:
-        _warn_of_unused_folders(root, [entry for entry in folders if entry not in sequences])
+        _warn_of_unused_folders(root, [entry for entry in folders if entry not in sequences], looked)
     if not images:
         raise ValueError(
             f"no images in {root}; looked for names ending in {', '.join(_SUFFIXES)} (not in _mask.png, which are "
@@ -197,8 +234,9 @@ def _list_folder(folder: FolderConfig, use_masks: bool, latent: LatentSpec) -> l
     return [(image, masks.get(_stem(image)) if use_masks else None) for image in images]
 
 
-def _warn_of_unused_folders(root: Path, folders: Sequence[Path]) -> None:
-    unused = [folder.name for folder in folders if os.access(folder, os.R_OK | os.X_OK) and sequence_files(folder)]
+def _warn_of_unused_folders(root: Path, folders: Sequence[Path], looked: Looked) -> None:
+    readable = [folder for folder in folders if os.access(folder, os.R_OK | os.X_OK)]
+    unused = [folder.name for folder in readable if sequence_files(folder, looked)]
     if unused:
         _log.warning(
             "%s: sub-folders with images are not used: %s; if one is a clip, put its caption beside it, named like the "
@@ -273,9 +311,16 @@ def _cut_clip(path: Path, clip: ClipInfo | None, plan: ClipPlan) -> tuple[tuple[
 def _read_caption(path: Path) -> str | None:
     """The caption without blanks around it; None if there is no such file.
 
-    Raises: ValueError naming the file if it is not UTF-8.
+    Raises: ValueError naming the file if it is not UTF-8, no ordinary file, or too long for a caption.
     """
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would keep us waiting, a device has no end
+            raise ValueError(f"{path}: is no ordinary file; put a text file in its place")
+        if status.st_size > _MAX_CAPTION_BYTES:
+            raise ValueError(
+                f"{path}: has {status.st_size} bytes, which is no caption; give a text of up to {_MAX_CAPTION_BYTES}"
+            )
         return path.read_text(encoding="utf-8-sig").strip()
     except FileNotFoundError:
         return None
@@ -353,10 +398,38 @@ def _warn_of_empty_captions(pictures: Sequence[_Picture]) -> None:
         )
 
 
-def _refuse_masks_outside(samples: Sequence[Sample], latent: LatentSpec) -> None:
-    masked = {(sample.mask_path, sample.crop): sample for sample in samples if sample.mask_path}.values()
+def _warn_of_shared_captions(pictures: Sequence[_Picture]) -> None:
+    by_caption: dict[Path, list[str]] = {}
+    for path in dict.fromkeys(picture.path for picture in pictures if picture.caption is not None):
+        by_caption.setdefault(_caption_file(path), []).append(path.name)
+    shared = [f"{caption.name} of {' and '.join(names)}" for caption, names in by_caption.items() if len(names) > 1]
+    if shared:
+        _log.warning(
+            "%d caption files are each the caption of several: %s; give each image or clip a name of its own",
+            len(shared),
+            _names(shared),
+        )
+
+
+def _warn_of_dangling_links(root: Path, entries: Sequence[Path]) -> None:
+    dangling = [entry.name for entry in entries if entry.is_symlink() and not entry.exists()]
+    if dangling:
+        _log.warning(
+            "%s: %d links lead to nothing and are not used: %s; mend or remove them",
+            root,
+            len(dangling),
+            _names(dangling),
+        )
+
+
+def _refuse_masks_outside(samples: Sequence[Sample], latent: LatentSpec, ask: Callable[[], None]) -> None:
+    masked = list({(sample.mask_path, sample.crop): sample for sample in samples if sample.mask_path}.values())
     stride = latent.spatial_stride
-    empty = [s for s in masked if not load_mask(s, (s.bucket[0] // stride, s.bucket[1] // stride)).any()]
+
+    def is_empty(sample: Sample) -> bool:
+        return not load_mask(sample, (sample.bucket[0] // stride, sample.bucket[1] // stride)).any()
+
+    empty = [sample for sample, found in zip(masked, _in_threads(is_empty, masked, ask), strict=True) if found]
     if empty:
         raise ValueError(
             f"{_names([str(s.mask_path) for s in empty])}: nothing white is left after cropping the image to its "
@@ -473,7 +546,7 @@ def _read_mask(path: Path) -> torch.Tensor:
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as file:
+        with opened(path) as file:
             image: PilImage = ImageOps.exif_transpose(file)
             is_16_bit = image.mode.startswith("I")
             values = np.asarray(image if is_16_bit else image.convert("L"), dtype=np.float32)

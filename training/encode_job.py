@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from ..caching.encode import (
+    NONE_OUTDATED,
     FolderLatents,
     ImageRequest,
     fill_images,
@@ -21,7 +22,7 @@ from ..caching.encode import (
 )
 from ..caching.encoded import store_of_encoded
 from ..caching.sources import LatentSource, TextSource
-from ..caching.store import CacheStore
+from ..caching.store import CacheStore, Stamp
 from ..parallel.devices import find_device, release_cached_memory
 from .batches import CachedSamples
 from .config import JobConfig
@@ -131,12 +132,12 @@ def fill_captions(
     should_stop: Callable[[], bool] = never,
     encoders: StockEncoders = NO_ENCODERS,
     *,
-    not_before_s: float = 0.0,
+    outdated: Mapping[str, Stamp] = NONE_OUTDATED,
 ) -> dict[str, str]:
     """Compute the captions that the cache does not hold yet, the text encoders being freed before this returns.
 
     Args:
-        not_before_s: entries written earlier than this, as time.time() counts, are computed again; 0 for none.
+        outdated: entries that are computed again while they have these stamps, from CacheStore.stamps.
     Returns: caption -> entry; {} for a dataset that arrived encoded.
     Raises: Stopped when should_stop() became true; OSError naming the file if the folder cannot be written. What was
         done stays in the cache.
@@ -151,7 +152,7 @@ def fill_captions(
         cache_store(plan.job),
         tell_progress(events, pace),
         should_stop,
-        not_before_s=not_before_s,
+        outdated=outdated,
         on_begin=pace.restart,
     )
 
@@ -162,7 +163,7 @@ def fill_latents(
     should_stop: Callable[[], bool] = never,
     encoders: StockEncoders = NO_ENCODERS,
     *,
-    not_before_s: float = 0.0,
+    outdated: Mapping[str, Stamp] = NONE_OUTDATED,
 ) -> dict[ImageRequest, str]:
     """As fill_captions, for the images; the VAE is freed before this returns.
 
@@ -178,7 +179,7 @@ def fill_latents(
         cache_store(plan.job),
         tell_progress(events, pace),
         should_stop,
-        not_before_s=not_before_s,
+        outdated=outdated,
         on_begin=pace.restart,
     )
     release_cached_memory()

@@ -20,7 +20,6 @@ from ..assembly import Assembled, assemble_for_training
 from ..caching.encode import Stopped, never
 from ..caching.key import file_fingerprint, folder_fingerprint, settings_fingerprint
 from ..caching.text_place import check_text_device
-from ..caching.vae import find_vae
 from ..families.spec import LatentSpec, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
 from ..loading.lora_layouts import check_lora_layout
@@ -46,16 +45,19 @@ from .adapter import LoraHandle, apply_lora
 from .batches import CachedSamples
 from .calibration import CalibratedPlanner
 from .cards import Card, cards_of
+from .cautions import give_cautions
 from .checkpoint import TrainingState, list_checkpoints, load_checkpoint
 from .config import DataConfig, FolderConfig, JobConfig, differing_keys, make_job
 from .data import BatchOrder, Sample, TrainingSample, dataset_fingerprint, scan_folders
 from .encode_job import cache_job
+from .encoder_check import check_job_vae, check_text_encoder_files
 from .events import EventLog, Listener
-from .job_plan import JobPlan, component_folder, stock_reader, vae_path
+from .job_plan import JobPlan, component_folder, stock_reader
 from .loop import Trainer, checkpoint_folder
 from .lora_output import lora_file_tensors, save_lora, warn_of_losses
 from .objective import make_noise_schedule
 from .optimizer import make_optimizer
+from .places import check_places
 from .plan_request import make_square
 from .plan_view import Comparison, compare, describe_comparison, describe_pace
 from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket, plan_training
@@ -95,21 +97,24 @@ class TrainingResult:
     pace: str = ""
 
 
-def check_job(job: JobConfig, *, is_to_train: bool = True, host_share: int = 1) -> JobPlan:
+def check_job(
+    job: JobConfig, *, is_to_train: bool = True, host_share: int = 1, should_stop: Callable[[], bool] = never
+) -> JobPlan:
     """Everything that can be refused before weights are loaded.
 
     Args:
         host_share: jobs that share the host's free memory.
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
     Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
-        or settings that contradict the model.
+        or settings that contradict the model; Stopped when should_stop() became true while images are looked at.
     """
-    read = _read(job)
+    read = _read(job, should_stop=should_stop)
     job, info, variant = read.job, read.info, read.variant
     schedule = make_noise_schedule(job.objective, info.family, variant)
     eval_samples: tuple[Sample, ...] = ()
     if job.evaluation.folder:
-        eval_samples = tuple(scan_folders(_evaluation_data(job), info.family.latent_of(variant)))
+        latent = info.family.latent_of(variant)
+        eval_samples = tuple(scan_folders(_evaluation_data(job), latent, should_stop))
     samples, encoded, model = read.samples, read.encoded, read.model
     _refuse_stills(variant, (*samples, *eval_samples), encoded)
     largest = read.largest
@@ -130,6 +135,8 @@ def check_job(job: JobConfig, *, is_to_train: bool = True, host_share: int = 1) 
     _check_tools(plan)
     if is_to_train:
         warn_of_losses(plan)
+        check_places(job)
+        give_cautions(plan)
     return plan
 
 
@@ -159,7 +166,13 @@ class _Read:
         return _largest(self.samples, self.encoded, self.info.family.latent_of(self.variant))
 
 
-def _read(job: JobConfig, info: CheckpointInfo | None = None, *, has_data: bool = True) -> _Read:
+def _read(
+    job: JobConfig,
+    info: CheckpointInfo | None = None,
+    *,
+    has_data: bool = True,
+    should_stop: Callable[[], bool] = never,
+) -> _Read:
     """Headers and images of a job.
 
     Args:
@@ -179,7 +192,7 @@ def _read(job: JobConfig, info: CheckpointInfo | None = None, *, has_data: bool 
     if not has_data:
         return _Read(job, info, variant, model, targets, (make_square(job.data, variant, latent),), ())
     encoded = _read_encoded(job, info, variant)
-    samples = tuple(scan_folders(job.data, latent)) if not encoded else ()
+    samples = tuple(scan_folders(job.data, latent, should_stop)) if not encoded else ()
     return _Read(job, info, variant, model, targets, samples, encoded)
 
 
@@ -296,6 +309,7 @@ def plan_job(
     has_data: bool = True,
     may_measure: bool = False,
     host_share: int = 1,
+    should_stop: Callable[[], bool] = never,
 ) -> TrainingPlan:
     """How a job would use these cards, which need not exist; () takes this machine's. Reads headers and images only.
 
@@ -307,7 +321,7 @@ def plan_job(
     """
     if cards and may_measure:
         raise ValueError("cards that were named cannot be measured; leave out --calibrate, or --cards")
-    read = _read(job, info, has_data=has_data)
+    read = _read(job, info, has_data=has_data, should_stop=should_stop)
     known = list(cards) or _cards_here(read.job)
     if known is None:
         raise ValueError(
@@ -381,12 +395,14 @@ def _check_encoders(plan: JobPlan) -> None:
     if not cache.text_source:
         encoders = component_folder(plan, cache.text_encoders, "text_encoders")
         dtype = getattr(torch, cache.dtype)
+        for spec in plan.variant.text_encoders:
+            check_text_encoder_files(encoders / spec.folder)
         check_text_device(cache.text_device, plan.variant.text_encoders, encoders, dtype, cache.text_quantize)
         for spec in plan.variant.text_encoders:
             folder_fingerprint(encoders / spec.folder)
             folder_fingerprint(encoders / spec.tokenizer_folder)
     if not cache.latent_source:
-        find_vae(vae_path(plan))
+        check_job_vae(plan)
 
 
 def run_identity(plan: JobPlan) -> dict[str, Any]:
@@ -592,7 +608,10 @@ def run_job(
     """
     if resume:
         job = _as_decided(job)
-    plan = check_job(job, host_share=host_share)
+    try:
+        plan = check_job(job, host_share=host_share, should_stop=should_stop)
+    except Stopped as stopped:
+        return TrainingResult("stopped", 0, None, {}, [], None, None, None, f"{stopped}; start the job again")
     job = plan.job
     folder = Path(job.output.folder)
     identity = run_identity(plan)

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..families.spec import LatentSpec, Variant
 from ..loading.checkpoint import CheckpointInfo, make_published_info
 from .clips import make_clip_plan
-from .config import DataConfig, JobConfig, ModelScheme, load_job, make_job
+from .config import DataConfig, JobConfig, ModelScheme, job_to_dict, load_job, make_job
 from .data import Sample, bucket_step, make_buckets
 
 _log = logging.getLogger(__name__)
@@ -69,10 +69,16 @@ def make_request(
     if quantize is not None:
         job = replace(job, model=replace(job.model, quantize=quantize))
     if resolution is not None:
-        job = replace(job, data=replace(job.data, resolutions=(resolution,)))
+        job = _with_data(job, resolutions=[resolution])
     if frames is not None:
-        job = replace(job, data=replace(job.data, frames=(frames,)))
+        job = _with_data(job, frames=[frames])
     return PlanRequest(job, info, path is not None and _has_data(job.data, resolution))
+
+
+def _with_data(job: JobConfig, **changes: object) -> JobConfig:
+    """Raises: ValueError naming a value that the setting does not take."""
+    values = job_to_dict(job)
+    return make_job({**values, "data": {**values["data"], **changes}})
 
 
 def _refuse_sizes(resolution: int | None, frames: int | None) -> None:

@@ -1,7 +1,7 @@
 """ComfyUI as the nodes see it. No other module of the pack imports anything of the host's.
 
 Only `comfy_api` is imported with this file; it is what schemas are made of. Everything else of the host is asked for
-inside a function, because it may set up devices. Names from sockets become paths here, and nowhere else.
+inside a function, because it may set up devices. Names from sockets become paths in folders.py.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from comfy_api.v0_0_2 import ComfyExtension, io
 
+from .folders import USE_PATH, find_component, folder_in_input, folder_in_output, readable_path
 from .stock_encoders import HostClip, HostVae
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "USE_PATH",
     "ComfyExtension",
     "HostClip",
     "HostVae",
@@ -33,6 +35,7 @@ __all__ = [
     "folder_in_output",
     "host_memory_freed",
     "io",
+    "is_cancelled",
     "list_checkpoints",
     "list_gpus",
     "list_models",
@@ -42,7 +45,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-USE_PATH = "[path below]"
 EVENT_NAME = "devicebridge.event"
 
 
@@ -74,9 +76,14 @@ class NodeView:
             PromptServer.instance.send_progress_text(text, self.node_id)
 
     def is_cancelled(self) -> bool:
-        from comfy.model_management import processing_interrupted
+        return is_cancelled()
 
-        return processing_interrupted()
+
+def is_cancelled() -> bool:
+    """Whether the user has pressed Cancel and nobody has answered yet."""
+    from comfy.model_management import processing_interrupted
+
+    return processing_interrupted()
 
 
 def cancel() -> NoReturn:
@@ -157,12 +164,12 @@ def list_gpus() -> tuple[torch.device, ...]:
 def find_model(name: str, path: str) -> Path:
     """The checkpoint a loader names: an entry of list_models, or a path of the user's own.
 
-    Raises: ValueError if there is no such file or folder.
+    Raises: ValueError if there is no such file or folder, or nodes may not read it.
     """
     import folder_paths
 
     if name == USE_PATH:
-        return _existing(Path(path).expanduser(), "model") if path.strip() else _refuse_empty_path()
+        return readable_path(path, "model") if path.strip() else _refuse_empty_path()
     found = folder_paths.get_full_path("diffusion_models", name) or _diffusers_folders().get(name)
     if found is None:
         raise ValueError(
@@ -189,69 +196,6 @@ def _diffusers_folders() -> dict[str, str]:
                 found.setdefault(os.path.relpath(folder, base).replace(os.sep, "/"), folder)
                 subfolders.clear()
     return found
-
-
-def find_component(kind: str, name: str) -> str:
-    """Path of a VAE or text encoder: a name inside models/<kind>, or a full path; "" stays "".
-
-    Raises: ValueError if there is nothing of that name.
-    """
-    import folder_paths
-
-    name = name.strip()
-    if not name:
-        return ""
-    path = Path(name).expanduser()
-    if path.is_absolute():
-        return str(_existing(path, kind))
-    candidates = [_inside(Path(base), name, kind) for base in folder_paths.get_folder_paths(kind)]
-    for candidate in candidates:
-        if candidate.exists():
-            return str(candidate)
-    raise ValueError(f"{kind} {name!r} is not there; looked for {', '.join(map(str, candidates))}")
-
-
-def folder_in_input(name: str, what: str) -> Path:
-    """A folder to read from: a name inside the host's input folder, or a full path.
-
-    Raises: ValueError if it is no folder, or if a relative name leads out of the input folder.
-    """
-    import folder_paths
-
-    path = Path(name.strip()).expanduser()
-    if not name.strip():
-        raise ValueError(f"{what} is empty; give the name of a folder in ComfyUI's input folder, or a full path")
-    if not path.is_absolute():
-        path = _inside(Path(folder_paths.get_input_directory()), name.strip(), what)
-    if not path.is_dir():
-        raise ValueError(f"{what} {name!r} is no folder: looked for {path}")
-    return path
-
-
-def folder_in_output(name: str, what: str) -> Path:
-    """A folder to write to, always inside the host's output folder; not made yet.
-
-    Raises: ValueError for a name that leads elsewhere.
-    """
-    import folder_paths
-
-    return _inside(Path(folder_paths.get_output_directory()), name.strip(), what)
-
-
-def _inside(base: Path, name: str, what: str) -> Path:
-    """base/name without following links, so that a linked folder inside base counts as inside."""
-    normal_base = os.path.normpath(base)
-    path = os.path.normpath(os.path.join(normal_base, name))
-    drive, _ = os.path.splitdrive(name)
-    if drive or path == normal_base or not path.startswith(normal_base + os.sep):
-        raise ValueError(f"{what} {name!r} leads out of {normal_base}; give the name of something inside it")
-    return Path(path)
-
-
-def _existing(path: Path, what: str) -> Path:
-    if not path.exists():
-        raise ValueError(f"{what} {str(path)!r} does not exist")
-    return path
 
 
 def output_entry(path: Path) -> dict[str, str] | None:

@@ -145,6 +145,7 @@ class ShardMixin(_Limited):
 class SplitMixin(_Limited):
     """Patcher of a split model; acts on the home card and brings the other cards' patchers along."""
 
+    object_patches: dict[str, Any]
     companions: tuple[Any, ...] = ()
     _stand_ins: tuple[Any, ...] = ()  # companions of the classic model that stands in for scheduled LoRA
     _makes_stand_in = False

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from devicebridge import processes
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy_host import allow_folders, comfy_python
 
 ROOT = Path(__file__).resolve().parents[2]
 # One thread: tiny matrices only wait for more, and the command line must compute in the same order.
@@ -89,6 +89,7 @@ def start_server(comfyui: Path, base: Path) -> Iterator[Server]:
     """ComfyUI with this pack and the tests' own nodes as its custom nodes, and folders of its own below base."""
     for name in ("custom_nodes", "models", "input", "output", "user"):
         (base / name).mkdir(parents=True, exist_ok=True)
+    allow_folders(base / "user", base.parent, Path("/nowhere"))
     (base / "custom_nodes" / "devicebridge").symlink_to(ROOT)
     for name in ("card_nodes", "stock_nodes"):
         (base / "custom_nodes" / name).symlink_to(ROOT / "tests" / "comfy" / name)

@@ -19,7 +19,7 @@ from devicebridge import headless
 from devicebridge.families.flux2 import FLUX2
 from devicebridge.families.naming import originals_of
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Messages, Server
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy_host import allow_folders, comfy_python
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -330,6 +330,7 @@ def test_comfy_cli_runs_the_example(server: Server, pipeline: Path, dataset: Pat
 @pytest.mark.usefixtures("_comfy_cli")
 def test_devicebridge_run_starts_runs_and_stops(comfyui: Path, pipeline: Path, dataset: Path, tmp_path: Path) -> None:
     """The pack is in no custom_nodes folder here; the run makes it visible."""
+    allow_folders(tmp_path / "user", pipeline, dataset)
     lines: list[str] = []
     result = headless.run_workflow(
         EXAMPLE,
@@ -349,6 +350,7 @@ def test_devicebridge_run_starts_runs_and_stops(comfyui: Path, pipeline: Path, d
 def test_a_timeout_of_devicebridge_run_leaves_a_checkpoint(
     comfyui: Path, pipeline: Path, dataset: Path, tmp_path: Path
 ) -> None:
+    allow_folders(tmp_path / "user", pipeline, dataset)
     folder = tmp_path / "output" / "devicebridge" / "late"
     result = headless.run_workflow(
         EXAMPLE,

@@ -205,10 +205,10 @@ def test_content_is_flushed_before_the_rename_and_the_folder_after(tmp_path, mon
 
 def test_check_tells_whole_missing_and_damaged_and_a_damaged_entry_is_a_miss_afterwards(tmp_path):
     store, joint = CacheStore(tmp_path), "ef" * 32
-    assert store.check(KEY) == "missing" and store.written_s(KEY) == 0
+    assert store.check(KEY) == "missing" and store.stamp(KEY) is None and store.stamps() == {}
     store.put(KEY, _tensors())
     store.link(joint, [KEY])
-    assert store.check(KEY) == store.check(joint) == "whole" and store.written_s(KEY) > 0
+    assert store.check(KEY) == store.check(joint) == "whole" and store.stamps().keys() == {KEY, joint}
     whole = store.path(KEY).read_bytes()
     store.path(KEY).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert store.check(joint) == "whole", "what it links to is checked on its own"

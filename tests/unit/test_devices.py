@@ -29,3 +29,10 @@ def test_without_a_container_the_system_says(tmp_path, monkeypatch):
     for left, expected in ((None, 5 * GB), (9 * GB, 5 * GB), (2 * GB, 2 * GB)):
         monkeypatch.setattr(devices, "_cgroup_bytes", lambda folder, left=left: left)
         assert devices.free_bytes(devices.CPU) == expected
+
+
+@pytest.mark.parametrize("name", ["cpu:7", "cpu:1"])
+def test_a_second_cpu_is_refused(name):
+    with pytest.raises(ValueError, match=f"'{name}' does not exist.*one CPU device, cpu"):
+        devices.find_devices([name])
+    assert devices.find_devices(["cpu:0"]) == devices.find_devices(["cpu"])

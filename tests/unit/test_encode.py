@@ -191,16 +191,34 @@ def test_streamed_captions_go_many_at_a_time_and_are_those_of_a_resident_encoder
         assert torch.equal(streamed["chat_states"], resident["chat_states"])
 
 
-def test_entries_older_than_asked_for_are_computed_again(encoders, tmp_path):
+@pytest.mark.parametrize("date_s", [1000, 1_000_000_000, 5_000_000_000])
+def test_outdated_entries_are_computed_again_whatever_their_dates_and_once(encoders, tmp_path, date_s):
     store = CacheStore(tmp_path / "cache")
     keys, _ = _encode(CAPTIONS, encoders, store, specs=(CLIP,))
-    for caption in CAPTIONS[:4]:
-        os.utime(store.path(keys[caption]), (1000, 1000))
+    for key in store.stamps():
+        os.utime(store.path(key), (date_s, date_s))
+    outdated = {keys[caption]: store.stamp(keys[caption]) for caption in CAPTIONS[:4]}
+    assert _done_of(store, encoders, outdated) == [6, 7, 8, 9, 10]
+    assert _done_of(store, encoders, outdated) == [10]
+
+
+def _done_of(store, encoders, outdated):
+    """What progress tells."""
     seen = []
-    encode_captions(
-        CAPTIONS, (CLIP,), encoders, "cpu", torch.float32, store, lambda *args: seen.append(args), not_before_s=2000.0
-    )
-    assert [done for done, _, _ in seen] == [6, 7, 8, 9, 10]
+
+    def note(done, total, what):
+        seen.append(done)
+
+    encode_captions(CAPTIONS, (CLIP,), encoders, "cpu", torch.float32, store, note, outdated=outdated)
+    return seen
+
+
+def test_what_another_process_has_written_anew_is_not_computed_again(encoders, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    keys, _ = _encode(CAPTIONS, encoders, store, specs=(CLIP,))
+    outdated = store.stamps()
+    store.put(keys[CAPTIONS[0]], store.get(keys[CAPTIONS[0]]))
+    assert _done_of(store, encoders, outdated)[0] == 1
 
 
 def test_the_pace_is_measured_from_when_an_encoder_begins(encoders, tmp_path):

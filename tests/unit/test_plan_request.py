@@ -162,3 +162,15 @@ def test_a_mistake_in_one_of_several_folders_is_no_reason_for_squares(tmp_path):
     folders = [{"path": str(tmp_path / "data")}, {"path": str(tmp_path / "dtaa")}]
     save_job(make_tiny_job(tmp_path, data={"folders": folders}), tmp_path / "job.toml")
     assert make_request(tmp_path / "job.toml", resolution=64).has_data
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"resolution": 99_999_999}, r"data\.resolutions\.0: is a whole number from 1 to 8192 \(found 99999999\)$"),
+        ({"frames": 99_999_999}, r"data\.frames\.0: is a whole number from 1 to 10000 \(found 99999999\)$"),
+    ],
+)
+def test_a_size_that_no_job_takes_is_refused_in_the_words_of_a_job(asked, message):
+    with pytest.raises(ValueError, match=message):
+        make_request(None, model="flux2-dev", **asked)

@@ -1,0 +1,55 @@
+"""What folders hold, looked at with an end: a dataset named "/" or the home folder must not keep anybody waiting.
+
+Nobody looks deeper than a folder and its sub-folders. What is left to bound is how many entries these hold, and that
+whoever waits can stop it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_ENTRIES = 200_000
+_ASK_EVERY = 1000
+
+
+def go_on() -> None:
+    """An `ask` for a look that nobody stops."""
+
+
+@dataclass
+class Looked:
+    """Entries that one look into a folder and its sub-folders has seen.
+
+    Args:
+        ask: called now and then; raises to stop.
+        limit: entries it may see in all.
+    """
+
+    ask: Callable[[], None] = go_on
+    limit: int = -1
+    num_seen: int = 0
+
+    def entries(self, folder: Path) -> list[Path]:
+        """Files and folders in this one that are not hidden, sorted by name.
+
+        Raises: ValueError if this look has seen too many; OSError if the folder cannot be read.
+        """
+        limit = MAX_ENTRIES if self.limit < 0 else self.limit
+        found = []
+        self.ask()
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                self.num_seen += 1
+                if self.num_seen > limit:
+                    raise ValueError(
+                        f"{folder} and what was looked through before hold more than {limit} files and folders, which "
+                        "is no dataset; name the folder in which the images lie"
+                    )
+                if self.num_seen % _ASK_EVERY == 0:
+                    self.ask()
+                if not entry.name.startswith("."):
+                    found.append(entry.name)
+        return [folder / name for name in sorted(found)]

@@ -1,0 +1,200 @@
+"""Names from sockets become paths here, and nowhere else.
+
+A workflow is often somebody else's. So what a node reads lies in a folder that ComfyUI uses itself (input, output,
+temp, user, and every model folder, those of extra_model_paths included), or in one that the user of this machine has
+allowed, once, in a file that no workflow can write:
+
+    # devicebridge.toml in ComfyUI's user folder
+    allowed_folders = ["/data/images", "/mnt/models"]
+
+Links are followed before that is asked, so a link counts as what it leads to. Whatever lies elsewhere is refused before
+anything is asked about it: the message does not tell whether it is there. What is written always lies in ComfyUI's
+output folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NoReturn
+
+from ...listing import Looked, go_on
+
+SETTINGS_NAME = "devicebridge.toml"
+USE_PATH = "[path below]"
+
+
+def folder_in_input(name: str, what: str, ask: Callable[[], None] = go_on) -> Path:
+    """A folder to read from: a name inside the host's input folder, or the full path of one that may be read.
+
+    Args:
+        ask: called while the folder is looked through; raises to stop.
+    Raises: ValueError if it is no folder, if a relative name leads out of the input folder, or if it or something in
+        it lies where nodes may not read.
+    """
+    import folder_paths
+
+    name = name.strip()
+    if not name:
+        raise ValueError(f"{what} is empty; give the name of a folder in ComfyUI's input folder, or a full path")
+    path = _path_of(name, Path(folder_paths.get_input_directory()), what)
+    _refuse_unreadable(path, name, what)
+    if not path.is_dir():
+        raise ValueError(f"{what} {name!r} is no folder: looked for {path}")
+    _refuse_links_outside(path, what, ask)
+    return path
+
+
+def readable_path(name: str, what: str) -> Path:
+    """A file or folder to read from, by its full path.
+
+    Raises: ValueError if it is not there, or lies where nodes may not read.
+    """
+    path = _expanded(name, what)
+    _refuse_unreadable(path, name, what)
+    if not path.exists():
+        raise ValueError(f"{what} {str(path)!r} does not exist")
+    _refuse_links_outside(path, what)
+    return path
+
+
+def find_component(kind: str, name: str) -> str:
+    """Path of a VAE or text encoder: a name inside models/<kind>, or a full path; "" stays "".
+
+    Raises: ValueError if there is nothing of that name, or nodes may not read it.
+    """
+    import folder_paths
+
+    name = name.strip()
+    if not name:
+        return ""
+    if _expanded(name, kind).is_absolute():
+        return str(readable_path(name, kind))
+    candidates = [_inside(Path(base), name, kind) for base in folder_paths.get_folder_paths(kind)]
+    for candidate in candidates:
+        if candidate.exists():
+            return str(readable_path(str(candidate), kind))
+    raise ValueError(f"{kind} {name!r} is not there; looked for {', '.join(map(str, candidates))}")
+
+
+def folder_in_output(name: str, what: str) -> Path:
+    """A folder to write to, always inside the host's output folder; not made yet.
+
+    Raises: ValueError for a name that leads elsewhere.
+    """
+    import folder_paths
+
+    return _inside(Path(folder_paths.get_output_directory()), name.strip(), what)
+
+
+# --- where nodes may read --------------------------------------------------------------------------------------------
+
+
+def settings_file() -> Path:
+    """Where the user allows folders; it need not exist. ComfyUI's own web interface writes in sub-folders only."""
+    import folder_paths
+
+    return Path(folder_paths.get_user_directory()) / SETTINGS_NAME
+
+
+def _refuse_unreadable(path: Path, name: str, what: str) -> None:
+    """Raises: ValueError if it lies neither in a folder of ComfyUI's nor in one the user has allowed."""
+    if not _is_below(path, _readable_folders()):
+        _refuse(f"{what} {name!r}", path)
+
+
+def _refuse(what: str, path: Path) -> NoReturn:
+    raise ValueError(
+        f"{what} is not in a folder that nodes read from: those of ComfyUI (input, output, models, temp, user), and "
+        f"those that you allow. Move it into one, or allow its folder once, in {settings_file()}:\n"
+        f"allowed_folders = [{_quoted(path)}]"
+    )
+
+
+def _refuse_links_outside(path: Path, what: str, ask: Callable[[], None] = go_on) -> None:
+    """Raises: ValueError for a link in this folder, or one folder below, to where nodes may not read."""
+    if not path.is_dir():
+        return
+    looked, folders = Looked(ask), _readable_folders()
+    entries = looked.entries(path)
+    inner = [entry for entry in entries if entry.is_dir() and os.access(entry, os.R_OK | os.X_OK)]
+    for entry in (*entries, *(each for folder in inner if not folder.is_symlink() for each in looked.entries(folder))):
+        if entry.is_symlink() and not _is_below(entry, folders):
+            _refuse(f"{what}: the link {str(entry)!r} leads to what", entry)
+
+
+def _readable_folders() -> list[str]:
+    import folder_paths
+
+    own = [
+        folder_paths.get_input_directory(),
+        folder_paths.get_output_directory(),
+        folder_paths.get_temp_directory(),
+        folder_paths.get_user_directory(),
+        folder_paths.models_dir,
+    ]
+    kinds = folder_paths.folder_names_and_paths.items()
+    of_models = [base for kind, (bases, *_) in kinds if kind != "custom_nodes" for base in bases]
+    return [os.path.realpath(folder) for folder in (*own, *of_models, *_allowed_folders())]
+
+
+def _allowed_folders() -> list[str]:
+    """Those of the settings file; none where it is not there.
+
+    Raises: ValueError naming the file if it holds something else.
+    """
+    import tomlkit
+
+    file = settings_file()
+    try:
+        values = tomlkit.parse(file.read_text(encoding="utf-8-sig")).unwrap()
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); repair or remove it") from error
+    folders = values.pop("allowed_folders", [])
+    is_list = isinstance(folders, list) and all(isinstance(folder, str) for folder in folders)
+    if values or not is_list or not all(Path(folder).expanduser().is_absolute() for folder in folders):
+        raise ValueError(
+            f"{file} holds {', '.join(values) or folders!r}; it holds full paths of folders, such as "
+            'allowed_folders = ["/data/images"], and nothing else'
+        )
+    return [str(Path(folder).expanduser()) for folder in folders]
+
+
+def _is_below(path: Path, folders: Iterable[str]) -> bool:
+    real = os.path.normcase(os.path.realpath(path))
+    return any(Path(real).is_relative_to(os.path.normcase(folder)) for folder in folders)
+
+
+def _quoted(path: Path) -> str:
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def _path_of(name: str, base: Path, what: str) -> Path:
+    path = _expanded(name, what)
+    return path if path.is_absolute() else _inside(base, name, what)
+
+
+def _expanded(name: str, what: str) -> Path:
+    from ...training.ranges import check_path
+
+    try:
+        return Path(check_path(name.strip())).expanduser()
+    except (ValueError, RuntimeError) as error:  # the latter for a user whose home folder nobody knows
+        raise ValueError(f"{what} {error}") from error
+
+
+def _inside(base: Path, name: str, what: str) -> Path:
+    """base/name without following links."""
+    _expanded(name, what)
+    normal_base = os.path.normpath(base)
+    path = os.path.normpath(os.path.join(normal_base, name))
+    drive, _ = os.path.splitdrive(name)
+    if drive or path == normal_base or not path.startswith(normal_base + os.sep):
+        raise ValueError(f"{what} {name!r} leads out of {normal_base}; give the name of something inside it")
+    return Path(path)

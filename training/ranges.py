@@ -1,0 +1,116 @@
+"""What a setting may be, said where the setting is defined: a range of numbers, a path, a file name.
+
+Each is part of a field's type, as in `rank: Annotated[int, Range(1, 1024)] = 16`, so a config cannot be built without
+it. The ends lie far outside of what trains well: they keep out what trains nothing or takes all memory.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, GetCoreSchemaHandler, ValidationError, ValidatorFunctionWrapHandler
+from pydantic_core import CoreSchema, core_schema
+
+LONGEST_PART = 255  # bytes of a file's or folder's name on Linux, macOS and, in characters, Windows
+# What we add to a name: an expert's, the ending, and while it is written a dot before and ".<32 digits>.tmp" behind.
+_ROOM_FOR_ENDINGS = len("." + "_high_noise" + ".safetensors" + "." + "0" * 32 + ".tmp")
+LONGEST_NAME = LONGEST_PART - _ROOM_FOR_ENDINGS
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a setting may be, ends included; of a whole number's setting, whole ones.
+
+    Args:
+        or_zero: whether 0 is one of them too, meaning "off".
+        hint: what to do in place of a value outside; "" says the range alone.
+    """
+
+    low: float
+    high: float
+    or_zero: bool = False
+    hint: str = ""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        kind = "whole number" if source is int else "number"
+
+        def check(value: Any, convert: ValidatorFunctionWrapHandler) -> Any:
+            number = _converted(value, convert)
+            if number is None or not (self.low <= number <= self.high or self.or_zero and number == 0):
+                raise ValueError(self.describe(kind))
+            return number
+
+        return core_schema.no_info_wrap_validator_function(check, handler(source))
+
+    def describe(self, kind: str = "number") -> str:
+        ends = f"is {'0 or ' if self.or_zero else ''}a {kind} from {_spelt(self.low)} to {_spelt(self.high)}"
+        return f"{ends}; {self.hint}" if self.hint else ends
+
+
+def _converted(value: Any, convert: ValidatorFunctionWrapHandler) -> Any:
+    """The number; None for what is none. True and "3" would become numbers, and are mistakes."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return convert(value)
+    except ValidationError:
+        return None
+
+
+def problems_of(error: ValidationError) -> list[Any]:
+    """What is wrong, without a list's complaint that values which are refused themselves are missing from it."""
+    problems = error.errors()
+    places = [problem["loc"] for problem in problems]
+    return [each for each in problems if each["type"] != "too_short" or not _has_inner(each["loc"], places)]
+
+
+def _has_inner(place: tuple[Any, ...], places: list[tuple[Any, ...]]) -> bool:
+    return any(len(other) > len(place) and other[: len(place)] == place for other in places)
+
+
+def _spelt(number: float) -> str:
+    return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+def check_path(text: str) -> str:
+    """The text, if a file system can hold a path like it.
+
+    Raises: ValueError for NUL, or a part that is too long.
+    """
+    if "\0" in text:
+        raise ValueError(f"holds the character NUL, which no path has: {text!r}; remove it")
+    for part in Path(text).parts:
+        if len(os.fsencode(part)) > LONGEST_PART:
+            raise ValueError(
+                f"has a part of {len(os.fsencode(part))} bytes, {part[:20]!r}..., and file systems take "
+                f"{LONGEST_PART}; choose a shorter name"
+            )
+    return text
+
+
+def _refuse_empty(text: str) -> str:
+    if not text.strip():
+        raise ValueError("is empty; give a path")
+    return text
+
+
+def check_file_name(text: str) -> str:
+    """A file name that stays one with all endings that we add.
+
+    Raises: ValueError for folders in it, characters that no file name has, or one that is too long.
+    """
+    if not text or Path(text).name != text or text in {".", ".."} or not text.isprintable():
+        raise ValueError(f"output.name is a plain file name without folders, not {text!r}")
+    if len(os.fsencode(text)) > LONGEST_NAME:
+        raise ValueError(
+            f"output.name has {len(os.fsencode(text))} bytes, and with the endings of the files that are named after "
+            f"it only {LONGEST_NAME} fit; choose a shorter one"
+        )
+    return text
+
+
+PathText = Annotated[str, AfterValidator(check_path)]
+RequiredPath = Annotated[PathText, AfterValidator(_refuse_empty)]
