@@ -45,7 +45,7 @@ _QUIET = {"DO_NOT_TRACK": "1", "COMFY_NO_TELEMETRY": "1"}
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SPLIT_LINE = re.compile(r"(?:\[(\w+)\] )?(split: .*)")  # behind the level tag of ComfyUI's log
 
-Say = Callable[[str], None]
+Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
