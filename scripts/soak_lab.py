@@ -43,15 +43,17 @@ class Child:
     pid: int
     log: Path
     status: int | None = None
+    is_late: bool = False
 
     def text(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:
-        """Its exit code, negative where a signal ended it; -9 if it did not end in time."""
+        """Its exit code, negative where a signal ended it; one that does not end in time is killed, and is_late."""
         end = time.monotonic() + timeout_s
         while not self.is_over():
             if time.monotonic() > end:
+                self.is_late = True
                 os.kill(self.pid, signal.SIGKILL)
             time.sleep(0.01)
         assert self.status is not None
@@ -146,16 +148,18 @@ class Lab:
         """That this run ended well, and left exactly what the undisturbed one left."""
         row.runs += 1
         code, name = child.wait(), child.log.stem
+        row.expect(not child.is_late, f"{name}: hung")
         row.expect(code == 0, f"{name}: exit code {code}: {child.text()[-400:]}")
         row.expect(lora_file(job).exists() and lora_file(job).read_bytes() == self.lora, f"{name}: the LoRA is another")
         row.expect(entries(job) == self.entries, f"{name}: the cache is another")
-        left = [path for path in Path(job.output.folder).parent.rglob("*") if path.suffix in {".tmp", ".lock"}]
+        left = list(Path(job.output.folder).parent.rglob("*.tmp"))  # a claim's file may stay until pruning
         row.expect(not left, f"{name}: left behind {', '.join(path.name for path in left)}")
 
     def check_ended(self, job: Any, child: Child, row: Row, *codes: int, says: str = "") -> None:
         """That a disturbed run ended as it should, and that all that it called saved is there."""
         row.runs += 1
         code, text, name = child.wait(), child.text(), child.log.stem
+        row.expect(not child.is_late, f"{name}: hung")
         row.expect(code in codes, f"{name}: exit code {code}, not {' or '.join(map(str, codes))}: {text[-400:]}")
         row.expect("Traceback" not in text, f"{name}: a traceback: {text[-400:]}")
         row.expect(says in text, f"{name}: does not name {says}: {text[-400:]}")
