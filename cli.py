@@ -9,12 +9,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .stopping import STOPPED, say, stop_on_signal
 from .version import VERSION
 
 if TYPE_CHECKING:
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. A problem the user can mend is one message on stderr and code 2."""
+    """Run one command; returns its exit code.
+
+    A problem the user can mend is one message on stderr and code 2; a Ctrl-C that nothing else answers is one line
+    and 130.
+    """
     options = _make_parser().parse_args(arguments)
     set_up_logging(is_verbose=options.verbose)
     try:
@@ -33,8 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         if options.verbose:
             raise
-        print(f"devicebridge: {error}", file=sys.stderr)
+        say(f"devicebridge: {error}", sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more, while Python ends, would print a traceback
+        say("devicebridge: interrupted", sys.stderr)
+        return STOPPED
 
 
 def set_up_logging(*, is_verbose: bool = False) -> None:
@@ -159,17 +167,17 @@ def _train(options: argparse.Namespace) -> int:
     job = load_job(options.job)
     if job.model.second_expert:
         return _train_pair(options, job)
-    with _stop_on_signal() as should_stop:
-        result = run_job(job, resume=options.resume, on_event=_Terminal(), should_stop=should_stop)
+    with stop_on_signal() as stop:
+        result = run_job(job, resume=options.resume, on_event=_Terminal(stop.ask), should_stop=stop)
     if result.step >= job.train.steps and options.resume:
-        print(f"complete: {result.step} of {job.train.steps} steps are done")
+        say(f"complete: {result.step} of {job.train.steps} steps are done")
     if result.eval_before is not None and result.eval_after is not None:
-        print(f"evaluation loss: {result.eval_before:.6f} before, {result.eval_after:.6f} after {result.step} steps")
+        say(f"evaluation loss: {result.eval_before:.6f} before, {result.eval_after:.6f} after {result.step} steps")
     if result.lora_path is not None:
-        print(f"LoRA: {result.lora_path}")
+        say(f"LoRA: {result.lora_path}")
     if result.status == "stopped":
-        print(f"{result.resume_hint}: devicebridge train {options.job} --resume")
-        return 130
+        say(f"{result.resume_hint}: devicebridge train {options.job} --resume")
+        return STOPPED
     return 0
 
 
@@ -178,18 +186,18 @@ def _train_pair(options: argparse.Namespace, job: JobConfig) -> int:
     from .training.concurrent import run_pair
 
     devices = [str(device) for device in find_devices(job.split.devices)]
-    with _stop_on_signal() as should_stop:
-        result = run_pair(job, devices, resume=options.resume, on_event=_Terminal(), should_stop=should_stop)
+    with stop_on_signal() as stop:
+        result = run_pair(job, devices, resume=options.resume, on_event=_Terminal(stop.ask), should_stop=stop)
     for name, expert in result.experts.items():
         done = f"{name}: {expert.step} of {job.train.steps} steps are done"
         if expert.eval_before is not None and expert.eval_after is not None:
             done += f", evaluation loss {expert.eval_before:.6f} before, {expert.eval_after:.6f} after"
-        print(done)
+        say(done)
         if expert.lora_path:
-            print(f"LoRA: {expert.lora_path}")
+            say(f"LoRA: {expert.lora_path}")
     if not result.is_finished:
-        print(f"stopped; what is done is saved: devicebridge train {options.job} --resume")
-        return 130
+        say(f"stopped; what is done is saved: devicebridge train {options.job} --resume")
+        return STOPPED
     return 0
 
 
@@ -296,16 +304,16 @@ def _fill_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart], *, is
     fill = {"captions": fill_captions, "latents": fill_latents}
     stores = [cache_store(plan.job) for plan in plans.values()]
     outdated = {store.folder: store.stamps() for store in stores} if is_anew else {}
-    with _stop_on_signal() as should_stop:
+    with stop_on_signal() as stop:
         for plan in plans.values():
             stamps = outdated.get(cache_store(plan.job).folder, NONE_OUTDATED)
-            with EventLog(Path(plan.job.output.folder), _Terminal()) as events:
+            with EventLog(Path(plan.job.output.folder), _Terminal(stop.ask)) as events:
                 try:
                     for part in parts:
-                        fill[part](plan, events, should_stop, outdated=stamps)
+                        fill[part](plan, events, stop, outdated=stamps)
                 except Stopped as stopped:
-                    print(stopped)
-                    return 130
+                    say(str(stopped))
+                    return STOPPED
     return 0
 
 
@@ -333,13 +341,13 @@ def _prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> i
 def _run(options: argparse.Namespace) -> int:
     from .headless import run_workflow
 
-    result = run_workflow(options.workflow, comfyui=options.comfyui, timeout_s=options.timeout, on_progress=print)
+    result = run_workflow(options.workflow, comfyui=options.comfyui, timeout_s=options.timeout, on_progress=say)
     for path in result.outputs:
-        print(path)
+        say(str(path))
     if result.message:
-        print(result.message, file=sys.stderr)
+        say(result.message, sys.stderr)
     if result.log:
-        print(f"ComfyUI's log: {result.log}", file=sys.stderr)
+        say(f"ComfyUI's log: {result.log}", sys.stderr)
     return result.exit_code
 
 
@@ -351,35 +359,18 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0
 
 
-@contextmanager
-def _stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM ask for a stop between two steps; a second Ctrl-C interrupts at once."""
-    asked = False
-
-    def ask(number: int, frame: object) -> None:
-        nonlocal asked
-        asked = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("stopping; what is done is saved", file=sys.stderr, flush=True)
-
-    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: asked
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 class _Terminal:
     """Prints a job's events; an object of this class is what `on_event` takes.
 
     In a terminal, progress is one line that is written over; elsewhere a line now and then, so that a log stays short.
+    Where nobody can read any more, on_gone is called.
     """
 
     _INTERVAL_S = 2.0
     _BAR_WIDTH = 24
 
-    def __init__(self) -> None:
+    def __init__(self, on_gone: Callable[[], None] = lambda: None) -> None:
+        self._on_gone = on_gone
         self._is_terminal = sys.stdout.isatty()
         self._is_line_open = False
         self._last_s = 0.0
@@ -390,7 +381,7 @@ class _Terminal:
             return
         if line := _describe(event):
             self._end_line()
-            print(_of_expert(event, line), flush=True)
+            self._say(_of_expert(event, line))
 
     def _show_progress(self, event: Event) -> None:
         line, is_last = _of_expert(event, _describe_progress(event)), event.step == event.total
@@ -398,18 +389,22 @@ class _Terminal:
         if self._is_terminal:
             filled = self._BAR_WIDTH * event.step // max(1, event.total)
             bar = "#" * filled + "." * (self._BAR_WIDTH - filled)
-            print(f"\r[{bar}] {line}\033[K", end="", flush=True)  # the escape clears what a longer line has left
+            self._say(f"\r[{bar}] {line}\033[K", end="")  # the escape clears what a longer line has left
             self._is_line_open = True
             if is_last:
                 self._end_line()
         elif is_last or now_s - self._last_s >= self._INTERVAL_S:
             self._last_s = now_s
-            print(line, flush=True)
+            self._say(line)
 
     def _end_line(self) -> None:
         if self._is_line_open:
-            print(flush=True)
+            self._say("")
         self._is_line_open = False
+
+    def _say(self, line: str, end: str = "\n") -> None:
+        if not say(line, end=end):
+            self._on_gone()
 
 
 def _of_expert(event: Event, line: str) -> str:

@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from . import processes
+from .stopping import STOPPED, interrupt_on_signal
 
 _log = logging.getLogger(__name__)
 
@@ -41,12 +41,11 @@ _SILENCE_TIMEOUT_S = 24 * 3600  # loading a large model says nothing for long
 _PROGRESS_INTERVAL_S = 2.0
 _LOG_INTERVAL_S = 0.5
 _TIMED_OUT = 124
-_CANCELLED = 130
 _QUIET = {"DO_NOT_TRACK": "1", "COMFY_NO_TELEMETRY": "1"}
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SPLIT_LINE = re.compile(r"(?:\[(\w+)\] )?(split: .*)")  # behind the level tag of ComfyUI's log
 
-Say = Callable[[str], None]
+Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def run_workflow(
     base: Path | None = None,
     server_arguments: Sequence[str] = (),
 ) -> RunResult:
-    """Run a workflow in its API or its saved form. Ctrl-C and SIGTERM cancel it, so that training saves a checkpoint.
+    """Run a workflow in its API or its saved form. Ctrl-C, SIGTERM and SIGHUP cancel it once training has saved.
 
     Args:
         comfyui: ComfyUI's folder; None finds it.
@@ -101,12 +100,9 @@ def run_workflow(
     Raises: ValueError for a file that is no workflow; RuntimeError if ComfyUI or comfy-cli is missing or fails.
     """
     graph = set_values(read_workflow(workflow), values or {})
-    installed = find_comfyui(comfyui, base)
-    client = find_comfy_cli()
-    with (
-        tempfile.TemporaryDirectory(prefix="devicebridge-run-") as scratch,
-        _terminate_as_interrupt(),
-    ):
+    with interrupt_on_signal(), tempfile.TemporaryDirectory(prefix="devicebridge-run-") as scratch:
+        installed = find_comfyui(comfyui, base)
+        client = find_comfy_cli()
         edited = Path(scratch) / workflow.name
         edited.write_text(json.dumps(graph), encoding="utf-8")
         on_progress(f"starting ComfyUI in {installed.folder}")
@@ -115,11 +111,11 @@ def run_workflow(
             run = _ClientRun(on_progress)
             with _tell_split_lines(server.log, on_progress):
                 exit_code = _run_client(client, edited, server, run, timeout_s)
-            if exit_code in {_CANCELLED, _TIMED_OUT}:
+            if exit_code in {STOPPED, _TIMED_OUT}:
                 _cancel_and_wait(server, on_progress)
             outputs = _collect_outputs(server, installed)
         log = server.log
-        if exit_code in {0, _CANCELLED}:
+        if exit_code in {0, STOPPED}:
             log.unlink(missing_ok=True)
         return RunResult(exit_code, outputs, run.message, log if log.exists() else None)
 
@@ -550,7 +546,7 @@ def _run_client(client: Path, workflow: Path, server: _Server, run: _ClientRun, 
             exit_code = process.each_line(run.read)
         except KeyboardInterrupt:
             run.message = "cancelled"
-            return _CANCELLED
+            return STOPPED
         finally:
             if timer:
                 timer.cancel()
@@ -558,16 +554,3 @@ def _run_client(client: Path, workflow: Path, server: _Server, run: _ClientRun, 
         run.message = f"cancelled: not done after {timeout_s:.0f} s"
         return _TIMED_OUT
     return exit_code
-
-
-@contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM acts like Ctrl-C, so that the server is stopped too; only the main thread may arrange that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -2,20 +2,31 @@
 
 Who wants to know what the pack runs on a machine reads this file and its callers. A started process leads its own
 group, so that stopping it stops what it started in turn.
+
+A started process ends with us, however we end. We cannot see to that ourselves: nobody hears of SIGKILL. So this file
+is also a program, the guard, that stands between us and what we start. It holds the read end of a pipe whose write end
+is ours alone; when we end, the system closes that, and the guard asks the whole group to end (SIGTERM), gives it time
+to save, and kills it. The guard is there before the command, so there is no moment in which nobody watches. Linux's
+parent-death signal would not do: it reaches no grandchild, and comes when the *thread* that started the process ends.
+Windows has no such signals; there a job object ends the processes at once (windows_job.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 _IS_WINDOWS = os.name == "nt"
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -29,8 +40,13 @@ class Finished:
 class Running:
     """A process in its own group; leaving the `with` block stops the group whatever happens."""
 
-    def __init__(self, process: subprocess.Popen[str], stop_timeout_s: float) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], group: int, release: Callable[[], None], stop_timeout_s: float
+    ) -> None:
+        """group: id of the command's process group; release: closes what the system closes when we end."""
         self._process = process
+        self._group = group
+        self._release = release
         self._stop_timeout_s = stop_timeout_s
         self._is_stopped = False
 
@@ -68,6 +84,7 @@ class Running:
         finally:  # an interrupt while waiting ends it at once
             self._signal_group(kill=True)
         self._process.wait()
+        self._release()
         if self._process.stdout is not None:
             self._process.stdout.close()
 
@@ -83,7 +100,7 @@ class Running:
             if _IS_WINDOWS:
                 self._process.kill() if kill else self._process.terminate()
             else:
-                os.killpg(self._process.pid, signal.SIGKILL if kill else signal.SIGTERM)
+                os.killpg(self._group, signal.SIGKILL if kill else signal.SIGTERM)
 
 
 def start(
@@ -93,8 +110,9 @@ def start(
     environment: Mapping[str, str] | None = None,
     output: IO[Any] | None = None,
     stop_timeout_s: float = 10.0,
+    orphan_timeout_s: float = 10.0,
 ) -> Running:
-    """Start a program without waiting for it.
+    """Start a program without waiting for it. It ends when we do.
 
     Args:
         command: program and arguments.
@@ -102,24 +120,62 @@ def start(
         environment: added to ours.
         output: open file for standard output and errors; None keeps standard output for each_line.
         stop_timeout_s: seconds between asking it to stop and killing it.
+        orphan_timeout_s: the same where we have ended without stopping it.
     Raises: OSError if the program cannot be started.
     """
-    group: dict[str, Any] = {"start_new_session": True}
+    options: dict[str, Any] = {
+        "cwd": folder,
+        "env": {**os.environ, **(environment or {})},
+        "stdin": subprocess.DEVNULL,
+        "stdout": output if output is not None else subprocess.PIPE,
+        "stderr": subprocess.STDOUT if output is not None else subprocess.DEVNULL,
+        "text": True,
+        "encoding": "utf-8",
+        "errors": "replace",
+    }
+    parts = [str(part) for part in command]
     if _IS_WINDOWS:
-        group = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}  # type: ignore[attr-defined]
-    process = subprocess.Popen(
-        [str(part) for part in command],
-        cwd=folder,
-        env={**os.environ, **(environment or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=output if output is not None else subprocess.PIPE,
-        stderr=subprocess.STDOUT if output is not None else subprocess.DEVNULL,
-        text=True,
-        encoding="utf-8",
-        errors="replace",
-        **group,
-    )
-    return Running(process, stop_timeout_s)
+        return _start_in_job(parts, options, stop_timeout_s)
+    lifeline, ours = os.pipe()
+    try:
+        process, group = _start_guarded(parts, options, lifeline, orphan_timeout_s)
+    except BaseException:  # an interrupt too: a guard that has started sees our end closed
+        os.close(ours)
+        raise
+    finally:
+        os.close(lifeline)
+    return Running(process, group, lambda: os.close(ours), stop_timeout_s)
+
+
+def _start_in_job(command: list[str], options: dict[str, Any], stop_timeout_s: float) -> Running:
+    from .windows_job import end_with_us
+
+    flags = subprocess.CREATE_NEW_PROCESS_GROUP  # type: ignore[attr-defined]
+    process = subprocess.Popen(command, creationflags=flags, **options)
+    return Running(process, process.pid, end_with_us(int(process._handle)), stop_timeout_s)  # type: ignore[attr-defined]
+
+
+def _start_guarded(
+    command: list[str], options: dict[str, Any], lifeline: int, orphan_timeout_s: float
+) -> tuple[subprocess.Popen[str], int]:
+    """The guard, whose exit code will be the command's, and the command's process group."""
+    told, tells = os.pipe()
+    guard = [sys.executable, "-I", "-S", str(Path(__file__).resolve())]
+    guard += [str(lifeline), str(tells), str(orphan_timeout_s), *command]
+    with open(told, encoding="ascii") as answers:
+        try:
+            process = subprocess.Popen(guard, start_new_session=True, pass_fds=(lifeline, tells), **options)
+        finally:
+            os.close(tells)
+        kind, _, number = answers.read().partition(" ")
+    if kind == "group":
+        return process, int(number)
+    if process.stdout is not None:
+        process.stdout.close()
+    code = process.wait()
+    if kind == "error":
+        raise OSError(int(number), os.strerror(int(number)), command[0])
+    raise OSError(f"{command[0]} was not started: {sys.executable}, which was to start it, ended with code {code}")
 
 
 def run(
@@ -131,19 +187,90 @@ def run(
 ) -> Finished | None:
     """Run a short program and return its exit code and standard output; None if it cannot start or takes too long."""
     try:
-        done = subprocess.run(
-            [str(part) for part in command],
-            cwd=folder,
-            env={**os.environ, **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=timeout_s,
-            check=False,
-        )
+        with start(command, folder=folder, environment=environment, stop_timeout_s=0.0) as running:
+            output, _ = running._process.communicate(timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return Finished(done.returncode, done.stdout)
+    assert running.exit_code is not None
+    return Finished(running.exit_code, output)
+
+
+# ---- the guard, a program of its own ----
+
+
+def _guard(lifeline: int, tells: int, orphan_timeout_s: float, command: list[str]) -> int:
+    """Start the command in a group of its own, and wait for its end or for that of who holds the lifeline.
+
+    Says "group <its id>" or "error <errno>" through tells. Returns the command's exit code.
+    """
+    polite = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    defaults = [number for number in polite if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays in force
+    for number in polite:
+        signal.signal(number, signal.SIG_IGN)
+    for inherited in (lifeline, tells):
+        os.set_inheritable(inherited, False)
+    woken = _wake_on_child()
+    try:
+        child = os.posix_spawnp(
+            command[0], command, os.environ, setpgroup=0, setsigdef=[*defaults, signal.SIGPIPE, signal.SIGXFSZ]
+        )
+        answer = f"group {child}"
+    except OSError as error:
+        child, answer = 0, f"error {error.errno}"
+    with contextlib.suppress(BrokenPipeError):  # nobody is there any more, as the lifeline will say too
+        os.write(tells, answer.encode())
+    os.close(tells)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # its output ends with it, not with us
+    return _watch(child, lifeline, woken, orphan_timeout_s) if child else 127
+
+
+def _wake_on_child() -> int:
+    """A file descriptor that can be read from whenever a child has ended."""
+    woken, wakes = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    return woken
+
+
+def _watch(child: int, lifeline: int, woken: int, orphan_timeout_s: float) -> int:
+    while True:
+        ready, _, _ = select.select([lifeline, woken], [], [])
+        if lifeline in ready:
+            return _end_orphans(child, orphan_timeout_s)
+        os.read(woken, 512)
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return _end_like(os.waitstatus_to_exitcode(status))
+
+
+def _end_orphans(group: int, timeout_s: float) -> int:
+    """Ask all of a group to end, and kill what is left of it after timeout_s. Its leader is a child of ours."""
+    end = time.monotonic() + timeout_s
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGTERM)
+        while time.monotonic() < end:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(group, os.WNOHANG)
+            os.killpg(group, 0)
+            time.sleep(_POLL_S)
+        os.killpg(group, signal.SIGKILL)
+    return 128 + signal.SIGTERM
+
+
+def _end_like(code: int) -> int:
+    """The exit code, where a signal ended the command by ending from that too, but without a second core dump."""
+    if code >= 0:
+        return code
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(OSError):  # SIGKILL has no handler
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    return 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(_guard(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]))

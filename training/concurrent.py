@@ -30,6 +30,7 @@ from .worker import WorkerResult, worker_command
 
 _log = logging.getLogger(__name__)
 _KILLED_AFTER_S = 30.0  # of a second interrupt; the first one waits for the checkpoint
+_KILLED_AFTER_OURS_S = 300.0  # where this process was killed: a step has to end and a checkpoint to be written
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class _Crew:
         command = worker_command(
             task.file, stop_file, resume=self.resume, also_checks=task.also_checks, host_share=task.host_share
         )
-        with processes.start(command, stop_timeout_s=_KILLED_AFTER_S) as running:
+        with processes.start(command, stop_timeout_s=_KILLED_AFTER_S, orphan_timeout_s=_KILLED_AFTER_OURS_S) as running:
             worker = _Worker(task, running, stop_file)
             reader = threading.Thread(target=self._listen, args=(worker,), name=f"devicebridge-{task.name}")
             reader.start()

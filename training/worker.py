@@ -7,7 +7,7 @@ Every line of standard output that is a JSON object with a "kind" is an event (e
     error    message                 why it ended
 
 Whatever else a library prints there is not ours. The worker stops between two steps, and saves, when a file appears
-that it was told of, when the process that started it is gone, or on SIGTERM and SIGINT.
+that it was told of, when the process that started it is gone, or on Ctrl-C, SIGTERM and SIGHUP.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from ..stopping import StopRequest, stop_signals
 
 ROOT = Path(__file__).resolve().parent.parent
 _START = (
@@ -55,8 +57,8 @@ def worker_command(
         host_share: trainings that share the host's free memory.
     """
     flags = ["--resume"] * resume + ([] if also_checks is None else ["--fill-caches", str(also_checks)])
-    parent = ["--parent", str(os.getpid()), "--host-share", str(host_share)]
-    return [sys.executable, "-c", _START, str(ROOT / "bootstrap.py"), str(job), str(stop_file), *parent, *flags]
+    share = ["--host-share", str(host_share)]
+    return [sys.executable, "-c", _START, str(ROOT / "bootstrap.py"), str(job), str(stop_file), *share, *flags]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,12 +66,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("job", type=Path)
     parser.add_argument("stop_file", type=Path)
-    parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--host-share", type=int, default=1)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--fill-caches", type=Path, metavar="OTHER", help="train nothing; check this job as well")
     options = parser.parse_args(arguments)
-    should_stop = _stop_when_told(options.stop_file, options.parent)
+    should_stop = _stop_when_told(options.stop_file)
     handler, pack = _Tell(), logging.getLogger("devicebridge")  # not what libraries say at import
     pack.addHandler(handler)
     try:
@@ -134,13 +135,9 @@ class _Tell(logging.Handler):
         tell("log", {"level": record.levelno, "message": record.getMessage()})
 
 
-def _stop_when_told(stop_file: Path, parent: int) -> Callable[[], bool]:
-    asked = False
-
-    def ask(number: int, frame: object) -> None:
-        nonlocal asked
-        asked = True
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, ask)
-    return lambda: asked or stop_file.exists() or (os.name != "nt" and os.getppid() != parent)
+def _stop_when_told(stop_file: Path) -> Callable[[], bool]:
+    stop = StopRequest()
+    for number in stop_signals():
+        signal.signal(number, lambda number, frame: stop.ask())
+    parent = os.getppid()
+    return lambda: stop() or stop_file.exists() or os.getppid() != parent

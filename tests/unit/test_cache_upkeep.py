@@ -119,12 +119,13 @@ def test_regenerate_computes_all_again_and_gives_the_same_bytes(job, tmp_path, c
     assert _entries(tmp_path) == before
 
 
-def test_ctrl_c_keeps_what_is_done(job, calls, capsys, monkeypatch):
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_to_stop_keeps_what_is_done(job, calls, capsys, monkeypatch, name):
     count_and_encode = TextEncoder.encode_batch
 
     def interrupt_the_third(encoder, texts):
         if len(calls["text"]) == 2:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(getattr(signal, name))
         return count_and_encode(encoder, texts)
 
     monkeypatch.setattr(TextEncoder, "encode_batch", interrupt_the_third)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -96,3 +99,37 @@ def test_version_is_that_of_the_project_file(capsys):
         main(["--version"])
     assert capsys.readouterr().out.strip() == VERSION
     assert f'version = "{VERSION}"' in (ROOT / "pyproject.toml").read_text()
+
+
+# Nothing of torch is loaded: training is a function that waits, and so is every other command's.
+_WAITING = """
+import runpy, sys, time, types
+runpy.run_path(sys.argv[1])["load_pack"]()
+from devicebridge import cli
+def wait(*args, **kwargs):
+    print("waiting", flush=True)
+    time.sleep(60)
+training = {"config": {"load_job": lambda path: types.SimpleNamespace(model=types.SimpleNamespace(second_expert=""))}}
+training["job"] = {"run_job": wait}
+for name, members in training.items():
+    sys.modules["devicebridge.training." + name] = types.SimpleNamespace(**members)
+for name in ("check", "plan", "cache", "run", "doctor"):
+    setattr(cli, "_" + name, wait)
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
+@pytest.mark.parametrize("command", ["train", "check", "plan", "cache", "run", "doctor"])
+def test_the_ctrl_c_that_ends_a_command_at_once_is_one_line(command):
+    """The second one where the first asks for a checkpoint; test_headless.py has that of `run`."""
+    arguments = [command] if command == "doctor" else [command, "file"]
+    start = [sys.executable, "-c", _WAITING, str(ROOT / "bootstrap.py"), *arguments]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "waiting\n"
+        if command == "train":
+            process.send_signal(signal.SIGINT)
+            assert process.stderr.readline() == "stopping; what is done is saved\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == ("", "devicebridge: interrupted\n")
+    assert process.returncode == 130

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -97,25 +97,42 @@ def _lines(capsys):
 
 def test_a_worker_stops_when_told_and_tells_how_it_ended(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(worker_module.signal, "signal", lambda number, handler: None)
+    parents = [1]
+    monkeypatch.setattr(worker_module.os, "getppid", lambda: parents[-1])
     job, stop_file = tmp_path / "job.toml", tmp_path / "stop"
     save_job(expert_jobs(_job(tmp_path, "pair", train={"steps": 9}), ["cpu"])[0].job, job)
     plain = worker_module.tell
 
     def tell_and_stop(kind, values, step=0, total=0):
         plain(kind, values, step, total)
-        if kind == "step":
+        if kind == "step" and step == 1:
             stop_file.touch()
+        if kind == "step" and step == 2:
+            parents.append(2)  # whoever started it is gone
 
     monkeypatch.setattr(worker_module, "tell", tell_and_stop)
-    arguments = [str(job), str(stop_file), "--parent", str(os.getppid())]
+    arguments = [str(job), str(stop_file)]
     assert worker_module.main(arguments) == 0
     *_, last = _lines(capsys)
     assert last["kind"] == "result" and last["values"]["status"] == "stopped" and last["values"]["step"] == 1
     stop_file.unlink()
     assert worker_module.main(arguments) == 2  # it has checkpoints
     assert "resume it" in _lines(capsys)[-1]["values"]["message"]
-    assert worker_module.main([*arguments[:3], "1", "--resume"]) == 0 or os.name == "nt"
-    assert _lines(capsys)[-1]["values"]["status"] == "stopped"  # whoever started it is gone
+    assert worker_module.main([*arguments, "--resume"]) == 0
+    last = _lines(capsys)[-1]
+    assert (last["values"]["status"], last["values"]["step"]) == ("stopped", 2)
+    newest = sorted((tmp_path / "pair" / "high_noise" / "checkpoints").iterdir())[-1]
+    assert newest.name == "step-000002"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_worker_takes_every_signal_to_stop_as_a_wish_to_save(tmp_path, monkeypatch, name):
+    handlers = {}
+    monkeypatch.setattr(worker_module.signal, "signal", handlers.__setitem__)
+    should_stop = worker_module._stop_when_told(tmp_path / "stop")
+    assert not should_stop()
+    handlers[getattr(signal, name)](getattr(signal, name), None)
+    assert should_stop()
 
 
 _SCRIPT = """
@@ -131,6 +148,8 @@ if action == "fail":
     tell("error", message="its card is on fire")
 elif action == "die":
     sys.exit(7)
+elif action == "look":
+    end("stopped" if os.path.exists(stop_file) else "finished")
 elif action == "wait":
     tell("step", loss=1.0, learning_rate=1.0, elapsed_s=1.0)
     for _ in range(3000):
@@ -171,6 +190,14 @@ def test_on_one_device_they_follow_each_other(tmp_path, scripted):
     stopped = run_pair(job, ["cpu"], on_event=events.append, should_stop=lambda: len(events) > 4)
     assert not stopped.is_finished and stopped.experts["high_noise"].status == "stopped"
     assert scripted[1][3:] == ["caches", "high_noise"]  # the second is not begun
+
+
+def test_a_stop_file_of_an_earlier_run_stops_nothing(tmp_path, scripted):
+    scripted[0].update(caches="look", high_noise="look", low_noise="look")
+    for name in ("high_noise", "low_noise"):
+        (tmp_path / "pair" / name).mkdir(parents=True)
+        (tmp_path / "pair" / name / "stop").touch()
+    assert run_pair(_job(tmp_path, "pair"), ["cpu"]).is_finished
 
 
 def test_an_error_of_one_stops_the_other_and_says_which(tmp_path, scripted, together):

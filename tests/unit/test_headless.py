@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
+import subprocess
 import sys
 import tempfile
 import textwrap
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +34,8 @@ OUTPUTS = {"3": {"images": [{"filename": "x.png", "subfolder": "sub", "type": "o
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
+        if (here / "interrupted").exists() and not (here / "saving").exists():
+            running.clear()
         answers = {"/system_stats": {}, "/history": {"id": {"outputs": OUTPUTS}}, "/queue": {"queue_running": running}}
         body = json.dumps(answers[self.path]).encode()
         self.send_response(200)
@@ -37,7 +43,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_POST(self):
-        running.clear()
         (here / "interrupted").write_text(self.path)
         self.send_response(200)
         self.end_headers()
@@ -52,6 +57,7 @@ FAKE_CLIENT = """#!{python}
 import json, os, pathlib, sys, time
 here = pathlib.Path(__file__).parent
 (here / "client.json").write_text(json.dumps(sys.argv[1:]))
+(here / "client.pid").write_text(str(os.getpid()))
 workflow = pathlib.Path(sys.argv[sys.argv.index("--workflow") + 1])
 (here / "workflow.json").write_text(workflow.read_text())
 print(json.dumps({{"type": "executing", "node": "3", "title": "Train"}}), flush=True)
@@ -235,6 +241,99 @@ def test_ctrl_c_cancels_the_prompt_before_the_server_stops(
     assert (result.exit_code, result.message, result.log) == (130, "cancelled", None)
     assert (comfyui / "interrupted").exists()
     assert not _is_alive(comfyui / "server.pid")
+
+
+COMMAND = """
+import pathlib, runpy, sys
+runpy.run_path(sys.argv[1])["load_pack"]()
+from devicebridge import cli, headless
+headless._comfy_cli = lambda: pathlib.Path(sys.argv[2])
+headless._has_accelerator = lambda python: False
+sys.exit(cli.main(["run", sys.argv[3], "--comfyui", sys.argv[4]]))
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """`devicebridge run` in a process of its own, waiting for a workflow that hangs."""
+    client = _install_client(tmp_path, monkeypatch, HANGS) / "comfy"
+    command = [sys.executable, "-u", "-c", COMMAND, str(headless.ROOT / "bootstrap.py"), str(client)]
+    command += [str(_workflow(tmp_path)), str(comfyui)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any(line == "Train 3/3\n" for line in process.stdout)
+        yield process
+        process.kill()
+
+
+def _until(is_so: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 10
+    while time.monotonic() < end and not is_so():
+        time.sleep(0.02)
+    return is_so()
+
+
+@posix_only
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_cancels_the_prompt_and_ends_what_was_started(
+    tmp_path: Path, comfyui: Path, started: subprocess.Popen[str], name: str
+) -> None:
+    (comfyui / "saving").touch()
+    started.send_signal(getattr(signal, name))
+    assert _until((comfyui / "interrupted").exists)
+    if name != "SIGINT":  # a closing session sends several
+        started.send_signal(getattr(signal, name))
+        time.sleep(0.3)
+    assert started.poll() is None, "it waits until the state is saved"
+    (comfyui / "saving").unlink()
+    out, error = started.communicate(timeout=20)
+    assert (started.returncode, error) == (130, "cancelled\n")
+    assert out.splitlines()[-2:] == [
+        "cancelling; waiting until the state is saved",
+        str(comfyui / "output" / "sub" / "x.png"),
+    ]
+    assert not _is_alive(comfyui / "server.pid") and not _is_alive(tmp_path / "bin" / "client.pid")
+
+
+@posix_only
+def test_a_second_ctrl_c_ends_a_run_at_once_with_one_line(comfyui: Path, started: subprocess.Popen[str]) -> None:
+    (comfyui / "saving").touch()
+    started.send_signal(signal.SIGINT)
+    assert _until((comfyui / "interrupted").exists)
+    started.send_signal(signal.SIGINT)
+    _, error = started.communicate(timeout=20)
+    assert (started.returncode, error) == (130, "devicebridge: interrupted\n")
+    assert not _is_alive(comfyui / "server.pid")
+
+
+@posix_only
+def test_a_killed_run_leaves_neither_server_nor_client(
+    tmp_path: Path, comfyui: Path, started: subprocess.Popen[str]
+) -> None:
+    started.kill()
+    started.wait()
+    for pid_file in (comfyui / "server.pid", tmp_path / "bin" / "client.pid"):
+        assert _until(lambda pid_file=pid_file: not _is_alive(pid_file)), pid_file  # type: ignore[misc]
+
+
+@posix_only
+def test_a_killed_test_run_leaves_no_server(tmp_path: Path, comfyui: Path) -> None:
+    """As tests/comfy starts it."""
+    (comfyui / ".venv" / "bin").mkdir(parents=True)
+    (comfyui / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    code = """
+import pathlib, runpy, sys, time
+runpy.run_path(sys.argv[1])["load_pack"]()
+from devicebridge.tests.comfy.server import start_server
+with start_server(pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])):
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+    command = [sys.executable, "-c", code, str(headless.ROOT / "bootstrap.py"), str(comfyui), str(tmp_path / "base")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.kill()
+    assert _until(lambda: not _is_alive(comfyui / "server.pid"))
 
 
 @posix_only

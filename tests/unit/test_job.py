@@ -153,6 +153,9 @@ def _interrupted(long_job, name, number):
     save_job(job, folder / f"{name}.toml")
     process = _start_training(folder / f"{name}.toml")
     _wait_for(process, "step 6/14")
+    if number is None:  # `| head` that has enough
+        process.stdout.close()
+        return folder, job, process.wait(), ""
     process.send_signal(number)
     rest, _ = process.communicate()
     return folder, job, process.returncode, rest
@@ -166,7 +169,15 @@ def test_kill_9_then_resume_gives_the_same_bytes(long_job):
     assert result.lora_path.read_bytes() == (folder / "straight" / "lora.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_who_can_print_no_more_saves_and_ends(long_job):
+    folder, job, code, _ = _interrupted(long_job, "unheard", None)
+    assert code == 130
+    (newest,) = sorted((folder / "unheard" / "checkpoints").iterdir())[-1:]
+    assert 6 <= int(newest.name.removeprefix("step-")) < 14
+    assert run_job(job, resume=True).lora_path.read_bytes() == (folder / "straight" / "lora.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=["SIGTERM", "Ctrl-C", "SIGHUP"])
 def test_signals_finish_the_step_save_and_say_how_to_resume(long_job, number):
     folder, job, code, output = _interrupted(long_job, f"signalled{number}", number)
     assert code == 130 and "--resume" in output and "resume to continue" in output, output
