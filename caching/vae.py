@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from ..families.spec import ModelFamily, Variant
+from ..json_file import read_json_object
+from ..weight_file import load_tensors
 from .key import file_fingerprint, folder_fingerprint, settings_fingerprint
 
 
@@ -69,7 +71,7 @@ def _config_of(family: ModelFamily, variant: Variant | None) -> Mapping[str, Any
 
 
 def _class_name(config: Path) -> str | None:
-    return json.loads(config.read_text(encoding="utf-8")).get("_class_name")
+    return read_json_object(config).get("_class_name")
 
 
 def _load_folder(family: ModelFamily, folder: Path) -> Any:
@@ -87,11 +89,10 @@ def _load_folder(family: ModelFamily, folder: Path) -> Any:
 
 def _load_file(family: ModelFamily, variant: Variant | None, file: Path) -> Any:
     import diffusers
-    from safetensors.torch import load_file
 
     vae_class = getattr(diffusers, family.vae_class)
     config = dict(_config_of(family, variant))
-    tensors = load_file(file)
+    tensors = load_tensors(file)
     if "encoder.conv_in.weight" not in tensors:
         return _from_single_file(vae_class, {**config, "_class_name": family.vae_class}, file, tensors)
     vae = vae_class.from_config(config)
