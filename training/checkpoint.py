@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import torch
 
-from ..files import remove_leftovers, sync_folder, tensors_as_bytes, write_atomically
+from ..files import remove_leftovers, sync_folder, tensors_as_bytes, what_helps, write_atomically
 from ..json_file import expect, parse_json_object
 from ..weight_file import load_tensors
 
@@ -67,22 +67,26 @@ def save_checkpoint(folder: Path, state: TrainingState, keep_last: int) -> Path:
 
     Raises: OSError naming the file if the disk refuses; the checkpoints that are there stay whole.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{state.step:06d}"
     working = folder / f".{final.name}.{os.getpid()}.tmp"
     shutil.rmtree(working, ignore_errors=True)
-    working.mkdir()
     try:
+        working.mkdir(parents=True)
         _write_state(working, state)
-    except OSError:
+        sync_folder(working)
+        _replace_folder(working, final)
+    except OSError as error:
         shutil.rmtree(working, ignore_errors=True)  # on a full disk it is in the way of the next attempt
-        raise
-    sync_folder(working)
-    _replace_folder(working, final)
+        raise unsaved(final, error) from error
     for old in list_checkpoints(folder)[:-keep_last]:
         _discard(old)
     _sweep(folder)
     return final
+
+
+def unsaved(path: Path, error: OSError) -> OSError:
+    """The same error with what could not be saved, and what would help."""
+    return OSError(error.errno, f"{path} cannot be written: {error.strerror or error}; {what_helps(error)} and resume")
 
 
 def _write_state(working: Path, state: TrainingState) -> None:

@@ -13,6 +13,7 @@ from ..files import tensors_as_bytes, write_atomically
 from ..loading.lora_file import lora_to_diffusers, lora_to_original
 from ..version import VERSION
 from .adapter import LoraHandle
+from .checkpoint import unsaved
 from .config import job_to_dict
 from .job_plan import JobPlan
 
@@ -42,13 +43,16 @@ def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: boo
     _refuse_not_finite(path, tensors, plan.job.output.lora_dtype)
     if must_change and not any(tensor.any() for name, tensor in tensors.items() if name.endswith("lora_B.weight")):
         raise RuntimeError(
-            f"{path} is not written: after {plan.job.train.steps} steps the LoRA changes nothing, for lora_B is zero in "
-            f"every layer (as {plan.job.output.lora_dtype}); start anew in another output folder with a higher "
+            f"{path} is not written: after {plan.job.train.steps} steps the LoRA changes nothing, for lora_B is zero "
+            f"in every layer (as {plan.job.output.lora_dtype}); start anew in another output folder with a higher "
             "optimizer.learning_rate or more steps"
         )
     data = tensors_as_bytes(tensors, lora_metadata(plan))
     if not (path.is_file() and path.read_bytes() == data):
-        write_atomically(path, data)
+        try:
+            write_atomically(path, data)
+        except OSError as error:
+            raise unsaved(path, error) from error
     return path
 
 
