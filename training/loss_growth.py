@@ -1,14 +1,14 @@
 """Whether a loss grows without end: a training that diverges should be seen before its last step.
 
-The loss of single steps jumps with the noise that was drawn, by a factor of ten and more, so means over windows of steps
-are compared, each without its highest losses.
+The loss of single steps jumps with the noise that was drawn, by a factor of ten and more, so means over windows of
+steps are compared, each without its highest losses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_WINDOW = 20
+_WINDOW = 50
 _NUM_LEFT_OUT = 2
 _FACTOR = 5.0
 
