@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 _WINDOW = 50
 _NUM_LEFT_OUT = 2
-_FACTOR = 5.0
+_FACTOR, _FACTOR_BEFORE = 5.0, 3.0  # of the last window, and of the one before it
 
 
 def describe_growth(losses: Sequence[float]) -> str:
@@ -21,7 +21,7 @@ def describe_growth(losses: Sequence[float]) -> str:
     windows = [losses[start : start + _WINDOW] for start in range(0, len(losses), _WINDOW)]
     means = [_mean_without_highest(window) for window in windows]
     lowest = min(range(len(means) - 2), key=means.__getitem__)
-    if not means[-1] > means[-2] > means[lowest] or means[-1] < _FACTOR * means[lowest]:
+    if means[-2] < _FACTOR_BEFORE * means[lowest] or means[-1] < max(means[-2], _FACTOR * means[lowest]):
         return ""
     return (
         f"the loss grows: its mean was {means[lowest]:.3g} over steps {lowest * _WINDOW + 1} to "
