@@ -99,8 +99,8 @@ def load_encoded(path: str | Path) -> list[EncodedPair]:
 
 
 def _read_pair(sample: Mapping[str, Any]) -> EncodedPair:
-    keys = [expect(sample[name], str, f"{name} of a sample") for name in ("latents", "text")]
-    return EncodedPair(*keys, _read_shapes(sample["latents_shapes"]), _read_shapes(sample["text_shapes"]))
+    latents, text = (expect(sample[name], str, f"{name} of a sample") for name in ("latents", "text"))
+    return EncodedPair(latents, text, _read_shapes(sample["latents_shapes"]), _read_shapes(sample["text_shapes"]))
 
 
 def _read_shapes(shapes: Mapping[str, Sequence[int]]) -> Shapes:

@@ -158,12 +158,12 @@ def load_newest(folder: Path, check: Callable[[TrainingState], None]) -> Trainin
         except DamagedCheckpoint as error:
             damaged.append((path, error))
             continue
-        for broken, error in damaged:
+        for broken, why in damaged:
             kept = _set_aside(broken)
             _log.warning(
                 "%s. Training goes on from %s, which is whole, and repeats the steps after it; what is left of the "
                 "damaged one is kept as %s",
-                error,
+                why,
                 path,
                 kept.name,
             )
