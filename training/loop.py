@@ -96,13 +96,16 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._parameters = list(self.lora.parameters().values())
+        self._by_device: dict[torch.device, list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            self._by_device.setdefault(parameter.device, []).append(parameter)
         self._optimizer = make_optimizer(self._parameters, self.job.optimizer)
         self._dtype = getattr(torch, self.job.model.dtype)
         self._home = self.devices[0]
         self._seen_shapes: set[Any] = set()
         self._chosen: list[Batch] = []  # of the step in hand
         self._begun: tuple[dict[str, int], dict[str, torch.Tensor]] | None = None  # where it began
-        self._largest_weight: torch.Tensor | None = None  # after the last step
+        self._largest_weights: list[torch.Tensor] = []  # after the last step, of every device
         self._saved_at = 0
         self._is_sound = True  # weights and counts belong together, and may be saved
         self._has_warned = False
@@ -194,7 +197,7 @@ class Trainer:
         set_learning_rate(self._optimizer, learning_rate)
         self._is_sound = False  # until the step is counted
         self._optimizer.step()
-        self._largest_weight = nn.utils.get_total_norm(self._parameters, math.inf)
+        self._largest_weights = [nn.utils.get_total_norm(group, math.inf) for group in self._by_device.values()]
         self._optimizer.zero_grad(set_to_none=True)
         if self.runner is not None:
             self.runner.sync()
@@ -220,7 +223,7 @@ class Trainer:
 
     def _refuse_spoilt_weights(self) -> None:
         """Raises: RuntimeError if the last step has left weights that are not finite; nothing of it is saved then."""
-        if self._largest_weight is None or math.isfinite(self._largest_weight.item()):
+        if all(math.isfinite(largest.item()) for largest in self._largest_weights):
             return
         self._is_sound = False
         raise RuntimeError(

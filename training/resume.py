@@ -66,7 +66,7 @@ def _check(state: TrainingState) -> None:
 
 def as_decided(job: JobConfig, state: TrainingState) -> JobConfig:
     """With what "auto" became when the run to resume began: memory that is free today must not change it."""
-    old = make_job(state.facts["config"])
+    old = _job_of(state)
     quantize = old.model.quantize if job.model.quantize == "auto" else job.model.quantize
     name = old.optimizer.name if job.optimizer.name == "auto" else job.optimizer.name
     return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=name))
@@ -74,7 +74,7 @@ def as_decided(job: JobConfig, state: TrainingState) -> JobConfig:
 
 def refuse_other_run(job: JobConfig, identity: dict[str, Any], state: TrainingState) -> None:
     """Raises: ValueError if the state was made with other settings, data or weights; names what differs."""
-    differing = differing_keys(make_job(state.facts["config"]), job)
+    differing = differing_keys(_job_of(state), job)
     for name, what in _IDENTITY.items():
         if state.facts[name] != identity[name]:
             differing.append(what)
@@ -84,3 +84,10 @@ def refuse_other_run(job: JobConfig, identity: dict[str, Any], state: TrainingSt
             f"{state.path} was made with other settings, so continuing it would not be the same run:\n{lines}\n"
             "Set them back to resume, or start anew in another output folder"
         )
+
+
+def _job_of(state: TrainingState) -> JobConfig:
+    try:
+        return make_job(state.facts["config"])
+    except ValueError as error:
+        raise ValueError(f"{state.path} holds a job that cannot be read: {error}") from error

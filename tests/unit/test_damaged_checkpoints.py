@@ -270,6 +270,12 @@ def test_facts_of_another_kind_are_damage(values, job, caplog):
     assert "step-000006" in caplog.text
 
 
+def test_a_job_that_cannot_be_read_is_told_with_the_checkpoint(job):
+    _change(_last(job), config={"steps": []})
+    with pytest.raises(ValueError, match="step-000006 holds a job that cannot be read"):
+        run_job(job, resume=True)
+
+
 def test_a_run_killed_between_checkpoint_and_lora_writes_the_lora_on_resume(job, finished):
     folder = _last(job)
     good = (folder / "lora.safetensors").read_bytes()
