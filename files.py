@@ -7,8 +7,11 @@ there; without that a power cut can undo it. Whoever dies half-way leaves a temp
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
+import re
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 TEMPORARY_SUFFIX = ".tmp"
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+_NO_ROOM = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
 CACHE_VARIABLE = "DEVICEBRIDGE_CACHE"
 
 
@@ -40,7 +45,7 @@ def user_cache_folder() -> Path:
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace `path` by these bytes; missing folders are made.
 
-    Raises: OSError if the disk refuses; the old file is then still there.
+    Raises: OSError naming the file if the disk refuses; the old file is then still there.
     """
     with _replacing(path) as temporary, open(temporary, "xb") as file:
         file.write(data)
@@ -54,12 +59,30 @@ def save_tensors_atomically(
     Args:
         tensors: on any device; copied to the CPU and made contiguous. Two names must not share memory.
         metadata: strings for the file's header.
-    Raises: OSError if the disk refuses; the old file is then still there.
+    Raises: OSError naming the file if the disk refuses; the old file is then still there.
     """
+    write_atomically(path, tensors_as_bytes(tensors, metadata))
+
+
+def tensors_as_bytes(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """The safetensors file that save_tensors_atomically writes."""
     from safetensors.torch import save
 
     plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    write_atomically(path, _with_sorted_metadata(save(plain, metadata=dict(metadata) if metadata else None)))
+    return _with_sorted_metadata(save(plain, metadata=dict(metadata) if metadata else None))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what writers that were killed have left in a folder. Nobody may be writing there now."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _TEMPORARY.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def what_helps(error: OSError) -> str:
+    """What lets a write succeed that failed with this error."""
+    return "make room there" if error.errno in _NO_ROOM else "make its folder writable"
 
 
 def _with_sorted_metadata(data: bytes) -> bytes:
@@ -84,6 +107,10 @@ def _replacing(path: Path) -> Iterator[Path]:
         yield temporary
         _flush(temporary)
         os.replace(temporary, path)
+    except OSError as error:
+        if error.filename is None:  # which a full disk does not give
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)

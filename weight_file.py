@@ -9,7 +9,6 @@ is read with plain reads instead.
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 import torch
+
+from .file_header import AGAIN, FileHeader, read_file_header
 
 _DTYPES = {
     "F64": torch.float64,
@@ -35,6 +36,28 @@ _DTYPES = {
 }
 
 
+def load_tensors(file: Path, remedy: str = AGAIN) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file, on the CPU.
+
+    Raises: ValueError naming the file if it is something else, cut short or damaged.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    _check_header(file, remedy)
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged ({error}); {remedy}") from error
+
+
+def _check_header(file: Path, remedy: str = AGAIN) -> FileHeader:
+    if file.exists() and not file.is_file():  # a pipe would keep us waiting
+        raise ValueError(f"{file} is no file of weights; give a .safetensors file")
+    with open(file, "rb") as stream:
+        return read_file_header(stream, remedy)
+
+
 class WeightReader(Protocol):
     """An open file; what of the safetensors library's reader this pack uses."""
 
@@ -49,14 +72,15 @@ def open_weights(file: Path) -> Iterator[WeightReader]:
 
     get_slice(name)[a:b] gives rows a to b and reads no others.
 
-    Raises: ValueError naming a file whose header is not that of a whole safetensors file.
+    Raises: ValueError naming the file if it is something else, cut short or damaged.
     """
     from safetensors import SafetensorError, safe_open
 
+    header = _check_header(file)
     try:
         mapped = safe_open(file, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"{file} is no whole safetensors file ({error}); download it again") from error
+        raise ValueError(f"{file} is damaged ({error}); {AGAIN}") from error
     except RuntimeError as error:  # torch's, with the error number in its text alone
         if os.strerror(errno.ENOMEM) not in str(error):
             raise
@@ -65,18 +89,14 @@ def open_weights(file: Path) -> Iterator[WeightReader]:
             yield reader
         return
     with open(file, "rb", buffering=0) as stream:
-        yield _PlainReader(stream)
+        yield _PlainReader(stream, header)
 
 
 class _PlainReader:
     """Reads what is asked for, when it is asked for."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        length = int.from_bytes(stream.read(8), "little")
-        self._start = 8 + length
-        self._entries: dict[str, Any] = json.loads(stream.read(length))
-        self._entries.pop("__metadata__", None)
+    def __init__(self, stream: IO[bytes], header: FileHeader) -> None:
+        self._stream, self._start, self._entries = stream, header.data_start, header.tensors
 
     def keys(self) -> Any:
         return list(self._entries)
@@ -89,8 +109,7 @@ class _PlainReader:
 
     def _read(self, name: str, rows: tuple[int, int] | None) -> torch.Tensor:
         entry = self._entries[name]
-        dtype, shape = _DTYPES[entry["dtype"]], list(entry["shape"])
-        start, end = entry["data_offsets"]
+        dtype, shape, start, end = _DTYPES[entry.dtype], list(entry.shape), entry.start, entry.end
         if rows is not None:
             size = prod(shape[1:]) * dtype.itemsize
             start, end, shape[0] = start + rows[0] * size, start + rows[1] * size, rows[1] - rows[0]
@@ -116,12 +135,12 @@ class _Rows:
         self._reader, self._name = reader, name
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        start, end, step = rows.indices(self._reader._entries[self._name]["shape"][0])
+        start, end, step = rows.indices(self._reader._entries[self._name].shape[0])
         assert step == 1, rows
         return self._reader._read(self._name, (start, max(start, end)))
 
     def get_shape(self) -> list[int]:
-        return list(self._reader._entries[self._name]["shape"])
+        return list(self._reader._entries[self._name].shape)
 
     def get_dtype(self) -> str:
-        return self._reader._entries[self._name]["dtype"]
+        return self._reader._entries[self._name].dtype

@@ -50,10 +50,12 @@ class NoLocks(OSError):
 
 @dataclass
 class Claim:
-    """The right to compute one entry, until it is released or its process ends."""
+    """The right to do what the file stands for, such as to compute one entry, until it is released or its process
+    ends."""
 
     path: Path
     file: IO[bytes]
+    was_left: bool = False  # by a holder that was killed
 
     def release(self) -> None:
         """Give the claim back; a second call is a no-op."""
@@ -80,24 +82,16 @@ class Claims:
         Raises: OSError naming the file if the folder cannot be written.
         """
         path = self.folder / f"{key}{_SUFFIX}"
-        for _ in range(_NUM_TRIES):
-            was_left = path.exists()
-            file = _open(path)
-            try:
-                is_locked = try_lock(file)
-            except NoLocks as error:
-                self._say_no_locks(error)
-                return Claim(path, file)
-            if not is_locked:
-                file.close()
-                return None
-            if _still_has_name(file, path):
-                if was_left:
-                    self._store.remove_leftovers(key)
-                return Claim(path, file)
-            file.close()
-        self._say_no_locks(OSError(errno.EOPNOTSUPP, "an open file is not told by its number"))
-        return Claim(path, _open(path))
+        try:
+            claim = take_claim(path)
+        except NoLocks as error:
+            self._say_no_locks(error)
+            return Claim(path, _open(path))
+        except OSError as error:
+            raise unwritable(path, error) from error
+        if claim is not None and claim.was_left:
+            self._store.remove_leftovers(key)
+        return claim
 
     def remove_left(self) -> None:
         """Remove what killed processes have left: lock files nobody holds, and temporary files of their entries."""
@@ -192,6 +186,28 @@ class Shared:
         return batch
 
 
+def take_claim(path: Path) -> Claim | None:
+    """Claim what this file stands for; None if another process, or another thread, has it.
+
+    Raises: NoLocks where the file system has none; OSError if the file cannot be opened.
+    """
+    for _ in range(_NUM_TRIES):
+        was_left = path.exists()
+        file = _open(path)
+        try:
+            is_locked = try_lock(file)
+        except NoLocks:
+            file.close()
+            raise
+        if not is_locked:
+            file.close()
+            return None
+        if _still_has_name(file, path):
+            return Claim(path, file, was_left)
+        file.close()
+    raise NoLocks(errno.EOPNOTSUPP, "an open file is not told by its number")
+
+
 def try_lock(file: IO[bytes]) -> bool:
     """Lock an open file against all other opens of it, without waiting; closing it, or ending, gives it back.
 
@@ -222,7 +238,7 @@ def _open(path: Path) -> IO[bytes]:
         except OSError as error:
             tries_left -= 1
             if getattr(error, "winerror", None) not in _BEING_REMOVED or not tries_left:
-                raise unwritable(path, error) from error
+                raise
         time.sleep(_TRY_AGAIN_S)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..files import write_atomically
+from ..json_file import expect, read_json_object
 from .key import content_key, settings_fingerprint
 from .sources import shapes_of
 from .store import CacheStore, unwritable
@@ -86,7 +87,7 @@ def load_encoded(path: str | Path) -> list[EncodedPair]:
     """
     path = Path(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json_object(path)
         if content["version"] != _VERSION:
             raise ValueError(f"it is of version {content['version']}, this pack reads {_VERSION}")
         return [_read_pair(sample) for sample in content["samples"]]
@@ -98,13 +99,13 @@ def load_encoded(path: str | Path) -> list[EncodedPair]:
 
 
 def _read_pair(sample: Mapping[str, Any]) -> EncodedPair:
-    return EncodedPair(
-        sample["latents"], sample["text"], _read_shapes(sample["latents_shapes"]), _read_shapes(sample["text_shapes"])
-    )
+    latents, text = (expect(sample[name], str, f"{name} of a sample") for name in ("latents", "text"))
+    return EncodedPair(latents, text, _read_shapes(sample["latents_shapes"]), _read_shapes(sample["text_shapes"]))
 
 
 def _read_shapes(shapes: Mapping[str, Sequence[int]]) -> Shapes:
-    return {name: tuple(shape) for name, shape in shapes.items()}
+    found = expect(shapes, dict, "shapes").items()
+    return {name: tuple(expect(side, int, f"a side of {name}") for side in shape) for name, shape in found}
 
 
 def store_of_encoded(path: str | Path) -> CacheStore:

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..families.spec import LatentSpec, TextEncoderSpec
+from ..file_header import read_file_header
 
 if TYPE_CHECKING:
     import torch
@@ -255,14 +256,10 @@ def _counts(file: Path) -> bool:
 
 
 def _sample(file: BinaryIO, size: int) -> str:
-    length = int.from_bytes(file.read(8), "little")
-    if length > size - 8:
-        raise ValueError(f"{file.name} is no whole safetensors file: its header should be {length} bytes long")
-    header = file.read(length)
-    digest = hashlib.sha256(f"sampled {size} ".encode() + header)
-    tensors = {name: info for name, info in json.loads(header).items() if name != "__metadata__"}
-    for info in sorted(tensors.values(), key=lambda info: info["data_offsets"]):
-        start, end = (8 + length + offset for offset in info["data_offsets"])
+    header = read_file_header(file)
+    digest = hashlib.sha256(f"sampled {size} ".encode() + header.text)
+    for entry in sorted(header.tensors.values(), key=lambda entry: entry[2:]):
+        start, end = header.data_start + entry.start, header.data_start + entry.end
         last = max(start, end - _SAMPLE_BYTES)
         for position in sorted({start, (start + last) // 2, last}):
             file.seek(position)

@@ -2,13 +2,14 @@
 
 An entry is written once under a key that names its content (see key.py) and never changes, so nothing is locked to read
 or write one: two writers of one key write the same bytes, and either rename wins. (Who computes what is another
-question, see claims.py.) Three defects are told apart from a whole entry:
+question, see claims.py.) Four defects are told apart from a whole entry:
 
     a file cut short          the length in its header does not match the file: seen by `in` and by get
     a file with foreign bytes the header does not parse, or is not ours: seen by `in` and by get
+    another entry's file      the key in the header is not the file's name: seen by `in` and by get
     a file with flipped bytes the checksum in the header does not match: seen by get, which reads everything
 
-All three are misses; the entry is computed again and written over. `check` reads everything and says which entries are
+All four are misses; the entry is computed again and written over. `check` reads everything and says which entries are
 whole. A link is an entry without tensors that names other
 entries and reads as all of their tensors together: a caption seen by two text encoders is one entry to the training
 loop, yet changing one encoder leaves the other's work in place.
@@ -17,17 +18,17 @@ loop, yet changing one encoder leaves the other's work in place.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import logging
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Literal
 
-from ..files import TEMPORARY_SUFFIX, save_tensors_atomically
+from ..file_header import FileHeader, read_file_header
+from ..files import TEMPORARY_SUFFIX, save_tensors_atomically, what_helps
 
 if TYPE_CHECKING:
     import torch
@@ -38,12 +39,11 @@ State = Literal["whole", "missing", "damaged"]
 Stamp = tuple[int, int]  # number and time of a file; every writing makes a new file
 
 _CHECKSUM = "checksum"
+_KEY_NAME = "key"
 _PARTS = "parts"
 _SUFFIX = ".safetensors"
 _FOLDER_NAME = re.compile(r"[0-9a-f]{2}")
 _KEY = re.compile(r"[0-9a-f]{3,}")
-_NO_ROOM = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
-_LENGTH_BYTES = 8  # a safetensors file starts with the length of its JSON header, little-endian
 
 
 class CacheStore:
@@ -95,8 +95,14 @@ class CacheStore:
         if parts := _parts(header):
             return {name: shape for part in parts for name, shape in self.shapes(part).items()}
         with open(self.path(key), "rb") as file:
-            listed = json.loads(file.read(int.from_bytes(file.read(_LENGTH_BYTES), "little")))
-        return {name: tuple(tensor["shape"]) for name, tensor in listed.items() if name != "__metadata__"}
+            return {name: entry.shape for name, entry in read_file_header(file).tensors.items()}
+
+    def with_parts(self, keys: Iterable[str]) -> set[str]:
+        """These entries and those they link to; reads headers only."""
+        found = set(keys)
+        for key in list(found):
+            found.update(_parts(_read_header(self.path(key)) or {}))
+        return found
 
     def check(self, key: str) -> State:
         """What this entry is, read whole; the entries it links to are not followed.
@@ -129,14 +135,14 @@ class CacheStore:
         if not tensors:
             raise ValueError(f"cache entry {key} has no tensors; link() is for entries made of others")
         plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-        self._save(key, plain, {_CHECKSUM: _checksum(plain)})
+        self._save(key, plain, {_KEY_NAME: key, _CHECKSUM: _checksum(plain, key)})
 
     def link(self, key: str, parts: Sequence[str]) -> None:
         """Make `key` an entry that holds the tensors of these entries; their tensor names must differ."""
         if not parts or key in parts:
             raise ValueError(f"cache entry {key} must link to other entries, not to {list(parts)}")
         listed = json.dumps(list(parts))
-        self._save(key, {}, {_PARTS: listed, _CHECKSUM: _checksum({}, listed)})
+        self._save(key, {}, {_KEY_NAME: key, _PARTS: listed, _CHECKSUM: _checksum({}, key + listed)})
 
     def remove(self, key: str) -> int:
         """Delete an entry; returns its bytes, 0 if it is not there."""
@@ -187,44 +193,37 @@ class CacheStore:
 
 def unwritable(path: Path, error: OSError) -> OSError:
     """The same error with the file's name, which a failed write() does not give, and with what would help."""
-    remedy = "make room there" if error.errno in _NO_ROOM else "make its folder writable"
     return OSError(
         error.errno,
-        f"{path} cannot be written ({error.strerror or error}); {remedy}, or set cache.folder to a folder elsewhere. "
-        "What was computed until now is kept",
+        f"{path} cannot be written ({error.strerror or error}); {what_helps(error)}, or set cache.folder to a "
+        "folder elsewhere. What was computed until now is kept",
     )
 
 
 def _read_header(path: Path) -> dict[str, str] | None:
-    """The metadata of an entry whose length is right, else None."""
+    """The metadata of an entry whose length is right and whose name is its own, else None."""
     try:
         with open(path, "rb") as file:
-            metadata = _parse_header(file)
+            header = read_file_header(file)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):  # not JSON, or not a safetensors header
-        metadata = None
-    if metadata is None:
-        logger.warning("cache entry %s is torn or foreign and will be computed again", path)
-    return metadata
-
-
-def _parse_header(file: BinaryIO) -> dict[str, str] | None:
-    size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    if length > size - _LENGTH_BYTES:
+    except ValueError:  # not JSON, or not a safetensors header
+        header = None
+    if header is None or not _is_ours(header, path.name.removesuffix(_SUFFIX)):
+        logger.warning("cache entry %s is torn, foreign or another one's, and will be computed again", path)
         return None
-    header = json.loads(file.read(length))
-    metadata = header.pop("__metadata__", {})
-    data_end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-    is_whole = size == _LENGTH_BYTES + length + data_end
-    return metadata if is_whole and _is_ours(header, metadata) else None
+    return dict(header.metadata)
 
 
-def _is_ours(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bool:
+def _is_ours(header: FileHeader, key: str) -> bool:
+    """Entries that were written before their key was in them are read as well."""
+    metadata = header.metadata
+    if metadata.get(_KEY_NAME, key) != key or not metadata.keys() <= {_KEY_NAME, _CHECKSUM, _PARTS}:
+        return False
     if _PARTS in metadata:
-        return not tensors and metadata.get(_CHECKSUM) == _checksum({}, metadata[_PARTS])
-    return bool(tensors) and _CHECKSUM in metadata
+        listed = metadata[_PARTS]
+        return not header.tensors and metadata.get(_CHECKSUM) == _checksum({}, metadata.get(_KEY_NAME, "") + listed)
+    return bool(header.tensors) and _CHECKSUM in metadata
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor] | None:
@@ -240,7 +239,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor] | None:
 def _read_checked(path: Path, header: Mapping[str, str]) -> dict[str, torch.Tensor] | None:
     """The tensors of an entry if they are those that were written, else None, and the file is removed."""
     tensors = _read_tensors(path)
-    if tensors is not None and _checksum(tensors) == header[_CHECKSUM]:
+    if tensors is not None and _checksum(tensors, header.get(_KEY_NAME, "")) == header[_CHECKSUM]:
         return tensors
     header_now = _read_header(path)
     if header_now is not None and header_now != header:  # written anew between the two reads, by --regenerate say

@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import html
 import inspect
-import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,6 +47,7 @@ from typing import Any
 import torch
 
 from ..families.spec import TextEncoderSpec
+from ..json_file import expect, read_json_object
 from ..patches.hooks import HookSet
 from .streamed_encoder import StreamedLayers, StreamPlan, stream_weights
 from .text_weights import (
@@ -437,7 +437,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"{folder} has no config.json; give a diffusers model folder that has its text encoders")
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_json_object(file)
     if "quantization_config" in config:
         raise ValueError(f"the text encoder in {folder} is quantized; {WHAT_WORKS}")
     return config
@@ -452,7 +452,8 @@ def _load_tokenizer(folder: Path) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     processor_template = folder / "chat_template.json"  # a processor's template goes before the tokenizer's own
     if processor_template.is_file():
-        tokenizer.chat_template = json.loads(processor_template.read_text(encoding="utf-8"))["chat_template"]
+        found = read_json_object(processor_template).get("chat_template")
+        tokenizer.chat_template = expect(found, str, f"{processor_template}: chat_template")
     return tokenizer
 
 
@@ -496,11 +497,21 @@ def _load_encoder(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -
     return model
 
 
+def _architecture(folder: Path, config: Mapping[str, Any]) -> str:
+    """The class that a folder's config names first; "none" without one."""
+    names = expect(config.get("architectures") or ["none"], list, f"{folder / 'config.json'}: architectures")
+    return expect(names[0], str, f"{folder / 'config.json'}: the first of its architectures")
+
+
+def _num_layers(folder: Path, config: Mapping[str, Any]) -> int:
+    return expect(config.get("num_hidden_layers"), int, f"{folder / 'config.json'}: num_hidden_layers")
+
+
 def _encoder_class(folder: Path, config: Mapping[str, Any]) -> Any:
     """The class that a folder's config names; of T5-like models the encoder half."""
     import transformers
 
-    name = (config.get("architectures") or ["none"])[0].replace("ForConditionalGeneration", "EncoderModel")
+    name = _architecture(folder, config).replace("ForConditionalGeneration", "EncoderModel")
     if not hasattr(transformers, name):
         raise ValueError(f"{folder} asks for a {name}, which transformers {transformers.__version__} does not have")
     return getattr(transformers, name)
@@ -510,9 +521,9 @@ def _check_kind(spec: TextEncoderSpec, folder: Path) -> None:
     """Raises: ValueError if the folder's config describes an encoder that does not give what the spec keeps."""
     config = _read_config(folder / spec.folder)
     if spec.kind == "hidden_states":
-        _num_layers_needed(folder / spec.folder, spec.layers, config["num_hidden_layers"])
+        _num_layers_needed(folder / spec.folder, spec.layers, _num_layers(folder / spec.folder, config))
     if spec.kind in ("pooled", "projected"):
-        found = (config.get("architectures") or ["none"])[0]
+        found = _architecture(folder / spec.folder, config)
         if found.endswith("WithProjection") != (spec.kind == "projected"):
             wanted = "CLIPTextModelWithProjection" if spec.kind == "projected" else "CLIPTextModel"
             raise ValueError(

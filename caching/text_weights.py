@@ -16,7 +16,6 @@ them under the names and in the folders that the encoders' classes read.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +27,7 @@ import torch
 from torch import nn
 
 from ..families.spec import TextEncoderSpec
+from ..file_header import read_weight_map
 from ..patches.lora import matches_any
 from ..patches.weight_only import convert, has_float8, import_torchao
 from ..weight_file import open_weights
@@ -124,7 +124,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        shards = read_weight_map(index)
         lost = [file for file in set(shards.values()) if not (folder / file).is_file()]
         if lost:
             raise ValueError(

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from ..families.spec import ModelFamily, Variant
+from ..json_file import read_json_object
+from ..weight_file import load_tensors
 from .key import file_fingerprint, folder_fingerprint, settings_fingerprint
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -98,11 +100,11 @@ def _config_of(family: ModelFamily, variant: Variant | None) -> Mapping[str, Any
 
 
 def _class_name(config: Path) -> str | None:
-    return json.loads(config.read_text(encoding="utf-8")).get("_class_name")
+    return read_json_object(config).get("_class_name")
 
 
 def _folder_config(family: ModelFamily, folder: Path) -> dict[str, Any]:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json_object(folder / "config.json")
     found = config.get("_class_name")
     if found != family.vae_class:
         raise ValueError(f"{folder} is an {found}; {family.title} needs an {family.vae_class}")
@@ -121,9 +123,8 @@ def _load_folder(family: ModelFamily, folder: Path) -> Any:
 
 
 def _load_file(family: ModelFamily, variant: Variant | None, file: Path) -> Any:
-    from safetensors.torch import load_file
 
-    return _load_tensors(family, variant, file, load_file(file))
+    return _load_tensors(family, variant, file, load_tensors(file))
 
 
 def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tensors: dict[str, torch.Tensor]) -> Any:

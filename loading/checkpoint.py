@@ -35,6 +35,8 @@ import torch
 from ..families.naming import find_by_diffusers, find_by_original
 from ..families.registry import FAMILIES, find_family, find_variant
 from ..families.spec import ModelFamily, Variant
+from ..file_header import read_weight_map
+from ..json_file import expect, read_json_object
 from ..patches.quantize import Stored8, replace_module
 from .config_sizes import refuse_absurd_sizes
 from .header import FILE_ENDINGS, TensorRecord, describe_other, read_header, refuse_lora
@@ -216,6 +218,17 @@ def _read_folder(source: _Source, records: dict[str, TensorRecord], families: Se
     return CheckpointInfo(source.path, family, None, config, "diffusers", tensors, source.pipeline_folder)
 
 
+def _shapes_of_config(folder: Path, family: ModelFamily, config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+    """Raises: ValueError for values that the model's class cannot be made with."""
+    try:
+        return _expected_shapes(family, config)
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError) as error:
+        raise ValueError(
+            f"{folder / 'config.json'} gives values that no {family.transformer_class} can be made with "
+            f"({type(error).__name__}: {error}); download it again"
+        ) from error
+
+
 def _read_by_names(
     source: _Source, records: dict[str, TensorRecord], families: Sequence[ModelFamily]
 ) -> CheckpointInfo:
@@ -389,7 +402,8 @@ def _find_in_folder(path: Path, folder: Path) -> _Source:
     """A folder with weights and perhaps a config, perhaps inside a model folder."""
     config = _read_json(folder / "config.json")
     if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "unknown")
+        settings = expect(config["quantization_config"], dict, f"{folder / 'config.json'}: quantization_config")
+        method = settings.get("quant_method", "unknown")
         raise ValueError(f"{folder} is quantized ({method}); use the model in bfloat16, float16 or float32")
     pipeline = _read_json(folder.parent / "model_index.json")
     if folder.name not in pipeline:
@@ -401,7 +415,7 @@ def _find_in_folder(path: Path, folder: Path) -> _Source:
 def _weight_files(folder: Path) -> tuple[Path, ...]:
     for index in (folder / f"{_WEIGHTS}.safetensors.index.json", *sorted(folder.glob("*.safetensors.index.json"))):
         if index.is_file():
-            names = sorted(set(_read_json(index)["weight_map"].values()))
+            names = sorted(set(read_weight_map(index).values()))
             _refuse_missing(folder, [name for name in names if not (folder / name).is_file()])
             return tuple(folder / name for name in names)
     plain = folder / f"{_WEIGHTS}.safetensors"
@@ -445,10 +459,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     """{} if there is no such file."""
     if not file.is_file():
         return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}); download it again") from error
+    return read_json_object(file)
 
 
 # --- comparing -------------------------------------------------------------------------------------------------------

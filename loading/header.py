@@ -6,21 +6,19 @@ cannot train on, is refused here by what it is, so that a user who picked the wr
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from ..file_header import read_file_header
+
 # Types a frozen base can be read from, as safetensors spells them; in the second list a number needs a scale, or is one
 # of a plain cast.
 FLOAT_TYPES = ("BF16", "F16", "F32", "F64")
 EIGHT_BIT_TYPES = ("F8_E4M3", "F8_E5M2", "I8")
 FILE_ENDINGS = (".safetensors", ".sft")
-
-_LARGEST_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 
 # What the first bytes say about files that are called safetensors and are not.
 _MAGIC = (
@@ -118,49 +116,15 @@ def read_header(file: Path) -> Header:
         raise ValueError(f"{file} {_ENDINGS[file.suffix]}")
     if not file.is_file():
         raise ValueError(f"{file} is no file of weights; give a .safetensors file")
-    size = os.path.getsize(file)
     with open(file, "rb") as stream:
         start = stream.read(64)
         for magic, what in _MAGIC:
             if start.startswith(magic):
                 raise ValueError(f"{file} is {what}")
-        length = int.from_bytes(start[:8], "little")
-        if size < 8 or length > _LARGEST_HEADER_BYTES:
-            raise ValueError(f"{file} ({size} bytes) is not a safetensors file; download it again")
-        stream.seek(8)
-        text = stream.read(length)
-    if len(text) < length:
-        raise ValueError(f"{file} is cut short inside its header: {size} bytes; download it again")
-    header = _parse(file, text)
-    metadata = header.pop("__metadata__", None) or {}
-    return Header(_records(file, header, size - 8 - length), metadata)
-
-
-def _parse(file: Path, text: bytes) -> dict[str, dict]:
-    try:
-        header = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{file} is not a safetensors file: its header is no JSON ({error})") from error
-    if not isinstance(header, dict):
-        raise ValueError(f"{file} is not a safetensors file: its header is a {type(header).__name__}")
-    return header
-
-
-def _records(file: Path, header: Mapping[str, dict], num_data_bytes: int) -> dict[str, TensorRecord]:
-    records, end = {}, 0
-    for key, entry in header.items():
-        try:
-            records[key] = TensorRecord(file, key, tuple(entry["shape"]), entry["dtype"])
-            end = max(end, entry["data_offsets"][1])
-        except (KeyError, TypeError, IndexError) as error:
-            raise ValueError(f"{file} is not a safetensors file: its entry {key!r} is malformed") from error
-    if end != num_data_bytes:
-        state = "cut short" if end > num_data_bytes else "damaged"
-        raise ValueError(
-            f"{file} is {state}: its header promises {end} bytes of weights and it has {num_data_bytes}; download it "
-            "again"
-        )
-    return records
+        stream.seek(0)
+        found = read_file_header(stream)
+    records = {key: TensorRecord(file, key, entry.shape, entry.dtype) for key, entry in found.tensors.items()}
+    return Header(records, dict(found.metadata))
 
 
 def refuse_lora(path: Path, records: Mapping[str, TensorRecord]) -> None:

@@ -58,6 +58,10 @@ class LoraHandle:
         if parameters.keys() != tensors.keys():
             differing = sorted(parameters.keys() ^ tensors.keys())
             raise ValueError(f"the saved LoRA is not of this job: {len(differing)} names differ, first {differing[0]}")
+        for name, parameter in parameters.items():
+            found, wanted = _kind_of(tensors[name]), _kind_of(parameter)
+            if found != wanted:  # copy_ would spread one row over all, and round
+                raise ValueError(f"the saved LoRA is not of this job: {name} is {found}, not {wanted}")
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[name].to(parameter.device))
@@ -70,6 +74,10 @@ class LoraHandle:
             setattr(self.model.get_submodule(parent), child, wrapper.base_layer)
         if hasattr(self.model, "peft_config"):
             del self.model.peft_config
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 @torch.no_grad()

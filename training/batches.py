@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import shorten
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -11,6 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from ..caching.store import CacheStore
 from ..families.comfy_inputs import SAMPLES
 from .data import Sample, TrainingSample, load_mask
+
+_log = logging.getLogger(__name__)
 
 
 def _own_latents(entry: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -54,6 +58,7 @@ class CachedSamples:
         read_latents, read_text: an entry as normalised latents [C, F, H, W], and as the text that make_inputs reads;
             entries of ComfyUI's encoders are made fit here.
         gives_first_latents: whether the model is given the first latent frame, which the loss then leaves out.
+        recompute: makes an entry that is gone, in the middle of a run; None where nobody can.
     """
 
     store: CacheStore
@@ -66,6 +71,28 @@ class CachedSamples:
     read_latents: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] = _own_latents
     read_text: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
     gives_first_latents: bool = False
+    recompute: Callable[[str], None] | None = None
+
+    def keys(self) -> set[str]:
+        """All entries that may be read."""
+        return self.store.with_parts({*self.latent_keys, *self.text_keys.values()})
+
+    def name_of(self, index: int) -> str:
+        """A sample, for a message."""
+        return str(getattr(self.samples[index], "path", f"sample {index + 1} of the encoded dataset"))
+
+    def not_finite(self, index: int, drop_caption: bool, dtype: torch.dtype) -> str:
+        """What of a sample is not finite in this type; "" if all is."""
+        caption = "" if drop_caption else self.samples[index].caption
+        parts = {
+            "latents": (self.latent_keys[index], dict),
+            "caption": (self.text_keys[caption], self.read_text),
+        }
+        for part, (key, read) in parts.items():
+            entry = read(self._entry(key))
+            if not all(torch.isfinite(t.to(dtype)).all() for t in entry.values() if t.is_floating_point()):
+                return f"the {part} of {self.name_of(index)} (cache entry {self.store.path(key)})"
+        return ""
 
     def load(self, indices: Sequence[int], drop_caption: Sequence[bool]) -> LoadedBatch:
         """Read the samples of one batch; all must be of one bucket and length.
@@ -101,11 +128,21 @@ class CachedSamples:
 
     def _entry(self, key: str) -> dict[str, torch.Tensor]:
         entry = self.store.get(key)
+        if entry is None and self.recompute is not None:
+            _log.warning("cache entry %s was deleted or damaged since this run began; it is computed again", key)
+            try:
+                self.recompute(key)
+            except (ValueError, RuntimeError, OSError) as error:
+                raise RuntimeError(f"{self._gone(key)}, and it cannot be computed again now: {error}") from error
+            entry = self.store.get(key)
         if entry is None:
-            raise RuntimeError(
-                f"cache entry {key[:16]} is gone from {self.store.folder}; start the job again to refill it"
-            )
+            raise RuntimeError(f"{self._gone(key)}; start the job again, with resume, to compute it again")
         return entry
+
+    def _gone(self, key: str) -> str:
+        of = [self.name_of(index) for index, other in enumerate(self.latent_keys) if other == key]
+        of += [f"the caption {shorten(caption, 80)!r}" for caption, other in self.text_keys.items() if other == key]
+        return f"cache entry {self.store.path(key)} of {of[0]} was deleted or damaged since this run began"
 
 
 def _without_first_frame(mask: torch.Tensor | None, latents: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..caching.claims import Claims
+from ..caching.living import living_keys
 from ..caching.store import CacheStore, State
 from .encode_job import CachePart, cache_entries, cache_store
 from .job_plan import JobPlan
@@ -53,6 +53,7 @@ class Pruned:
 
     folder: Path
     kept: int = 0
+    spared: int = 0
     deleted: int = 0
     num_bytes: int = 0
     jobs: list[str] = field(default_factory=list)
@@ -60,6 +61,8 @@ class Pruned:
     def report(self) -> str:
         size = f"{self.num_bytes} bytes ({self.num_bytes / 1e9:.2f} GB)"
         needed = f"{self.kept} entries that {_names(self.jobs)} may need are kept"
+        if self.spared:
+            needed += f", and {self.spared} that a run under way may need"
         return f"cache: {self.folder}\n{self.deleted} entries deleted, {size}; {needed}"
 
 
@@ -80,7 +83,8 @@ def verify_cache(plan: JobPlan, parts: Sequence[CachePart]) -> Verified:
 
 
 def prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> list[Pruned]:
-    """Delete, in the folders of these jobs, every entry that none of them needs, and what killed processes have left.
+    """Delete, in the folders of these jobs, every entry that neither any of them nor a run under way needs, and what
+    killed processes have left.
 
     Args:
         plans: by a name for the report. Their folders may differ; an entry is needed if any of the jobs needs it.
@@ -98,13 +102,16 @@ def prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> li
 
 
 def _prune(store: CacheStore, needed: set[str], result: Pruned) -> None:
+    living = living_keys(store)  # before the entries are looked at
     for key in list(store.keys()):
         if key in needed:
             result.kept += 1
             continue
+        if living is None or key in living:
+            result.spared += 1
+            continue
         result.num_bytes += store.remove(key)
         result.deleted += 1
-    Claims(store).remove_left()
 
 
 def _names(jobs: Sequence[str]) -> str:

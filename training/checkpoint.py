@@ -1,28 +1,46 @@
 """The full state of a run on disk, complete or not there at all.
 
 A checkpoint is a folder that is written under a temporary name, synced and renamed, so one that carries its final name
-is whole. Tensors are safetensors, everything else is JSON: nothing is pickled, so a checkpoint from anywhere can be
+is whole. What a disk does to it later is found when it is read: state.json holds the digests of the other files, and of
+itself. Tensors are safetensors, everything else is JSON: nothing is pickled, so a checkpoint from anywhere can be
 opened safely. Optimizer tensors are kept bit for bit, those of torchao's 8-bit optimizers by their components.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
+import logging
 import os
 import re
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-from safetensors.torch import load_file
 
-from ..files import save_tensors_atomically, sync_folder, write_atomically
+from ..files import remove_leftovers, sync_folder, tensors_as_bytes, what_helps, write_atomically
+from ..json_file import expect, parse_json_object
+from ..weight_file import load_tensors
+
+_log = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r"^step-(\d{6,})$")
-_VERSION = 1
+_VERSION = 2  # 1 had no digests
+_READ_VERSIONS = (1, 2)
+_STATE = "state.json"
+_FILES = ("adapter.safetensors", "optimizer.safetensors", "random.safetensors")
+_DIGEST = "digest"  # of everything else in state.json
+_CHUNK_BYTES = 1 << 22
+_KEY = re.compile(r"(state|group)\.(\d+)\.(.+)")
+_LIKE_PARAMETER = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg"})
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint is not what was written; the message names the file and says what was found."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,7 @@ class TrainingState:
         step: optimizer steps done.
         adapter: LoRA tensors. optimizer: what pack_optimizer returned. random: generator states by device name.
         facts: plain values: job config, dataset fingerprint, position in the data, losses so far.
+        path: where it was read from.
     """
 
     step: int
@@ -40,27 +59,51 @@ class TrainingState:
     optimizer: tuple[dict[str, torch.Tensor], dict[str, Any]]
     random: dict[str, torch.Tensor]
     facts: dict[str, Any] = field(default_factory=dict)
+    path: Path | None = None
 
 
 def save_checkpoint(folder: Path, state: TrainingState, keep_last: int) -> Path:
-    """Write folder/step-NNNNNN and delete older ones beyond keep_last; returns the new folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write folder/step-NNNNNN and delete older ones beyond keep_last; returns the new folder.
+
+    Raises: OSError naming the file if the disk refuses; the checkpoints that are there stay whole.
+    """
     final = folder / f"step-{state.step:06d}"
     working = folder / f".{final.name}.{os.getpid()}.tmp"
     shutil.rmtree(working, ignore_errors=True)
-    working.mkdir()
-    tensors, description = state.optimizer
-    save_tensors_atomically(working / "adapter.safetensors", state.adapter, {})
-    save_tensors_atomically(working / "optimizer.safetensors", tensors, {})
-    save_tensors_atomically(working / "random.safetensors", state.random, {})
-    facts = {"version": _VERSION, "step": state.step, "optimizer": description, **state.facts}
-    write_atomically(working / "state.json", json.dumps(facts).encode())
-    sync_folder(working)
-    _replace_folder(working, final)
+    try:
+        working.mkdir(parents=True)
+        _write_state(working, state)
+        sync_folder(working)
+        _replace_folder(working, final)
+    except OSError as error:
+        shutil.rmtree(working, ignore_errors=True)  # on a full disk it is in the way of the next attempt
+        raise unsaved(final, error) from error
     for old in list_checkpoints(folder)[:-keep_last]:
         _discard(old)
     _sweep(folder)
     return final
+
+
+def unsaved(path: Path, error: OSError) -> OSError:
+    """The same error with what could not be saved, and what would help."""
+    return OSError(error.errno, f"{path} cannot be written: {error.strerror or error}; {what_helps(error)} and resume")
+
+
+def _write_state(working: Path, state: TrainingState) -> None:
+    tensors, description = state.optimizer
+    digests = {}
+    for name, content in zip(_FILES, (state.adapter, tensors, state.random), strict=True):
+        data = tensors_as_bytes(content)
+        digests[name] = hashlib.sha256(data).hexdigest()
+        write_atomically(working / name, data)
+    facts = {"version": _VERSION, "step": state.step, "files": digests, "optimizer": description, **state.facts}
+    write_atomically(working / _STATE, _sealed(facts))
+
+
+def _sealed(facts: Mapping[str, Any]) -> bytes:
+    """The facts as JSON, with the digest of themselves in front."""
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    return json.dumps({_DIGEST: digest, **facts}).encode()
 
 
 def _replace_folder(working: Path, final: Path) -> None:
@@ -78,8 +121,14 @@ def _discard(path: Path) -> None:
     shutil.rmtree(hidden)
 
 
+def sweep_checkpoints(folder: Path) -> None:
+    """Delete what runs that were killed while saving have left. No other run may be using the folder."""
+    _sweep(folder)
+    for path in list_checkpoints(folder):
+        remove_leftovers(path)
+
+
 def _sweep(folder: Path) -> None:
-    """Delete what runs that were killed while saving have left."""
     for path in folder.glob(".step-*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -88,25 +137,141 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first; [] if there are none."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _FOLDER.match(path.name)]
+    found = [path for path in folder.iterdir() if _FOLDER.match(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def load_checkpoint(path: Path) -> TrainingState:
-    """Read a checkpoint back.
+def load_newest(folder: Path, check: Callable[[TrainingState], None]) -> TrainingState | None:
+    """The newest checkpoint of a run; None if there is none.
 
-    Raises: ValueError if it was written by another version of this format.
+    Damaged ones that are newer are kept under another name, and a warning says which steps are trained again.
+
+    Args:
+        check: raises DamagedCheckpoint for facts that a run cannot continue from.
+    Raises: ValueError if none is whole, or the newest is of another version of this format.
     """
-    facts = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    if facts.pop("version") != _VERSION:
-        raise ValueError(f"{path} was written by another version of DeviceBridge; it can only be resumed with that one")
+    damaged: list[tuple[Path, DamagedCheckpoint]] = []
+    for path in reversed(list_checkpoints(folder)):
+        try:
+            state = load_checkpoint(path)
+            check(state)
+        except DamagedCheckpoint as error:
+            damaged.append((path, error))
+            continue
+        for broken, why in damaged:
+            kept = _set_aside(broken)
+            _log.warning(
+                "%s. Training goes on from %s, which is whole, and repeats the steps after it; what is left of the "
+                "damaged one is kept as %s",
+                why,
+                path,
+                kept.name,
+            )
+        return state
+    if damaged:
+        raise ValueError(
+            f"{damaged[0][1]}. No checkpoint in {folder} is whole, so this run cannot be resumed; start anew in "
+            "another output folder"
+        )
+    return None
+
+
+def _set_aside(path: Path) -> Path:
+    kept = path.with_name(f"damaged-{path.name}")
+    shutil.rmtree(kept, ignore_errors=True)
+    path.rename(kept)
+    return kept
+
+
+def load_checkpoint(path: Path) -> TrainingState:
+    """Read a checkpoint back, and compare it with the digests that were written with it (version 1 had none).
+
+    Raises: DamagedCheckpoint naming the file if it is not what was written; ValueError if it was written by another
+        version of this format.
+    """
+    facts = _read_facts(path / _STATE)
+    version, digests = facts.pop("version", None), facts.pop("files", {})
+    if version not in _READ_VERSIONS:
+        raise ValueError(
+            f"{path / _STATE} is of version {version!r} of this format, and this DeviceBridge reads "
+            f"{' and '.join(map(str, _READ_VERSIONS))}; resume with the version of DeviceBridge that wrote it"
+        )
+    if facts.get("step") != int(path.name.removeprefix("step-")):
+        raise DamagedCheckpoint(f"{path / _STATE} is of step {facts.get('step')!r}, and its folder says {path.name}")
+    if version > 1 and digests.keys() != set(_FILES):
+        raise DamagedCheckpoint(f"{path / _STATE} has no digests of {', '.join(_FILES)}")
+    adapter, optimizer, random = (_read_tensors(path / name, digests.get(name)) for name in _FILES)
+    for name, tensor in adapter.items():
+        if not torch.isfinite(tensor).all():
+            raise DamagedCheckpoint(f"{path / _FILES[0]}: {name} is not finite")
     return TrainingState(
         step=facts.pop("step"),
-        adapter=load_file(path / "adapter.safetensors"),
-        optimizer=(load_file(path / "optimizer.safetensors"), facts.pop("optimizer")),
-        random=load_file(path / "random.safetensors"),
+        adapter=adapter,
+        optimizer=(optimizer, _in_file(path / _STATE, "optimizer", facts.pop("optimizer", None), dict)),
+        random=random,
         facts=facts,
+        path=path,
     )
+
+
+def _read_facts(file: Path) -> dict[str, Any]:
+    try:
+        data = file.read_bytes()
+        facts = parse_json_object(data, str(file), "it is damaged")
+    except (ValueError, FileNotFoundError) as error:
+        raise DamagedCheckpoint(_first_part(error, file)) from error
+    if _DIGEST not in facts:
+        if facts.get("version") != 1 or "files" in facts:
+            raise DamagedCheckpoint(f"{file} is damaged: it has no digest of itself")
+        return facts
+    del facts[_DIGEST]
+    if _sealed(facts) != data:
+        raise DamagedCheckpoint(f"{file} is damaged: it is not what its digest says")
+    return facts
+
+
+def _read_tensors(file: Path, digest: str | None) -> dict[str, torch.Tensor]:
+    try:
+        if digest is not None:
+            with open(file, "rb") as stream:
+                if _digest_of(stream) != digest:
+                    raise DamagedCheckpoint(f"{file} is damaged: it is not what its digest in {_STATE} says")
+        return load_tensors(file, "it is damaged")
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(_first_part(error, file)) from error
+    except DamagedCheckpoint:
+        raise
+    except ValueError as error:
+        raise DamagedCheckpoint(str(error)) from error
+
+
+def _digest_of(stream: IO[bytes]) -> str:
+    digest = hashlib.sha256()
+    while chunk := stream.read(_CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _first_part(error: Exception, file: Path) -> str:
+    return f"{file} is missing" if isinstance(error, FileNotFoundError) else str(error)
+
+
+def _in_file(file: Path, name: str, value: Any, kind: type) -> Any:
+    try:
+        return expect(value, kind, f"{file}: {name}", "it is damaged")
+    except ValueError as error:
+        raise DamagedCheckpoint(str(error)) from error
+
+
+def check_facts(state: TrainingState, kinds: Mapping[str, type]) -> None:
+    """Whether a checkpoint says everything a run continues from.
+
+    Raises: DamagedCheckpoint naming the file and the fact that is missing, or of another kind.
+    """
+    assert state.path is not None
+    file = state.path / _STATE
+    for name, kind in kinds.items():
+        _in_file(file, name, state.facts.get(name), kind)
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -127,16 +292,30 @@ def pack_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Te
 
 
 def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
-    """Put packed state into a fresh optimizer over the same parameters in the same order."""
+    """Put packed state into a fresh optimizer over the same parameters in the same order.
+
+    Raises: ValueError if it is of another optimizer or of other parameters; names the first value that shows it.
+    """
     tensors, values = packed
     parameters = _parameters(optimizer)
     for key, description in values.items():
-        section, index, name = key.split(".", 2)
-        if section == "state":
-            parameter = parameters[int(index)]
-            optimizer.state[parameter][name] = _unpack(key, description, parameter.device, tensors)
-        else:
-            optimizer.param_groups[int(index)][name] = _unpack(key, description, torch.device("cpu"), tensors)
+        try:
+            section, index, name = _KEY.fullmatch(key).groups()  # type: ignore[union-attr]  # AttributeError
+            places: Any = optimizer.param_groups if section == "group" else parameters
+            place = places[int(index)]
+            device = torch.device("cpu") if section == "group" else place.device
+            value = _unpack(key, description, device, tensors)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(f"{key} is not of this optimizer over {len(parameters)} parameters ({error!r})") from error
+        if section == "group":
+            place[name] = value
+            continue
+        if name in _LIKE_PARAMETER and value.shape != place.shape:
+            raise ValueError(f"{key} has shape {list(value.shape)}, and its parameter {list(place.shape)}")
+        optimizer.state[place][name] = value
+    for index in range(len(optimizer.param_groups)):
+        if not any(key.startswith(f"group.{index}.") for key in values):
+            raise ValueError(f"group.{index} is missing")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -25,7 +25,8 @@ from .. import processes
 from ..caching.encode import never
 from .config import JobConfig, load_job, save_job
 from .events import EventLog, Listener
-from .experts import are_together, expert_jobs
+from .experts import Expert, are_together, expert_jobs
+from .run_lock import run_lock
 from .worker import WorkerResult, worker_command
 
 _log = logging.getLogger(__name__)
@@ -54,9 +55,21 @@ def run_pair(
     Args:
         devices: of both, in order.
         on_event: hears everything; values has the "expert".
-    Raises: ValueError for a job that cannot be run as written; RuntimeError naming the expert whose training failed.
+    Raises: ValueError for a job that cannot be run as written; RuntimeError naming the expert whose training
+        failed, or the process that runs in the same folder.
     """
-    experts = expert_jobs(job, devices)
+    with run_lock(Path(job.output.folder)):
+        return _run_pair(job, expert_jobs(job, devices), resume=resume, on_event=on_event, should_stop=should_stop)
+
+
+def _run_pair(
+    job: JobConfig,
+    experts: Sequence[Expert],
+    *,
+    resume: bool,
+    on_event: Listener | None,
+    should_stop: Callable[[], bool],
+) -> PairResult:
     share = len(experts) if are_together(experts) else 1
     tasks = [_Task(expert.name, _write(expert.job), host_share=share) for expert in experts]
     with EventLog(Path(job.output.folder), on_event) as events:

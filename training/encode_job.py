@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from ..caching.encode import (
 from ..caching.encoded import store_of_encoded
 from ..caching.sources import LatentSource, TextSource
 from ..caching.store import CacheStore, Stamp
-from ..parallel.devices import find_device, release_cached_memory
+from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
 from .batches import CachedSamples
 from .config import JobConfig
 from .data import Sample
@@ -91,10 +92,39 @@ def cache_job(
             tokens_per_cell,
             varying,
             gives_first_latents=_gives_first_latents(plan),
+            recompute=_Recompute(plan, encoders, text_keys, latent_keys),
             **readers,
         )
 
     return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
+
+
+@dataclass(frozen=True)
+class _Recompute:
+    """Computes one entry while the model trains; leaves random numbers as they are.
+
+    Args:
+        text_keys: by caption. latent_keys: by request.
+    """
+
+    plan: JobPlan
+    encoders: StockEncoders
+    text_keys: Mapping[str, str]
+    latent_keys: Mapping[ImageRequest, str]
+
+    def __call__(self, key: str) -> None:
+        """Raises: what the fill functions raise; RuntimeError where the device has no room beside the model."""
+        store, devices = cache_store(self.plan.job), self.plan.placement.used_devices
+        states = random_states(devices)
+        try:
+            captions = [caption for caption, other in self.text_keys.items() if other == key]
+            requests = [request for request, other in self.latent_keys.items() if other == key]
+            if captions:
+                fill_texts(captions[:1], _text_sources(self.plan, self.encoders), store)
+            if requests:
+                fill_images(requests[:1], _latent_source(self.plan, self.encoders), store)
+        finally:
+            restore_random_states(states)
 
 
 def _captions_in_batches(plan: JobPlan) -> frozenset[str]:

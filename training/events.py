@@ -19,12 +19,15 @@ Of a job over two experts (concurrent.py) every event has the value `expert`: "h
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+from ..files import what_helps
 
 _log = logging.getLogger(__name__)
 
@@ -66,15 +69,21 @@ class EventLog:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a full disk, which has been told of
+            self._file.close()
         if self._scalars is not None:
             self._scalars.close()
 
     def emit(self, kind: str, step: int = 0, total: int = 0, **values: Any) -> None:
         """Announce one event; see the module for kinds and values."""
         event = Event(kind, step, total, values)
-        self._file.write(json.dumps({"kind": kind, "step": step, "total": total, **values}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"kind": kind, "step": step, "total": total, **values}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{self._file.name} cannot be written: {error.strerror}; {what_helps(error)}"
+            ) from error
         if self._scalars is not None and kind in {"step", "eval"}:
             for name, value in values.items():
                 self._scalars.add_scalar(f"{kind}/{name}", value, step)

@@ -19,6 +19,7 @@ from torch import nn
 from ..assembly import Assembled, assemble_for_training
 from ..caching.encode import Stopped, never
 from ..caching.key import file_fingerprint, folder_fingerprint, settings_fingerprint
+from ..caching.living import living_run
 from ..caching.text_place import check_text_device
 from ..families.spec import LatentSpec, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
@@ -46,10 +47,10 @@ from .batches import CachedSamples
 from .calibration import CalibratedPlanner
 from .cards import Card, cards_of
 from .cautions import give_cautions
-from .checkpoint import TrainingState, list_checkpoints, load_checkpoint
-from .config import DataConfig, FolderConfig, JobConfig, differing_keys, make_job
+from .checkpoint import TrainingState, list_checkpoints
+from .config import DataConfig, FolderConfig, JobConfig
 from .data import BatchOrder, Sample, TrainingSample, dataset_fingerprint, scan_folders
-from .encode_job import cache_job
+from .encode_job import cache_job, cache_store
 from .encoder_check import check_job_vae, check_text_encoder_files
 from .events import EventLog, Listener
 from .job_plan import JobPlan, component_folder, stock_reader
@@ -62,6 +63,8 @@ from .plan_request import make_square
 from .plan_view import Comparison, compare, describe_comparison, describe_pace
 from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket, plan_training
 from .replay import why_no_graphs
+from .resume import as_decided, find_state, refuse_other_run
+from .run_lock import run_lock
 from .stock import EncodedSample, make_stock_reader, read_encoded_samples, refuse_condition, resolution_of
 
 _log = logging.getLogger(__name__)
@@ -500,58 +503,6 @@ def _usable_bytes(device: torch.device) -> int | None:
     return free if free is None or device.type == "cpu" else int(0.9 * free)
 
 
-_IDENTITY = {
-    "dataset": "data: images, captions or masks have changed",
-    "evaluation": "evaluation: images, captions or masks have changed",
-    "model": "model: the weights in the file have changed",
-}
-
-
-def find_state(plan: JobPlan, identity: dict[str, Any], *, resume: bool) -> TrainingState | None:
-    """The newest checkpoint of the job's folder if it is to be resumed, None for a fresh start.
-
-    A run that was killed before its first checkpoint is resumed by starting it again, which gives the same result.
-
-    Raises: ValueError if it was made with other settings, data or weights (names what differs), or if a fresh start
-        would mix with the checkpoints of an earlier run.
-    """
-    folder = checkpoint_folder(plan.job)
-    found = list_checkpoints(folder)
-    if not resume:
-        if found:
-            raise ValueError(
-                f"{folder} holds the checkpoints of an earlier run, up to {found[-1].name}; resume it, or choose "
-                "another output folder"
-            )
-        return None
-    if not found:
-        _log.warning("there is no checkpoint in %s yet; the job starts from its first step", folder)
-        return None
-    state = load_checkpoint(found[-1])
-    differing = differing_keys(make_job(state.facts["config"]), plan.job)
-    for name, what in _IDENTITY.items():
-        if state.facts[name] != identity[name]:
-            differing.append(what)
-    if differing:
-        lines = "\n".join(f"  {line}" for line in differing)
-        raise ValueError(
-            f"{found[-1]} was made with other settings, so continuing it would not be the same run:\n{lines}\n"
-            "Set them back to resume, or start anew in another output folder"
-        )
-    return state
-
-
-def _as_decided(job: JobConfig) -> JobConfig:
-    """With what "auto" became when the run to resume began: memory that is free today must not change it."""
-    found = list_checkpoints(checkpoint_folder(job))
-    if not found or (job.model.quantize != "auto" and job.optimizer.name != "auto"):
-        return job
-    old = make_job(load_checkpoint(found[-1]).facts["config"])
-    quantize = old.model.quantize if job.model.quantize == "auto" else job.model.quantize
-    name = old.optimizer.name if job.optimizer.name == "auto" else job.optimizer.name
-    return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=name))
-
-
 def _placed_as_before(plan: JobPlan, facts: Mapping[str, Any], host_share: int) -> JobPlan:
     """The plan with the cut, or the replicas, that the run to resume began with.
 
@@ -600,32 +551,50 @@ def run_job(
     should_stop: Callable[[], bool] = never,
     host_share: int = 1,
 ) -> TrainingResult:
-    """Run a job to its end, or until should_stop() is true between two steps; the state is saved in both cases.
+    """Run a job to its end, or until should_stop() is true between two steps; the state is saved in both cases, and
+    where something breaks between two saves.
 
     Args:
         host_share: jobs that share the host's free memory.
-    Raises: ValueError for a job that cannot be run as written, before weights are loaded.
+    Raises: ValueError for a job that cannot be run as written, before weights are loaded; RuntimeError where another
+        process runs in its output folder, or for what broke on the way, with what is saved.
     """
-    if resume:
-        job = _as_decided(job)
-    try:
-        plan = check_job(job, host_share=host_share, should_stop=should_stop)
-    except Stopped as stopped:
-        return TrainingResult("stopped", 0, None, {}, [], None, None, None, f"{stopped}; start the job again")
+    with run_lock(Path(job.output.folder)):
+        state = find_state(job, resume=resume)
+        if state is not None:
+            job = as_decided(job, state)
+        try:
+            plan = check_job(job, host_share=host_share, should_stop=should_stop)
+        except Stopped as stopped:
+            return TrainingResult("stopped", 0, None, {}, [], None, None, None, f"{stopped}; start the job again")
+        identity = run_identity(plan)
+        if state is not None:
+            refuse_other_run(plan.job, identity, state)
+            plan = _placed_as_before(plan, state.facts, host_share)
+            identity |= _where(plan.placement)
+        return _run(plan, identity, state, on_event, should_stop)
+
+
+def _run(
+    plan: JobPlan,
+    identity: dict[str, Any],
+    state: TrainingState | None,
+    on_event: Listener | None,
+    should_stop: Callable[[], bool],
+) -> TrainingResult:
     job = plan.job
-    folder = Path(job.output.folder)
-    identity = run_identity(plan)
-    state = find_state(plan, identity, resume=resume)
-    if state is not None:
-        plan = _placed_as_before(plan, state.facts, host_share)
-        identity |= _where(plan.placement)
-    with EventLog(folder, on_event, tensorboard=job.output.tensorboard) as events, ExitStack() as cleanup:
+    with (
+        EventLog(Path(job.output.folder), on_event, tensorboard=job.output.tensorboard) as events,
+        living_run(cache_store(job)) as living,
+        ExitStack() as cleanup,
+    ):
         try:
             train_data, eval_data = cache_job(plan, events, should_stop)
         except Stopped:
             hint = "captions and latents done so far are kept; start the job again to continue"
             events.emit("stopped", hint=hint)
             return TrainingResult("stopped", 0, None, {}, [], None, None, None, hint)
+        living.needs(train_data.keys() | (eval_data.keys() if eval_data else set()))
         trainer = _make_trainer(plan, identity, train_data, eval_data, events, cleanup)
         with own_random_states(trainer.devices, job.train.seed):  # dropout draws from them
             if state is not None:
@@ -760,7 +729,7 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
         compared = compare(plan.training.forecast, memory_in_use(trainer.devices))
         pace = describe_pace(plan.training, trainer.step_times_s)
         trainer.events.emit("forecast", trainer.step, plan.job.train.steps, devices=compared, pace=pace)
-    path = save_lora(plan, trainer.lora, Path(plan.job.output.folder))
+    path = save_lora(plan, trainer.lora, Path(plan.job.output.folder), must_change=is_finished)
     warn_of_losses(plan)
     trainer.events.emit("saved", trainer.step, plan.job.train.steps, path=str(path))
     hint = ""

@@ -27,11 +27,12 @@ from ..patches.compile_blocks import CompiledBlocks, remove_compiled
 from ..patches.cuda_graphs import GraphedBlocks
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
-from .checkpoint import TrainingState, pack_optimizer, save_checkpoint, unpack_optimizer
+from .checkpoint import TrainingState, list_checkpoints, pack_optimizer, save_checkpoint, unpack_optimizer
 from .config import JobConfig, job_to_dict
-from .data import BatchOrder
+from .data import Batch, BatchOrder
 from .events import EventLog, first_line
 from .gradient_check import BlockCheck, Comparison
+from .loss_growth import describe_growth
 from .objective import NoiseSchedule, add_noise, draw_quantiles, flow_matching_loss, make_generator
 from .optimizer import learning_rate_factor, make_optimizer, set_learning_rate
 
@@ -95,18 +96,42 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._parameters = list(self.lora.parameters().values())
+        self._by_device: dict[torch.device, list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            self._by_device.setdefault(parameter.device, []).append(parameter)
         self._optimizer = make_optimizer(self._parameters, self.job.optimizer)
         self._dtype = getattr(torch, self.job.model.dtype)
         self._home = self.devices[0]
         self._seen_shapes: set[Any] = set()
+        self._chosen: list[Batch] = []  # of the step in hand
+        self._begun: tuple[dict[str, int], dict[str, torch.Tensor]] | None = None  # where it began
+        self._largest_weights: list[torch.Tensor] = []  # after the last step, of every device
+        self._saved_at = 0
+        self._is_sound = True  # weights and counts belong together, and may be saved
+        self._has_warned = False
 
     def run(self, should_stop: Callable[[], bool]) -> bool:
         """Train until the last step or until should_stop() is true between two steps; True if all steps are done.
 
-        Either way the state is saved.
+        Either way the state is saved, also where something breaks after a step that is not saved yet.
+
+        Raises: RuntimeError with what broke and what is saved.
         """
+        self._saved_at = self.step  # a resumed run stands on disk already; at step 0 there is nothing to lose
+        try:
+            self._advance(should_stop)
+            if self._saved_at != self.step:
+                self.save()
+        except Exception as error:
+            kept = self._save_before_the_end()
+            if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, (ValueError, RuntimeError, OSError)):
+                _log.warning("%s", kept)
+                raise
+            raise RuntimeError(f"{error}\n{kept}") from error
+        return self.step >= self.job.train.steps
+
+    def _advance(self, should_stop: Callable[[], bool]) -> None:
         last = self.job.train.steps
-        saved_at = self.step  # a resumed run stands on disk already; at step 0 there is nothing to lose
         if self.compiled and self.step < last and not should_stop():
             self.compare_compiled()
         if not should_stop():
@@ -116,48 +141,96 @@ class Trainer:
             self._evaluate_if_due(is_end=self.step == last)
             if self._is_save_due():
                 self.save()
-                saved_at = self.step
-        if saved_at != self.step:
-            self.save()
-        return self.step >= last
+
+    def _save_before_the_end(self) -> str:
+        """Save what is done after something broke, if that has not been tried; what to say of it."""
+        if self._is_sound and self._saved_at != self.step:
+            if self._begun is not None:  # inside a step, which a resumed run begins again
+                position, states = self._begun
+                self.order.load_state_dict(position)
+                restore_random_states(states)
+            try:
+                self.save()
+            except Exception as error:  # what broke may keep the device or the disk from it, too
+                _log.warning("what was done since step %d could not be saved: %s", self._saved_at, first_line(error))
+        newest = next(reversed(list_checkpoints(checkpoint_folder(self.job))), None)
+        if newest is None:
+            return "No step is saved; start the job again" if self.step else "No step was done yet"
+        lost = "" if self._saved_at == self.step else f"; steps {self._saved_at + 1} to {self.step} are not"
+        return f"The steps done are saved in {newest}{lost}. The same job goes on from there with resume"
 
     def _timed_step(self) -> None:
         start = time.perf_counter()
         rate = self.job.optimizer.learning_rate * learning_rate_factor(
             self.job.schedule, self.step, self.job.train.steps
         )
+        self._begun = self.order.state_dict(), random_states(self.devices)
         loss = self.train_step(rate)
         self.step += 1
         self.losses.append(loss)
+        self._begun, self._is_sound = None, True
         elapsed = time.perf_counter() - start
         self.step_times_s.append(elapsed)
         self.events.emit("step", self.step, self.job.train.steps, loss=loss, learning_rate=rate, elapsed_s=elapsed)
+        if not self._has_warned and (growth := describe_growth(self.losses)):
+            self._has_warned = True
+            _log.warning("%s", growth)
         if len(self.losses) == 1:
             self.events.emit("memory", self.step, self.job.train.steps, **memory_in_use(self.devices))
 
     def train_step(self, learning_rate: float) -> float:
         """One optimizer step over `accumulation` batches; returns the mean loss.
 
-        Raises: RuntimeError if the loss or a gradient is not finite, before the weights are touched.
+        Raises: RuntimeError if the loss or a gradient is not finite, before the weights are touched, and if the weights
+            are not finite after the step before.
         """
         settings = self.job.train
+        self._chosen.clear()
         self._start_graphs()
         with sound_attention():
             total = sum(loss.item() for loss in self._accumulate(settings.accumulation))
         limit = settings.clip_norm or math.inf
         norm = nn.utils.clip_grad_norm_(self._parameters, limit).item()
+        self._refuse_spoilt_weights()  # the host has just waited for the devices
         if not (math.isfinite(total) and math.isfinite(norm)):
-            raise RuntimeError(
-                f"step {self.step + 1} gave a loss of {total} and a gradient of length {norm}; training stopped before "
-                f"it could spoil the LoRA. The checkpoints in {checkpoint_folder(self.job)} are whole. Start anew with "
-                "a lower learning rate, in another output folder"
-            )
+            raise RuntimeError(self._why_not_finite(total, norm))
         set_learning_rate(self._optimizer, learning_rate)
+        self._is_sound = False  # until the step is counted
         self._optimizer.step()
+        self._largest_weights = [nn.utils.get_total_norm(group, math.inf) for group in self._by_device.values()]
         self._optimizer.zero_grad(set_to_none=True)
         if self.runner is not None:
             self.runner.sync()
         return total
+
+    def _why_not_finite(self, loss: float, norm: float) -> str:
+        what = (
+            f"step {self.step + 1} gave a loss of {loss} and a gradient of length {norm}; training stopped before it "
+            "could spoil the LoRA. "
+        )
+        samples = [pair for each in self._chosen for pair in zip(each.indices, each.captions_dropped, strict=True)]
+        broken = [text for pair in samples if (text := self.train_data.not_finite(*pair, self._dtype))]
+        if broken:
+            return what + (
+                f"Not finite as {self.job.model.dtype}: {'; '.join(dict.fromkeys(broken))}. Delete that file, so "
+                "that it is computed again, or take the sample out of the dataset and start anew"
+            )
+        names = ", ".join(dict.fromkeys(self.train_data.name_of(index) for index, _ in samples))
+        return what + (
+            f"Its samples are finite: {names}. Start anew with a lower optimizer.learning_rate, in another output "
+            "folder"
+        )
+
+    def _refuse_spoilt_weights(self) -> None:
+        """Raises: RuntimeError if the last step has left weights that are not finite; nothing of it is saved then."""
+        if all(math.isfinite(largest.item()) for largest in self._largest_weights):
+            return
+        self._is_sound = False
+        raise RuntimeError(
+            f"after step {self.step} the LoRA's weights are not finite as {self.job.lora.dtype}, and they are not "
+            f"saved. Its learning rate was {float(self._optimizer.param_groups[0]['lr']):g}: start anew with a lower "
+            "optimizer.learning_rate, in another output folder"
+        )
 
     def _start_graphs(self) -> None:
         for each in self.graphs:
@@ -247,6 +320,7 @@ class Trainer:
 
     def _micro_batch(self, index: int, num_batches: int) -> MicroBatch[NoisyBatch]:
         chosen, step = self.order.next(), self.step
+        self._chosen.append(chosen)
         model, home = self._seat(index)
 
         def prepare() -> NoisyBatch:
@@ -339,7 +413,12 @@ class Trainer:
         return bool(every) and self.step % every == 0
 
     def save(self) -> Path:
-        """Write a checkpoint of everything the run needs to continue, and a LoRA file users can load beside it."""
+        """Write a checkpoint of everything the run needs to continue, and a LoRA file users can load beside it.
+
+        Raises: RuntimeError for weights that are not finite, before anything is written; OSError naming the file and
+            what helps if the disk refuses.
+        """
+        self._refuse_spoilt_weights()
         facts = {
             "config": job_to_dict(self.job),
             "order": self.order.state_dict(),
@@ -354,19 +433,34 @@ class Trainer:
             random=random_states(self.devices),
             facts=facts,
         )
+        self._is_sound = False  # what fails once is not tried again
         path = save_checkpoint(checkpoint_folder(self.job), state, self.job.output.keep_last)
+        self._saved_at, self._is_sound = self.step, True
         self.save_lora(path)
         self.events.emit("saved", self.step, self.job.train.steps, path=str(path))
         return path
 
     def restore(self, state: TrainingState) -> None:
-        """Stand where the saved run stood, bit for bit as if it had not stopped."""
+        """Stand where the saved run stood, bit for bit as if it had not stopped. The LoRA file beside the checkpoint is
+        written if the saved run was killed before that.
+
+        Raises: ValueError naming the file that is not of this run.
+        """
         self.step = state.step
         self.losses = list(state.facts["losses"])
         self.evaluations = {int(step): loss for step, loss in state.facts["evaluations"].items()}
-        self.lora.load_tensors(state.adapter)
+        parts: dict[str, Callable[[], object]] = {
+            "adapter.safetensors": lambda: self.lora.load_tensors(state.adapter),
+            "optimizer.safetensors": lambda: unpack_optimizer(self._optimizer, state.optimizer),
+            "state.json": lambda: self.order.load_state_dict(state.facts["order"]),
+            "random.safetensors": lambda: restore_random_states(state.random),
+        }
+        for name, load in parts.items():
+            try:
+                load()
+            except (ValueError, RuntimeError, TypeError) as error:
+                raise ValueError(f"{state.path}/{name} is not of this run: {first_line(error)}") from error
         if self.runner is not None:
             self.runner.sync()
-        unpack_optimizer(self._optimizer, state.optimizer)
-        self.order.load_state_dict(state.facts["order"])
-        restore_random_states(state.random)
+        if state.path is not None:
+            self.save_lora(state.path)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..files import save_tensors_atomically
+from ..files import tensors_as_bytes, write_atomically
 from ..loading.lora_layouts import describe_readers, make_lora_tensors, what_is_lost
 from ..version import VERSION
 from .adapter import LoraHandle
+from .checkpoint import unsaved
 from .config import job_to_dict
 from .job_plan import JobPlan
 
@@ -32,11 +34,40 @@ def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor
     return {name: t if name.endswith(".alpha") else t.to(dtype) for name, t in tensors.items()}
 
 
-def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path) -> Path:
-    """Write the LoRA with its metadata to folder/<output.name>.safetensors, atomically."""
+def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: bool = False) -> Path:
+    """Write the LoRA with its metadata to folder/<output.name>.safetensors, atomically; not where that is so already.
+
+    Args:
+        must_change: also refuse a LoRA that changes nothing.
+    Raises: RuntimeError for weights that are not finite in the file's type, OSError naming the file if the disk
+        refuses; the file that was there stays.
+    """
     path = folder / f"{plan.job.output.name}.safetensors"
-    save_tensors_atomically(path, lora_file_tensors(plan, lora), lora_metadata(plan))
+    tensors = lora_file_tensors(plan, lora)
+    _refuse_not_finite(path, tensors, plan.job.output.lora_dtype)
+    if must_change and not any(tensor.any() for name, tensor in tensors.items() if name.endswith("lora_B.weight")):
+        raise RuntimeError(
+            f"{path} is not written: after {plan.job.train.steps} steps the LoRA changes nothing, for lora_B is zero "
+            f"in every layer (as {plan.job.output.lora_dtype}); start anew in another output folder with a higher "
+            "optimizer.learning_rate or more steps"
+        )
+    data = tensors_as_bytes(tensors, lora_metadata(plan))
+    if not (path.is_file() and path.read_bytes() == data):
+        try:
+            write_atomically(path, data)
+        except OSError as error:
+            raise unsaved(path, error) from error
     return path
+
+
+def _refuse_not_finite(path: Path, tensors: Mapping[str, torch.Tensor], dtype: str) -> None:
+    wrong = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+    if wrong:
+        raise RuntimeError(
+            f"{path} is not written: {len(wrong)} of {len(tensors)} tensors of the LoRA are not finite as {dtype}, "
+            f'first {wrong[0]}; resume with output.lora_dtype = "float32", which holds all that was trained, or start '
+            "anew in another output folder with a lower optimizer.learning_rate"
+        )
 
 
 def describe_file(plan: JobPlan) -> str:

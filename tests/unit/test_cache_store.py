@@ -83,6 +83,44 @@ def test_no_single_damaged_byte_is_ever_used(tmp_path):
     assert misses > 0.9 * len(whole)
 
 
+@pytest.mark.parametrize("kind", ["entry", "link"])
+def test_no_flipped_bit_passes(kind, tmp_path):
+    store = CacheStore(tmp_path)
+    store.put(KEY, {"states": torch.arange(6, dtype=torch.float32)})
+    if kind == "link":
+        store.link(OTHER, [KEY])
+    path = store.path(OTHER if kind == "link" else KEY)
+    whole = path.read_bytes()
+    for position in range(8 * len(whole)):
+        data = bytearray(whole)
+        data[position // 8] ^= 1 << position % 8
+        path.write_bytes(data)
+        assert store.get(OTHER if kind == "link" else KEY) is None, f"bit {position}"
+
+
+@pytest.mark.parametrize("kind", ["entry", "link"])
+def test_entries_that_changed_names_are_misses(kind, tmp_path):
+    store, keys = CacheStore(tmp_path), ["12" * 32, "34" * 32]
+    for index, key in enumerate([KEY, OTHER]):
+        store.put(key, {"states": torch.full((2,), float(index))})
+        store.link(keys[index], [key])
+    keys = keys if kind == "link" else [KEY, OTHER]
+    first, second = (store.path(key).read_bytes() for key in keys)
+    store.path(keys[0]).write_bytes(second)
+    store.path(keys[1]).write_bytes(first)
+    assert all(key not in store and store.get(key) is None for key in keys)
+
+
+def test_entries_from_before_their_key_was_in_them_are_read(tmp_path):
+    store, joint = CacheStore(tmp_path), "ef" * 32
+    old = store_module._checksum(_tensors())
+    files.save_tensors_atomically(store.path(KEY), _tensors(), {"checksum": old})
+    listed = f'["{KEY}"]'
+    metadata = {"parts": listed, "checksum": store_module._checksum({}, listed)}
+    files.save_tensors_atomically(store.path(joint), {}, metadata)
+    assert _same(store.get(KEY), _tensors()) and _same(store.get(joint), _tensors())
+
+
 def test_damaged_data_stops_being_called_whole_once_it_was_read(tmp_path):
     store = CacheStore(tmp_path)
     store.put(KEY, _tensors())

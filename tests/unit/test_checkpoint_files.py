@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import struct
 import weakref
 
@@ -13,7 +14,6 @@ import safetensors
 import torch
 from devicebridge.families.registry import FAMILIES, find_family
 from devicebridge.families.spec import Variant
-from devicebridge.loading import header
 from devicebridge.loading.checkpoint import _say_once, load_transformer, make_empty_transformer, read_checkpoint
 from devicebridge.tests.toy import TINY, stack_tensors
 from safetensors.torch import save_file
@@ -186,7 +186,7 @@ def test_published_models_are_recognised_by_their_header(family_name, variant_na
     variant = family.variant(variant_name)
     file = tmp_path / "model.safetensors"
     size = _write_header(file, _full_shapes(family, variant.transformer_config, layout))
-    monkeypatch.setattr(header.os.path, "getsize", lambda _: size)
+    monkeypatch.setattr(os.path, "getsize", lambda _: size)
     info = read_checkpoint(file)
     twin = variant_name.replace("5b-i2v", "5b")  # one file serves both
     if "a14b" in variant_name:  # experts share their shapes
@@ -257,7 +257,7 @@ def _write_full_folder(folder, family, config, monkeypatch):
     config = {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
     (folder / "config.json").write_text(json.dumps({"_class_name": family.transformer_class, **config}))
     size = _write_header(folder / "diffusion_pytorch_model.safetensors", _full_shapes(family, config, "diffusers"))
-    monkeypatch.setattr(header.os.path, "getsize", lambda _: size)
+    monkeypatch.setattr(os.path, "getsize", lambda _: size)
 
 
 def test_experts_of_a_pair_are_told_apart_by_boundary_and_folder(tmp_path, monkeypatch, caplog):
@@ -375,7 +375,7 @@ def _gain_a_tensor(shapes):
 )
 def test_models_that_only_resemble_a_supported_one(change, message, tmp_path, monkeypatch):
     size = _flux1_file(tmp_path, change)
-    monkeypatch.setattr(header.os.path, "getsize", lambda _: size)
+    monkeypatch.setattr(os.path, "getsize", lambda _: size)
     with pytest.raises(ValueError, match=message):
         read_checkpoint(tmp_path / "model.safetensors")
 
@@ -512,7 +512,7 @@ def test_wrong_names_families_and_variants(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="has no transformer_2 folder; it has"):
         read_checkpoint(tmp_path, variant="wan2.2-t2v-a14b-low")
     size = _flux1_file(tmp_path, lambda shapes: None)
-    monkeypatch.setattr(header.os.path, "getsize", lambda _: size)
+    monkeypatch.setattr(os.path, "getsize", lambda _: size)
     with pytest.raises(ValueError, match="was given as flux1-schnell, but it is flux1-dev"):
         read_checkpoint(tmp_path / "model.safetensors", variant="flux1-schnell")
     with pytest.raises(ValueError, match="of no known model|resembles"):

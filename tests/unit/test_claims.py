@@ -149,6 +149,21 @@ def test_leaving_early_or_by_an_error_gives_claims_back(store):
     claim.release()
 
 
+def test_a_claim_gives_its_name_back_while_it_is_locked(store, monkeypatch):
+    """Unlocked first, another could take the file by its name, and lose that name to the one before it."""
+    if os.name == "nt":
+        pytest.skip("an open file cannot be removed there")
+    claim, ordinary, others = Claims(store).take(KEYS[0]), Path.unlink, []
+
+    def take_first(path, **options):
+        others.append(Claims(store).take(KEYS[0]))
+        ordinary(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", take_first)
+    claim.release()
+    assert others == [None] and claim.file.closed and not claim.path.exists()
+
+
 def test_a_lock_on_a_file_that_lost_its_name_does_not_count(store, monkeypatch):
     """Between opening and locking, the former holder removes the file, and a third process claims anew."""
     claims, thirds = Claims(store), []

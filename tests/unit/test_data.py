@@ -397,6 +397,19 @@ def test_a_mask_is_the_mean_over_what_each_cell_covers(tmp_path):
     np.testing.assert_allclose(mask[0, 0].numpy(), expected, atol=1e-6)
 
 
+def test_a_mask_of_which_the_crop_leaves_nothing_white_is_refused(tmp_path):
+    """White at one end of a long image, of which the middle is trained."""
+    _save(tmp_path / "a.png", height=64, width=256)
+    mask = np.zeros((64, 256), dtype=np.uint8)
+    mask[:, :16] = 255
+    Image.fromarray(mask).save(tmp_path / "a_mask.png")
+    with pytest.raises(ValueError, match=r"a_mask\.png: nothing white is left after cropping .*data\.max_aspect_ratio"):
+        _scan(tmp_path, max_aspect_ratio=1.0)
+    mask[:, 120:136] = 1
+    Image.fromarray(mask).save(tmp_path / "a_mask.png")
+    assert [bool(sample.mask_path) for sample in _scan(tmp_path, max_aspect_ratio=1.0)] == [True]
+
+
 def test_a_mask_may_be_of_another_resolution_than_its_image(tmp_path):
     small = np.random.default_rng(0).integers(0, 256, (10, 10), dtype=np.uint8)
     Image.fromarray(small).save(tmp_path / "small.png")

@@ -1,0 +1,55 @@
+"""JSON objects from files of others: one reader, so that whatever is wrong with one is said with the file's name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_NAMES = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
+
+
+def read_json_object(file: Path, remedy: str = "download it again") -> dict[str, Any]:
+    """The object that a JSON file holds.
+
+    Args:
+        remedy: what would help, for the message.
+    Raises: ValueError naming the file if it is no JSON or no object; FileNotFoundError.
+    """
+    return parse_json_object(file.read_bytes(), str(file), remedy)
+
+
+def parse_json_object(text: bytes | str, what: str, remedy: str = "download it again") -> dict[str, Any]:
+    """The same for a text that was read already.
+
+    Args:
+        what: whose text this is, for the message.
+    Raises: ValueError for a text that is no JSON, no object, or says one name twice.
+    """
+    try:
+        found = json.loads(text, object_pairs_hook=_refuse_twice)
+    except (ValueError, RecursionError) as error:  # the latter for brackets inside brackets inside brackets
+        raise ValueError(f"{what} is no JSON ({error}); {remedy}") from error
+    return expect(found, dict, what, remedy)
+
+
+def expect(value: Any, kind: type | tuple[type, ...], what: str, remedy: str = "download it again") -> Any:
+    """The value, if it is of this kind; true and false are no numbers.
+
+    Raises: ValueError saying what it is.
+    """
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if isinstance(value, kinds) and not (isinstance(value, bool) and bool not in kinds):
+        return value
+    wanted = " or ".join(dict.fromkeys(_NAMES[each] for each in kinds))
+    found = "null" if value is None else _NAMES.get(type(value), type(value).__name__)
+    raise ValueError(f"{what} is {found} in JSON, not {wanted}; {remedy}")
+
+
+def _refuse_twice(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it says {next(name for name in names if names.count(name) > 1)!r} twice")
+    return found
