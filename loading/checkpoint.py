@@ -205,14 +205,7 @@ def _read_folder(source: _Source, records: dict[str, TensorRecord], families: Se
     ignored = getattr(_class_of(family), "_keys_to_ignore_on_load_unexpected", None) or ()
     tensors = {name: r for name, r in records.items() if not any(re.search(pattern, name) for pattern in ignored)}
     refuse_absurd_sizes(source.folder / "config.json", config)
-    try:
-        expected = _expected_shapes(family, config)
-    except (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(
-            f"{source.folder / 'config.json'} describes no {class_name} ({reason}); download it again"
-        ) from error
-    differences = _differences(expected, tensors)
+    differences = _differences(_shapes_of_config(source.folder, family, config), tensors)
     if differences:
         raise ValueError(f"the weights in {source.folder} do not fit its config.json: {differences}")
     return CheckpointInfo(source.path, family, None, config, "diffusers", tensors, source.pipeline_folder)

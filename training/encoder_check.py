@@ -6,10 +6,10 @@ hours later, when the VAE is loaded.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from ..caching.vae import check_vae, find_vae
+from ..json_file import read_json_object
 from ..loading.config_sizes import refuse_absurd_sizes
 from ..loading.header import TensorRecord, read_header
 from .job_plan import JobPlan, vae_path
@@ -45,13 +45,7 @@ def _check_config(folder: Path) -> None:
     file = folder / "config.json"
     if not file.is_file():
         return  # whoever loads it says so
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON ({error}); download it again") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds a {type(config).__name__} and no object of settings; download it again")
-    refuse_absurd_sizes(file, config)
+    refuse_absurd_sizes(file, read_json_object(file))
 
 
 def _read_headers(folder: Path) -> dict[str, TensorRecord]:
