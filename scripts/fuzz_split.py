@@ -2,9 +2,9 @@
 
     python scripts/fuzz_split.py [--histories 1000] [--first 0] [--processes 2] [--out histories.json] [--without GUARD]
 
-Needs a ComfyUI checkout, found as the tests find it; no GPU. Prints every history that differed, was refused or could
-not be compared, then a table. Exits with 1 if any differed. A seed is one history: `--first 57 --histories 1` plays it
-again. `--without` takes out one of the guards in tests/comfy/split_fuzz.py: then some history must differ.
+Needs a ComfyUI checkout, found as the tests find it; no GPU. `--gpus` plays on this machine's GPUs. Prints every history
+that differed, was refused or could not be compared, then a table. Exits with 1 if any differed. A seed is one history:
+`--first 57 --histories 1` plays it again. `--without` takes out one of the guards in tests/comfy/split_fuzz.py: then some history must differ.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 from devicebridge.tests.comfy_host import comfy_python, find_comfyui  # noqa: E402
 
 WORKER = ROOT / "tests" / "comfy" / "split_worker.py"
+Command = tuple[list[str], list[str]]  # what comes before the worker's folder, and behind it
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="seed of the first history")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="where to write all histories as JSON")
+    parser.add_argument("--gpus", action="store_true")
     parser.add_argument("--without", default="", metavar="GUARD")
     options = parser.parse_args()
     comfyui = find_comfyui()
@@ -45,7 +47,8 @@ def main() -> int:
         print("no ComfyUI was found: set COMFYUI_PATH to its folder")
         return 2
     seeds = range(options.first, options.first + options.histories)
-    found = play(python, comfyui, [f"{seed} {options.without}".strip() for seed in seeds], options.processes)
+    command = [str(python), str(WORKER), str(comfyui)], ["--gpus"] if options.gpus else []
+    found = play(command, [f"{seed} {options.without}".strip() for seed in seeds], options.processes)
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1), encoding="utf-8")
     verdicts = collections.Counter(kind(history) for history in found.values())
@@ -53,14 +56,14 @@ def main() -> int:
     return 1 if verdicts["different"] else 0
 
 
-def play(python: Path, comfyui: Path, seeds: list[str], processes: int) -> dict[str, dict[str, Any]]:
+def play(command: Command, seeds: list[str], processes: int) -> dict[str, dict[str, Any]]:
     """Each seed's history as the worker tells it, or {"error": text} if it died."""
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for seed in seeds:
         waiting.put(seed)
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [(python, comfyui, Path(folder) / str(number), waiting, found) for number in range(processes)]
+        arguments = [(command, Path(folder) / str(number), waiting, found) for number in range(processes)]
         threads = [threading.Thread(target=work, args=each) for each in arguments]
         for thread in threads:
             thread.start()
@@ -69,9 +72,7 @@ def play(python: Path, comfyui: Path, seeds: list[str], processes: int) -> dict[
     return {seed: found[seed] for seed in seeds}
 
 
-def work(
-    python: Path, comfyui: Path, folder: Path, waiting: queue.SimpleQueue[str], found: dict[str, dict[str, Any]]
-) -> None:
+def work(command: Command, folder: Path, waiting: queue.SimpleQueue[str], found: dict[str, dict[str, Any]]) -> None:
     """Ask one worker process for history after history; a new one where it died."""
     folder.mkdir()
     process = None
@@ -81,7 +82,7 @@ def work(
         except queue.Empty:
             break
         if process is None or process.poll() is not None:
-            process = start(python, comfyui, folder)
+            process = start(command, folder)
         found[seed] = ask(process, seed, folder)
         report(seed, found[seed])
     if process is not None and process.stdin is not None:
@@ -89,9 +90,9 @@ def work(
         process.wait(timeout=60)
 
 
-def start(python: Path, comfyui: Path, folder: Path) -> subprocess.Popen[str]:
+def start(command: Command, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [str(python), str(WORKER), str(comfyui), str(folder)],
+        [*command[0], str(folder), *command[1]],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=(folder / "worker.log").open("w", encoding="utf-8"),

@@ -24,11 +24,34 @@ from devicebridge.parallel.bridge import Bridge
 from devicebridge.parallel.lend import Lent
 from devicebridge.tests.comfy.split_cases import CPU
 from devicebridge.tests.comfy.split_fuzz_nodes import AFTER_ONLY, NODES, STATEFUL, Node, Setting
-from devicebridge.tests.comfy.split_host import CARDS, HOME, NUM_CARDS, Host, one_condition_at_a_time
+from devicebridge.tests.comfy.split_host import CARDS, NUM_CARDS, Host, one_condition_at_a_time
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
 
 _REFUSALS = ("split", "across GPUs", "verify:")
 _NUM_BLOCKS = 3  # every family has as many, so a cut before any of them is possible
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Where histories are played: the cards of the split, and the device of the unsplit MODEL.
+
+    On real GPUs that is the first of them: a CPU rounds otherwise.
+    """
+
+    cards: tuple[torch.device, ...] = CARDS[:NUM_CARDS]
+    one: torch.device = CPU
+
+    @property
+    def is_emulated(self) -> bool:
+        return self.one == CPU
+
+
+def ground(is_emulated: bool) -> Ground:
+    """Emulated cards, or the GPUs of this machine."""
+    if is_emulated:
+        return Ground()
+    gpus = tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    return Ground(gpus, gpus[0])
 
 
 @dataclass
@@ -49,12 +72,12 @@ class _Pair:
     options: dict[str, Any]
 
 
-def run_history(host: Host, seed: int, without: str = "") -> History:
+def run_history(host: Host, seed: int, without: str = "", ground: Ground = Ground()) -> History:
     """One history from its seed, with one of GUARDS taken out; nothing stays loaded."""
     drawn, history = random.Random(seed), History(seed)
     try:
         with GUARDS[without]() if without else contextlib.nullcontext():
-            _play(host, drawn, history)
+            _play(host, drawn, history, ground)
     except _Ended as ended:
         history.verdict = str(ended)
     finally:
@@ -92,19 +115,19 @@ class _Ended(Exception):
     """The history is over; its text is the verdict."""
 
 
-def _play(host: Host, drawn: random.Random, history: History) -> None:
+def _play(host: Host, drawn: random.Random, history: History, ground: Ground) -> None:
     name = drawn.choice(sorted(FAMILIES))
     dtype = drawn.choice((torch.float32, torch.float32, torch.bfloat16))
-    request = _draw_request(drawn)
+    request = _draw_request(drawn, ground)
     history.steps.append(f"{name}, {dtype}, {request}")
     nodes = [node for node, names in NODES.items() if name in names and not (request.verify and node in STATEFUL)]
     before = [(node, drawn.randrange(1000)) for node in _draw(drawn, nodes, 2) if node not in AFTER_ONLY]
     history.steps += [f"before: {node.__name__} {salt}" for node, salt in before]
-    unsplit = host.load(name, load_device=CPU, dtype=dtype)
-    divided = host.load(name, dtype=dtype)
+    unsplit = host.load(name, load_device=ground.one, dtype=dtype)
+    divided = host.load(name, dtype=dtype, load_device=ground.cards[0])
     for node, salt in before:
-        unsplit = _unsplit(lambda: node(unsplit, Setting(host, name, CPU, salt)))  # noqa: B023
-        divided = node(divided, Setting(host, name, HOME, salt))
+        unsplit = _unsplit(ground, lambda: node(unsplit, Setting(host, name, ground.one, salt)))  # noqa: B023
+        divided = node(divided, Setting(host, name, ground.cards[0], salt))
     divided = _or_refused(lambda: split_model(divided, request))
     pairs = [_Pair(divided, unsplit, _draw_options(drawn, name))]
     for _ in range(drawn.randint(1, 3)):
@@ -113,17 +136,17 @@ def _play(host: Host, drawn: random.Random, history: History) -> None:
         for node in _draw(drawn, nodes, 3):
             salt = drawn.randrange(1000)
             history.steps.append(f"{node.__name__} {salt}")
-            changed = _changed(host, name, changed, node, salt)
+            changed = _changed(host, name, changed, node, salt, ground)
         pairs.append(changed)
-        _compare(host, name, drawn, pairs, history)
+        _compare(host, name, drawn, pairs, history, ground)
 
 
 def _draw(drawn: random.Random, nodes: list[Node], most: int) -> list[Node]:
     return drawn.sample(nodes, k=drawn.randint(0, min(most, len(nodes))))
 
 
-def _draw_request(drawn: random.Random) -> SplitRequest:
-    devices = tuple(CARDS[: drawn.randint(2, NUM_CARDS)])
+def _draw_request(drawn: random.Random, ground: Ground) -> SplitRequest:
+    devices = ground.cards[: drawn.randint(2, len(ground.cards))]
     options: dict[str, Any] = {"balance": drawn.choice(("memory", "time"))}
     if len(devices) <= _NUM_BLOCKS and drawn.random() < 0.5:
         cuts = sorted(drawn.sample(range(1, _NUM_BLOCKS), k=min(len(devices) - 1, _NUM_BLOCKS - 1)))
@@ -156,22 +179,24 @@ def _draw_options(drawn: random.Random, name: str) -> dict[str, Any]:
     return options
 
 
-def _changed(host: Host, name: str, pair: _Pair, node: Node, salt: int) -> _Pair:
-    unsplit = _unsplit(lambda: node(pair.unsplit, Setting(host, name, CPU, salt)))
-    return _Pair(_or_refused(lambda: node(pair.divided, Setting(host, name, HOME, salt))), unsplit, pair.options)
+def _changed(host: Host, name: str, pair: _Pair, node: Node, salt: int, ground: Ground) -> _Pair:
+    unsplit = _unsplit(ground, lambda: node(pair.unsplit, Setting(host, name, ground.one, salt)))
+    return _Pair(
+        _or_refused(lambda: node(pair.divided, Setting(host, name, ground.cards[0], salt))), unsplit, pair.options
+    )
 
 
-def _compare(host: Host, name: str, drawn: random.Random, pairs: list[_Pair], history: History) -> None:
+def _compare(host: Host, name: str, drawn: random.Random, pairs: list[_Pair], history: History, ground: Ground) -> None:
     """Sample the newest pair, perhaps an older one, and disturb memory in between."""
     chosen = [pairs[-1], *([drawn.choice(pairs)] if drawn.random() < 0.5 else [])]
     for pair in chosen:
         with contextlib.ExitStack() as stack:
-            _disturb(host, drawn, pair, history, stack)
+            _disturb(host, drawn, ground, history, stack)
             history.steps.append(f"sample {pairs.index(pair)}: {_in_words(pair.options)}")
             _take_off_the_card(pair.unsplit)
-            expected = _unsplit(lambda: host.sample(pair.unsplit, name, **pair.options))  # noqa: B023
+            expected = _unsplit(ground, lambda: host.sample(pair.unsplit, name, **pair.options))  # noqa: B023
             found = _or_refused(lambda: host.sample(pair.divided, name, **pair.options))  # noqa: B023
-        if not _is_same(found, expected) and not _is_same(found, _unsplit(lambda: _apart(host, name, pair))):  # noqa: B023
+        if not _is_same(found, expected) and not _is_same(found, _unsplit(ground, lambda: _apart(host, name, pair))):  # noqa: B023
             difference = float((found.double() - expected.double()).abs().max())
             raise _Ended(f"different: by {difference:.3g} at a std of {float(expected.std()):.3g}")
 
@@ -190,15 +215,15 @@ def _in_words(options: dict[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in options.items() if key != "negative")
 
 
-def _disturb(host: Host, drawn: random.Random, pair: _Pair, history: History, stack: contextlib.ExitStack) -> None:
+def _disturb(host: Host, drawn: random.Random, ground: Ground, history: History, stack: contextlib.ExitStack) -> None:
     kind = drawn.choice(("nothing", "nothing", "free", "unload", "tight"))
-    card = drawn.choice(CARDS[:NUM_CARDS])
+    card = drawn.choice(ground.cards)
     history.steps.append(f"memory: {kind} {card}")
     if kind == "free":
         host.free(card)
     elif kind == "unload":
         host.unload_all()
-    elif kind == "tight":
+    elif kind == "tight" and ground.is_emulated:
         stack.enter_context(host.machine.room_for(drawn.randrange(4_000_000, 9_000_000), card))
 
 
@@ -215,10 +240,10 @@ def _is_same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     return found.shape == expected.shape and bool(((found == expected) | (found.isnan() & expected.isnan())).all())
 
 
-def _unsplit(act: Any) -> Any:
+def _unsplit(ground: Ground, act: Any) -> Any:
     """What the unsplit MODEL gives; where it fails there is nothing to compare with."""
     try:
-        with mock.patch.object(comfy.model_management, "get_torch_device", lambda: CPU):
+        with mock.patch.object(comfy.model_management, "get_torch_device", lambda: ground.one):
             return act()
     except Exception as error:
         raise _Ended(f"skipped, unsplit it fails: {type(error).__name__}: {error}") from error

@@ -79,6 +79,15 @@ def emulated_machine() -> Iterator[Machine]:
             yield machine
 
 
+@contextlib.contextmanager
+def real_gpus() -> Iterator[Any]:
+    """ComfyUI on the GPUs there are; sums in the same order at every run."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+    yield None
+
+
 def _list_cards(exclude_current: bool = False) -> list[torch.device]:
     return list(CARDS[1:NUM_CARDS] if exclude_current else CARDS[:NUM_CARDS])
 

@@ -3,7 +3,7 @@
 Takes ComfyUI's folder and one for checkpoints. Reads {"case": name} line by line from stdin and answers each with one
 line of JSON: {"claims": [[claim, holds, found]], "seconds": s} or {"error": traceback}. {"case": "names"} lists them.
 {"case": "history 7"} runs the random history of that seed: {"verdict": text, "steps": [text]}. A name behind the seed
-takes out that guard (split_fuzz.GUARDS).
+takes out that guard (split_fuzz.GUARDS). With --gpus behind the folders histories are played on the GPUs there are.
 
 ComfyUI is imported before the pack, so that what the pack does to ComfyUI's own functions shows (see `core_digest`).
 """
@@ -45,8 +45,9 @@ Digest = dict[str, int]
 
 def main() -> None:
     checkout, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    is_emulated = "--gpus" not in sys.argv
     answers = _keep_answers_clean()
-    _import_comfyui(checkout)
+    _import_comfyui(checkout, is_emulated)
     import torch
 
     before = core_digest()
@@ -63,8 +64,8 @@ def main() -> None:
         split_cases_weights,
     )
     from devicebridge.tests.comfy.split_cases import CASES, Case, run_case
-    from devicebridge.tests.comfy.split_fuzz import run_history
-    from devicebridge.tests.comfy.split_host import Host, emulated_machine
+    from devicebridge.tests.comfy.split_fuzz import ground, run_history
+    from devicebridge.tests.comfy.split_host import Host, emulated_machine, real_gpus
 
     def core_is_untouched(case: Case) -> None:
         changed = sorted(name for name, identity in before.items() if core_digest().get(name) != identity)
@@ -76,9 +77,9 @@ def main() -> None:
         if name == "names":
             _answer(answers, {"names": sorted(CASES)})
         elif name.startswith("history "):
-            with emulated_machine() as machine, torch.inference_mode():
-                _, seed, *without = name.split(" ", 2)
-                history = run_history(Host(machine, folder), int(seed), *without)
+            _, seed, without = f"{name}  ".split(" ", 2)
+            with emulated_machine() if is_emulated else real_gpus() as machine, torch.inference_mode():
+                history = run_history(Host(machine, folder), int(seed), without.strip(), ground(is_emulated))
             _answer(answers, {"verdict": history.verdict, "steps": history.steps})
         elif name == "core":
             case = Case(None)
@@ -96,11 +97,11 @@ def _keep_answers_clean() -> TextIO:
     return answers
 
 
-def _import_comfyui(checkout: Path) -> None:
+def _import_comfyui(checkout: Path, is_emulated: bool) -> None:
     sys.path[0] = str(checkout)  # instead of this folder, whose modules would hide ComfyUI's
     import comfy.cli_args
 
-    comfy.cli_args.args.cpu = True
+    comfy.cli_args.args.cpu = is_emulated
     import comfy.sample  # brings the rest
 
     logging.getLogger().setLevel(logging.INFO)
