@@ -2,9 +2,10 @@
 
     python scripts/fuzz_split.py [--histories 1000] [--first 0] [--processes 2] [--out histories.json] [--without GUARD]
 
-Needs a ComfyUI checkout, found as the tests find it; no GPU. `--gpus` plays on this machine's GPUs. Prints every history
-that differed, was refused or could not be compared, then a table. Exits with 1 if any differed. A seed is one history:
-`--first 57 --histories 1` plays it again. `--without` takes out one of the guards in tests/comfy/split_fuzz.py: then some history must differ.
+Needs a ComfyUI checkout, found as the tests find it; no GPU. `--gpus` plays on this machine's GPUs. Prints every
+history that differed, was refused or could not be compared, then a table. Exits with 1 if any differed. A seed is one
+history: `--first 57 --histories 1` plays it again. `--without` takes out a guard of tests/comfy/split_fuzz.py: then
+some history must differ.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ Nothing of the host is replaced. With ComfyUI 0.33; what is relied on is listed 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -116,11 +117,9 @@ class ShardMixin(_Limited):
         from comfy.model_management import cuda_device_context
 
         self._unhook()
-        extra_memory = self._without_other_objects(extra_memory)
-        with cuda_device_context(device_to):
-            loaded = super().partially_load(
-                device_to, self._within_limit(extra_memory), force_patch_weights=force_patch_weights
-            )
+        with cuda_device_context(device_to), self._below_injections():
+            extra_memory = self._within_limit(self._without_other_objects(extra_memory))
+            loaded = super().partially_load(device_to, extra_memory, force_patch_weights=force_patch_weights)
             self._limit_dynamic()
         return loaded
 
@@ -133,7 +132,22 @@ class ShardMixin(_Limited):
             self._unhook()
             if device_to is not None:
                 self._use_origins()
-        super().unpatch_model(device_to, unpatch_weights)
+        with self._below_injections():
+            super().unpatch_model(device_to, unpatch_weights)
+
+    @contextlib.contextmanager
+    def _below_injections(self) -> Iterator[None]:
+        """Object patches are set and taken off while the home patcher's injections, which may wrap them, are off."""
+        home = self._home() if self._home is not None else None
+        has_objects = bool(self.object_patches or self.object_patches_backup)
+        if home is None or not home.is_injected or not has_objects:
+            yield
+            return
+        home.eject_model()
+        try:
+            yield
+        finally:
+            home.inject_model()
 
     def _unhook(self) -> None:
         """Scheduled LoRA is written into the weights by the home patcher: it must take it out before they move."""

@@ -364,6 +364,36 @@ def a_layer_with_weights_of_its_own(case: Case) -> None:
 
 
 @case
+def an_injection_over_an_object_patch(case: Case) -> None:
+    """The patched layer of the other card is cleared and loaded again under it; without both nothing is left."""
+    host = case.host
+    key = "diffusion_model.single_blocks.3.linear1"
+
+    def change(model: Any, device: torch.device) -> None:
+        _count_in_an_injection(model, device)
+        forward = model.get_model_object(key).forward
+        model.add_object_patch(f"{key}.forward", lambda *args, **kwargs: forward(*args, **kwargs) * 1.1)
+        over = comfy.weight_adapter.bypass.BypassInjectionManager()
+        weights = dict(lora_weights("flux1", 1))
+        up, down = weights[f"{key}.lora_B.weight"], weights[f"{key}.lora_A.weight"]
+        over.add_adapter(
+            f"{key}.weight", comfy.weight_adapter.LoRAAdapter(set(), (up, down, *[None] * 4)), strength=1.0
+        )
+        model.set_injections("bypass_lora", over.create_injections(model.model))
+
+    with mock.patch.object(comfy.model_management, "get_torch_device", lambda: CPU):
+        changed_unsplit = _changed(host.load("flux1", load_device=CPU), change, CPU)
+        references = [host.sample(changed_unsplit, "flux1") for _ in range(3)]
+    clean = host.sample(host.load("flux1", load_device=CPU), "flux1")
+    divided = split(host.load("flux1"))
+    changed = _changed(divided, change, HOME)
+    for number, cleared in enumerate((OTHER, HOME, OTHER)):
+        case.equal(f"run {number}", host.sample(changed, "flux1"), references[number])
+        host.free(cleared)
+    case.equal("without", host.sample(divided, "flux1"), clean)
+
+
+@case
 def attention_that_brings_tensors(case: Case) -> None:
     """An override runs where its tensors are; a patched layer that brings some is refused by name."""
     host = case.host

@@ -89,6 +89,10 @@ def _unchanged(self: Any, extra_memory: float) -> float:
     return extra_memory
 
 
+def _nothing(self: Any) -> Any:
+    return contextlib.nullcontext()
+
+
 def _instead(target: Any, name: str, function: Any) -> Callable[[], Any]:
     return lambda: mock.patch.object(target, name, function)
 
@@ -107,6 +111,7 @@ GUARDS: Mapping[str, Callable[[], Any]] = {
     "other layers are loaded anew": _instead(
         split_patcher._Limited, "_without_other_objects", lambda self, extra: extra
     ),
+    "object patches lie under injections": _instead(split_patcher.ShardMixin, "_below_injections", _nothing),
     "adapters go where their layer is": _instead(split_patcher.SplitMixin, "_place_bypass_adapters", lambda self: None),
 }
 

@@ -198,7 +198,7 @@ def inside(model: Any, setting: Setting) -> Any:
     def joint(q: Any, k: Any, v: Any, pe: Any, attn_mask: Any, extra_options: Any) -> dict[str, Any]:
         if writes:
             q.mul_(1.2)
-        return {"k": k * 0.9, "v": v + bias}
+        return {"k": k * 0.9, "v": v + bias.to(v.dtype)}
 
     model.set_model_attn1_patch(joint)
     return model
@@ -207,7 +207,7 @@ def inside(model: Any, setting: Setting) -> Any:
 def unet_patches(model: Any, setting: Setting) -> Any:
     model = model.clone()
     bias = 0.3 * setting.noise(1, 1, 1, 1)
-    model.set_model_input_block_patch(lambda h, options: h.add_(bias))
+    model.set_model_input_block_patch(lambda h, options: h.add_(bias.to(h.dtype)))
     model.set_model_output_block_patch(lambda h, skip, options: (h * 1.1, skip.mul_(0.9)))
     return model
 
@@ -223,7 +223,7 @@ def attention(model: Any, setting: Setting) -> Any:
         return optimized_attention(q, k, v, *args, **kwargs) * (1 + 0.01 * next(calls))
 
     def with_tensor(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return optimized_attention(q, k, v, *args, **kwargs) * factor
+        return optimized_attention(q, k, v, *args, **kwargs) * factor.to(q.dtype)
 
     functions = {"basic": attention_basic, "split": attention_split, "count": counting, "tensor": with_tensor}
     model.set_model_optimized_attention(functions[kind])
@@ -290,7 +290,9 @@ def object_patch(model: Any, setting: Setting) -> Any:
     if setting.random.random() < 0.5:
         old = model.get_model_object(key)
         weight = model.get_model_object(f"{key}.weight")
-        new = comfy.ops.disable_weight_init.Linear(old.in_features, old.out_features, bias=False, dtype=weight.dtype)
+        plain = weight.dtype == torch.float32
+        operations = comfy.ops.disable_weight_init if plain else comfy.ops.manual_cast
+        new = operations.Linear(old.in_features, old.out_features, bias=False, dtype=weight.dtype)
         values = setting.noise(old.out_features, old.in_features).to("cpu", weight.dtype)
         new.weight = torch.nn.Parameter(values * old.in_features**-0.5, requires_grad=False)
         model.add_object_patch(key, new)
@@ -361,11 +363,11 @@ def forward_with_identity(id_embedding: torch.Tensor, model: Any) -> Callable[..
         pe = self.pe_embedder(torch.cat((txt_ids, img_ids), dim=1))
         for block in self.double_blocks:
             img, txt = block(img=img, txt=txt, vec=vec, pe=pe, attn_mask=None, transformer_options=options)
-            img = img + 0.5 * id_embedding
+            img = img + 0.5 * id_embedding.to(img.dtype)
         img = torch.cat((txt, img), 1)
         for block in self.single_blocks:
             img = block(img, vec=vec, pe=pe, attn_mask=None, transformer_options=options)
-            img[:, txt.shape[1] :] = img[:, txt.shape[1] :] + 0.5 * id_embedding
+            img[:, txt.shape[1] :] = img[:, txt.shape[1] :] + 0.5 * id_embedding.to(img.dtype)
         return self.final_layer(img[:, txt.shape[1] :], vec)
 
     return types.MethodType(forward_orig, model.model.diffusion_model)

@@ -154,6 +154,7 @@ CASES = [
     "a_replaced_method",
     "a_block_list_exchanged_by_a_wrapper",
     "a_layer_with_weights_of_its_own",
+    "an_injection_over_an_object_patch",
     "attention_that_brings_tensors",
     "control_lora",
     "verify_passes_what_is_right",
