@@ -1,6 +1,7 @@
 """Print sentences of more than 40 words in README.md and docs/. Exit code 1 if there are any.
 
-Tables and code blocks are left out; a heading or a list item starts a new sentence; `code` and links count as they are read.
+Tables and code blocks are left out. A heading or a list item starts a new sentence. `Inline code` is one word, and of a
+link its text counts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _STARTS_NEW = re.compile(r"\s*([-*] |\d+\. |#|\||>|<|!\[)")
 _NOT_READ = re.compile(r"\s*(\||<|!\[)")
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _INLINE_CODE = re.compile(r"`[^`]*`")
-_SENTENCE_END = re.compile(r"(?<=[.!?])[)*\"]*\s+(?=[\"(*`\[]*[A-Z0-9`])")
+_SENTENCE_END = re.compile(r"(?<=[.!?])(?<!\.\.)(?<!e\.g\.)[)*\"]*\s+")
 
 
 def long_sentences(text: str) -> list[str]:

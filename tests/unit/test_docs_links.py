@@ -19,10 +19,12 @@ def anchors(page: Path) -> set[str]:
     """Anchors of a page's headings, as GitHub makes them of the words."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = (line.lstrip("#").strip().lower() for line in text.splitlines() if line.startswith("#"))
-    kept = (
-        "".join(each for each in heading if each.isalpha() or each.isdecimal() or each in "-_ ") for heading in headings
-    )
-    return {heading.replace(" ", "-") for heading in kept}
+    return {"".join(each for each in heading if _is_kept(each)).replace(" ", "-") for heading in headings}
+
+
+def _is_kept(letter: str) -> bool:
+    """Letters and digits, but not a raised 2."""
+    return letter.isalpha() or letter.isdecimal() or letter in "-_ "
 
 
 def dead_links(page: Path) -> list[str]:
