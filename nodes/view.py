@@ -24,7 +24,8 @@ _PHASES = {
 class JobView(host.NodeView):
     """Listens to a job; an object of this class is what `on_event` takes.
 
-    Every event is also sent to the browser as {"node", "kind", "step", "total", "values"}, see docs/events.md.
+    Every event is also sent to the browser as {"node", "kind", "step", "total", "values"}; see
+    docs/internals/events.md.
     """
 
     def __init__(self, node_id: str | None, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,8 +1,8 @@
 """Threads that are kept from one run to the next.
 
 Libraries plan kernels for every thread anew: cuDNN takes 35 ms on an H200 to plan attention in a thread that has not
-called it before (docs/experiments.md), longer than a micro-batch may take. So threads that carried something wait for
-the next that is to be carried, holding nothing, and end when their crew is no longer needed.
+called it before (docs/internals/experiments.md), longer than a micro-batch may take. So threads that carried something
+wait for the next that is to be carried, holding nothing, and end when their crew is no longer needed.
 """
 
 from __future__ import annotations

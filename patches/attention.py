@@ -16,7 +16,8 @@ and one that is wrong ends the run. (If it led out of mapped memory, CUDA's own 
 
 Found with compute-sanitizer on H200 (`compute_dot_do_o_specialized`, torch 2.11.0+cu130 with cuDNN 9.19). Source of the
 cause: pytorch's aten/src/ATen/native/cudnn/MHA.cpp (MHAParams); a change that adds the layout, pull request 191576, was
-taken back in August 2026. Figures: docs/experiments.md, 2026-11-22; benchmarks/attention_gradients.py measures.
+taken back in August 2026. Figures: docs/internals/experiments.md, 2026-11-22;
+benchmarks/attention_gradients.py measures.
 
 Shapes: B batch, N heads, S queries, T keys, H head dim.
 """

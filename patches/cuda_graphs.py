@@ -2,8 +2,8 @@
 
 Why. Issuing one block's kernels, forwards and backwards, takes the host 2.7 ms where an H200 computes them in 4.4
 (FLUX.2 at 512 pixels, compiled, fp8-compute); a pipeline's stages are threads of one process, whose Python runs under
-one lock, so that two of them take 5.6 ms a block, and the cards wait (benchmarks/host_time.py, docs/experiments.md). A
-replay is one call, made without the lock.
+one lock, so that two of them take 5.6 ms a block, and the cards wait (benchmarks/host_time.py,
+docs/internals/experiments.md). A replay is one call, made without the lock.
 
 How. The first time a block runs, its forward is recorded, and when its gradient arrives its backward; later calls copy
 their inputs to where the graph reads them and launch it. Weights and LoRA are read where they lie, so that an optimizer

@@ -463,7 +463,8 @@ def _rowwise_product(
     a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """In dtype; never by a .to() that has nothing to do: where a traced autograd.Function returns a tensor that it has
-    under a second name, compiled code of torch 2.11 replaces its gradient by zeros (docs/upstream_facts.md)."""
+    under a second name, compiled code of torch 2.11 replaces its gradient by zeros (docs/internals/
+    upstream_facts.md)."""
     is_fast = b.shape[0] <= _MAX_FAST_TERMS  # of a weight: a number, too, where the sizes of activations are symbols
     out = torch._scaled_mm(a, b, scale_a=a_scale, scale_b=b_scale, out_dtype=torch.bfloat16, use_fast_accum=is_fast)
     return out if dtype is torch.bfloat16 else out.to(dtype)

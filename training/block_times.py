@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from .cards import Card
 
-# A step with this scheme over one in bf16: FLUX.2-dev on two H200 at 1024², docs/quantization.md.
+# A step with this scheme over one in bf16: FLUX.2-dev on two H200 at 1024², docs/guides/quantization.md.
 SCHEME_TIMES: Mapping[str, float] = {"none": 1.0, "fp8-compute": 0.78, "int8-compute": 0.81, "int8": 1.16, "fp8": 1.26}
 
 

@@ -39,7 +39,7 @@ CARD_WORKSPACE_BYTES = 2 * 32 * 2**20
 # Of activations and temporaries, which come in hundreds of sizes: not measured, a guess on the safe side.
 FRAGMENTATION = 0.10
 # What a block's temporaries reserve in the memory of recorded graphs, in sizes of theirs: what earlier blocks have
-# freed there is in pieces that do not join. From one measurement (docs/experiments.md, 2026-11-22).
+# freed there is in pieces that do not join. From one measurement (docs/internals/experiments.md, 2026-11-22).
 GRAPH_TEMPORARIES = 3.5
 # What rounding a layer to 8 bits takes beside it: copies of 16 bytes per weight, but only some rows at a time.
 ROUNDING_BYTES, ROUNDING_COPIES = 500_000_000, 8

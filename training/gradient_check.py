@@ -2,11 +2,11 @@
 
 Equal they are not: a compiler rounds at other places, and what is then rounded to 8 bits may fall to another side.
 Through 56 blocks that grows until nothing can be told (FLUX.2 with random weights: 0.67 of a gradient's length in
-fp8-compute, docs/experiments.md). So every block is compared alone: the inputs that it has in the model, the same
-random gradient of its outputs. How far rounding explains a difference is measured, too, by a second pass through the
-uncompiled block whose inputs and gradient are off by as much as their type rounds them. A block that loses a gradient
-anywhere, or passes on another one, is further off than that; by chance one may seem to be, so what is too far off is
-looked at again.
+fp8-compute, docs/internals/experiments.md). So every block is compared alone: the inputs that it has in the model, the
+same random gradient of its outputs. How far rounding explains a difference is measured, too, by a second pass through
+the uncompiled block whose inputs and gradient are off by as much as their type rounds them. A block that loses a
+gradient anywhere, or passes on another one, is further off than that; by chance one may seem to be, so what is too far
+off is looked at again.
 
 A block adds to what passes it by. In deep models that is many times longer: it would hide what is added, and the norm
 that a block begins with makes the gradient from its first layers as many times shorter. So the inputs that pass by are

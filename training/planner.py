@@ -74,7 +74,7 @@ _log = logging.getLogger(__name__)
 HOST_GAIN = 1.1
 PINNED_SHARE = 0.8  # of free host memory that may be pinned; the system needs some that it can move
 # Share of streaming, or of what is computed beside it if that is shorter, that is not hidden: 0 to 0.45 were
-# measured by benchmarks/block_swap.py on an H200 (docs/experiments.md, 2026-11-22).
+# measured by benchmarks/block_swap.py on an H200 (docs/internals/experiments.md, 2026-11-22).
 UNHIDDEN = 0.3
 _SEVERAL = 4  # micro-batches that a hint speaks of
 HEADROOM = 0.05  # of a card, left free by what the planner chooses to keep; the forecast may be off by as much

@@ -9,7 +9,7 @@ Two classes are mixed into whatever patcher class the incoming MODEL has (classi
 - ShardMixin: the patcher of one further card. It shares the home patcher's patches, so a LoRA is applied where the
   weight lives, and puts object patches into its own blocks, so what they bring is loaded and patched there.
 
-Nothing of the host is replaced. With ComfyUI 0.33; what is relied on is listed in docs/upstream_facts.md.
+Nothing of the host is replaced. With ComfyUI 0.33; what is relied on is listed in docs/internals/upstream_facts.md.
 """
 
 from __future__ import annotations

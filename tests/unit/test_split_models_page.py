@@ -10,7 +10,7 @@ import pytest
 from devicebridge.families.native import NATIVE_MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "split_models.md"
+PAGE = ROOT / "docs" / "guides" / "split_models.md"
 _SPLIT = re.compile(r"^\| `(\w+)` \| .+ \| (stream|relay) \| (yes|no) \|$", re.MULTILINE)
 _REFUSED = re.compile(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|$", re.MULTILINE)
 
