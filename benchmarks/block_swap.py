@@ -77,7 +77,7 @@ def run_scheme(options: argparse.Namespace, scheme: str) -> dict[str, Any]:
     built = make_random_model(config, replace(resident.placement, tail=tail), scheme)
     lora = attach_lora(built, resident.job)
     built.model.enable_gradient_checkpointing(built.split.checkpoint)
-    pipeline = Pipeline(built.split.bridge, kind=options.schedule) if tail else None
+    pipeline = Pipeline(built.split.bridge) if tail else None
     data = make_picture_samples(config, options.side, is_tiny=options.tiny)
     trainer = make_trainer(built, lora, resident.job, data, runner=pipeline)
     compiled = apply_compile(built.model, FAMILY) if options.compile else None
@@ -267,7 +267,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--schedule", default="none", choices=("none", "1f1b", "gpipe"))
+    parser.add_argument("--schedule", default="none", choices=("none", "1f1b"))
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--tiny", action="store_true")

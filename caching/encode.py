@@ -182,10 +182,6 @@ class _FolderTextRun:
     def batch_size(self) -> int:
         return self.place.captions_per_batch
 
-    @property
-    def wants_equal_lengths(self) -> bool:
-        return not self.source.spec.pads
-
     def load(self) -> None:
         source = self.source
         self.encoder = open_text_encoder(source.spec, source.folder, self.place, source.dtype, source.quantize)
@@ -314,8 +310,6 @@ def _encode_missing_texts(
     missing: Mapping[str, str], name: str, run: TextRun, fill: _Fill, on_begin: Callable[[], None]
 ) -> None:
     is_loaded = False
-    if run.wants_equal_lengths:  # so let captions of one length come together
-        missing = dict(sorted(missing.items(), key=lambda item: len(item[1])))
     with fill.shared(missing, run.batch_size) as batches:
         for batch in batches:
             if not is_loaded:

@@ -8,7 +8,6 @@ from pathlib import Path
 from ..families.spec import ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo
 from ..parallel.placement import Placement
-from ..parallel.schedule import Kind
 from .config import JobConfig
 from .data import Sample, TrainingSample
 from .objective import NoiseSchedule
@@ -57,17 +56,15 @@ class JobPlan:
         return self.training.setting.offloads
 
     @property
-    def pipeline(self) -> tuple[Kind, int] | None:
-        """Schedule and how far ahead; None for one micro-batch at a time, and for replicas."""
+    def ahead(self) -> int | None:
+        """How far a pipeline runs ahead; None for one micro-batch at a time, and for replicas."""
         if self.placement.replicas:
             return None
         if self.training is None:
-            kind = asked_schedule(self.job, self.placement.used_devices)
-            return None if kind is None or kind == "replicas" else (kind, self.job.pipeline.ahead)
+            asked = asked_schedule(self.job, self.placement.used_devices)
+            return self.job.pipeline.ahead if asked == "1f1b" else None
         setting = self.training.setting
-        return (
-            None if setting.schedule == "none" or setting.schedule == "replicas" else (setting.schedule, setting.ahead)
-        )
+        return setting.ahead if setting.schedule == "1f1b" else None
 
     @property
     def family(self) -> ModelFamily:

@@ -35,7 +35,6 @@ from ..families.spec import ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer
 from ..parallel.offload import MIN_BYTES
 from ..parallel.placement import Placement, block_names, check_one_each, estimate_block_flops, plan_manual
-from ..parallel.schedule import Kind
 from ..parallel.swap import NUM_SLOTS
 from ..patches.eight_bit import kernels_of
 from ..patches.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages
@@ -81,6 +80,7 @@ HEADROOM = 0.05  # of a card, left free by what the planner chooses to keep; the
 HOST_SHARE = 0.9  # of free host memory, for blocks that stream from there: it is pinned and cannot be swapped out
 
 
+Schedule = Literal["none", "1f1b", "replicas"]
 Swaps = Literal["none", "needed", "all"]  # which blocks stream from host memory where the user has not said
 Goal = Literal["time", "host"]  # what a cut is to have least of: seconds, or bytes in host memory
 
@@ -91,7 +91,7 @@ class Setting:
 
     scheme: str
     optimizer: str
-    schedule: Kind | Literal["none", "replicas"]
+    schedule: Schedule
     ahead: int
     offloads: bool = False  # inputs of recomputed blocks wait in host memory
 
@@ -180,7 +180,7 @@ def _must_swap(found: _Found) -> bool:
     return found.is_swapping and found.resident_time is None
 
 
-def asked_schedule(job: JobConfig, devices: Sequence[torch.device]) -> Kind | Literal["replicas"] | None:
+def asked_schedule(job: JobConfig, devices: Sequence[torch.device]) -> Literal["1f1b", "replicas"] | None:
     """The schedule that a job asks for on these devices; None for one micro-batch at a time, "auto" means 1f1b.
 
     Several micro-batches and several devices of one kind are needed, else there is none whatever is asked for. The CPU
@@ -356,7 +356,7 @@ class Planner:
     def _without_offload(self) -> Iterator[Setting]:
         job = self.job
         asked = asked_schedule(job, [card.device for card in self.cards])
-        schedules: list[Kind | Literal["none", "replicas"]] = ["none" if asked is None else asked]
+        schedules: list[Schedule] = ["none" if asked is None else asked]
         if asked is not None and job.pipeline.schedule == "auto":
             is_split = self.bounds or any(job.split.swapped_blocks)  # a given cut asks for a split, and only it streams
             schedules += ["none"] if is_split else ["none", "replicas"]
@@ -957,7 +957,7 @@ def _hints(planner: Planner, found: _Found) -> Iterator[str]:
 def _hint_of_pipeline(planner: Planner, found: _Found) -> str:
     """What several micro-batches would gain where a step of one keeps one card busy; "" for next to nothing."""
     job, devices = planner.job, [card.device for card in planner.cards]
-    if job.train.accumulation > 1 or job.pipeline.schedule not in ("auto", "1f1b", "gpipe"):
+    if job.train.accumulation > 1 or job.pipeline.schedule not in ("auto", "1f1b"):
         return ""
     several = replace(job, train=replace(job.train, accumulation=_SEVERAL))
     schedule = asked_schedule(several, devices)

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 
 import torch
 
-from ..families.spec import Variant
 from ..patches.cuda_graphs import cuda_graphs_fault
 from .config import JobConfig
 
 
-def why_no_graphs(job: JobConfig, variant: Variant, num_sizes: int, devices: Iterable[torch.device]) -> str:
+def why_no_graphs(job: JobConfig, num_sizes: int, devices: Iterable[torch.device]) -> str:
     """Everything that keeps the blocks of a job from being replayed; "" if nothing does.
 
     Args:
@@ -23,8 +22,6 @@ def why_no_graphs(job: JobConfig, variant: Variant, num_sizes: int, devices: Ite
         faults.append("lora.dropout draws random numbers")
     if job.train.batch_size > 1:
         faults.append(f"the last of the batches may be smaller (train.batch_size is {job.train.batch_size}, 1 works)")
-    if any(spec.has_varying_length for spec in variant.text_encoders):
-        faults.append("captions of this model come in any length")
     if num_sizes > 1:
         faults.append(f"samples come in {num_sizes} sizes")
     return ", ".join(filter(None, faults))

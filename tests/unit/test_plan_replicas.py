@@ -77,7 +77,7 @@ def test_a_step_of_one_micro_batch_keeps_one_card_busy_and_the_plan_says_what_wo
         {"pipeline": {"schedule": "1f1b"}},
         {"pipeline": {"schedule": "none"}},
         {"split": {"balance": "manual", "split_at": [20]}},
-        {"pipeline": {"schedule": "gpipe"}, "split": {"balance": "manual", "split_at": [20]}},
+        {"pipeline": {"schedule": "1f1b"}, "split": {"balance": "manual", "split_at": [20]}},
     ],
 )
 def test_what_is_the_users_own_is_part_of_what_would_help(sections):
@@ -92,7 +92,7 @@ def test_what_is_the_users_own_is_part_of_what_would_help(sections):
 
 
 def test_running_ahead_is_for_1f1b():
-    for schedule in ("gpipe", "replicas"):
+    for schedule in ("none", "replicas"):
         plan = _plan("flux1", pipeline={"schedule": schedule, "ahead": 3})
         assert "pipeline.ahead = 3: without effect, only 1f1b runs ahead" in plan.reasons
     assert "without effect" not in describe_plan(_plan("flux1", pipeline={"schedule": "1f1b", "ahead": 3}))
@@ -237,7 +237,7 @@ def test_limits_and_kept_blocks_are_each_cards_own(monkeypatch):
     ("cards", "accumulation", "why"),
     [("24GB,24GB", 1, "there is one micro-batch in a step"), ("80GB", 4, "there is one card")],
 )
-@pytest.mark.parametrize("schedule", ["replicas", "1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["replicas", "1f1b"])
 def test_a_schedule_that_has_nothing_to_do_is_said_to_be_without_effect(
     cards: str, accumulation: int, why: str, schedule: str
 ) -> None:

@@ -269,6 +269,15 @@ def test_missing_folders_files_and_layers_are_named(folders, tmp_path):
             load_text_encoder(dataclasses.replace(QWEN3, layers=layers), folders["klein"], "cpu", torch.float32)
 
 
+def test_a_clip_with_a_projection_is_not_what_was_described(folders, tmp_path):
+    _copy_without_weights(folders["flux1"], tmp_path)
+    config = tmp_path / "text_encoder" / "config.json"
+    found = {**json.loads(config.read_text()), "architectures": ["CLIPTextModelWithProjection"]}
+    config.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="holds a CLIPTextModelWithProjection, and a CLIPTextModel was expected"):
+        load_text_encoder(CLIP, tmp_path, "cpu", torch.float32)
+
+
 def test_clip_weights_under_their_older_names_load(folders, tmp_path):
     """Published CLIP folders have the prefix text_model. before every name; newer transformers save without it."""
 
