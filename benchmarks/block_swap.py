@@ -35,14 +35,16 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
 from devicebridge.parallel import swap as swap_module  # noqa: E402
+from devicebridge.parallel.block_split import apply_block_swap  # noqa: E402
 from devicebridge.parallel.devices import available_devices, reset_peaks, synchronize  # noqa: E402
 from devicebridge.parallel.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.placement import Placement, place_swapped  # noqa: E402
-from devicebridge.parallel.swap import BlockSwap, apply_block_swap  # noqa: E402
+from devicebridge.parallel.swap import BlockSwap  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.tests.emulated import CARDS  # noqa: E402
-from devicebridge.training.planner import Planner, TrainingPlan, plan_training  # noqa: E402
+from devicebridge.training.plan_training import plan_training  # noqa: E402
+from devicebridge.training.planner import Planner, TrainingPlan  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402

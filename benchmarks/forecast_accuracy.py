@@ -40,7 +40,8 @@ from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E40
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, live_bytes  # noqa: E402
 from devicebridge.training import planner as planner_module  # noqa: E402
 from devicebridge.training.forecast import Backend  # noqa: E402
-from devicebridge.training.planner import Planner, TrainingPlan, plan_training  # noqa: E402
+from devicebridge.training.plan_training import plan_training  # noqa: E402
+from devicebridge.training.planner import Planner, TrainingPlan  # noqa: E402
 from devicebridge.training.rehearsal import Kernels  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, print_or_write, say, write_json  # noqa: E402

@@ -29,11 +29,11 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
+from devicebridge.parallel.block_split import apply_block_swap  # noqa: E402
 from devicebridge.parallel.devices import release_cached_memory  # noqa: E402
 from devicebridge.parallel.pipeline import Pipeline, Runner  # noqa: E402
 from devicebridge.parallel.placement import place_swapped  # noqa: E402
 from devicebridge.parallel.replicas import Replica, Replicas  # noqa: E402
-from devicebridge.parallel.swap import apply_block_swap  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.training.batches import CachedSamples  # noqa: E402

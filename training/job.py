@@ -53,16 +53,16 @@ from .data import BatchOrder, Sample, TrainingSample, dataset_fingerprint, scan_
 from .encode_job import cache_job, cache_store
 from .encoder_check import check_job_vae, check_text_encoder_files
 from .events import EventLog, Listener
-from .job_plan import JobPlan, component_folder, stock_reader
+from .job_plan import JobPlan, component_folder, stock_reader, why_no_graphs
 from .loop import Trainer, checkpoint_folder
 from .lora_output import lora_file_tensors, save_lora, warn_of_losses
 from .objective import make_noise_schedule
 from .optimizer import make_optimizer
 from .places import check_places
 from .plan_request import make_square
+from .plan_training import plan_training
 from .plan_view import Comparison, compare, describe_comparison, describe_pace
-from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket, plan_training
-from .replay import why_no_graphs
+from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket
 from .resume import as_decided, find_state, refuse_other_run
 from .run_lock import run_lock
 from .stock import EncodedSample, make_stock_reader, read_encoded_samples, refuse_condition, resolution_of

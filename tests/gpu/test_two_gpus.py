@@ -8,9 +8,8 @@ import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel import swap as swap_module
-from devicebridge.parallel.block_split import apply_block_split
+from devicebridge.parallel.block_split import apply_block_split, apply_block_swap
 from devicebridge.parallel.placement import block_names, plan_manual
-from devicebridge.parallel.swap import apply_block_swap
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.unit.test_swap import CHAIN, Chain
 from devicebridge.training.job import run_job

@@ -15,9 +15,8 @@ import pytest
 import torch
 from devicebridge.families.registry import find_family
 from devicebridge.parallel import swap as swap_module
-from devicebridge.parallel.block_split import apply_block_split
+from devicebridge.parallel.block_split import apply_block_split, apply_block_swap
 from devicebridge.parallel.placement import Placement, block_names, place_swapped
-from devicebridge.parallel.swap import apply_block_swap
 from devicebridge.patches.eight_bit import KernelsOf, grad_input8, kernels_of, rehearse
 from devicebridge.patches.quantize import QuantizeSettings, apply_quantization
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes

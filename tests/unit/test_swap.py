@@ -11,10 +11,9 @@ import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel import swap as swap_module
-from devicebridge.parallel.block_split import apply_block_split
+from devicebridge.parallel.block_split import apply_block_split, apply_block_swap
 from devicebridge.parallel.pipeline import Pipeline
 from devicebridge.parallel.placement import block_names, place_swapped, plan_manual, spread_swapped
-from devicebridge.parallel.swap import apply_block_swap
 from devicebridge.patches.compile_blocks import apply_compile
 from devicebridge.patches.eight_bit import FrozenLinear8
 from devicebridge.patches.quantize import QuantizeSettings, apply_quantization
