@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from devicebridge.caching import text_weights
-from devicebridge.caching.encode import Stopped, encode_captions
+from devicebridge.caching.encode import Stopped
 from devicebridge.caching.store import CacheStore
 from devicebridge.caching.text_encoder import TextEncoder, load_text_encoder
 from devicebridge.caching.text_weights import TextScheme, check_scheme, check_text_encoders, is_rounded
@@ -23,6 +23,7 @@ from devicebridge.families.spec import TextEncoderSpec
 from devicebridge.patches import weight_only
 from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
+from devicebridge.tests.encoding import encode_captions
 from devicebridge.tests.noise import decibels
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
