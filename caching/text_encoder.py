@@ -8,8 +8,8 @@ later.
 
 last_hidden_state (T5 for FLUX.1, UMT5 for Wan) and pooled (CLIP) use the whole encoder. With `zero_padding` a text is
 handled as WanPipeline does: cleaned first, padding masked in the encoder and zero afterwards. Without it, as
-FluxPipeline does: the text as it is, and no mask, so that the padding is encoded too. In full precision from_pretrained
-loads them; to be held in 8 bits they are read tensor by tensor, as the language models always are.
+FluxPipeline does: the text as it is, and no mask, so that the padding is encoded too. All
+are read tensor by tensor; parts that the class wants in float32 are held so.
 
 Texts are computed one by one. In a batch, matrix products of another size would round differently, and what is cached
 for a caption would depend on which captions happened to be missing beside it. Nor would a CPU be faster: one core made
@@ -48,12 +48,9 @@ from .text_weights import (
     TextScheme,
     applied_scheme,
     encoder_sources,
-    first_names,
     language_model_sources,
     layer_list,
     read_weights,
-    refuse_eight_bit,
-    weight_files,
 )
 
 logger = logging.getLogger(__name__)
@@ -184,17 +181,14 @@ def load_text_encoder(
     tokenizer = _load_tokenizer(folder / spec.tokenizer_folder)
     config = _read_config(folder / spec.folder)
     storage = Storage(device, dtype, applied_scheme(spec, quantize), spec.keep_full_precision)
-    layers = None
     if stream is not None:
         refuse_streamed_scheme(storage.scheme)
-        model = make_empty_encoder(spec, folder)
-        layers = stream_weights(model, _find_sources(spec, model, folder / spec.folder), storage, stream)
-    elif spec.kind == "chat_hidden_states" or storage.scheme != "none":
-        model = make_empty_encoder(spec, folder)
-        read_weights(model, _find_sources(spec, model, folder / spec.folder), storage)
+    model, layers = make_empty_encoder(spec, folder), None
+    sources = _find_sources(spec, model, folder / spec.folder)
+    if stream is None:
+        read_weights(model, sources, storage)
     else:
-        _check_kind(spec, folder)
-        model = _load_encoder(folder / spec.folder, config, dtype).to(device)
+        layers = stream_weights(model, sources, storage, stream)
     return TextEncoder(
         spec=spec,
         model=model.requires_grad_(False).eval(),
@@ -422,27 +416,6 @@ def _image_placeholder(config: Mapping[str, Any], tokenizer: Any) -> str:
     return token or ""
 
 
-def _load_encoder(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -> torch.nn.Module:
-    """The whole encoder in full precision.
-
-    from_pretrained, because some classes keep parts in float32 when the rest is float16.
-    """
-    encoder_class = _encoder_class(folder, config)
-    refuse_eight_bit(weight_files(folder))
-    model, report = encoder_class.from_pretrained(
-        str(folder),
-        **{_dtype_argument(): dtype},
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-    )
-    if report["missing_keys"]:
-        raise ValueError(
-            f"{folder} lacks weights of its {encoder_class.__name__}: {first_names(report['missing_keys'])}"
-        )
-    return model
-
-
 def _architecture(folder: Path, config: Mapping[str, Any]) -> str:
     """The class that a folder's config names first; "none" without one."""
     names = expect(config.get("architectures") or ["none"], list, f"{folder / 'config.json'}: architectures")
@@ -467,14 +440,6 @@ def _check_kind(spec: TextEncoderSpec, folder: Path) -> None:
             f"{folder / spec.folder} holds a {found}, and a CLIPTextModel was expected; use the folder published with "
             "the model"
         )
-
-
-def _dtype_argument() -> str:
-    """from_pretrained calls it `dtype` since transformers 4.56; before that `dtype` would be taken for a config key."""
-    import transformers
-    from packaging.version import Version
-
-    return "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
 
 
 def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
