@@ -15,7 +15,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,9 +27,7 @@ from .bridge import Bridge
 from .offload import MIN_BYTES, Offload
 from .placement import Placement, block_names, check_kept_blocks
 from .recompute import recompute
-
-if TYPE_CHECKING:
-    from .swap import BlockSwap
+from .swap import BlockSwap
 
 _log = logging.getLogger(__name__)
 

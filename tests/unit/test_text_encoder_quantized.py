@@ -352,12 +352,13 @@ def test_missing_torchao_is_said_before_anything_is_read(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_only, "version", _no_torchao)
-    monkeypatch.setattr(text_weights, "_place", None)
     job = make_tiny_job(tmp_path, cache={"text_quantize": "fp8"})
-    with pytest.raises(RuntimeError, match='cache.text_quantize = "fp8".* torchao .*none is installed; .* "none"'):
-        check_job(job)
-    with pytest.raises(RuntimeError, match="torchao"):
-        _load(folders, "qwen3", "int8")
+    with monkeypatch.context() as patch:
+        patch.setattr(text_weights, "_place", None)
+        with pytest.raises(RuntimeError, match='cache.text_quantize = "fp8".* torchao .*none is installed; .* "none"'):
+            check_job(job)
+        with pytest.raises(RuntimeError, match="torchao"):
+            _load(folders, "qwen3", "int8")
     check_job(make_tiny_job(tmp_path))  # without a scheme it is not needed
     _load(folders, "t5", "none")
 
