@@ -35,14 +35,16 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
 from devicebridge.parallel import swap as swap_module  # noqa: E402
+from devicebridge.parallel.block_split import apply_block_swap  # noqa: E402
 from devicebridge.parallel.devices import available_devices, reset_peaks, synchronize  # noqa: E402
 from devicebridge.parallel.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.placement import Placement, place_swapped  # noqa: E402
-from devicebridge.parallel.swap import BlockSwap, apply_block_swap  # noqa: E402
+from devicebridge.parallel.swap import BlockSwap  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.tests.emulated import CARDS  # noqa: E402
-from devicebridge.training.planner import Planner, TrainingPlan, plan_training  # noqa: E402
+from devicebridge.training.plan_training import plan_training  # noqa: E402
+from devicebridge.training.planner import Planner, TrainingPlan  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402
@@ -77,7 +79,7 @@ def run_scheme(options: argparse.Namespace, scheme: str) -> dict[str, Any]:
     built = make_random_model(config, replace(resident.placement, tail=tail), scheme)
     lora = attach_lora(built, resident.job)
     built.model.enable_gradient_checkpointing(built.split.checkpoint)
-    pipeline = Pipeline(built.split.bridge, kind=options.schedule) if tail else None
+    pipeline = Pipeline(built.split.bridge) if tail else None
     data = make_picture_samples(config, options.side, is_tiny=options.tiny)
     trainer = make_trainer(built, lora, resident.job, data, runner=pipeline)
     compiled = apply_compile(built.model, FAMILY) if options.compile else None
@@ -267,7 +269,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--schedule", default="none", choices=("none", "1f1b", "gpipe"))
+    parser.add_argument("--schedule", default="none", choices=("none", "1f1b"))
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--tiny", action="store_true")

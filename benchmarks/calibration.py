@@ -48,7 +48,6 @@ WAYS: dict[str, tuple[int, str, bool]] = {
     "split, one in flight": (4, "none", True),
     "pipeline 8": (8, "1f1b", True),
     "pipeline 16": (16, "1f1b", True),
-    "pipeline 8, gpipe": (8, "gpipe", True),
     "pipeline 8, keep": (8, "1f1b", True),
 }
 

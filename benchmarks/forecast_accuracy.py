@@ -40,7 +40,8 @@ from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E40
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, live_bytes  # noqa: E402
 from devicebridge.training import planner as planner_module  # noqa: E402
 from devicebridge.training.forecast import Backend  # noqa: E402
-from devicebridge.training.planner import Planner, TrainingPlan, plan_training  # noqa: E402
+from devicebridge.training.plan_training import plan_training  # noqa: E402
+from devicebridge.training.planner import Planner, TrainingPlan  # noqa: E402
 from devicebridge.training.rehearsal import Kernels  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, print_or_write, say, write_json  # noqa: E402
@@ -146,9 +147,8 @@ def train(options: argparse.Namespace, config: Any, plan: TrainingPlan, side: in
         if swap is not None:
             swap.attach(built.split)
         trainer = make_trainer(built, lora, plan.job, make_picture_samples(config, side, is_tiny=options.tiny))
-        if plan.setting.schedule in ("1f1b", "gpipe"):
-            kind: Any = plan.setting.schedule
-            trainer.runner = Pipeline(built.split.bridge, kind=kind, ahead=plan.setting.ahead)
+        if plan.setting.schedule == "1f1b":
+            trainer.runner = Pipeline(built.split.bridge, ahead=plan.setting.ahead)
         graphs = apply_cuda_graphs(built.split.kept_blocks) if options.graphs else None
         trainer.graphs = (graphs,) if graphs is not None else ()
         for _ in range(NUM_STEPS):
@@ -250,7 +250,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--swapped", type=int, nargs="+", default=[], help="blocks of each card that stream, if not planned"
     )
-    parser.add_argument("--schedule", choices=["none", "1f1b", "gpipe"], default="none")
+    parser.add_argument("--schedule", choices=["none", "1f1b"], default="none")
     parser.add_argument("--graphs", action="store_true", help="kept blocks are replayed as CUDA graphs")
     parser.add_argument("--offload", action="store_true", help="block inputs wait in host memory")
     parser.add_argument("--tiny", action="store_true")

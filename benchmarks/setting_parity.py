@@ -29,12 +29,11 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
+from devicebridge.parallel.block_split import apply_block_swap  # noqa: E402
 from devicebridge.parallel.devices import release_cached_memory  # noqa: E402
 from devicebridge.parallel.pipeline import Pipeline, Runner  # noqa: E402
 from devicebridge.parallel.placement import place_swapped  # noqa: E402
 from devicebridge.parallel.replicas import Replica, Replicas  # noqa: E402
-from devicebridge.parallel.schedule import Kind  # noqa: E402
-from devicebridge.parallel.swap import apply_block_swap  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.training.batches import CachedSamples  # noqa: E402
@@ -77,7 +76,7 @@ class Way:
     name: str
     scheme: str = "bf16"
     num_cards: int = 2
-    kind: Kind | Literal["replicas"] | None = None
+    kind: Literal["1f1b", "replicas"] | None = None
     ahead: int = 0
     kept_share: float = 0.0
     swapped_share: float = 0.0
@@ -99,7 +98,7 @@ WAYS = (
     Way("bf16, split"),
     Way("bf16, 1f1b", kind="1f1b"),
     Way("bf16, 1f1b, 1 ahead, half kept", kind="1f1b", ahead=1, kept_share=0.5),
-    Way("bf16, gpipe, all kept", kind="gpipe", kept_share=1.0),
+    Way("bf16, 1f1b, all kept", kind="1f1b", kept_share=1.0),
     Way("bf16, 1f1b, compiled", kind="1f1b", ahead=1, compiled=True),
     Way("bf16, 1f1b, half streamed", kind="1f1b", swapped_share=0.5),
     Way("bf16, 1f1b, inputs offloaded", kind="1f1b", offloads=True),
@@ -195,7 +194,7 @@ def make_run(
             ]
         )
     elif way.kind is not None:
-        runner = Pipeline(models[0].split.bridge, kind=way.kind, ahead=way.ahead)  # type: ignore[arg-type]
+        runner = Pipeline(models[0].split.bridge, ahead=way.ahead)
     return models[0], make_trainer(models[0], loras[0], job, train_data, eval_data, runner=runner)
 
 

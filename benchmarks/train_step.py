@@ -54,7 +54,6 @@ from devicebridge.parallel.placement import (  # noqa: E402
     plan_placement,
 )
 from devicebridge.parallel.replicas import Replica, Replicas  # noqa: E402
-from devicebridge.parallel.schedule import Kind  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile, remove_compiled  # noqa: E402
 from devicebridge.patches.cuda_graphs import GraphedBlocks, apply_cuda_graphs  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
@@ -116,7 +115,7 @@ class Way:
 
     name: str
     num_batches: int
-    kind: Kind | Literal["replicas"] | None = None
+    kind: Literal["1f1b", "replicas"] | None = None
     keep: bool = False
     compiled: bool = False
     any_size: bool = False
@@ -129,10 +128,8 @@ OURS = [
     Way("split, one in flight", 4),
     Way("pipeline 8", 8, "1f1b"),
     Way("pipeline 16", 16, "1f1b"),
-    Way("pipeline 8, gpipe", 8, "gpipe"),
     Way("split, one in flight, offloaded", 4, offloads=True),
     Way("pipeline 8, offloaded", 8, "1f1b", offloads=True),
-    Way("pipeline 8, gpipe, offloaded", 8, "gpipe", offloads=True),
     Way("pipeline 8, keep", 8, "1f1b", keep=True),
     Way("pipeline 8, compiled", 8, "1f1b", compiled=True),
     Way("pipeline 8, compiled for any size", 8, "1f1b", compiled=True, any_size=True),
@@ -329,7 +326,7 @@ def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer
     if way.kind == "replicas":
         trainer.runner = each.replicas
     else:
-        trainer.runner = None if way.kind is None else Pipeline(each.built.split.bridge, kind=way.kind)
+        trainer.runner = None if way.kind is None else Pipeline(each.built.split.bridge)
     if way.name not in (USUAL.name, ONE_GPU.name):
         each.keep_activations(kept)
         each.compile(way.compiled, way.any_size)

@@ -41,8 +41,6 @@ __all__ = [
     "FolderTexts",
     "ImageRequest",
     "Stopped",
-    "encode_captions",
-    "encode_images",
     "fill_images",
     "fill_texts",
     "folder_texts",
@@ -182,10 +180,6 @@ class _FolderTextRun:
     def batch_size(self) -> int:
         return self.place.captions_per_batch
 
-    @property
-    def wants_equal_lengths(self) -> bool:
-        return not self.source.spec.pads
-
     def load(self) -> None:
         source = self.source
         self.encoder = open_text_encoder(source.spec, source.folder, self.place, source.dtype, source.quantize)
@@ -247,22 +241,15 @@ def fill_texts(
     return joint
 
 
-def encode_captions(
-    captions: Sequence[str],
+def folder_texts(
     specs: Sequence[TextEncoderSpec],
     encoders_folder: str | Path,
     device: torch.device | str,
     dtype: torch.dtype,
-    store: CacheStore,
-    on_progress: OnProgress = _say_nothing,
-    should_stop: ShouldStop = never,
-    *,
     quantize: TextScheme = "none",
     window_bytes: int = 0,
-    outdated: Mapping[str, Stamp] = NONE_OUTDATED,
-    on_begin: Callable[[], None] = _do_nothing,
-) -> dict[str, str]:
-    """fill_texts with the model's own encoders.
+) -> list[FolderTexts]:
+    """The model's own text encoders as sources.
 
     Args:
         specs: every text encoder of the model.
@@ -272,21 +259,7 @@ def encode_captions(
         quantize: what the encoders' linears are rounded to as they are read.
         window_bytes: the most a streamed encoder may take on its card; 0 for what is free. Captions that share a pass
             are claimed, and lost by a kill, together.
-    Returns: caption -> key of an entry {spec.output: [S, D] or [D]} of all specs together.
     """
-    sources = folder_texts(specs, encoders_folder, device, dtype, quantize, window_bytes)
-    return fill_texts(captions, sources, store, on_progress, should_stop, outdated=outdated, on_begin=on_begin)
-
-
-def folder_texts(
-    specs: Sequence[TextEncoderSpec],
-    encoders_folder: str | Path,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    quantize: TextScheme = "none",
-    window_bytes: int = 0,
-) -> list[FolderTexts]:
-    """The model's own text encoders as sources; arguments as for encode_captions."""
     outputs = [spec.output for spec in specs]
     assert len(set(outputs)) == len(outputs) > 0, f"text encoders need distinct outputs, not {outputs}"
     folder = Path(encoders_folder)
@@ -314,8 +287,6 @@ def _encode_missing_texts(
     missing: Mapping[str, str], name: str, run: TextRun, fill: _Fill, on_begin: Callable[[], None]
 ) -> None:
     is_loaded = False
-    if run.wants_equal_lengths:  # so let captions of one length come together
-        missing = dict(sorted(missing.items(), key=lambda item: len(item[1])))
     with fill.shared(missing, run.batch_size) as batches:
         for batch in batches:
             if not is_loaded:
@@ -437,32 +408,6 @@ def fill_images(
             source.close()
             _free(source.device, source.name)
     return key_of
-
-
-def encode_images(
-    requests: Sequence[ImageRequest],
-    family: ModelFamily,
-    variant: Variant,
-    vae_path: str | Path,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    store: CacheStore,
-    on_progress: OnProgress = _say_nothing,
-    should_stop: ShouldStop = never,
-    *,
-    outdated: Mapping[str, Stamp] = NONE_OUTDATED,
-    on_begin: Callable[[], None] = _do_nothing,
-) -> dict[ImageRequest, str]:
-    """fill_images with the model's own VAE.
-
-    Args:
-        vae_path: what load_vae takes.
-        dtype: the VAE computes in it. Latents are stored in float32.
-    Returns: request -> key of an entry {"latents": [C, F, H, W]}, normalised; of a variant that encodes its condition
-        also {"image_condition": [C', F, H, W]}.
-    """
-    source = FolderLatents(family, variant, vae_path, device, dtype)
-    return fill_images(requests, source, store, on_progress, should_stop, outdated=outdated, on_begin=on_begin)
 
 
 def image_keys(requests: Sequence[ImageRequest], source: LatentSource) -> dict[ImageRequest, str]:

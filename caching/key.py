@@ -44,11 +44,6 @@ CLIP_VERSION = 1  # of how frames are decoded and turned, over and above IMAGE_V
 STOCK_VERSION = 1  # how ComfyUI's own encoders are asked, and how their weights are hashed
 ROUNDING_VERSION = 1  # of text encoders in 8 bits
 
-# Fields that text encoders got when caches were in use already, with what they mean where they are not set: they are in
-# the key only if they are set.
-_LATER = {"prompt_template": "", "num_dropped_tokens": 0, "pads": True, "drop_padding": False}
-_NO_DEFAULT = object()
-
 _WHOLE_FILE_BYTES = 512 * 2**20
 _SAMPLE_BYTES = 4096
 _CHUNK_BYTES = 2**20
@@ -68,15 +63,13 @@ def text_key(
 
     Args:
         text: the caption as the tokenizer gets it, so that cleaning it differently gives another key.
-        spec: all of it is in the key; keep_full_precision where something is quantized, later fields where they are
-            set.
+        spec: all of it is in the key; keep_full_precision where something is quantized.
         encoder_fingerprint, tokenizer_fingerprint: from folder_fingerprint.
         dtype: type the encoder computes in.
         quantize: what its linears are rounded to; "none" for an encoder that is kept in full precision anyway.
     """
     described = {field.name: getattr(spec, field.name) for field in fields(spec)}
     kept = described.pop("keep_full_precision")
-    described = {name: value for name, value in described.items() if value != _LATER.get(name, _NO_DEFAULT)}
     rounding = {} if quantize == "none" else {"quantize": quantize, "kept": kept, "rounding": ROUNDING_VERSION}
     return _digest(
         {

@@ -31,7 +31,6 @@ class TextRun(Protocol):
 
     Args:
         batch_size: texts that are best encoded together.
-        wants_equal_lengths: whether these are best of one length.
     """
 
     @property
@@ -39,9 +38,6 @@ class TextRun(Protocol):
 
     @property
     def batch_size(self) -> int: ...
-
-    @property
-    def wants_equal_lengths(self) -> bool: ...
 
     def load(self) -> None: ...
 
@@ -151,7 +147,6 @@ class StockTexts:
     name: str = "stock CLIP"
     device: str = "cpu"  # of the results; the host places the encoder itself
     batch_size: int = 1
-    wants_equal_lengths: bool = False
 
     def text_of(self, caption: str) -> str:
         return caption

@@ -12,8 +12,7 @@ where the encoder is resident and rounds as it does there. Results are bitwise t
 other captions share the pass, and so the cache's keys need not know about passes. This costs nothing: 512 tokens keep a
 card busy. What runs between layers (embedding, rotary frequencies, last norm) sees the batch; it works row by row.
 What one pass must not mix is captions with padding and captions without: the attention of the latter needs no mask,
-and another kernel may compute it. Where nothing is padded (Qwen-Image), a pass takes captions of one length only: a
-pass is then less well filled, and nobody's bits depend on others.
+and another kernel may compute it.
 
 On the host. A layer's tensors lie in one buffer as the card wants them, in the computation's types, registered with the
 driver so that a copy runs beside everything else (pinned memory of torch's own is rounded up to powers of two, and kept
@@ -46,10 +45,6 @@ from ..weight_file import open_weights
 from .text_weights import Sources, Storage, layer_list, read_weights, refuse_eight_bit, weight_dtypes
 
 NUM_BUFFERS = 2
-# Arguments of a layer that may have a dim before the batch's, and their dims without it: Qwen2.5-VL counts positions
-# along three axes, [3, B, S] and, in transformers 4, [3, B, S, D]; shapes could not tell these from a batch of three.
-_MOST_DIMS = {"position_ids": 2, "position_embeddings": 3}
-_ANY = 99
 
 
 @dataclass(frozen=True)
@@ -245,16 +240,11 @@ def _caption(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """One caption of a layer's arguments: of every tensor its part of the batch's dim, which of shared ones is 1."""
 
-    def pick(most_dims: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        def from_tensor(tensor: torch.Tensor) -> torch.Tensor:
-            dim = 0 if tensor.ndim <= most_dims else 1
-            is_batched = batch > 1 and tensor.ndim > 1 and tensor.shape[dim] == batch
-            return tensor.narrow(dim, position, 1) if is_batched else tensor
+    def pick(tensor: torch.Tensor) -> torch.Tensor:
+        is_batched = batch > 1 and tensor.ndim > 1 and tensor.shape[0] == batch
+        return tensor.narrow(0, position, 1) if is_batched else tensor
 
-        return from_tensor
-
-    named = {name: map_tensors(value, pick(_MOST_DIMS.get(name, _ANY))) for name, value in kwargs.items()}
-    return map_tensors(args, pick(_ANY)), named
+    return map_tensors(args, pick), map_tensors(kwargs, pick)
 
 
 def _joined(outputs: Sequence[Any]) -> Any:

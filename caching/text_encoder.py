@@ -1,23 +1,15 @@
 """One text encoder: loading no more of it than is needed, and running it exactly as diffusers' pipelines do.
 
-chat_hidden_states (Mistral 3 for FLUX.2-dev, Qwen3 for FLUX.2-klein and Z-Image, Qwen2.5-VL for Qwen-Image).
-hidden_states[k] is what enters layer k, so
+chat_hidden_states (Mistral 3 for FLUX.2-dev, Qwen3 for FLUX.2-klein). hidden_states[k] is what enters layer k, so
 layers from max(k) on are not needed, nor are the vision tower, the projector and lm_head. The language model is
-therefore built with max(k) layers and without the final norm, on no device, and only its own tensors are read from
-the files, each straight to where it will compute. The result is bitwise that of the whole model: the layers left out
-come later.
+therefore built with max(k) layers and without the final norm, on no device, and only its own tensors are read from the
+files, each straight to where it will compute. The result is bitwise that of the whole model: the layers left out come
+later.
 
 last_hidden_state (T5 for FLUX.1, UMT5 for Wan) and pooled (CLIP) use the whole encoder. With `zero_padding` a text is
 handled as WanPipeline does: cleaned first, padding masked in the encoder and zero afterwards. Without it, as
-FluxPipeline does: the text as it is, and no mask, so that the padding is encoded too. In full precision from_pretrained
-loads them; to be held in 8 bits they are read tensor by tensor, as the language models always are.
-
-hidden_states and projected are what StableDiffusion3Pipeline takes of a CLIP: the state before its last layer, and what
-its projection makes of the pooled state. One CLIP is two specs, hence loaded and run twice: they are small.
-
-Lengths. ZImagePipeline pads, and leaves the padding's states out afterwards (drop_padding). QwenImagePipeline pads to
-the longest caption of a batch, which for one caption is not at all (pads = False), and leaves the template's first
-tokens out (num_dropped_tokens). States are then as long as the caption; training/batches.py puts such together.
+FluxPipeline does: the text as it is, and no mask, so that the padding is encoded too. All
+are read tensor by tensor; parts that the class wants in float32 are held so.
 
 Texts are computed one by one. In a batch, matrix products of another size would round differently, and what is cached
 for a caption would depend on which captions happened to be missing beside it. Nor would a CPU be faster: one core made
@@ -28,8 +20,7 @@ one, too.
 Hidden states are taken from the layers by hooks, which does not change from one version of transformers to the next
 as its own way of recording them does.
 
-Shape legend: B captions in a pass, S tokens (the spec's max_length, or fewer where the length varies), D width,
-L number of layers kept.
+Shape legend: B captions in a pass, S tokens (the spec's max_length), D width, L number of layers kept.
 """
 
 from __future__ import annotations
@@ -57,12 +48,9 @@ from .text_weights import (
     TextScheme,
     applied_scheme,
     encoder_sources,
-    first_names,
     language_model_sources,
     layer_list,
     read_weights,
-    refuse_eight_bit,
-    weight_files,
 )
 
 logger = logging.getLogger(__name__)
@@ -113,13 +101,13 @@ class TextEncoder:
 
     def plan_batches(self, texts: Iterable[str]) -> list[list[str]]:
         """The different texts in batches for encode_batch: single where the encoder is resident, else as many as one
-        pass takes, those that fill all tokens apart from those that are padded; of one length where none is padded."""
+        pass takes, those that fill all tokens apart from those that are padded."""
         unique = list(dict.fromkeys(texts))
         if self.stream is None:
             return [[text] for text in unique]
-        groups: dict[int, list[str]] = {}
+        groups: dict[bool, list[str]] = {}
         for text in unique:
-            groups.setdefault(self._company(text), []).append(text)
+            groups.setdefault(self._fills_all(text), []).append(text)
         size = self.stream.plan.captions_per_pass
         return [
             group[start : start + size] for _, group in sorted(groups.items()) for start in range(0, len(group), size)
@@ -130,13 +118,10 @@ class TextEncoder:
         if self.stream is not None:
             self.stream.close()
 
-    def _company(self, text: str) -> int:
-        """Texts with the same number may share a pass."""
+    def _fills_all(self, text: str) -> bool:
+        """Whether no token is padding, where the encoder can tell."""
         sees_mask = self.spec.kind == "chat_hidden_states" or self.spec.zero_padding
-        if not sees_mask:
-            return 0
-        length = min(_count_tokens(self, _source(self, text)), self.spec.max_length)
-        return int(length == self.spec.max_length) if self.spec.pads else length
+        return sees_mask and _count_tokens(self, _source(self, text)) >= self.spec.max_length
 
     def _encode_together(self, texts: Sequence[str]) -> list[torch.Tensor]:
         with torch.inference_mode():
@@ -147,11 +132,6 @@ class TextEncoder:
 
     def problem_of(self, states: torch.Tensor, text: str) -> str:
         """Why these states must not be used, and what would help; "" if they may be."""
-        if not states.numel():
-            return (
-                f"{self.spec.folder} gave no states for {_shorten(text)}: its {self.spec.num_dropped_tokens} first "
-                f"tokens are left out and there are no others; use the tokenizer folder published with the model"
-            )
         if not torch.isfinite(states).all():
             return (
                 f"{self.spec.folder} gave states that are not finite in {states.dtype} for {_shorten(text)}; "
@@ -199,20 +179,16 @@ def load_text_encoder(
     """
     folder, device = Path(folder), torch.device(device)
     tokenizer = _load_tokenizer(folder / spec.tokenizer_folder)
-    _check_dropped_tokens(spec, tokenizer)
     config = _read_config(folder / spec.folder)
     storage = Storage(device, dtype, applied_scheme(spec, quantize), spec.keep_full_precision)
-    layers = None
     if stream is not None:
         refuse_streamed_scheme(storage.scheme)
-        model = make_empty_encoder(spec, folder)
-        layers = stream_weights(model, _find_sources(spec, model, folder / spec.folder), storage, stream)
-    elif spec.kind == "chat_hidden_states" or storage.scheme != "none":
-        model = make_empty_encoder(spec, folder)
-        read_weights(model, _find_sources(spec, model, folder / spec.folder), storage)
+    model, layers = make_empty_encoder(spec, folder), None
+    sources = _find_sources(spec, model, folder / spec.folder)
+    if stream is None:
+        read_weights(model, sources, storage)
     else:
-        _check_kind(spec, folder)
-        model = _load_encoder(folder / spec.folder, config, dtype).to(device)
+        layers = stream_weights(model, sources, storage, stream)
     return TextEncoder(
         spec=spec,
         model=model.requires_grad_(False).eval(),
@@ -257,19 +233,8 @@ def call_accepting(
 
 
 def _encode_chat(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
-    """[S, L * D] each, as the encode_prompt of Flux2Pipeline, Flux2KleinPipeline, ZImagePipeline, QwenImagePipeline."""
-    tokens = _tokenize(encoder, texts)
-    states = _layer_outputs(encoder, tokens)
-    mask, first = tokens["attention_mask"].bool(), encoder.spec.num_dropped_tokens
-    for index in range(len(texts)):
-        joined = torch.cat([state[index] for state in states], dim=-1)
-        yield (joined[mask[index]] if encoder.spec.has_varying_length else joined)[first:]
-
-
-def _encode_layers(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
-    """[S, L * D] each; see StableDiffusion3Pipeline._get_clip_prompt_embeds."""
-    tokens = _tokenize(encoder, texts)
-    states = _layer_outputs(encoder, {"input_ids": tokens["input_ids"]})
+    """[S, L * D] each, as the encode_prompt of Flux2Pipeline and Flux2KleinPipeline."""
+    states = _layer_outputs(encoder, _tokenize(encoder, texts))
     return (torch.cat([state[index] for state in states], dim=-1) for index in range(len(texts)))
 
 
@@ -300,7 +265,7 @@ def _layer_outputs(encoder: TextEncoder, tokens: Mapping[str, torch.Tensor]) -> 
         output = call_accepting(encoder.model.forward, required=tokens, optional={"use_cache": False})
     finally:
         hooks.remove()
-    if len(layers) in found and encoder.spec.kind == "chat_hidden_states":
+    if len(layers) in found:
         found[len(layers)] = output.last_hidden_state
     return [found[number] for number in encoder.spec.layers]
 
@@ -325,34 +290,21 @@ def _zero_after(states: torch.Tensor, length: int) -> torch.Tensor:
 
 def _encode_pooled(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
     """[D] each; see FluxPipeline._get_clip_prompt_embeds."""
-    return iter(_clip_output(encoder, texts).pooler_output)
-
-
-def _encode_projected(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
-    """[D] each; see StableDiffusion3Pipeline._get_clip_prompt_embeds."""
-    return iter(_clip_output(encoder, texts).text_embeds)
-
-
-def _clip_output(encoder: TextEncoder, texts: Sequence[str]) -> Any:
     tokens = _tokenize(encoder, texts)
-    return call_accepting(encoder.model.forward, required={"input_ids": tokens["input_ids"]})
+    return iter(call_accepting(encoder.model.forward, required={"input_ids": tokens["input_ids"]}).pooler_output)
 
 
 _ENCODE: Mapping[str, Callable[[TextEncoder, Sequence[str]], Iterable[torch.Tensor]]] = MappingProxyType(
     {
         "chat_hidden_states": _encode_chat,
-        "hidden_states": _encode_layers,
         "last_hidden_state": _encode_last,
         "pooled": _encode_pooled,
-        "projected": _encode_projected,
     }
 )
 
 
 def _source(encoder: TextEncoder, text: str) -> tuple[str, bool]:
     """What the tokenizer reads for a text, and whether it is to add its special tokens."""
-    if encoder.spec.prompt_template:
-        return encoder.spec.prompt_template.replace("{}", text), True
     return _chat_source(encoder, text) if encoder.spec.kind == "chat_hidden_states" else (text, True)
 
 
@@ -373,7 +325,7 @@ def _tokenize_one(encoder: TextEncoder, text: str) -> Mapping[str, torch.Tensor]
         logger.warning(message, spec.folder, spec.max_length, _shorten(text), length)
     return encoder.tokenizer(
         source,
-        padding="max_length" if spec.pads else False,
+        padding="max_length",
         max_length=spec.max_length,
         truncation=True,
         add_special_tokens=adds_special,
@@ -457,18 +409,6 @@ def _load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _check_dropped_tokens(spec: TextEncoderSpec, tokenizer: Any) -> None:
-    """Raises: ValueError if the template's beginning is not as many tokens here as are left out."""
-    if not spec.prompt_template:
-        return
-    found = len(tokenizer(spec.prompt_template.partition("{}")[0])["input_ids"])
-    if found != spec.num_dropped_tokens:
-        raise ValueError(
-            f"{spec.tokenizer_folder} makes {found} tokens of the prompt template's beginning, and states of "
-            f"{spec.num_dropped_tokens} are to be left out; use the tokenizer folder published with the model"
-        )
-
-
 def _image_placeholder(config: Mapping[str, Any], tokenizer: Any) -> str:
     """The token that stands for an image, which a caption must not contain; "" for encoders that read text only."""
     index = config.get("image_token_index", config.get("image_token_id"))
@@ -476,35 +416,10 @@ def _image_placeholder(config: Mapping[str, Any], tokenizer: Any) -> str:
     return token or ""
 
 
-def _load_encoder(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -> torch.nn.Module:
-    """The whole encoder in full precision.
-
-    from_pretrained, because some classes keep parts in float32 when the rest is float16.
-    """
-    encoder_class = _encoder_class(folder, config)
-    refuse_eight_bit(weight_files(folder))
-    model, report = encoder_class.from_pretrained(
-        str(folder),
-        **{_dtype_argument(): dtype},
-        use_safetensors=True,
-        local_files_only=True,
-        output_loading_info=True,
-    )
-    if report["missing_keys"]:
-        raise ValueError(
-            f"{folder} lacks weights of its {encoder_class.__name__}: {first_names(report['missing_keys'])}"
-        )
-    return model
-
-
 def _architecture(folder: Path, config: Mapping[str, Any]) -> str:
     """The class that a folder's config names first; "none" without one."""
     names = expect(config.get("architectures") or ["none"], list, f"{folder / 'config.json'}: architectures")
     return expect(names[0], str, f"{folder / 'config.json'}: the first of its architectures")
-
-
-def _num_layers(folder: Path, config: Mapping[str, Any]) -> int:
-    return expect(config.get("num_hidden_layers"), int, f"{folder / 'config.json'}: num_hidden_layers")
 
 
 def _encoder_class(folder: Path, config: Mapping[str, Any]) -> Any:
@@ -519,25 +434,12 @@ def _encoder_class(folder: Path, config: Mapping[str, Any]) -> Any:
 
 def _check_kind(spec: TextEncoderSpec, folder: Path) -> None:
     """Raises: ValueError if the folder's config describes an encoder that does not give what the spec keeps."""
-    config = _read_config(folder / spec.folder)
-    if spec.kind == "hidden_states":
-        _num_layers_needed(folder / spec.folder, spec.layers, _num_layers(folder / spec.folder, config))
-    if spec.kind in ("pooled", "projected"):
-        found = _architecture(folder / spec.folder, config)
-        if found.endswith("WithProjection") != (spec.kind == "projected"):
-            wanted = "CLIPTextModelWithProjection" if spec.kind == "projected" else "CLIPTextModel"
-            raise ValueError(
-                f"{folder / spec.folder} holds a {found}, and a {wanted} was expected; use the folder published with "
-                "the model"
-            )
-
-
-def _dtype_argument() -> str:
-    """from_pretrained calls it `dtype` since transformers 4.56; before that `dtype` would be taken for a config key."""
-    import transformers
-    from packaging.version import Version
-
-    return "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
+    found = _architecture(folder / spec.folder, _read_config(folder / spec.folder))
+    if spec.kind == "pooled" and found.endswith("WithProjection"):
+        raise ValueError(
+            f"{folder / spec.folder} holds a {found}, and a CLIPTextModel was expected; use the folder published with "
+            "the model"
+        )
 
 
 def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 TextScheme = Literal["none", "fp8", "int8"]
 Sources = Mapping[str, tuple[Path, str]]  # name in the model -> file, name in the file
 
+_CLIP_PREFIX = "text_model."
 _EMBEDDING = "embed_tokens.weight"
 _EIGHT_BIT = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8"})
 WHAT_WORKS = (
@@ -178,10 +179,17 @@ def encoder_sources(model: nn.Module, folder: Path) -> Sources:
     files, names = weight_files(folder), dict.fromkeys(model.state_dict())
     for tied, twin in tied_names(model).items():
         names.pop(twin if tied in files else tied, None)
-    missing = [name for name in names if name not in files]
+    keys = {name: _key_of(name, files) for name in names}
+    missing = [name for name, key in keys.items() if not key]
     if missing:
         raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {first_names(missing)}")
-    return {name: (files[name], name) for name in names}
+    return {name: (files[key], key) for name, key in keys.items()}
+
+
+def _key_of(name: str, files: Mapping[str, Path]) -> str:
+    """A tensor's name in the files, "" if none fits: transformers 5 leaves out what stood before CLIP's names."""
+    spellings = (name, f"{_CLIP_PREFIX}{name}", name.removeprefix(_CLIP_PREFIX))
+    return next((key for key in spellings if key in files), "")
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -78,7 +78,7 @@ class LatentSpec:
         return int(cells * self.num_tokens_per_cell)
 
 
-TextKind = Literal["chat_hidden_states", "hidden_states", "last_hidden_state", "pooled", "projected"]
+TextKind = Literal["chat_hidden_states", "last_hidden_state", "pooled"]
 
 
 @dataclass(frozen=True)
@@ -88,22 +88,16 @@ class TextEncoderSpec:
     Args:
         kind: what of the encoder is kept; each as named in caching/text_encoder.py.
             "chat_hidden_states": a language model's, of a conversation, several layers' side by side, [S, layers * D].
-            "hidden_states": plain tokens, layers as above, never behind the last norm, [S, layers * D].
             "last_hidden_state": plain tokens, [S, D].
-            "pooled": CLIP's pooled output, [D]. "projected": the same behind CLIP's text projection, [D].
-        folder, tokenizer_folder: sub-folders of a diffusers model folder. Two specs may name one folder: one each for
-            CLIP's hidden states and for what it pools.
+            "pooled": CLIP's pooled output, [D].
+        folder, tokenizer_folder: sub-folders of a diffusers model folder.
         output: name of the cached tensor, and of the argument the family's make_inputs reads.
         max_length: the most tokens that are read, those of the template included.
-        layers: indices into hidden_states, for both kinds of these; k is what layer k - 1 gives, from 1 on.
+        layers: indices into hidden_states, for "chat_hidden_states"; k is what layer k - 1 gives, from 1 on.
         system_prompt: first message of the chat template; None for none.
         template_options: extra keyword arguments of apply_chat_template.
         zero_padding: whether states of padding tokens are set to zero after encoding.
         keep_full_precision: fnmatch patterns of fqns of linears that are never quantized; "*" for the whole encoder.
-        prompt_template: the conversation as text, with {} for the caption, in place of the tokenizer's chat template.
-        num_dropped_tokens: states of so many first tokens are left out: those of prompt_template before its {}.
-        pads: whether tokens are padded to max_length before encoding.
-        drop_padding: whether states of padding tokens are left out after encoding.
     """
 
     kind: TextKind
@@ -116,35 +110,6 @@ class TextEncoderSpec:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     zero_padding: bool = False
     keep_full_precision: tuple[str, ...] = ()
-    prompt_template: str = ""
-    num_dropped_tokens: int = 0
-    pads: bool = True
-    drop_padding: bool = False
-
-    def __post_init__(self) -> None:
-        if self.kind != "chat_hidden_states" and (self.prompt_template or self.has_varying_length):
-            raise ValueError(
-                f"{self.folder}: prompt_template, pads = False and drop_padding are for chat_hidden_states, not for "
-                f"{self.kind}"
-            )
-        if self.prompt_template and (self.system_prompt is not None or self.template_options):
-            raise ValueError(
-                f"{self.folder} has both prompt_template and settings of the tokenizer's chat template; one of them"
-            )
-        if self.prompt_template and self.prompt_template.count("{}") != 1:
-            raise ValueError(f"prompt_template of {self.folder} needs {{}} once, for the caption")
-        if self.zero_padding and self.has_varying_length:
-            raise ValueError(f"padding of {self.folder} cannot be both left out or absent and zero; choose one")
-        if not 0 <= self.num_dropped_tokens < self.max_length or (self.num_dropped_tokens and not self.prompt_template):
-            raise ValueError(
-                f"{self.folder} drops {self.num_dropped_tokens} of {self.max_length} tokens; a prompt_template must "
-                "begin with them, and some must be left"
-            )
-
-    @property
-    def has_varying_length(self) -> bool:
-        """Whether the states of a short caption are fewer than those of a long one."""
-        return not self.pads or self.drop_padding
 
 
 @dataclass(frozen=True)
@@ -371,7 +336,6 @@ class ComfyInputs:
 # make_inputs(latents [B, C, F, H, W], sigma [B], text, guidance) -> keyword arguments of the transformer's forward.
 # Beside the text there is "image_condition" [B, C', F, H, W] for a variant that is given the first frame, and
 # "first_latents" [B, C, 1, H, W] for one that is given those.
-# Where captions of several lengths meet, text has a bool mask NAME_mask [B, S] beside NAME, True where no padding is.
 MakeInputs = Callable[["torch.Tensor", "torch.Tensor", Mapping[str, "torch.Tensor"], "float | None"], dict[str, Any]]
 # read_prediction(output tensor, latents [B, C, F, H, W]) -> prediction with the shape of latents.
 ReadPrediction = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]

@@ -20,7 +20,7 @@ class Quantize(io.ComfyNode):
             category="DeviceBridge/training",
             description="Holds the model's frozen linear layers in 8 bits while a LoRA is trained on top, and can "
             "multiply in 8 bits too. LoRA weights, norms and embeddings keep their precision. Shows what is "
-            "quantized, the memory it takes, and the noise it adds.",
+            "quantized and the memory it takes.",
             search_aliases=["fp8", "float8", "int8", "8 bit", "torchao"],
             inputs=[
                 ModelSocket.Input("model", tooltip="The model to train, from Load Model for Training Across GPUs."),
@@ -53,7 +53,7 @@ class Quantize(io.ComfyNode):
             ],
             outputs=[
                 ModelSocket.Output("quantized", display_name="model", tooltip="The same model, to be quantized."),
-                io.String.Output("report", tooltip="What is quantized and what is not, memory, and noise in dB."),
+                io.String.Output("report", tooltip="What is quantized and what is not, and memory."),
             ],
             hidden=[io.Hidden.unique_id],
         )

@@ -181,11 +181,6 @@ class BlockCalls:
 
         return count
 
-    @property
-    def silent(self) -> tuple[str, ...]:
-        """fqns of the blocks that were not called so far."""
-        return tuple(name for name, calls in self._calls.items() if not calls)
-
     def stop(self) -> None:
         """Take the hooks off; a second call is a no-op."""
         self._hooks.remove()

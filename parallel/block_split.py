@@ -15,7 +15,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,9 +27,7 @@ from .bridge import Bridge
 from .offload import MIN_BYTES, Offload
 from .placement import Placement, block_names, check_kept_blocks
 from .recompute import recompute
-
-if TYPE_CHECKING:
-    from .swap import BlockSwap
+from .swap import BlockSwap
 
 _log = logging.getLogger(__name__)
 
@@ -219,6 +217,28 @@ def apply_block_split(
     split = BlockSplit(model, family, placement, swap)
     split.attach()
     return split
+
+
+def apply_block_swap(split: BlockSplit, blocks: Sequence[str]) -> BlockSwap:
+    """Let the weights of these blocks rest in host memory, and pass through two slots per device when they compute.
+
+    The model computes the same numbers, in training with gradient checkpointing (BlockSplit.checkpoint) and without
+    gradients, through a pipeline as well. Its LoRA is attached before. handle.remove() brings the weights back.
+
+    Args:
+        blocks: fqns, of the split's placement.
+    Raises: ValueError if one of them keeps its activations.
+    """
+    devices = dict(zip(split.placement.blocks, split.placement.devices, strict=True))
+    swap = BlockSwap({name: devices[name] for name in split.placement.blocks if name in set(blocks)})
+    swap.begin(split.model, ())
+    try:
+        swap.pack_all()
+        swap.attach(split)
+    except BaseException:
+        swap.remove()
+        raise
+    return swap
 
 
 def _refuse_both(kept: frozenset[nn.Module], swapped: Collection[nn.Module]) -> None:

@@ -44,7 +44,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -53,14 +53,24 @@ from ..patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors
 from .crew import Crew
 from .devices import device_module
 
-if TYPE_CHECKING:
-    from .lanes import Traffic
-
 T = TypeVar("T")
 Transport = Literal["stream", "relay"]
 # Whose code may change tensors in place while a forward runs: only the model's own, which is known not to; functions of
 # other people behind which `forget` is called; or code that nobody sees run.
 Trust = Literal["model", "callers", "nobody"]
+
+
+class Traffic(Protocol):
+    """Decides when a bridge's forwards may go on; the bridge asks wherever they cross."""
+
+    def arrive(self, device: torch.device) -> None:
+        """Return when this thread's forward may compute on device, with its copies ready for use there."""
+
+    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy on device, for use after the next arrive or settle."""
+
+    def settle(self) -> None:
+        """Have current streams wait for this thread's copies."""
 
 
 class Bridge:

@@ -32,19 +32,6 @@ class Stopped(BaseException):
     """Unwinds a lane of a run that is to end; no Exception, so that no `except Exception` of a model keeps it."""
 
 
-class Traffic(Protocol):
-    """Decides when a bridge's forwards may go on; the bridge asks wherever they cross."""
-
-    def arrive(self, device: torch.device) -> None:
-        """Return when this thread's forward may compute on device, with its copies ready for use there."""
-
-    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A copy on device, for use after the next arrive or settle."""
-
-    def settle(self) -> None:
-        """Have current streams wait for this thread's copies."""
-
-
 class Lane(Protocol):
     """What a thread carries."""
 

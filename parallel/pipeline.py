@@ -44,7 +44,7 @@ from torch.autograd.function import once_differentiable
 from .bridge import Bridge, device_switch
 from .lanes import Pair, Stopped, ThreadState, copy_beside, make_task, raise_error_of, settle, stop_and_wait, wait_for
 from .recompute import HandOut
-from .schedule import Kind, Work, num_held, plan_order
+from .schedule import Work, num_held, plan_order
 
 T = TypeVar("T")
 Trace = list[tuple[int, Work]]  # stage, what it worked on; in the order in which work began
@@ -86,19 +86,18 @@ class Pipeline:
 
     Args:
         bridge: of the model; attached, with its tail on the last device.
-        kind, ahead: see schedule.py.
+        ahead: see schedule.py.
         trace: takes what the stages work on, in order.
     Raises: ValueError if the model's tail is elsewhere.
     """
 
-    def __init__(self, bridge: Bridge, *, kind: Kind = "1f1b", ahead: int = 1, trace: Trace | None = None) -> None:
+    def __init__(self, bridge: Bridge, *, ahead: int = 1, trace: Trace | None = None) -> None:
         if bridge.tail_device != bridge.devices[-1]:
             raise ValueError(
                 f"the model's tail is on {bridge.tail_device}, a pipeline needs it on the last device, "
                 f"{bridge.devices[-1]}; place it there before loading"
             )
         self.bridge = bridge
-        self.kind: Kind = kind
         self.ahead = ahead
         self.trace = trace
         self._stage_of = {device: stage for stage, device in enumerate(bridge.devices)}
@@ -118,8 +117,8 @@ class Pipeline:
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("a pipeline is for training; call the model itself for a forward without gradients")
-        order = plan_order(self.kind, len(self._stage_of), len(microbatches), self.ahead)
-        held = num_held(self.kind, len(self._stage_of), len(microbatches), self.ahead)
+        order = plan_order(len(self._stage_of), len(microbatches), self.ahead)
+        held = num_held(len(self._stage_of), len(microbatches), self.ahead)
         lanes = [_Lane(index, batch) for index, batch in enumerate(microbatches)]
         run = _Run(_Orders(order, self.trace), lanes, window=sum(held) + 2)
         with self.bridge.interleaved(self):

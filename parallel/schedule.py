@@ -4,21 +4,18 @@ A step has m micro-batches, each of which goes forwards through n stages (F) and
 stage has a fixed order; each entry waits for its input only: F for the same micro-batch's F one stage earlier, B for
 its B one stage later (on the last stage: its F).
 
-- gpipe: all F, then all B. Every stage holds what its m micro-batches need for their B.
-- 1f1b: a stage takes as many F as it may hold, then B and F in turns, then the remaining B. The last stage takes every
-  B at once and holds one; stage k holds n - k, or `ahead` more, which fills the gaps that uneven stages leave.
+The order is 1f1b: a stage takes as many F as it may hold, then B and F in turns, then the remaining B. The last stage
+takes every B at once and holds one; stage k holds n - k, or `ahead` more, which fills the gaps that uneven stages
+leave.
 
-In both the B of a stage follow each other as the micro-batches do, so a parameter's gradient is summed in the order of
-plain accumulation. Both take (m + n - 1) / m of the time of a full pipeline when stages are equally fast; 1f1b holds
-less. Sources: GPipe, arXiv 1811.06965; PipeDream-Flush in Megatron-LM, arXiv 2104.04473.
+The B of a stage follow each other as the micro-batches do, so a parameter's gradient is summed in the order of plain
+accumulation. It takes (m + n - 1) / m of the time of a full pipeline when stages are equally fast. All F before all B
+(GPipe, arXiv 1811.06965) would take as long and hold all m. Source: PipeDream-Flush in Megatron-LM, arXiv 2104.04473.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-Kind = Literal["gpipe", "1f1b"]
 
 
 @dataclass(frozen=True)
@@ -29,22 +26,20 @@ class Work:
     microbatch: int
 
 
-def num_held(kind: Kind, num_stages: int, num_microbatches: int, ahead: int = 0) -> list[int]:
+def num_held(num_stages: int, num_microbatches: int, ahead: int = 0) -> list[int]:
     """How many micro-batches each stage holds at once, between their F and their B. [num_stages]
 
     Args:
         ahead: micro-batches that every stage but the last may hold beyond what 1f1b needs.
     """
-    if kind == "gpipe":
-        return [num_microbatches] * num_stages
     last = num_stages - 1
     held = [num_stages - stage + (ahead if stage < last else 0) for stage in range(num_stages)]
     return [min(count, num_microbatches) for count in held]
 
 
-def plan_order(kind: Kind, num_stages: int, num_microbatches: int, ahead: int = 0) -> list[list[Work]]:
+def plan_order(num_stages: int, num_microbatches: int, ahead: int = 0) -> list[list[Work]]:
     """Every stage's order. [num_stages][2 * num_microbatches]"""
-    return [_order(held, num_microbatches) for held in num_held(kind, num_stages, num_microbatches, ahead)]
+    return [_order(held, num_microbatches) for held in num_held(num_stages, num_microbatches, ahead)]
 
 
 def _order(held: int, num_microbatches: int) -> list[Work]:

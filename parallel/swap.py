@@ -43,7 +43,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -54,9 +54,6 @@ from .devices import CPU, synchronize
 from .lanes import module_with_streams
 from .pinned import PinnedBuffer, aligned
 from .recompute import is_recomputing
-
-if TYPE_CHECKING:
-    from .block_split import BlockSplit
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +99,13 @@ class _Block:
     weights: list[_Weight]
 
 
+class TakesSwap(Protocol):
+    """A split model whose blocks may stream."""
+
+    def take_swap(self, swap: BlockSwap | None) -> None:
+        """Raises: ValueError if one of the swapped blocks keeps its activations."""
+
+
 class BlockSwap:
     """Handle of blocks whose weights rest in host memory; made by apply_block_swap, or before a model is loaded.
 
@@ -122,7 +126,7 @@ class BlockSwap:
         self._waiting: dict[str, set[str]] = {}
         self._resting: set[int] = set()
         self._can_pin = True
-        self._split: BlockSplit | None = None
+        self._split: TakesSwap | None = None
         self._hooks = HookSet()
         self._devices: list[_SwappedDevice] = []
 
@@ -206,6 +210,11 @@ class BlockSwap:
             block.weights.append(_Weight(owner, leaf, resting, pieces))
             self._resting.add(id(resting))
 
+    def pack_all(self) -> None:
+        """Bring the weights of all blocks to the host."""
+        for name in self.places:
+            self._pack(name)
+
     # ---- on the split model
 
     def move_rest(self, module: nn.Module, device: torch.device) -> None:
@@ -219,7 +228,7 @@ class BlockSwap:
                 if buffer is not None and buffer.device != device:
                     owner._buffers[leaf] = buffer.to(device)
 
-    def attach(self, split: BlockSplit) -> None:
+    def attach(self, split: TakesSwap) -> None:
         """Make the slots and have the blocks use them; LoRA that was attached to weights at rest moves to its card.
 
         Raises: ValueError if one of the blocks keeps its activations.
@@ -269,29 +278,6 @@ class BlockSwap:
             block.host.close()
         self._blocks.clear()
         self._resting.clear()
-
-
-def apply_block_swap(split: BlockSplit, blocks: Sequence[str]) -> BlockSwap:
-    """Let the weights of these blocks rest in host memory, and pass through two slots per device when they compute.
-
-    The model computes the same numbers, in training with gradient checkpointing (BlockSplit.checkpoint) and without
-    gradients, through a pipeline as well. Its LoRA is attached before. handle.remove() brings the weights back.
-
-    Args:
-        blocks: fqns, of the split's placement.
-    Raises: ValueError if one of them keeps its activations.
-    """
-    devices = dict(zip(split.placement.blocks, split.placement.devices, strict=True))
-    swap = BlockSwap({name: devices[name] for name in split.placement.blocks if name in set(blocks)})
-    swap.begin(split.model, ())
-    try:
-        for name in swap.places:
-            swap._pack(name)
-        swap.attach(split)
-    except BaseException:
-        swap.remove()
-        raise
-    return swap
 
 
 # ---- slots

@@ -658,17 +658,11 @@ class FrozenLinear8(nn.Linear):
         return cls._make(weight.detach().contiguous(), rows.contiguous(), bias, compute_dtype, matrix)
 
     @classmethod
-    def _make(
-        cls,
-        weight: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.Tensor | None,
-        compute_dtype: torch.dtype,
-        rotation: torch.Tensor | None,
-    ) -> FrozenLinear8:
+    def _make(cls, *parts: Any) -> FrozenLinear8:
+        """Of parts as _set takes them."""
         self = cls.__new__(cls)
         nn.Module.__init__(self)
-        self._set(weight, scale, bias, compute_dtype, rotation)
+        self._set(*parts)
         return self
 
     def _set(

@@ -155,10 +155,6 @@ class QuantizeReport(GroupTotals):
     def num_quantized(self) -> int:
         return len(self.groups[QUANTIZED].names)
 
-    @property
-    def num_skipped(self) -> int:
-        return sum(len(group.names) for group in self.groups.values()) - self.num_quantized
-
     def summary(self) -> str:
         """One line for a log or a node, sizes in decimal GB."""
         skipped = ", ".join(f"{len(g.names)} {reason}" for reason, g in self.groups.items() if reason != QUANTIZED)
@@ -168,11 +164,6 @@ class QuantizeReport(GroupTotals):
             f"{self.num_quantized} linears to {self.scheme}{taken}, {self.bytes_before / 1e9:.2f} -> "
             f"{self.bytes_after / 1e9:.2f} GB; left alone: {skipped}{unrotated}"
         )
-
-    def table(self) -> str:
-        """summary, and a line per layer class with the signal to noise of its weights, worst first."""
-        rows = sorted(self.weight_snr_db.items(), key=lambda item: item[1])
-        return "\n".join([self.summary(), *(f"  {decibels:5.1f} dB  {name}" for name, decibels in rows)])
 
 
 @dataclass(frozen=True)

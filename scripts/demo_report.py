@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import torch
-from devicebridge.caching.encode import encode_captions
+from devicebridge.caching.encode import fill_texts, folder_texts
 from devicebridge.caching.image import read_pixels
 from devicebridge.caching.vae import load_vae
 from devicebridge.cli import set_up_logging
 from devicebridge.families.spec import ModelFamily
 from devicebridge.loading.checkpoint import load_transformer
-from devicebridge.loading.lora_file import lora_from_file
+from devicebridge.scripts.demo_lora import lora_from_file
+from devicebridge.scripts.demo_pictures import sample_images, save_image_grid, to_images
 from devicebridge.training.config import load_job
 from devicebridge.training.encode_job import cache_store
 from devicebridge.training.job import check_job
 from devicebridge.training.job_plan import JobPlan
-from devicebridge.training.preview import sample_images, save_image_grid, to_images
 from safetensors.torch import load_file
 from torch import nn
 
@@ -139,7 +139,7 @@ def read_text(plan: JobPlan, caption: str) -> dict[str, torch.Tensor]:
     folder = Path(settings.text_encoders) if settings.text_encoders else plan.info.pipeline_folder
     assert folder is not None
     dtype = getattr(torch, settings.dtype)
-    keys = encode_captions([caption], plan.variant.text_encoders, folder, CPU, dtype, store)
+    keys = fill_texts([caption], folder_texts(plan.variant.text_encoders, folder, CPU, dtype), store)
     entry = store.get(keys[caption])
     assert entry is not None
     return {name: states[None] for name, states in entry.items()}

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The whole suite: formatter, linter, length of sentences, type checker, tests, these in TEST_PROCESSES (2) processes, each
-# taking a file after the other (tests/conftest.py). Sets up everything it needs. Arguments go to a pytest in one process.
+# The whole suite: formatter, linter, length of sentences, type checker, facts about the source, tests, these in
+# TEST_PROCESSES (2) processes, each taking a file after the other (tests/conftest.py). Sets up everything it needs.
+# Arguments go to a pytest in one process.
 . "$(dirname "$0")/environment.sh"
 install_pack dev
 
@@ -8,6 +9,7 @@ ruff check .
 ruff format --check .
 python scripts/check_prose.py
 python scripts/check_types.py
+python scripts/check_house.py
 if [ $# -eq 0 ]; then
     # In the order of the files: the longest, tests/comfy, comes first, and its server is one for all of it.
     set -- --numprocesses "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-EncoderKind = Literal["mistral3", "qwen3", "qwen2_5_vl", "t5", "umt5", "clip", "clip_projected"]
+EncoderKind = Literal["mistral3", "qwen3", "t5", "umt5", "clip"]
 
 # [IMG] is token 10 in Mistral 3 as well.
 _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"]
@@ -75,16 +75,16 @@ def _make_tokenizer(kind: EncoderKind, max_length: int):
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    shape = {"clip": "<s> $A </s>", "clip_projected": "<s> $A </s>", "mistral3": "<s> $A"}.get(kind, "$A </s>")
-    if kind in {"qwen3", "qwen2_5_vl"}:
+    shape = {"clip": "<s> $A </s>", "mistral3": "<s> $A"}.get(kind, "$A </s>")
+    if kind == "qwen3":
         shape = "$A"
     tokenizer.post_processor = processors.TemplateProcessing(single=shape, special_tokens=[("<s>", 1), ("</s>", 2)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token="<s>" if kind in {"clip", "clip_projected", "mistral3"} else None,
+        bos_token="<s>" if kind in {"clip", "mistral3"} else None,
         eos_token="</s>",
         unk_token="<unk>",
-        pad_token="</s>" if kind == "clip" else "<pad>",  # SD3's two CLIPs differ in this
+        pad_token="</s>" if kind == "clip" else "<pad>",
         additional_special_tokens=_SPECIAL[4:],
         model_max_length=max_length,
         padding_side="left" if kind == "mistral3" else "right",
@@ -115,27 +115,6 @@ def _make_qwen3(hidden_size: int, layers: int, vocab_size: int, max_length: int)
 
     sizes = _decoder_sizes(hidden_size, layers, vocab_size)
     return Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True))
-
-
-def _make_qwen2_5_vl(hidden_size: int, layers: int, vocab_size: int, max_length: int):
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    sizes = _decoder_sizes(hidden_size, layers, vocab_size)
-    sections = [hidden_size // 32] * 2
-    rope = {"type": "mrope", "mrope_section": [hidden_size // 8 - sum(sections), *sections]}  # half a head's width
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": hidden_size,
-        "patch_size": 14,
-        "fullatt_block_indexes": [0],
-    }
-    image = _SPECIAL.index("[IMG]")
-    text = {**sizes, "rope_scaling": rope, "max_window_layers": layers}
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, image_token_id=image, tie_word_embeddings=False)
-    return Qwen2_5_VLForConditionalGeneration(config)
 
 
 def _decoder_sizes(hidden_size: int, layers: int, vocab_size: int) -> dict[str, int]:
@@ -186,12 +165,6 @@ def _make_clip(hidden_size: int, layers: int, vocab_size: int, max_length: int):
     return CLIPTextModel(_clip_config(hidden_size, layers, vocab_size, max_length))
 
 
-def _make_clip_projected(hidden_size: int, layers: int, vocab_size: int, max_length: int):
-    from transformers import CLIPTextModelWithProjection
-
-    return CLIPTextModelWithProjection(_clip_config(hidden_size, layers, vocab_size, max_length))
-
-
 def _clip_config(hidden_size: int, layers: int, vocab_size: int, max_length: int):
     from transformers import CLIPTextConfig
 
@@ -212,9 +185,7 @@ def _clip_config(hidden_size: int, layers: int, vocab_size: int, max_length: int
 _MODELS = {
     "mistral3": _make_mistral3,
     "qwen3": _make_qwen3,
-    "qwen2_5_vl": _make_qwen2_5_vl,
     "t5": _make_t5,
     "umt5": _make_umt5,
     "clip": _make_clip,
-    "clip_projected": _make_clip_projected,
 }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from ..caching.store import CacheStore
 from ..families.comfy_inputs import SAMPLES
@@ -31,8 +30,7 @@ class LoadedBatch:
 
     Args:
         latents: clean and normalised, float32. [B, C, F, H, W]
-        text: what the text encoders left, by name. [B, S, D] or [B, D]; with NAME also NAME_mask, bool, True for what
-            is no padding, where captions of several lengths meet. [B, S]
+        text: what the text encoders left, by name. [B, S, D] or [B, D]
         mask: loss weight per latent cell, or None. [B, 1, 1 or F, H, W]
         num_tokens: image tokens of one sample.
         conditions: what else the model is given, by name, normalised like the latents. [B, C', F, H, W]
@@ -54,7 +52,6 @@ class CachedSamples:
         text_keys: by caption; the empty caption is always among them.
         use_masks: whether masks of samples that have one weigh the loss.
         tokens_per_cell: image tokens per latent cell.
-        varying: names of text states that are as long as their caption.
         read_latents, read_text: an entry as normalised latents [C, F, H, W], and as the text that make_inputs reads;
             entries of ComfyUI's encoders are made fit here.
         gives_first_latents: whether the model is given the first latent frame, which the loss then leaves out.
@@ -67,7 +64,6 @@ class CachedSamples:
     text_keys: Mapping[str, str]
     use_masks: bool
     tokens_per_cell: float
-    varying: frozenset[str] = frozenset()
     read_latents: Callable[[Mapping[str, torch.Tensor]], torch.Tensor] = _own_latents
     read_text: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
     gives_first_latents: bool = False
@@ -105,7 +101,7 @@ class CachedSamples:
         conditions = {name: torch.stack([entry[name] for entry in entries]) for name in names}
         captions = ["" if drop else self.samples[i].caption for i, drop in zip(indices, drop_caption, strict=True)]
         texts = [self.read_text(self._entry(self.text_keys[caption])) for caption in captions]
-        text = join_texts(texts, self.varying)
+        text = join_texts(texts)
         num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
         mask = self._masks(indices, latents)
         if self.gives_first_latents:
@@ -153,29 +149,22 @@ def _without_first_frame(mask: torch.Tensor | None, latents: torch.Tensor) -> to
     return weights
 
 
-def join_texts(entries: Sequence[Mapping[str, torch.Tensor]], varying: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """The text states of several captions as one batch; shorter ones get zeros behind, and a mask that says so.
+def join_texts(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The text states of several captions as one batch, name -> [B, S, D] or [B, D].
 
     Args:
         entries: name -> [S, D] or [D], the same names in each.
-        varying: names whose S may differ.
-    Returns: name -> [B, S, D] or [B, D], and NAME_mask -> [B, S], bool, where something was padded.
-    Raises: RuntimeError for lengths that differ under a name that is not among `varying`: its family would not know
-        what to do with a mask.
+    Raises: RuntimeError for lengths that differ.
     """
     joined: dict[str, torch.Tensor] = {}
     for name in entries[0]:
         states = [entry[name] for entry in entries]
-        lengths = [len(each) for each in states]
-        if min(lengths) == max(lengths):
-            joined[name] = torch.stack(states)
-            continue
-        if name not in varying:
+        lengths = sorted({len(each) for each in states})
+        if len(lengths) > 1:
             raise RuntimeError(
-                f"{name} of one batch have lengths {sorted(set(lengths))} in the cache, and this model's text encoder "
+                f"{name} of one batch have lengths {lengths} in the cache, and this model's text encoder "
                 "makes all equally long; find what does not belong there with devicebridge cache --verify, or choose "
                 "another cache.folder"
             )
-        joined[name] = pad_sequence(states, batch_first=True)
-        joined[f"{name}_mask"] = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        joined[name] = torch.stack(states)
     return joined

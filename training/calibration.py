@@ -37,7 +37,8 @@ from .block_clock import CardTimes, time_blocks
 from .block_times import ASSUMED_LINK_BYTES_PER_S, Timing
 from .cards import Card
 from .events import first_line
-from .planner import Planner, TrainingPlan, plan_training
+from .plan_training import plan_training
+from .planner import Planner, TrainingPlan
 from .rehearsal import Work, text_shape
 
 _log = logging.getLogger(__name__)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import logging
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import tomlkit
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..files import write_atomically
@@ -23,6 +24,7 @@ from .ranges import PathText, Range, RequiredPath, check_file_name, problems_of
 if TYPE_CHECKING:
     from ..patches.quantize import QuantizeSettings
 
+_log = logging.getLogger(__name__)
 _STRICT = ConfigDict(extra="forbid")
 _MOST_STEPS = 10_000_000
 _MOST_BLOCKS = 10_000
@@ -124,20 +126,28 @@ class SplitConfig:
             )
 
 
+def _without_gpipe(schedule: Any) -> Any:
+    """Jobs of older versions may name a schedule that is gone."""
+    if schedule != "gpipe":
+        return schedule
+    _log.warning('pipeline.schedule = "gpipe" is gone; "1f1b" is used, which gives the same numbers in less memory')
+    return "1f1b"
+
+
 @dataclass(frozen=True, config=_STRICT)
 class PipelineConfig:
     """How several devices share the micro-batches of a step (train.accumulation).
 
     Args:
-        schedule: "none": one micro-batch at a time, one device computing; "1f1b" and "gpipe" keep all devices busy,
-            the first with less memory; numbers do not depend on which. "replicas": every device holds the whole model
+        schedule: "none": one micro-batch at a time, one device computing; "1f1b" keeps all devices busy, with the same
+            numbers. "replicas": every device holds the whole model
             and computes its share of the micro-batches, the same numbers up to the order of summation, with dropout
             masks of each device's own; a run is resumed as it began. "auto" takes what the planner finds
             fastest, and where none plans 1f1b, if there are several devices and micro-batches.
         ahead: micro-batches that every device but the last may hold beyond what 1f1b needs.
     """
 
-    schedule: Literal["auto", "none", "gpipe", "1f1b", "replicas"] = "auto"
+    schedule: Annotated[Literal["auto", "none", "1f1b", "replicas"], BeforeValidator(_without_gpipe)] = "auto"
     ahead: Annotated[int, Range(0, 1000)] = 1
 
 

@@ -69,13 +69,11 @@ def cache_job(
     text_keys = fill_captions(plan, events, should_stop, encoders)
     latent_keys = fill_latents(plan, events, should_stop, encoders)
     store, settings = cache_store(plan.job), plan.job.cache
-    varying = frozenset(spec.output for spec in plan.variant.text_encoders if spec.has_varying_length)
     readers: dict[str, Any] = {}
     if settings.text_source:
         reader = stock_reader(plan)
         readers["read_text"] = reader.read_text
-        can_pad = reader.comfy.states in varying  # and make_inputs reads the mask
-        refuse_unfit_texts(reader, store, text_keys, frozenset() if can_pad else _captions_in_batches(plan))
+        refuse_unfit_texts(reader, store, text_keys, _captions_in_batches(plan))
     if settings.latent_source:
         readers["read_latents"] = stock_reader(plan).read_latents
         refuse_unfit_latents(stock_reader(plan), store, latent_keys)
@@ -90,7 +88,6 @@ def cache_job(
             text_keys,
             plan.job.data.use_masks,
             tokens_per_cell,
-            varying,
             gives_first_latents=_gives_first_latents(plan),
             recompute=_Recompute(plan, encoders, text_keys, latent_keys),
             **readers,

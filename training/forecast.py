@@ -28,7 +28,7 @@ from typing import Literal
 
 from ..parallel.offload import NUM_WAITING
 from ..parallel.placement import spread_swapped
-from ..parallel.schedule import Kind, num_held
+from ..parallel.schedule import num_held
 from ..parallel.swap import NUM_SLOTS
 from .rehearsal import BlockCost, Rehearsal
 
@@ -50,14 +50,14 @@ class StepSettings:
     """How a step runs.
 
     Args:
-        schedule: "none": one micro-batch after the other; "gpipe", "1f1b": micro-batches overlap.
+        schedule: "none": one micro-batch after the other; "1f1b": micro-batches overlap.
         ahead: micro-batches that every stage but the last may hold beyond what 1f1b needs.
         is_checkpointing: False keeps all activations of all blocks.
         has_graphs: kept blocks are replayed as CUDA graphs, which have memory of their own.
         offload_from: inputs of recomputed blocks of at least so many bytes are in host memory; None for none.
     """
 
-    schedule: Kind | Literal["none"] = "none"
+    schedule: Literal["none", "1f1b"] = "none"
     accumulation: int = 1
     ahead: int = 0
     is_checkpointing: bool = True
@@ -68,7 +68,7 @@ class StepSettings:
         """Micro-batches whose activations a stage holds at once."""
         if self.schedule == "none":
             return 1
-        return num_held(self.schedule, num_stages, self.accumulation, self.ahead)[stage]
+        return num_held(num_stages, self.accumulation, self.ahead)[stage]
 
     def tail_stage(self, num_stages: int) -> int:
         """Which device has norm_out, proj_out and loss."""

@@ -53,16 +53,16 @@ from .data import BatchOrder, Sample, TrainingSample, dataset_fingerprint, scan_
 from .encode_job import cache_job, cache_store
 from .encoder_check import check_job_vae, check_text_encoder_files
 from .events import EventLog, Listener
-from .job_plan import JobPlan, component_folder, stock_reader
+from .job_plan import JobPlan, component_folder, stock_reader, why_no_graphs
 from .loop import Trainer, checkpoint_folder
 from .lora_output import lora_file_tensors, save_lora, warn_of_losses
 from .objective import make_noise_schedule
 from .optimizer import make_optimizer
 from .places import check_places
 from .plan_request import make_square
+from .plan_training import plan_training
 from .plan_view import Comparison, compare, describe_comparison, describe_pace
-from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket, plan_training
-from .replay import why_no_graphs
+from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket
 from .resume import as_decided, find_state, refuse_other_run
 from .run_lock import run_lock
 from .stock import EncodedSample, make_stock_reader, read_encoded_samples, refuse_condition, resolution_of
@@ -201,9 +201,9 @@ def _read(
 
 def _with_tail(plan: JobPlan) -> JobPlan:
     """The plan with the model's tail where its schedule needs it."""
-    tail = () if plan.pipeline is None else tuple(plan.family.tail)
-    is_left_out = plan.pipeline is None and not plan.placement.replicas
-    if is_left_out and plan.job.pipeline.schedule in ("1f1b", "gpipe", "replicas"):
+    tail = () if plan.ahead is None else tuple(plan.family.tail)
+    is_left_out = plan.ahead is None and not plan.placement.replicas
+    if is_left_out and plan.job.pipeline.schedule in ("1f1b", "replicas"):
         _log.warning(
             "pipeline.schedule %s needs train.accumulation above 1 and several GPUs of one kind; left out",
             plan.job.pipeline.schedule,
@@ -282,7 +282,7 @@ def _plan_on_cards(
     if devices and is_cut:
         cuts = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]]
     host = _free_host_bytes(host_share)
-    fault = why_no_graphs(job, variant, num_sizes, [card.device for card in cards])
+    fault = why_no_graphs(job, num_sizes, [card.device for card in cards])
     planner = Planner(
         job, info, variant, cards, largest[:2], frames=largest[2], cuts=cuts, host_bytes=host, graphs_fault=fault
     )
@@ -333,7 +333,7 @@ def plan_job(
         )
     height, width, frames = read.largest
     host = None if cards else _free_host_bytes(host_share)
-    fault = why_no_graphs(read.job, read.variant, read.num_sizes, () if cards else [card.device for card in known])
+    fault = why_no_graphs(read.job, read.num_sizes, () if cards else [card.device for card in known])
     planner = Planner(
         read.job,
         read.info,
@@ -658,10 +658,9 @@ def _make_trainer(
 def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner | None:
     if assembled.replicas:
         return Replicas([_replica_of(each) for each in (assembled, *assembled.replicas)])
-    if plan.pipeline is None:
+    if plan.ahead is None:
         return None
-    kind, ahead = plan.pipeline
-    return Pipeline(assembled.split.bridge, kind=kind, ahead=ahead)
+    return Pipeline(assembled.split.bridge, ahead=plan.ahead)
 
 
 def _replica_of(assembled: Assembled) -> Replica:
@@ -682,16 +681,14 @@ def _has_graphs(plan: JobPlan) -> bool:
     if plan.job.train.cuda_graphs == "off":
         return False
     sizes = _sizes_of(plan.training_samples)
-    fault = why_no_graphs(plan.job, plan.variant, len(sizes), plan.placement.used_devices)
+    fault = why_no_graphs(plan.job, len(sizes), plan.placement.used_devices)
     if fault:
         _log.warning("blocks are not replayed as CUDA graphs: %s", fault)
     return not fault
 
 
 def _num_shapes(plan: JobPlan) -> int:
-    """Of all batches of a job, at most; 0 if captions come in any length."""
-    if any(spec.has_varying_length for spec in plan.variant.text_encoders):
-        return 0
+    """Of all batches of a job, at most."""
     train, alone = _sizes_of(plan.training_samples), _sizes_of(plan.eval_samples)
     sizes = min(plan.job.train.batch_size, 2)  # the last batch of a bucket may be smaller
     return len(train) * sizes + len(alone - train if sizes == 1 else alone)

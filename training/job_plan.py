@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from ..families.spec import ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo
 from ..parallel.placement import Placement
-from ..parallel.schedule import Kind
+from ..patches.cuda_graphs import cuda_graphs_fault
 from .config import JobConfig
 from .data import Sample, TrainingSample
 from .objective import NoiseSchedule
@@ -57,17 +60,15 @@ class JobPlan:
         return self.training.setting.offloads
 
     @property
-    def pipeline(self) -> tuple[Kind, int] | None:
-        """Schedule and how far ahead; None for one micro-batch at a time, and for replicas."""
+    def ahead(self) -> int | None:
+        """How far a pipeline runs ahead; None for one micro-batch at a time, and for replicas."""
         if self.placement.replicas:
             return None
         if self.training is None:
-            kind = asked_schedule(self.job, self.placement.used_devices)
-            return None if kind is None or kind == "replicas" else (kind, self.job.pipeline.ahead)
+            asked = asked_schedule(self.job, self.placement.used_devices)
+            return self.job.pipeline.ahead if asked == "1f1b" else None
         setting = self.training.setting
-        return (
-            None if setting.schedule == "none" or setting.schedule == "replicas" else (setting.schedule, setting.ahead)
-        )
+        return setting.ahead if setting.schedule == "1f1b" else None
 
     @property
     def family(self) -> ModelFamily:
@@ -110,3 +111,20 @@ def component_folder(plan: JobPlan, setting: str, key: str) -> Path:
             "(a diffusers model folder has them)"
         )
     return plan.info.pipeline_folder
+
+
+def why_no_graphs(job: JobConfig, num_sizes: int, devices: Iterable[torch.device]) -> str:
+    """Everything that keeps the blocks of a job from being replayed as CUDA graphs; "" if nothing does.
+
+    Args:
+        num_sizes: of the samples that are trained on, in pixels and frames.
+        devices: of the job; () where they are elsewhere and taken for able.
+    """
+    faults = [cuda_graphs_fault(devices)]
+    if job.lora.dropout:
+        faults.append("lora.dropout draws random numbers")
+    if job.train.batch_size > 1:
+        faults.append(f"the last of the batches may be smaller (train.batch_size is {job.train.batch_size}, 1 works)")
+    if num_sizes > 1:
+        faults.append(f"samples come in {num_sizes} sizes")
+    return ", ".join(filter(None, faults))

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import islice
 
 import torch
 
-if TYPE_CHECKING:
-    from .planner import Planner
+from .planner import Planner
 
 _CARD_SIZES_GB = (8, 10, 12, 16, 20, 24, 32, 40, 48, 80, 96, 141)
 _RESOLUTIONS = tuple(range(8192, 255, -64))
 _RANKS = (64, 32, 16, 8, 4)
-_PER_CARD = ("kept_blocks", "swapped_blocks", "memory_limit_gb")  # settings with a value for each card
+_MOST_CHANGES = 3
 
 
 def describe_refusal(planner: Planner) -> str:
@@ -60,29 +59,30 @@ def describe_refusal(planner: Planner) -> str:
 
 
 # Words for a change, and the planner of the job with it.
-_Change = tuple[str, "Callable[[Planner], Planner]"]
+_Change = tuple[str, Callable[[Planner], Planner]]
 
 
 def _what_helps(planner: Planner) -> list[str]:
-    """Single changes that make the job fit; where there is none, as many as it takes; and another card."""
+    """The best three single changes that make the job fit; where there is none, as many at once as it takes."""
     single, sizes = _choices(planner), _sizes(planner)
-    found = [text for text, change in single if change(planner).is_possible()]
-    for ladder in sizes:
-        index = bisect_left(ladder, True, key=lambda each: each[1](planner).is_possible())
-        found += [ladder[index][0]] if index < len(ladder) else []
-    card = _card_that_helps(planner)
-    if found:
-        return [*found, card] if card else found
+    if found := list(islice(_single_changes(planner, single, sizes), _MOST_CHANGES)):
+        return found
     texts: list[str] = []
     together = planner
     for text, change in [*single, *(ladder[-1] for ladder in sizes if ladder)]:
         texts, together = [*texts, text], change(together)
         if len(texts) > 1 and together.is_possible():
-            return [" and ".join(texts), *([card] if card else [])]
-    if card:
-        return [card]
-    card = _card_that_helps(together)
-    return [" and ".join([*texts, card])] if card else []
+            return [" and ".join(texts)]
+    return []
+
+
+def _single_changes(planner: Planner, single: list[_Change], sizes: list[list[_Change]]) -> Iterator[str]:
+    yield from (text for text, change in single if change(planner).is_possible())
+    for ladder in sizes:
+        index = bisect_left(ladder, True, key=lambda each: each[1](planner).is_possible())
+        yield from [ladder[index][0]] if index < len(ladder) else []
+    if card := _card_that_helps(planner):
+        yield card
 
 
 def _choices(planner: Planner) -> list[_Change]:
@@ -171,19 +171,16 @@ def _smaller_scheme(planner: Planner) -> str | None:
 
 
 def _card_that_helps(planner: Planner) -> str:
-    """The smallest further card with which it fits; "" if none does."""
+    """The smallest further card with which it fits; "" if none does, or settings name a value for each card."""
+    split = planner.job.split
+    if split.split_at or split.kept_blocks or split.swapped_blocks or split.memory_limit_gb:
+        return ""
     last = planner.cards[-1]
     device = torch.device(last.device.type, max(card.device.index or 0 for card in planner.cards) + 1)
-    free = {"balance": "bytes", "split_at": (), **dict.fromkeys(_PER_CARD, ())}
-    job = replace(planner.job, split=replace(planner.job.split, **free))  # type: ignore[arg-type]
 
     def is_enough(size: int) -> bool:
         added = replace(last, device=device, total_bytes=int(size * 1e9), usable_bytes=int(size * 1e9))
-        return planner.changed(job, (*planner.cards, added), planner.bucket).is_possible()
+        return planner.changed(planner.job, (*planner.cards, added), planner.bucket).is_possible()
 
     index = bisect_left(_CARD_SIZES_GB, True, key=is_enough)
-    if index == len(_CARD_SIZES_GB):
-        return ""
-    dropped = [name for name in ("split_at", *_PER_CARD) if getattr(planner.job.split, name)]
-    without = f", without split.{' and split.'.join(dropped)}" if dropped else ""
-    return f"another card of {_CARD_SIZES_GB[index]} GB{without}"
+    return f"another card of {_CARD_SIZES_GB[index]} GB" if index < len(_CARD_SIZES_GB) else ""

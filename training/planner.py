@@ -1,4 +1,4 @@
-"""Chooses how a job uses its cards: the fastest setting whose forecast fits, or a refusal that says what would help.
+"""Searches how a job may use its cards: the fastest setting whose forecast fits (plan_training.py makes the plan).
 
 Everything comes from sizes: forecast.py says what a setting needs on every card, BlockTimes what a block takes.
 Searched are the scheme and the optimizer (where the user left them to us), the schedule and its micro-batches in
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,7 +35,7 @@ from ..families.spec import ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer
 from ..parallel.offload import MIN_BYTES
 from ..parallel.placement import Placement, block_names, check_one_each, estimate_block_flops, plan_manual
-from ..parallel.schedule import Kind
+from ..parallel.replicas import num_dealt
 from ..parallel.swap import NUM_SLOTS
 from ..patches.eight_bit import kernels_of
 from ..patches.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages
@@ -56,15 +56,7 @@ from .forecast import (
     StepSettings,
 )
 from .optimizer import make_optimizer
-from .plan_advice import describe_refusal
-from .plan_replicas import (
-    describe_replicas,
-    hint_of_replicas,
-    job_of_replica,
-    optimizer_of_replica,
-    place_replicas,
-    plan_each_alone,
-)
+from .plan_replicas import job_of_replica, optimizer_of_replica
 from .rehearsal import UNSEEN_CARD, Kernels, Rehearsal, Work, rehearse_training
 
 _log = logging.getLogger(__name__)
@@ -76,11 +68,11 @@ PINNED_SHARE = 0.8  # of free host memory that may be pinned; the system needs s
 # Share of streaming, or of what is computed beside it if that is shorter, that is not hidden: 0 to 0.45 were
 # measured by benchmarks/block_swap.py on an H200 (docs/internals/experiments.md, 2026-11-22).
 UNHIDDEN = 0.3
-_SEVERAL = 4  # micro-batches that a hint speaks of
 HEADROOM = 0.05  # of a card, left free by what the planner chooses to keep; the forecast may be off by as much
 HOST_SHARE = 0.9  # of free host memory, for blocks that stream from there: it is pinned and cannot be swapped out
 
 
+Schedule = Literal["none", "1f1b", "replicas"]
 Swaps = Literal["none", "needed", "all"]  # which blocks stream from host memory where the user has not said
 Goal = Literal["time", "host"]  # what a cut is to have least of: seconds, or bytes in host memory
 
@@ -91,7 +83,7 @@ class Setting:
 
     scheme: str
     optimizer: str
-    schedule: Kind | Literal["none", "replicas"]
+    schedule: Schedule
     ahead: int
     offloads: bool = False  # inputs of recomputed blocks wait in host memory
 
@@ -152,7 +144,9 @@ class TrainingPlan:
 
 
 @dataclass(frozen=True)
-class _Stage:
+class Stage:
+    """What a card does in a setting that was found."""
+
     plan: StagePlan
     forecast: DeviceForecast
     time: float
@@ -162,9 +156,11 @@ class _Stage:
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
+    """How a setting would run."""
+
     setting: Setting
-    stages: tuple[_Stage, ...]
+    stages: tuple[Stage, ...]
     time: float
     settings: StepSettings
     offloaded_bytes: int
@@ -175,24 +171,24 @@ class _Found:
         return any(stage.plan.num_swapped for stage in self.stages)
 
 
-def _must_swap(found: _Found) -> bool:
+def _must_swap(found: Found) -> bool:
     """Whether blocks stream because nothing fits with its setting without."""
     return found.is_swapping and found.resident_time is None
 
 
-def asked_schedule(job: JobConfig, devices: Sequence[torch.device]) -> Kind | Literal["replicas"] | None:
+def asked_schedule(job: JobConfig, devices: Sequence[torch.device]) -> Literal["1f1b", "replicas"] | None:
     """The schedule that a job asks for on these devices; None for one micro-batch at a time, "auto" means 1f1b.
 
     Several micro-batches and several devices of one kind are needed, else there is none whatever is asked for. The CPU
     is left out: its random numbers are drawn from one generator by all threads.
     """
     asked = job.pipeline.schedule
-    if asked == "none" or _why_no_schedule(job, devices):
+    if asked == "none" or why_no_schedule(job, devices):
         return None
     return "1f1b" if asked == "auto" else asked
 
 
-def _why_no_schedule(job: JobConfig, devices: Sequence[torch.device]) -> str:
+def why_no_schedule(job: JobConfig, devices: Sequence[torch.device]) -> str:
     """What is missing for several devices to share a step; "" if nothing is."""
     kinds = {device.type for device in devices}
     if len(devices) < 2:
@@ -215,7 +211,7 @@ class Planner:
         bucket: (height, width) in pixels of the largest samples. frames: video frames.
         times: () takes operations. cuts: first block of each further card, where a resumed run must cut as before.
         host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
-        graphs_fault: why blocks are not replayed as CUDA graphs though train.cuda_graphs is "auto"; see replay.py.
+        graphs_fault: why blocks are not replayed as CUDA graphs though train.cuda_graphs is "auto"; see job_plan.py.
     """
 
     def __init__(
@@ -356,7 +352,7 @@ class Planner:
     def _without_offload(self) -> Iterator[Setting]:
         job = self.job
         asked = asked_schedule(job, [card.device for card in self.cards])
-        schedules: list[Kind | Literal["none", "replicas"]] = ["none" if asked is None else asked]
+        schedules: list[Schedule] = ["none" if asked is None else asked]
         if asked is not None and job.pipeline.schedule == "auto":
             is_split = self.bounds or any(job.split.swapped_blocks)  # a given cut asks for a split, and only it streams
             schedules += ["none"] if is_split else ["none", "replicas"]
@@ -390,7 +386,7 @@ class Planner:
         times = (self.times.of(block, card, scheme) for block in blocks)
         return sum(2 * forward + backward for forward, backward in times)
 
-    def find(self) -> tuple[_Found | None, list[tuple[Setting, _Found | None]]]:
+    def find(self) -> tuple[Found | None, list[tuple[Setting, Found | None]]]:
         """The fastest setting that fits, None if none does; and everything that was looked at.
 
         A larger optimizer is preferred to a faster setting: 8-bit state is for what would not fit otherwise. Blocks
@@ -408,10 +404,10 @@ class Planner:
         ]
         return min(best, key=self._weighed, default=None), looked_at
 
-    def _look(self, most: float) -> list[tuple[Setting, _Found | None]]:
+    def _look(self, most: float) -> list[tuple[Setting, Found | None]]:
         """Every setting worth looking at; most is the share of a card that may be needed. Copies of the model need more
         than a split: where nothing fits they are looked at only if the user names them."""
-        looked_at: list[tuple[Setting, _Found | None]] = []
+        looked_at: list[tuple[Setting, Found | None]] = []
         resident: set[Setting] = set()
         best = math.inf
         for setting in self.settings():
@@ -430,11 +426,11 @@ class Planner:
         """Whether offloading is ours to choose, and chosen."""
         return setting.offloads and self.job.train.offload_activations == "auto"
 
-    def _weighed(self, found: _Found) -> float:
+    def _weighed(self, found: Found) -> float:
         waiting = self._is_auto(found.setting), found.is_swapping and self.may_swap
         return found.time * HOST_GAIN ** sum(waiting)
 
-    def fit(self, setting: Setting, most: float = 1.0, best: float = math.inf) -> _Found | None:
+    def fit(self, setting: Setting, most: float = 1.0, best: float = math.inf) -> Found | None:
         """The best cut for a setting, None if there is none that fits: with some headroom and blocks that keep their
         activations if possible, else as tight as it gets, else, or where that is worth it, with blocks that stream from
         host memory.
@@ -444,7 +440,7 @@ class Planner:
             best: time of what was found before, weighed; blocks need not stream for a slower one.
         """
         if setting.schedule == "replicas":
-            return plan_each_alone(self, setting, lambda alone, each: alone.fit(each, most))
+            return self._each_alone(setting, lambda alone, each: alone.fit(each, most))
         found = self._search(setting, 1 - HEADROOM) if most <= 1 else None
         found = found or self._search(setting, most, keeps=False)
         if found is None:
@@ -453,7 +449,21 @@ class Planner:
             return None
         return found if found.is_swapping or most > 1 else self._faster_swapping(found, best)
 
-    def _faster_swapping(self, resident: _Found, best: float) -> _Found:
+    def _each_alone(self, setting: Setting, find: Callable[[Planner, Setting], Found | None]) -> Found | None:
+        """What find finds for every card alone, together; None if one of them cannot hold the model."""
+        plain, found = replace(setting, schedule="none", ahead=0), []
+        for index in range(len(self.cards)):
+            one = find(self.alone(index), plain)
+            if one is None:
+                return None
+            found.append(one)
+        dealt = num_dealt(self.job.train.accumulation, len(self.cards))
+        time = max(one.time for one, count in zip(found, dealt, strict=True) if count)
+        offloaded = sum(one.offloaded_bytes for one in found)
+        stages = tuple(one.stages[0] for one in found)
+        return replace(found[0], setting=setting, stages=stages, time=time, offloaded_bytes=offloaded)
+
+    def _faster_swapping(self, resident: Found, best: float) -> Found:
         """The same setting with blocks that stream from host memory, where that is worth it; else what is given.
 
         So it is where the fastest of several cards is too small for the blocks that it should compute.
@@ -480,7 +490,7 @@ class Planner:
         found = self._search(setting, self._most, keeps=False)
         return self.host_fits(found) if found is not None else self._swapping(setting, self._most) is not None
 
-    def without_limits(self) -> list[_Found]:
+    def without_limits(self) -> list[Found]:
         """What every setting would need of its cards at least, with as many blocks in host memory as may be."""
         swaps: Swaps = "all" if self.may_swap else "none"
         found = (
@@ -498,7 +508,7 @@ class Planner:
         """Whether it is the planner's to say which blocks stream from host memory."""
         return self.job.train.gradient_checkpointing and not self.job.split.swapped_blocks and self.replica is None
 
-    def _swapping(self, setting: Setting, most: float) -> _Found | None:
+    def _swapping(self, setting: Setting, most: float) -> Found | None:
         """With as few blocks in host memory as it takes; the fastest cut, else the one that takes least of the host."""
         if not self.may_swap:
             return None
@@ -508,18 +518,18 @@ class Planner:
                 return found
         return None
 
-    def host_fits(self, found: _Found) -> bool:
+    def host_fits(self, found: Found) -> bool:
         """Whether the host has room for what streams from there or waits there."""
         if self.host_bytes is None or not (found.is_swapping or found.offloaded_bytes):
             return True
         return self.host_needed(found) <= HOST_SHARE * self.host_bytes
 
-    def host_needed(self, found: _Found) -> int:
+    def host_needed(self, found: Found) -> int:
         """Bytes of host memory that a setting takes."""
         forecaster = self.forecaster(found.setting, found.settings)
         return forecaster.host_bytes([stage.plan for stage in found.stages])
 
-    def but_for_the_host(self) -> _Found | None:
+    def but_for_the_host(self) -> Found | None:
         """What would fit the cards and takes least of the host, which may be more than it has; None if nothing does."""
         if not self.may_swap:
             return None
@@ -542,10 +552,10 @@ class Planner:
         has_limits: bool = True,
         swaps: Swaps = "none",
         goal: Goal = "time",
-    ) -> _Found | None:
+    ) -> Found | None:
         if setting.schedule == "replicas":  # their blocks never stream
-            return plan_each_alone(
-                self, setting, lambda alone, each: alone._search(each, most, keeps=keeps, has_limits=has_limits)
+            return self._each_alone(
+                setting, lambda alone, each: alone._search(each, most, keeps=keeps, has_limits=has_limits)
             )
         job = self.job
         settings = StepSettings(
@@ -565,10 +575,10 @@ class Planner:
             return None
         offloaded = forecaster.offloaded_bytes([stage.plan for stage in stages])
         time = _step_time(settings, [stage.time for stage in stages])
-        found = _Found(setting, tuple(stages), time, settings, offloaded)
+        found = Found(setting, tuple(stages), time, settings, offloaded)
         return found if self.can_pin(found) or not has_limits else None
 
-    def can_pin(self, found: _Found) -> bool:
+    def can_pin(self, found: Found) -> bool:
         """Whether what is offloaded fits host memory, as far as that is known."""
         return self.host_bytes is None or found.offloaded_bytes <= PINNED_SHARE * self.host_bytes
 
@@ -636,7 +646,7 @@ class _Search:
         self._again = [_prefix(each[0] for each in times) for times in self._times]
         self._links = [planner.times.link(card) for card in planner.cards]
 
-    def fixed(self, bounds: Sequence[int]) -> list[_Stage] | None:
+    def fixed(self, bounds: Sequence[int]) -> list[Stage] | None:
         """The stages of the user's cut, None if one does not fit."""
         stages = []
         for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
@@ -646,13 +656,13 @@ class _Search:
             stages.append(stage)
         return stages
 
-    def best(self) -> list[_Stage] | None:
+    def best(self) -> list[Stage] | None:
         """Of the cuts that fit, the one with the shortest step; of equals, the one that streams least; of these, the
         one whose fullest card is emptiest."""
         num_blocks, num_stages = len(self._planner.names), len(self._planner.cards)
-        best: dict[int, tuple[_Value, list[_Stage]]] = {0: ((0.0, 0.0, 0.0), [])}
+        best: dict[int, tuple[_Value, list[Stage]]] = {0: ((0.0, 0.0, 0.0), [])}
         for index in range(num_stages):
-            options: dict[int, tuple[_Value, list[_Stage]]] = {}
+            options: dict[int, tuple[_Value, list[Stage]]] = {}
             ends = range(index + 1, num_blocks - (num_stages - 1 - index) + 1)
             for start, (value, stages) in best.items():
                 for end in ends if index < num_stages - 1 else (num_blocks,):
@@ -665,7 +675,7 @@ class _Search:
             best = options
         return best[num_blocks][1] if num_blocks in best else None
 
-    def _add(self, value: _Value, stage: _Stage) -> _Value:
+    def _add(self, value: _Value, stage: Stage) -> _Value:
         """Time first, then what streams from host memory, or the other way round where that is the goal; then the
         fullest card."""
         before, streamed = value[:2] if self._goal == "time" else value[1::-1]
@@ -675,7 +685,7 @@ class _Search:
         share = max(value[2], stage.share)
         return (time, streamed, share) if self._goal == "time" else (streamed, time, share)
 
-    def _stage(self, index: int, start: int, end: int) -> _Stage | None:
+    def _stage(self, index: int, start: int, end: int) -> Stage | None:
         plan = StagePlan(index, len(self._planner.cards), start, end)
         given = self._kept[index] if self._kept else 0
         swapped = self._swapped[index] if self._swapped else 0
@@ -699,7 +709,7 @@ class _Search:
                 low, found = middle, stage
         return found
 
-    def _with_swapped(self, plan: StagePlan) -> _Stage | None:
+    def _with_swapped(self, plan: StagePlan) -> Stage | None:
         """With as few blocks in host memory as let the stage fit; None if all are not enough.
 
         Activations do not depend on what is swapped, so bytes that are missing are bytes of weights.
@@ -728,7 +738,7 @@ class _Search:
             over.append(found.weights - self._limits[plan.stage] * 1e9)
         return max(over)
 
-    def _checked(self, plan: StagePlan) -> _Stage | None:
+    def _checked(self, plan: StagePlan) -> Stage | None:
         """The stage, None if it needs more of its card than it may."""
         card = self._planner.cards[plan.stage]
         found = self._forecaster.device(card.name, plan)
@@ -743,7 +753,7 @@ class _Search:
         streaming = 2 * streamed / link
         copying = streaming + 2 * self._forecaster.offloaded(plan) / link
         time = max(computing, copying) + UNHIDDEN * min(computing, streaming)
-        return _Stage(plan, found, time, share, 0 < copying >= computing, streamed)
+        return Stage(plan, found, time, share, 0 < copying >= computing, streamed)
 
     def _time(self, plan: StagePlan) -> float:
         """A micro-batch's computation: forward, backward, and forward again where blocks are recomputed; embedders and
@@ -793,192 +803,3 @@ def _measured_state(name: str, lora_dtype: str) -> float:
         optimizer.step()
         held = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
     return sum(value.numel() * value.element_size() for value in held) / parameter.numel()
-
-
-# ---- the plan
-
-
-def plan_training(planner: Planner) -> TrainingPlan:
-    """The fastest way to run a job on its cards that fits.
-
-    Raises: ValueError if none does; it says what each card lacks and which changes would do.
-    """
-    found, looked_at = planner.find()
-    if found is None:
-        raise ValueError(describe_refusal(planner))
-    host_bytes = planner.host_needed(found)
-    forecast = Forecast(tuple(stage.forecast for stage in found.stages), host_bytes, found.offloaded_bytes)
-    is_copied = found.setting.schedule == "replicas"
-    one_model = found.stages[:1] if is_copied else found.stages
-    plain = planner.job.train.accumulation * sum(_recomputed(planner, found, stage) for stage in one_model)
-    return TrainingPlan(
-        job=_settled(planner.job, found.setting),
-        cards=planner.cards,
-        placement=place_replicas(planner) if is_copied else _place(planner, found),
-        setting=found.setting,
-        kept_blocks=tuple(stage.forecast.num_kept for stage in found.stages),
-        swapped_blocks=tuple(stage.plan.num_swapped for stage in found.stages),
-        forecast=forecast,
-        relative_time=found.time / plain,
-        step_s=found.time,
-        reasons=tuple(_reasons(planner, found, looked_at)),
-        alternatives=tuple(
-            Alternative(setting, None if other is None else other.time / found.time) for setting, other in looked_at
-        ),
-        hints=tuple(_hints(planner, found)),
-        warning=_warning(planner, found),
-        bucket=planner.bucket,
-        frames=planner.frames,
-        variant=planner.variant.name,
-        has_graphs=found.settings.has_graphs and any(stage.forecast.num_kept for stage in found.stages),
-    )
-
-
-def _place(planner: Planner, found: _Found) -> Placement:
-    devices = [card.device for card, stage in zip(planner.cards, found.stages, strict=True) for _ in _blocks(stage)]
-    return Placement(planner.names, tuple(devices), planner.cards[0].device)
-
-
-def _blocks(stage: _Stage) -> range:
-    return range(stage.plan.start, stage.plan.end)
-
-
-def _settled(job: JobConfig, setting: Setting) -> JobConfig:
-    return replace(
-        job,
-        model=replace(job.model, quantize=setting.scheme),  # type: ignore[arg-type]
-        optimizer=replace(job.optimizer, name=setting.optimizer),
-    )
-
-
-def _recomputed(planner: Planner, found: _Found, stage: _Stage) -> float:
-    card = planner.cards[stage.plan.stage]
-    blocks = planner.recomputed_s(_blocks(stage), card, found.setting.scheme)
-    ends = planner.ends_s(stage.plan, found.setting.scheme, replace(found.settings, schedule="none"))
-    return blocks + ends
-
-
-def _reasons(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting, _Found | None]]) -> Iterator[str]:
-    """A line per choice that was ours."""
-    job, stages = planner.job, found.stages
-    cut = " + ".join(str(len(_blocks(stage))) for stage in stages)
-    shares = " and ".join(f"{stage.share:.0%}" for stage in stages)
-    if found.setting.schedule == "replicas":
-        yield describe_replicas(found, [card.name for card in planner.cards])
-    elif planner.bounds:
-        yield f"cut {cut} blocks: given; it needs {shares} of what the cards have free"
-    elif len(stages) > 1:
-        yield f"cut {cut} blocks: {_cut_reason(planner, found)}; it needs {shares} of what the cards have free"
-    kept = [stage.forecast.num_kept for stage in stages]
-    if not job.train.gradient_checkpointing:
-        yield "activations: all are kept, as gradient_checkpointing is off"
-    elif job.split.kept_blocks:
-        yield f"activations: the last {_joined(kept)} blocks keep them: given"
-    elif any(kept):
-        yield f"activations: the last {_joined(kept)} blocks keep them, which saves computing those blocks again"
-    elif found.is_swapping or job.split.memory_limit_gb:
-        yield "activations: every block is recomputed"
-    else:
-        yield f"activations: every block is recomputed; keeping one would leave less than {HEADROOM:.0%} of a card free"
-    if job.train.cuda_graphs == "auto":
-        fault = planner.graphs_fault or ("" if any(kept) else "no block keeps its activations")
-        which = f"the last {_joined(kept)}" if job.train.gradient_checkpointing else "all"
-        yield f"CUDA graphs: not used, {fault}" if fault else f"CUDA graphs: {which} blocks are replayed"
-    if found.is_swapping:
-        yield _swap_reason(planner, found, looked_at)
-    if job.pipeline.schedule not in ("auto", "none", found.setting.schedule):
-        why = _why_no_schedule(job, [card.device for card in planner.cards])
-        yield f"schedule {job.pipeline.schedule}: without effect, {why}"
-    if job.pipeline.ahead > 1 and found.setting.schedule != "1f1b":
-        yield f"pipeline.ahead = {job.pipeline.ahead}: without effect, only 1f1b runs ahead"
-    if found.setting.offloads:
-        is_given = job.train.offload_activations == "on"
-        why = "given" if is_given else "nothing as good fits without"
-        yield f"block inputs: they wait in {found.offloaded_bytes / 1e9:.1f} GB of pinned host memory: {why}"
-    others = [(setting, other) for setting, other in looked_at if setting != found.setting]
-    for label, of in (("scheme", "scheme"), ("schedule", "schedule"), ("optimizer", "optimizer")):
-        rivals = {getattr(setting, of) for setting, _ in others} - {getattr(found.setting, of)}
-        for rival in sorted(rivals):
-            times = [other.time for setting, other in others if getattr(setting, of) == rival and other is not None]
-            chosen = getattr(found.setting, of)
-            fails = "do not fit" if rival == "replicas" else "does not fit"
-            verdict = f"{min(times) / found.time:.2f} times as long" if times else fails
-            yield f"{label} {_named(of, chosen)}: {_named(of, rival)} {'would take ' if times else ''}{verdict}"
-
-
-def _cut_reason(planner: Planner, found: _Found) -> str:
-    if found.setting.schedule != "none" or planner.job.split.balance == "time":
-        return "shortest time in its slowest stage"
-    if found.is_swapping:
-        return "shortest time, then least from host memory"
-    are_alike = len({card.speed for card in planner.cards}) == 1 and isinstance(planner.times, FlopTimes)
-    return "even use of memory" if are_alike else "shortest time, then even use of memory"
-
-
-def _swap_reason(planner: Planner, found: _Found, looked_at: Sequence[tuple[Setting, _Found | None]]) -> str:
-    stages = found.stages
-    count = _joined([stage.plan.num_swapped for stage in stages])
-    fitting = [other for _, other in looked_at if other is not None]
-    without = [(each, each.time) for each in fitting if not each.is_swapping]
-    without += [(each, each.resident_time) for each in fitting if each.resident_time is not None]
-    alike = [time for each, time in without if each.setting.offloads == found.setting.offloads]
-    others = [time for each, time in without if each.setting.offloads != found.setting.offloads]
-    if planner.job.split.swapped_blocks:
-        why = "given"
-    elif alike:
-        why = f"what fits without would take {min(alike) / found.time:.2f} times as long"
-    elif others:
-        why = f"with block inputs there instead it would take {min(others) / found.time:.2f} times as long"
-    elif planner.job.split.memory_limit_gb:
-        why = "what memory_limit_gb allows cannot hold them"
-    else:
-        why = "the cards cannot hold them"
-    waiting = [card.name for card, stage in zip(planner.cards, stages, strict=True) if stage.is_waiting]
-    slow = f"{' and '.join(waiting)} will wait for copies" if waiting else "copies take less time than computing"
-    return (
-        f"host memory: {count} blocks stream from there, {sum(s.streamed for s in stages) / 1e9:.1f} GB: {why}; {slow}"
-    )
-
-
-def _joined(numbers: Sequence[int]) -> str:
-    return " + ".join(map(str, numbers))
-
-
-def _named(of: str, choice: str) -> str:
-    return {"scheme": "full precision", "schedule": "no pipeline"}[of] if choice == "none" else choice
-
-
-def _hints(planner: Planner, found: _Found) -> Iterator[str]:
-    hint = hint_of_replicas(planner, found) or _hint_of_pipeline(planner, found)
-    if hint:
-        yield hint
-
-
-def _hint_of_pipeline(planner: Planner, found: _Found) -> str:
-    """What several micro-batches would gain where a step of one keeps one card busy; "" for next to nothing."""
-    job, devices = planner.job, [card.device for card in planner.cards]
-    if job.train.accumulation > 1 or job.pipeline.schedule not in ("auto", "1f1b", "gpipe"):
-        return ""
-    several = replace(job, train=replace(job.train, accumulation=_SEVERAL))
-    schedule = asked_schedule(several, devices)
-    if schedule is None or schedule == "replicas":
-        return ""
-    other = planner.changed(several, planner.cards, planner.bucket).with_times(planner.times)
-    filled = other.fit(replace(found.setting, schedule=schedule, ahead=0))
-    if filled is None or HOST_GAIN * filled.time > _SEVERAL * found.time:
-        return ""
-    return (
-        f"a step of one micro-batch keeps one card busy: with train.accumulation = {_SEVERAL} all work at once, and "
-        f"{_SEVERAL} batches would take {filled.time / found.time:.1f} times as long as this step, or less"
-    )
-
-
-def _warning(planner: Planner, found: _Found) -> str:
-    over = [
-        f"{card.name} {stage.forecast.needed / 1e9:.2f} GB of {card.usable_bytes / 1e9:.2f} GB"
-        for card, stage in zip(planner.cards, found.stages, strict=True)
-        if stage.forecast.needed > card.usable_bytes
-    ]
-    if not over:
-        return ""
-    return f"the forecast exceeds what is free ({', '.join(over)}), and memory_limit_gb says to try"

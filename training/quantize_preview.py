@@ -1,23 +1,19 @@
-"""What quantizing a model will do to it, said before any weight is loaded: sizes, layers left alone, noise.
+"""What quantizing a model will do to it, said before any weight is loaded: sizes and layers left alone.
 
-Sizes come from the checkpoint's header. Noise is measured on the middle layer of every class of layers, on rows spread
-evenly over its weight, rounded by the code that will round the whole; see patches/quantize_noise.py. No more than one
-sample is in memory at a time: for FLUX.2-dev some seconds on two cores, and less than 1 GB.
+All comes from the checkpoint's header.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from ..loading.checkpoint import CheckpointInfo, TensorRecord, make_empty_transformer, read_checkpoint
-from ..loading.quantized_files import dequantize, read_records, read_scales, stays_in_8_bits
+from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
+from ..loading.quantized_files import stays_in_8_bits
 from ..parallel.devices import find_devices
 from ..parallel.placement import Placement, block_names, parameter_bytes
 from ..patches.quantize import (
@@ -30,18 +26,15 @@ from ..patches.quantize import (
     Quantizer,
     QuantizeSettings,
     Scheme,
-    Stored8,
     check_packages,
     layer_class,
     refusal,
     stored_bytes,
     stored_linear_bytes,
 )
-from ..patches.quantize_noise import NUM_SAMPLE_ROWS, SignalToNoise, measure_noise
 from .config import DataConfig, FolderConfig, JobConfig, LoopConfig, ModelConfig, OutputConfig, SplitConfig
 from .job import plan_job_placement
 
-_NUM_RUNS = 16  # of adjacent rows in a sample: few reads, and every part of a stacked weight is met
 _NUM_NAMED = 4
 _TIME_RESOLUTION = 512  # pixels, where a split by time is planned before there are pictures
 
@@ -56,7 +49,6 @@ class QuantizePreview(GroupTotals):
         groups: modules with weights of their own by what happens to them: QUANTIZED, KEPT, NOT_LINEAR.
         device_bytes: weights on each device; {} where their place is not known.
         device_note: what device_bytes depends on, or why it is not known.
-        noise: by layer class.
         num_stored: tensors that the file holds in 8 bits already, by type as torch spells it.
         num_taken: how many of them are kept as they are.
     """
@@ -66,7 +58,6 @@ class QuantizePreview(GroupTotals):
     groups: Mapping[str, LayerGroup]
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     device_note: str = ""
-    noise: Mapping[str, SignalToNoise] = field(default_factory=dict)
     num_stored: Mapping[str, int] = field(default_factory=dict)
     num_taken: int = 0
 
@@ -80,8 +71,8 @@ class QuantizePreview(GroupTotals):
         )
 
     def table(self) -> str:
-        """summary, what is left alone and why, sizes per device, and a line of noise per layer class, worst first."""
-        return "\n".join([self.summary(), *self._skipped(), *self._file_lines(), *self._device_lines(), *self._noise()])
+        """summary, what is left alone and why, and sizes per device."""
+        return "\n".join([self.summary(), *self._skipped(), *self._file_lines(), *self._device_lines()])
 
     def _skipped(self) -> list[str]:
         if self.settings is None:
@@ -115,15 +106,6 @@ class QuantizePreview(GroupTotals):
         line = ", ".join(part for part in (sizes, self.device_note) if part)
         return [line] if line else []
 
-    def _noise(self) -> list[str]:
-        if not self.noise:
-            return []
-        rows = sorted(self.noise.items(), key=lambda item: item[1].output)
-        return [
-            "signal to noise of samples, dB: weight; output, with outliers; gradient, with outliers",
-            *(f"{_decibels(noise)}  {name}" for name, noise in rows),
-        ]
-
 
 def _short_name(fqn: str) -> str:
     """The layer class of a module inside a list, else the part of the model it belongs to."""
@@ -132,14 +114,6 @@ def _short_name(fqn: str) -> str:
 
 def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB"
-
-
-def _decibels(noise: SignalToNoise) -> str:
-    weight, output, output_outliers, grad, grad_outliers = (
-        " exact" if math.isinf(value) else f"{value:6.1f}"
-        for value in (noise.weight, noise.output, noise.output_outliers, noise.grad_input, noise.grad_input_outliers)
-    )
-    return f"{weight};{output},{output_outliers};{grad},{grad_outliers}"
 
 
 def choose_scheme(devices: Sequence[torch.device]) -> Scheme:
@@ -210,7 +184,6 @@ def _preview(
         groups=groups,
         device_bytes=_device_bytes(config, info, model, placement) if placement else {},
         device_note=note,
-        noise=_measure(info, groups[QUANTIZED].names, quantizer, config.dtype) if quantizer else {},
         num_stored=info.quantized_types,
         num_taken=sum(stays_in_8_bits(record, quantizer.can_take) for record in weights) if quantizer else 0,
     )
@@ -246,57 +219,3 @@ def _device_bytes(config: ModelConfig, info: CheckpointInfo, model: nn.Module, p
     for device, size in zip(placement.devices, sizes, strict=True):
         found[device] += size
     return {str(device): size for device, size in found.items()}
-
-
-# --- noise ------------------------------------------------------------------------------------------------------------
-
-
-def _measure(info: CheckpointInfo, wanted: Sequence[str], quantizer: Quantizer, dtype: str) -> dict[str, SignalToNoise]:
-    classes: dict[str, list[str]] = defaultdict(list)
-    for name in wanted:
-        classes[layer_class(name)].append(name)
-    return {
-        name: _measure_layer(layers[len(layers) // 2], info, quantizer, getattr(torch, dtype))
-        for name, layers in classes.items()
-    }
-
-
-@torch.no_grad()
-def _measure_layer(fqn: str, info: CheckpointInfo, quantizer: Quantizer, dtype: torch.dtype) -> SignalToNoise:
-    """Noise of one linear of the file; where its weight is in 8 bits already, against what the file holds."""
-    record = info.tensors[f"{fqn}.weight"]
-    values, scale = _read_sample(record)
-    if stays_in_8_bits(record, quantizer.can_take):
-        assert scale is not None
-        exact, stored = dequantize(values, scale, record, torch.float32), Stored8(values, scale, record.rotation)
-    else:
-        exact = dequantize(values, scale, record, dtype) if record.is_quantized else values.to(dtype)
-        linear = nn.Linear(exact.shape[1], exact.shape[0], bias=False, device="meta")
-        linear.weight = nn.Parameter(exact, requires_grad=False)
-        stored = quantizer.store(quantizer.finish(fqn, linear))
-    return measure_noise(exact, stored, out_features=record.shape[0], multiplies=quantizer.settings.is_compute)
-
-
-def _read_sample(record: TensorRecord) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows of one tensor from all over it, as the file has them, and their scales if it is in 8 bits. [n, K], [n, 1]"""
-    pieces = {str(start): _cut(record, start, end) for start, end in _sample_runs(record.shape[0])}
-    values = dict(read_records(pieces))
-    if not record.is_quantized:
-        return torch.cat(list(values.values())), None
-    found = read_scales(pieces)
-    scales = [found.get(name, torch.ones(1)).reshape(-1, 1).expand(len(rows), 1) for name, rows in values.items()]
-    return torch.cat(list(values.values())), torch.cat(scales)
-
-
-def _sample_runs(num_rows: int) -> list[tuple[int, int]]:
-    """Start and end of runs of rows, evenly spaced from the first to the last; one run of all rows if they are few."""
-    if num_rows <= NUM_SAMPLE_ROWS:
-        return [(0, num_rows)]
-    height = NUM_SAMPLE_ROWS // _NUM_RUNS
-    starts = [round(run * (num_rows - height) / (_NUM_RUNS - 1)) for run in range(_NUM_RUNS)]
-    return [(start, start + height) for start in starts]
-
-
-def _cut(record: TensorRecord, start: int, end: int) -> TensorRecord:
-    first = record.rows[0] if record.rows else 0
-    return record.cut(first + start, first + end)

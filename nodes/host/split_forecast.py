@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from .split_attachments import ROOT
-from .split_tree import SplitPlan, SplitTree, tree_of
+from .split_plan import SplitPlan
+from .split_tree import SplitTree, tree_of
 
 _log = logging.getLogger(__name__)
 _GB = 1e9

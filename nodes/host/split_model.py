@@ -22,7 +22,8 @@ from .split_attachments import KEY, ROOT
 from .split_batches import run_overlapped
 from .split_forecast import log_plan, prepare_with_forecast, weight_bytes
 from .split_patcher import become_split
-from .split_tree import SplitPlan, make_tree, tree_of
+from .split_plan import SplitPlan
+from .split_tree import make_tree, tree_of
 
 _log = logging.getLogger(__name__)
 _GB = 1e9

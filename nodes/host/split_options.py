@@ -11,16 +11,14 @@ blocks; each travels to the card that has just computed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 
 from ...parallel.bridge import Bridge, current_device
 from ...parallel.lend import Lent
 from .split_attachments import KEY, holds_tensors
-
-if TYPE_CHECKING:
-    from .split_tree import SplitPlan
+from .split_plan import SplitPlan
 
 _PASSED_BY = ("transformer_options", "control")
 _RUNS_BETWEEN_BLOCKS = "dit"

@@ -13,58 +13,21 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...families.spec import NativeModel
 from ...parallel.block_lists import BlockCalls, hooked_modules, tail_modules
 from ...parallel.bridge import Bridge
-from ...parallel.placement import Placement
 from ...patches.hooks import HookSet
 from .model_copy import Origin
 from .split_attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
 from .split_options import guard_options, wrap_control
+from .split_plan import SplitPlan
 
 _log = logging.getLogger(__name__)
 _ATTRIBUTE = "devicebridge_split"
-
-
-@dataclass(frozen=True)
-class SplitPlan:
-    """What was decided about a split, for any tree of the same architecture.
-
-    Args:
-        placement: block fqns inside the diffusion model, and their devices.
-        layout: what the class is; for a class nobody described a row made from its block lists.
-        transport: how activations travel.
-        limit_bytes: weights each device may hold resident; absent is unlimited.
-        overlap: whether micro-batches of a batch may use the cards at the same time.
-        is_described: whether the class is in families/native.py; else its first forward is watched.
-        verify: compute the first step of every run a second time in the plainest way, and compare.
-    """
-
-    placement: Placement
-    layout: NativeModel
-    transport: Literal["stream", "relay"]
-    limit_bytes: Mapping[torch.device, int] = field(default_factory=dict)
-    overlap: bool = True
-    is_described: bool = True
-    verify: bool = False
-
-    @property
-    def home(self) -> torch.device:
-        return self.placement.home
-
-    @property
-    def foreign_devices(self) -> tuple[torch.device, ...]:
-        return tuple(device for device in self.placement.used_devices if device != self.home)
-
-    def blocks_on(self, device: torch.device) -> list[str]:
-        placement = self.placement
-        return [name for name, place in zip(placement.blocks, placement.devices, strict=True) if place == device]
 
 
 class Shard(nn.Module):

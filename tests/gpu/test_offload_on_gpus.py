@@ -42,7 +42,7 @@ def deterministic_algorithms():
 def train(
     device: torch.device, keeper: Offload | None, shape: tuple[int, ...], *, is_heavy: bool
 ) -> list[torch.Tensor]:
-    """Gradients of two steps, whose forwards all come before the backwards, as in gpipe; on the CPU."""
+    """Gradients of two steps, whose forwards all come before the backwards, on the CPU."""
     torch.manual_seed(0)
     blocks = nn.ModuleList(_Block(shape[-1], is_heavy=is_heavy) for _ in range(NUM_BLOCKS)).to(device)
     table = torch.linspace(-1, 1, shape[-1]).expand(shape).contiguous().to(device)
@@ -105,7 +105,7 @@ def test_jobs_over_two_gpus_are_those_without_bit_for_bit(name, tmp_path, monkey
     monkeypatch.setattr(block_split, "Offload", All)
     train = {"steps": 3, "batch_size": 1, "accumulation": 4, "seed": 3}
     results = []
-    for schedule, asked in (("none", "off"), ("none", "on"), ("1f1b", "on"), ("gpipe", "on")):
+    for schedule, asked in (("none", "off"), ("none", "on"), ("1f1b", "on")):
         job = make_tiny_job(
             tmp_path,
             name,

@@ -8,9 +8,8 @@ import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel import swap as swap_module
-from devicebridge.parallel.block_split import apply_block_split
+from devicebridge.parallel.block_split import apply_block_split, apply_block_swap
 from devicebridge.parallel.placement import block_names, plan_manual
-from devicebridge.parallel.swap import apply_block_swap
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.unit.test_swap import CHAIN, Chain
 from devicebridge.training.job import run_job
@@ -82,7 +81,7 @@ def test_a_pipeline_is_plain_accumulation_bit_for_bit(name, tmp_path):
     """Losses, LoRA and, by dropout, the cards' random numbers, on side streams and two backward threads."""
     train = {"steps": 4, "batch_size": 1, "accumulation": 5, "seed": 3}
     results = []
-    for schedule in ("none", "1f1b", "gpipe"):
+    for schedule in ("none", "1f1b"):
         job = make_tiny_job(
             tmp_path,
             name,

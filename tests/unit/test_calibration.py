@@ -42,8 +42,9 @@ from devicebridge.training.calibration import (
 from devicebridge.training.cards import Card
 from devicebridge.training.config import JobConfig, LoraSettings, make_job, save_job
 from devicebridge.training.job import plan_job, run_job
+from devicebridge.training.plan_training import plan_training
 from devicebridge.training.plan_view import describe_pace, describe_plan, plan_values
-from devicebridge.training.planner import Planner, TrainingPlan, plan_training
+from devicebridge.training.planner import Planner, TrainingPlan
 from devicebridge.training.rehearsal import BlockCost, Rehearsal, Work
 
 GB = 10**9

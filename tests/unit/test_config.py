@@ -121,3 +121,13 @@ def test_differences_that_matter_on_resume():
     other = differing_keys(old, make_job(_with("cache", text_source=CLIP)))
     assert other == [f"cache.text_source: '' -> {CLIP!r}"]
     assert differing_keys(old, make_job(_with("lora", rank=8))) == ["lora.rank: 16 -> 8"]
+
+
+def test_a_schedule_that_is_gone_loads_as_the_one_that_took_its_place_and_says_so(tmp_path, caplog):
+    save_job(make_job(_with("pipeline", schedule="1f1b", ahead=2)), tmp_path / "job.toml")
+    text = (tmp_path / "job.toml").read_text()
+    (tmp_path / "job.toml").write_text(text.replace('"1f1b"', '"gpipe"'))
+    assert load_job(tmp_path / "job.toml") == make_job(_with("pipeline", schedule="1f1b", ahead=2))
+    assert [record.getMessage() for record in caplog.records] == [
+        'pipeline.schedule = "gpipe" is gone; "1f1b" is used, which gives the same numbers in less memory'
+    ]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from devicebridge.caching import encode
-from devicebridge.caching.encode import ImageRequest, Stopped, encode_captions, encode_images, load_vae
+from devicebridge.caching.encode import ImageRequest, Stopped, load_vae
 from devicebridge.caching.image import read_pixels
 from devicebridge.caching.store import CacheStore
 from devicebridge.caching.streamed_encoder import StreamPlan
@@ -32,6 +32,7 @@ from devicebridge.families.spec import (
     Variant,
 )
 from devicebridge.tests.clips import save_clip
+from devicebridge.tests.encoding import encode_captions, encode_images
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -354,9 +355,7 @@ def images(tmp_path):
 def _encode_images(requests, vae_folder, store, family=None, dtype=torch.float32, stop_after=None):
     """(request -> key, number of latents computed)."""
     family, counter = family or _family(), _Counter(stop_after)
-    keys = encode_images(
-        requests, family, family.variants[0], vae_folder, "cpu", dtype, store, counter, counter.should_stop
-    )
+    keys = encode_images(requests, family, family.variants[0], vae_folder, dtype, store, counter, counter.should_stop)
     assert counter.calls[-1][:2] == (counter.calls[-1][1],) * 2
     return keys, len(counter.calls) - 1
 

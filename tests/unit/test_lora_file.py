@@ -13,12 +13,12 @@ from devicebridge.families.naming import originals_of
 from devicebridge.families.registry import FAMILIES
 from devicebridge.loading.lora_file import (
     check_original_layout,
-    lora_from_file,
     lora_to_both,
     lora_to_diffusers,
     lora_to_original,
 )
 from devicebridge.patches.lora import resolve_targets
+from devicebridge.scripts.demo_lora import lora_from_file
 from devicebridge.tests.comfy_host import comfy_python, find_comfyui
 from devicebridge.tests.toy import TINY, stack_tensors
 

@@ -33,7 +33,7 @@ def _make(name, cards, *, offload, dropout=0.3, kept=()):
 
 def _train(split, batches, kind):
     if kind is not None:
-        return Pipeline(split.bridge, kind=kind, ahead=1).run(batches)
+        return Pipeline(split.bridge, ahead=1).run(batches)
     losses = []
     for batch in batches:
         loss = batch.forward(batch.prepare())
@@ -57,7 +57,7 @@ def _step(name, num_cards, kind, *, offload, **settings):
     ("name", "num_cards", "kind", "kept"),
     [
         *((name, 2, "1f1b", (1, 0)) for name in sorted(FAMILIES)),
-        ("flux2", 3, "gpipe", ()),
+        ("flux2", 3, "1f1b", ()),
         ("wan", 2, None, ()),
         ("wan", 1, None, ()),
     ],
@@ -127,7 +127,7 @@ def test_a_forward_and_backward_copies_the_stream_and_never_what_blocks_share(nu
 
 
 def test_micro_batches_in_flight_push_each_other_out():
-    """gpipe: of all blocks of all micro-batches only the very last input is never sent."""
+    """All forwards first: of all blocks of all micro-batches only the very last input is never sent."""
     with emulated_cards(1) as machine:
         blocks, keeper = _blocks(5), Offload(min_bytes=1)
         batches = [_inputs() for _ in range(4)]

@@ -24,7 +24,6 @@ from torch import nn
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 FAMILY_NAMES = sorted(FAMILIES)
 HOME, NEXT, THIRD = CARDS[:3]
-KINDS = pytest.mark.parametrize("kind", ["gpipe", "1f1b"])
 
 
 def _plainly(batches):
@@ -40,12 +39,12 @@ def _gradients(lora):
     return {name: on_cpu(parameter.grad) for name, parameter in lora.parameters().items()}
 
 
-def _step(name, cards, count, *, kind=None, ahead=0, **settings):
-    """Losses, gradients and the cards' random states after one step; kind None is plain accumulation."""
+def _step(name, cards, count, *, piped=False, ahead=0, **settings):
+    """Losses, gradients and the cards' random states after one step."""
     with emulated_cards(4):
         model, split, lora = make_tiny_split(name, cards, **settings)
         batches = make_micro_batches(model, name, count)
-        losses = _plainly(batches) if kind is None else Pipeline(split.bridge, kind=kind, ahead=ahead).run(batches)
+        losses = Pipeline(split.bridge, ahead=ahead).run(batches) if piped else _plainly(batches)
         states = [torch.lazy.get_rng_state(card) for card in cards]
         return [on_cpu(loss) for loss in losses], _gradients(lora), states
 
@@ -58,21 +57,15 @@ def _assert_equal(found, expected):
     assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "num_cards", "kind"),
-    [
-        *((name, 2, "1f1b") for name in FAMILY_NAMES),
-        *(("flux2", num_cards, kind) for num_cards, kind in [(1, "1f1b"), (2, "gpipe"), (3, "1f1b"), (3, "gpipe")]),
-    ],
-)
-def test_losses_and_gradients_are_those_of_plain_accumulation_bit_for_bit(name, num_cards, kind):
+@pytest.mark.parametrize(("name", "num_cards"), [*((name, 2) for name in FAMILY_NAMES), ("flux2", 1), ("flux2", 3)])
+def test_losses_and_gradients_are_those_of_plain_accumulation_bit_for_bit(name, num_cards):
     cards = CARDS[:num_cards]
-    _assert_equal(_step(name, cards, 4, kind=kind), _step(name, cards, 4))
+    _assert_equal(_step(name, cards, 4, piped=True), _step(name, cards, 4))
 
 
 @pytest.mark.parametrize(("count", "ahead"), [(1, 0), (2, 1), (3, 5), (8, 0), (8, 1)])
 def test_any_number_of_micro_batches_and_any_number_ahead(count, ahead):
-    _assert_equal(_step("flux2", CARDS[:2], count, kind="1f1b", ahead=ahead), _step("flux2", CARDS[:2], count))
+    _assert_equal(_step("flux2", CARDS[:2], count, piped=True, ahead=ahead), _step("flux2", CARDS[:2], count))
 
 
 @pytest.mark.parametrize(
@@ -80,16 +73,15 @@ def test_any_number_of_micro_batches_and_any_number_ahead(count, ahead):
 )
 def test_without_recomputation_with_some_of_it_and_with_uneven_cuts(settings):
     plain = _step("flux2", CARDS[:2], 4, **settings)
-    _assert_equal(_step("flux2", CARDS[:2], 4, kind="1f1b", **settings), plain)
+    _assert_equal(_step("flux2", CARDS[:2], 4, piped=True, **settings), plain)
     _assert_equal(plain, _step("flux2", CARDS[:2], 4, **{**settings, "checkpointing": True, "kept": ()}))
 
 
-@KINDS
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_dropout_draws_the_same_numbers_and_leaves_the_same_states(kind, checkpointing):
+def test_dropout_draws_the_same_numbers_and_leaves_the_same_states(checkpointing):
     settings = {"dropout": 0.5, "checkpointing": checkpointing}
     expected = _step("flux2", CARDS[:2], 4, **settings)
-    _assert_equal(_step("flux2", CARDS[:2], 4, kind=kind, **settings), expected)
+    _assert_equal(_step("flux2", CARDS[:2], 4, piped=True, **settings), expected)
     without = _step("flux2", CARDS[:2], 4, checkpointing=checkpointing)
     assert not torch.equal(without[0][0], expected[0][0])
 
@@ -98,7 +90,7 @@ def test_a_tensor_that_crosses_to_several_devices_gets_all_its_gradients():
     """LoRA on what makes the modulation: computed on the first card, used on all; sums in another order."""
     targets = ("*stream_modulation*.linear", "*to_q")
     expected = _step("flux2", CARDS[:3], 4, targets=targets)
-    found = _step("flux2", CARDS[:3], 4, kind="1f1b", targets=targets)
+    found = _step("flux2", CARDS[:3], 4, piped=True, targets=targets)
     modulations = [name for name in expected[1] if "modulation" in name]
     assert modulations
     for name, gradient in expected[1].items():
@@ -106,15 +98,15 @@ def test_a_tensor_that_crosses_to_several_devices_gets_all_its_gradients():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-7 * gradient.abs().max().item())
 
 
-@pytest.mark.parametrize(("num_cards", "kind"), [(2, "1f1b"), (2, "gpipe"), (3, "1f1b"), (3, "gpipe")])
+@pytest.mark.parametrize("num_cards", [2, 3])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_lora_on_what_the_tail_reads_past_its_modules_gets_all_its_gradients(num_cards, kind, checkpointing):
+def test_lora_on_what_the_tail_reads_past_its_modules_gets_all_its_gradients(num_cards, checkpointing):
     """Wan mixes the time embedding into the stream after the last block; the stage that made it is another's."""
     targets = ("*time_embedder*", "*time_proj", "*to_q")
     settings = {"targets": targets, "checkpointing": checkpointing}
     expected = _step("wan", CARDS[:1], 4, **settings)
     for found in (
-        _step("wan", CARDS[:num_cards], 4, kind=kind, **settings),
+        _step("wan", CARDS[:num_cards], 4, piped=True, **settings),
         _step("wan", CARDS[:num_cards], 4, **settings),
     ):
         assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
@@ -126,7 +118,7 @@ def test_lora_on_what_the_tail_reads_past_its_modules_gets_all_its_gradients(num
 
 def test_gradients_equal_one_ordinary_card():
     one = _step("wan", CARDS[:1], 4)
-    _, split, _ = found = _step("wan", CARDS[:2], 4, kind="1f1b")
+    _, split, _ = found = _step("wan", CARDS[:2], 4, piped=True)
     assert all(torch.equal(a, b) for a, b in zip(found[0], one[0], strict=True))
     assert all(torch.equal(gradient, one[1][n]) for n, gradient in found[1].items())
 
@@ -136,8 +128,8 @@ def test_the_stages_follow_the_plan_and_two_work_at_once():
     with emulated_cards(4):
         model, split, _ = make_tiny_split("flux2", CARDS[:2])
         trace = []
-        Pipeline(split.bridge, kind="1f1b", ahead=0, trace=trace).run(make_micro_batches(model, "flux2", 4))
-    plan = plan_order("1f1b", 2, 4, 0)
+        Pipeline(split.bridge, ahead=0, trace=trace).run(make_micro_batches(model, "flux2", 4))
+    plan = plan_order(2, 4, 0)
     for stage in (0, 1):
         assert [work for at, work in trace if at == stage] == plan[stage]
 
@@ -280,7 +272,7 @@ def machine(monkeypatch):
     return SimulatedMachine(4)
 
 
-def _makespan(machine, devices, count, *, pipelined, copy_cost=0.0, kind="1f1b", reads=None):
+def _makespan(machine, devices, count, *, pipelined, copy_cost=0.0, reads=None):
     """Time until all streams are idle, and races seen, of one step; a block's forward takes 1, its backward 2.
 
     reads: how the bridge brings what the first block made to the tail.
@@ -291,16 +283,15 @@ def _makespan(machine, devices, count, *, pipelined, copy_cost=0.0, kind="1f1b",
             model.reads = lambda x: reads(bridge, x, devices[-1])
         batches = _chain_batches(model, bridge, count)
         with Clock(machine, copy_cost) as clock:
-            Pipeline(bridge, kind=kind, ahead=0).run(batches) if pipelined else _plainly(batches)
+            Pipeline(bridge, ahead=0).run(batches) if pipelined else _plainly(batches)
         return max(stream.busy_until for stream in machine.default.values()), clock.races
 
 
-@KINDS
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_a_step_takes_the_time_of_a_pipeline(machine, count, kind):
+def test_a_step_takes_the_time_of_a_pipeline(machine, count):
     alone, races = _makespan(SimulatedMachine(4), [HOME, HOME, NEXT, NEXT], count, pipelined=False)
     assert races == 0 and alone == 11 * count  # 12, but nobody needs the gradient of the input
-    together, races = _makespan(machine, [HOME, HOME, NEXT, NEXT], count, pipelined=True, kind=kind)
+    together, races = _makespan(machine, [HOME, HOME, NEXT, NEXT], count, pipelined=True)
     assert races == 0 and together == 2 + 6 * count + 3  # first in, the slower card all the time, last out
 
 
@@ -316,10 +307,9 @@ def test_slow_copies_run_beside_the_kernels(machine):
     assert races == 0 and together <= 6 * 9 + 4
 
 
-@KINDS
-def test_what_is_sent_to_the_tail_is_there_in_time_and_holds_up_no_card(machine, kind):
+def test_what_is_sent_to_the_tail_is_there_in_time_and_holds_up_no_card(machine):
     """To be settled at once would have the last card wait for the first, which is at a later micro-batch."""
-    devices, step = [HOME, HOME, NEXT, NEXT, THIRD, THIRD], {"pipelined": True, "kind": kind}
+    devices, step = [HOME, HOME, NEXT, NEXT, THIRD, THIRD], {"pipelined": True}
     without, races = _makespan(SimulatedMachine(4), devices, 8, **step)
     sent, more_races = _makespan(machine, devices, 8, reads=Bridge.send, **step)
     assert races == more_races == 0 and sent == without
@@ -402,4 +392,4 @@ def test_memory_is_given_back_and_held_as_the_schedule_says():
 
 
 def test_work_is_named_by_micro_batch():
-    assert plan_order("1f1b", 2, 2, 0)[1] == [Work(False, 0), Work(True, 0), Work(False, 1), Work(True, 1)]
+    assert plan_order(2, 2, 0)[1] == [Work(False, 0), Work(True, 0), Work(False, 1), Work(True, 1)]

@@ -13,8 +13,9 @@ from devicebridge.loading.checkpoint import CheckpointInfo
 from devicebridge.training import planner as planner_module
 from devicebridge.training.cards import Card, parse_cards
 from devicebridge.training.config import make_job
+from devicebridge.training.plan_training import plan_training
 from devicebridge.training.plan_view import describe_plan, draw_plan, plan_values
-from devicebridge.training.planner import Planner, TrainingPlan, plan_training
+from devicebridge.training.planner import Planner, TrainingPlan
 from devicebridge.training.rehearsal import BlockCost, Rehearsal
 
 GB = 10**9
@@ -67,32 +68,14 @@ def test_a_step_of_one_micro_batch_keeps_one_card_busy_and_the_plan_says_what_wo
     plan = _plan("flux1", train={"accumulation": 1})
     assert plan.setting.schedule == "none"
     (hint,) = plan.hints
-    assert "fits on each card" in hint and "train.accumulation = 2" in hint
-    assert _plan("flux1", train={"accumulation": 2}).setting.schedule == "replicas"  # what it said is true
-
-
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"pipeline": {"schedule": "1f1b"}},
-        {"pipeline": {"schedule": "none"}},
-        {"split": {"balance": "manual", "split_at": [20]}},
-        {"pipeline": {"schedule": "gpipe"}, "split": {"balance": "manual", "split_at": [20]}},
-    ],
-)
-def test_what_is_the_users_own_is_part_of_what_would_help(sections):
-    (hint,) = _plan("flux1", train={"accumulation": 1}, **sections).hints
-    needed = hint.partition("; with ")[2].partition(" every card")[0].split(" and ")
-    assert "train.accumulation = 2" in needed
-    changed = {"train": {"accumulation": 2}}
-    changed |= {"pipeline": {"schedule": "replicas"}} if 'pipeline.schedule = "replicas"' in needed else {}
-    changed |= {"split": {}} if 'split.balance = "bytes"' in needed else {}
-    plan = _plan("flux1", **(sections | changed))
-    assert plan.setting.schedule == "replicas" and not plan.hints
+    assert "train.accumulation = 4" in hint
+    several = _plan("flux1", train={"accumulation": 4})
+    assert several.setting.schedule != "none" and several.step_s < 4 * plan.step_s  # what it said is true
+    assert not several.hints
 
 
 def test_running_ahead_is_for_1f1b():
-    for schedule in ("gpipe", "replicas"):
+    for schedule in ("none", "replicas"):
         plan = _plan("flux1", pipeline={"schedule": schedule, "ahead": 3})
         assert "pipeline.ahead = 3: without effect, only 1f1b runs ahead" in plan.reasons
     assert "without effect" not in describe_plan(_plan("flux1", pipeline={"schedule": "1f1b", "ahead": 3}))
@@ -125,9 +108,9 @@ def test_a_longer_step_fills_a_pipeline_whose_blocks_keep_their_activations():
 
 def test_the_user_overrules_it_both_ways():
     split = _plan("flux1", pipeline={"schedule": "1f1b"})
-    assert split.setting.schedule == "1f1b" and 'pipeline.schedule = "replicas"' in split.hints[0]
+    assert split.setting.schedule == "1f1b"
     manual = _plan("flux1", split={"balance": "manual", "split_at": [20]})
-    assert manual.setting.schedule == "1f1b" and 'and split.balance = "bytes"' in manual.hints[0]
+    assert manual.setting.schedule == "1f1b"
     forced = _plan("flux1", train={"accumulation": 8}, pipeline={"schedule": "replicas"})
     assert forced.setting.schedule == "replicas"
     with pytest.raises(ValueError) as refusal:
@@ -237,7 +220,7 @@ def test_limits_and_kept_blocks_are_each_cards_own(monkeypatch):
     ("cards", "accumulation", "why"),
     [("24GB,24GB", 1, "there is one micro-batch in a step"), ("80GB", 4, "there is one card")],
 )
-@pytest.mark.parametrize("schedule", ["replicas", "1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["replicas", "1f1b"])
 def test_a_schedule_that_has_nothing_to_do_is_said_to_be_without_effect(
     cards: str, accumulation: int, why: str, schedule: str
 ) -> None:

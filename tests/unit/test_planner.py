@@ -22,6 +22,7 @@ from devicebridge.training.cards import Card, cards_of, parse_cards
 from devicebridge.training.config import JobConfig, make_job, save_job
 from devicebridge.training.forecast import Optimizer
 from devicebridge.training.job import check_job, run_job
+from devicebridge.training.plan_training import plan_training
 from devicebridge.training.plan_view import (
     compare,
     describe_comparison,
@@ -31,7 +32,7 @@ from devicebridge.training.plan_view import (
     picture_of,
     plan_values,
 )
-from devicebridge.training.planner import HOST_SHARE, UNHIDDEN, Planner, TrainingPlan, optimizer_bytes, plan_training
+from devicebridge.training.planner import HOST_SHARE, UNHIDDEN, Planner, TrainingPlan, optimizer_bytes
 from devicebridge.training.rehearsal import BlockCost, Rehearsal
 
 GB = 10**9
@@ -138,12 +139,30 @@ def test_what_does_not_fit_is_refused_with_what_would_help():
     text = str(refusal.value)
     assert "1024x1024" in text and "weights in full precision" in text and "are missing" in text
     assert "split.swapped_blocks = []" in text
-    assert 'model.quantize = "fp8-compute"' in text and "another card of" in text
+    assert 'model.quantize = "fp8-compute"' in text
     assert "lora.rank" not in text and "resolutions = " not in text  # 64 GB of weights: these would not do
     _plan("24GB,24GB", (1024, 1024), model={"quantize": "fp8-compute"}, **resident)  # what it said is true
     assert sum(_plan("24GB,24GB", (1024, 1024), model={"quantize": "none"}).swapped_blocks) > 0
-    size = text.split("another card of ")[1].split(" ")[0]
-    _plan(f"24GB,24GB,{size}GB", (1024, 1024), model={"quantize": "none"})
+
+
+def test_no_more_than_three_changes_are_named():
+    split = {"swapped_blocks": [0, 0], "kept_blocks": [3, 3]}
+    with pytest.raises(ValueError) as refusal:
+        _plan("23GB,23GB", (1024, 1024), data={"resolutions": [1024]}, split=split)
+    changes = str(refusal.value).partition("Each of these would make it fit:\n")[2].splitlines()
+    assert changes[0] == "  split.kept_blocks = []" and len(changes) == 3
+    _plan("23GB,23GB", (1024, 1024), data={"resolutions": [1024]}, split={**split, "kept_blocks": []})
+
+
+def test_another_card_is_named_by_the_size_that_would_do():
+    job = {"model": {"quantize": "fp8-compute"}, "train": {"gradient_checkpointing": False}}
+    with pytest.raises(ValueError) as refusal:
+        _plan("12GB", (1024, 1024), **job)
+    changes = str(refusal.value).partition("Each of these would make it fit:\n")[2].splitlines()
+    assert changes == ["  train.gradient_checkpointing = true", "  another card of 141 GB"]
+    _plan("12GB,141GB", (1024, 1024), **job)
+    with pytest.raises(ValueError):
+        _plan("12GB,96GB", (1024, 1024), **job)
 
 
 def test_a_batch_or_a_size_that_is_too_large_is_named():
@@ -173,11 +192,6 @@ def test_8_bit_optimizer_state_is_for_what_does_not_fit_otherwise():
     assert plan.job.optimizer.name == "adamw8bit"
     with pytest.raises(ValueError, match='optimizer.name = "adamw8bit"'):
         _plan("19.4GB,19.4GB", optimizer={"name": "adamw"}, split={"swapped_blocks": [0, 0]})
-
-
-def test_the_hint_of_replicas_is_for_cards_that_hold_everything():
-    assert any("replicas" in hint for hint in _plan("48GB,48GB").hints)
-    assert not any("replicas" in hint for hint in _plan("48GB,24GB").hints)
 
 
 def test_settings_of_the_user_are_kept_and_only_checked():

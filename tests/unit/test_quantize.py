@@ -35,7 +35,6 @@ from devicebridge.patches.quantize import (
     SCHEMES,
     QuantizeHandle,
     Quantizer,
-    QuantizeReport,
     QuantizeSettings,
     Stored8,
     apply_quantization,
@@ -959,13 +958,6 @@ def test_rotation_saves_the_weights_of_rows_with_outliers():
     assert abs(found[64]["second"] - found[0]["second"]) < 6
 
 
-def test_the_table_names_the_worst_layers_first():
-    groups = apply_quantization(Net(), Family(), QuantizeSettings("fp8")).report.groups
-    report = QuantizeReport("fp8", groups, {"blocks.*.a": 41.04, "blocks.*.b": 20.0})
-    lines = report.table().splitlines()
-    assert lines == [report.summary(), "   20.0 dB  blocks.*.b", "   41.0 dB  blocks.*.a"]
-
-
 @pytest.mark.parametrize(
     ("fqn", "expected"),
     [
@@ -1010,7 +1002,6 @@ def test_the_report_accounts_for_every_layer_and_byte(settings):
     assert {"norm_out.linear", "proj_out", "x_embedder"} <= set(groups[KEPT].names)
     assert all(is_lora_name(name) for name in groups[LORA].names) and len(groups[LORA].names) == 28 * 3
     assert report.num_quantized == 28
-    assert report.num_skipped == sum(len(groups[r].names) for r in (LORA, KEPT, NOT_LINEAR))
     assert f"28 linears to {settings.scheme}, " in report.summary() and "84 LoRA" in report.summary()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from devicebridge.families.flux2 import FLUX2
 from devicebridge.patches.quantize import Quantizer, QuantizeSettings, Stored8
-from devicebridge.patches.quantize_noise import NUM_SAMPLE_ROWS, SignalToNoise, measure_noise
+from devicebridge.tests.quantize_noise import NUM_SAMPLE_ROWS, SignalToNoise, measure_noise
 from torch import nn
 
 SCHEMES = ["fp8", "int8", "fp8-compute", "int8-compute"]

@@ -147,7 +147,7 @@ def test_when_a_job_gets_replicas(tmp_path, caplog, devices, accumulation, expec
     job = _job(tmp_path, "run", split={"devices": devices}, train={"steps": 1, "accumulation": accumulation})
     with emulated_cards():
         plan = check_job(job)
-    assert plan.placement.replicas == tuple(expected) and plan.pipeline is None and plan.placement.tail == ()
+    assert plan.placement.replicas == tuple(expected) and plan.ahead is None and plan.placement.tail == ()
     assert ("left out" in caplog.text) == (not expected)
 
 

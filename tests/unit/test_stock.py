@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -176,23 +175,6 @@ def test_texts_of_different_lengths_share_no_batch(tmp_path):
     single = dataclasses.replace(dropping, train=dataclasses.replace(job.train, batch_size=1))
     data, _ = _fill(single, StockEncoders())
     assert data.load([0], [True]).text["prompt_embeds"].shape == (1, 3, 16)
-
-
-def test_texts_of_different_lengths_share_a_batch_where_the_family_reads_a_mask(tmp_path):
-    """As of a model whose own encoder leaves padding out."""
-    job = make_tiny_job(tmp_path, "flux1", cache={"text_source": StubClip.fingerprint}, data={"caption_dropout": 0.1})
-    plan = check_job(job)
-    output = plan.family.comfy.states
-    specs = tuple(SimpleNamespace(output=o, has_varying_length=o == output) for o in (output, "pooled_prompt_embeds"))
-    plan = dataclasses.replace(plan, variant=dataclasses.replace(plan.variant, text_encoders=specs))
-    with EventLog(Path(job.output.folder)) as events:
-        data, _ = cache_job(plan, events, encoders=StockEncoders(StubClip(16, 16)))
-    text = data.load([0, 1], [True, False]).text
-    assert text.keys() == {output, f"{output}_mask", "pooled_prompt_embeds"}
-    for row, caption in enumerate(("", data.samples[1].caption)):
-        states = StubClip(16, 16).encode(caption)[0][0][0]
-        assert torch.equal(text[output][row][text[f"{output}_mask"][row]], states)
-    assert text[output].shape == (2, 12, 16)
 
 
 # ---- datasets that arrived encoded ----

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.caching import streamed_encoder
-from devicebridge.caching.encode import Stopped, encode_captions
+from devicebridge.caching.encode import Stopped
 from devicebridge.caching.store import CacheStore
 from devicebridge.caching.streamed_encoder import NUM_BUFFERS, StreamPlan
 from devicebridge.caching.text_encoder import TextEncoder, load_text_encoder
@@ -21,6 +21,7 @@ from devicebridge.caching.text_weights import layer_list
 from devicebridge.parallel import pinned
 from devicebridge.patches.hooks import HookSet
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
+from devicebridge.tests.encoding import encode_captions
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
 from devicebridge.tests.unit.test_text_encoder_quantized import SPECS
 from safetensors.torch import load_file, save_file

@@ -12,9 +12,11 @@ import pytest
 import torch
 import transformers
 from devicebridge.caching import text_encoder
+from devicebridge.caching.streamed_encoder import StreamPlan
 from devicebridge.caching.text_encoder import call_accepting, load_text_encoder, prepare_text, render_chat
 from devicebridge.families.spec import TextEncoderSpec
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 LENGTH = 64
@@ -56,7 +58,7 @@ def folders(tmp_path_factory):
 
 def _whole(class_name, folder, dtype):
     """The whole model as a pipeline would hold it, loaded by transformers."""
-    name = text_encoder._dtype_argument()
+    name = "dtype" if Version(transformers.__version__) >= Version("4.56") else "torch_dtype"
     return getattr(transformers, class_name).from_pretrained(folder, **{name: dtype}).eval()
 
 
@@ -269,6 +271,15 @@ def test_missing_folders_files_and_layers_are_named(folders, tmp_path):
             load_text_encoder(dataclasses.replace(QWEN3, layers=layers), folders["klein"], "cpu", torch.float32)
 
 
+def test_a_clip_with_a_projection_is_not_what_was_described(folders, tmp_path):
+    _copy_without_weights(folders["flux1"], tmp_path)
+    config = tmp_path / "text_encoder" / "config.json"
+    found = {**json.loads(config.read_text()), "architectures": ["CLIPTextModelWithProjection"]}
+    config.write_text(json.dumps(found))
+    with pytest.raises(ValueError, match="holds a CLIPTextModelWithProjection, and a CLIPTextModel was expected"):
+        load_text_encoder(CLIP, tmp_path, "cpu", torch.float32)
+
+
 def test_clip_weights_under_their_older_names_load(folders, tmp_path):
     """Published CLIP folders have the prefix text_model. before every name; newer transformers save without it."""
 
@@ -276,9 +287,11 @@ def test_clip_weights_under_their_older_names_load(folders, tmp_path):
         return {"text_model." + key.removeprefix("text_model."): t for key, t in tensors.items()}
 
     folder = _break(folders, "flux1", tmp_path, with_prefix)
-    assert torch.equal(
-        _ours(folder, CLIP, "a cat", torch.float32), _ours(folders["flux1"], CLIP, "a cat", torch.float32)
-    )
+    expected = _ours(folders["flux1"], CLIP, "a cat", torch.float32)
+    assert torch.equal(_ours(folder, CLIP, "a cat", torch.float32), expected)
+    streamed = load_text_encoder(CLIP, folder, "cpu", torch.float32, stream=StreamPlan(1))
+    assert torch.equal(streamed.encode("a cat"), expected)
+    streamed.close()
 
 
 def test_a_processors_chat_template_goes_before_the_tokenizers(folders, tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from devicebridge.caching import text_weights
-from devicebridge.caching.encode import Stopped, encode_captions
+from devicebridge.caching.encode import Stopped
 from devicebridge.caching.store import CacheStore
 from devicebridge.caching.text_encoder import TextEncoder, load_text_encoder
 from devicebridge.caching.text_weights import TextScheme, check_scheme, check_text_encoders, is_rounded
@@ -23,6 +23,7 @@ from devicebridge.families.spec import TextEncoderSpec
 from devicebridge.patches import weight_only
 from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
+from devicebridge.tests.encoding import encode_captions
 from devicebridge.tests.noise import decibels
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
@@ -351,12 +352,13 @@ def test_missing_torchao_is_said_before_anything_is_read(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_only, "version", _no_torchao)
-    monkeypatch.setattr(text_weights, "_place", None)
     job = make_tiny_job(tmp_path, cache={"text_quantize": "fp8"})
-    with pytest.raises(RuntimeError, match='cache.text_quantize = "fp8".* torchao .*none is installed; .* "none"'):
-        check_job(job)
-    with pytest.raises(RuntimeError, match="torchao"):
-        _load(folders, "qwen3", "int8")
+    with monkeypatch.context() as patch:
+        patch.setattr(text_weights, "_place", None)
+        with pytest.raises(RuntimeError, match='cache.text_quantize = "fp8".* torchao .*none is installed; .* "none"'):
+            check_job(job)
+        with pytest.raises(RuntimeError, match="torchao"):
+            _load(folders, "qwen3", "int8")
     check_job(make_tiny_job(tmp_path))  # without a scheme it is not needed
     _load(folders, "t5", "none")
 

@@ -25,14 +25,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
-
-from .eight_bit import grad_input8, linear8, make_rotation, rotate
-
-if TYPE_CHECKING:
-    from .quantize import Stored8
+from devicebridge.patches.eight_bit import grad_input8, linear8, make_rotation, rotate
+from devicebridge.patches.quantize import Stored8
 
 NUM_SAMPLE_ROWS = 256
 _NUM_INPUTS = 128

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from devicebridge.families.flux2 import FLUX2
+from devicebridge.scripts.demo_pictures import euler_sigmas, sample_images, save_image_grid, to_images
 from devicebridge.training.objective import make_generator
-from devicebridge.training.preview import euler_sigmas, sample_images, save_image_grid, to_images
 from PIL import Image
 
 LATENT_SHAPE = (8, 1, 3, 5)

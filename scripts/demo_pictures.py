@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from devicebridge.families.spec import ModelFamily
+from devicebridge.files import write_atomically
+from devicebridge.training.objective import make_generator
 from torch import nn
-
-from ..families.spec import ModelFamily
-from ..files import write_atomically
-from .objective import make_generator
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
