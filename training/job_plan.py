@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..execution import ExecutionPlan
 from ..families.spec import ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo
 from ..parallel.placement import Placement
-from ..parallel.schedule import Kind
 from .config import JobConfig
 from .data import Sample, TrainingSample
 from .objective import NoiseSchedule
-from .planner import TrainingPlan, asked_schedule
+from .planner import TrainingPlan
 from .stock import EncodedSample, StockReader, make_stock_reader, resolution_of
 
 
@@ -22,6 +22,7 @@ class JobPlan:
 
     Args:
         job: without "auto" for what the planner decides.
+        execution: how it is loaded and trained.
         samples: images and clips; () where the dataset arrived encoded.
         encoded: then, its samples.
         training: what the planner chose; None on machines it knows nothing of.
@@ -31,7 +32,7 @@ class JobPlan:
     job: JobConfig
     info: CheckpointInfo
     variant: Variant
-    placement: Placement
+    execution: ExecutionPlan
     schedule: NoiseSchedule
     samples: tuple[Sample, ...]
     eval_samples: tuple[Sample, ...]
@@ -40,34 +41,9 @@ class JobPlan:
     targets: tuple[str, ...] = ()
 
     @property
-    def kept_blocks(self) -> tuple[int, ...]:
-        """Per device, how many of its last blocks keep their activations."""
-        return self.job.split.kept_blocks if self.training is None else self.training.kept_blocks
-
-    @property
-    def swapped_blocks(self) -> tuple[int, ...]:
-        """Per device, how many of its blocks stream from host memory."""
-        return self.job.split.swapped_blocks if self.training is None else self.training.swapped_blocks
-
-    @property
-    def offloads(self) -> bool:
-        """Whether what recomputed blocks keep waits in host memory."""
-        if self.training is None:
-            return self.job.train.offload_activations == "on"
-        return self.training.setting.offloads
-
-    @property
-    def pipeline(self) -> tuple[Kind, int] | None:
-        """Schedule and how far ahead; None for one micro-batch at a time, and for replicas."""
-        if self.placement.replicas:
-            return None
-        if self.training is None:
-            kind = asked_schedule(self.job, self.placement.used_devices)
-            return None if kind is None or kind == "replicas" else (kind, self.job.pipeline.ahead)
-        setting = self.training.setting
-        return (
-            None if setting.schedule == "none" or setting.schedule == "replicas" else (setting.schedule, setting.ahead)
-        )
+    def placement(self) -> Placement:
+        """Which part of the model is where."""
+        return self.execution.placement
 
     @property
     def family(self) -> ModelFamily:

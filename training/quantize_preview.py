@@ -39,7 +39,7 @@ from ..patches.quantize import (
 )
 from ..patches.quantize_noise import NUM_SAMPLE_ROWS, SignalToNoise, measure_noise
 from .config import DataConfig, FolderConfig, JobConfig, LoopConfig, ModelConfig, OutputConfig, SplitConfig
-from .job import plan_job_placement
+from .resolve import find_machine, place_by_size
 
 _NUM_RUNS = 16  # of adjacent rows in a sample: few reads, and every part of a stacked weight is met
 _NUM_NAMED = 4
@@ -194,7 +194,8 @@ def _plan_now(config: ModelConfig, split: SplitConfig, info: CheckpointInfo, mod
         train=LoopConfig(steps=1),
         output=OutputConfig(folder=config.path),
     )
-    return plan_job_placement(job, info, info.variant or info.family.variants[0], model)
+    devices = find_machine(job.split.devices).devices
+    return place_by_size(job, info, info.variant or info.family.variants[0], model, devices)
 
 
 def _preview(

@@ -97,7 +97,9 @@ def test_a_config_that_describes_no_model_is_named(made: dict[str, Path], tmp_pa
     job = _copy(made, "flux2", tmp_path)
     file = tmp_path / "flux2" / "model" / "transformer" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_attention_heads": value}))
-    with pytest.raises(ValueError, match=r"transformer(/config\.json gives values that no| do not fit its config\.json)"):
+    with pytest.raises(
+        ValueError, match=r"transformer(/config\.json gives values that no| do not fit its config\.json)"
+    ):
         check_job(job)
 
 
