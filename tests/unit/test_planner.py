@@ -578,7 +578,7 @@ def test_every_job_is_planned_before_it_loads(tmp_path, monkeypatch):
         job = make_tiny_job(tmp_path, **two, evaluation={"folder": ""}, optimizer={"name": "auto"})
         plan = check_job(job)
         assert plan.training is not None and plan.placement == plan.training.placement
-        assert plan.kept_blocks == (2, 2) and plan.job.optimizer.name == "adamw"
+        assert plan.execution.kept_blocks == (2, 2) and plan.job.optimizer.name == "adamw"
         seen = []
         result = run_job(job, on_event=seen.append)
         forecasts = [event.values["devices"] for event in seen if event.kind == "forecast"]
