@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import nn
 
+from .execution import ExecutionPlan
 from .families.spec import ModelFamily
 from .loading.checkpoint import CheckpointInfo, load_transformer
 from .loading.quantized_cache import load_through_cache
@@ -20,7 +20,7 @@ from .parallel.replicas import copy_model
 from .parallel.swap import BlockSwap
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible, remove_compiled
 from .patches.cuda_graphs import GraphedBlocks, graph_if_possible
-from .patches.quantize import Quantizer, QuantizeReport, QuantizeSettings
+from .patches.quantize import Quantizer, QuantizeReport
 
 # Attaches an adapter in place; training passes its own, so that this room needs nothing below it.
 AttachAdapter = Callable[[nn.Module], object]
@@ -60,110 +60,70 @@ def _compiled_of(assembled: Iterable[Assembled]) -> tuple[CompiledBlocks, ...]:
     return tuple(each.compiled for each in assembled if each.compiled is not None)
 
 
-def assemble_for_training(
-    info: CheckpointInfo,
-    family: ModelFamily,
-    placement: Placement,
-    *,
-    dtype: torch.dtype,
-    quantize: QuantizeSettings | None,
-    attach_adapter: AttachAdapter,
-    gradient_checkpointing: bool,
-    kept_blocks: Sequence[int] = (),
-    swapped_blocks: Sequence[int] = (),
-    offloads: bool = False,
-    compiled_shapes: int | None = None,
-    has_graphs: bool = False,
-    quantized_cache: Path | None = None,
-) -> Assembled:
-    """Load a transformer straight onto its devices and make it trainable.
+def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter: AttachAdapter) -> Assembled:
+    """Load a transformer straight onto its devices and make it trainable as the plan says.
+
+    What the plan asks for and torch cannot do (compiling, CUDA graphs) is logged and left out.
 
     Args:
-        quantize: how the frozen linears are held; None as they are.
-        placement: with replicas, a copy of the model is made ready on each of their devices.
-        kept_blocks: with gradient_checkpointing, how many blocks of each device keep their activations; () none.
-        swapped_blocks: with gradient_checkpointing, how many blocks of each device stream from host memory; () none.
-        offloads: with gradient_checkpointing, whether what recomputed blocks keep waits in host memory.
-        compiled_shapes: compile the blocks for so many shapes of batches, 0 if their number is unknown; where that
-            cannot be done, it is logged. None compiles nothing.
-        has_graphs: let blocks that keep their activations be replayed as CUDA graphs; where that cannot be done, it is
-            logged.
-        quantized_cache: folder that keeps quantized weights for the next time; None for none.
         attach_adapter: adds the LoRA in place and returns its handle.
     """
+    placement = plan.placement
     # 1. Every tensor goes from the file to its device; loading first and splitting later would need one device, or the
     #    host, to hold the whole model. A layer is quantized before the next is read, else the devices would have to
     #    hold the model in full precision first; and before LoRA exists, so that no LoRA weight can be caught by it.
     #    What will rest in host memory leaves its card layer by layer, too, or never sees it if nothing is rounded.
-    quantizer = Quantizer(family, quantize) if quantize is not None else None
+    quantizer = Quantizer(info.family, plan.quantize) if plan.quantize is not None else None
     swap = None
-    if any(swapped_blocks):
-        assert gradient_checkpointing, "swapped blocks must be recomputed; check_job refuses anything else"
-        assert not placement.replicas, "a replica's blocks are all on its card; check_job refuses anything else"
-        swap = BlockSwap(place_swapped(placement, kept_blocks, swapped_blocks), is_on_host=True)
+    if any(plan.swapped_blocks):
+        swap = BlockSwap(place_swapped(placement, plan.kept_blocks, plan.swapped_blocks), is_on_host=True)
     if quantizer is None:
-        model = load_transformer(info, _first_places(info, placement, swap, dtype), dtype, keeper=swap)
+        model = load_transformer(info, _first_places(info, placement, swap, plan.dtype), plan.dtype, keeper=swap)
     else:
-        model = load_through_cache(quantized_cache, info, placement.device_of, dtype, quantizer, swap)
+        model = load_through_cache(plan.quantized_cache, info, placement.device_of, plan.dtype, quantizer, swap)
     quantized = quantizer.close(model).report if quantizer is not None else None
     #    Replicas are copied from card to card, 8-bit weights as they are; later, hooks and LoRA would be copied too.
     models = [model, *(copy_model(model, device) for device in placement.replicas[1:])]
     placements = [placement.on(device) for device in placement.replicas] or [placement]
-    kept = [tuple(kept_blocks[i : i + 1]) for i in range(len(models))] if placement.replicas else [tuple(kept_blocks)]
-
-    def finish(index: int) -> Assembled:
-        return _finish(
-            models[index],
-            family,
-            placements[index],
-            attach_adapter=attach_adapter,
-            gradient_checkpointing=gradient_checkpointing,
-            kept_blocks=kept[index],
-            swap=swap,
-            offloads=offloads,
-            compiled_shapes=compiled_shapes,
-            compiled_on=placement.used_devices,
-            has_graphs=has_graphs,
-            quantized=quantized,
-        )
+    plans = [_of_one(plan, index, placements[index]) for index in range(len(models))]
 
     finished: list[Assembled] = []
     try:
-        for index in range(len(models)):
-            finished.append(finish(index))
+        for each, own in zip(models, plans, strict=True):
+            finished.append(_finish(each, info.family, own, placement.used_devices, swap, quantized, attach_adapter))
     except BaseException:
         remove_compiled(_compiled_of(finished))
         raise
     return replace(finished[0], replicas=tuple(finished[1:]))
 
 
+def _of_one(plan: ExecutionPlan, index: int, placement: Placement) -> ExecutionPlan:
+    """The plan for one replica, or for the one model there is."""
+    kept = plan.kept_blocks[index : index + 1] if plan.placement.replicas else plan.kept_blocks
+    return replace(plan, placement=placement, kept_blocks=kept)
+
+
 def _finish(
     model: nn.Module,
     family: ModelFamily,
-    placement: Placement,
-    *,
-    attach_adapter: AttachAdapter,
-    gradient_checkpointing: bool,
-    kept_blocks: Sequence[int],
+    plan: ExecutionPlan,
+    all_devices: Sequence[torch.device],
     swap: BlockSwap | None,
-    offloads: bool,
-    compiled_shapes: int | None,
-    compiled_on: Sequence[torch.device],
-    has_graphs: bool,
     quantized: QuantizeReport | None,
+    attach_adapter: AttachAdapter,
 ) -> Assembled:
-    """What every replica goes through once its weights are in place; compiled_on: the devices of all of them."""
+    """What every replica goes through once its weights are in place; all_devices: of all of them."""
     # 2. The bridge comes before everything that may call the model or look at devices.
-    split = apply_block_split(model, family, placement, swap)
+    split = apply_block_split(model, family, plan.placement, swap)
     # 3. LoRA goes onto the final base layers: PEFT picks its layer class, device and dtype from what it finds there.
     adapter = attach_adapter(model)
     # 4. Checkpointing wraps whole blocks, LoRA included, and needs the split to save the right random states.
     model.train()
-    if gradient_checkpointing:
+    if plan.gradient_checkpointing:
         model.enable_gradient_checkpointing(split.checkpoint)  # type: ignore[operator]
-        if kept_blocks:
-            split.keep_activations(kept_blocks)
-        if offloads:
+        if plan.kept_blocks:
+            split.keep_activations(plan.kept_blocks)
+        if plan.offloads:
             split.offload_inputs()
     # 5. The hooks that bring weights come behind the bridge's, whose turn on the stage they need. LoRA is there now,
     #    and moves to the card that its resting layers compute on.
@@ -172,10 +132,10 @@ def _finish(
     # 6. Only a block's own forward is compiled, with the LoRA in it: hooks and recomputation around it stay Python.
     #    Replicas share their blocks' code and with it torch's limit of graphs.
     compiled = None
-    if compiled_shapes is not None:
-        compiled = compile_if_possible(model, family, compiled_on, compiled_shapes)
+    if plan.compiled_shapes is not None:
+        compiled = compile_if_possible(model, family, all_devices, plan.compiled_shapes)
     # 7. A graph is of what a block's forward has become by now, and a block that is computed again has none.
-    graphs = graph_if_possible(split.kept_blocks) if has_graphs else None
+    graphs = graph_if_possible(split.kept_blocks) if plan.has_graphs else None
     return Assembled(model, split, adapter, quantized, compiled, swap, graphs)
 
 

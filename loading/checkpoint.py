@@ -211,6 +211,17 @@ def _read_folder(source: _Source, records: dict[str, TensorRecord], families: Se
     return CheckpointInfo(source.path, family, None, config, "diffusers", tensors, source.pipeline_folder)
 
 
+def _shapes_of_config(folder: Path, family: ModelFamily, config: Mapping[str, Any]) -> Mapping[str, tuple[int, ...]]:
+    """Raises: ValueError for values that the model's class cannot be made with."""
+    try:
+        return _expected_shapes(family, config)
+    except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError) as error:
+        raise ValueError(
+            f"{folder / 'config.json'} gives values that no {family.transformer_class} can be made with "
+            f"({type(error).__name__}: {error}); download it again"
+        ) from error
+
+
 def _read_by_names(
     source: _Source, records: dict[str, TensorRecord], families: Sequence[ModelFamily]
 ) -> CheckpointInfo:

@@ -24,36 +24,29 @@ from ..caching.text_place import check_text_device
 from ..families.spec import LatentSpec, Variant
 from ..loading.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
 from ..loading.lora_layouts import check_lora_layout
-from ..parallel.devices import CPU, find_device, find_devices, free_bytes, memory_in_use, own_random_states, reset_peaks
+from ..parallel.devices import CPU, find_device, memory_in_use, own_random_states, reset_peaks
 from ..parallel.pipeline import Pipeline, Runner
 from ..parallel.placement import (
     Placement,
-    block_names,
-    check_budgets,
     check_kept_blocks,
     check_swapped_blocks,
-    estimate_block_flops,
-    parameter_bytes,
-    plan_manual,
-    plan_placement,
-    plan_replicas,
 )
 from ..parallel.replicas import Replica, Replicas
 from ..patches.compile_blocks import remove_compiled
 from ..patches.lora import resolve_targets
-from ..patches.quantize import check_packages, refusal, stored_bytes
+from ..patches.quantize import check_packages, refusal
 from .adapter import LoraHandle, apply_lora
 from .batches import CachedSamples
 from .calibration import CalibratedPlanner
-from .cards import Card, cards_of
+from .cards import Card
 from .cautions import give_cautions
 from .checkpoint import TrainingState, list_checkpoints
 from .config import DataConfig, FolderConfig, JobConfig
-from .data import BatchOrder, Sample, TrainingSample, dataset_fingerprint, scan_folders
+from .data import BatchOrder, Sample, dataset_fingerprint, scan_folders
 from .encode_job import cache_job, cache_store
 from .encoder_check import check_job_vae, check_text_encoder_files
 from .events import EventLog, Listener
-from .job_plan import JobPlan, component_folder, stock_reader, why_no_graphs
+from .job_plan import JobPlan, component_folder, stock_reader
 from .loop import Trainer, checkpoint_folder
 from .lora_output import lora_file_tensors, save_lora, warn_of_losses
 from .objective import make_noise_schedule
@@ -62,7 +55,8 @@ from .places import check_places
 from .plan_request import make_square
 from .plan_training import plan_training
 from .plan_view import Comparison, compare, describe_comparison, describe_pace
-from .planner import Planner, TrainingPlan, asked_schedule, largest_bucket
+from .planner import TrainingPlan, largest_bucket
+from .resolve import Machine, Subject, find_machine, make_planner, refuse_block_settings, resolve, sizes_of
 from .resume import as_decided, find_state, refuse_other_run
 from .run_lock import run_lock
 from .stock import EncodedSample, make_stock_reader, read_encoded_samples, refuse_condition, resolution_of
@@ -111,34 +105,36 @@ def check_job(
     Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
         or settings that contradict the model; Stopped when should_stop() became true while images are looked at.
     """
-    read = _read(job, should_stop=should_stop)
-    job, info, variant = read.job, read.info, read.variant
-    schedule = make_noise_schedule(job.objective, info.family, variant)
-    eval_samples: tuple[Sample, ...] = ()
-    if job.evaluation.folder:
-        latent = info.family.latent_of(variant)
-        eval_samples = tuple(scan_folders(_evaluation_data(job), latent, should_stop))
-    samples, encoded, model = read.samples, read.encoded, read.model
-    _refuse_stills(variant, (*samples, *eval_samples), encoded)
-    largest = read.largest
-    training = None
-    if is_to_train:
-        training = _plan_on_cards(job, info, variant, largest, read.num_sizes, host_share=host_share)
-    if training is None:
-        job = _without_auto(job)
-        sizes = (resolution_of(encoded, info.family.latent_of(variant)), largest[2]) if encoded else ()
-        placement = plan_job_placement(job, info, variant, model, *sizes)
-    else:
-        job, placement = training.job, training.placement
-    checked = JobPlan(job, info, variant, placement, schedule, samples, eval_samples, encoded, training, read.targets)
-    plan = _with_tail(checked)
+    return _settle(_read(job, should_stop=should_stop), None, is_to_train=is_to_train, host_share=host_share)
+
+
+def _settle(
+    read: _Read, earlier: Mapping[str, Any] | None, *, is_to_train: bool = True, host_share: int = 1
+) -> JobPlan:
+    """A job that was read, made into what will run; earlier: facts of the checkpoint that is resumed."""
+    schedule = make_noise_schedule(read.job.objective, read.info.family, read.variant)
+    _refuse_stills(read.variant, (*read.samples, *read.eval_samples), read.encoded)
+    machine = find_machine(read.job.split.devices, host_share)
+    resolved = resolve(read.job, read.subject, machine, earlier, is_to_train=is_to_train)
+    plan = JobPlan(
+        job=resolved.job,
+        info=read.info,
+        variant=read.variant,
+        execution=resolved.execution,
+        schedule=schedule,
+        samples=read.samples,
+        eval_samples=read.eval_samples,
+        encoded=read.encoded,
+        training=resolved.training,
+        targets=read.targets,
+    )
     check_kept_blocks(plan.job.split.kept_blocks, plan.placement)
     check_swapped_blocks(plan.job.split.swapped_blocks, plan.job.split.kept_blocks, plan.placement)
     _refuse_offload_of_host(plan)
     _check_tools(plan)
     if is_to_train:
         warn_of_losses(plan)
-        check_places(job)
+        check_places(plan.job)
         give_cautions(plan)
     return plan
 
@@ -149,7 +145,6 @@ class _Read:
 
     Args:
         targets: fqns of the linears that LoRA adapts.
-        largest: height and width in pixels and frames of the samples that take the most.
     """
 
     job: JobConfig
@@ -158,15 +153,21 @@ class _Read:
     model: nn.Module
     targets: tuple[str, ...]
     samples: tuple[Sample, ...]
-    encoded: tuple[EncodedSample, ...]
+    encoded: tuple[EncodedSample, ...] = ()
+    eval_samples: tuple[Sample, ...] = ()
 
     @property
-    def num_sizes(self) -> int:
-        return len(_sizes_of(self.encoded or self.samples))
-
-    @property
-    def largest(self) -> tuple[int, int, int]:
-        return _largest(self.samples, self.encoded, self.info.family.latent_of(self.variant))
+    def subject(self) -> Subject:
+        latent = self.info.family.latent_of(self.variant)
+        return Subject(
+            self.info,
+            self.variant,
+            self.model,
+            largest=_largest(self.samples, self.encoded, latent),
+            is_encoded=bool(self.encoded),
+            train=sizes_of(self.encoded or self.samples),
+            alone=sizes_of(self.eval_samples),
+        )
 
 
 def _read(
@@ -183,7 +184,7 @@ def _read(
         has_data: False takes one square of the job's settings in place of its data.
     Raises: ValueError for settings that contradict each other or the model, or files that cannot be read.
     """
-    _refuse_block_settings(job)
+    refuse_block_settings(job)
     info = info or read_checkpoint(job.model.path, job.model.family, job.model.variant)
     variant = info.variant or info.family.variants[0]
     if job.objective.guidance is not None and variant.training_guidance is None:
@@ -193,51 +194,16 @@ def _read(
     check_lora_layout(info.family, targets, job.output.lora_layout, job.lora.dora)
     latent = info.family.latent_of(variant)
     if not has_data:
-        return _Read(job, info, variant, model, targets, (make_square(job.data, variant, latent),), ())
+        return _Read(job, info, variant, model, targets, (make_square(job.data, variant, latent),))
     encoded = _read_encoded(job, info, variant)
     samples = tuple(scan_folders(job.data, latent, should_stop)) if not encoded else ()
-    return _Read(job, info, variant, model, targets, samples, encoded)
-
-
-def _with_tail(plan: JobPlan) -> JobPlan:
-    """The plan with the model's tail where its schedule needs it."""
-    tail = () if plan.ahead is None else tuple(plan.family.tail)
-    is_left_out = plan.ahead is None and not plan.placement.replicas
-    if is_left_out and plan.job.pipeline.schedule in ("1f1b", "replicas"):
-        _log.warning(
-            "pipeline.schedule %s needs train.accumulation above 1 and several GPUs of one kind; left out",
-            plan.job.pipeline.schedule,
-        )
-    return replace(plan, placement=replace(plan.placement, tail=tail))
-
-
-def _refuse_block_settings(job: JobConfig) -> None:
-    """Raises: ValueError for what is asked of blocks and cannot be done, and for two models in one."""
-    if job.model.second_expert:
-        raise ValueError(
-            f"model.second_expert names {job.model.second_expert}, and one model is trained here; remove it, or give "
-            "the job file to `devicebridge train`, which trains both experts"
-        )
-    if any(job.split.swapped_blocks) and job.pipeline.schedule == "replicas":
-        raise ValueError(
-            "split.swapped_blocks asks for blocks that stream from host memory, and replicas hold the whole model on "
-            "every card; remove one of the two"
-        )
-    if any(job.split.swapped_blocks) and not job.train.gradient_checkpointing:
-        raise ValueError(
-            "split.swapped_blocks asks for blocks that stream from host memory, which must be computed again for the "
-            "backward, but train.gradient_checkpointing is false; remove one of the two"
-        )
-    if job.split.kept_blocks and not job.train.gradient_checkpointing:
-        raise ValueError(
-            "split.kept_blocks says which blocks gradient checkpointing passes over, but train.gradient_checkpointing "
-            "is false, so all keep their activations; remove one of the two"
-        )
+    evaluated = scan_folders(_evaluation_data(job), latent, should_stop) if job.evaluation.folder else ()
+    return _Read(job, info, variant, model, targets, samples, encoded, tuple(evaluated))
 
 
 def _refuse_offload_of_host(plan: JobPlan) -> None:
     """Raises: ValueError where what is to wait in host memory is there anyway."""
-    if plan.offloads and all(device == CPU for device in plan.placement.used_devices):
+    if plan.execution.offloads and all(device == CPU for device in plan.placement.used_devices):
         raise ValueError(
             'train.offload_activations = "on" moves block inputs from GPUs to host memory, but the model is on the '
             'CPU, so they are there; set it to "off"'
@@ -254,54 +220,6 @@ def _refuse_stills(variant: Variant, samples: Iterable[Sample], encoded: Sequenc
             f"{variant.name} is given the first frame, so in a single image nothing is left to learn; take out these "
             f"{len(stills)}, or give clips and data.frames above 1: {names}"
         )
-
-
-def _plan_on_cards(
-    job: JobConfig,
-    info: CheckpointInfo,
-    variant: Variant,
-    largest: tuple[int, int, int],
-    num_sizes: int,
-    devices: Sequence[torch.device] = (),
-    is_cut: bool = True,
-    host_share: int = 1,
-) -> TrainingPlan | None:
-    """What the planner chooses on this machine; None where it does not know a device's memory, as on a CPU.
-
-    Args:
-        largest: height and width in pixels and frames of the samples that take the most. num_sizes: of all.
-        devices: of every block, where a run that is resumed must have them, or with is_cut False of every replica; ()
-            leaves the choice to the planner.
-        host_share: jobs that share the host's free memory.
-    Raises: ValueError if nothing fits.
-    """
-    cards = cards_of(list(dict.fromkeys(devices)) or find_devices(job.split.devices))
-    if cards is None:
-        return None
-    cuts = None
-    if devices and is_cut:
-        cuts = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]]
-    host = _free_host_bytes(host_share)
-    fault = why_no_graphs(job, num_sizes, [card.device for card in cards])
-    planner = Planner(
-        job, info, variant, cards, largest[:2], frames=largest[2], cuts=cuts, host_bytes=host, graphs_fault=fault
-    )
-    training = CalibratedPlanner(planner).plan()
-    if training.warning:
-        _log.warning("%s", training.warning)
-    return training
-
-
-def _without_auto(job: JobConfig) -> JobConfig:
-    """Where no planner decides, "auto" is what every machine can do."""
-    quantize = "none" if job.model.quantize == "auto" else job.model.quantize
-    optimizer = "adamw" if job.optimizer.name == "auto" else job.optimizer.name
-    return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=optimizer))
-
-
-def _free_host_bytes(host_share: int) -> int | None:
-    free = free_bytes(CPU)
-    return None if free is None else free // host_share
 
 
 def plan_job(
@@ -325,33 +243,19 @@ def plan_job(
     if cards and may_measure:
         raise ValueError("cards that were named cannot be measured; leave out --calibrate, or --cards")
     read = _read(job, info, has_data=has_data, should_stop=should_stop)
-    known = list(cards) or _cards_here(read.job)
-    if known is None:
+    if cards:
+        return plan_training(make_planner(read.job, read.subject, Machine((), tuple(cards), None)))
+    try:
+        machine = find_machine(read.job.split.devices, host_share)
+    except ValueError as error:
+        raise ValueError(f'{error}. For a plan of cards that are elsewhere, name them: --cards "2x24GB"') from error
+    if machine.cards is None:
         raise ValueError(
             "a plan was asked for this machine's cards, but there is none whose memory torch can tell; name cards "
             'with --cards, such as "2x24GB"'
         )
-    height, width, frames = read.largest
-    host = None if cards else _free_host_bytes(host_share)
-    fault = why_no_graphs(read.job, read.num_sizes, () if cards else [card.device for card in known])
-    planner = Planner(
-        read.job,
-        read.info,
-        read.variant,
-        known,
-        (height, width),
-        frames=frames,
-        host_bytes=host,
-        graphs_fault=fault,
-    )
-    return plan_training(planner) if cards else CalibratedPlanner(planner).plan("always" if may_measure else "never")
-
-
-def _cards_here(job: JobConfig) -> list[Card] | None:
-    try:
-        return cards_of(find_devices(job.split.devices))
-    except ValueError as error:
-        raise ValueError(f'{error}. For a plan of cards that are elsewhere, name them: --cards "2x24GB"') from error
+    planner = make_planner(read.job, read.subject, machine)
+    return CalibratedPlanner(planner).plan("always" if may_measure else "never")
 
 
 def _largest(samples: Sequence[Sample], encoded: Sequence[EncodedSample], latent: LatentSpec) -> tuple[int, int, int]:
@@ -408,14 +312,13 @@ def _check_encoders(plan: JobPlan) -> None:
         check_job_vae(plan)
 
 
-def run_identity(plan: JobPlan) -> dict[str, Any]:
+def _identity(read: _Read) -> dict[str, Any]:
     """Plain facts that a resumed run must share with the one it continues, beyond the config. Reads every image and
     samples of the weights."""
     return {
-        "dataset": _dataset_identity(plan),
-        "evaluation": dataset_fingerprint(plan.eval_samples) if plan.eval_samples else "",
-        "model": [file_fingerprint(file) for file in plan.info.files],
-        **_where(plan.placement),
+        "dataset": _dataset_identity(read),
+        "evaluation": dataset_fingerprint(read.eval_samples) if read.eval_samples else "",
+        "model": [file_fingerprint(file) for file in read.info.files],
     }
 
 
@@ -427,120 +330,14 @@ def _where(placement: Placement) -> dict[str, list[str]]:
     }
 
 
-def _dataset_identity(plan: JobPlan) -> str:
-    if plan.encoded:
-        return settings_fingerprint([[sample.latents, sample.caption] for sample in plan.encoded])
-    return dataset_fingerprint(plan.samples)
+def _dataset_identity(read: _Read) -> str:
+    if read.encoded:
+        return settings_fingerprint([[sample.latents, sample.caption] for sample in read.encoded])
+    return dataset_fingerprint(read.samples)
 
 
 def _evaluation_data(job: JobConfig) -> DataConfig:
     return replace(job.data, folders=(FolderConfig(job.evaluation.folder),), caption_dropout=0.0)
-
-
-def plan_job_placement(
-    job: JobConfig, info: CheckpointInfo, variant: Variant, model: nn.Module, resolution: int = 0, num_frames: int = 0
-) -> Placement:
-    """Which block goes where, from sizes alone; model may be empty.
-
-    Args:
-        resolution, num_frames: of the largest samples in pixels, and of the longest, where the job's config does not
-            say them.
-    Raises: ValueError if it does not fit or the cuts are impossible.
-    """
-    devices = find_devices(job.split.devices)
-    blocks = block_names(model, info.family)
-    element_size = getattr(torch, job.model.dtype).itemsize
-    settings = job.model.quantize_settings
-    if settings is not None:
-        block_bytes, home_bytes = stored_bytes(model, info.family, blocks, element_size, settings)
-    else:
-        block_bytes, home_bytes = parameter_bytes(model, blocks, element_size)
-    budgets = _budgets(job, devices)
-    if asked_schedule(job, devices) == "replicas":
-        return plan_replicas(blocks, devices, sum(block_bytes) + home_bytes, budgets)
-    if job.split.balance == "manual":
-        manual = plan_manual(blocks, devices, job.split.split_at)
-        check_budgets(manual, block_bytes, home_bytes, budgets)
-        return manual
-    capacity = [budgets[device] for device in devices]
-    cost: list[float] = list(map(float, block_bytes))
-    home_cost = float(home_bytes)
-    if job.split.balance == "time":
-        latent = info.family.latent_of(variant)
-        resolution = resolution or max(job.data.resolutions)
-        num_frames = num_frames or max(job.data.frames or latent.frame_lengths)
-        num_image_tokens = latent.num_tokens(resolution, resolution, num_frames)
-        num_text_tokens = max(encoder.max_length for encoder in variant.text_encoders)
-        cost = estimate_block_flops(model, info.family, num_image_tokens, num_text_tokens)
-        home_cost = 0.0
-        capacity = []  # every device is taken for equally fast
-    return plan_placement(
-        blocks,
-        devices,
-        block_cost=cost,
-        home_cost=home_cost,
-        block_bytes=block_bytes,
-        home_bytes=home_bytes,
-        budget_bytes=budgets,
-        capacity=capacity if all(capacity) else (),
-    )
-
-
-def _budgets(job: JobConfig, devices: list[torch.device]) -> dict[torch.device, int | None]:
-    if job.split.memory_limit_gb:
-        if len(job.split.memory_limit_gb) != len(devices):
-            raise ValueError(
-                f"memory_limit_gb has {len(job.split.memory_limit_gb)} values, but the devices are "
-                f"{', '.join(map(str, devices))}; give one each"
-            )
-        return {device: int(gb * 1e9) for device, gb in zip(devices, job.split.memory_limit_gb, strict=True)}
-    return {device: _usable_bytes(device) for device in devices}
-
-
-def _usable_bytes(device: torch.device) -> int | None:
-    """What is free, less a tenth on accelerators: a first guess at activations, LoRA and optimizer."""
-    free = free_bytes(device)
-    return free if free is None or device.type == "cpu" else int(0.9 * free)
-
-
-def _placed_as_before(plan: JobPlan, facts: Mapping[str, Any], host_share: int) -> JobPlan:
-    """The plan with the cut, or the replicas, that the run to resume began with.
-
-    Memory that is free today must not change it: dropout would be drawn elsewhere, and gradients summed in another
-    order.
-
-    Raises: ValueError if the job now asks for replicas by name and the run had none, or the other way round.
-    """
-    devices = tuple(map(find_device, facts["placement"]))
-    replicas = tuple(map(find_device, facts.get("replicas", ())))
-    job, now = plan.job, plan.placement
-    if job.pipeline.schedule != "auto" and bool(replicas) != bool(now.replicas):
-        had, asked = ("replicas", "one model over all cards") if replicas else ("one model over all cards", "replicas")
-        raise ValueError(
-            f'the run in {job.output.folder} was trained with {had}, and pipeline.schedule = "{job.pipeline.schedule}" '
-            f'now asks for {asked}, which would not be the same run; set it to "auto" to resume, or start anew in '
-            "another output folder"
-        )
-    if (devices, replicas) == (now.devices, now.replicas):
-        return plan
-    largest = _largest(plan.samples, plan.encoded, plan.family.latent_of(plan.variant))
-    before = job
-    if replicas:  # which a cut of today's would contradict
-        split = replace(job.split, balance="bytes", split_at=())
-        before = replace(job, pipeline=replace(job.pipeline, schedule="replicas"), split=split)
-        _refuse_block_settings(before)
-    training = _plan_on_cards(
-        before,
-        plan.info,
-        plan.variant,
-        largest,
-        len(_sizes_of(plan.training_samples)),
-        replicas or devices,
-        is_cut=not replicas,
-        host_share=host_share,
-    )
-    placement = replace(now, devices=devices, home=devices[0], tail=(), replicas=replicas)
-    return _with_tail(replace(plan, placement=placement, training=training))
 
 
 def run_job(
@@ -564,15 +361,14 @@ def run_job(
         if state is not None:
             job = as_decided(job, state)
         try:
-            plan = check_job(job, host_share=host_share, should_stop=should_stop)
+            read = _read(job, should_stop=should_stop)
         except Stopped as stopped:
             return TrainingResult("stopped", 0, None, {}, [], None, None, None, f"{stopped}; start the job again")
-        identity = run_identity(plan)
+        identity = _identity(read)
         if state is not None:
-            refuse_other_run(plan.job, identity, state)
-            plan = _placed_as_before(plan, state.facts, host_share)
-            identity |= _where(plan.placement)
-        return _run(plan, identity, state, on_event, should_stop)
+            refuse_other_run(job, identity, state)
+        plan = _settle(read, None if state is None else state.facts, host_share=host_share)
+        return _run(plan, {**identity, **_where(plan.placement)}, state, on_event, should_stop)
 
 
 def _run(
@@ -658,9 +454,9 @@ def _make_trainer(
 def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner | None:
     if assembled.replicas:
         return Replicas([_replica_of(each) for each in (assembled, *assembled.replicas)])
-    if plan.ahead is None:
+    if plan.execution.ahead is None:
         return None
-    return Pipeline(assembled.split.bridge, ahead=plan.ahead)
+    return Pipeline(assembled.split.bridge, ahead=plan.execution.ahead)
 
 
 def _replica_of(assembled: Assembled) -> Replica:
@@ -668,54 +464,11 @@ def _replica_of(assembled: Assembled) -> Replica:
     return Replica(assembled.model, assembled.split.home, tuple(assembled.adapter.parameters().values()))
 
 
-def _shapes_to_compile(plan: JobPlan) -> int | None:
-    if plan.job.train.compile == "off":
-        return None
-    if plan.job.lora.dora:
-        _log.warning("blocks are not compiled: torch cannot trace PEFT's DoRA")
-        return None
-    return _num_shapes(plan)
-
-
-def _has_graphs(plan: JobPlan) -> bool:
-    if plan.job.train.cuda_graphs == "off":
-        return False
-    sizes = _sizes_of(plan.training_samples)
-    fault = why_no_graphs(plan.job, len(sizes), plan.placement.used_devices)
-    if fault:
-        _log.warning("blocks are not replayed as CUDA graphs: %s", fault)
-    return not fault
-
-
-def _num_shapes(plan: JobPlan) -> int:
-    """Of all batches of a job, at most."""
-    train, alone = _sizes_of(plan.training_samples), _sizes_of(plan.eval_samples)
-    sizes = min(plan.job.train.batch_size, 2)  # the last batch of a bucket may be smaller
-    return len(train) * sizes + len(alone - train if sizes == 1 else alone)
-
-
-def _sizes_of(samples: Iterable[TrainingSample]) -> set[tuple[int, ...]]:
-    """Everything that tells the shapes of their batches apart."""
-    return {(*sample.bucket, sample.num_frames) for sample in samples}
-
-
 def assemble(plan: JobPlan) -> Assembled:
     """Load the model of a checked job onto its devices, with its LoRA."""
     job = plan.job
     return assemble_for_training(
-        plan.info,
-        plan.family,
-        plan.placement,
-        dtype=getattr(torch, job.model.dtype),
-        quantize=job.model.quantize_settings,
-        attach_adapter=lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed),
-        gradient_checkpointing=job.train.gradient_checkpointing,
-        kept_blocks=plan.kept_blocks,
-        swapped_blocks=plan.swapped_blocks,
-        offloads=plan.offloads,
-        compiled_shapes=_shapes_to_compile(plan),
-        has_graphs=_has_graphs(plan),
-        quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
+        plan.info, plan.execution, lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed)
     )
 
 

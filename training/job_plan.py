@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..execution import ExecutionPlan
 from ..families.spec import ModelFamily, Variant
 from ..loading.checkpoint import CheckpointInfo
 from ..parallel.placement import Placement
@@ -15,7 +16,7 @@ from ..patches.cuda_graphs import cuda_graphs_fault
 from .config import JobConfig
 from .data import Sample, TrainingSample
 from .objective import NoiseSchedule
-from .planner import TrainingPlan, asked_schedule
+from .planner import TrainingPlan
 from .stock import EncodedSample, StockReader, make_stock_reader, resolution_of
 
 
@@ -25,6 +26,7 @@ class JobPlan:
 
     Args:
         job: without "auto" for what the planner decides.
+        execution: how it is loaded and trained.
         samples: images and clips; () where the dataset arrived encoded.
         encoded: then, its samples.
         training: what the planner chose; None on machines it knows nothing of.
@@ -34,7 +36,7 @@ class JobPlan:
     job: JobConfig
     info: CheckpointInfo
     variant: Variant
-    placement: Placement
+    execution: ExecutionPlan
     schedule: NoiseSchedule
     samples: tuple[Sample, ...]
     eval_samples: tuple[Sample, ...]
@@ -43,32 +45,9 @@ class JobPlan:
     targets: tuple[str, ...] = ()
 
     @property
-    def kept_blocks(self) -> tuple[int, ...]:
-        """Per device, how many of its last blocks keep their activations."""
-        return self.job.split.kept_blocks if self.training is None else self.training.kept_blocks
-
-    @property
-    def swapped_blocks(self) -> tuple[int, ...]:
-        """Per device, how many of its blocks stream from host memory."""
-        return self.job.split.swapped_blocks if self.training is None else self.training.swapped_blocks
-
-    @property
-    def offloads(self) -> bool:
-        """Whether what recomputed blocks keep waits in host memory."""
-        if self.training is None:
-            return self.job.train.offload_activations == "on"
-        return self.training.setting.offloads
-
-    @property
-    def ahead(self) -> int | None:
-        """How far a pipeline runs ahead; None for one micro-batch at a time, and for replicas."""
-        if self.placement.replicas:
-            return None
-        if self.training is None:
-            asked = asked_schedule(self.job, self.placement.used_devices)
-            return self.job.pipeline.ahead if asked == "1f1b" else None
-        setting = self.training.setting
-        return setting.ahead if setting.schedule == "1f1b" else None
+    def placement(self) -> Placement:
+        """Which part of the model is where."""
+        return self.execution.placement
 
     @property
     def family(self) -> ModelFamily:

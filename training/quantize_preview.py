@@ -33,7 +33,7 @@ from ..patches.quantize import (
     stored_linear_bytes,
 )
 from .config import DataConfig, FolderConfig, JobConfig, LoopConfig, ModelConfig, OutputConfig, SplitConfig
-from .job import plan_job_placement
+from .resolve import find_machine, place_by_size
 
 _NUM_NAMED = 4
 _TIME_RESOLUTION = 512  # pixels, where a split by time is planned before there are pictures
@@ -168,7 +168,8 @@ def _plan_now(config: ModelConfig, split: SplitConfig, info: CheckpointInfo, mod
         train=LoopConfig(steps=1),
         output=OutputConfig(folder=config.path),
     )
-    return plan_job_placement(job, info, info.variant or info.family.variants[0], model)
+    devices = find_machine(job.split.devices).devices
+    return place_by_size(job, info, info.variant or info.family.variants[0], model, devices)
 
 
 def _preview(

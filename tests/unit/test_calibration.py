@@ -26,8 +26,8 @@ from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.toy import TINY
 from devicebridge.training import block_clock, calibration
-from devicebridge.training import job as job_module
 from devicebridge.training import planner as planner_module
+from devicebridge.training import resolve as resolve_module
 from devicebridge.training.block_clock import CardTimes, KindTimes, time_blocks
 from devicebridge.training.block_times import FlopTimes
 from devicebridge.training.calibration import (
@@ -608,7 +608,7 @@ def test_a_run_is_compared_with_its_forecast(made_up, tmp_path):
 
 def _known_cards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        job_module, "cards_of", lambda devices: [Card(device, GB, GB, has_context=True) for device in devices]
+        resolve_module, "cards_of", lambda devices: [Card(device, GB, GB, has_context=True) for device in devices]
     )
 
 

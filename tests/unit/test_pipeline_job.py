@@ -75,7 +75,7 @@ def test_offloaded_inputs_change_nothing_but_memory(tmp_path, monkeypatch):
     assert made == []
     job = _job(tmp_path, "offloaded", train={**train, "offload_activations": "on"})
     held = []
-    stopped = _run(job, should_stop=lambda: held.append(made[-1].host_bytes) or held[-1] > 0)
+    stopped = _run(job, should_stop=lambda: bool(made) and (held.append(made[-1].host_bytes) or held[-1] > 0))
     assert stopped.step == 1 and held[-1] > 0
     again = dataclasses.replace(job.train, offload_activations="off")
     resumed = _run(dataclasses.replace(job, train=again), resume=True)
@@ -107,7 +107,7 @@ def test_which_schedule_a_job_gets(tmp_path, caplog, devices, accumulation, sche
     )
     with emulated_cards():
         plan = check_job(job)
-        assert plan.ahead == expected
+        assert plan.execution.ahead == expected
         assert plan.placement.tail_device == plan.placement.used_devices[-1 if expected else 0]
     assert ("left out" in caplog.text) == (expected is None and schedule == "1f1b")
 
@@ -159,7 +159,7 @@ def test_lora_on_what_the_tail_reads_past_its_modules_trains_in_a_pipeline(tmp_p
         for schedule in ("none", "1f1b")
     ]
     with emulated_cards():
-        assert check_job(jobs[0]).ahead is None and check_job(jobs[1]).ahead is not None
+        assert check_job(jobs[0]).execution.ahead is None and check_job(jobs[1]).execution.ahead is not None
         plain, piped = [run_job(job) for job in jobs]
     assert any("time_embedding" in name for name in plain.lora)
     torch.testing.assert_close(piped.losses, plain.losses, rtol=1e-5, atol=0)
@@ -171,7 +171,7 @@ def test_the_cpu_beside_a_card_has_no_pipeline(tmp_path):
     """All threads of the host draw from its one generator."""
     with emulated_cards():
         plan = check_job(_job(tmp_path, "run", split={"devices": ["lazy:0", "cpu"]}))
-    assert plan.ahead is None and plan.placement.tail == ()
+    assert plan.execution.ahead is None and plan.placement.tail == ()
 
 
 def test_dora_is_not_compiled(tmp_path, caplog):

@@ -14,7 +14,7 @@ from devicebridge.cli import main
 from devicebridge.families.registry import FAMILIES, find_variant
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import make_tiny_job
-from devicebridge.training import job as job_module
+from devicebridge.training import resolve as resolve_module
 from devicebridge.training.cards import Card
 from devicebridge.training.config import ModelScheme, load_job, save_job
 from devicebridge.training.plan_request import make_request, make_square
@@ -123,7 +123,7 @@ def test_a_model_replaces_nothing_else_of_a_job():
 def test_blocks_of_a_model_by_its_name_are_timed_and_the_job_finds_the_times(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("DEVICEBRIDGE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        job_module, "cards_of", lambda devices: [Card(d, 10**9, 10**9, has_context=True) for d in devices]
+        resolve_module, "cards_of", lambda devices: [Card(d, 10**9, 10**9, has_context=True) for d in devices]
     )
     two = {"split": {"devices": ["lazy:0", "lazy:1"]}, "train": {"batch_size": 1}}
     with emulated_cards():

@@ -15,8 +15,8 @@ from devicebridge.cli import main
 from devicebridge.families.registry import FAMILIES, find_family
 from devicebridge.loading.checkpoint import CheckpointInfo
 from devicebridge.tests.tiny_pipeline import make_tiny_job
-from devicebridge.training import job as job_module
 from devicebridge.training import planner as planner_module
+from devicebridge.training import resolve as resolve_module
 from devicebridge.training.block_times import FlopTimes
 from devicebridge.training.cards import Card, cards_of, parse_cards
 from devicebridge.training.config import JobConfig, make_job, save_job
@@ -576,7 +576,7 @@ def _known_cards(monkeypatch: pytest.MonkeyPatch, *sizes: int, first_speed: floa
         speeds = (first_speed, *(1.0 for _ in sizes[1:]))
         return [Card(*each) for each in zip(devices, sizes, sizes, speeds, strict=True)]
 
-    monkeypatch.setattr(job_module, "cards_of", cards)
+    monkeypatch.setattr(resolve_module, "cards_of", cards)
 
 
 def test_every_job_is_planned_before_it_loads(tmp_path, monkeypatch):
@@ -592,7 +592,7 @@ def test_every_job_is_planned_before_it_loads(tmp_path, monkeypatch):
         job = make_tiny_job(tmp_path, **two, evaluation={"folder": ""}, optimizer={"name": "auto"})
         plan = check_job(job)
         assert plan.training is not None and plan.placement == plan.training.placement
-        assert plan.kept_blocks == (2, 2) and plan.job.optimizer.name == "adamw"
+        assert plan.execution.kept_blocks == (2, 2) and plan.job.optimizer.name == "adamw"
         seen = []
         result = run_job(job, on_event=seen.append)
         forecasts = [event.values["devices"] for event in seen if event.kind == "forecast"]

@@ -13,6 +13,7 @@ from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.tests.emulated import CARDS, emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.training import job as job_module
+from devicebridge.training import resolve as resolve_module
 from devicebridge.training.cards import Card
 from devicebridge.training.config import PipelineConfig, make_job
 from devicebridge.training.job import check_job, run_job
@@ -116,7 +117,7 @@ def test_what_the_planner_thinks_today_changes_no_resumed_run(tmp_path, monkeypa
         size = 10**9
         speeds = {"lazy:0": 1.0, "lazy:1": second_speed}
         known = lambda devices: [Card(device, size, size, speeds[str(device)]) for device in devices]  # noqa: E731
-        monkeypatch.setattr(job_module, "cards_of", known)
+        monkeypatch.setattr(resolve_module, "cards_of", known)
 
     train = {"steps": 2, "batch_size": 1, "accumulation": 4}
     for began, today, is_copied in ((1.0, 0.02, True), (0.02, 1.0, False)):
@@ -147,7 +148,7 @@ def test_when_a_job_gets_replicas(tmp_path, caplog, devices, accumulation, expec
     job = _job(tmp_path, "run", split={"devices": devices}, train={"steps": 1, "accumulation": accumulation})
     with emulated_cards():
         plan = check_job(job)
-    assert plan.placement.replicas == tuple(expected) and plan.ahead is None and plan.placement.tail == ()
+    assert plan.placement.replicas == tuple(expected) and plan.execution.ahead is None and plan.placement.tail == ()
     assert ("left out" in caplog.text) == (not expected)
 
 

@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 from devicebridge.assembly import assemble_for_training
+from devicebridge.execution import ExecutionPlan
 from devicebridge.loading.checkpoint import make_empty_transformer, read_checkpoint
 from devicebridge.parallel import swap as swap_module
 from devicebridge.parallel.placement import block_names, plan_manual
@@ -17,7 +18,7 @@ from devicebridge.patches.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.tests.toy import TINY
-from devicebridge.training import job as job_module
+from devicebridge.training import resolve as resolve_module
 from devicebridge.training.adapter import apply_lora
 from devicebridge.training.cards import Card
 from devicebridge.training.config import LoraSettings
@@ -65,17 +66,14 @@ def _assemble(info, scheme, swapped, cache=None):
 
     EmulatedTensor.__init__ = made
     try:
-        built = assemble_for_training(
-            info,
-            info.family,
+        plan = ExecutionPlan(
             placement,
-            dtype=torch.bfloat16,
+            torch.bfloat16,
             quantize=None if scheme is None else QuantizeSettings(scheme, rotation=0),
-            attach_adapter=attach,
-            gradient_checkpointing=True,
-            swapped_blocks=swapped,
             quantized_cache=cache,
+            swapped_blocks=swapped,
         )
+        built = assemble_for_training(info, plan, attach)
     finally:
         EmulatedTensor.__init__ = ordinary
     gc.collect()
@@ -177,13 +175,13 @@ def test_a_job_that_does_not_fit_its_cards_streams_by_itself(tmp_path, monkeypat
 
     with emulated_cards(2):
         job = _job(tmp_path, "run", family="wan", train={"steps": 1, "batch_size": 1})
-        monkeypatch.setattr(job_module, "cards_of", cards([10**9, 10**9]))
+        monkeypatch.setattr(resolve_module, "cards_of", cards([10**9, 10**9]))
         plan = check_job(job)
-        assert plan.swapped_blocks == (0, 0)
+        assert plan.execution.swapped_blocks == (0, 0)
         kept = dataclasses.replace(job, split=dataclasses.replace(job.split, kept_blocks=(0, 0)))
         second = check_job(kept).training.forecast.devices[1]
-        monkeypatch.setattr(job_module, "cards_of", cards([10**9, second.needed - 1]))
+        monkeypatch.setattr(resolve_module, "cards_of", cards([10**9, second.needed - 1]))
         plan = check_job(job)
-        assert plan.swapped_blocks == (0, 3) and plan.kept_blocks[1] == 0
+        assert plan.execution.swapped_blocks == (0, 3) and plan.execution.kept_blocks[1] == 0
         assert plan.training.forecast.devices[1].needed < second.needed
         assert run_job(job).status == "finished"

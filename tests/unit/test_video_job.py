@@ -198,7 +198,7 @@ def test_what_is_given_reaches_the_pipeline_whose_loss_is_on_the_last_device(tmp
     with emulated_cards():
         two = job("two", ["lazy:0", "lazy:1"], "1f1b")
         plan = check_job(two)
-        assert plan.ahead == 1 and plan.placement.tail
+        assert plan.execution.ahead == 1 and plan.placement.tail
         found = run_job(two)
         plain = run_job(job("plain", ["lazy:0", "lazy:1"], "none"))
     assert found.losses == pytest.approx(one.losses, rel=1e-5) and len(set(found.losses)) == 2

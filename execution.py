@@ -1,0 +1,49 @@
+"""What a training does on this machine, with nothing left open: what assembly, trainer and reports go by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .parallel.placement import Placement
+from .patches.quantize import QuantizeSettings
+
+
+@dataclass(frozen=True)
+class ExecutionPlan:
+    """How a model is loaded, placed and trained. There is no "auto" in it; devices are found, and None means no.
+
+    Args:
+        placement: of every block and of the tail; with replicas, a copy of the model goes onto each of their devices.
+        dtype: of what is not quantized, and of activations.
+        quantize: how the frozen linears are held; None as they are.
+        quantized_cache: folder that keeps quantized weights for the next time; None for none.
+        ahead: how many microbatches a pipeline runs ahead; None for one microbatch at a time, and for replicas.
+        gradient_checkpointing: whether blocks are computed again for their backward.
+        kept_blocks: then, per device, how many of its last blocks keep their activations; () none.
+        swapped_blocks: then, per device, how many of its blocks stream from host memory; () none.
+        offloads: then, whether inputs of blocks wait in host memory.
+        compiled_shapes: shapes of batches that blocks are compiled for, 0 if their number is unknown; None compiles
+            nothing.
+        has_graphs: whether blocks that keep their activations are replayed as CUDA graphs.
+    """
+
+    placement: Placement
+    dtype: torch.dtype
+    quantize: QuantizeSettings | None = None
+    quantized_cache: Path | None = None
+    ahead: int | None = None
+    gradient_checkpointing: bool = True
+    kept_blocks: tuple[int, ...] = ()
+    swapped_blocks: tuple[int, ...] = ()
+    offloads: bool = False
+    compiled_shapes: int | None = None
+    has_graphs: bool = False
+
+    def __post_init__(self) -> None:
+        needs_recompute = any(self.swapped_blocks) or self.offloads
+        assert self.gradient_checkpointing or not needs_recompute, "only blocks that are computed again leave a device"
+        assert not (self.placement.replicas and any(self.swapped_blocks)), "a replica's blocks are all on its card"
+        assert not self.placement.replicas or self.ahead is None, "replicas each run their own microbatches"
