@@ -300,6 +300,7 @@ CHAIN = dataclasses.replace(
     FAMILIES["wan"],
     block_lists=(dataclasses.replace(FAMILIES["wan"].block_lists[0], name="transformer_blocks"),),
     tail=(),
+    read_by_tail={},
 )
 
 
