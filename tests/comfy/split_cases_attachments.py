@@ -70,15 +70,7 @@ def _noise(*shape: int, device: torch.device = CPU, seed: int = 3) -> torch.Tens
 
 def _counting(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, each call a little stronger than the one before."""
-    calls = itertools.count(1)
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        out = function(*args, **kwargs)
-        factor = 1 + 0.01 * next(calls)
-        return tuple(factor * part for part in out) if isinstance(out, tuple) else out * factor
-
-    return run
+    return functools.wraps(function)(_counted(function, itertools.count(1)))
 
 
 def _count_in_the_attention(model: Any, device: torch.device) -> None:
