@@ -46,10 +46,10 @@ class Ground:
         return self.one == CPU
 
 
-def ground(is_emulated: bool) -> Ground:
-    """Emulated cards, or the GPUs of this machine."""
+def ground(is_emulated: bool, num_cards: int = NUM_CARDS) -> Ground:
+    """So many emulated cards, or the GPUs of this machine."""
     if is_emulated:
-        return Ground()
+        return Ground(CARDS[:num_cards])
     gpus = tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
     return Ground(gpus, gpus[0])
 

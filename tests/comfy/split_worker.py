@@ -2,8 +2,9 @@
 
 Takes ComfyUI's folder and one for checkpoints. Reads {"case": name} line by line from stdin and answers each with one
 line of JSON: {"claims": [[claim, holds, found]], "seconds": s} or {"error": traceback}. {"case": "names"} lists them.
-{"case": "history 7"} runs the random history of that seed: {"verdict": text, "steps": [text]}. A name behind the seed
-takes out that guard (split_fuzz.GUARDS). With --gpus behind the folders histories are played on the GPUs there are.
+{"case": "history 7"} runs the random history of that seed: {"verdict": text, "steps": [text]}; "history 7/2" does so on
+two cards. A name behind the seed takes out that guard (split_fuzz.GUARDS). With --gpus behind the folders histories are
+played on the GPUs there are.
 
 ComfyUI is imported before the pack, so that what the pack does to ComfyUI's own functions shows (see `core_digest`).
 """
@@ -80,9 +81,11 @@ def main() -> None:
         if name == "names":
             _answer(answers, {"names": sorted(CASES)})
         elif name.startswith("history "):
-            _, seed, without = f"{name}  ".split(" ", 2)
+            _, drawn, without = f"{name}  ".split(" ", 2)
+            seed, _, cards = drawn.partition("/")
+            place = ground(is_emulated, int(cards)) if cards else ground(is_emulated)
             with emulated_machine() if is_emulated else real_gpus() as machine, torch.inference_mode():
-                history = run_history(Host(machine, folder), int(seed), without.strip(), ground(is_emulated))
+                history = run_history(Host(machine, folder), int(seed), without.strip(), place)
             _answer(answers, {"verdict": history.verdict, "steps": history.steps})
         elif name == "core":
             case = Case(None)

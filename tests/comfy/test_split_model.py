@@ -225,3 +225,27 @@ def test_random_history(worker: Worker, seed: int) -> None:
     """Some of what scripts/fuzz_split.py plays by the thousand."""
     history = worker.ask(f"history {seed}")
     assert not history["verdict"].startswith("different"), "\n".join([history["verdict"], *history["steps"]])
+
+
+# Each guard, and a history on two cards that differs without it.
+GUARDS = {
+    "copies are forgotten behind other people's code": 143,
+    "what blocks write is written back": 158,
+    "what patches write is carried back": 20,
+    "views are lent with their strides": 50,
+    "overlap looks at what is attached": 35,
+    "replaced methods go by relay": 294,
+    "exchanged lists go by relay": 21,
+    "what runs unseen is looked for": 4,
+    "an override with tensors runs at home": 15,
+    "other layers are loaded anew": 93,
+    "object patches lie under injections": 770,
+    "adapters go where their layer is": 10,
+}
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_a_history_differs_without_its_guard(worker: Worker, guard: str) -> None:
+    seed = GUARDS[guard]
+    assert worker.ask(f"history {seed}/2")["verdict"] == "equal"
+    assert worker.ask(f"history {seed}/2 {guard}")["verdict"].startswith("different")
