@@ -346,7 +346,8 @@ class _Runs:
         calls = BlockCalls(self.model, order)
         self._whole_on_cpu(patched=False)
         calls.check()
-        return "all" if not calls.silent else f"all but {', '.join(calls.silent)}"
+        silent = [name for name, count in calls._calls.items() if not count]
+        return "all" if not silent else f"all but {', '.join(silent)}"
 
     def facts(self) -> dict[str, Any]:
         return _Observed(self.model, self.row, _inputs(self.case, self.row)).facts

@@ -128,8 +128,8 @@ def _play(host: Host, drawn: random.Random, history: History, ground: Ground) ->
     nodes = [node for node, names in NODES.items() if name in names and not (request.verify and node in STATEFUL)]
     before = [(node, drawn.randrange(1000)) for node in _draw(drawn, nodes, 2) if node not in AFTER_ONLY]
     history.steps += [f"before: {node.__name__} {salt}" for node, salt in before]
-    unsplit = host.load(name, load_device=ground.one, dtype=dtype)
-    divided = host.load(name, dtype=dtype, load_device=ground.cards[0])
+    unsplit = host.load(name, load_device=ground.one, file_dtype=dtype)
+    divided = host.load(name, file_dtype=dtype, load_device=ground.cards[0])
     for node, salt in before:
         unsplit = _unsplit(ground, lambda: node(unsplit, Setting(host, name, ground.one, salt)))  # noqa: B023
         divided = node(divided, Setting(host, name, ground.cards[0], salt))

@@ -107,10 +107,10 @@ class Host:
         path = self.folder / f"{name}-{str(dtype).rpartition('.')[2]}.safetensors"
         return path if path.exists() else save_checkpoint(FAMILIES[name], path, dtype)
 
-    def load(self, name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    def load(self, name: str, file_dtype: torch.dtype = torch.float32, **options: Any) -> Any:
         """Load Diffusion Model from a file of this type, with its model_options."""
         with small_sizes(FAMILIES[name]):
-            return comfy.sd.load_diffusion_model(str(self.checkpoint(name, dtype)), model_options=options)
+            return comfy.sd.load_diffusion_model(str(self.checkpoint(name, file_dtype)), model_options=options)
 
     def lora(self, model: Any, name: str, seed: int = 1, strength: float = 1.0) -> Any:
         """Load LoRA (model only)."""

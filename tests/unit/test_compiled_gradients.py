@@ -203,7 +203,7 @@ def test_data_that_cannot_be_read_is_not_the_compilers_fault(job_of, monkeypatch
 
     job = job_of("run", "replicas")
     monkeypatch.setattr(loop.CachedSamples, "load", fail)
-    with pytest.raises(OSError, match="the entry is gone"):
+    with pytest.raises(RuntimeError, match="the entry is gone"):
         _run(job)
     assert "no longer compiled" not in caplog.text
 

@@ -18,7 +18,7 @@ from devicebridge.patches.cuda_graphs import apply_cuda_graphs, cuda_graphs_faul
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.tests.tiny_split import make_micro_batches, make_tiny_split
-from devicebridge.training import replay
+from devicebridge.training import job_plan
 from devicebridge.training.cards import parse_cards
 from devicebridge.training.job import plan_job, run_job
 from devicebridge.training.plan_view import describe_plan, plan_values
@@ -580,7 +580,7 @@ def graphs(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(assembly, "graph_if_possible", make)
-    monkeypatch.setattr(replay, "cuda_graphs_fault", lambda devices: "")
+    monkeypatch.setattr(job_plan, "cuda_graphs_fault", lambda devices: "")
     return made
 
 

@@ -312,7 +312,7 @@ def test_lora_file_says_how_it_was_made_and_reads_back(layout, tmp_path):
     num_alphas = sum(name.endswith(".alpha") for name in tensors)
     # in diffusers' layout alpha is multiplied into B: its loaders refuse names without "lora" in them
     assert num_alphas == (sum(name.endswith(".lora_A.weight") for name in tensors) if layout == "original" else 0)
-    from devicebridge.loading.lora_file import lora_from_file
+    from devicebridge.scripts.demo_lora import lora_from_file
 
     trained = load_file(result.checkpoint / "adapter.safetensors")
     back, _ = lora_from_file(FAMILIES["flux2"], tensors)
