@@ -99,8 +99,10 @@ class _Split:
 
     def _between(self, patch: Callable[[Any], Any], keys: Sequence[str]) -> Callable[[Any], Any]:
         def at_the_stream(args: dict[str, Any]) -> Any:
-            device = args[keys[0]].device
-            return patch({**args, **{key: self.bridge.move(args[key], device) for key in keys}})
+            from devicebridge.parallel.lend import Lent
+
+            lent = Lent({key: args[key] for key in keys}, args[keys[0]].device)  # views keep their strides
+            return patch({**args, **lent.value})
 
         return at_the_stream
 

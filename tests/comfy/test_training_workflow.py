@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import time
@@ -174,7 +173,7 @@ def test_the_report_of_quantizing_is_an_ordinary_text(server: Server, graph: Any
     whole["preview"] = {"class_type": "PreviewAny", "inputs": {"source": [quantize, 1]}}
     (text,) = _succeed(server.run(whole)).outputs["preview"]["text"]
     assert text.startswith(f"{'fp8' if scheme == 'auto' else scheme}: 28 linears in 8 bits")  # devices is cpu
-    assert re.search(r"single_transformer_blocks\.\*\.attn\.to_out$", text, re.MULTILINE)
+    assert "LoRA: attached later, never quantized" in text
 
 
 def _save_comfy_sized_pipeline(folder: Path) -> Path:
