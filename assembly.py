@@ -9,18 +9,18 @@ from math import prod
 import torch
 from torch import nn
 
+from .checkpoints.checkpoint import CheckpointInfo, load_transformer
+from .checkpoints.quantized_cache import load_through_cache
 from .execution import ExecutionPlan
 from .families.spec import ModelFamily
-from .loading.checkpoint import CheckpointInfo, load_transformer
-from .loading.quantized_cache import load_through_cache
-from .parallel.block_split import BlockSplit, apply_block_split
 from .parallel.devices import CPU
+from .parallel.local.block_split import BlockSplit, apply_block_split
+from .parallel.local.data_parallel import copy_model
+from .parallel.offload.weights import BlockSwap
 from .parallel.placement import Placement, place_swapped
-from .parallel.replicas import copy_model
-from .parallel.swap import BlockSwap
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible, remove_compiled
 from .patches.cuda_graphs import GraphedBlocks, graph_if_possible
-from .patches.quantize import Quantizer, QuantizeReport
+from .quantization.quantize import Quantizer, QuantizeReport
 
 # Attaches an adapter in place; training passes its own, so that this room needs nothing below it.
 AttachAdapter = Callable[[nn.Module], object]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from .parallel.placement import Placement
-from .patches.quantize import QuantizeSettings
+from .quantization.quantize import QuantizeSettings
 
 
 @dataclass(frozen=True)

@@ -34,17 +34,17 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministi
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
-from devicebridge.parallel import swap as swap_module  # noqa: E402
-from devicebridge.parallel.block_split import apply_block_swap  # noqa: E402
 from devicebridge.parallel.devices import available_devices, reset_peaks, synchronize  # noqa: E402
-from devicebridge.parallel.pipeline import Pipeline  # noqa: E402
+from devicebridge.parallel.local.block_split import apply_block_swap  # noqa: E402
+from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
+from devicebridge.parallel.offload import weights as swap_module  # noqa: E402
+from devicebridge.parallel.offload.weights import BlockSwap  # noqa: E402
 from devicebridge.parallel.placement import Placement, place_swapped  # noqa: E402
-from devicebridge.parallel.swap import BlockSwap  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
-from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
+from devicebridge.planning.plan_training import plan_training  # noqa: E402
+from devicebridge.planning.planner import Planner, TrainingPlan  # noqa: E402
+from devicebridge.quantization.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.tests.emulated import CARDS  # noqa: E402
-from devicebridge.training.plan_training import plan_training  # noqa: E402
-from devicebridge.training.planner import Planner, TrainingPlan  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402

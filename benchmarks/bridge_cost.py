@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
+from devicebridge.config.job import LoraSettings  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
 from devicebridge.training.adapter import apply_lora  # noqa: E402
-from devicebridge.training.config import LoraSettings  # noqa: E402
 from provenance import describe_run, print_or_write  # noqa: E402
 from random_job import (  # noqa: E402
     FAMILY,

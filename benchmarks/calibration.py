@@ -29,13 +29,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
+from devicebridge.config.job import JobConfig  # noqa: E402
 from devicebridge.parallel.devices import available_devices  # noqa: E402
-from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
-from devicebridge.training.block_clock import CardTimes, time_blocks  # noqa: E402
-from devicebridge.training.calibration import CalibratedPlanner, CalibrationStore, MeasuredTimes  # noqa: E402
-from devicebridge.training.cards import Card  # noqa: E402
-from devicebridge.training.config import JobConfig  # noqa: E402
-from devicebridge.training.planner import Planner  # noqa: E402
+from devicebridge.planning.block_clock import CardTimes, time_blocks  # noqa: E402
+from devicebridge.planning.calibration import CalibratedPlanner, CalibrationStore, MeasuredTimes  # noqa: E402
+from devicebridge.planning.cards import Card  # noqa: E402
+from devicebridge.planning.planner import Planner  # noqa: E402
+from devicebridge.quantization.quantize import QuantizeSettings, refusal  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_job import TINY_CONFIG, VARIANT, find_cards, make_info, make_random_job  # noqa: E402

@@ -37,8 +37,8 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
-from devicebridge.caching.text_encoder import TextEncoder, make_empty_encoder  # noqa: E402
-from devicebridge.caching.text_place import (  # noqa: E402
+from devicebridge.encoding.text_encoder import TextEncoder, make_empty_encoder  # noqa: E402
+from devicebridge.encoding.text_place import (  # noqa: E402
     EncoderSize,
     TextPlace,
     forecast_size,

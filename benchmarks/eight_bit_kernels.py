@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
-from devicebridge.patches import eight_bit_kernels as kernels  # noqa: E402
-from devicebridge.patches.eight_bit import (  # noqa: E402
+from devicebridge.quantization import eight_bit_kernels as kernels  # noqa: E402
+from devicebridge.quantization.eight_bit import (  # noqa: E402
     SCHEMES,
     FrozenLinear8,
     Plan,

@@ -31,7 +31,7 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
 from devicebridge.parallel.devices import available_devices, synchronize  # noqa: E402
-from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
+from devicebridge.quantization.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.tests.emulated import CARDS, emulated_cards, factories_on_cards  # noqa: E402
 from devicebridge.training.adapter import LoraHandle  # noqa: E402
 from devicebridge.training.batches import CachedSamples  # noqa: E402

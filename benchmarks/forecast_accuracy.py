@@ -32,17 +32,17 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
 from devicebridge.parallel.devices import available_devices, reset_peaks, synchronize  # noqa: E402
-from devicebridge.parallel.pipeline import Pipeline  # noqa: E402
+from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
+from devicebridge.parallel.offload.weights import BlockSwap  # noqa: E402
 from devicebridge.parallel.placement import place_swapped  # noqa: E402
-from devicebridge.parallel.swap import BlockSwap  # noqa: E402
 from devicebridge.patches.cuda_graphs import apply_cuda_graphs  # noqa: E402
-from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
+from devicebridge.planning import planner as planner_module  # noqa: E402
+from devicebridge.planning.dry_run import Kernels  # noqa: E402
+from devicebridge.planning.forecast import Backend  # noqa: E402
+from devicebridge.planning.plan_training import plan_training  # noqa: E402
+from devicebridge.planning.planner import Planner, TrainingPlan  # noqa: E402
+from devicebridge.quantization.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, live_bytes  # noqa: E402
-from devicebridge.training import planner as planner_module  # noqa: E402
-from devicebridge.training.forecast import Backend  # noqa: E402
-from devicebridge.training.plan_training import plan_training  # noqa: E402
-from devicebridge.training.planner import Planner, TrainingPlan  # noqa: E402
-from devicebridge.training.rehearsal import Kernels  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, print_or_write, say, write_json  # noqa: E402
 from random_job import (  # noqa: E402

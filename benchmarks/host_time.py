@@ -35,11 +35,11 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
+from devicebridge.events import first_line  # noqa: E402
 from devicebridge.parallel.devices import CPU, available_devices, release_cached_memory, synchronize  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
-from devicebridge.training.events import first_line  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_job import SCHEMES, plan_devices  # noqa: E402
 from torch import nn  # noqa: E402

@@ -78,8 +78,8 @@ def _read_arguments() -> argparse.Namespace:
 
 class _Trial:
     def __init__(self, folder: Path, num_samples: int, chance: random.Random) -> None:
+        from devicebridge.jobs.job import check_job
         from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_dataset
-        from devicebridge.training.job import check_job
 
         self.folder, self.chance = folder, chance
         make_tiny_job(folder, "flux1")
@@ -91,7 +91,7 @@ class _Trial:
         self.counts = collections.Counter(kills=0, folders_filled=0, encoded=0, begun_twice=0)
 
     def run(self, num_kills: int) -> dict[str, Any]:
-        from devicebridge.training.job import run_job
+        from devicebridge.jobs.job import run_job
 
         while self.counts["kills"] < num_kills:
             shutil.rmtree(self.cache, ignore_errors=True)
@@ -151,8 +151,8 @@ class _Trial:
             os._exit(code)
 
     def _check(self, workers: list[Worker]) -> None:
-        from devicebridge.training.cache_upkeep import prune_caches, verify_cache
-        from devicebridge.training.encode_job import CACHE_PARTS
+        from devicebridge.jobs.cache_upkeep import prune_caches, verify_cache
+        from devicebridge.jobs.encode_job import CACHE_PARTS
 
         verified = verify_cache(self.plan, CACHE_PARTS)
         assert verified.is_clean, verified.report()
@@ -179,8 +179,8 @@ class _Trial:
 
 
 def _fill(plan: Any, events_folder: Path) -> None:
-    from devicebridge.training.encode_job import cache_job
-    from devicebridge.training.events import EventLog
+    from devicebridge.events import EventLog
+    from devicebridge.jobs.encode_job import cache_job
 
     with EventLog(events_folder) as events:
         cache_job(plan, events)
@@ -192,9 +192,9 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 def _write_down(log: Path) -> None:
     """From here on this process notes what it begins to encode and what it has stored."""
-    from devicebridge.caching import encode
-    from devicebridge.caching.store import CacheStore
-    from devicebridge.caching.text_encoder import TextEncoder
+    from devicebridge.encoding import encode
+    from devicebridge.encoding.store import CacheStore
+    from devicebridge.encoding.text_encoder import TextEncoder
 
     file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 

@@ -30,7 +30,7 @@ def cards() -> list[str]:
 def versions(*packages: str) -> dict[str, str]:
     """Versions of Python, torch (with the CUDA it was built for) and these packages; "none" for one that is missing."""
     import torch
-    from devicebridge.versions import installed_version
+    from devicebridge.system.versions import installed_version
 
     found = {"python": platform.python_version(), "torch": torch.__version__}
     return found | {name: installed_version(name) or "none" for name in packages}

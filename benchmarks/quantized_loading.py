@@ -32,21 +32,16 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
-from devicebridge.loading.checkpoint import (  # noqa: E402
+from devicebridge.checkpoints.checkpoint import (  # noqa: E402
     CheckpointInfo,
     load_transformer,
     make_empty_transformer,
     read_checkpoint,
 )
-from devicebridge.loading.quantized_cache import load_through_cache  # noqa: E402
+from devicebridge.checkpoints.quantized_cache import load_through_cache  # noqa: E402
 from devicebridge.parallel.devices import available_devices, release_cached_memory, synchronize  # noqa: E402
-from devicebridge.parallel.placement import (  # noqa: E402
-    Placement,
-    block_names,
-    parameter_bytes,
-    plan_placement,
-)
-from devicebridge.patches.quantize import Quantizer, QuantizeSettings, stored_bytes  # noqa: E402
+from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement  # noqa: E402
+from devicebridge.quantization.quantize import Quantizer, QuantizeSettings, stored_bytes  # noqa: E402
 from devicebridge.tests.emulated import CARDS, emulated_cards  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_checkpoint import bytes_of, write_diffusers_folder, write_single_file  # noqa: E402

@@ -15,25 +15,25 @@ from typing import Any
 import diffusers
 import torch
 from accelerate import init_empty_weights
-from devicebridge.caching.store import CacheStore
+from devicebridge.checkpoints.checkpoint import CheckpointInfo, make_published_info
+from devicebridge.config.job import JobConfig, make_job
+from devicebridge.data.samples import BatchOrder, Sample
+from devicebridge.encoding.store import CacheStore
 from devicebridge.families.registry import find_family
 from devicebridge.families.spec import ModelFamily, Variant
-from devicebridge.loading.checkpoint import CheckpointInfo, make_published_info
-from devicebridge.parallel.block_split import BlockSplit, apply_block_split
 from devicebridge.parallel.devices import available_devices
-from devicebridge.parallel.pipeline import Runner
+from devicebridge.parallel.local.block_split import BlockSplit, apply_block_split
+from devicebridge.parallel.local.pipeline import Runner
+from devicebridge.parallel.offload.weights import BlockSwap
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement
-from devicebridge.parallel.swap import BlockSwap
-from devicebridge.patches.eight_bit import kernels_of
 from devicebridge.patches.lora_linear import FusedLora
-from devicebridge.patches.quantize import Quantizer, QuantizeReport, QuantizeSettings, replace_module
-from devicebridge.patches.wrapped import plain_parts
+from devicebridge.planning.cards import Card, cards_of
+from devicebridge.quantization.eight_bit import kernels_of
+from devicebridge.quantization.quantize import Quantizer, QuantizeReport, QuantizeSettings, replace_module
+from devicebridge.quantization.wrapped import plain_parts
 from devicebridge.tests.emulated import CARDS
 from devicebridge.training.adapter import LoraHandle, apply_lora
 from devicebridge.training.batches import CachedSamples
-from devicebridge.training.cards import Card, cards_of
-from devicebridge.training.config import JobConfig, make_job
-from devicebridge.training.data import BatchOrder, Sample
 from devicebridge.training.gradient_check import worst_of
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import make_noise_schedule

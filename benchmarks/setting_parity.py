@@ -29,16 +29,16 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
-from devicebridge.parallel.block_split import apply_block_swap  # noqa: E402
+from devicebridge.config.job import JobConfig  # noqa: E402
+from devicebridge.events import first_line  # noqa: E402
 from devicebridge.parallel.devices import release_cached_memory  # noqa: E402
-from devicebridge.parallel.pipeline import Pipeline, Runner  # noqa: E402
+from devicebridge.parallel.local.block_split import apply_block_swap  # noqa: E402
+from devicebridge.parallel.local.data_parallel import Replica, Replicas  # noqa: E402
+from devicebridge.parallel.local.pipeline import Pipeline, Runner  # noqa: E402
 from devicebridge.parallel.placement import place_swapped  # noqa: E402
-from devicebridge.parallel.replicas import Replica, Replicas  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
-from devicebridge.patches.quantize import QuantizeSettings, refusal  # noqa: E402
+from devicebridge.quantization.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.training.batches import CachedSamples  # noqa: E402
-from devicebridge.training.config import JobConfig  # noqa: E402
-from devicebridge.training.events import first_line  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from loss_parity import FULL, TINY  # noqa: E402

@@ -42,22 +42,17 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
+from devicebridge.events import first_line  # noqa: E402
 from devicebridge.families.registry import find_family  # noqa: E402
 from devicebridge.families.spec import ModelFamily, Variant  # noqa: E402
 from devicebridge.parallel.devices import synchronize  # noqa: E402
-from devicebridge.parallel.offload import Offload  # noqa: E402
-from devicebridge.parallel.pipeline import Pipeline  # noqa: E402
-from devicebridge.parallel.placement import (  # noqa: E402
-    Placement,
-    block_names,
-    estimate_block_flops,
-    plan_placement,
-)
-from devicebridge.parallel.replicas import Replica, Replicas  # noqa: E402
+from devicebridge.parallel.local.data_parallel import Replica, Replicas  # noqa: E402
+from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
+from devicebridge.parallel.offload.activations import Offload  # noqa: E402
+from devicebridge.parallel.placement import Placement, block_names, estimate_block_flops, plan_placement  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile, remove_compiled  # noqa: E402
 from devicebridge.patches.cuda_graphs import GraphedBlocks, apply_cuda_graphs  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
-from devicebridge.training.events import first_line  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402

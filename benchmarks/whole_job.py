@@ -26,13 +26,13 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 import diffusers  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from devicebridge.config.job import make_job  # noqa: E402
+from devicebridge.events import Event  # noqa: E402
 from devicebridge.families.registry import FAMILIES  # noqa: E402
 from devicebridge.families.spec import ModelFamily, Variant  # noqa: E402
-from devicebridge.patches.quantize import SCHEMES  # noqa: E402
+from devicebridge.jobs.job import run_job  # noqa: E402
+from devicebridge.quantization.quantize import SCHEMES  # noqa: E402
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder  # noqa: E402
-from devicebridge.training.config import make_job  # noqa: E402
-from devicebridge.training.events import Event  # noqa: E402
-from devicebridge.training.job import run_job  # noqa: E402
 from PIL import Image  # noqa: E402
 from provenance import describe_run, print_or_write  # noqa: E402
 from random_checkpoint import write_single_file  # noqa: E402

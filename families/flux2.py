@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from .native import FLUX
+from .comfy.native import FLUX
 from .spec import (
     BlockList,
     ComfyInputs,

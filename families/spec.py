@@ -83,10 +83,10 @@ TextKind = Literal["chat_hidden_states", "last_hidden_state", "pooled"]
 
 @dataclass(frozen=True)
 class TextEncoderSpec:
-    """One text encoder of a family and what is kept of its output; caching/text_encoder.py has the function per kind.
+    """One text encoder of a family and what is kept of its output; encoding/text_encoder.py has the function per kind.
 
     Args:
-        kind: what of the encoder is kept; each as named in caching/text_encoder.py.
+        kind: what of the encoder is kept; each as named in encoding/text_encoder.py.
             "chat_hidden_states": a language model's, of a conversation, several layers' side by side, [S, layers * D].
             "last_hidden_state": plain tokens, [S, D].
             "pooled": CLIP's pooled output, [D].
@@ -371,7 +371,7 @@ class ModelFamily:
         make_inputs, read_prediction, encode_latents, decode_latents, encode_condition: see the aliases above.
         unsupported: fnmatch patterns of tensor names, in either layout -> why a checkpoint with such a tensor cannot be
             trained.
-        native: ComfyUI's own classes of this architecture, as described in families/native.py.
+        native: ComfyUI's own classes of this architecture, as described in families/comfy/native.py.
         comfy: how they read what ComfyUI's text encoders and VAEs make; None if nobody has looked.
     """
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .native import WAN_MODEL
+from .comfy.native import WAN_MODEL
 from .spec import (
     BlockList,
     ComfyInputs,

@@ -13,8 +13,8 @@ from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
 if TYPE_CHECKING:
-    from ..training.config import CacheConfig
-    from ..training.stock import StockEncoders
+    from ..config.job import CacheConfig
+    from ..jobs.comfy_entries import StockEncoders
 
 _log = logging.getLogger(__name__)
 
@@ -141,11 +141,11 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         stock_clip: Any = _UNCONNECTED,
         stock_vae: Any = _UNCONNECTED,
     ) -> io.NodeOutput:
-        from ..caching.encode import Stopped
-        from ..training.config import CacheConfig, JobConfig, LoopConfig, OutputConfig
-        from ..training.encode_job import cache_job
-        from ..training.events import EventLog
-        from ..training.job import check_job
+        from ..config.job import CacheConfig, JobConfig, LoopConfig, OutputConfig
+        from ..encoding.encode import Stopped
+        from ..events import EventLog
+        from ..jobs.encode_job import cache_job
+        from ..jobs.job import check_job
 
         if dataset.data.encoded:
             raise ValueError("this dataset arrived encoded; connect it to the training node directly")
@@ -186,7 +186,7 @@ def _stock_encoders(clip: Any, vae: Any) -> StockEncoders:
 
     Raises: ValueError for one that was not in its loader's file, or that has no name.
     """
-    from ..training.stock import StockEncoders
+    from ..jobs.comfy_entries import StockEncoders
 
     for socket, value in (("stock_clip", clip), ("stock_vae", vae)):
         if value is None:

@@ -11,7 +11,7 @@ from .host import io
 from .types import DatasetSocket, TrainingDataset
 
 if TYPE_CHECKING:
-    from ..training.config import DataConfig, EvaluationConfig
+    from ..config.job import DataConfig, EvaluationConfig
 
 
 class TrainingDatasetNode(io.ComfyNode):
@@ -165,8 +165,8 @@ class TrainingDatasetNode(io.ComfyNode):
         window: str = "start",
         num_windows: int = 1,
     ) -> io.NodeOutput:
-        from ..caching.encode import Stopped
-        from ..training.config import DataConfig, EvaluationConfig, FolderConfig
+        from ..config.job import DataConfig, EvaluationConfig, FolderConfig
+        from ..encoding.encode import Stopped
 
         if previous and previous.data.encoded:
             raise ValueError("previous is a dataset that arrived encoded, which folders of images cannot be added to")
@@ -219,9 +219,9 @@ def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
 
     Raises: ValueError naming everything that cannot be used; Stopped when the user cancels.
     """
+    from ..config.job import FolderConfig
+    from ..data.samples import scan_folders
     from ..families.spec import LatentSpec
-    from ..training.config import FolderConfig
-    from ..training.data import scan_folders
 
     # No model is known here; the files are looked at as a model would that takes any clip.
     latent = LatentSpec(channels=16, spatial_stride=16, fps=16.0)

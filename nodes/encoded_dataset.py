@@ -51,10 +51,10 @@ class DatasetFromLatents(io.ComfyNode):
 
     @classmethod
     def execute(cls, latents: list[Any], conditioning: list[Any], cache_folder: list[str]) -> io.NodeOutput:
-        from ..caching.comfy_data import read_pairs
-        from ..caching.encoded import save_encoded
-        from ..caching.store import CacheStore
-        from ..training.config import CacheConfig, DataConfig, EvaluationConfig
+        from ..config.job import CacheConfig, DataConfig, EvaluationConfig
+        from ..encoding.comfy_data import read_pairs
+        from ..encoding.encoded import save_encoded
+        from ..encoding.store import CacheStore
 
         folder = host.folder_in_output(cache_folder[0], "cache_folder")
         pairs = list(read_pairs(latents, conditioning))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..listing import Looked
+from ..system.listing import Looked
 
 T = TypeVar("T")
 AUTO = "auto"
@@ -77,7 +77,7 @@ def make_part(kind: Callable[..., T], **values: Any) -> T:
     """
     from pydantic import ValidationError
 
-    from ..training.ranges import problems_of
+    from ..config.ranges import problems_of
 
     try:
         return kind(**values)

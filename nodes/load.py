@@ -11,8 +11,8 @@ from .host import io
 from .types import ModelSocket, TrainingModel
 
 if TYPE_CHECKING:
-    from ..loading.checkpoint import CheckpointInfo
-    from ..training.config import SplitConfig
+    from ..checkpoints.checkpoint import CheckpointInfo
+    from ..config.job import SplitConfig
 
 _log = logging.getLogger(__name__)
 
@@ -105,8 +105,8 @@ class LoadModelForTraining(io.ComfyNode):
         memory_limit_gb: str,
         dtype: str,
     ) -> io.NodeOutput:
-        from ..loading.checkpoint import read_checkpoint
-        from ..training.config import ModelConfig
+        from ..checkpoints.checkpoint import read_checkpoint
+        from ..config.job import ModelConfig
 
         split = _read_split(devices, balance, split_at, memory_limit_gb)
         checkpoint = host.find_model(model, path)
@@ -123,8 +123,8 @@ def _variants() -> list[str]:
 
 
 def _read_split(devices: str, balance: str, split_at: str, memory_limit_gb: str) -> SplitConfig:
+    from ..config.job import SplitConfig
     from ..parallel.devices import find_devices
-    from ..training.config import SplitConfig
 
     names = read_list(read_auto(devices), str, "devices")
     found = find_devices(names)

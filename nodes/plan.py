@@ -60,11 +60,11 @@ class PlanTraining(io.ComfyNode):
     def execute(cls, model: TrainingModel, dataset: TrainingDataset, cards: str, **settings: Any) -> io.NodeOutput:
         from contextlib import nullcontext
 
-        from ..caching.encode import Stopped
-        from ..training import config
-        from ..training.cards import parse_cards
-        from ..training.job import plan_job
-        from ..training.plan_view import describe_plan, picture_of
+        from ..config import job as config
+        from ..encoding.encode import Stopped
+        from ..jobs.job import plan_job
+        from ..planning.cards import parse_cards
+        from ..planning.report import describe_plan, picture_of
 
         job = config.JobConfig(
             model=model.model,

@@ -60,8 +60,8 @@ class Quantize(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: TrainingModel, quantize: str, rotation: str = "64", cache: bool = False) -> io.NodeOutput:
+        from ..jobs.quantize_preview import choose_scheme, preview_model
         from ..parallel.devices import find_devices
-        from ..training.quantize_preview import choose_scheme, preview_model
 
         config = dataclasses.replace(
             model.model,

@@ -13,8 +13,8 @@ from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
 if TYPE_CHECKING:
-    from ..training.config import JobConfig, LoopConfig, LoraSettings
-    from ..training.job import TrainingResult
+    from ..config.job import JobConfig, LoopConfig, LoraSettings
+    from ..jobs.job import TrainingResult
 
 _MODELS_OWN_GUIDANCE = -1.0
 
@@ -45,7 +45,7 @@ class TrainLora(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: TrainingModel, dataset: TrainingDataset, resume: bool, **settings: Any) -> io.NodeOutput:
-        from ..training.job import run_job
+        from ..jobs.job import run_job
 
         job = make_job(model, dataset, settings)
         view = JobView(cls.hidden.unique_id)
@@ -328,7 +328,7 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, settings: dict[str,
 
     Raises: ValueError for a setting that is refused, or a name that leads out of the output folder.
     """
-    from ..training import config
+    from ..config import job as config
 
     name = settings["name"].strip()
     folder = host.folder_in_output(f"devicebridge/{name}", "name")
@@ -368,7 +368,7 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, settings: dict[str,
 
 def loop_part(settings: dict[str, Any], **more: Any) -> LoopConfig:
     """The loop that these sockets describe, as far as it takes memory; more: the rest of it."""
-    from ..training.config import LoopConfig
+    from ..config.job import LoopConfig
 
     return make_part(
         LoopConfig,
@@ -381,7 +381,7 @@ def loop_part(settings: dict[str, Any], **more: Any) -> LoopConfig:
 
 def lora_part(settings: dict[str, Any], **more: Any) -> LoraSettings:
     """The LoRA that these sockets describe, as far as it takes memory; more: the rest of it."""
-    from ..training.config import LoraSettings
+    from ..config.job import LoraSettings
 
     return make_part(
         LoraSettings,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from .host import io
 
 if TYPE_CHECKING:
-    from ..training.config import CacheConfig, DataConfig, EvaluationConfig, ModelConfig, SplitConfig
+    from ..config.job import CacheConfig, DataConfig, EvaluationConfig, ModelConfig, SplitConfig
 
 ModelSocket = io.Custom("DEVICEBRIDGE_MODEL")
 DatasetSocket = io.Custom("DEVICEBRIDGE_DATASET")

@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..training.pace import describe_duration, describe_progress
+from ..system.pace import describe_duration, describe_progress
 from . import host
 
 if TYPE_CHECKING:
-    from ..training.events import Event
+    from ..events import Event
 
 _TEXT_INTERVAL_S = 0.25
 _PHASES = {

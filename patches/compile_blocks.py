@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ..families.spec import ModelFamily
-from .eight_bit_kernels import fault
+from ..quantization.eight_bit_kernels import fault
 
 _log = logging.getLogger(__name__)
 

@@ -45,9 +45,9 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from ..quantization.wrapped import plain_parts
 from .compile_blocks import Arguments, Forward
 from .hooks import tensors_of
-from .wrapped import plain_parts
 
 _log = logging.getLogger(__name__)
 

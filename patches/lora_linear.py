@@ -28,7 +28,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from .eight_bit import FrozenLinear8, grad_input8, is_autocasting, linear8
+from ..quantization.eight_bit import FrozenLinear8, grad_input8, is_autocasting, linear8
 from .lora import TRAINABLE_DTYPES, is_torchao_tensor
 
 

@@ -12,8 +12,23 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("families", "loading", "patches", "parallel", "caching", "training")
-FILES = ("assembly.py", "files.py", "cli.py", "headless.py", "doctor.py", "processes.py")
+ROOMS = (
+    "checkpoints",
+    "cli",
+    "config",
+    "data",
+    "encoding",
+    "families",
+    "headless",
+    "jobs",
+    "parallel",
+    "patches",
+    "planning",
+    "quantization",
+    "system",
+    "training",
+)
+FILES = ("assembly.py", "events.py", "execution.py")
 
 
 def main() -> int:

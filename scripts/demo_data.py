@@ -28,7 +28,7 @@ _EVAL = {"sides": (265, 285), "rows": (0,), "columns": (-3, 4)}
 def load_photo(name: str) -> PilImage:
     """A photograph from scikit-image's package, in RGB; name as in its data folder."""
     import skimage
-    from devicebridge.caching.image import open_image
+    from devicebridge.data.image import open_image
 
     return open_image(Path(skimage.__file__).parent / "data" / name)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from devicebridge.families.naming import Stack, find_by_diffusers, find_by_original
-from devicebridge.families.spec import ModelFamily
-from devicebridge.loading.lora_file import (
+from devicebridge.checkpoints.lora_file import (
     _A,
     _ALPHA,
     _B,
@@ -20,6 +18,8 @@ from devicebridge.loading.lora_file import (
     _Layer,
     _swap,
 )
+from devicebridge.families.naming import Stack, find_by_diffusers, find_by_original
+from devicebridge.families.spec import ModelFamily
 
 
 def lora_from_file(

@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from demo_data import CAPTION, load_photo
-from devicebridge.caching.text_encoder import load_text_encoder, prepare_text
-from devicebridge.cli import set_up_logging
+from devicebridge.cli.main import set_up_logging
+from devicebridge.config.job import ObjectiveConfig
+from devicebridge.encoding.text_encoder import load_text_encoder, prepare_text
 from devicebridge.families.flux2 import FLUX2
-from devicebridge.training.config import ObjectiveConfig
 from devicebridge.training.objective import add_noise, draw_quantiles, flow_matching_loss, make_noise_schedule
 from torch import nn
 

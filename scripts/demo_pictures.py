@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from devicebridge.families.spec import ModelFamily
-from devicebridge.files import write_atomically
+from devicebridge.system.files import write_atomically
 from devicebridge.training.objective import make_generator
 from torch import nn
 

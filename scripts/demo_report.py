@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import torch
-from devicebridge.caching.encode import fill_texts, folder_texts
-from devicebridge.caching.image import read_pixels
-from devicebridge.caching.vae import load_vae
-from devicebridge.cli import set_up_logging
+from devicebridge.checkpoints.checkpoint import load_transformer
+from devicebridge.cli.main import set_up_logging
+from devicebridge.config.job import load_job
+from devicebridge.data.image import read_pixels
+from devicebridge.encoding.encode import fill_texts, folder_texts
+from devicebridge.encoding.vae import load_vae
 from devicebridge.families.spec import ModelFamily
-from devicebridge.loading.checkpoint import load_transformer
+from devicebridge.jobs.checked_job import JobPlan
+from devicebridge.jobs.encode_job import cache_store
+from devicebridge.jobs.job import check_job
 from devicebridge.scripts.demo_lora import lora_from_file
 from devicebridge.scripts.demo_pictures import sample_images, save_image_grid, to_images
-from devicebridge.training.config import load_job
-from devicebridge.training.encode_job import cache_store
-from devicebridge.training.job import check_job
-from devicebridge.training.job_plan import JobPlan
 from safetensors.torch import load_file
 from torch import nn
 

@@ -333,10 +333,10 @@ def _line(row: Row) -> str:
 
 def _import_all(folder: Path) -> None:
     """All that a run imports, so that its forks need not. No gradients here: they start threads."""
+    from devicebridge.events import EventLog
+    from devicebridge.jobs.encode_job import cache_job
+    from devicebridge.jobs.job import check_job, run_job  # noqa: F401
     from devicebridge.tests.tiny_pipeline import make_tiny_job
-    from devicebridge.training.encode_job import cache_job
-    from devicebridge.training.events import EventLog
-    from devicebridge.training.job import check_job, run_job  # noqa: F401
 
     job = make_tiny_job(folder, output={"folder": str(folder / "run")})
     with EventLog(folder / "events") as events:

@@ -116,7 +116,7 @@ class Lab:
         count_writes: bool = False,
     ) -> Child:
         """`devicebridge COMMAND job ARGUMENTS`, resuming unless told otherwise."""
-        from devicebridge.training.config import save_job
+        from devicebridge.config.job import save_job
 
         place = Path(job.output.folder).parent
         file = self.folder / f"{place.name}.toml"
@@ -137,7 +137,7 @@ class Lab:
         return _fork(work, log)
 
     def _run_command(self, arguments: Sequence[str]) -> int:
-        from devicebridge.cli import main
+        from devicebridge.cli.main import main
         from devicebridge.tests.emulated import emulated_cards
 
         is_split = any(name.startswith("lazy") for name in self.job.split.devices)
@@ -214,7 +214,7 @@ def entries(job: Any) -> dict[str, bytes]:
 
 
 def newest_step(job: Any) -> int:
-    from devicebridge.training.checkpoint import list_checkpoints
+    from devicebridge.training.state import list_checkpoints
 
     found = list_checkpoints(Path(job.output.folder) / "checkpoints")
     return max([0, *(int(path.name.removeprefix("step-")) for path in found)])

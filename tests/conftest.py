@@ -69,8 +69,8 @@ def _rehearsals() -> dict[Any, Any]:
 @pytest.fixture
 def rehearsed_once(_rehearsals: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     """The same work costs the planner the same in every test; gives what is known, for one that must have it anew."""
-    from devicebridge.training import planner
-    from devicebridge.training.rehearsal import rehearse_training
+    from devicebridge.planning import planner
+    from devicebridge.planning.dry_run import rehearse_training
 
     def rehearse(model: Any, family: Any, variant: Any, config: Any, work: Any, kernels: Any) -> Any:
         key = family.name, str(config), work, str(kernels)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from devicebridge.caching.encode import FolderLatents, ImageRequest, fill_images, fill_texts, folder_texts
-from devicebridge.caching.store import CacheStore
+from devicebridge.encoding.encode import FolderLatents, ImageRequest, fill_images, fill_texts, folder_texts
+from devicebridge.encoding.store import CacheStore
 from devicebridge.families.spec import ModelFamily, TextEncoderSpec, Variant
 
 

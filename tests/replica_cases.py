@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.families.spec import ModelFamily
-from devicebridge.parallel.block_split import apply_block_split
+from devicebridge.parallel.local.block_split import apply_block_split
+from devicebridge.parallel.local.data_parallel import Replica, copy_model
 from devicebridge.parallel.placement import Placement, block_names
-from devicebridge.parallel.replicas import Replica, copy_model
-from devicebridge.patches.quantize import Quantizer, QuantizeSettings, replace_module
+from devicebridge.quantization.quantize import Quantizer, QuantizeSettings, replace_module
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
-from devicebridge.training.config import LoraSettings
 from torch import nn
 
 

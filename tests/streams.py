@@ -11,8 +11,8 @@ import threading
 from unittest import mock
 
 import torch
-from devicebridge.parallel import bridge as bridge_module
-from devicebridge.parallel import lanes as lanes_module
+from devicebridge.parallel.local import bridge as bridge_module
+from devicebridge.parallel.local import workers as lanes_module
 from devicebridge.tests.emulated import CARDS, EmulatedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary

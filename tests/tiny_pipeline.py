@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from devicebridge.config.job import JobConfig, make_job
 from devicebridge.families.registry import FAMILIES
 from devicebridge.tests.toy import TINY
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
-from devicebridge.training.config import JobConfig, make_job
 from PIL import Image
 
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.block_split import BlockSplit, apply_block_split
-from devicebridge.parallel.pipeline import MicroBatch
+from devicebridge.parallel.local.block_split import BlockSplit, apply_block_split
+from devicebridge.parallel.local.pipeline import MicroBatch
 from devicebridge.parallel.placement import Placement, block_names, plan_manual
-from devicebridge.patches.quantize import QuantizeSettings, apply_quantization
+from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization
 from devicebridge.tests.emulated import CARDS
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import LoraHandle, apply_lora
-from devicebridge.training.config import LoraSettings
 
 
 def make_tiny_split(

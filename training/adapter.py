@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.job import LoraSettings
 from ..families.spec import ModelFamily
-from ..patches.eight_bit import refuse_merge
 from ..patches.lora import assert_lora_intact, lora_parameters, place_lora_with_base, resolve_targets
 from ..patches.lora_linear import apply_fused_lora
-from ..patches.quantize import full_weight
-from .config import LoraSettings
+from ..quantization.eight_bit import refuse_merge
+from ..quantization.quantize import full_weight
 
 _ADAPTER = "default"
 _PARAMETER = re.compile(rf"^(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_magnitude_vector)\.{_ADAPTER}\.weight$")

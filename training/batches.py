@@ -9,9 +9,9 @@ from textwrap import shorten
 
 import torch
 
-from ..caching.store import CacheStore
-from ..families.comfy_inputs import SAMPLES
-from .data import Sample, TrainingSample, load_mask
+from ..data.samples import Sample, TrainingSample, load_mask
+from ..encoding.store import CacheStore
+from ..families.comfy.inputs import SAMPLES
 
 _log = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ..events import first_line
 from ..patches.compile_blocks import Arguments, Forward
 from ..patches.hooks import map_tensors, tensors_of
-from .events import first_line
 
 # A compiled block may be off by so much, and by so many times what a block is whose inputs are rounded otherwise.
 # Measured on H200: up to 0.007 (tests/gpu/test_compiled_on_gpus.py).

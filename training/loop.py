@@ -19,22 +19,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.job import JobConfig, job_to_dict
+from ..data.samples import Batch, BatchOrder
+from ..events import EventLog, first_line
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import memory_in_use, random_states, release_cached_memory, reset_peaks, restore_random_states
-from ..parallel.pipeline import MicroBatch, Runner
+from ..parallel.local.pipeline import MicroBatch, Runner
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks, remove_compiled
 from ..patches.cuda_graphs import GraphedBlocks
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
-from .checkpoint import TrainingState, list_checkpoints, pack_optimizer, save_checkpoint, unpack_optimizer
-from .config import JobConfig, job_to_dict
-from .data import Batch, BatchOrder
-from .events import EventLog, first_line
 from .gradient_check import BlockCheck, Comparison
 from .loss_growth import describe_growth
 from .objective import NoiseSchedule, add_noise, draw_quantiles, flow_matching_loss, make_generator
 from .optimizer import learning_rate_factor, make_optimizer, set_learning_rate
+from .state import TrainingState, list_checkpoints, pack_optimizer, save_checkpoint, unpack_optimizer
 
 _log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..config.job import ObjectiveConfig
 from ..families.spec import ModelFamily, ShiftRule, TimestepSampling, Variant
-from .config import ObjectiveConfig
 
 
 def make_generator(*position: int | float | str) -> torch.Generator:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from .config import OptimizerConfig, ScheduleConfig
+from ..config.job import OptimizerConfig, ScheduleConfig
 
 # Modules of optimizers that a job may name. Any other is imported only if the job says so.
 _MODULES = (

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from comfy_api.v0_0_2 import ComfyExtension, io
 
+from .comfy_encoders import HostClip, HostVae
 from .folders import USE_PATH, find_component, folder_in_input, folder_in_output, readable_path
-from .stock_encoders import HostClip, HostVae
 
 if TYPE_CHECKING:
     import torch

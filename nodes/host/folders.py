@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from ...listing import Looked, go_on
+from ...system.listing import Looked, go_on
 
 SETTINGS_NAME = "devicebridge.toml"
 USE_PATH = "[path below]"
@@ -181,7 +181,7 @@ def _path_of(name: str, base: Path, what: str) -> Path:
 
 
 def _expanded(name: str, what: str) -> Path:
-    from ...training.ranges import check_path
+    from ...config.ranges import check_path
 
     try:
         return Path(check_path(name.strip())).expanduser()

@@ -2,8 +2,8 @@
 
 Stock sampling joins cond and uncond into one batch, which a split model computes card after card. Here each of them,
 and each image of the batch, becomes a micro-batch of its own: while the second card works on one, the first works on
-the next (parallel/turns.py). The host's own function computes each micro-batch, so regions, masks and default
-conditionings mean what they always mean; the result is that of one after the other.
+the next (parallel/local/interleave.py). The host's own function computes each micro-batch, so regions, masks and
+default conditionings mean what they always mean; the result is that of one after the other.
 
 Where something could notice the interleaving (patches, wrappers and ControlNets keep state of their own; scheduled LoRA
 changes weights between conditionings), the host's way is used and said once (split_attachments.py).
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...parallel.turns import Turns
+from ...parallel.local.interleave import Turns
 from .split_attachments import reason_against_overlap
 from .split_options import bring_controls_home
 from .split_tree import SplitTree, tree_of

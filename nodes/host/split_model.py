@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ...families.native import find_native
+from ...families.comfy.native import find_native
 from ...families.spec import NativeModel
 from ...parallel.block_lists import execution_order, find_block_lists, followers, placed_blocks, transport_for
 from ...parallel.placement import Placement, check_budgets, native_block_flops, plan_manual, plan_placement

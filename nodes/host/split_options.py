@@ -3,9 +3,9 @@
 Their authors wrote for one device, the one the model is loaded on. So whatever they brought along lies there, at home:
 a patch gets its tensors at home and what it returns goes back to where the block computes. A block replacement is
 different: it calls the block, so it runs on the block's card with its arguments brought there. What a patch writes into
-its arguments is carried back to where they came from (parallel/lend.py), and copies made before are forgotten, since it
-may have written into what they were made of. ControlNet residuals are taken out of their lists one by one between
-blocks; each travels to the card that has just computed.
+its arguments is carried back to where they came from (parallel/local/lend.py), and copies made before are forgotten,
+since it may have written into what they were made of. ControlNet residuals are taken out of their lists one by one
+between blocks; each travels to the card that has just computed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from ...parallel.bridge import Bridge, current_device
-from ...parallel.lend import Lent
+from ...parallel.local.bridge import Bridge, current_device
+from ...parallel.local.lend import Lent
 from .split_attachments import KEY, holds_tensors
 from .split_plan import SplitPlan
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ...parallel.block_lists import BlockCalls, hooked_modules, tail_modules
-from ...parallel.bridge import Bridge
+from ...parallel.local.bridge import Bridge
 from ...patches.hooks import HookSet
 from .model_copy import Origin
 from .split_attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments

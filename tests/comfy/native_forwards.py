@@ -27,7 +27,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from devicebridge.families.spec import NativeModel, Transport
-    from devicebridge.parallel.bridge import Bridge
+    from devicebridge.parallel.local.bridge import Bridge
     from devicebridge.tests.comfy.native_cases import Case
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -56,7 +56,7 @@ class _Split:
             placed_blocks,
             tail_modules,
         )
-        from devicebridge.parallel.bridge import Bridge
+        from devicebridge.parallel.local.bridge import Bridge
         from devicebridge.tests.emulated import CARDS
 
         self.model, self.row, self.transport, self.home = model, row, transport, CARDS[0]
@@ -99,7 +99,7 @@ class _Split:
 
     def _between(self, patch: Callable[[Any], Any], keys: Sequence[str]) -> Callable[[Any], Any]:
         def at_the_stream(args: dict[str, Any]) -> Any:
-            from devicebridge.parallel.lend import Lent
+            from devicebridge.parallel.local.lend import Lent
 
             lent = Lent({key: args[key] for key in keys}, args[keys[0]].device)  # views keep their strides
             return patch({**args, **lent.value})
@@ -292,7 +292,7 @@ class _Runs:
 
     def overlapped(self) -> str:
         """Two different forwards in flight, each with options of its own, against one after the other on one card."""
-        from devicebridge.parallel.turns import Turns
+        from devicebridge.parallel.local.interleave import Turns
         from devicebridge.tests.emulated import emulated_cards, factories_on_cards
 
         with emulated_cards(2), factories_on_cards():
@@ -425,7 +425,7 @@ class _Strange(nn.Module):
 
 
 def _unknown_class() -> dict[str, str]:
-    from devicebridge.families.native import find_native
+    from devicebridge.families.comfy.native import find_native
     from devicebridge.families.spec import NativeModel
     from devicebridge.tests.comfy.native_cases import Case, rand
 
@@ -479,7 +479,7 @@ def _derived_classes() -> dict[str, str]:
     """Transport of classes that ComfyUI derives from described ones, by what find_native makes of them."""
     from comfy.ldm.flux.controlnet import ControlNetFlux
     from comfy.ldm.qwen_image.controlnet import QwenImageControlNetModel
-    from devicebridge.families.native import find_native
+    from devicebridge.families.comfy.native import find_native
 
     rows = (find_native(cls) for cls in (ControlNetFlux, QwenImageControlNetModel))
     return {row.class_name: row.transport for row in rows if row is not None}
@@ -492,7 +492,7 @@ def main(checkout: str) -> None:
 
     args.cpu = True
     runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
-    from devicebridge.families.native import NATIVE_MODELS, find_native
+    from devicebridge.families.comfy.native import NATIVE_MODELS, find_native
     from devicebridge.tests.comfy.native_cases import CASES, REFUSED
 
     torch.set_num_threads(1)
@@ -521,7 +521,7 @@ def _endless_memory() -> Iterator[None]:
 
 
 def _row_of(case: Case) -> NativeModel:
-    from devicebridge.families.native import find_native
+    from devicebridge.families.comfy.native import find_native
 
     row = find_native(case.model_class)
     assert row is not None, f"no row for {case.class_name}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from devicebridge import processes
+from devicebridge.system import processes
 from devicebridge.tests.comfy_host import allow_folders, comfy_python
 
 ROOT = Path(__file__).resolve().parents[2]

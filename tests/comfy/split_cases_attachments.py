@@ -22,7 +22,7 @@ import comfy.weight_adapter.bypass
 import torch
 from comfy.ldm.modules.attention import attention_basic, optimized_attention
 from comfy_extras.nodes_model_patch import ZImageControlPatch
-from devicebridge.parallel.bridge import Bridge
+from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_fuzz_nodes import exchange_block_lists, forward_with_identity
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD

@@ -19,9 +19,9 @@ import comfy.sample
 import torch
 from devicebridge.nodes.host import split_batches, split_options, split_patcher, split_tree
 from devicebridge.nodes.host.split_model import SplitRequest, split_model
-from devicebridge.parallel import lend
-from devicebridge.parallel.bridge import Bridge
-from devicebridge.parallel.lend import Lent
+from devicebridge.parallel.local import lend
+from devicebridge.parallel.local.bridge import Bridge
+from devicebridge.parallel.local.lend import Lent
 from devicebridge.tests.comfy.split_cases import CPU
 from devicebridge.tests.comfy.split_fuzz_nodes import AFTER_ONLY, NODES, STATEFUL, Node, Setting
 from devicebridge.tests.comfy.split_host import CARDS, NUM_CARDS, Host, one_condition_at_a_time

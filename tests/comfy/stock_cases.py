@@ -15,11 +15,11 @@ from typing import Any
 import comfy.latent_formats
 import diffusers
 import torch
-from devicebridge.caching.comfy_data import read_conditioning, read_samples
-from devicebridge.caching.vae import load_vae
-from devicebridge.families.comfy_inputs import read_latents, read_text
+from devicebridge.encoding.comfy_data import read_conditioning, read_samples
+from devicebridge.encoding.vae import load_vae
+from devicebridge.families.comfy.inputs import read_latents, read_text
 from devicebridge.families.registry import find_family
-from devicebridge.nodes.host.stock_encoders import HostClip, HostVae
+from devicebridge.nodes.host.comfy_encoders import HostClip, HostVae
 from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae, make_video_vae
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES as NATIVE
 from devicebridge.tests.comfy.tiny_checkpoints import make_config

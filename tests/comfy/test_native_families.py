@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from devicebridge.families.native import NATIVE_MODELS
+from devicebridge.families.comfy.native import NATIVE_MODELS
 from devicebridge.families.spec import NativeModel
 from devicebridge.tests.comfy.native_cases import CASES, REFUSED, Case
 from devicebridge.tests.comfy_host import comfy_python

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from devicebridge.loading.header import read_header
-from devicebridge.loading.quantized_files import dequantize, pair_scales, read_formats, read_records, read_scales
+from devicebridge.checkpoints.header import read_header
+from devicebridge.checkpoints.quantized_files import dequantize, pair_scales, read_formats, read_records, read_scales
 from devicebridge.tests.comfy_host import comfy_python
 from safetensors.torch import load_file
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge import headless
-from devicebridge.caching.key import file_fingerprint, stock_latent_key, stock_text_key
-from devicebridge.caching.store import CacheStore
+from devicebridge.encoding.key import file_fingerprint, stock_latent_key, stock_text_key
+from devicebridge.encoding.store import CacheStore
+from devicebridge.headless import run as headless
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Server
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
 from PIL import Image

@@ -14,9 +14,9 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from devicebridge import headless
 from devicebridge.families.flux2 import FLUX2
 from devicebridge.families.naming import originals_of
+from devicebridge.headless import run as headless
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Messages, Server
 from devicebridge.tests.comfy_host import allow_folders, comfy_python
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
@@ -127,7 +127,7 @@ def _run_command_line(comfyui: Path, *arguments: str) -> subprocess.CompletedPro
         "import importlib.util, sys; "
         "spec = importlib.util.spec_from_file_location('bootstrap', sys.argv[1]); "
         "bootstrap = importlib.util.module_from_spec(spec); spec.loader.exec_module(bootstrap); bootstrap.load_pack(); "
-        "from devicebridge.cli import main; raise SystemExit(main(sys.argv[2:]))"
+        "from devicebridge.cli.main import main; raise SystemExit(main(sys.argv[2:]))"
     )
     command = [str(comfy_python(comfyui)), "-c", code, str(ROOT / "bootstrap.py"), *arguments]
     environment = {**os.environ, **ENVIRONMENT}

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from devicebridge.loading.checkpoint import CheckpointInfo
+from devicebridge.checkpoints.checkpoint import CheckpointInfo
+from devicebridge.config.job import LoraSettings
 from devicebridge.parallel.stopwatch import EventStopwatch, link_speed, make_stopwatch
-from devicebridge.patches.quantize import QuantizeSettings, refusal
+from devicebridge.planning.block_clock import time_blocks
+from devicebridge.planning.calibration import describe_card, describe_slot
+from devicebridge.planning.dry_run import Work
+from devicebridge.quantization.quantize import QuantizeSettings, refusal
 from devicebridge.tests.toy import TINY
-from devicebridge.training.block_clock import time_blocks
-from devicebridge.training.calibration import describe_card, describe_slot
-from devicebridge.training.config import LoraSettings
-from devicebridge.training.rehearsal import Work
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,13 +7,13 @@ import dataclasses
 import diffusers
 import pytest
 import torch
+from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.patches.attention import sound_attention
 from devicebridge.patches.compile_blocks import apply_compile
-from devicebridge.patches.quantize import QuantizeSettings, apply_quantization, refusal
+from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization, refusal
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
-from devicebridge.training.config import LoraSettings
 from devicebridge.training.gradient_check import BlockCheck
 
 pytestmark = [

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.block_split import apply_block_split
-from devicebridge.parallel.pipeline import MicroBatch, Pipeline
+from devicebridge.jobs.job import run_job
+from devicebridge.parallel.local.block_split import apply_block_split
+from devicebridge.parallel.local.pipeline import MicroBatch, Pipeline
 from devicebridge.parallel.placement import Placement, block_names, plan_manual
 from devicebridge.patches.attention import sound_attention
 from devicebridge.patches.compile_blocks import apply_compile
 from devicebridge.patches.cuda_graphs import apply_cuda_graphs
 from devicebridge.patches.lora_linear import apply_fused_lora
-from devicebridge.patches.quantize import QuantizeSettings, apply_quantization, refusal
+from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization, refusal
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
-from devicebridge.training.config import LoraSettings
-from devicebridge.training.job import run_job
 
 pytestmark = [
     pytest.mark.gpu,

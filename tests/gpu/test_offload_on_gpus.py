@@ -6,11 +6,11 @@ import gc
 
 import pytest
 import torch
-from devicebridge.parallel import block_split
-from devicebridge.parallel.offload import NUM_WAITING, Offload
-from devicebridge.parallel.recompute import recompute
+from devicebridge.jobs.job import run_job
+from devicebridge.parallel.local import block_split
+from devicebridge.parallel.offload.activations import NUM_WAITING, Offload
+from devicebridge.parallel.offload.recompute import recompute
 from devicebridge.tests.tiny_pipeline import make_tiny_job
-from devicebridge.training.job import run_job
 from torch import nn
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.replicas import Replicas
+from devicebridge.jobs.job import run_job
+from devicebridge.parallel.local.data_parallel import Replicas
 from devicebridge.tests.replica_cases import make_replicas
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.tiny_split import make_seated_batches
-from devicebridge.training.job import run_job
 
 pytestmark = [
     pytest.mark.gpu,

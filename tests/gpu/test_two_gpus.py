@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel import swap as swap_module
-from devicebridge.parallel.block_split import apply_block_split, apply_block_swap
+from devicebridge.jobs.job import run_job
+from devicebridge.parallel.local.block_split import apply_block_split, apply_block_swap
+from devicebridge.parallel.offload import weights as swap_module
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.tests.tiny_pipeline import make_tiny_job
-from devicebridge.tests.unit.test_swap import CHAIN, Chain
-from devicebridge.training.job import run_job
+from devicebridge.tests.unit.parallel.test_weight_offload import CHAIN, Chain
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,0 +1,1 @@
+"""Checkpoint files: recognised from their header, read tensor by tensor, written."""

@@ -1,0 +1,119 @@
+"""The header of a safetensors file, checked: whoever reads such a file begins here.
+
+A file is 8 bytes of header length, the header as JSON, then the tensors without a gap between them. What breaks one of
+these rules is refused with the file's name, before a tensor is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from ..system.json_file import expect, parse_json_object, read_json_object
+
+AGAIN = "download it again"  # what helps against a damaged file that was made elsewhere
+
+_LENGTH_BYTES = 8  # little-endian
+_LARGEST_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+_NUM_BYTES = {  # of one element; of types that are not listed (4 and 6 bits) sizes are not checked
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+
+
+class TensorEntry(NamedTuple):
+    """One tensor of a file: its type as safetensors spells it, and its bytes, counted from the data's start."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class FileHeader:
+    """What a safetensors file says of itself.
+
+    Args:
+        text: the header as it is in the file. data_start: the position of the first tensor's bytes.
+    """
+
+    tensors: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str]
+    text: bytes
+    data_start: int
+
+
+def read_file_header(stream: IO[bytes], remedy: str = AGAIN) -> FileHeader:
+    """The header of an open safetensors file, from its start; no tensor is read.
+
+    Raises: ValueError naming the file if it is something else, cut short or damaged; says what was found.
+    """
+    file, size = str(stream.name), os.path.getsize(stream.name)
+    length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    if size < _LENGTH_BYTES or length > _LARGEST_HEADER_BYTES:
+        raise ValueError(f"{file} ({size} bytes) is not a safetensors file; {remedy}")
+    text = stream.read(length)
+    if len(text) < length:
+        raise ValueError(f"{file} is cut short inside its header: {size} bytes; {remedy}")
+    header = parse_json_object(text, f"{file} is not a safetensors file: its header", remedy)
+    metadata = expect(header.pop("__metadata__", None) or {}, dict, f"{file}: its __metadata__", remedy)
+    for name, value in metadata.items():
+        expect(value, str, f"{file}: {name} of its __metadata__", remedy)
+    tensors = {name: _entry(file, name, entry, remedy) for name, entry in header.items()}
+    _refuse_gaps(file, tensors, size - _LENGTH_BYTES - length, remedy)
+    return FileHeader(tensors, metadata, text, _LENGTH_BYTES + length)
+
+
+def _entry(file: str, name: str, entry: Any, remedy: str) -> TensorEntry:
+    try:
+        found = TensorEntry(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+        numbers = [*found.shape, found.start, found.end]
+        is_sound = isinstance(found.dtype, str) and all(type(each) is int and each >= 0 for each in numbers)
+    except (KeyError, TypeError, IndexError):
+        is_sound = False
+    if not is_sound:
+        raise ValueError(f"{file} is not a safetensors file: its entry {name!r} is malformed; {remedy}")
+    num_bytes = found.end - found.start
+    expected = prod(found.shape) * _NUM_BYTES[found.dtype] if found.dtype in _NUM_BYTES else max(0, num_bytes)
+    if num_bytes != expected:
+        raise ValueError(
+            f"{file} is damaged: {name!r} should be {found.dtype} {list(found.shape)}, and has {num_bytes} bytes; "
+            f"{remedy}"
+        )
+    return found
+
+
+def _refuse_gaps(file: str, tensors: Mapping[str, TensorEntry], num_data_bytes: int, remedy: str) -> None:
+    end = max((entry.end for entry in tensors.values()), default=0)
+    if end != num_data_bytes:
+        state = "cut short" if end > num_data_bytes else "damaged"
+        raise ValueError(
+            f"{file} is {state}: its header promises {end} bytes of weights and it has {num_data_bytes}; {remedy}"
+        )
+    position = 0
+    for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
+        if entry.start != position:
+            raise ValueError(f"{file} is damaged: {name!r} begins at byte {entry.start}, not {position}; {remedy}")
+        position = entry.end
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, of an index that lies beside the files.
+
+    Raises: ValueError naming the index if it is no such index, or names a file outside its folder.
+    """
+    found = expect(read_json_object(index).get("weight_map"), dict, f"{index}: weight_map")
+    for name, file in found.items():
+        expect(file, str, f"{index}: the file of {name}")
+        if Path(file).name != file:
+            raise ValueError(f"{index} places {name} in {file!r}, which is no file beside it; {AGAIN}")
+    if not found:
+        raise ValueError(f"{index} has an empty weight_map; {AGAIN}")
+    return found

@@ -1,0 +1,385 @@
+"""Quantized weights kept on disk, so that the next run reads half the bytes and rounds nothing.
+
+    model = load_through_cache(folder, info, device_of, dtype, quantizer)
+
+which is, step by step:
+
+    cached = open_cached(folder, info, quantizer.settings, dtype)
+    if cached is not None:
+        model = load_transformer(cached, device_of, dtype, quantizer)
+    else:
+        with QuantizedWriter(folder, info, quantizer.settings, dtype) as writer:  # commits, or abandons on an error
+            model = load_transformer(info, device_of, dtype, quantizer, writer)
+
+An entry is a folder of safetensors shards and an index. It holds the 8-bit weights that we rounded ourselves, with
+their scales, and nothing else: norms, biases and what the family keeps in full precision are read from the checkpoint
+as ever, and so are layers that the checkpoint holds in 8 bits of the right type. Loading through it gives the same bits
+as rounding again, because the same tensors reach the same quantizer by another way.
+
+What an entry is called is a hash of all that decides its content: the checkpoint's files (sampled, see
+encoding/key.py), which rows of them make which tensor, the scheme, the rotation, the dtype, and the patterns of what
+stays in full precision. The device is not part of it, nor where the checkpoint lies.
+
+A cache must never cost a run. So everything about it that fails (a full disk, a folder one may not write, a damaged
+entry) is one line in the log, and the weights are rounded as if there were none. An entry is written beside its name
+and renamed when whole; sizes and checksums of the shards' headers, and the values of all scales, are checked before it
+is used. As with the checkpoint itself, single flipped bits among the weights are not looked for. Entries of checkpoints
+and settings that are no longer used stay until their folders are deleted.
+
+Two runs may write the same entry: each in a folder of its own, and the first rename wins. Such a folder holds a file
+that its process keeps locked, so that what a killed run has left is known by its free lock and removed by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, replace
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+
+from ..encoding.claims import NoLocks, try_lock
+from ..encoding.key import file_fingerprint, settings_fingerprint
+from ..quantization.quantize import QuantizeSettings, Stored8
+from ..system.files import TEMPORARY_SUFFIX, sync_folder
+from .checkpoint import CheckpointInfo, LayerKeeper, LayerQuantizer, load_transformer
+from .header import TensorRecord, read_header
+from .quantized_files import read_scales
+
+__all__ = ["QuantizedWriter", "load_through_cache", "open_cached"]
+
+_log = logging.getLogger(__name__)
+
+# Raise when the same inputs are rounded to other bits, or the files look different.
+_VERSION = 1
+_SHARD_BYTES = 10**9  # older safetensors hold a shard twice while they write it
+_INDEX = "index.json"
+_LOCK = "lock"
+_TYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8"}
+_UNFINISHED = re.compile(rf"^\.[\w.-]+-[0-9a-f]{{20}}\.[0-9a-f]{{32}}{re.escape(TEMPORARY_SUFFIX)}$")
+# What reading an index and shards raises that are not what we wrote.
+_FOREIGN = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, SafetensorError)
+_NEW_S = 60  # so old is what a killed run has left, at least; between making a folder and locking it lie milliseconds
+
+
+class SettledQuantizer(LayerQuantizer, Protocol):
+    """A quantizer that says how it rounds; quantization/quantize.py's Quantizer is one."""
+
+    settings: QuantizeSettings
+
+
+def load_through_cache(
+    folder: Path | None,
+    info: CheckpointInfo,
+    device_of: Callable[[str], torch.device],
+    dtype: torch.dtype,
+    quantizer: SettledQuantizer,
+    keeper: LayerKeeper | None = None,
+) -> torch.nn.Module:
+    """load_transformer with a quantizer: from the cache if it has the model, else into it. None for no cache."""
+    if folder is None:
+        return load_transformer(info, device_of, dtype, quantizer, keeper=keeper)
+    cached = open_cached(folder, info, quantizer.settings, dtype)
+    if cached is not None:
+        try:
+            return load_transformer(cached, device_of, dtype, quantizer, keeper=keeper)
+        except _FOREIGN as error:  # deleted or damaged since; what is wrong with the checkpoint will be said below
+            _log.warning("the quantized weights in %s cannot be read and are rounded again (%s)", folder, error)
+    with QuantizedWriter(folder, info, quantizer.settings, dtype) as writer:
+        return load_transformer(info, device_of, dtype, quantizer, writer, keeper)
+
+
+def open_cached(
+    folder: Path, info: CheckpointInfo, settings: QuantizeSettings, dtype: torch.dtype
+) -> CheckpointInfo | None:
+    """The same model with the records of its rounded weights pointing into the cache; None if that has no whole entry.
+
+    Reads samples of the checkpoint's files and the scales of the entry. Of a damaged entry one line in the log says so.
+    """
+    name, key = _name_and_key(info, settings, dtype)
+    entry = folder / name
+    if not entry.exists():
+        return None
+    try:
+        records = _read_entry(entry, key)
+        tensors = {**info.tensors, **_fitting(records, info, settings)}
+    except _FOREIGN as error:
+        _log.warning("%s is damaged and its weights are rounded again (%s)", entry, error)
+        return None
+    _log.info("%d quantized weights are read from %s", len(records), entry)
+    return replace(info, tensors=tensors)
+
+
+def _name_and_key(info: CheckpointInfo, settings: QuantizeSettings, dtype: torch.dtype) -> tuple[str, str]:
+    """The entry's folder, which a user can tell from others, and the whole key."""
+    fingerprints = {file: file_fingerprint(file) for file in info.files}
+    key = settings_fingerprint(
+        {
+            "version": _VERSION,
+            "tensors": {name: _described(record, fingerprints) for name, record in info.tensors.items()},
+            "family": info.family.name,
+            "config": info.config,
+            "kept": info.family.keep_full_precision,
+            "scheme": settings.scheme,
+            "rotation": settings.rotation if settings.scheme == "int8-compute" else 0,
+            "dtype": str(dtype),
+        }
+    )
+    return f"{info.family.name}-{settings.scheme}-{key[:20]}", key
+
+
+def _described(record: TensorRecord, fingerprints: Mapping[Path, str]) -> Any:
+    """All of a record as plain values, with the file's content in the place of its name."""
+    scale = None if record.scale is None else _described(record.scale, fingerprints)
+    return [fingerprints[record.file], *astuple(replace(record, file=Path(), scale=None))[1:], scale]
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _read_entry(entry: Path, key: str) -> dict[str, TensorRecord]:
+    """The 8-bit weights of an entry by name.
+
+    Raises: one of _FOREIGN if it is not whole and ours.
+    """
+    index = json.loads((entry / _INDEX).read_text(encoding="utf-8"))
+    if index["key"] != key or index["checksum"] != _checksum(index):
+        raise ValueError("its index is damaged, or of another model or of other settings")
+    found: dict[str, TensorRecord] = {}
+    for file, expected in index["files"].items():
+        shard = entry / Path(file).name
+        if _measure(shard) != expected:
+            raise ValueError(f"{file} is not the file that was written")
+        found.update(read_header(shard).tensors)
+    records = {
+        f"{layer}.weight": replace(
+            found[f"{layer}.weight"], scale=found[f"{layer}.weight_scale"], rotation=int(rotation)
+        )
+        for layer, rotation in index["rotations"].items()
+    }
+    read_scales(records)
+    return records
+
+
+def _fitting(
+    records: Mapping[str, TensorRecord], info: CheckpointInfo, settings: QuantizeSettings
+) -> Mapping[str, TensorRecord]:
+    """The records, if they have the model's shapes and the scheme's type.
+
+    Raises: ValueError, or KeyError for a name the model has not.
+    """
+    for name, record in records.items():
+        num_rows = info.tensors[name].shape[0]
+        assert record.scale is not None
+        is_fitting = record.shape == info.tensors[name].shape and record.scale.shape == (num_rows, 1)
+        if not is_fitting or record.dtype != _TYPES[settings.stored_dtype]:
+            raise ValueError(f"its {name} is {record.dtype} {list(record.shape)}")
+    return records
+
+
+def _checksum(index: Mapping[str, Any]) -> str:
+    content = {name: value for name, value in index.items() if name != "checksum"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _measure(file: Path) -> dict[str, Any]:
+    """Size and checksum of the header, which names every tensor, type and offset."""
+    with open(file, "rb") as stream:
+        length = stream.read(8)
+        header = stream.read(min(int.from_bytes(length, "little"), 2**27))
+    return {"size": file.stat().st_size, "header": hashlib.sha256(length + header).hexdigest()}
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+class QuantizedWriter:
+    """Writes an entry while a model is being quantized; as a context manager it commits, or abandons on an error.
+
+    Host memory holds one shard of 1 GB (twice that with safetensors before 0.8) and one layer. After the first failure,
+    which the log tells, it does nothing.
+    """
+
+    def __init__(self, folder: Path, info: CheckpointInfo, settings: QuantizeSettings, dtype: torch.dtype) -> None:
+        name, self._key = _name_and_key(info, settings, dtype)
+        self._entry = folder / name
+        self._temporary = folder / f".{name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+        self._lock: IO[bytes] | None = None
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._rotations: dict[str, int] = {}
+        self._files: dict[str, dict[str, Any]] = {}
+        self._is_off = False
+        _remove_unfinished(folder)
+
+    def __enter__(self) -> QuantizedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.commit()
+        else:
+            self.abandon()
+
+    def expect(self, num_bytes: int) -> None:
+        """Say how much will come, so that a disk too small for it is not filled first."""
+        if num_bytes:
+            self._try(lambda: self._require_room(num_bytes))
+
+    def add(self, fqn: str, stored: Stored8) -> None:
+        """Take a rounded layer; its tensors are copied to the host, and to the disk when a shard is full."""
+        if self._is_off:
+            return
+        tensors = {f"{fqn}.weight": stored.weight, f"{fqn}.weight_scale": stored.scale}
+        num_bytes = sum(tensor.nbytes for tensor in (*self._waiting.values(), *tensors.values()))
+        if self._waiting and num_bytes > _SHARD_BYTES:
+            self._try(self._write_shard)
+        if self._is_off:
+            return
+        self._waiting |= {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+        self._rotations[fqn] = stored.rotation
+
+    def commit(self) -> None:
+        """Give the entry its name, if there is anything in it and nobody else has written it."""
+        if self._waiting:
+            self._try(self._write_shard)
+        if self._files and not self._is_off:
+            self._try(self._publish)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Remove what was written and not committed."""
+        self._is_off = True
+        self._waiting.clear()
+        self._unlock()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _try(self, step: Callable[[], None]) -> None:
+        """Run a step that may fail without anyone being harmed but the next run."""
+        if self._is_off:
+            return
+        try:
+            step()
+        except (OSError, SafetensorError) as error:  # its library turns a full disk into an error of its own
+            _log.warning("the quantized weights are not kept for the next run: %s", error)
+            self.abandon()
+
+    def _require_room(self, num_bytes: int) -> None:
+        """Raises: OSError naming the folder and the bytes missing."""
+        folder = self._entry.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        missing = num_bytes - shutil.disk_usage(folder).free
+        if missing > 0:
+            raise OSError(f"{folder} has {missing} bytes ({missing / 1e9:.2f} GB) too little room")
+
+    def _write_shard(self) -> None:
+        from safetensors.torch import save_file
+
+        self._require_room(sum(tensor.nbytes for tensor in self._waiting.values()))
+        if not self._files:
+            self._temporary.mkdir()
+            self._lock = _lock(self._temporary / _LOCK)
+        file = self._temporary / f"weights-{len(self._files) + 1:05d}.safetensors"
+        save_file(self._waiting, file)
+        self._waiting.clear()
+        _flush(file)
+        self._files[file.name] = _measure(file)
+
+    def _publish(self) -> None:
+        """Write the index and rename; whoever comes second keeps what is there, unless it is damaged."""
+        index = {"key": self._key, "files": self._files, "rotations": self._rotations}
+        index["checksum"] = _checksum(index)
+        file = self._temporary / _INDEX
+        file.write_text(json.dumps(index, indent=1), encoding="utf-8")
+        _flush(file)
+        sync_folder(self._temporary)
+        self._unlock()  # Windows renames no folder with an open file in it
+        (self._temporary / _LOCK).unlink(missing_ok=True)
+        if self._entry.exists():
+            if self._is_written():
+                return
+            _remove(self._entry)
+        try:
+            self._temporary.rename(self._entry)
+        except OSError:
+            if not self._is_written():
+                raise
+            return
+        sync_folder(self._entry.parent)
+        num_bytes = sum(each["size"] for each in self._files.values())
+        _log.info("%d quantized weights are kept in %s (%.2f GB)", len(self._rotations), self._entry, num_bytes / 1e9)
+
+    def _is_written(self) -> bool:
+        """Whether a whole entry lies at our name."""
+        try:
+            return bool(_read_entry(self._entry, self._key))
+        except _FOREIGN:
+            return False
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+
+def _remove(path: Path) -> None:
+    """Take a damaged entry, or what else lies there, away under another name, so that nobody reads half of it."""
+    aside = path.parent / f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+    path.rename(aside)
+    if aside.is_dir():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        aside.unlink()
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove the unfinished folders of runs that are no more."""
+    with contextlib.suppress(OSError):  # no such folder, or none that we may change
+        for path in folder.iterdir():
+            if _UNFINISHED.match(path.name) and path.is_dir() and _is_left_behind(path):
+                _log.info("removing %s, which a run left behind", path)
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_left_behind(path: Path) -> bool:
+    if time.time() - path.stat().st_mtime < _NEW_S:
+        return False
+    if not (path / _LOCK).exists():
+        return True
+    lock = _lock(path / _LOCK)
+    if lock is None:
+        return False
+    lock.close()
+    return True
+
+
+def _lock(path: Path) -> IO[bytes] | None:
+    """An open file that no other process can lock until it is closed or its process ends; None if one has it."""
+    file = open(path, "ab")  # noqa: SIM115  (its owner closes it)
+    with contextlib.suppress(NoLocks):  # where there are no locks, nothing may be called left behind
+        if try_lock(file):
+            return file
+    file.close()
+    return None
+
+
+def _flush(file: Path) -> None:
+    """Wait until the disk holds a file's content."""
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

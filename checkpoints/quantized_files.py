@@ -1,0 +1,331 @@
+"""8-bit weights as checkpoint files hold them: which tensor is whose scale, and what the numbers mean.
+
+The equation. W = q * s, with q in float8 (e4m3fn, e5m2) or int8, and s one number for the tensor or one per row. What
+files differ in is where s is written and how the type is told:
+
+    old ComfyUI ("fp8_scaled")    X.weight, X.scale_weight, perhaps X.scale_input; a tensor scaled_fp8 marks the file
+    ComfyUI since 2025            X.weight, X.weight_scale, perhaps X.input_scale; X.comfy_quant, a JSON text as bytes,
+                                  or _quantization_metadata in the header say {"format": ...} of each layer
+    plain casts                   float8 weights, often of norms and biases too, without any scale: s = 1
+    our own cache                 X.weight, X.weight_scale, the rotation in its index (quantized_cache.py)
+
+Files are often mixed: layers without scales beside such with, in bfloat16 or float8. As ComfyUI does, we take a float8
+tensor that nothing announces as a plain cast, even in a file with scales. Scales of activations (scale_input,
+input_scale) are measured at every call here and are not read.
+
+ComfyUI's int8 files may be rotated ("convrot"): q was rounded from W R with R block-diagonal, of Hadamard matrices that
+are Kronecker powers of one 4 x 4 matrix. Ours (quantization/eight_bit.py) have other signs, so such a weight cannot be
+kept as it is; it is rotated back where it is dequantized.
+
+Refused by name: 4-bit and block-scaled formats (nvfp4, mxfp8, bitsandbytes, GPTQ, SVDQuant, ...). And nothing is
+guessed: a scale without its weight, of odd size, twice, or not positive is an error that names the tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..quantization.eight_bit import make_rotation, rotate
+from .header import EIGHT_BIT_TYPES, FLOAT_TYPES, TensorRecord
+from .weight_file import WeightReader, open_weights
+
+METADATA_KEY = "_quantization_metadata"
+# What a format's name says about the type of the weight.
+_STORED_TYPES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8_tensorwise": "I8"}
+_SPELLED = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8", "U8": "uint8 (packed 4-bit)"}
+
+_TORCH_TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8}
+
+_SCALE = re.compile(r"^(?P<layer>.+)\.(?P<spelling>scale_weight|weight_scale)$")
+_IGNORED = re.compile(r"(^|\.)(scaled_fp8|comfy_quant|scale_input|input_scale)$")
+_NOTE = ".comfy_quant"
+# First match wins; names that only a format has that is not read.
+_OTHER_FORMATS = tuple(
+    (what, re.compile(pattern))
+    for what, pattern in (
+        ("nvfp4", r"\.weight_scale_2$"),
+        ("bitsandbytes", r"\.(absmax|quant_map|nested_absmax|quant_state\..+|SCB)$"),
+        ("SVDQuant (Nunchaku)", r"\.(wscales|wtscale|wcscales|smooth_factor|smooth_factor_orig|proj_down)$"),
+        ("GPTQ or AWQ", r"\.(qweight|qzeros|g_idx)$"),
+        ("compressed-tensors", r"\.(weight_packed|weight_shape|weight_zero_point)$"),
+        ("ComfyUI's asym_w4a8_int8", r"\.(weight_s_rel|weight_s_channel|weight_codebook)$"),
+        ("smoothed weights (pre_quant_scale)", r"\.pre_quant_scale$"),
+        ("float8 with a scale per block", r"\.weight_scale_inv$"),
+    )
+)
+_WHAT_WORKS = (
+    "float8 and int8 with one scale per tensor or per row are read; use such a file, or the bf16 file "
+    '(quantize = "fp8" converts it while loading)'
+)
+_PIECE = 2**26  # weights in float32 at a time: 256 MiB
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """What a file says about one layer's weight.
+
+    Args:
+        name: ComfyUI's, e.g. "float8_e4m3fn".
+        convrot: block of ComfyUI's rotation, 0 for none.
+    """
+
+    name: str
+    convrot: int = 0
+
+
+# --- recognising -----------------------------------------------------------------------------------------------------
+
+
+def read_formats(
+    path: Path, records: Mapping[str, TensorRecord], metadata: Iterable[Mapping[str, str]]
+) -> dict[str, LayerFormat]:
+    """What the headers' metadata and the comfy_quant tensors say, by the layer's name in records.
+
+    Metadata names a layer as the file does or without the prefix of its model; both are found.
+
+    Raises: ValueError for a note that is no JSON object with a format, or two notes that differ.
+    """
+    noted = [_noted_layers(path, each) for each in metadata]
+    formats: dict[str, LayerFormat] = {}
+    for name, record in records.items():
+        if not name.endswith(".weight"):
+            continue
+        layer, key = name.removesuffix(".weight"), record.key.removesuffix(".weight")
+        for layers in noted:
+            if found := layers.get(key, layers.get(layer)):
+                formats[layer] = _parse_format(path, layer, found)
+    for name, record in records.items():
+        if name.endswith(_NOTE):
+            layer = name.removesuffix(_NOTE)
+            found = _parse_format(path, layer, _read_note(path, record))
+            if formats.setdefault(layer, found) != found:
+                raise ValueError(f"{path} says {formats[layer]} of {layer} in its header and {found} in {name}")
+    return formats
+
+
+def _noted_layers(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    if METADATA_KEY not in metadata:
+        return {}
+    try:
+        return dict(json.loads(metadata[METADATA_KEY])["layers"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} has a {METADATA_KEY} that cannot be read ({error!r}); download it again") from error
+
+
+def _read_note(path: Path, record: TensorRecord) -> Any:
+    ((_, data),) = read_records({record.key: record})
+    try:
+        return json.loads(data.numpy().tobytes())
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {record.key} is no JSON text ({error}); download it again") from error
+
+
+def _parse_format(path: Path, layer: str, note: Any) -> LayerFormat:
+    if not isinstance(note, dict) or not isinstance(note.get("format"), str):
+        raise ValueError(f"{path} says {note!r} of {layer}, which names no format; download it again")
+    inner = note["params"] if isinstance(note.get("params"), dict) else {}
+    if not note.get("convrot", inner.get("convrot", False)):
+        return LayerFormat(note["format"])
+    return LayerFormat(note["format"], int(note.get("convrot_groupsize", inner.get("convrot_groupsize", 256))))
+
+
+def pair_scales(
+    path: Path, records: Mapping[str, TensorRecord], formats: Mapping[str, LayerFormat]
+) -> dict[str, TensorRecord]:
+    """The model's own tensors, each 8-bit one with its scale and rotation; works on names, shapes and types.
+
+    Raises: ValueError naming the format, if it is not one that is read, or the tensor that does not fit.
+    """
+    _refuse_other_formats(path, records, formats)
+    scales = _find_scales(path, records)
+    own = {n: r for n, r in records.items() if not _SCALE.match(n) and not _IGNORED.search(n)}
+    strange = [r for r in own.values() if r.dtype not in FLOAT_TYPES and not r.is_quantized]
+    if strange:
+        kind = _SPELLED.get(strange[0].dtype, strange[0].dtype)
+        raise ValueError(
+            f"{path} holds quantized weights ({len(strange)} {kind} tensors, e.g. {strange[0].key}); {_WHAT_WORKS}"
+        )
+    for layer, scale in scales.items():
+        name = f"{layer}.weight"
+        if name not in own:
+            raise ValueError(f"{path} has the scale {scale.key}, but no {name} that it belongs to; download it again")
+        own[name] = replace(own[name], scale=scale)
+    for name, record in own.items():
+        own[name] = _checked(path, record, formats.get(name.removesuffix(".weight")))
+    return own
+
+
+def _refuse_other_formats(path: Path, records: Mapping[str, TensorRecord], formats: Mapping[str, LayerFormat]) -> None:
+    for layer, found in formats.items():
+        if found.name not in _STORED_TYPES:
+            raise ValueError(f"{path} holds quantized weights in {found.name} ({layer}); {_WHAT_WORKS}")
+    for what, pattern in _OTHER_FORMATS:
+        names = [name for name in records if pattern.search(name)]
+        if names:
+            raise ValueError(
+                f"{path} holds quantized weights of {what} ({len(names)} tensors, e.g. {names[0]}); {_WHAT_WORKS}"
+            )
+
+
+def _find_scales(path: Path, records: Mapping[str, TensorRecord]) -> dict[str, TensorRecord]:
+    """The scale of every layer that has one, by the layer's name."""
+    scales: dict[str, TensorRecord] = {}
+    for name, record in records.items():
+        if match := _SCALE.match(name):
+            other = scales.setdefault(match["layer"], record)
+            if other is not record:
+                raise ValueError(
+                    f"{path} has two scales for {match['layer']}.weight, {other.key} and {record.key}; which one is "
+                    "meant is not known"
+                )
+    return scales
+
+
+def _checked(path: Path, record: TensorRecord, found: LayerFormat | None) -> TensorRecord:
+    """The record with its rotation, if weight, scale and what the file says of them agree."""
+    if found and record.dtype != _STORED_TYPES[found.name]:
+        raise ValueError(
+            f"{path} says that {record.key} is {found.name}, and it is {_SPELLED.get(record.dtype, record.dtype)}; "
+            f"{_WHAT_WORKS}"
+        )
+    if record.dtype == "I8" and not (found and record.scale):
+        lacks = "no scale" if found or not record.scale else "nothing that names its format"
+        raise ValueError(f"{path} holds the int8 tensor {record.key} and {lacks} for it; {_WHAT_WORKS}")
+    if found and not record.scale:
+        raise ValueError(f"{path} says that {record.key} is {found.name}, but has no scale for it; download it again")
+    if record.scale:
+        _check_scale(path, record, record.scale)
+    if found and found.convrot:
+        _check_convrot(path, record, found.convrot)
+        return replace(record, convrot=found.convrot)
+    return record
+
+
+def _check_scale(path: Path, record: TensorRecord, scale: TensorRecord) -> None:
+    if not record.is_quantized:
+        raise ValueError(f"{path} has the scale {scale.key}, but {record.key} is {record.dtype} and not in 8 bits")
+    if scale.dtype not in FLOAT_TYPES:
+        raise ValueError(
+            f"{path} holds quantized weights in mxfp8 or another format with scales in {scale.dtype} ({scale.key}); "
+            f"{_WHAT_WORKS}"
+        )
+    num_rows = record.shape[0] if record.shape else 1
+    fitting = ((), (1,), (1, 1), (num_rows,), (num_rows, *(1,) * (len(record.shape) - 1)))
+    if scale.shape not in fitting:
+        raise ValueError(
+            f"{path}: the scale {scale.key} is {list(scale.shape)} for a weight of {list(record.shape)}; {_WHAT_WORKS}"
+        )
+
+
+def _check_convrot(path: Path, record: TensorRecord, block: int) -> None:
+    is_power = block >= 4 and block & (block - 1) == 0 and block.bit_length() % 2 == 1
+    if not is_power or len(record.shape) != 2 or record.shape[1] % block:
+        raise ValueError(
+            f"{path} says that {record.key} {list(record.shape)} is rotated in blocks of {block}; blocks are powers of "
+            "4 that divide the second size"
+        )
+
+
+def stays_in_8_bits(record: TensorRecord, can_take: Callable[[torch.dtype], bool]) -> bool:
+    """Whether a weight can stay as the file has it; can_take says which types a scheme multiplies with."""
+    return record.is_quantized and not record.convrot and can_take(_TORCH_TYPES[record.dtype])
+
+
+def count_types(records: Iterable[TensorRecord]) -> dict[str, int]:
+    """How many 8-bit tensors there are of each type, by torch's name for it."""
+    return dict(Counter(_SPELLED[record.dtype] for record in records if record.dtype in EIGHT_BIT_TYPES))
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_scales(tensors: Mapping[str, TensorRecord]) -> dict[str, torch.Tensor]:
+    """The scale of every tensor that has one: float32, on the CPU, [N] or [1].
+
+    All of them together are a few MB, so a bad one is found before the first weight is read.
+
+    Raises: ValueError naming a scale with a number that is not positive and finite.
+    """
+    records = {name: record.scale for name, record in tensors.items() if record.scale is not None}
+    scales = {name: scale.float().reshape(-1) for name, scale in read_records(records)}
+    for name, scale in scales.items():
+        is_good = scale.isfinite() & (scale > 0)
+        if not is_good.all():
+            raise ValueError(
+                f"{records[name].file}: the scale {records[name].key} holds {scale[~is_good][0].item()}; scales are "
+                "positive, so the file is damaged, download it again"
+            )
+    return scales
+
+
+def read_records(records: Mapping[str, TensorRecord]) -> Iterable[tuple[str, torch.Tensor]]:
+    """Names and tensors, file by file, one at a time."""
+    for file, of_file in by_file(records).items():
+        with open_weights(file) as reader:
+            for name, record in of_file.items():
+                yield name, read_tensor(reader, record)
+
+
+def by_file(records: Mapping[str, TensorRecord]) -> dict[Path, dict[str, TensorRecord]]:
+    """The same records, file by file."""
+    files: dict[Path, dict[str, TensorRecord]] = {}
+    for name, record in records.items():
+        files.setdefault(record.file, {})[name] = record
+    return files
+
+
+def read_tensor(reader: WeightReader, record: TensorRecord) -> torch.Tensor:
+    """The rows of one tensor, in the model's order, as the file has them."""
+    tensor = reader.get_slice(record.key)[slice(*record.rows)] if record.rows else reader.get_tensor(record.key)
+    if record.swap_halves:
+        tensor = torch.cat(tensor.chunk(2)[::-1])
+    return tensor
+
+
+@torch.no_grad()
+def dequantize(
+    values: torch.Tensor, scale: torch.Tensor | None, record: TensorRecord, dtype: torch.dtype
+) -> torch.Tensor:
+    """values * scale, rotated back, computed in float32 and rounded once, on the device of values.
+
+    Some rows at a time, so that beside values and result the device holds 256 MiB or one row.
+
+    Args:
+        values: 8-bit, of any shape.
+        scale: float32 [N] or [1] on the same device; None for 1.
+    """
+    flat = values.reshape(values.shape[0], -1) if values.ndim > 1 else values.reshape(-1, 1)
+    result = torch.empty(flat.shape, dtype=dtype, device=values.device)
+    scale = None if scale is None else scale.reshape(-1, 1).expand(flat.shape[0], 1)
+    matrix = _rotation_back(record, values.device)
+    height = max(1, _PIECE // max(1, flat.shape[1]))
+    for start in range(0, flat.shape[0], height):
+        rows = slice(start, start + height)
+        piece = flat[rows].float()
+        if scale is not None:
+            piece = piece * scale[rows]
+        result[rows] = piece if matrix is None else rotate(piece, matrix)
+    return result.reshape(values.shape)
+
+
+def _rotation_back(record: TensorRecord, device: torch.device) -> torch.Tensor | None:
+    if record.convrot:
+        return _regular_hadamard(record.convrot).to(device).t()
+    return make_rotation(record.rotation).to(device).t() if record.rotation else None
+
+
+def _regular_hadamard(block: int) -> torch.Tensor:
+    """ComfyUI's rotation: a Hadamard matrix whose rows all have the same sum, divided by sqrt(block). [block, block]"""
+    seed = 1.0 - 2.0 * torch.eye(4).flip(1)
+    matrix = seed
+    while matrix.shape[0] < block:
+        matrix = torch.kron(matrix, seed)
+    return matrix / block**0.5

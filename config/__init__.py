@@ -1,0 +1,1 @@
+"""The job a user describes."""

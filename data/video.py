@@ -1,0 +1,484 @@
+"""One clip: from a video file, an animation or a folder of images to the frames that are trained on.
+
+A request names frames by number, counted in the order in which they are shown. Which numbers those are, so frame rate
+and window, is decided before (data/clips.py) and is part of the sample: reading has nothing left to choose.
+
+MP4, MOV, MKV and WebM go through PyAV (FFmpeg), animations (GIF, WebP, APNG) through Pillow, as still images do. A
+sub-folder of images, sorted by the numbers in their names, is a clip too. Frames come one after the other, and only the
+wanted ones are kept.
+
+A frame is turned and mirrored as the file says, stretched where its pixels are not square, laid on white where it is
+transparent, and then resized and cropped like an image. YUV becomes RGB by the matrix and range the file names. What is
+not done: no deinterlacing, and no tone mapping of HDR.
+
+How frames are counted. The times of all packets, sorted, are the frames: that needs no decoding. A decoder may show
+nothing for a packet (VP8's hidden reference frames), so a wanted frame is the one on screen at its time. If the decoder
+ends before that time the clip is refused, never continued with its last frame.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import torch
+
+from ..encoding.key import file_fingerprint, settings_fingerprint
+from ..system.listing import Looked
+from .image import IMAGE_SUFFIXES, ImageRequest, cut_out, open_image, read_pixels, read_size, to_rgb
+from .open_image import opened, refuse_too_large
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as PilImage
+
+CONTAINER_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm")
+ANIMATION_SUFFIXES = (".gif", ".webp", ".png")  # one frame or many: the name does not tell
+CLIP_SUFFIXES = (*CONTAINER_SUFFIXES, ".gif")  # what is looked for besides images
+
+_SHORTEST_S = 0.01  # browsers show a frame that asks for this or less for a tenth of a second, and so do we
+_DEFAULT_S = 0.1
+_HDR_TRANSFERS = (16, 18)  # FFmpeg's AVCOL_TRC of PQ and HLG
+_SWS_MATRICES = {1: 1, 4: 4, 7: 7, 9: 9}  # FFmpeg's AVCOL_SPC -> swscale's: BT.709, FCC, SMPTE 240M, BT.2020
+_SWS_DEFAULT = 5  # BT.601, also for files that name none
+_LIMITED_RANGE, _FULL_RANGE = 1, 2  # AVCOL_RANGE
+_NO_OTHER_FILES = {"protocol_whitelist": "none", "enable_drefs": "0"}  # "none" is no protocol's name
+_ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoders leave the transparency out
+
+
+@dataclass(frozen=True)
+class ClipInfo:
+    """What a clip is, before anything is chosen from it.
+
+    Args:
+        size: (height, width) as it is looked at: turned, with square pixels.
+        num_frames: frames in it.
+        times_s: when each is shown, from 0, in seconds; () for a folder of images, which has no times.
+        end_s: when the last one ends.
+        is_hdr: whether its brightness is coded for HDR screens.
+    """
+
+    size: tuple[int, int]
+    num_frames: int
+    times_s: tuple[float, ...] = ()
+    end_s: float = 0.0
+    is_hdr: bool = False
+
+
+def is_clip(path: Path) -> bool:
+    """Whether this is a clip rather than an image: a video, a folder, or an animation of more than one frame.
+
+    An image that cannot be opened is none; whoever reads it says why.
+    """
+    from PIL import Image
+
+    if path.is_dir() or path.suffix.lower() in CONTAINER_SUFFIXES:
+        return True
+    if path.suffix.lower() not in ANIMATION_SUFFIXES:
+        return False
+    try:
+        with opened(path) as file:
+            return getattr(file, "n_frames", 1) > 1
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError):
+        return False
+
+
+def probe_clip(path: Path) -> ClipInfo:
+    """What the clip holds.
+
+    Of a video all packets are read and the first frame is decoded: the price of reading the file. Animations and
+    folders of images are decoded whole.
+
+    Raises: ValueError naming the file and what is wrong with it; RuntimeError without PyAV.
+    """
+    with _naming(path):
+        if path.is_dir():
+            return _probe_sequence(path)
+        return _probe_animation(path) if _is_animation(path) else _probe_container(path)
+
+
+def read_frames(request: ImageRequest) -> torch.Tensor:
+    """The requested pixels of an image or clip, float32 in -1..1. [3, F, crop height, crop width]; F is 1 for an image
+
+    Raises: ValueError naming the file if it cannot be read, or ends before the last wanted frame.
+    """
+    if not request.frames:
+        return read_pixels(request)[:, None]
+    path, wanted = Path(request.path), sorted(set(request.frames))
+    pixels = np.empty((len(wanted), *request.crop[2:], 3), dtype=np.uint8)
+    with _naming(path):
+        found = 0
+        for image in _images(path, wanted):
+            pixels[found] = cut_out(image, request)
+            found += 1
+        if found < len(wanted):
+            raise ValueError(f"it ends before its frame {wanted[found] + 1}")
+    order = [wanted.index(frame) for frame in request.frames]  # slow sources show a frame more than once
+    return torch.from_numpy(pixels[order]).permute(3, 0, 1, 2).to(torch.float32).div_(127.5).sub_(1.0)
+
+
+def media_fingerprint(path: str | Path) -> str:
+    """Hash of the bytes of a file, or of all images of a folder in their order, whatever they are called.
+
+    Raises: OSError if one cannot be read.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return file_fingerprint(path)
+    return settings_fingerprint([file_fingerprint(file) for file in sequence_files(path)])
+
+
+def sequence_files(folder: Path, looked: Looked | None = None) -> list[Path]:
+    """The images of a folder as the frames of a clip: 2 comes before 10.
+
+    Args:
+        looked: the look that this is part of, whose end then counts.
+    """
+    files = (file for file in (looked or Looked()).entries(folder) if file.suffix.lower() in IMAGE_SUFFIXES)
+    return sorted(files, key=lambda file: (_natural(file.stem), file.name))
+
+
+def _natural(name: str) -> list[Any]:
+    """A key that compares runs of digits as numbers."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.findall(r"[0-9]+|[^0-9]+", name)]
+
+
+def _is_animation(path: Path) -> bool:
+    return path.suffix.lower() in ANIMATION_SUFFIXES
+
+
+def _images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
+    """The wanted frames in RGB, upright, in rising order; fewer if the clip ends before."""
+    if path.is_dir():
+        files = sequence_files(path)
+        return (open_image(files[index]) for index in wanted if index < len(files))
+    return _animation_images(path, wanted) if _is_animation(path) else _container_images(path, wanted)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Say which file it was, and what would help."""
+    from PIL import Image
+
+    try:
+        yield
+    except (ValueError, OSError, EOFError, SyntaxError, Image.DecompressionBombError) as error:
+        if str(error).startswith(str(path)):  # an image inside a folder says its own name
+            raise
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise ValueError(
+            f"{path}: cannot be read as a clip ({reason}); repair it or take it out of the dataset"
+        ) from error
+
+
+# --- folders of images -----------------------------------------------------------------------------------------------
+
+
+def _probe_sequence(folder: Path) -> ClipInfo:
+    files = sequence_files(folder)
+    if not files:
+        raise ValueError(f"there is no image in it; looked for names ending in {', '.join(IMAGE_SUFFIXES)}")
+    sizes = [read_size(file) for file in files]
+    for file, size in zip(files, sizes, strict=True):
+        if size != sizes[0]:
+            raise ValueError(
+                f"{file.name} is {size[1]}x{size[0]}, but {files[0].name} is {sizes[0][1]}x{sizes[0][0]}; "
+                "the frames of a clip have one size"
+            )
+    return ClipInfo(sizes[0], len(files))
+
+
+# --- animations ------------------------------------------------------------------------------------------------------
+
+
+def _animation_frames(path: Path) -> Iterator[tuple[Any, float]]:
+    """Every frame, loaded, with the seconds it is shown."""
+    with opened(path) as file:
+        if file.format == "GIF":
+            _refuse_cut_off_gif(path)
+        first = 1 if file.info.get("default_image") else 0  # an APNG may have a still that is no part of it
+        for index in range(first, getattr(file, "n_frames", 1)):
+            file.seek(index)
+            file.load()
+            duration = file.info.get("duration", 0) / 1000
+            yield file, duration if duration > _SHORTEST_S else _DEFAULT_S
+
+
+def _refuse_cut_off_gif(path: Path) -> None:
+    """Pillow takes the frames before the cut for all there are."""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 1024))
+        if not file.read().rstrip(b"\0").endswith(b";"):
+            raise ValueError("it is cut off: its last byte is not that of a GIF")
+
+
+def _probe_animation(path: Path) -> ClipInfo:
+    from PIL import ImageOps
+
+    times: list[float] = []
+    end, size = 0.0, (0, 0)
+    for file, duration in _animation_frames(path):
+        if not times:
+            width, height = ImageOps.exif_transpose(file).size
+            size = (height, width)
+        times.append(end)
+        end += duration
+    return ClipInfo(size, len(times), tuple(times), end)
+
+
+def _animation_images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
+    from PIL import ImageOps
+
+    for index, (file, _) in enumerate(_animation_frames(path)):
+        if index in wanted:
+            yield to_rgb(ImageOps.exif_transpose(file))
+        if index >= wanted[-1]:
+            return
+
+
+# --- containers ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+    """The file's container and its video stream.
+
+    The format is told from the first bytes and FFmpeg is given an open file, so that neither a name nor a playlist in
+    disguise makes it open anything else. Tracks that lie in other files, which MOV knows, are not opened.
+    """
+    try:
+        import av
+    except ImportError as error:
+        raise RuntimeError(f"reading {path} needs PyAV, which ComfyUI brings along; pip install av") from error
+
+    with open(path, "rb") as file:
+        kind = _find_kind(file)
+        file.seek(0)
+        try:
+            with av.open(file, format=kind, container_options=_NO_OTHER_FILES) as container:
+                stream: Any = container.streams.best("video")
+                if stream is None:
+                    raise ValueError("there is no video in it")
+                if stream.codec_context is None:
+                    raise ValueError("there is no decoder for its codec; save it as H.264 or VP9")
+                refuse_too_large(stream.codec_context.width, stream.codec_context.height)
+                yield container, stream
+        except av.error.FFmpegError as error:  # some are neither ValueError nor OSError
+            raise ValueError(error.strerror or str(error)) from error
+
+
+def _find_kind(file: BinaryIO) -> str:
+    """FFmpeg's name of the container, if all of the file is there.
+
+    Raises: ValueError for another content, or a file that is shorter than it says.
+    """
+    start = file.read(12)
+    if not start:
+        raise ValueError("the file is empty")
+    size = file.seek(0, 2)
+    if start[:4] == b"\x1aE\xdf\xa3":
+        end, kind = _matroska_end(file), "matroska"
+    elif start[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot"):
+        end, kind = _mov_end(file, size), "mov"
+    else:
+        raise ValueError("it is neither MP4, MOV, MKV nor WebM")
+    if end > size:
+        raise ValueError(f"it is cut off: {size} of {end} bytes are there")
+    return kind
+
+
+def _mov_end(file: BinaryIO, size: int) -> int:
+    """Where the boxes that hold frames or their index should end; other boxes and what follows them do not matter."""
+    position = end = 0
+    while position + 8 <= size:
+        file.seek(position)
+        header = file.read(16)
+        length = int.from_bytes(header[:4], "big")
+        if length == 1:
+            length = int.from_bytes(header[8:16], "big")
+        if length < 8:  # to the end of the file, or no box
+            break
+        position += length
+        if header[4:8] in (b"moov", b"mdat", b"moof"):
+            end = position
+    return end
+
+
+def _matroska_end(file: BinaryIO) -> int:
+    """Where the segment should end; 0 if the file does not say, as of a live recording."""
+    file.seek(4)
+    length = _read_vint(file)
+    if length is None:
+        return 0
+    file.seek(length, 1)
+    if file.read(4) != b"\x18S\x80g":
+        return 0
+    length = _read_vint(file)
+    return 0 if length is None else file.tell() + length
+
+
+def _read_vint(file: BinaryIO) -> int | None:
+    """EBML's number of variable length; None for "unknown"."""
+    first = file.read(1)
+    if not first or first == b"\0":
+        return None
+    num_bytes = 9 - first[0].bit_length()
+    value = int.from_bytes(bytes([first[0] & (0xFF >> num_bytes)]) + file.read(num_bytes - 1), "big")
+    return None if value == (1 << (7 * num_bytes)) - 1 else value
+
+
+@dataclass(frozen=True)
+class _Track:
+    """The video of a container: when each frame is shown and when the last one ends, in units of `unit` seconds."""
+
+    times: list[int]
+    end: int
+    unit: Fraction
+    size: tuple[int, int]
+    is_hdr: bool
+
+
+def _read_track(path: Path) -> _Track:
+    """All packets, and the first frame."""
+    times, end = _read_times(path)
+    with _opened(path) as (container, stream):
+        frame = next(_decode(container, stream), None)
+        if frame is None or frame.pts is None:
+            raise ValueError("no frame of it can be decoded")
+        image = _to_image(frame, stream.sample_aspect_ratio)
+        return _Track(
+            times=[time for time in times if time >= frame.pts],  # what precedes the first key frame is never shown
+            end=end,
+            unit=stream.time_base,
+            size=(image.height, image.width),
+            is_hdr=int(stream.codec_context.color_trc) in _HDR_TRANSFERS,
+        )
+
+
+def _read_times(path: Path) -> tuple[list[int], int]:
+    duration_at: dict[int, int] = {}
+    with _opened(path) as (container, stream):
+        for packet in container.demux(stream):
+            if packet.size == 0 or packet.is_discard:
+                continue
+            if packet.is_corrupt or packet.pts is None:
+                raise ValueError("a part of it is damaged" if packet.is_corrupt else "its frames carry no times")
+            duration_at[packet.pts] = packet.duration or 0
+    if not duration_at:
+        raise ValueError("there is no frame in it")
+    times = sorted(duration_at)
+    usual = times[-1] - times[-2] if len(times) > 1 else 1
+    return times, times[-1] + (duration_at[times[-1]] or usual)
+
+
+def _decode(container: Any, stream: Any) -> Iterator[Any]:
+    """All frames from where the container stands."""
+    import av
+
+    stream.thread_type = "AUTO"
+    decoder = stream.codec_context
+    if stream.metadata.get("alpha_mode") == "1" and decoder.name in _ALPHA_DECODERS:
+        decoder = av.CodecContext.create(_ALPHA_DECODERS[decoder.name], "r")
+        if stream.codec_context.extradata:
+            decoder.extradata = stream.codec_context.extradata
+    for packet in container.demux(stream):
+        for frame in decoder.decode(packet if packet.size else None):
+            if frame.is_corrupt:
+                raise ValueError(f"the frame at {float((frame.pts or 0) * stream.time_base):.2f} s is damaged")
+            yield frame
+
+
+def _probe_container(path: Path) -> ClipInfo:
+    track = _read_track(path)
+    start = track.times[0]
+    return ClipInfo(
+        size=track.size,
+        num_frames=len(track.times),
+        times_s=tuple(float((time - start) * track.unit) for time in track.times),
+        end_s=float((track.end - start) * track.unit),
+        is_hdr=track.is_hdr,
+    )
+
+
+def _container_images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
+    times = _read_track(path).times
+    targets = [times[index] for index in wanted if index < len(times)]
+    can_skip = bool(targets) and targets[0] > times[0] and _seeks_before(path, targets[0])
+    with _opened(path) as (container, stream):
+        if can_skip:
+            container.seek(targets[0], stream=stream)
+        for frame in _on_screen(_decode(container, stream), targets):
+            yield _to_image(frame, stream.sample_aspect_ratio)
+
+
+def _seeks_before(path: Path, time: int) -> bool:
+    """Whether a seek lands at or before this time; in files with a poor index it may land behind it."""
+    with _opened(path) as (container, stream):
+        container.seek(time, stream=stream)
+        frame = next(_decode(container, stream), None)
+        return frame is not None and frame.pts <= time
+
+
+def _on_screen(frames: Iterator[Any], times: Sequence[int]) -> Iterator[Any]:
+    """The frame that is shown at each of the rising times; ends where the frames do."""
+    remaining = list(reversed(times))
+    shown = None
+    for frame in frames:
+        while remaining and shown is not None and remaining[-1] < frame.pts:
+            yield shown
+            remaining.pop()
+        if not remaining:
+            return
+        shown = frame
+    while remaining and shown is not None and remaining[-1] <= shown.pts:
+        yield shown
+        remaining.pop()
+
+
+def _to_image(frame: Any, pixel_aspect: Any) -> PilImage:
+    """A frame in RGB, upright, with square pixels."""
+    from PIL import Image
+
+    is_transparent = any(component.is_alpha for component in frame.format.components)
+    # PyAV before 17 converts by BT.601 and limited range, whatever the frame says, unless source and target differ in
+    # what it is told. RGB has no range, so none is named for it.
+    values = frame.to_ndarray(
+        format="rgba" if is_transparent else "rgb24",
+        src_colorspace=_SWS_MATRICES.get(int(frame.colorspace), _SWS_DEFAULT),
+        dst_colorspace=_SWS_DEFAULT,
+        src_color_range=_FULL_RANGE if int(frame.color_range) == _FULL_RANGE else _LIMITED_RANGE,
+        dst_color_range=0,
+    )
+    image = to_rgb(Image.fromarray(values))
+    if pixel_aspect and pixel_aspect != 1:
+        width = max(1, round(image.width * pixel_aspect))
+        image = image.resize((width, image.height), Image.Resampling.LANCZOS)
+    return _turn(image, frame)
+
+
+def _turn(image: PilImage, frame: Any) -> PilImage:
+    """Turn and mirror as the display matrix says: column, row -> a column + c row, b column + d row.
+
+    Raises: ValueError for any other angle than quarter turns.
+    """
+    from PIL import Image
+
+    stored = frame.side_data.get("DISPLAYMATRIX")
+    if stored is None:
+        return image
+    a, b, _, c, d = np.frombuffer(stored, dtype=np.int32)[:5] / 65536
+    is_turned = a == 0
+    if {abs(a), abs(d), abs(b), abs(c)} != {0, 1} or (abs(a), abs(b)) != (abs(d), abs(c)):
+        raise ValueError("it is to be shown at an angle; only quarter turns are read")
+    if is_turned:
+        image = image.transpose(Image.Transpose.TRANSPOSE)
+    if (c if is_turned else a) < 0:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if (b if is_turned else d) < 0:
+        image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    return image

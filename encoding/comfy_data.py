@@ -1,0 +1,125 @@
+"""ComfyUI's CONDITIONING and LATENT taken apart: plain lists, dicts and tensors, of which nothing is imported.
+
+A CONDITIONING is a list of [states [1, S, D], options]. Of the options the model we train reads pooled_output. All
+others change what the model is given (areas, reference images, guidance, hooks), so they are refused rather than lost.
+A LATENT is {"samples": [B, C, H, W] or [B, C, F, H, W]}, as the VAE made it: samplers normalise it, so it is not yet.
+
+Core's convention for lists of both (Make Training Dataset, Resolution Bucket): entry by entry they belong together, and
+where a LATENT is a batch, its CONDITIONING has one item per sample of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..families.comfy.inputs import COND, POOLED, SAMPLES
+
+Entry = dict[str, torch.Tensor]
+
+# Without attention_mask_img_shape no model that we train reads the mask.
+_WITHOUT_EFFECT = frozenset({"attention_mask"})
+# What ComfyUI's nodes note beside the samples, without changing them.
+_LATENT_NOTES = frozenset({"batch_index", "downscale_ratio_spacial", "downscale_ratio_temporal"})
+_REMEDIES = {
+    "guidance": "take the FluxGuidance node out, and set guidance on the training node",
+    "hooks": "take the hooks off the CLIP",
+}
+
+
+def read_conditioning(conditioning: Any, what: str) -> Entry:
+    """The states and the pooled output of a CONDITIONING with one item, without their batch.
+
+    Args:
+        what: names it in a message.
+    Raises: ValueError if it is none, or says more than those two.
+    """
+    if not isinstance(conditioning, (list, tuple)) or len(conditioning) != 1:
+        raise ValueError(
+            f"{what}: a CONDITIONING with one item is needed, found {_describe(conditioning)}; training knows no "
+            "combined or scheduled prompts"
+        )
+    return _read_item(conditioning[0], what)
+
+
+def _read_item(item: Any, what: str) -> Entry:
+    is_pair = isinstance(item, (list, tuple)) and len(item) == 2 and isinstance(item[1], Mapping)
+    if not is_pair or not _is_states(item[0]):
+        raise ValueError(f"{what}: a CONDITIONING is a list of [states [1, S, D], options], found {_describe(item)}")
+    states, options = item
+    _refuse_options(options, what)
+    entry = {COND: states[0]}
+    pooled = options.get(POOLED)
+    if pooled is not None:
+        if not isinstance(pooled, torch.Tensor) or pooled.ndim != 2 or pooled.shape[0] != 1:
+            raise ValueError(f"{what}: pooled_output is a tensor [1, D], found {_describe(pooled)}")
+        entry[POOLED] = pooled[0]
+    return entry
+
+
+def _is_states(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 3 and value.shape[0] == 1 and value.numel() > 0
+
+
+def _refuse_options(options: Mapping[str, Any], what: str) -> None:
+    known = {POOLED, *_WITHOUT_EFFECT}
+    extra = sorted(str(name) for name, value in options.items() if name not in known and value is not None)
+    if extra:
+        remedy = _REMEDIES.get(extra[0], f"take out the node that adds {'it' if len(extra) == 1 else 'them'}")
+        raise ValueError(f"{what}: its CONDITIONING has {', '.join(extra)}, which training does not read; {remedy}")
+
+
+def read_samples(samples: Any, what: str) -> list[Entry]:
+    """The samples of a batch, one entry each.
+
+    Raises: ValueError if this is no tensor of that form.
+    """
+    if not isinstance(samples, torch.Tensor) or samples.ndim not in (4, 5) or samples.numel() == 0:
+        raise ValueError(f"{what}: samples are a tensor [B, C, H, W] or [B, C, F, H, W], found {_describe(samples)}")
+    return [{SAMPLES: sample} for sample in samples]
+
+
+def read_pairs(latents: Sequence[Any], conditioning: Sequence[Any]) -> Iterator[tuple[Entry, Entry]]:
+    """Latents and text of every sample, in order.
+
+    Raises: ValueError naming the first entry of the lists that cannot be used.
+    """
+    if len(latents) != len(conditioning):
+        raise ValueError(f"found {len(latents)} latents and {len(conditioning)} conditionings; give as many of each")
+    for number, (latent, texts) in enumerate(zip(latents, conditioning, strict=True), start=1):
+        what = f"entry {number} of {len(latents)}"
+        samples = _read_latent(latent, what)
+        if not isinstance(texts, (list, tuple)) or len(texts) != len(samples):
+            raise ValueError(
+                f"{what}: a latent of {len(samples)} samples needs a conditioning of as many items, found "
+                f"{_describe(texts)}; training knows no combined prompts"
+            )
+        for sample, item in zip(samples, texts, strict=True):
+            text = _read_item(item, what)
+            _refuse_broken(sample | text, what)
+            yield sample, text
+
+
+def _refuse_broken(entry: Entry, what: str) -> None:
+    broken = [name for name, tensor in entry.items() if not tensor.isfinite().all()]
+    if broken:
+        raise ValueError(f"{what}: {', '.join(broken)} holds NaN or infinity; encode it again, in another number type")
+
+
+def _read_latent(latent: Any, what: str) -> list[Entry]:
+    if not isinstance(latent, Mapping) or "samples" not in latent:
+        raise ValueError(f'{what}: a LATENT is {{"samples": tensor}}, found {_describe(latent)}')
+    extra = sorted(name for name in latent.keys() - {"samples", *_LATENT_NOTES} if latent[name] is not None)
+    if extra:
+        raise ValueError(f"{what}: its LATENT has {', '.join(extra)}, which training does not read; take it out")
+    return read_samples(latent["samples"], what)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)} items"
+    return f"a {type(value).__name__}"

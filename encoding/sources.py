@@ -1,0 +1,253 @@
+"""Who makes the states of a caption and the latents of an image: our own encoders, or somebody else's.
+
+The cache is filled in one way (encode.py), whoever computes: a source says what each result is called, loads when the
+first is missing, encodes, and frees. encode.py has the sources that read folders. Here are those for encoders that
+somebody else holds: a stock CLIP or VAE that ComfyUI has loaded. What these make is kept as ComfyUI hands it on, and is
+made fit for the model when it is read (families/comfy/inputs.py).
+
+Somebody else's encoder exists in his process only. What it made has a name that anybody can write down: the source's
+fingerprint, in a job's cache.text_source and cache.latent_source. Without the encoder such a source finds its entries
+and computes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..data.image import ImageRequest
+from .comfy_data import read_conditioning, read_samples
+from .key import stock_latent_key, stock_text_key
+
+if TYPE_CHECKING:
+    import torch
+
+Entry = Mapping[str, "torch.Tensor"]
+
+
+class TextRun(Protocol):
+    """One use of a text encoder. Nothing is loaded before load; close frees it, and does nothing twice.
+
+    Args:
+        batch_size: texts that are best encoded together.
+    """
+
+    @property
+    def device(self) -> torch.device | str: ...
+
+    @property
+    def batch_size(self) -> int: ...
+
+    def load(self) -> None: ...
+
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Entry]:
+        """One entry per text, to be kept unless problem_of says why not."""
+        ...
+
+    def problem_of(self, entry: Entry, text: str) -> str:
+        """Why what encode_batch made of this text must not be kept, and what would help; "" if it may be."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class TextSource(Protocol):
+    """One text encoder, by what it makes. name: for the log."""
+
+    @property
+    def name(self) -> str: ...
+
+    def text_of(self, caption: str) -> str:
+        """The caption as the tokenizer gets it."""
+        ...
+
+    def key_of(self, text: str) -> str: ...
+
+    def plan(self, num_missing: int) -> TextRun:
+        """Where it would run. Raises: ValueError if it cannot be run here."""
+        ...
+
+
+class LatentSource(Protocol):
+    """One VAE, by what it makes; loaded by load, freed by close."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def device(self) -> torch.device | str: ...
+
+    def key_of(self, request: ImageRequest, image_fingerprint: str) -> str: ...
+
+    def check(self, missing: Sequence[ImageRequest]) -> None:
+        """Raises: ValueError if it cannot be run here, or not on these."""
+        ...
+
+    def load(self) -> None: ...
+
+    def encode(self, pixels: torch.Tensor, path: str) -> Entry:
+        """The entry of an image or clip, [3, F, height, width], float32 in -1..1; an image is one frame.
+
+        Raises: RuntimeError naming the file if its latents are not finite.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class StockClip(Protocol):
+    """A text encoder that somebody else holds. encode gives what ComfyUI calls a CONDITIONING; release makes room."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def encode(self, text: str) -> Any: ...
+
+    def release(self) -> None: ...
+
+
+class StockVae(Protocol):
+    """A VAE that somebody else holds. encode takes pixels [F, height, width, 3] in 0..1 and gives samples with their
+    batch; release makes room.
+
+    Args:
+        takes_clips: whether it makes one sample of several frames, rather than one of each.
+    """
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def takes_clips(self) -> bool: ...
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor: ...
+
+    def release(self) -> None: ...
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+Problem = Callable[[Shapes], str]  # why an entry of these shapes does not fit the model; "" if it does
+LatentsProblem = Callable[[Shapes, int], str]  # the same, for an entry of so many video frames
+
+
+@dataclass(frozen=True)
+class StockTexts:
+    """What a stock CLIP makes; a TextSource, and its own run.
+
+    Args:
+        fingerprint: everything that decides what it makes, from the host.
+        problem: asked after each text, so that a CLIP of another model is refused at the first.
+        clip: None where only its name is known.
+    """
+
+    fingerprint: str
+    problem: Problem
+    clip: StockClip | None = None
+    name: str = "stock CLIP"
+    device: str = "cpu"  # of the results; the host places the encoder itself
+    batch_size: int = 1
+
+    def text_of(self, caption: str) -> str:
+        return caption
+
+    def key_of(self, text: str) -> str:
+        """Raises: ValueError for a caption that pulls in a file which the key knows nothing of."""
+        if "embedding:" in text:
+            raise ValueError(
+                f"the caption {text!r} names a textual inversion (embedding:), whose file is not part of the cache's "
+                "key; write it without, or leave stock_clip unconnected"
+            )
+        return stock_text_key(text, self.fingerprint)
+
+    def plan(self, num_missing: int) -> StockTexts:
+        if self.clip is None:
+            raise ValueError(_not_here(num_missing, "captions", self.fingerprint, "text_source"))
+        return self
+
+    def load(self) -> None:
+        pass  # the host does with the first text
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Entry]:
+        assert self.clip is not None
+        entries: list[Entry] = []
+        for text in texts:
+            entry = read_conditioning(self.clip.encode(text), f"the caption {text!r}")
+            _refuse(self.problem, entry, f"the stock CLIP does not fit: of the caption {text!r}, ")
+            entries.append(entry)
+        return entries
+
+    def problem_of(self, entry: Entry, text: str) -> str:
+        return _finite_problem(entry, f"the states of {text!r}")
+
+    def close(self) -> None:
+        if self.clip is not None:
+            self.clip.release()
+
+
+@dataclass(frozen=True)
+class StockLatents:
+    """What a stock VAE makes; a LatentSource. Arguments as for StockTexts."""
+
+    fingerprint: str
+    problem: LatentsProblem
+    vae: StockVae | None = None
+    name: str = "stock VAE"
+    device: str = "cpu"
+
+    def key_of(self, request: ImageRequest, image_fingerprint: str) -> str:
+        return stock_latent_key(image_fingerprint, request.resize, request.crop, self.fingerprint, request.frames)
+
+    def check(self, missing: Sequence[ImageRequest]) -> None:
+        if self.vae is None:
+            raise ValueError(_not_here(len(missing), "images", self.fingerprint, "latent_source"))
+        clips = [request.path for request in missing if len(request.frames) > 1]
+        if clips and not self.vae.takes_clips:
+            raise ValueError(
+                f"the stock VAE encodes every frame for itself, but {len(clips)} clips are to be encoded, such as "
+                f"{clips[0]}; connect the VAE that belongs to the model, or leave stock_vae unconnected"
+            )
+
+    def load(self) -> None:
+        pass
+
+    def encode(self, pixels: torch.Tensor, path: str) -> Entry:
+        assert self.vae is not None
+        levels = ((pixels + 1) * 127.5).round()  # the file's own bytes; the host's loaders divide them by 255
+        entries = read_samples(self.vae.encode((levels / 255).permute(1, 2, 3, 0)), path)
+        if len(entries) != 1:
+            raise ValueError(f"the stock VAE does not fit: of {path}, it made {len(entries)} samples, not one")
+        entry, num_frames = entries[0], pixels.shape[1]
+        _refuse(lambda shapes: self.problem(shapes, num_frames), entry, f"the stock VAE does not fit: of {path}, ")
+        if not_finite := _finite_problem(entry, f"the latents of {path}"):
+            raise RuntimeError(not_finite)
+        return entry
+
+    def close(self) -> None:
+        if self.vae is not None:
+            self.vae.release()
+
+
+def shapes_of(entry: Entry) -> dict[str, tuple[int, ...]]:
+    """By tensor name."""
+    return {name: tuple(tensor.shape) for name, tensor in entry.items()}
+
+
+def _refuse(problem: Problem, entry: Entry, what: str) -> None:
+    reason = problem(shapes_of(entry))
+    if reason:
+        raise ValueError(what + reason)
+
+
+def _finite_problem(entry: Entry, what: str) -> str:
+    if all(tensor.isfinite().all() for tensor in entry.values()):
+        return ""
+    return f"{what} are not finite; load the encoder in another number type"
+
+
+def _not_here(num_missing: int, what: str, fingerprint: str, key: str) -> str:
+    return (
+        f"{num_missing} {what} are not in the cache, and cache.{key} says that {fingerprint!r} makes them, which only "
+        "ComfyUI can: run the Cache Captions and Latents node on this dataset with the same loader and the same cache "
+        f"folder, or remove cache.{key} to use the model's own encoder"
+    )

@@ -1,0 +1,489 @@
+"""One text encoder: loading no more of it than is needed, and running it exactly as diffusers' pipelines do.
+
+chat_hidden_states (Mistral 3 for FLUX.2-dev, Qwen3 for FLUX.2-klein). hidden_states[k] is what enters layer k, so
+layers from max(k) on are not needed, nor are the vision tower, the projector and lm_head. The language model is
+therefore built with max(k) layers and without the final norm, on no device, and only its own tensors are read from the
+files, each straight to where it will compute. The result is bitwise that of the whole model: the layers left out come
+later.
+
+last_hidden_state (T5 for FLUX.1, UMT5 for Wan) and pooled (CLIP) use the whole encoder. With `zero_padding` a text is
+handled as WanPipeline does: cleaned first, padding masked in the encoder and zero afterwards. Without it, as
+FluxPipeline does: the text as it is, and no mask, so that the padding is encoded too. All
+are read tensor by tensor; parts that the class wants in float32 are held so.
+
+Texts are computed one by one. In a batch, matrix products of another size would round differently, and what is cached
+for a caption would depend on which captions happened to be missing beside it. Nor would a CPU be faster: one core made
+97 GFLOP/s in bfloat16 products of 512 tokens with a weight of Mistral 3's width, and 92 in those of 2048. An encoder
+whose layers are streamed (streamed_encoder.py) takes many texts per pass of its layers; inside them these go one by
+one, too.
+
+Hidden states are taken from the layers by hooks, which does not change from one version of transformers to the next
+as its own way of recording them does.
+
+Shape legend: B captions in a pass, S tokens (the spec's max_length), D width, L number of layers kept.
+"""
+
+from __future__ import annotations
+
+import html
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..families.spec import TextEncoderSpec
+from ..patches.hooks import HookSet
+from ..system.json_file import expect, read_json_object
+from .streamed_encoder import StreamedLayers, StreamPlan, stream_weights
+from .text_weights import (
+    WHAT_WORKS,
+    Sources,
+    Storage,
+    TextScheme,
+    applied_scheme,
+    encoder_sources,
+    language_model_sources,
+    layer_list,
+    read_weights,
+)
+
+logger = logging.getLogger(__name__)
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_PROBE = "a caption to try the chat template with"
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """A loaded encoder with its tokenizer, both as `spec` wants them used.
+
+    Args:
+        stream: what holds the layers where they pass through the device; None where they are resident.
+    """
+
+    spec: TextEncoderSpec
+    model: torch.nn.Module
+    tokenizer: Any
+    device: torch.device
+    image_placeholder: str = ""
+    stream: StreamedLayers | None = None
+
+    def encode(self, text: str) -> torch.Tensor:
+        """States of one prepared text, in the encoder's dtype on its device: [S, L * D], [S, D] or [D] by kind.
+
+        Raises: RuntimeError if the states are not finite, or there are none, or the installed transformers lacks an
+            argument we need.
+        """
+        states = self._encode_together([text])[0]
+        if problem := self.problem_of(states, text):
+            raise RuntimeError(problem)
+        return states
+
+    def encode_batch(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        """encode() of each text, bit by bit, unless problem_of says why not to use it; where layers are streamed, in as
+        few passes as can be.
+
+        A batch that plan_batches made takes one pass. The states of streamed encoders are on the CPU, so that a batch
+        of them does not take the room of the next pass.
+        """
+        if self.stream is None:
+            return [self._encode_together([text])[0] for text in texts]
+        states: dict[str, torch.Tensor] = {}
+        for batch in self.plan_batches(texts):
+            states.update(zip(batch, self._encode_together(batch), strict=True))
+        return [states[text] for text in texts]
+
+    def plan_batches(self, texts: Iterable[str]) -> list[list[str]]:
+        """The different texts in batches for encode_batch: single where the encoder is resident, else as many as one
+        pass takes, those that fill all tokens apart from those that are padded."""
+        unique = list(dict.fromkeys(texts))
+        if self.stream is None:
+            return [[text] for text in unique]
+        groups: dict[bool, list[str]] = {}
+        for text in unique:
+            groups.setdefault(self._fills_all(text), []).append(text)
+        size = self.stream.plan.captions_per_pass
+        return [
+            group[start : start + size] for _, group in sorted(groups.items()) for start in range(0, len(group), size)
+        ]
+
+    def close(self) -> None:
+        """Give back what a streamed encoder holds beside its model; encode nothing afterwards."""
+        if self.stream is not None:
+            self.stream.close()
+
+    def _fills_all(self, text: str) -> bool:
+        """Whether no token is padding, where the encoder can tell."""
+        sees_mask = self.spec.kind == "chat_hidden_states" or self.spec.zero_padding
+        return sees_mask and _count_tokens(self, _source(self, text)) >= self.spec.max_length
+
+    def _encode_together(self, texts: Sequence[str]) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            found = _ENCODE[self.spec.kind](self, texts)
+            if self.stream is not None:
+                found = (states.to("cpu") for states in found)
+            return list(found)
+
+    def problem_of(self, states: torch.Tensor, text: str) -> str:
+        """Why these states must not be used, and what would help; "" if they may be."""
+        if not torch.isfinite(states).all():
+            return (
+                f"{self.spec.folder} gave states that are not finite in {states.dtype} for {_shorten(text)}; "
+                'set cache.dtype to "bfloat16" or "float32"'
+            )
+        return ""
+
+
+def prepare_text(caption: str, spec: TextEncoderSpec) -> str:
+    """The text that is tokenized: cleaned as WanPipeline cleans it for zero_padding specs, else the caption itself.
+
+    Mojibake is repaired only where ftfy is installed, as in diffusers.
+    """
+    if not spec.zero_padding:
+        return caption
+    try:
+        import ftfy
+    except ModuleNotFoundError:
+        repaired = caption
+    else:
+        repaired = ftfy.fix_text(caption)
+    return re.sub(r"\s+", " ", html.unescape(html.unescape(repaired))).strip()
+
+
+def load_text_encoder(
+    spec: TextEncoderSpec,
+    folder: str | Path,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    quantize: TextScheme = "none",
+    *,
+    stream: StreamPlan | None = None,
+) -> TextEncoder:
+    """Load what `spec` needs from a diffusers model folder, offline, in eval mode and without gradients.
+
+    Weights come from safetensors only. close() the encoder when done.
+
+    Args:
+        dtype: of the computation and of what is not quantized.
+        quantize: what the linears are rounded to as they are read, those in spec.keep_full_precision excepted.
+        stream: let the layers pass through the device; None has all of the encoder there.
+    Raises: ValueError if a folder or file is missing, quantized, or is not the kind of encoder the spec describes, or
+        if the device cannot hold the scheme, or for a scheme that would be streamed; RuntimeError if torchao is needed
+        and missing.
+    """
+    folder, device = Path(folder), torch.device(device)
+    tokenizer = _load_tokenizer(folder / spec.tokenizer_folder)
+    config = _read_config(folder / spec.folder)
+    storage = Storage(device, dtype, applied_scheme(spec, quantize), spec.keep_full_precision)
+    if stream is not None:
+        refuse_streamed_scheme(storage.scheme)
+    model, layers = make_empty_encoder(spec, folder), None
+    sources = _find_sources(spec, model, folder / spec.folder)
+    if stream is None:
+        read_weights(model, sources, storage)
+    else:
+        layers = stream_weights(model, sources, storage, stream)
+    return TextEncoder(
+        spec=spec,
+        model=model.requires_grad_(False).eval(),
+        tokenizer=tokenizer,
+        device=device,
+        image_placeholder=_image_placeholder(config, tokenizer),
+        stream=layers,
+    )
+
+
+def refuse_streamed_scheme(scheme: TextScheme) -> None:
+    """Raises: ValueError for 8-bit weights, which are not streamed."""
+    if scheme != "none":
+        raise ValueError(
+            f'cache.text_quantize = "{scheme}" was asked for with a streamed text encoder, whose layers are on the '
+            'card only while they compute and need not be small; use "none", or name a card that holds the whole '
+            "encoder in 8 bits"
+        )
+
+
+def call_accepting(
+    function: Callable[..., Any], *, required: Mapping[str, Any], optional: Mapping[str, Any] = _NOTHING
+) -> Any:
+    """Call by keyword with every required argument and those optional ones that the installed version takes.
+
+    Raises: RuntimeError naming the required arguments that the function does not take.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    refused = [name for name in required if name not in names and not takes_any]
+    if refused:
+        raise RuntimeError(
+            f"{getattr(function, '__qualname__', function)} does not take {', '.join(refused)}, it takes "
+            f"{', '.join(sorted(names))}; another version of its library is needed"
+        )
+    taken = {name: value for name, value in optional.items() if takes_any or name in names}
+    return function(**required, **taken)
+
+
+# --- running ---------------------------------------------------------------------------------------------------------
+
+
+def _encode_chat(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
+    """[S, L * D] each, as the encode_prompt of Flux2Pipeline and Flux2KleinPipeline."""
+    states = _layer_outputs(encoder, _tokenize(encoder, texts))
+    return (torch.cat([state[index] for state in states], dim=-1) for index in range(len(texts)))
+
+
+def _chat_source(encoder: TextEncoder, text: str) -> tuple[str, bool]:
+    caption = text.replace(encoder.image_placeholder, "") if encoder.image_placeholder else text
+    rendered = render_chat(encoder.tokenizer, caption, encoder.spec)
+    # Most templates write the first token themselves; PixtralProcessor tells it the same way.
+    begin = encoder.tokenizer.bos_token
+    writes_begin = bool(begin) and rendered.startswith(begin)
+    return rendered, not writes_begin
+
+
+def _layer_outputs(encoder: TextEncoder, tokens: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """[B, S, D] for each of the spec's layers: number k is what layer k - 1 gives, the last one behind the norm."""
+    _, layers = layer_list(encoder.model)
+    found: dict[int, torch.Tensor] = {}
+    hooks = HookSet()
+
+    def keep(number: int) -> Callable[..., None]:
+        def after(layer: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            found[number] = output[0] if isinstance(output, tuple) else output
+
+        return after
+
+    for number in set(encoder.spec.layers):
+        hooks.after(layers[number - 1], keep(number))
+    try:
+        output = call_accepting(encoder.model.forward, required=tokens, optional={"use_cache": False})
+    finally:
+        hooks.remove()
+    if len(layers) in found:
+        found[len(layers)] = output.last_hidden_state
+    return [found[number] for number in encoder.spec.layers]
+
+
+def _encode_last(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
+    """[S, D] each; see FluxPipeline._get_t5_prompt_embeds and, with zero_padding, WanPipeline._get_t5_prompt_embeds."""
+    tokens = _tokenize(encoder, texts)
+    lengths = tokens["attention_mask"].sum(dim=1)
+    if not encoder.spec.zero_padding:
+        del tokens["attention_mask"]
+    states = call_accepting(encoder.model.forward, required=tokens).last_hidden_state
+    if not encoder.spec.zero_padding:
+        return iter(states)
+    return (_zero_after(state, int(length)) for state, length in zip(states, lengths, strict=True))
+
+
+def _zero_after(states: torch.Tensor, length: int) -> torch.Tensor:
+    states = states.clone()
+    states[length:] = 0
+    return states
+
+
+def _encode_pooled(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
+    """[D] each; see FluxPipeline._get_clip_prompt_embeds."""
+    tokens = _tokenize(encoder, texts)
+    return iter(call_accepting(encoder.model.forward, required={"input_ids": tokens["input_ids"]}).pooler_output)
+
+
+_ENCODE: Mapping[str, Callable[[TextEncoder, Sequence[str]], Iterable[torch.Tensor]]] = MappingProxyType(
+    {
+        "chat_hidden_states": _encode_chat,
+        "last_hidden_state": _encode_last,
+        "pooled": _encode_pooled,
+    }
+)
+
+
+def _source(encoder: TextEncoder, text: str) -> tuple[str, bool]:
+    """What the tokenizer reads for a text, and whether it is to add its special tokens."""
+    return _chat_source(encoder, text) if encoder.spec.kind == "chat_hidden_states" else (text, True)
+
+
+def _tokenize(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, torch.Tensor]:
+    """input_ids and attention_mask [B, S] on the encoder's device; warns of each caption that does not fit."""
+    tokens = [_tokenize_one(encoder, text) for text in texts]
+    return {
+        name: torch.cat([one[name] for one in tokens]).to(encoder.device) for name in ("input_ids", "attention_mask")
+    }
+
+
+def _tokenize_one(encoder: TextEncoder, text: str) -> Mapping[str, torch.Tensor]:
+    spec = encoder.spec
+    source, adds_special = _source(encoder, text)
+    length = _count_tokens(encoder, (source, adds_special))
+    if length > spec.max_length:
+        message = "%s reads %d tokens and the caption %s needs %d: its end is cut off"
+        logger.warning(message, spec.folder, spec.max_length, _shorten(text), length)
+    return encoder.tokenizer(
+        source,
+        padding="max_length",
+        max_length=spec.max_length,
+        truncation=True,
+        add_special_tokens=adds_special,
+        return_attention_mask=True,
+        return_tensors="pt",
+    )
+
+
+def _count_tokens(encoder: TextEncoder, source: tuple[str, bool]) -> int:
+    return len(encoder.tokenizer(source[0], add_special_tokens=source[1], verbose=False)["input_ids"])
+
+
+def render_chat(tokenizer: Any, caption: str, spec: TextEncoderSpec) -> str:
+    """The caption inside the tokenizer's chat template, with the system prompt before it.
+
+    Templates of multimodal models want a message's content as a list of typed parts, others as a string. Parts are
+    tried first, and a form counts when a probe caption and the system prompt come out of it whole.
+
+    Raises: ValueError if neither form works with this template.
+    """
+    for make_content in (_as_parts, _as_string):
+        probe = _render(tokenizer, _PROBE, spec, make_content)
+        expected = [_PROBE] if spec.system_prompt is None else [_PROBE, spec.system_prompt]
+        if all(text in probe for text in expected) and "'type'" not in probe:
+            return _render(tokenizer, caption, spec, make_content)
+    raise ValueError(
+        f"the chat template of {spec.tokenizer_folder} leaves out the caption or the system prompt; "
+        "use the tokenizer folder published with the model"
+    )
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _as_string(text: str) -> str:
+    return text
+
+
+def _render(tokenizer: Any, caption: str, spec: TextEncoderSpec, make_content: Callable[[str], Any]) -> str:
+    """The rendered conversation, or "" where the template cannot take this form of content."""
+    from jinja2 import TemplateError
+
+    messages = [] if spec.system_prompt is None else [{"role": "system", "content": make_content(spec.system_prompt)}]
+    messages.append({"role": "user", "content": make_content(caption)})
+    options = {"add_generation_prompt": False, **spec.template_options}
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except (TemplateError, TypeError):  # e.g. '[INST]' + content, with content a list
+        return ""
+
+
+def _shorten(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder} has no config.json; give a diffusers model folder that has its text encoders")
+    config = read_json_object(file)
+    if "quantization_config" in config:
+        raise ValueError(f"the text encoder in {folder} is quantized; {WHAT_WORKS}")
+    return config
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    """The tokenizer alone, also where the folder holds a processor (whose image half would need torchvision)."""
+    from transformers import AutoTokenizer
+
+    if not folder.is_dir():
+        raise ValueError(f"there is no tokenizer folder {folder}; give a diffusers model folder that has it")
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    processor_template = folder / "chat_template.json"  # a processor's template goes before the tokenizer's own
+    if processor_template.is_file():
+        found = read_json_object(processor_template).get("chat_template")
+        tokenizer.chat_template = expect(found, str, f"{processor_template}: chat_template")
+    return tokenizer
+
+
+def _image_placeholder(config: Mapping[str, Any], tokenizer: Any) -> str:
+    """The token that stands for an image, which a caption must not contain; "" for encoders that read text only."""
+    index = config.get("image_token_index", config.get("image_token_id"))
+    token = None if index is None else tokenizer.convert_ids_to_tokens(index)
+    return token or ""
+
+
+def _architecture(folder: Path, config: Mapping[str, Any]) -> str:
+    """The class that a folder's config names first; "none" without one."""
+    names = expect(config.get("architectures") or ["none"], list, f"{folder / 'config.json'}: architectures")
+    return expect(names[0], str, f"{folder / 'config.json'}: the first of its architectures")
+
+
+def _encoder_class(folder: Path, config: Mapping[str, Any]) -> Any:
+    """The class that a folder's config names; of T5-like models the encoder half."""
+    import transformers
+
+    name = _architecture(folder, config).replace("ForConditionalGeneration", "EncoderModel")
+    if not hasattr(transformers, name):
+        raise ValueError(f"{folder} asks for a {name}, which transformers {transformers.__version__} does not have")
+    return getattr(transformers, name)
+
+
+def _check_kind(spec: TextEncoderSpec, folder: Path) -> None:
+    """Raises: ValueError if the folder's config describes an encoder that does not give what the spec keeps."""
+    found = _architecture(folder / spec.folder, _read_config(folder / spec.folder))
+    if spec.kind == "pooled" and found.endswith("WithProjection"):
+        raise ValueError(
+            f"{folder / spec.folder} holds a {found}, and a CLIPTextModel was expected; use the folder published with "
+            "the model"
+        )
+
+
+def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
+    """The encoder as `spec` needs it, with weights on no device; buffers that no file holds are on the CPU.
+
+    Raises: ValueError if its folder does not describe such an encoder.
+    """
+    if spec.kind == "chat_hidden_states":
+        return _make_empty_language_model(folder / spec.folder, spec.layers)
+    _check_kind(spec, folder)
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig
+
+    encoder_class = _encoder_class(folder / spec.folder, _read_config(folder / spec.folder))
+    settings = AutoConfig.from_pretrained(str(folder / spec.folder), local_files_only=True)
+    with init_empty_weights(include_buffers=False):
+        return encoder_class(settings)
+
+
+def _make_empty_language_model(folder: Path, layers: tuple[int, ...]) -> torch.nn.Module:
+    """The language model up to the last hidden state in `layers`."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModel
+
+    _read_config(folder)
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True).get_text_config()
+    num_layers = _num_layers_needed(folder, layers, config.num_hidden_layers)
+    needs_norm = num_layers == config.num_hidden_layers  # the last hidden state of the whole model is behind the norm
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:num_layers]
+    config.num_hidden_layers = num_layers
+    with init_empty_weights(include_buffers=False):  # rotary frequencies are buffers that no file holds
+        model = AutoModel.from_config(config)
+    if not needs_norm:
+        model.norm = torch.nn.Identity()
+    return model
+
+
+def _find_sources(spec: TextEncoderSpec, model: torch.nn.Module, folder: Path) -> Sources:
+    find = language_model_sources if spec.kind == "chat_hidden_states" else encoder_sources
+    return find(model, folder)
+
+
+def _num_layers_needed(folder: Path, layers: tuple[int, ...], num_layers: int) -> int:
+    if not layers or min(layers) < 1 or max(layers) > num_layers:
+        raise ValueError(f"hidden states {list(layers)} were asked of {folder}, which has 1 to {num_layers}")
+    return max(layers)

@@ -1,0 +1,319 @@
+"""A text encoder's weights: which tensors of which files, each read straight to where it computes, in 8 bits if asked.
+
+Quantizing. A linear is rounded to 8 bits (quantization/weight_only.py) as soon as its own tensors are there, before the
+next is read. In full precision there is then one linear at a time beside what stays so, on the device and in host
+memory, besides what the system keeps of the files. Products are computed in the encoder's dtype from weights written
+out anew at every call: this buys room, not speed.
+
+What stays in full precision: embeddings, norms and biases, which are no linear weights (the tables of relative
+positions are embeddings, too), and what the spec names in keep_full_precision. lm_head, vision tower, projector and
+decoder are not read at all. Every other linear of these encoders is inside a residual block, where its rounding is one
+of many small independent errors.
+
+Files whose weights are in 8 bits already are refused: there are several ways to lay their scales out, and none keeps
+them under the names and in the folders that the encoders' classes read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
+
+import torch
+from torch import nn
+
+from ..checkpoints.file_header import read_weight_map
+from ..checkpoints.weight_file import open_weights
+from ..families.spec import TextEncoderSpec
+from ..patches.lora import matches_any
+from ..quantization.weight_only import convert, has_float8, import_torchao
+
+logger = logging.getLogger(__name__)
+
+TextScheme = Literal["none", "fp8", "int8"]
+Sources = Mapping[str, tuple[Path, str]]  # name in the model -> file, name in the file
+
+_CLIP_PREFIX = "text_model."
+_EMBEDDING = "embed_tokens.weight"
+_EIGHT_BIT = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8"})
+WHAT_WORKS = (
+    'use one in bfloat16, float16 or float32, and cache.text_quantize = "int8" or "fp8" to hold it in 8 bits: it is '
+    "rounded as it is read"
+)
+_NUM_NAMED = 3  # names an error message gives
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How an encoder's weights are held.
+
+    Args:
+        dtype: of the computation, and of the weights that are not quantized.
+        scheme: "none", or what the linears are rounded to.
+        kept: fnmatch patterns of linears that are not.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    scheme: TextScheme = "none"
+    kept: tuple[str, ...] = ()
+
+
+def applied_scheme(spec: TextEncoderSpec, scheme: TextScheme) -> TextScheme:
+    """What the scheme means for this encoder: "none" where its family keeps all of it in full precision."""
+    return "none" if "*" in spec.keep_full_precision else scheme
+
+
+def check_text_encoders(
+    specs: Sequence[TextEncoderSpec],
+    folder: str | Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    scheme: TextScheme,
+) -> None:
+    """Refuse what loading would refuse later; reads the files' headers only.
+
+    Raises: ValueError for a single file, missing files, or weights in 8 bits; both kinds that check_scheme raises.
+    """
+    folder = Path(folder)
+    if folder.is_file():
+        raise ValueError(
+            f"text encoders were given as {folder}, a single file without config and tokenizer; give a diffusers model "
+            f"folder that has them. For the encoder in it: {WHAT_WORKS}"
+        )
+    for spec in specs:
+        refuse_eight_bit(weight_files(folder / spec.folder))
+        check_scheme(applied_scheme(spec, scheme), device, dtype)
+
+
+def check_scheme(scheme: TextScheme, device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a scheme that this machine or this dtype cannot take.
+
+    Raises: RuntimeError if torchao is missing or too old; ValueError if the device has no float8, or for int8 in
+        float16.
+    """
+    if scheme == "none":
+        return
+    if scheme == "int8" and dtype == torch.float16:  # torchao scales what the integers' products sum up to afterwards
+        raise ValueError(
+            'cache.text_quantize = "int8" was asked for in float16, whose largest number, 65504, is soon exceeded by '
+            'sums over weights of up to 127; set cache.dtype to "bfloat16" or "float32", or use "fp8"'
+        )
+    try:
+        import_torchao()
+    except RuntimeError as error:  # its advice is about the transformer
+        found = str(error).partition("; ")[0]
+        raise RuntimeError(f'cache.text_quantize = "{scheme}": {found}; install or update it, or use "none"') from error
+    if scheme == "fp8" and not has_float8(device):
+        raise ValueError(
+            f'cache.text_quantize = "fp8" was asked for, but {device} cannot convert to float8 and back; use "int8" '
+            "there, or another cache.text_device"
+        )
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def weight_files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> safetensors file, from the index or from the one file there is.
+
+    Raises: ValueError if there is neither, or a file of the index is missing.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        shards = read_weight_map(index)
+        lost = [file for file in set(shards.values()) if not (folder / file).is_file()]
+        if lost:
+            raise ValueError(
+                f"{folder} lacks {len(lost)} of the encoder's files: {first_names(lost)}; download them too"
+            )
+        return {name: folder / file for name, file in shards.items()}
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        raise ValueError(f"{folder} has neither model.safetensors nor its index; other weight formats are not read")
+    with open_weights(file) as reader:
+        return dict.fromkeys(reader.keys(), file)
+
+
+def refuse_eight_bit(files: Mapping[str, Path]) -> None:
+    """Raises: ValueError naming the first tensors that are stored in 8 bits and what works instead."""
+    for file in sorted(set(files.values())):
+        with open_weights(file) as reader:
+            types = {key: reader.get_slice(key).get_dtype() for key in files if files[key] == file}
+        low = sorted(key for key, dtype in types.items() if dtype in _EIGHT_BIT)
+        if low:
+            raise ValueError(f"{file} is in 8 bits already ({low[0]} is {types[low[0]]}); {WHAT_WORKS}")
+
+
+def language_model_sources(model: nn.Module, folder: Path) -> Sources:
+    """Where a language model's tensors are, whatever model the files wrap it in.
+
+    Raises: ValueError if one is missing.
+    """
+    files, names = weight_files(folder), list(model.state_dict())
+    prefix = _find_prefix(folder, names, files)
+    return {name: (files[prefix + name], prefix + name) for name in names}
+
+
+def _find_prefix(folder: Path, names: list[str], available: Iterable[str]) -> str:
+    """What stands before the language model's names; it depends on the wrapping model and the version that saved it."""
+    available = set(available)
+    prefixes = sorted(key.removesuffix(_EMBEDDING) for key in available if key.endswith(_EMBEDDING))
+    missing = names
+    for prefix in prefixes:
+        missing = [name for name in names if prefix + name not in available]
+        if not missing:
+            return prefix
+    raise ValueError(f"{folder} does not hold the language model its config describes; missing {first_names(missing)}")
+
+
+def encoder_sources(model: nn.Module, folder: Path) -> Sources:
+    """Where the tensors of a model are that was saved under its own names; of tied ones only one is listed.
+
+    Raises: ValueError if one is missing.
+    """
+    files, names = weight_files(folder), dict.fromkeys(model.state_dict())
+    for tied, twin in tied_names(model).items():
+        names.pop(twin if tied in files else tied, None)
+    keys = {name: _key_of(name, files) for name in names}
+    missing = [name for name, key in keys.items() if not key]
+    if missing:
+        raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {first_names(missing)}")
+    return {name: (files[key], key) for name, key in keys.items()}
+
+
+def _key_of(name: str, files: Mapping[str, Path]) -> str:
+    """A tensor's name in the files, "" if none fits: transformers 5 leaves out what stood before CLIP's names."""
+    spellings = (name, f"{_CLIP_PREFIX}{name}", name.removeprefix(_CLIP_PREFIX))
+    return next((key for key in spellings if key in files), "")
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of one tensor, such as T5's two of its embedding, of which files hold either or both.
+
+    transformers before 5 lists the names without their twin, which for encoders is the embedding of the input.
+    """
+    declared: Any = getattr(model, "_tied_weights_keys", None) or ()
+    names = model.state_dict().keys()
+    if not isinstance(declared, Mapping):
+        declared = dict.fromkeys(declared, f"{_input_embedding(model)}.weight" if declared else "")
+    return {tied: twin for tied, twin in declared.items() if tied != twin and tied in names and twin in names}
+
+
+def _input_embedding(model: Any) -> str:
+    embedding = model.get_input_embeddings()
+    return next(name for name, module in model.named_modules() if module is embedding)
+
+
+def first_names(names: Iterable[str]) -> str:
+    """The first names in order, and how many more there are."""
+    names = sorted(names)
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return ", ".join(names[:_NUM_NAMED]) + more
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_weights(model: nn.Module, sources: Sources, storage: Storage) -> None:
+    """Fill an empty model, one tensor after the other; what the files hold besides is not touched.
+
+    Without a scheme, weights on the CPU that need no other type are not copied: the system pages them in from the file.
+
+    Raises: ValueError if a file is in 8 bits; both before anything is read. RuntimeError as check_scheme does.
+    """
+    check_scheme(storage.scheme, storage.device, storage.dtype)
+    refuse_eight_bit({key: file for file, key in sources.values()})
+    waiting = Counter(_owner(name) for name in sources)
+    dtypes = weight_dtypes(model, sources, storage.dtype)
+    for file in sorted({file for file, _ in sources.values()}):
+        with open_weights(file) as reader:
+            for name, key in [(name, key) for name, (place, key) in sources.items() if place == file]:
+                _place(model, name, reader.get_tensor(key), storage, dtypes[name])
+                waiting[_owner(name)] -= 1
+                if not waiting[_owner(name)]:
+                    _finish(model, _owner(name), storage)
+    for tied, twin in tied_names(model).items():
+        _tie(model, *((tied, twin) if tied in sources else (twin, tied)))
+    for name, buffer in list(model.named_buffers()):
+        model.get_submodule(_owner(name))._buffers[name.rpartition(".")[2]] = buffer.to(storage.device)
+    if storage.scheme != "none":
+        _report(model, storage)
+
+
+def _place(model: nn.Module, name: str, tensor: torch.Tensor, storage: Storage, dtype: torch.dtype) -> None:
+    """The only reference to the tensor is the model's once this returns."""
+    # A tensor that shares the file's memory would keep the whole file mapped beside the 8-bit weights.
+    tensor = tensor.to(storage.device, dtype, copy=storage.scheme != "none")
+    owner, leaf = model.get_submodule(_owner(name)), name.rpartition(".")[2]
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        owner._buffers[leaf] = tensor
+
+
+def _finish(model: nn.Module, fqn: str, storage: Storage) -> None:
+    """Round a module whose tensors are all there, if it is one to round."""
+    module = model.get_submodule(fqn)
+    if storage.scheme != "none" and is_rounded(module, fqn, storage.kept):
+        model.set_submodule(fqn, convert(module, storage.scheme))
+
+
+def is_rounded(module: nn.Module, fqn: str, kept: Sequence[str]) -> TypeGuard[nn.Linear]:
+    """Whether a scheme holds this module in 8 bits."""
+    return isinstance(module, nn.Linear) and not matches_any(fqn, kept)
+
+
+def weight_dtypes(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The type each tensor is held in where nothing is rounded."""
+    in_float32 = _float32_parts(model, dtype)
+    return {name: dtype if in_float32.isdisjoint(name.split(".")) else torch.float32 for name in names}
+
+
+def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """fqn and layers of an encoder, in the order they run: its largest list, which holds nearly all of its weights.
+
+    Raises: ValueError for a model without a list of layers.
+    """
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and module}
+    if not lists:
+        raise ValueError(f"{type(model).__name__} has no list of layers; it cannot be a text encoder")
+    name = max(lists, key=lambda name: sum(parameter.numel() for parameter in lists[name].parameters()))
+    return name, lists[name]
+
+
+def _float32_parts(model: nn.Module, dtype: torch.dtype) -> set[str]:
+    """Parts of names that the class wants in float32, by from_pretrained's rule: some in float16, some in bfloat16 too.
+
+    T5's wo is one in float16, whose range its activations exceed.
+    """
+    parts: set[str] = set()
+    if dtype == torch.float16:
+        parts |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if dtype in (torch.float16, torch.bfloat16):
+        parts |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return parts
+
+
+def _tie(model: nn.Module, name: str, twin: str) -> None:
+    """Let `twin` be the parameter called `name`."""
+    parameter = model.get_parameter(name)
+    model.get_submodule(_owner(twin))._parameters[twin.rpartition(".")[2]] = parameter
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _report(model: nn.Module, storage: Storage) -> None:
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    rounded = [module for name, module in linears.items() if is_rounded(module, name, storage.kept)]
+    message = "%d of %d linears of %s are held in %s: %.2f GB instead of %.2f"
+    full_bytes = sum(linear.weight.numel() for linear in rounded) * storage.dtype.itemsize
+    held_bytes = sum(linear.weight.numel() + 4 * linear.out_features for linear in rounded)
+    numbers = (held_bytes / 1e9, full_bytes / 1e9)
+    logger.info(message, len(rounded), len(linears), type(model).__name__, storage.scheme, *numbers)

@@ -1,0 +1,209 @@
+"""Loading a family's VAE from a diffusers folder or from the single files that ComfyUI uses, offline and completely.
+
+A single file carries the names its makers gave. Those of latent diffusion VAEs (FLUX.1, FLUX.2) are translated here,
+because diffusers has no conversion for AutoencoderKLFlux2 (checked in 0.42.1); they have three habits of their own:
+the up blocks count from the last one run, attention layers are 1x1 convolutions, and FLUX.2 keeps the quantization
+convolutions inside encoder and decoder. All others go through diffusers' from_single_file, which would download a
+config unless it gets a folder with one; we write it from the variant's `vae_config`. A file that fits only in part is
+refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoints.weight_file import load_tensors
+from ..families.spec import ModelFamily, Variant
+from ..system.json_file import read_json_object
+from .key import file_fingerprint, folder_fingerprint, settings_fingerprint
+
+Shapes = Mapping[str, tuple[int, ...]]
+_LATENT_CHANNELS = ("latent_channels", "z_dim")  # what VAEs' configs call them
+
+
+def load_vae(family: ModelFamily, variant: Variant | None, path: str | Path, dtype: torch.dtype) -> Any:
+    """The family's VAE on the CPU, in eval mode and without gradients.
+
+    Args:
+        variant: whose vae_config describes a single file; None takes the family's first.
+        path: VAE folder, pipeline folder with a `vae` folder in it, or single safetensors file.
+        dtype: of the parameters. Buffers stay float32: FLUX.2 normalises latents by running statistics kept in them.
+    Raises: ValueError if the path holds no VAE of this family's class, or not all of its weights.
+    """
+    source = find_vae(path)
+    vae = _load_folder(family, source) if source.is_dir() else _load_file(family, variant, source)
+    for parameter in vae.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return vae.requires_grad_(False).eval()
+
+
+def find_vae(path: str | Path) -> Path:
+    """The VAE folder or single file that this path means.
+
+    Raises: ValueError if it means none.
+    """
+    path = Path(path)
+    if path.is_file() and path.suffix == ".safetensors":
+        return path
+    for folder in (path, path / "vae"):
+        config = folder / "config.json"
+        if config.is_file() and str(_class_name(config)).startswith("Autoencoder"):
+            return folder
+    raise ValueError(
+        f"{path} is no VAE; give a diffusers VAE folder, a pipeline folder with one, or a .safetensors file"
+    )
+
+
+def check_vae(family: ModelFamily, variant: Variant | None, path: str | Path, shapes: Shapes, channels: int) -> None:
+    """Refuse a VAE that load_vae would refuse, or that makes other latents than the model takes; reads no weights.
+
+    Args:
+        shapes: of the tensors of a single file, by name; not looked at for a folder.
+        channels: of the VAE's own latents, as the model needs them.
+    Raises: ValueError.
+    """
+    source = find_vae(path)
+    if source.is_dir():
+        config = _folder_config(family, source)
+    else:
+        config = _load_tensors(family, variant, source, _stand_ins(shapes)).config
+    found = next((config[key] for key in _LATENT_CHANNELS if key in config), channels)
+    if found != channels:
+        raise ValueError(
+            f"{source} makes latents of {found} channels, but this {family.title} takes {channels}; give the VAE file "
+            "or folder published with the model"
+        )
+
+
+def _stand_ins(shapes: Shapes) -> dict[str, torch.Tensor]:
+    """Tensors of these shapes that take no memory: one number each, seen everywhere."""
+    return {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
+
+
+def vae_fingerprint(family: ModelFamily, variant: Variant | None, path: str | Path) -> str:
+    """Hash of the VAE's weights and config, wherever it lies and whatever it is called."""
+    source = find_vae(path)
+    if source.is_dir():
+        return folder_fingerprint(source)
+    return settings_fingerprint([file_fingerprint(source), _config_of(family, variant)])
+
+
+def _config_of(family: ModelFamily, variant: Variant | None) -> Mapping[str, Any]:
+    return (variant or family.variants[0]).vae_config
+
+
+def _class_name(config: Path) -> str | None:
+    return read_json_object(config).get("_class_name")
+
+
+def _folder_config(family: ModelFamily, folder: Path) -> dict[str, Any]:
+    config = read_json_object(folder / "config.json")
+    found = config.get("_class_name")
+    if found != family.vae_class:
+        raise ValueError(f"{folder} is an {found}; {family.title} needs an {family.vae_class}")
+    return config
+
+
+def _load_folder(family: ModelFamily, folder: Path) -> Any:
+    import diffusers
+
+    _folder_config(family, folder)
+    vae, report = getattr(diffusers, family.vae_class).from_pretrained(
+        str(folder), torch_dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
+    )
+    _refuse(folder, "lacks", report["missing_keys"])
+    return vae
+
+
+def _load_file(family: ModelFamily, variant: Variant | None, file: Path) -> Any:
+
+    return _load_tensors(family, variant, file, load_tensors(file))
+
+
+def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tensors: dict[str, torch.Tensor]) -> Any:
+    import diffusers
+
+    vae_class = getattr(diffusers, family.vae_class)
+    config = dict(_config_of(family, variant))
+    if "encoder.conv_in.weight" not in tensors:
+        return _from_single_file(vae_class, {**config, "_class_name": family.vae_class}, file, tensors)
+    vae = vae_class.from_config(config)
+    try:
+        missing, unexpected = vae.load_state_dict(ldm_to_diffusers(tensors), strict=False)
+    except RuntimeError as error:  # shapes
+        raise _misfit(file, family.vae_class, error) from error
+    _refuse(file, "lacks", [name for name in missing if not name.endswith("num_batches_tracked")])
+    _refuse(file, "has unknown", unexpected)
+    return vae
+
+
+def _from_single_file(vae_class: Any, config: Mapping[str, Any], file: Path, tensors: dict[str, torch.Tensor]) -> Any:
+    from diffusers.loaders.single_file_utils import SingleFileComponentError
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        try:
+            vae = vae_class.from_single_file(tensors, config=folder, torch_dtype=torch.float32, local_files_only=True)
+        except (SingleFileComponentError, NotImplementedError, ValueError) as error:
+            raise _misfit(file, config["_class_name"], error) from error
+    _refuse(file, "lacks", [name for name, parameter in vae.named_parameters() if parameter.is_meta])
+    return vae
+
+
+def _misfit(file: Path, vae_class: str, error: Exception) -> ValueError:
+    # NotImplementedError is how from_single_file meets missing weights: they are still on meta and cannot be copied.
+    reason = "weights are missing" if isinstance(error, NotImplementedError) else str(error).splitlines()[-1].strip()
+    return ValueError(
+        f"{file} does not hold the weights of the {vae_class} asked for ({reason}); "
+        "give the VAE file or folder published with the model"
+    )
+
+
+def _refuse(source: Path, how: str, names: Sequence[str]) -> None:
+    if names:
+        raise ValueError(
+            f"{source} {how} weights of the VAE: {len(names)}, e.g. {min(names)}; "
+            "give the VAE file or folder published with the model"
+        )
+
+
+# Pattern of a latent diffusion name -> diffusers name. UP stands for the reversed index of an up block.
+_LDM_NAMES: tuple[tuple[str, str], ...] = (
+    (r"^encoder\.down\.(\d+)\.block\.", r"encoder.down_blocks.\1.resnets."),
+    (r"^encoder\.down\.(\d+)\.downsample\.", r"encoder.down_blocks.\1.downsamplers.0."),
+    (r"^decoder\.up\.(\d+)\.block\.", r"decoder.up_blocks.UP.resnets."),
+    (r"^decoder\.up\.(\d+)\.upsample\.", r"decoder.up_blocks.UP.upsamplers.0."),
+    (r"^(encoder|decoder)\.mid\.block_1\.", r"\1.mid_block.resnets.0."),
+    (r"^(encoder|decoder)\.mid\.block_2\.", r"\1.mid_block.resnets.1."),
+    (r"^(encoder|decoder)\.mid\.attn_1\.norm\.", r"\1.mid_block.attentions.0.group_norm."),
+    (r"^(encoder|decoder)\.mid\.attn_1\.([qkv])\.", r"\1.mid_block.attentions.0.to_\2."),
+    (r"^(encoder|decoder)\.mid\.attn_1\.proj_out\.", r"\1.mid_block.attentions.0.to_out.0."),
+    (r"^(encoder|decoder)\.norm_out\.", r"\1.conv_norm_out."),
+    (r"^(?:encoder|decoder)\.(quant_conv|post_quant_conv)\.", r"\1."),
+    (r"\.nin_shortcut\.", r".conv_shortcut."),
+)
+
+
+def ldm_to_diffusers(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors under diffusers' names; a file that has those already comes back as it is."""
+    if not any(name.startswith("encoder.down.") for name in tensors):
+        return dict(tensors)
+    levels = [int(match[1]) for name in tensors if (match := re.match(r"decoder\.up\.(\d+)\.", name))]
+    return dict(_to_diffusers(name, tensor, max(levels, default=0)) for name, tensor in tensors.items())
+
+
+def _to_diffusers(original: str, tensor: torch.Tensor, last_level: int) -> tuple[str, torch.Tensor]:
+    name = original
+    for pattern, replacement in _LDM_NAMES:
+        name = re.sub(pattern, replacement, name)
+    if level := re.match(r"decoder\.up\.(\d+)\.", original):
+        name = name.replace("UP", str(last_level - int(level[1])))
+    is_convolution = ".mid.attn_1." in original and tensor.ndim == 4  # 1x1, where diffusers has a linear
+    return name, tensor[:, :, 0, 0] if is_convolution else tensor

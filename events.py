@@ -1,0 +1,105 @@
+"""What a job tells the outside while it runs: plain events, to a callback and as JSON lines in the run folder.
+
+Kinds and their values:
+    phase     name                                   a new part of the job begins
+    quantized summary, weight_snr_db by layer class  the base weights are in 8 bits
+    progress  what, per_second, left_s               step of total within a phase (captions, latents); the latter two
+                                                     are null until there is a pace to tell
+    step      loss, learning_rate, elapsed_s         one optimizer step is done
+    eval      loss                                   evaluation loss after this many steps
+    memory    GB allocated, at peak and reserved,    after the first step
+              per device
+    forecast  devices: GB of peak forecast, per      before loading, and again at the end with what was measured, where
+              device; pace: a step's time            the planner knows the devices' memory; pace in the second only
+    saved     path                                   a file is complete on disk
+    stopped   hint                                   the job was stopped and can be resumed
+
+Of a job over two experts (concurrent.py) every event has the value `expert`: "high_noise", "low_noise", or "caches".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from .system.files import what_helps
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened; step and total count what the kind counts (optimizer steps, captions, images)."""
+
+    kind: str
+    step: int = 0
+    total: int = 0
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+Listener = Callable[[Event], None]
+
+
+class _ScalarWriter(Protocol):
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class EventLog:
+    """Hands every event to a listener, appends it to events.jsonl and writes scalars for TensorBoard.
+
+    Args:
+        folder: run folder; made if it does not exist.
+        listener: called in the thread that trains; None for nobody.
+        tensorboard: write scalars to folder/tensorboard; said once and skipped where the package is missing.
+    """
+
+    def __init__(self, folder: Path, listener: Listener | None = None, *, tensorboard: bool = False) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._listener = listener
+        self._file = (folder / "events.jsonl").open("a", encoding="utf-8")
+        self._scalars = _make_scalar_writer(folder / "tensorboard") if tensorboard else None
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(OSError):  # of a full disk, which has been told of
+            self._file.close()
+        if self._scalars is not None:
+            self._scalars.close()
+
+    def emit(self, kind: str, step: int = 0, total: int = 0, **values: Any) -> None:
+        """Announce one event; see the module for kinds and values."""
+        event = Event(kind, step, total, values)
+        try:
+            self._file.write(json.dumps({"kind": kind, "step": step, "total": total, **values}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{self._file.name} cannot be written: {error.strerror}; {what_helps(error)}"
+            ) from error
+        if self._scalars is not None and kind in {"step", "eval"}:
+            for name, value in values.items():
+                self._scalars.add_scalar(f"{kind}/{name}", value, step)
+        if self._listener is not None:
+            self._listener(event)
+
+
+def _make_scalar_writer(folder: Path) -> _ScalarWriter | None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        _log.warning("TensorBoard scalars are not written: the package is missing (pip install tensorboard)")
+        return None
+    return SummaryWriter(str(folder))
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, else its type; the lines after it are for developers."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

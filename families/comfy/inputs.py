@@ -1,0 +1,93 @@
+"""Entries that hold what ComfyUI's encoders made, as a family's text inputs and normalised latents.
+
+Such an entry is what ComfyUI hands from node to node, less the batch: {"samples"} of a LATENT, {"cond"} and where there
+is one {"pooled_output"} of a CONDITIONING. What its own model makes of them is done when they are read, so one entry
+serves every model, and is bit for bit what core's nodes gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.functional import pad
+
+from ..spec import ComfyInputs, LatentSpec
+
+if TYPE_CHECKING:
+    import torch
+
+SAMPLES = "samples"  # [C, H, W], of a video [C, F, H, W]
+COND = "cond"  # [S, D]
+POOLED = "pooled_output"  # [D]
+
+Shape = tuple[int, ...]
+
+
+def read_text(comfy: ComfyInputs, entry: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What make_inputs takes as text, of one sample; see ComfyInputs."""
+    states = entry[COND]
+    text = {comfy.states: pad(states, (0, 0, max(0, comfy.min_tokens - states.shape[0]), 0))}
+    if comfy.pooled:
+        text[comfy.pooled] = entry[POOLED]
+    return text
+
+
+def read_latents(comfy: ComfyInputs, entry: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Normalised latents of one sample, float32. [C, F, H, W]"""
+    samples = entry[SAMPLES].float()
+    return comfy.normalise(samples.unsqueeze(1) if comfy.latent_dims == 2 else samples)
+
+
+def num_tokens(comfy: ComfyInputs, shapes: Mapping[str, Shape]) -> int:
+    """Text tokens that the model sees of an entry of these shapes."""
+    return max(shapes[COND][0], comfy.min_tokens)
+
+
+def text_problem(comfy: ComfyInputs, config: Mapping[str, Any], title: str, shapes: Mapping[str, Shape]) -> str:
+    """Why an entry of these shapes cannot condition the model with this config; "" if it can."""
+    width, found = config[comfy.width], shapes[COND][-1]
+    if found != width:
+        return f"its states are {found} wide, but {title} takes {width}; connect the CLIP that belongs to the model"
+    if not comfy.pooled:
+        return f"it has a pooled_output, which {title}'s text encoder does not make" if POOLED in shapes else ""
+    if POOLED not in shapes:
+        return f"it has no pooled_output, which {title} needs; connect the CLIP that belongs to the model"
+    width, found = config[comfy.pooled_width], shapes[POOLED][-1]
+    return f"its pooled_output is {found} wide, but {title} takes {width}" if found != width else ""
+
+
+def latents_problem(
+    comfy: ComfyInputs,
+    config: Mapping[str, Any],
+    latent: LatentSpec,
+    title: str,
+    shapes: Mapping[str, Shape],
+    num_frames: int = 0,
+) -> str:
+    """Why latents of these shapes cannot be trained on with this config; "" if they can.
+
+    num_frames: video frames that they were made of; 0 if nobody knows.
+    """
+    channels, *sides = shapes[SAMPLES]
+    if len(sides) != comfy.latent_dims:
+        kinds = {2: "an image, [channels, height, width]", 3: "a video, [channels, frames, height, width]"}
+        return (
+            f"its shape is {[channels, *sides]}, but {title}'s VAE makes that of {kinds[comfy.latent_dims]}; connect "
+            "the VAE that belongs to the model"
+        )
+    wanted = config["in_channels"] // comfy.cells_per_token
+    if channels != wanted:
+        return f"it has {channels} channels, but {title} takes {wanted}; connect the VAE that belongs to the model"
+    if num_frames and comfy.latent_dims == 3 and sides[0] != latent.num_latent_frames(num_frames):
+        return (
+            f"it has {sides[0]} latent frames of {num_frames} frames, but {title} takes "
+            f"{latent.num_latent_frames(num_frames)}; connect the VAE that belongs to the model"
+        )
+    multiple = latent.size_multiple // latent.spatial_stride
+    if any(side % multiple for side in sides[-2:]):
+        return (
+            f"it is {sides[-2]} high and {sides[-1]} wide, but {title} takes multiples of {multiple}; make the image's "
+            f"sides multiples of {latent.size_multiple} pixels"
+        )
+    return ""

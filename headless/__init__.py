@@ -1,0 +1,1 @@
+"""Running a workflow file without a browser."""

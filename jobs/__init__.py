@@ -1,0 +1,1 @@
+"""A whole job: resolved, checked, run, resumed."""

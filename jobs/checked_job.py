@@ -1,0 +1,109 @@
+"""A checked job, and where the parts of its model lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..checkpoints.checkpoint import CheckpointInfo
+from ..config.job import JobConfig
+from ..data.samples import Sample, TrainingSample
+from ..execution import ExecutionPlan
+from ..families.spec import ModelFamily, Variant
+from ..parallel.placement import Placement
+from ..patches.cuda_graphs import cuda_graphs_fault
+from ..planning.planner import TrainingPlan
+from ..training.objective import NoiseSchedule
+from .comfy_entries import EncodedSample, StockReader, make_stock_reader, resolution_of
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """A checked job: what will be loaded where, and what it will be trained on.
+
+    Args:
+        job: without "auto" for what the planner decides.
+        execution: how it is loaded and trained.
+        samples: images and clips; () where the dataset arrived encoded.
+        encoded: then, its samples.
+        training: what the planner chose; None on machines it knows nothing of.
+        targets: fqns of the linears that LoRA adapts.
+    """
+
+    job: JobConfig
+    info: CheckpointInfo
+    variant: Variant
+    execution: ExecutionPlan
+    schedule: NoiseSchedule
+    samples: tuple[Sample, ...]
+    eval_samples: tuple[Sample, ...]
+    encoded: tuple[EncodedSample, ...] = ()
+    training: TrainingPlan | None = None
+    targets: tuple[str, ...] = ()
+
+    @property
+    def placement(self) -> Placement:
+        """Which part of the model is where."""
+        return self.execution.placement
+
+    @property
+    def family(self) -> ModelFamily:
+        return self.info.family
+
+    @property
+    def training_samples(self) -> tuple[TrainingSample, ...]:
+        """Either kind."""
+        return self.encoded or self.samples
+
+    @property
+    def resolution(self) -> int:
+        """Of the largest images, in pixels along a square's side."""
+        if self.encoded:
+            return resolution_of(self.encoded, self.family.latent_of(self.variant))
+        return max(self.job.data.resolutions)
+
+
+def stock_reader(plan: JobPlan) -> StockReader:
+    """Reads what ComfyUI's own encoders left, as this model takes it."""
+    return make_stock_reader(plan.family, plan.variant, plan.info.config)
+
+
+def vae_path(plan: JobPlan) -> Path:
+    """Where the job's VAE is."""
+    setting = plan.job.cache.vae
+    return Path(setting) if setting else component_folder(plan, "", "vae") / "vae"
+
+
+def component_folder(plan: JobPlan, setting: str, key: str) -> Path:
+    """The folder that a setting names, else the model's own.
+
+    Raises: ValueError if the model came without one; it names the setting.
+    """
+    if setting:
+        return Path(setting)
+    if plan.info.pipeline_folder is None:
+        raise ValueError(
+            f"{plan.job.model.path} holds a transformer only; name the {key.replace('_', ' ')} with cache.{key} "
+            "(a diffusers model folder has them)"
+        )
+    return plan.info.pipeline_folder
+
+
+def why_no_graphs(job: JobConfig, num_sizes: int, devices: Iterable[torch.device]) -> str:
+    """Everything that keeps the blocks of a job from being replayed as CUDA graphs; "" if nothing does.
+
+    Args:
+        num_sizes: of the samples that are trained on, in pixels and frames.
+        devices: of the job; () where they are elsewhere and taken for able.
+    """
+    faults = [cuda_graphs_fault(devices)]
+    if job.lora.dropout:
+        faults.append("lora.dropout draws random numbers")
+    if job.train.batch_size > 1:
+        faults.append(f"the last of the batches may be smaller (train.batch_size is {job.train.batch_size}, 1 works)")
+    if num_sizes > 1:
+        faults.append(f"samples come in {num_sizes} sizes")
+    return ", ".join(filter(None, faults))

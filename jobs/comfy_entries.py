@@ -1,0 +1,203 @@
+"""Training on what ComfyUI's own encoders made: does it fit the model, and how is it read.
+
+Three ways lead here: a stock CLIP or VAE that a node passes on (StockEncoders), entries that such a one made earlier
+(the job's cache.text_source and latent_source name it), and a dataset that arrived encoded (the job's data.encoded).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..encoding.encoded import EncodedPair, load_encoded
+from ..encoding.sources import Shapes, StockClip, StockLatents, StockTexts, StockVae
+from ..families.comfy.inputs import SAMPLES, latents_problem, num_tokens, read_latents, read_text, text_problem
+from ..families.spec import ComfyInputs, LatentSpec, ModelFamily, Variant
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..config.job import CacheConfig
+    from ..data.image import ImageRequest
+    from ..encoding.store import CacheStore
+
+_MAX_NAMES = 5  # problems spelt out in a message
+
+
+@dataclass(frozen=True)
+class StockEncoders:
+    """Encoders that ComfyUI holds in this process; None where it is asked for none."""
+
+    clip: StockClip | None = None
+    vae: StockVae | None = None
+
+
+NO_ENCODERS = StockEncoders()
+
+
+@dataclass(frozen=True)
+class StockReader:
+    """What a model asks of entries that ComfyUI's encoders made, and how it reads them.
+
+    Args:
+        config: of the transformer. title: of the model, for messages.
+    """
+
+    comfy: ComfyInputs
+    config: Mapping[str, Any]
+    latent: LatentSpec
+    title: str
+
+    def text_problem(self, shapes: Shapes) -> str:
+        """Why text of these shapes does not fit; "" if it does."""
+        return text_problem(self.comfy, self.config, self.title, shapes)
+
+    def latents_problem(self, shapes: Shapes, num_frames: int = 0) -> str:
+        """The same for latents, made of so many video frames; 0 if nobody knows."""
+        return latents_problem(self.comfy, self.config, self.latent, self.title, shapes, num_frames)
+
+    def num_tokens(self, shapes: Shapes) -> int:
+        """Text tokens that the model sees."""
+        return num_tokens(self.comfy, shapes)
+
+    @property
+    def read_text(self) -> Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]:
+        return functools.partial(read_text, self.comfy)
+
+    @property
+    def read_latents(self) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
+        return functools.partial(read_latents, self.comfy)
+
+
+def make_stock_reader(family: ModelFamily, variant: Variant, config: Mapping[str, Any]) -> StockReader:
+    """Raises: ValueError for a family of which nobody has described how ComfyUI reads its inputs."""
+    if family.comfy is None:
+        raise ValueError(f"{family.title} cannot be trained on what ComfyUI's encoders make; leave them unconnected")
+    return StockReader(family.comfy, config, family.latent_of(variant), variant.name)
+
+
+def refuse_condition(variant: Variant) -> None:
+    """Raises: ValueError for a variant whose cache entries hold more than a LATENT does."""
+    if variant.encodes_condition:
+        raise ValueError(
+            f"{variant.name} is also given the encoded first frame, which only the model's own VAE makes here, not "
+            "ComfyUI's; leave stock_vae unconnected (cache.latent_source), and give clips in place of latents"
+        )
+
+
+def stock_texts(settings: CacheConfig, reader: StockReader, encoders: StockEncoders) -> StockTexts:
+    """The source that settings.text_source names.
+
+    Raises: ValueError if another CLIP is given than is named.
+    """
+    _refuse_other(settings.text_source, encoders.clip, "text_source")
+    return StockTexts(settings.text_source, reader.text_problem, encoders.clip)
+
+
+def stock_latents(settings: CacheConfig, reader: StockReader, encoders: StockEncoders) -> StockLatents:
+    """As stock_texts, for settings.latent_source."""
+    _refuse_other(settings.latent_source, encoders.vae, "latent_source")
+    return StockLatents(settings.latent_source, reader.latents_problem, encoders.vae)
+
+
+def _refuse_other(named: str, given: StockClip | StockVae | None, key: str) -> None:
+    if given is not None and given.fingerprint != named:
+        raise ValueError(f"cache.{key} names {named!r}, but the encoder given is {given.fingerprint!r}; give that one")
+
+
+def refuse_unfit_texts(
+    reader: StockReader, store: CacheStore, keys: Mapping[str, str], sharing: frozenset[str]
+) -> None:
+    """Refuse entries of another model, and texts that cannot share a batch. Reads headers only.
+
+    Args:
+        keys: by caption. sharing: captions that may share a batch.
+    Raises: ValueError.
+    """
+    lengths = {}
+    for caption, key in keys.items():
+        shapes = store.shapes(key)
+        if reason := reader.text_problem(shapes):
+            raise ValueError(f"the stock CLIP does not fit: of the caption {caption!r}, {reason}")
+        lengths[caption] = reader.num_tokens(shapes)
+    shared = {caption: lengths[caption] for caption in sharing}
+    if len(set(shared.values())) > 1:
+        longest = max(shared, key=lambda caption: (shared[caption], caption))
+        raise ValueError(
+            f"train.batch_size is above 1, but ComfyUI's CLIP encodes the captions to {min(shared.values())} to "
+            f"{shared[longest]} tokens, which cannot share a batch; set batch_size 1 (accumulation does the same), or "
+            f"shorten the longest, {longest[:80]!r}"
+        )
+
+
+def refuse_unfit_latents(reader: StockReader, store: CacheStore, keys: Mapping[ImageRequest, str]) -> None:
+    """Refuse entries of another model's VAE; reads headers only.
+
+    Raises: ValueError.
+    """
+    for request, key in keys.items():
+        if reason := reader.latents_problem(store.shapes(key), len(request.frames) or 1):
+            raise ValueError(f"the stock VAE does not fit: of {request.path}, {reason}")
+
+
+@dataclass(frozen=True)
+class EncodedSample:
+    """One sample of a dataset that arrived encoded.
+
+    Args:
+        latents: key of its latents. caption: key of its text, by which the text's entry is asked for.
+        bucket: latent sides and text tokens; samples of one bucket can share a batch.
+        num_frames: video frames that its latents stand for.
+    """
+
+    latents: str
+    caption: str
+    bucket: tuple[int, ...]
+    num_frames: int = 1
+    mask_path: None = None
+
+
+def read_encoded_samples(path: str, reader: StockReader) -> tuple[EncodedSample, ...]:
+    """The samples of a list, by their shapes only.
+
+    Raises: ValueError naming those that do not fit the model.
+    """
+    pairs = load_encoded(path)
+    problems = []
+    for number, pair in enumerate(pairs, start=1):
+        found = {
+            "latents": reader.latents_problem(pair.latents_shapes),
+            "text": reader.text_problem(pair.text_shapes),
+        }
+        problems += [f"the {part} of sample {number}: {reason}" for part, reason in found.items() if reason]
+    if problems:
+        rest = len(problems) - _MAX_NAMES
+        more = [f"and {rest} more"] if rest > 0 else []
+        raise ValueError("\n".join(["the encoded dataset does not fit the model:", *problems[:_MAX_NAMES], *more]))
+    return tuple(_encoded_sample(pair, reader) for pair in pairs)
+
+
+def _encoded_sample(pair: EncodedPair, reader: StockReader) -> EncodedSample:
+    sides = pair.latents_shapes[SAMPLES][1:]
+    num_frames = reader.latent.num_frames(sides[0]) if reader.comfy.latent_dims == 3 else 1
+    return EncodedSample(pair.latents, pair.text, (*sides, reader.num_tokens(pair.text_shapes)), num_frames)
+
+
+def refuse_missing(samples: Sequence[EncodedSample], store: CacheStore) -> None:
+    """Raises: ValueError if an entry of these samples is not in the store."""
+    keys = dict.fromkeys(key for sample in samples for key in (sample.latents, sample.caption))
+    missing = [key for key in keys if key not in store]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of {len(keys)} entries of the encoded dataset are gone from {store.folder}; run the "
+            "Dataset from Latents and Conditioning node again"
+        )
+
+
+def resolution_of(samples: Sequence[EncodedSample], latent: LatentSpec) -> int:
+    """Side in pixels of a square as large as the largest sample."""
+    cells = max(sample.bucket[-3] * sample.bucket[-2] for sample in samples)
+    return round(math.sqrt(cells) * latent.spatial_stride)

@@ -1,0 +1,107 @@
+"""A job over a pair of experts, taken apart into two ordinary jobs that share captions and latents.
+
+Some models are two transformers, one for the high and one for the low half of the noise (Wan 2.2 A14B). Neither sees
+what the other learns, so they are trained as two jobs: each on cards of its own if there are several, else one after
+the other. Each job is what a user would have written for that expert alone, so its LoRA is the same bytes.
+
+Files are named as other trainers and the published LoRAs of such models are: <name>_high_noise.safetensors and
+<name>_low_noise.safetensors, each in a folder of its own below the job's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
+from ..config.job import JobConfig
+from ..families.registry import FAMILIES
+from ..families.spec import Variant
+
+_PER_DEVICE = ("memory_limit_gb", "kept_blocks", "swapped_blocks")
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One of the two: "high_noise" or "low_noise", and its own job."""
+
+    name: str
+    job: JobConfig
+
+
+def is_pair(job: JobConfig) -> bool:
+    """Whether a job trains two experts."""
+    return bool(job.model.second_expert)
+
+
+def expert_jobs(job: JobConfig, devices: Sequence[str]) -> tuple[Expert, Expert]:
+    """The jobs of both experts, that for high noise first; of several devices the first half is its.
+
+    Reads the headers of both models.
+
+    Raises: ValueError for a model that is no half of a pair, for the same expert twice, or settings per device that
+        are not as many as there are devices.
+    """
+    first = read_checkpoint(job.model.path, job.model.family, job.model.variant)
+    variant = first.variant or first.family.variants[0]
+    if not variant.partner:
+        pairs = [each.name for family in FAMILIES.values() for each in family.variants if each.partner]
+        raise ValueError(
+            f"model.second_expert names the other expert of a pair, but {job.model.path} is {variant.name}, which is "
+            f"whole; remove it, or name with model.variant which it is: {', '.join(pairs)}"
+        )
+    partner = first.family.variant(variant.partner)
+    second = read_checkpoint(job.model.second_expert, first.family.name, partner.name)
+    _refuse_equal(job, first, second)
+    parts = sorted([(variant, job.model.path), (partner, job.model.second_expert)], key=lambda e: -e[0].sigma_range[1])
+    shares = _shares(len(devices))
+    high, low = (
+        Expert(_name_of(each), _job_of(job, each, path, devices, share))
+        for (each, path), share in zip(parts, shares, strict=True)
+    )
+    return high, low
+
+
+def are_together(experts: Sequence[Expert]) -> bool:
+    """Whether they have no device in common, so that both can be trained at once."""
+    first, second = (set(expert.job.split.devices) for expert in experts)
+    return not first & second
+
+
+def _shares(num_devices: int) -> tuple[slice, slice]:
+    if num_devices < 2:
+        return slice(0, 1), slice(0, 1)
+    middle = (num_devices + 1) // 2
+    return slice(0, middle), slice(middle, num_devices)
+
+
+def _name_of(variant: Variant) -> str:
+    return "high_noise" if variant.sigma_range[1] == 1.0 else "low_noise"
+
+
+def _job_of(job: JobConfig, variant: Variant, path: str, devices: Sequence[str], share: slice) -> JobConfig:
+    name, folder = _name_of(variant), Path(job.output.folder)
+    for setting in _PER_DEVICE:
+        values = getattr(job.split, setting)
+        if values and len(values) != len(devices):
+            raise ValueError(
+                f"split.{setting} has {len(values)} values, but the devices of both experts are "
+                f"{', '.join(devices)}; give one each"
+            )
+    own = {setting: getattr(job.split, setting)[share] for setting in _PER_DEVICE}
+    return replace(
+        job,
+        model=replace(job.model, path=path, second_expert="", variant=variant.name),
+        split=replace(job.split, devices=tuple(devices[share]), **own),
+        cache=replace(job.cache, folder=job.cache.folder or str(folder / "cache")),
+        output=replace(job.output, folder=str(folder / name), name=f"{job.output.name}_{name}"),
+    )
+
+
+def _refuse_equal(job: JobConfig, first: CheckpointInfo, second: CheckpointInfo) -> None:
+    if {file.resolve() for file in first.files} == {file.resolve() for file in second.files}:
+        raise ValueError(
+            f"model.path {job.model.path} and model.second_expert {job.model.second_expert} are the same files; name "
+            "the other expert's, or for both the model folder that holds transformer and transformer_2"
+        )

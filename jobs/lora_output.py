@@ -1,0 +1,138 @@
+"""The LoRA file that a job leaves: its tensors as the layout names them, and what it says of itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoints.lora_layouts import describe_readers, make_lora_tensors, what_is_lost
+from ..config.job import job_to_dict
+from ..system.files import tensors_as_bytes, write_atomically
+from ..training.adapter import LoraHandle
+from ..training.state import unsaved
+from ..version import VERSION
+from .checked_job import JobPlan
+
+_log = logging.getLogger(__name__)
+
+
+def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor]:
+    """The LoRA as the job's layout and type name it."""
+    output = plan.job.output
+    for_comfyui = {} if output.lora_layout == "diffusers" else lora.tensors_for_comfyui()
+    settings = plan.job.lora
+    tensors = make_lora_tensors(
+        plan.family, output.lora_layout, lora.tensors(), for_comfyui, settings.alpha, settings.rank
+    )
+    dtype = getattr(torch, output.lora_dtype)
+    # alpha stays float32: a rounded one would change the strength of the whole layer
+    return {name: t if name.endswith(".alpha") else t.to(dtype) for name, t in tensors.items()}
+
+
+def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: bool = False) -> Path:
+    """Write the LoRA with its metadata to folder/<output.name>.safetensors, atomically; not where that is so already.
+
+    Args:
+        must_change: also refuse a LoRA that changes nothing.
+    Raises: RuntimeError for weights that are not finite in the file's type, OSError naming the file if the disk
+        refuses; the file that was there stays.
+    """
+    path = folder / f"{plan.job.output.name}.safetensors"
+    tensors = lora_file_tensors(plan, lora)
+    _refuse_not_finite(path, tensors, plan.job.output.lora_dtype)
+    if must_change and not any(tensor.any() for name, tensor in tensors.items() if name.endswith("lora_B.weight")):
+        raise RuntimeError(
+            f"{path} is not written: after {plan.job.train.steps} steps the LoRA changes nothing, for lora_B is zero "
+            f"in every layer (as {plan.job.output.lora_dtype}); start anew in another output folder with a higher "
+            "optimizer.learning_rate or more steps"
+        )
+    data = tensors_as_bytes(tensors, lora_metadata(plan))
+    if not (path.is_file() and path.read_bytes() == data):
+        try:
+            write_atomically(path, data)
+        except OSError as error:
+            raise unsaved(path, error) from error
+    return path
+
+
+def _refuse_not_finite(path: Path, tensors: Mapping[str, torch.Tensor], dtype: str) -> None:
+    wrong = [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]
+    if wrong:
+        raise RuntimeError(
+            f"{path} is not written: {len(wrong)} of {len(tensors)} tensors of the LoRA are not finite as {dtype}, "
+            f'first {wrong[0]}; resume with output.lora_dtype = "float32", which holds all that was trained, or start '
+            "anew in another output folder with a lower optimizer.learning_rate"
+        )
+
+
+def describe_file(plan: JobPlan) -> str:
+    """Who reads the job's LoRA file; one line."""
+    return describe_readers(plan.family, plan.targets, plan.job.output.lora_layout, plan.job.lora.dora)
+
+
+def warn_of_losses(plan: JobPlan) -> None:
+    """Say so where a loader of LoRA files leaves out or refuses the job's DoRA."""
+    job = plan.job
+    if job.lora.dora and what_is_lost(plan.family, plan.targets, job.output.lora_layout, dora=True):
+        _log.warning("the LoRA file has DoRA in the %s", describe_file(plan))
+
+
+def lora_metadata(plan: JobPlan) -> dict[str, str]:
+    """What the file says of itself: ss_* as other trainers write it, modelspec, and our config.
+
+    No paths and no dates: they would tell about the user's machine, and make equal results unequal files.
+    """
+    job = plan.job
+    resolution = plan.resolution
+    return {
+        "format": "pt",
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.architecture": f"{plan.family.modelspec_architecture}/lora",
+        "modelspec.implementation": "diffusers",
+        "modelspec.title": job.output.name,
+        "modelspec.resolution": f"{resolution}x{resolution}",
+        "modelspec.prediction_type": plan.family.prediction_target,
+        "ss_base_model_version": plan.family.ss_base_model_version,
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": str(job.lora.rank),
+        "ss_network_alpha": str(job.lora.alpha),
+        "ss_learning_rate": str(job.optimizer.learning_rate),
+        "ss_optimizer": job.optimizer.name,
+        "ss_lr_scheduler": job.schedule.name,
+        "ss_max_train_steps": str(job.train.steps),
+        "ss_seed": str(job.train.seed),
+        "ss_num_train_images": str(len(plan.training_samples)),
+        "devicebridge_version": VERSION,
+        **_encoded_by(plan),
+        "devicebridge_variant": plan.variant.name,
+        "devicebridge_config": json.dumps(_without_places(job_to_dict(job)), sort_keys=True),
+    }
+
+
+def _encoded_by(plan: JobPlan) -> dict[str, str]:
+    """Whose encoders made what was trained on: a LoRA meets in use what it met in training only with the same."""
+    if plan.encoded:
+        return {"devicebridge_text_source": "comfyui CONDITIONING", "devicebridge_latent_source": "comfyui LATENT"}
+    cache = plan.job.cache
+    return {
+        "devicebridge_text_source": cache.text_source or "transformers",
+        "devicebridge_latent_source": cache.latent_source or "diffusers",
+    }
+
+
+def _without_places(config: dict[str, Any]) -> dict[str, Any]:
+    """The config without what belongs to one machine: folders become names, devices and saving cadence go."""
+    config["model"]["path"] = Path(config["model"]["path"]).name
+    del config["model"]["quantized_cache"], config["model"]["second_expert"]
+    del config["train"]["offload_activations"], config["train"]["cuda_graphs"]
+    config["data"]["folders"] = [{**folder, "path": Path(folder["path"]).name} for folder in config["data"]["folders"]]
+    config["data"]["encoded"] = Path(config["data"]["encoded"]).name
+    config["evaluation"]["folder"] = Path(config["evaluation"]["folder"]).name
+    for section in ("split", "pipeline", "cache", "output"):
+        del config[section]
+    return config

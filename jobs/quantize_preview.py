@@ -1,0 +1,222 @@
+"""What quantizing a model will do to it, said before any weight is loaded: sizes and layers left alone.
+
+All comes from the checkpoint's header.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..checkpoints.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
+from ..checkpoints.quantized_files import stays_in_8_bits
+from ..config.job import DataConfig, FolderConfig, JobConfig, LoopConfig, ModelConfig, OutputConfig, SplitConfig
+from ..parallel.devices import find_devices
+from ..parallel.placement import Placement, block_names, parameter_bytes
+from ..quantization.quantize import (
+    BEST_FIRST,
+    KEPT,
+    NOT_LINEAR,
+    QUANTIZED,
+    GroupTotals,
+    LayerGroup,
+    Quantizer,
+    QuantizeSettings,
+    Scheme,
+    check_packages,
+    layer_class,
+    refusal,
+    stored_bytes,
+    stored_linear_bytes,
+)
+from .resolve import find_machine, place_by_size
+
+_NUM_NAMED = 4
+_TIME_RESOLUTION = 512  # pixels, where a split by time is planned before there are pictures
+
+
+@dataclass(frozen=True)
+class QuantizePreview(GroupTotals):
+    """What will become of a model's weights.
+
+    Args:
+        settings: None where nothing is quantized.
+        dtype: that the model computes in and holds the rest in.
+        groups: modules with weights of their own by what happens to them: QUANTIZED, KEPT, NOT_LINEAR.
+        device_bytes: weights on each device; {} where their place is not known.
+        device_note: what device_bytes depends on, or why it is not known.
+        num_stored: tensors that the file holds in 8 bits already, by type as torch spells it.
+        num_taken: how many of them are kept as they are.
+    """
+
+    settings: QuantizeSettings | None
+    dtype: str
+    groups: Mapping[str, LayerGroup]
+    device_bytes: Mapping[str, int] = field(default_factory=dict)
+    device_note: str = ""
+    num_stored: Mapping[str, int] = field(default_factory=dict)
+    num_taken: int = 0
+
+    def summary(self) -> str:
+        """One line, sizes in decimal GB."""
+        if self.settings is None:
+            return f"none: all weights in {self.dtype}, {_gb(self.bytes_before)}"
+        return (
+            f"{self.settings.scheme}: {len(self.groups[QUANTIZED].names)} linears in 8 bits, "
+            f"{self.bytes_before / 1e9:.2f} -> {_gb(self.bytes_after)} of weights"
+        )
+
+    def table(self) -> str:
+        """summary, what is left alone and why, and sizes per device."""
+        return "\n".join([self.summary(), *self._skipped(), *self._file_lines(), *self._device_lines()])
+
+    def _skipped(self) -> list[str]:
+        if self.settings is None:
+            return []
+        kept, others = self.groups[KEPT], self.groups[NOT_LINEAR]
+        classes = list(dict.fromkeys(map(_short_name, kept.names)))
+        named = ", ".join(classes[:_NUM_NAMED]) + (", ..." if len(classes) > _NUM_NAMED else "")
+        return [
+            f"{self.dtype}: {len(kept.names)} linears the family keeps, {_gb(kept.bytes_after)} ({named})"
+            if kept.names
+            else f"{self.dtype}: no linear, the family keeps none",
+            f"{self.dtype}: {len(others.names)} layers that are no linears (norms, tables), {_gb(others.bytes_after)}",
+            "LoRA: attached later, never quantized",
+        ]
+
+    def _file_lines(self) -> list[str]:
+        if not self.num_stored:
+            return []
+        total = sum(self.num_stored.values())
+        types = ", ".join(f"{count} in {name}" for name, count in self.num_stored.items())
+        again = total - self.num_taken
+        does = [f"{self.num_taken} kept as they are"] if self.num_taken else []
+        if again:
+            does.append(
+                f"{again} become {self.dtype}" + (", linears to quantize are rounded again" if self.settings else "")
+            )
+        return [f"the file holds tensors in 8 bits already ({types}): {', '.join(does)}"]
+
+    def _device_lines(self) -> list[str]:
+        sizes = ", ".join(f"{device} {_gb(size)}" for device, size in self.device_bytes.items())
+        line = ", ".join(part for part in (sizes, self.device_note) if part)
+        return [line] if line else []
+
+
+def _short_name(fqn: str) -> str:
+    """The layer class of a module inside a list, else the part of the model it belongs to."""
+    return layer_class(fqn) if "*" in layer_class(fqn) else fqn.partition(".")[0]
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+def choose_scheme(devices: Sequence[torch.device]) -> Scheme:
+    """The fastest scheme that every one of these devices can compute in and whose packages are installed.
+
+    The CPU computes 8-bit products too, but no faster than others.
+
+    Raises: RuntimeError if there is none, with what the weight-only schemes lack.
+    """
+    has_cpu = any(device.type == "cpu" for device in devices)
+    schemes = [s for s in BEST_FIRST if not (has_cpu and QuantizeSettings(s).is_compute)]
+    able = [scheme for scheme in schemes if not refusal(QuantizeSettings(scheme), devices)]
+    for scheme in able[:-1]:
+        with contextlib.suppress(RuntimeError):
+            check_packages(QuantizeSettings(scheme))
+            return scheme
+    check_packages(QuantizeSettings(able[-1]))
+    return able[-1]
+
+
+def preview_model(config: ModelConfig, split: SplitConfig) -> QuantizePreview:
+    """The preview of a model whose training is not set up yet; where it goes is planned as memory is free now.
+
+    Raises: ValueError for a file that is no such model, or a device that cannot compute in the scheme, naming one that
+        works; RuntimeError if a package is missing.
+    """
+    settings = config.quantize_settings
+    reason = refusal(settings, find_devices(split.devices)) if settings else ""
+    if reason:
+        raise ValueError(reason)
+    info = read_checkpoint(config.path, config.family, config.variant)
+    model = make_empty_transformer(info)
+    try:
+        placement, note = _plan_now(config, split, info, model), "as memory is free now"
+        note += f", for pictures of {_TIME_RESOLUTION} pixels" if split.balance == "time" else ""
+    except ValueError as error:  # ComfyUI's own models may be in memory, and are gone before training
+        placement, note = None, f"as memory is free now: {error}"
+    return _preview(config, info, model, placement, note)
+
+
+def preview_job(job: JobConfig, info: CheckpointInfo, placement: Placement) -> QuantizePreview:
+    """The preview of a job that was checked."""
+    return _preview(job.model, info, make_empty_transformer(info), placement, "")
+
+
+def _plan_now(config: ModelConfig, split: SplitConfig, info: CheckpointInfo, model: nn.Module) -> Placement:
+    """Where the blocks go; with balance "time" for pictures of one size, as no dataset is known yet."""
+    job = JobConfig(
+        model=config,
+        split=split,
+        data=DataConfig(folders=(FolderConfig(config.path),), resolutions=(_TIME_RESOLUTION,)),
+        train=LoopConfig(steps=1),
+        output=OutputConfig(folder=config.path),
+    )
+    devices = find_machine(job.split.devices).devices
+    return place_by_size(job, info, info.variant or info.family.variants[0], model, devices)
+
+
+def _preview(
+    config: ModelConfig, info: CheckpointInfo, model: nn.Module, placement: Placement | None, note: str
+) -> QuantizePreview:
+    settings = config.quantize_settings
+    quantizer = Quantizer(info.family, settings) if settings else None
+    groups = _sort(model, quantizer, getattr(torch, config.dtype).itemsize)
+    weights = [info.tensors[f"{name}.weight"] for name in groups[QUANTIZED].names]
+    return QuantizePreview(
+        settings=settings,
+        dtype=config.dtype,
+        groups=groups,
+        device_bytes=_device_bytes(config, info, model, placement) if placement else {},
+        device_note=note,
+        num_stored=info.quantized_types,
+        num_taken=sum(stays_in_8_bits(record, quantizer.can_take) for record in weights) if quantizer else 0,
+    )
+
+
+def _sort(model: nn.Module, quantizer: Quantizer | None, element_size: int) -> dict[str, LayerGroup]:
+    """Modules that hold parameters themselves by what happens to them; sizes in bytes. Works on meta tensors."""
+    found: dict[str, dict[str, tuple[int, int]]] = {QUANTIZED: {}, KEPT: {}, NOT_LINEAR: {}}
+    for name, module in model.named_modules():
+        before = after = sum(parameter.numel() for parameter in module.parameters(recurse=False)) * element_size
+        if not before:
+            continue
+        reason = KEPT if isinstance(module, nn.Linear) else NOT_LINEAR
+        if quantizer and quantizer.is_wanted(name, module):
+            assert isinstance(module, nn.Linear)
+            reason = QUANTIZED
+            after += stored_linear_bytes(module, quantizer.settings) - module.weight.numel() * element_size
+        found[reason][name] = before, after
+    return {
+        reason: LayerGroup(tuple(sizes), sum(b for b, _ in sizes.values()), sum(a for _, a in sizes.values()))
+        for reason, sizes in found.items()
+    }
+
+
+def _device_bytes(config: ModelConfig, info: CheckpointInfo, model: nn.Module, placement: Placement) -> dict[str, int]:
+    settings, element_size = config.quantize_settings, getattr(torch, config.dtype).itemsize
+    blocks = block_names(model, info.family)
+    if settings:
+        sizes, home = stored_bytes(model, info.family, blocks, element_size, settings)
+    else:
+        sizes, home = parameter_bytes(model, blocks, element_size)
+    found = {device: home if device == placement.home else 0 for device in placement.used_devices}
+    for device, size in zip(placement.devices, sizes, strict=True):
+        found[device] += size
+    return {str(device): size for device, size in found.items()}

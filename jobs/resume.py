@@ -1,0 +1,100 @@
+"""Where a run that is resumed stands: its newest whole checkpoint, and whether that is of this job."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from ..config.job import JobConfig, differing_keys, make_job
+from ..training.loop import checkpoint_folder
+from ..training.state import (
+    DamagedCheckpoint,
+    TrainingState,
+    check_facts,
+    list_checkpoints,
+    load_newest,
+    sweep_checkpoints,
+)
+
+_log = logging.getLogger(__name__)
+
+_FACTS: dict[str, type] = {
+    "config": dict,
+    "order": dict,
+    "losses": list,
+    "evaluations": dict,
+    "dataset": str,
+    "evaluation": str,
+    "model": list,
+    "placement": list,
+}
+_IDENTITY = {
+    "dataset": "data: images, captions or masks have changed",
+    "evaluation": "evaluation: images, captions or masks have changed",
+    "model": "model: the weights in the file have changed",
+}
+
+
+def find_state(job: JobConfig, *, resume: bool) -> TrainingState | None:
+    """The newest whole checkpoint of the job's folder if it is to be resumed, None for a fresh start.
+
+    A run that was killed before its first checkpoint is resumed by starting it again, which gives the same result.
+
+    Raises: ValueError if none of its checkpoints is whole, or if a fresh start would mix with those of an earlier run.
+    """
+    folder = checkpoint_folder(job)
+    sweep_checkpoints(folder)
+    if resume:
+        state = load_newest(folder, _check)
+        if state is None:
+            _log.warning("there is no checkpoint in %s yet; the job starts from its first step", folder)
+        return state
+    if found := list_checkpoints(folder):
+        raise ValueError(
+            f"{folder} holds the checkpoints of an earlier run, up to {found[-1].name}; resume it, or choose another "
+            "output folder"
+        )
+    return None
+
+
+def _check(state: TrainingState) -> None:
+    check_facts(state, _FACTS)
+    losses, numbers = state.facts["losses"], (int, float)
+    if len(losses) != state.step or not all(type(loss) in numbers for loss in losses):
+        raise DamagedCheckpoint(f"{state.path} should hold the losses of {state.step} steps, and holds {len(losses)}")
+    order = state.facts["order"]
+    if not all(type(order.get(name)) is int for name in ("epoch", "index")):
+        raise DamagedCheckpoint(f"{state.path} does not say where the data stands, but {order}")
+    for step, loss in state.facts["evaluations"].items():
+        if not (step.isdecimal() and type(loss) in numbers):
+            raise DamagedCheckpoint(f"{state.path} says {loss!r} of the evaluation after step {step!r}")
+
+
+def as_decided(job: JobConfig, state: TrainingState) -> JobConfig:
+    """With what "auto" became when the run to resume began: memory that is free today must not change it."""
+    old = _job_of(state)
+    quantize = old.model.quantize if job.model.quantize == "auto" else job.model.quantize
+    name = old.optimizer.name if job.optimizer.name == "auto" else job.optimizer.name
+    return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=name))
+
+
+def refuse_other_run(job: JobConfig, identity: dict[str, Any], state: TrainingState) -> None:
+    """Raises: ValueError if the state was made with other settings, data or weights; names what differs."""
+    differing = differing_keys(_job_of(state), job)
+    for name, what in _IDENTITY.items():
+        if state.facts[name] != identity[name]:
+            differing.append(what)
+    if differing:
+        lines = "\n".join(f"  {line}" for line in differing)
+        raise ValueError(
+            f"{state.path} was made with other settings, so continuing it would not be the same run:\n{lines}\n"
+            "Set them back to resume, or start anew in another output folder"
+        )
+
+
+def _job_of(state: TrainingState) -> JobConfig:
+    try:
+        return make_job(state.facts["config"])
+    except ValueError as error:
+        raise ValueError(f"{state.path} holds a job that cannot be read: {error}") from error

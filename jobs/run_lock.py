@@ -1,0 +1,79 @@
+"""One run at a time in an output folder: a lock that the system takes back when its owner ends, however that is.
+
+The lock is a claim (encoding/claims.py) on a file in the folder. Who holds it is written beside it, for the message
+that whoever comes second reads; on Windows nobody else may read a locked file. A pair of experts holds the folder of
+both, and each of its processes its own folder below that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from ..encoding.claims import NoLocks, take_claim
+from ..system.files import remove_leftovers, what_helps, write_atomically
+from ..system.json_file import read_json_object
+
+_log = logging.getLogger(__name__)
+_LOCK, _OWNER = ".run.lock", ".run.json"
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Hold an output folder, which is made if it is not there; sweeps what a run that was killed has left in it.
+
+    Raises: RuntimeError naming the process that holds it; ValueError for a folder that cannot be written.
+    """
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        claim = take_claim(folder / _LOCK)
+    except NoLocks as error:
+        _log.warning(
+            "%s is on a file system without locks (%s): nothing keeps a second run out of it", folder, error.strerror
+        )
+        yield
+        return
+    except OSError as error:
+        raise ValueError(
+            f"output.folder {folder} cannot be written ({error.strerror or error}); {what_helps(error)}, or choose "
+            "another"
+        ) from error
+    if claim is None:
+        raise RuntimeError(
+            f"{folder} is in use by {_owner(folder)}; wait for that run to end, stop it (it saves what is done), or "
+            "choose another output.folder"
+        )
+    try:
+        remove_leftovers(folder)
+        _write_owner(folder)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / _OWNER).unlink()
+        claim.release()
+        if is_new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # where nothing was begun
+
+
+def _write_owner(folder: Path) -> None:
+    since = datetime.now().astimezone().isoformat(timespec="seconds")
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+    with contextlib.suppress(OSError):  # it serves a message only; what a full disk means is said when saving
+        write_atomically(folder / _OWNER, json.dumps(owner).encode())
+
+
+def _owner(folder: Path) -> str:
+    try:
+        owner = read_json_object(folder / _OWNER)
+        return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
+    except (OSError, ValueError, KeyError):
+        return "another run"

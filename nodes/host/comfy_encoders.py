@@ -1,0 +1,228 @@
+"""ComfyUI's own CLIP and VAE as sources of the cache: what they make, and a name for everything that decides it.
+
+They are called as core's CLIPTextEncode and VAEEncode call them. The name is the host's version (its code tokenizes,
+weighs prompts and picks layers), the classes involved, their settings, the tokenizer with its vocabulary, and samples
+of the weights. Left out, as for our own encoders: the device and which attention kernel it uses. What has no such name
+is refused: LoRA patches and hooks on a CLIP (the host knows them by random ids), wrappers and replaced methods of other
+packs, weights that hide their bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...encoding.key import settings_fingerprint, tensors_fingerprint
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+# What SDClipModel and its like read while encoding; layer choices are in options_default, the others vary per call.
+_ENCODER_SETTINGS = (
+    "options_default",
+    "max_length",
+    "num_layers",
+    "special_tokens",
+    "enable_attention_masks",
+    "zero_out_masked",
+    "layer_norm_hidden_state",
+    "return_attention_masks",
+)
+_VAE_SETTINGS = (
+    "vae_dtype",
+    "latent_channels",
+    "latent_dim",
+    "output_channels",
+    "pad_channel_value",
+    "crop_input",
+    "not_video",
+)
+_PATHS = frozenset({"embedding_directory"})  # files in it are asked for by captions, which are refused then
+
+
+class HostClip:
+    """A CLIP socket's value; see StockClip in encoding/sources.py.
+
+    Raises: ValueError if it has no name.
+    """
+
+    def __init__(self, clip: Any) -> None:
+        import comfy.sd
+
+        if type(clip) is not comfy.sd.CLIP:
+            raise ValueError(f"stock_clip is a {_class_name(clip)}, not ComfyUI's own CLIP; use one of its loaders")
+        if clip.patcher.forced_hooks is not None or clip.apply_hooks_to_conds is not None:
+            raise ValueError("stock_clip has hooks; connect the CLIP as it comes from its loader")
+        _refuse_replaced(clip, "CLIP")
+        _refuse_replaced(clip.tokenizer, "tokenizer")
+        self._clip = clip
+        self.fingerprint = _name("CLIP", clip.patcher, _clip_settings(clip))
+
+    def encode(self, text: str) -> Any:
+        """A CONDITIONING, as CLIPTextEncode gives it."""
+        import torch
+
+        with torch.inference_mode():  # as the host runs its nodes
+            return self._clip.encode_from_tokens_scheduled(self._clip.tokenize(text))
+
+    def release(self) -> None:
+        _unload()
+
+
+class HostVae:
+    """A VAE socket's value; see StockVae in encoding/sources.py.
+
+    Raises: ValueError if it has no name.
+    """
+
+    def __init__(self, vae: Any) -> None:
+        import comfy.sd
+
+        if type(vae) is not comfy.sd.VAE:
+            raise ValueError(f"stock_vae is a {_class_name(vae)}, not ComfyUI's own VAE; use one of its loaders")
+        vae.throw_exception_if_invalid()
+        _refuse_replaced(vae, "VAE")
+        self._vae = vae
+        settings = {name: _plain(getattr(vae, name)) for name in _VAE_SETTINGS}
+        settings["output_dtype"] = str(vae.vae_output_dtype())
+        self.fingerprint = _name("VAE", vae.patcher, settings)
+        self.takes_clips = bool(vae.latent_dim == 3 and not vae.not_video)  # VAE.encode makes one video of a batch then
+
+    def encode(self, pixels: torch.Tensor) -> torch.Tensor:
+        """[F, height, width, 3] in 0..1 -> the samples of a LATENT, as VAEEncode gives them."""
+        import torch
+
+        with torch.inference_mode():
+            return self._vae.encode(pixels)
+
+    def release(self) -> None:
+        _unload()
+
+
+def _unload() -> None:
+    from comfy.model_management import soft_empty_cache, unload_all_models
+
+    unload_all_models()
+    soft_empty_cache()
+
+
+def _name(kind: str, patcher: Any, settings: Mapping[str, Any]) -> str:
+    from comfyui_version import __version__
+
+    _refuse_changes(kind, patcher)
+    facts = {
+        "settings": settings,
+        "object_patches": {name: _plain(value) for name, value in patcher.object_patches.items()},
+        "modules": list(_module_facts(patcher.model)),
+        "weights": tensors_fingerprint(_weights(patcher)),
+    }
+    return f"comfyui {__version__} {kind} {settings_fingerprint(facts)}"
+
+
+def _refuse_changes(kind: str, patcher: Any) -> None:
+    """Refuse what was hung onto the loaded weights."""
+    kept = ("patches", "hook_patches", "weight_wrapper_patches", "injections", "additional_models")
+    found = [name for name in kept if getattr(patcher, name, None)]
+    found += [name for name in ("wrappers", "callbacks") if any(getattr(patcher, name, {}).values())]
+    if found:
+        raise ValueError(
+            f"the {kind} has {', '.join(found)} (a LoRA's, say), which no cache key can name; connect it as it comes "
+            "from its loader"
+        )
+
+
+def _weights(patcher: Any) -> dict[str, torch.Tensor]:
+    """The weights as they were loaded: where a clone with a LoRA has patched the shared module, its backup counts."""
+    weights: dict[str, torch.Tensor] = dict(patcher.model.state_dict())
+    hooked: dict[str, torch.Tensor] = {name: backup[0] for name, backup in patcher.hook_backup.items()}
+    patched: dict[str, torch.Tensor] = {name: backup.weight for name, backup in patcher.backup.items()}
+    originals = {**hooked, **patched}  # hooks come on top of patches
+    return {name: originals.get(name, weight) for name, weight in weights.items()}
+
+
+def _module_facts(model: nn.Module) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Name, class and settings of every module; attributes that loading changes are not looked at."""
+    for name, module in model.named_modules():
+        _refuse_replaced(module, name)
+        settings: dict[str, Any] = {"sizes": module.extra_repr()}  # padding modes and epsilons too
+        if hasattr(module, "options_default"):
+            settings = {key: _plain(getattr(module, key)) for key in _ENCODER_SETTINGS if hasattr(module, key)}
+        config = getattr(module, "config", None)
+        if dataclasses.is_dataclass(config) and not isinstance(config, type):
+            settings["config"] = _plain(dataclasses.asdict(config))
+        yield name, _class_name(module), settings
+
+
+def _refuse_replaced(value: Any, name: str) -> None:
+    """Refuse an object of which another pack has replaced a method: its class no longer says what it computes."""
+    replaced = [
+        key for key, item in vars(value).items() if callable(getattr(type(value), key, None)) and callable(item)
+    ]
+    if replaced:
+        raise ValueError(
+            f"{', '.join(replaced)} of the encoder's {name or 'model'} has been replaced by another pack, which "
+            "no cache key can name; connect the encoder as it comes from its loader"
+        )
+
+
+def _clip_settings(clip: Any) -> dict[str, Any]:
+    return {
+        "layer_idx": _plain(clip.layer_idx),
+        "use_clip_schedule": bool(clip.use_clip_schedule),
+        "tokenizer_options": _plain(clip.tokenizer_options),
+        "tokenizer": list(_tokenizer_facts(clip.tokenizer, "")),
+    }
+
+
+def _tokenizer_facts(tokenizer: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Class, plain settings, vocabulary and saved state of a tokenizer and of those inside it, in order of name."""
+    import torch
+
+    yield name, _class_name(tokenizer)
+    if hasattr(tokenizer, "state_dict"):
+        for key, value in sorted(tokenizer.state_dict().items()):
+            is_tensor = isinstance(value, torch.Tensor)
+            yield f"{name}.{key}", tensors_fingerprint({key: value}) if is_tensor else _plain(value)
+    if hasattr(tokenizer, "get_vocab"):
+        yield f"{name}.vocabulary", settings_fingerprint(tokenizer.get_vocab())
+        return  # inside are the tokenizer library's own objects
+    for key, value in sorted(vars(tokenizer).items()):
+        if key in _PATHS:
+            continue
+        if hasattr(value, "tokenize_with_weights") or hasattr(value, "get_vocab"):
+            yield from _tokenizer_facts(value, f"{name}.{key}")
+        elif _is_plain(value):
+            yield f"{name}.{key}", _plain(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (str, bool, int, float))
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON knows it.
+
+    Raises: ValueError for an object, which has no one spelling.
+    """
+    import torch
+
+    if _is_plain(value):
+        return value
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    raise ValueError(f"a setting of this encoder is a {_class_name(value)}, which no cache key can name")
+
+
+def _class_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

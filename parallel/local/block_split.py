@@ -1,0 +1,283 @@
+"""One model over several devices: every block computes where its weights are, activations travel, weights do not.
+
+A BlockSplit keeps the weights where the placement says and starts and ends the bridge's forward around the model's own;
+how activations reach the blocks, and what is remembered of them, is the bridge's (bridge.py).
+
+Gradient checkpointing should go through `BlockSplit.checkpoint`, which first brings the arguments to the block's
+device. That saves the copies of the recomputation, and the recomputation (recompute.py) puts back the random state of
+the device that the block draws from. torch's own looks for devices among the arguments; before the first block of a
+device these are all elsewhere, so dropout would be drawn anew and the gradient silently wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...families.spec import ModelFamily
+from ...patches.hooks import AfterHook, HookSet
+from ...patches.lora import is_lora_name, place_lora_with_base
+from ..offload.activations import MIN_BYTES, Offload
+from ..offload.recompute import recompute
+from ..offload.weights import BlockSwap
+from ..placement import Placement, block_names, check_kept_blocks
+from .bridge import Bridge
+
+_log = logging.getLogger(__name__)
+
+
+class BlockSplit:
+    """Handle of a model split over devices; made by apply_block_split."""
+
+    def __init__(
+        self, model: nn.Module, family: ModelFamily, placement: Placement, swap: BlockSwap | None = None
+    ) -> None:
+        self.placement = placement
+        self.model = model
+        self._swap = swap
+        blocks = {
+            model.get_submodule(name): device for name, device in zip(placement.blocks, placement.devices, strict=True)
+        }
+        tail = [model.get_submodule(name) for name in family.tail]
+        self.bridge = Bridge(blocks, placement.home, tail=tail, tail_device=placement.tail_device)
+        self._read_by_tail = {model.get_submodule(name): index for name, index in family.read_by_tail.items()}
+        self._residents = _residents(model, placement)
+        self._found_on = [(module, self._found(module)) for module, _ in self._residents]
+        self._placing = threading.Lock()
+        self._checked_in_run = -1
+        self._kept: frozenset[nn.Module] = frozenset()
+        self.offload: Offload | None = None
+        self._hooks = HookSet()
+
+    @property
+    def home(self) -> torch.device:
+        return self.placement.home
+
+    def attach(self) -> None:
+        """Move every module to its device and register the hooks."""
+        for module, device in self._residents:
+            if self._swap is not None and module in self._swap.modules:
+                self._swap.move_rest(module, device)
+            else:
+                _move_module(module, device)
+        self._hooks.before(self.model, self._start)
+        self.bridge.attach()
+        for module, index in self._read_by_tail.items():
+            self._hooks.after(module, self._make_bring_to_tail(index))
+        self._hooks.after(self.model, self._bring_output)
+        self._hooks.after(self.model, self._finish, also_on_error=True)
+
+    def remove(self) -> None:
+        """Take the hooks off and move every module back to where it was found; a second call is a no-op."""
+        if not self._hooks:
+            return
+        if self._swap is not None:
+            self._swap.remove()
+        self._hooks.remove()
+        self.bridge.remove()
+        self.bridge.end()
+        self.stop_offload()
+        for module, device in self._found_on:
+            _move_module(module, device)
+
+    def checkpoint(self, block: nn.Module, *args: Any) -> Any:
+        """Run a block without keeping its activations; for diffusers' enable_gradient_checkpointing.
+
+        The block is one of the placement's, args are its positional arguments on any device.
+        """
+        device = self.bridge.blocks[block]
+        moved = self.bridge.bring(args, device) if self._hooks else args
+        return block(*moved) if block in self._kept else recompute(block, moved, device, self.offload)
+
+    def offload_inputs(self, *, min_bytes: int = MIN_BYTES) -> None:
+        """Let what recomputed blocks keep wait in host memory, from the next forward on; see offload.py."""
+        self.stop_offload()
+        self.offload = Offload(min_bytes=min_bytes)
+
+    def stop_offload(self) -> None:
+        """Let it wait on the cards again, and free the host memory; a second call is a no-op."""
+        if self.offload is not None:
+            self.offload.close()
+        self.offload = None
+
+    def keep_activations(self, num_blocks: Sequence[int]) -> None:
+        """Let checkpoint recompute all but the last so many blocks of each device, which keep their activations.
+
+        The last of a device are the first whose memory its backward frees.
+
+        Args:
+            num_blocks: one per device, in order; () keeps none. [num_devices]
+        Raises: ValueError for another number of devices, more blocks than a device has, or blocks that are swapped.
+        """
+        kept = frozenset(self._last_blocks(num_blocks or [0] * len(self.bridge.devices)))
+        _refuse_both(kept, self._swap.modules if self._swap is not None else ())
+        self._kept = kept
+
+    @property
+    def kept_blocks(self) -> dict[nn.Module, torch.device]:
+        """The blocks that keep their activations, with their devices: all where gradient checkpointing is off."""
+        is_recomputing = getattr(self.model, "is_gradient_checkpointing", False)
+        return {block: d for block, d in self.bridge.blocks.items() if block in self._kept or not is_recomputing}
+
+    def take_swap(self, swap: BlockSwap | None) -> None:
+        """Leave the weights that rest in host memory where they are; None when they are back.
+
+        Raises: ValueError if one of the swapped blocks keeps its activations.
+        """
+        _refuse_both(self._kept, swap.modules if swap is not None else ())
+        self._swap = swap
+
+    def _found(self, module: nn.Module) -> torch.device | None:
+        swapped_on = None if self._swap is None else self._swap.found_on(module)
+        return swapped_on or _device_of(module)
+
+    def _last_blocks(self, num_blocks: Sequence[int]) -> Iterator[nn.Module]:
+        check_kept_blocks(num_blocks, self.placement)
+        for device, count in zip(self.bridge.devices, num_blocks, strict=True):
+            blocks = [block for block, place in self.bridge.blocks.items() if place == device]
+            yield from blocks[len(blocks) - count :]
+
+    def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.bridge.turns is None or self._checked_in_run != self.bridge.num_runs:
+            self._checked_in_run = self.bridge.num_runs  # once for all forwards of an interleaved run
+            self._check_residents()
+        self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
+        self.bridge.begin()
+        return self.bridge.move((args, kwargs), self.home)
+
+    def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self.bridge.end()
+
+    def _bring_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        return self.bridge.move(output, self.bridge.tail_device)
+
+    def _make_bring_to_tail(self, index: int) -> AfterHook:
+        """Without, a pipeline's last stage would run backwards through the first, whose graph is another micro-batch's
+        or has been used. What needs no gradient the model's own forward brings there."""
+
+        def bring(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]) -> Any:
+            if not output[index].requires_grad:
+                return None
+            moved = self.bridge.send(output[index], self.bridge.tail_device)
+            return (*output[:index], moved, *output[index + 1 :])
+
+        return bring
+
+    def _check_residents(self) -> None:
+        """Bring LoRA weights that were injected or loaded elsewhere to the layer they adapt.
+
+        Raises: RuntimeError if a weight of the base is not where the placement put it.
+        """
+        is_resting = (lambda parameter: False) if self._swap is None else self._swap.holds
+        residents = ((p, device) for module, device in self._residents for p in module.parameters())
+        if all(p.device == device or is_resting(p) for p, device in residents):
+            return
+        with self._placing:
+            if self._swap is None:  # else the layer they adapt may rest in host memory
+                moved = place_lora_with_base(self.model)
+                _log.info("moved %d LoRA modules to the device of the layer they adapt", moved)
+            for name, parameter in self.model.named_parameters():
+                expected = self.placement.device_of(name)
+                if is_resting(parameter):
+                    continue
+                if parameter.device != expected and is_lora_name(name):
+                    parameter.data = parameter.data.to(expected)
+                elif parameter.device != expected:
+                    raise RuntimeError(
+                        f"{name} belongs on {expected} and was found on {parameter.device}: the model was moved after "
+                        "it was split. Call remove() on the split before moving the model, and split it again"
+                    )
+
+
+def apply_block_split(
+    model: nn.Module, family: ModelFamily, placement: Placement, swap: BlockSwap | None = None
+) -> BlockSplit:
+    """Put each block on its device, everything else at home, and hook the model so that one forward runs over all.
+
+    Modules already in place are not moved. The model is used as before, from home or any other device; its output is
+    on the placement's tail device, home unless it says otherwise. Works under autograd, gradient checkpointing and
+    no_grad, and from several threads at once. handle.remove() restores the model as it was found, places included.
+
+    Args:
+        swap: holds weights that were brought to host memory already and stay there; attach it afterwards.
+    Raises: ValueError if the placement names other blocks than the model has.
+    """
+    expected = block_names(model, family)
+    if placement.blocks != expected:
+        raise ValueError(
+            f"the placement is for {len(placement.blocks)} blocks ({placement.blocks[0]} ...), this "
+            f"{type(model).__name__} has {len(expected)} ({expected[0]} ...); plan it for this model"
+        )
+    split = BlockSplit(model, family, placement, swap)
+    split.attach()
+    return split
+
+
+def apply_block_swap(split: BlockSplit, blocks: Sequence[str]) -> BlockSwap:
+    """Let the weights of these blocks rest in host memory, and pass through two slots per device when they compute.
+
+    The model computes the same numbers, in training with gradient checkpointing (BlockSplit.checkpoint) and without
+    gradients, through a pipeline as well. Its LoRA is attached before. handle.remove() brings the weights back.
+
+    Args:
+        blocks: fqns, of the split's placement.
+    Raises: ValueError if one of them keeps its activations.
+    """
+    devices = dict(zip(split.placement.blocks, split.placement.devices, strict=True))
+    swap = BlockSwap({name: devices[name] for name in split.placement.blocks if name in set(blocks)})
+    swap.begin(split.model, ())
+    try:
+        swap.pack_all()
+        swap.attach(split)
+    except BaseException:
+        swap.remove()
+        raise
+    return swap
+
+
+def _refuse_both(kept: frozenset[nn.Module], swapped: Collection[nn.Module]) -> None:
+    """The graph of a kept block would hold weights that go."""
+    both = kept & frozenset(swapped)
+    if both:
+        raise ValueError(
+            f"{len(both)} blocks are to keep their activations and to stream from host memory; lower kept_blocks or "
+            "swapped_blocks, each block can do one of the two"
+        )
+
+
+def _residents(model: nn.Module, placement: Placement) -> list[tuple[nn.Module, torch.device]]:
+    """Modules that together hold every parameter and buffer but the model's own, each with its device."""
+    lists = {name.partition(".")[0] for name in placement.blocks}
+    others = [(child, placement.device_of(name)) for name, child in model.named_children() if name not in lists]
+    blocks = [(model.get_submodule(n), d) for n, d in zip(placement.blocks, placement.devices, strict=True)]
+    own = [(_OwnTensors(model), placement.home)]
+    return [*own, *others, *blocks]
+
+
+class _OwnTensors(nn.Module):
+    """Stands for the parameters and buffers a module holds itself, not its children's; shares them, owns nothing."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_parameters"] = module._parameters
+        self.__dict__["_buffers"] = module._buffers
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        return tensor.device
+    return None
+
+
+def _move_module(module: nn.Module, device: torch.device | None) -> None:
+    if device is None:
+        return
+    tensors = [*module.parameters(), *module.buffers()]
+    if any(tensor.device != device for tensor in tensors):
+        module.to(device)

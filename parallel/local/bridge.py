@@ -1,0 +1,462 @@
+"""Activations travel, weights do not: hooks that bring what a block is called with to the device of the block.
+
+How a forward runs. The model's own forward computes embeddings, modulation, rotary tables and context once, at home,
+and passes them into every block. So every block, not only the first of a device, gets a pre-hook that brings its
+arguments to its device. Copies are remembered for the length of one forward, so a loop constant crosses once per device
+and not once per block. In stream transport the last block hands its output home in a post-hook: tails that mix free
+parameters with the stream (Wan's scale_shift_table) give no module to hook before. The tail's own pre-hook stays for
+models that skip their last block. In relay transport every block hands its output home, which is right for any model
+whose forward mixes tensors of its own with the stream between two blocks, and costs two copies per foreign block.
+
+What is remembered and for how long. One forward of one thread owns one memory of copies, dropped when the forward ends
+or raises. Inside a forward a copy is kept as long as its source lives, and no longer: the model's forward itself holds
+the loop constants, and lets go of the hidden states of a block as soon as it has those of the next. So the hidden
+states of a long video do not pile up on the cards, and an id, unique only among the living, never names two tensors.
+An entry carries its source's version (a tensor changed in place is copied again) and the grad mode (a copy made under
+no_grad, as checkpointing does, must not serve a block that needs gradients). Tensors made in inference mode
+have no version; there, whatever a block returns counts as new.
+
+Whose code runs between and inside the blocks decides what may be assumed (`trust`). A described model's own code is
+known not to change a loop constant in place. Code of other people may, so a careful bridge makes copies that have a
+version in inference mode, too. When a block ends, what was written into a copy is written into its source. A described
+block that returns the very tensor it wrote to is excepted: its model goes on with what it returns. A source that was
+written at home shows nowhere in inference mode: whoever runs other people's code calls `forget` behind it. Where such
+code cannot be seen to run, a copy serves one call of a block only.
+
+When gradient checkpointing recomputes a block, no forward is running: the hooks fire, move, and remember nothing.
+
+Hooks are not compiled: a copy kept by the compiler would be kept for all forwards. A compiled block has one graph break
+per hook.
+
+While a foreign block runs, the current device is the block's: Triton and hand-written kernels launch on the current
+device, whatever their arguments say. torch does not call hooks for exceptions like KeyboardInterrupt, so the end of the
+forward restores what a block left behind.
+
+Gradients need nothing of ours: a copy between devices is an autograd node whose backward copies the gradient back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors_of
+from ..devices import device_module
+from .thread_pool import Crew
+
+T = TypeVar("T")
+Transport = Literal["stream", "relay"]
+# Whose code may change tensors in place while a forward runs: only the model's own, which is known not to; functions of
+# other people behind which `forget` is called; or code that nobody sees run.
+Trust = Literal["model", "callers", "nobody"]
+
+
+class Traffic(Protocol):
+    """Decides when a bridge's forwards may go on; the bridge asks wherever they cross."""
+
+    def arrive(self, device: torch.device) -> None:
+        """Return when this thread's forward may compute on device, with its copies ready for use there."""
+
+    def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy on device, for use after the next arrive or settle."""
+
+    def settle(self) -> None:
+        """Have current streams wait for this thread's copies."""
+
+
+class Bridge:
+    """Brings activations to blocks that live on several devices; the blocks themselves are put there by others.
+
+    Args:
+        blocks: block -> its device, in execution order.
+        home: device of everything else.
+        tail: modules after the last block; what they are called with is brought to tail_device.
+        tail_device: where the last block's output goes; None for home.
+        transport: "stream" leaves activations on a device until the next device's first block; "relay" brings every
+            block's output home.
+        passed_by: names of arguments and dict keys whose values are handed over as they are, the same object.
+    Raises: ValueError if there is no block or no such transport.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[nn.Module, torch.device],
+        home: torch.device,
+        *,
+        tail: Sequence[nn.Module] = (),
+        tail_device: torch.device | None = None,
+        transport: Transport = "stream",
+        passed_by: Collection[str] = (),
+    ) -> None:
+        if not blocks:
+            raise ValueError("a bridge needs at least one block; the model has none")
+        if transport not in ("stream", "relay"):
+            raise ValueError(f"transport {transport!r} does not exist; use 'stream' or 'relay'")
+        self.blocks = dict(blocks)
+        self.home = home
+        self.tail = tuple(tail)
+        self.tail_device = tail_device or home
+        self.transport = transport
+        self.passed_by = frozenset(passed_by)
+        self.trust: Trust = "model"
+        self.turns: Traffic | None = None
+        # Side streams of interleaved runs, by (source, target). Kept here since they outlive a run: memory freed on one
+        # stream is only handed out again on the same stream.
+        self.num_runs = 0  # interleaved ones so far
+        self.side_streams: dict[tuple[torch.device, torch.device], Any] = {}
+        self.crew = Crew()  # of interleaved runs, too
+        self._hooks = HookSet()
+        self._local = _Local()
+        self._interleaving = threading.Lock()
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Home first, then the others in the order they are reached."""
+        return tuple(dict.fromkeys((self.home, *self.blocks.values())))
+
+    @property
+    def is_attached(self) -> bool:
+        return bool(self._hooks)
+
+    @property
+    def hook_ids(self) -> set[int]:
+        """The numbers by which torch knows the hooks of this bridge."""
+        return self._hooks.ids
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this thread is inside a forward."""
+        return self._local.copies is not None
+
+    @property
+    def current_device(self) -> torch.device:
+        """Where this thread's forward has its activations: the device of the last block entered, home around them."""
+        return self._local.device if self.is_running else self.home
+
+    def stay_on(self, device: torch.device) -> None:
+        """Say where this thread's forward has its activations now, after a block was replaced or left out."""
+        self._local.device = device
+
+    def attach(self) -> None:
+        """Register the hooks; a second call is a no-op."""
+        if self._hooks:
+            return
+        last = next(reversed(self.blocks))
+        for block, device in self.blocks.items():
+            self._hooks.before(block, self._make_enter(block, device))
+            self._hooks.after(block, self._make_leave(is_last=block is last))
+            if device != self.home:
+                self._hooks.after(block, _uncompiled(self._restore_device), also_on_error=True)
+        for module in self.tail:
+            self._hooks.before(module, self._make_enter(module, self.tail_device, is_block=False))
+
+    def remove(self) -> None:
+        """Take the hooks off; a second call is a no-op."""
+        self._hooks.remove()
+
+    def begin(self) -> None:
+        """Start one forward of this thread, with nothing remembered.
+
+        Raises: RuntimeError if this thread is inside a forward.
+        """
+        if self.is_running:
+            raise RuntimeError(
+                "a forward of this thread is running already; end it first, or run the second one in another thread"
+            )
+        self._local.copies = _Copies()
+        self._local.device = self.home
+
+    def end(self) -> None:
+        """Forget this thread's forward, restore the current device a raising block left; a second call is a no-op."""
+        local = self._local
+        while local.guards:
+            local.guards.pop()[1].__exit__(None, None, None)
+        local.calls.clear()
+        if local.copies is not None:
+            local.copies.clear()
+            local.copies = None
+
+    def forget(self) -> None:
+        """Forget the copies of this thread's forward: other people's code may have changed what they were made of."""
+        if self._local.copies is not None:
+            self._local.copies.clear()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """One forward of this thread: begin, and end whatever happens."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    @contextmanager
+    def interleaved(self, turns: Traffic) -> Iterator[None]:
+        """Let the forwards inside take turns on the devices.
+
+        Raises: RuntimeError if a run is interleaved on this bridge already.
+        """
+        if not self._interleaving.acquire(blocking=False):
+            raise RuntimeError("this model runs interleaved forwards already; wait for them, runs do not nest")
+        try:
+            self.turns = turns
+            self.num_runs += 1
+            yield
+        finally:
+            self.turns = None
+            self._interleaving.release()
+
+    def move(self, value: T, device: torch.device) -> T:
+        """Value with every tensor on device: itself, this forward's earlier copy, or a new one."""
+        moved = self._map(value, device)
+        if self.turns is not None:
+            self.turns.settle()
+        return moved
+
+    def send(self, value: T, device: torch.device) -> T:
+        """As move, for use after this thread's forward has gone on to device: until then nothing there waits for it."""
+        return self._map(value, device)
+
+    def bring(self, value: T, device: torch.device) -> T:
+        """As move, and this thread's forward goes on there."""
+        moved = self._map(value, device)
+        if self.turns is not None:
+            self.turns.arrive(device)
+        self._local.device = device
+        return moved
+
+    def _map(self, value: Any, device: torch.device) -> Any:
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.device == device else self._copy(tensor, device)
+
+        return map_tensors(value, change, self.passed_by)
+
+    def _copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """The tensor on device; backward returns the gradient."""
+        if tensor.device.type == "cpu" and tensor.ndim == 0:
+            return tensor  # mixes with every device
+        copies = self._local.copies
+        if copies is None:
+            return self._transfer(tensor, device)
+        copy = copies.find(tensor, device)
+        if copy is None:
+            copy = copies.keep(tensor, device, self._transfer(tensor, device))
+        if self._local.calls:
+            self._local.calls[-1].copies.append(_Handed(tensor, copy, copy._version))
+        return copy
+
+    def _transfer(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        with versioned() if self.trust != "model" else contextlib.nullcontext():
+            return copy_to(tensor, device) if self.turns is None else self.turns.copy(tensor, device)
+
+    def _make_enter(self, block: nn.Module, device: torch.device, *, is_block: bool = True) -> BeforeHook:
+        change_device = device_switch(device) if device != self.home else None
+        kept = _positions(block, self.passed_by)
+
+        def enter(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            local = self._local
+            if is_block and self.trust != "model" and local.copies is not None:
+                local.calls.append(_Call(module))
+                if self.trust == "nobody":
+                    local.copies.clear()
+            if change_device is not None:
+                guard = change_device()
+                guard.__enter__()
+                local.guards.append((module, guard))
+            moved = self._map((args, kwargs), device) if not kept else self._map_call(args, kwargs, device, kept)
+            if self.turns is not None:
+                self.turns.arrive(device)
+            local.device = device
+            return moved
+
+        return _uncompiled(enter)
+
+    def _map_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, kept: frozenset[int]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        moved = tuple(arg if index in kept else self._map(arg, device) for index, arg in enumerate(args))
+        return moved, self._map(kwargs, device)
+
+    def _make_leave(self, *, is_last: bool) -> AfterHook:
+        def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            local = self._local
+            goes_to = self.tail_device if is_last else self.home if self.transport == "relay" else None
+            if local.calls:
+                output = self._write_back(module, output, goes_to)
+            if local.copies is not None and torch.is_inference_mode_enabled():
+                local.copies.forget(output)
+            return output if goes_to is None else self.bring(output, goes_to)
+
+        return _uncompiled(leave)
+
+    def _write_back(self, module: nn.Module, output: Any, goes_to: torch.device | None) -> Any:
+        """Write what the block wrote into copies of its arguments into what they are copies of.
+
+        Returns: the block's output; where it is such a copy, and nobody knows who reads the original, that instead.
+        """
+        calls = self._local.calls
+        if not any(call.module is module for call in calls):
+            return output  # entered before the forward began
+        while calls[-1].module is not module:  # ended by an exception that somebody caught
+            calls.pop()
+        handed = calls.pop().copies
+        returned = set(map(id, tensors_of(output))) if self.trust == "callers" else set()
+        for source, copy, version in handed:
+            if copy._version != version and id(copy) not in returned:
+                source.copy_(copy)
+                self._local.copies.forget_others(source, copy)  # type: ignore[union-attr]
+        if self.trust != "nobody" or goes_to is None:
+            return output
+        sources = {id(copy): source for source, copy, _ in handed if source.device == goes_to}
+        return map_tensors(output, lambda tensor: sources.get(id(tensor), tensor))
+
+    def _restore_device(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        guards = self._local.guards
+        # The pre-hook may not have run: another one raised before it.
+        if not any(owner is module for owner, _ in guards):
+            return
+        owner = None
+        while owner is not module:
+            owner, guard = guards.pop()
+            guard.__exit__(None, None, None)
+
+
+class _Handed(NamedTuple):
+    """A copy that a block was given, and its version then."""
+
+    source: torch.Tensor
+    copy: torch.Tensor
+    version: int
+
+
+class _Call:
+    """One call of a block by a forward that is watched."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.copies: list[_Handed] = []
+
+
+class _Known(NamedTuple):
+    """The copies of one living tensor, in the state it had."""
+
+    source: weakref.ref[torch.Tensor]
+    version: int | None
+    copies: dict[tuple[torch.device, bool], torch.Tensor]  # by device and grad mode
+
+
+class _Copies:
+    """The copies made for one forward; each is kept while its source lives."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+        known = self._known_of(tensor)
+        return None if known is None else known.copies.get((device, torch.is_grad_enabled()))
+
+    def keep(self, tensor: torch.Tensor, device: torch.device, copy: torch.Tensor) -> torch.Tensor:
+        """Remember copy as the tensor's on device, and return it."""
+        known = self._known_of(tensor)
+        if known is None:
+            source = weakref.ref(tensor, functools.partial(self._drop, id(tensor)))
+            known = self._known[id(tensor)] = _Known(source, _version(tensor), {})
+        known.copies[device, torch.is_grad_enabled()] = copy
+        return copy
+
+    def forget(self, value: Any) -> None:
+        """Copy the tensors in value again when they are next asked for."""
+        if self._known:
+            map_tensors(value, self._forget_one)
+
+    def forget_others(self, source: torch.Tensor, copy: torch.Tensor) -> None:
+        """The source was written from this copy: its copies elsewhere are out of date."""
+        self._known.pop(id(source), None)
+        self.keep(source, copy.device, copy)
+
+    def clear(self) -> None:
+        """Forget everything; needed, since the callbacks that watch the sources refer back to this memory."""
+        self._known.clear()
+
+    def _known_of(self, tensor: torch.Tensor) -> _Known | None:
+        known = self._known.get(id(tensor))
+        is_current = known is not None and known.source() is tensor and known.version == _version(tensor)
+        return known if is_current else None
+
+    def _forget_one(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._known.pop(id(tensor), None)
+        return tensor
+
+    def _drop(self, key: int, source: weakref.ref[torch.Tensor]) -> None:
+        known = self._known.get(key)
+        if known is not None and known.source is source:
+            self._known.pop(key, None)
+
+
+class _Local(threading.local):
+    """What a thread's forward keeps; copies is None between forwards."""
+
+    def __init__(self) -> None:
+        self.copies: _Copies | None = None
+        self.device = torch.device("cpu")  # read while a forward runs only, begin() sets it
+        self.guards: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
+        self.calls: list[_Call] = []  # of blocks, innermost last; none where only the model's own code runs
+
+
+@contextmanager
+def versioned() -> Iterator[None]:
+    """What is made inside has a version that says whether it was written to; in inference mode tensors have none."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on device, ordered on the current streams of both devices."""
+    # Between accelerators of one kind the copy is ordered on both streams; to the host it would not be.
+    return tensor.to(device, non_blocking=tensor.device.type == device.type != "cpu")
+
+
+def _uncompiled(hook: Callable[..., T]) -> Callable[..., T]:
+    return torch.compiler.disable(hook)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def device_switch(device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
+    """Makes the context in which device is the current one; None for kinds without a current device."""
+    switch = getattr(device_module(device), "device", None)
+    return None if switch is None else functools.partial(switch, device.index)
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """While active device is the current one, where its kind has such a thing."""
+    switch = device_switch(device)
+    return contextlib.nullcontext() if switch is None else switch()
+
+
+def _positions(block: nn.Module, names: Collection[str]) -> frozenset[int]:
+    """Where the block's forward takes the arguments of these names, for callers that pass them by position."""
+    try:
+        parameters = list(inspect.signature(block.forward).parameters)
+    except (TypeError, ValueError):  # a callable written in C tells no names
+        return frozenset()
+    return frozenset(index for index, name in enumerate(parameters) if name in names)

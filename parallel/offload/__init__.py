@@ -1,0 +1,1 @@
+"""Weights and activations that wait in host memory."""

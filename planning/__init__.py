@@ -1,0 +1,1 @@
+"""What a training will need, in memory and time, before it begins."""

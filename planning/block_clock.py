@@ -1,0 +1,303 @@
+"""Times one block of every kind on a card, and what a model computes before its first block and after its last.
+
+A model is cut down to two blocks of every kind (rehearsal.py) and runs on the card with its linears quantized, LoRA
+attached and random weights, at the size of a job's batch. Its embedders and tail are there all the time; a block's
+weights come when it is called, are timed with what it is called with, and go. So a card needs room for the embedders
+and one block with its activations, which training needs anyway.
+
+Timed is a block as training calls it: forward with a graph, then backward. The forward of a block that is computed
+again later keeps no graph and takes about as long. Not in here: torch.compile (blocks are eager), what several host
+threads take from each other in a pipeline, optimizer steps, copies between cards, the backward of embedders with LoRA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as checked_dataclass
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..checkpoints.checkpoint import CheckpointInfo, make_unfilled_transformer
+from ..families.spec import Variant
+from ..parallel.devices import device_module, memory_in_use, own_random_states, release_cached_memory, reset_peaks
+from ..parallel.stopwatch import MakeStopwatch, Stopwatch, make_stopwatch
+from ..patches.attention import sound_attention
+from ..quantization.eight_bit import make_rotation
+from ..training.objective import flow_matching_loss
+from .dry_run import ShortModel, Work, make_conditions, shorten, text_shape
+
+_STRICT = ConfigDict(extra="forbid")
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+_NUM_WARM_UPS = 3  # kernels are compiled and chosen, and the allocator fills, in the first calls
+_FEWEST, _MOST = 3, 10  # calls that are timed
+_ENOUGH_S = 0.3  # of one kind
+
+
+@checked_dataclass(frozen=True, config=_STRICT)
+class KindTimes:
+    """One kind of block, seconds of a micro-batch.
+
+    Args:
+        first: fqn of the first block of this kind. blocks: indices of all, in execution order.
+        backward_s: without computing the forward again.
+    """
+
+    first: str
+    blocks: tuple[int, ...]
+    forward_s: Seconds
+    backward_s: Seconds
+
+
+@checked_dataclass(frozen=True, config=_STRICT)
+class CardTimes:
+    """What one card takes for a micro-batch of one job, in one scheme.
+
+    Args:
+        front_s: embedders and all else before the first block, forward.
+        tail_s: norm_out, proj_out and loss, forward and backward.
+        peak_gb: the most the card held meanwhile, decimal; None where torch does not tell.
+        elapsed_s: how long measuring took. date: when, YYYY-MM-DD.
+    """
+
+    kinds: tuple[KindTimes, ...]
+    front_s: Seconds
+    tail_s: Seconds
+    elapsed_s: float
+    date: str
+    peak_gb: float | None = None
+
+    def __post_init__(self) -> None:
+        found = sorted(index for kind in self.kinds for index in kind.blocks)
+        if not found or found != list(range(len(found))):
+            raise ValueError("every block belongs to one kind")
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(kind.blocks) for kind in self.kinds)
+
+
+def time_blocks(
+    info: CheckpointInfo, variant: Variant, work: Work, device: torch.device, watch: MakeStopwatch = make_stopwatch
+) -> CardTimes:
+    """Run every kind of block of a model on a device and time it.
+
+    The device's memory is handed back; random numbers of this process go on as if nothing had happened.
+
+    Raises: what the device raises where memory or a kernel is missing.
+    """
+    try:
+        return _time_blocks(info, variant, work, device, watch(device))
+    finally:
+        release_cached_memory()
+
+
+def _time_blocks(
+    info: CheckpointInfo, variant: Variant, work: Work, device: torch.device, watch: Stopwatch
+) -> CardTimes:
+    start = time.perf_counter()
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        sound_attention(),
+        own_random_states([device], 0),
+        _current(device),
+    ):
+        reset_peaks([device])
+        course = _Course(shorten(make_unfilled_transformer(info), info.family, work), device, watch)
+        with course.with_home():
+            ends = course.run(info, variant, work)
+        peak = memory_in_use([device]).get(str(device), {}).get("peak")
+    elapsed = time.perf_counter() - start
+    return CardTimes(course.kinds(), *ends, elapsed, time.strftime("%Y-%m-%d"), peak)
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels that are not torch's own are launched on the current device."""
+    module = device_module(device)
+    return module.device(device) if module is not None else contextlib.nullcontext()
+
+
+# ---- the course of one measurement
+
+
+@dataclass(frozen=True)
+class _Pair:
+    forward_s: float
+    backward_s: float
+
+
+class _Course:
+    """Takes gradient checkpointing's place: what it does at a call depends on how often the model has run."""
+
+    def __init__(self, short: ShortModel, device: torch.device, watch: Stopwatch) -> None:
+        self._short, self._device, self._watch = short, device, watch
+        self._times: list[_Pair] = []
+        self._outputs: list[Any] = []  # of every call of the first run
+        self._num_calls = 0
+        self._marks: list[Any] = []  # at the first call, and after the last
+        short.model.train()
+
+    @contextlib.contextmanager
+    def with_home(self) -> Iterator[None]:
+        """Inside, everything but the blocks is on the card."""
+        lists = {name.partition(".")[0] for name in self._short.names}
+        home = [module for name, module in self._short.model.named_modules() if name.partition(".")[0] not in lists]
+        with filled(home, self._device):
+            yield
+
+    def run(self, info: CheckpointInfo, variant: Variant, work: Work) -> tuple[float, float]:
+        """Every block, then front and tail -> seconds of these two."""
+        model: Any = self._short.model
+        with contextlib.ExitStack() as room:
+            model.enable_gradient_checkpointing(self._measure_in(room))
+            _step(model, info, variant, work, self._device)
+        model.enable_gradient_checkpointing(self._stand_in)
+        fronts, tails = [], []
+        for _ in range(_NUM_WARM_UPS + _FEWEST):
+            self._num_calls, self._marks = 0, []
+            start = self._watch.mark()
+            _step(model, info, variant, work, self._device)
+            end = self._watch.mark()
+            fronts.append(self._watch.between(start, self._marks[0]))
+            tails.append(self._watch.between(self._marks[-1], end))
+        return statistics.median(fronts[_NUM_WARM_UPS:]), statistics.median(tails[_NUM_WARM_UPS:])
+
+    def kinds(self) -> tuple[KindTimes, ...]:
+        short = self._short
+        return tuple(
+            KindTimes(
+                first,
+                tuple(index for index, kind in enumerate(short.kind_of) if kind == number),
+                self._times[number].forward_s,
+                self._times[number].backward_s,
+            )
+            for number, first in enumerate(short.kinds)
+        )
+
+    def _measure_in(self, room: contextlib.ExitStack) -> Any:
+        """A block's weights come into the room at its first call and leave after the second, which is the timed one:
+        only its input carries gradients."""
+
+        def measure(block: nn.Module, *args: Any) -> Any:
+            is_second = len(self._outputs) % 2 == 1
+            if not is_second:
+                room.enter_context(filled(block.modules(), self._device))
+            else:
+                self._times.append(self._time(block, args))
+            with torch.no_grad():
+                outputs = block(*args)
+            self._outputs.append(tree_map_only(torch.Tensor, _leaf, outputs))
+            if is_second:
+                room.close()
+            return self._outputs[-1]
+
+        return measure
+
+    def _stand_in(self, block: nn.Module, *args: Any) -> Any:
+        """What the block returned in the first run, at no cost."""
+        if self._num_calls == 0:
+            self._marks.append(self._watch.mark())
+        outputs = tree_map_only(torch.Tensor, _leaf, self._outputs[self._num_calls])
+        self._num_calls += 1
+        if self._num_calls == len(self._outputs):
+            self._marks.append(self._watch.mark())
+        return outputs
+
+    def _time(self, block: nn.Module, args: Any) -> _Pair:
+        with torch.no_grad():
+            found = tree_leaves(block(*args))
+            grads = [torch.randn_like(tensor) if tensor.is_floating_point() else None for tensor in found]
+        del found
+        for _ in range(_NUM_WARM_UPS):
+            marks = self._once(block, args, grads)
+        whole = self._watch.between(marks[0], marks[2])
+        count = max(_FEWEST, min(_MOST, int(_ENOUGH_S / max(whole, 1e-6))))
+        rounds = [self._once(block, args, grads) for _ in range(count)]  # read only afterwards: the card never waits
+        between = self._watch.between
+        forward = statistics.median(between(start, middle) for start, middle, _ in rounds)
+        return _Pair(forward, statistics.median(between(middle, end) for _, middle, end in rounds))
+
+    def _once(self, block: nn.Module, args: Any, grads: list[torch.Tensor | None]) -> tuple[Any, Any, Any]:
+        inputs = tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), args)
+        start = self._watch.mark()
+        outputs = tree_leaves(block(*inputs))
+        middle = self._watch.mark()
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        return start, middle, self._watch.mark()
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _step(model: Any, info: CheckpointInfo, variant: Variant, work: Work, device: torch.device) -> None:
+    """A micro-batch as Trainer computes it."""
+    family, batch = info.family, work.batch_size
+    latents = torch.randn(batch, *work.latent_shape, device=device)
+    noisy, sigmas = latents.to(work.dtype), torch.full((batch,), 0.5, device=device)
+    text = {
+        encoder.output: torch.randn(batch, *text_shape(encoder, info.config), dtype=work.dtype, device=device)
+        for encoder in variant.text_encoders
+    }
+    conditions = make_conditions(variant, info.config, noisy)
+    inputs = family.make_inputs(noisy, sigmas, {**text, **conditions}, variant.training_guidance)
+    output = model(**inputs, return_dict=False)[0]
+    prediction = family.read_prediction(output, latents)
+    flow_matching_loss(prediction, latents, torch.randn_like(latents)).backward()
+
+
+# ---- weights for a while
+
+
+@contextlib.contextmanager
+def filled(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Inside, the modules' own tensors are on the device, those on meta with random values; outside as before."""
+    before = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
+    try:
+        for module, parameters, buffers in before:
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    made = _made(name, parameter.detach(), device)
+                    module._parameters[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = _made(name, buffer, device)
+        yield
+    finally:
+        for module, parameters, buffers in before:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+
+
+def _made(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor like this on the device: its values where it has some, else such as weights have."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = {each: _made(each, getattr(tensor, each), device) for each in names}
+        kind: Any = type(tensor)
+        return kind.__tensor_unflatten__(parts, context, tensor.shape, tensor.stride())
+    if tensor.device.type != "meta":
+        return tensor.to(device)
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if name == "rotation":
+        return make_rotation(tensor.shape[0]).to(device, tensor.dtype)
+    if name == "scale":  # of 8-bit values, per row
+        return empty.fill_(3e-4)
+    if tensor.dtype is torch.float8_e4m3fn:
+        return torch.randn(tensor.shape, dtype=torch.bfloat16, device=device).mul_(64).to(tensor.dtype)
+    if tensor.dtype is torch.int8 and name in ("weight", "qdata"):
+        return torch.randint(-127, 128, tensor.shape, dtype=torch.int8, device=device)
+    if not tensor.is_floating_point():
+        return empty.zero_()
+    return empty.normal_(1.0 if tensor.ndim == 1 else 0.0, 0.02)

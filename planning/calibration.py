@@ -1,0 +1,377 @@
+"""Times of blocks measured on this machine's cards: before a training, once for each kind of job, then from disk.
+
+block_clock.py measures; here is when, what is remembered, and what happens where measuring fails. A measurement is of
+one card, one scheme and one size of batch. It is kept in the user's cache folder (files.py), under calibration/, a JSON
+file each, readable, with everything in it that could change the result: card, versions, the pack's own kernels, model,
+LoRA, batch, tokens. Whatever differs measures again; a file that cannot be read does, too. Cards that are alike share
+one. Links are of one card in one slot.
+
+Measured and estimated times are never mixed in one plan, for they are not on one scale: if a measurement fails, all
+times of the plan are estimates, and a line in the log names the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, TypeVar
+
+import torch
+from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from ..checkpoints.checkpoint import CheckpointInfo
+from ..encoding.key import file_fingerprint, settings_fingerprint
+from ..events import first_line
+from ..families.spec import Variant
+from ..parallel.devices import CPU, device_module, release_cached_memory, total_bytes
+from ..parallel.stopwatch import link_speed
+from ..system.files import user_cache_folder, write_atomically
+from ..system.versions import installed_version
+from ..version import VERSION
+from .block_clock import CardTimes, time_blocks
+from .block_times import ASSUMED_LINK_BYTES_PER_S, Timing
+from .cards import Card
+from .dry_run import Work, text_shape
+from .plan_training import plan_training
+from .planner import Planner, TrainingPlan
+
+_log = logging.getLogger(__name__)
+
+_VERSION = 2  # raise it when block_clock.py measures something else
+_PACKAGES = ("diffusers", "peft", "torchao", "triton")
+_OWN_CODE = ("attention", "eight_bit", "eight_bit_kernels", "lora_linear", "weight_only")  # of patches
+_ATTENTION = (
+    torch.backends.cuda.flash_sdp_enabled,
+    torch.backends.cuda.mem_efficient_sdp_enabled,
+    torch.backends.cuda.cudnn_sdp_enabled,
+    torch.backends.cuda.math_sdp_enabled,
+)
+
+Key = Mapping[str, Any]
+
+
+class NotMeasured(RuntimeError):
+    """A time was asked for that is not on disk, and nothing may be measured now."""
+
+
+class CalibrationFailed(RuntimeError):
+    """A card could not be measured; the message says why."""
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class LinkSpeed:
+    """Bytes per second from one device to another."""
+
+    bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Bench(Protocol):
+    """Measures on real cards; a source of None is pinned host memory."""
+
+    def block_key(self, device: torch.device, scheme: str) -> Key:
+        """Everything that blocks' times depend on."""
+        ...
+
+    def blocks(self, device: torch.device, scheme: str) -> CardTimes: ...
+
+    def link_key(self, source: torch.device | None, target: torch.device) -> Key:
+        """Everything that a link's speed depends on."""
+        ...
+
+    def link(self, source: torch.device | None, target: torch.device) -> float:
+        """Bytes per second."""
+        ...
+
+
+class CardBench:
+    """The bench of one job.
+
+    Args:
+        work: of a micro-batch, by scheme.
+    """
+
+    def __init__(self, info: CheckpointInfo, variant: Variant, work: Callable[[str], Work]) -> None:
+        self._info, self._variant, self._work = info, variant, work
+
+    def block_key(self, device: torch.device, scheme: str) -> Key:
+        work = self._work(scheme)
+        return {
+            "card": describe_card(device),
+            "software": describe_software(),
+            "family": self._info.family.name,
+            "variant": self._variant.name,
+            "config": settings_fingerprint(dict(self._info.config)),
+            "scheme": scheme,
+            "rotation": work.quantize.rotation if work.quantize is not None else 0,
+            "lora": asdict(work.lora) | {"targets": work.lora.targets or self._info.family.lora_targets},
+            "kept": self._info.family.keep_full_precision,
+            "dtype": str(work.dtype).removeprefix("torch."),
+            "batch_size": work.batch_size,
+            "latent": list(work.latent_shape),
+            "text": {e.output: list(text_shape(e, self._info.config)) for e in self._variant.text_encoders},
+        }
+
+    def blocks(self, device: torch.device, scheme: str) -> CardTimes:
+        return time_blocks(self._info, self._variant, self._work(scheme), device)
+
+    def link_key(self, source: torch.device | None, target: torch.device) -> Key:
+        ends = [describe_slot(device) for device in (source, target) if device is not None]
+        return {"machine": platform.node(), "ends": ends, "torch": torch.__version__, "version": _VERSION}
+
+    def link(self, source: torch.device | None, target: torch.device) -> float:
+        return link_speed(CPU if source is None else source, target)
+
+
+def describe_card(device: torch.device) -> dict[str, Any]:
+    """What makes two cards alike."""
+    found: dict[str, Any] = {"name": device.type, "total_bytes": total_bytes(device), "capability": None}
+    module = device_module(device)
+    if module is not None and hasattr(module, "get_device_properties"):
+        properties = module.get_device_properties(device)
+        capability = [getattr(properties, name, None) for name in ("major", "minor")]
+        found |= {"name": properties.name, "capability": capability}
+        found["multiprocessors"] = getattr(properties, "multi_processor_count", None)
+    return found
+
+
+def describe_slot(device: torch.device) -> dict[str, Any]:
+    """What makes a card this one, where it is."""
+    found: dict[str, Any] = {"device": str(device), **describe_card(device)}
+    module = device_module(device)
+    if module is not None and hasattr(module, "get_device_properties"):
+        properties = module.get_device_properties(device)
+        found |= {name: str(getattr(properties, name, "")) for name in ("uuid", "pci_domain_id", "pci_bus_id")}
+    return found
+
+
+def describe_software() -> dict[str, Any]:
+    """Versions and switches that choose kernels, and a hash of our own."""
+    root = Path(__file__).resolve().parent.parent
+    return {
+        "calibration": _VERSION,
+        "devicebridge": VERSION,
+        "kernels": settings_fingerprint([file_fingerprint(root / "patches" / f"{name}.py") for name in _OWN_CODE]),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "rocm": torch.version.hip or "",
+        "cudnn": torch.backends.cudnn.version() or 0,
+        "attention": [is_enabled() for is_enabled in _ATTENTION],
+        "float32_matmul": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        **{name: installed_version(name) or "" for name in _PACKAGES},
+    }
+
+
+# ---- on disk
+
+_Kept = TypeVar("_Kept", CardTimes, LinkSpeed)
+
+
+class CalibrationStore:
+    """Measurements as files of a folder, each {"key": ..., "value": ...}."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def path_of(self, key: Key) -> Path:
+        """Where a measurement of this key lies, or would."""
+        return self._folder / f"{settings_fingerprint(key)[:24]}.json"
+
+    def get(self, key: Key, kind: type[_Kept]) -> _Kept | None:
+        """What was measured under exactly this key; None where there is nothing that can be read."""
+        path = self.path_of(key)
+        try:
+            entry = json.loads(path.read_text(encoding="utf-8"))
+            if entry["key"] != _plain(key):
+                raise ValueError("it holds another key")
+            return TypeAdapter(kind).validate_python(entry["value"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _log.warning("%s cannot be used (%s); it is measured again", path, str(error).splitlines()[0])
+            return None
+
+    def put(self, key: Key, value: CardTimes | LinkSpeed) -> None:
+        """Keep a measurement; where the disk refuses, the next job measures again."""
+        text = json.dumps({"key": key, "value": asdict(value)}, indent=2)
+        try:
+            write_atomically(self.path_of(key), text.encode("utf-8"))
+        except OSError as error:
+            _log.warning("a calibration is not kept: %s", error)
+
+
+def _plain(key: Key) -> Any:
+    """As JSON gives it back."""
+    return json.loads(json.dumps(key))
+
+
+def calibration_folder() -> Path:
+    """Where measurements of this machine are kept."""
+    return user_cache_folder() / "calibration"
+
+
+# ---- as the planner asks for them
+
+
+class MeasuredTimes:
+    """Block times of some cards of this machine, each measured when it is first asked for; a BlockTimes.
+
+    Args:
+        cards: of this machine; no others may be asked for.
+        names: of all blocks.
+        may_measure: False takes only what is on disk.
+    Raises: NotMeasured or CalibrationFailed where a time is asked for and there is none.
+    """
+
+    def __init__(
+        self, bench: Bench, cards: Sequence[Card], names: Sequence[str], store: CalibrationStore, *, may_measure: bool
+    ) -> None:
+        self._bench, self._store, self._may_measure = bench, store, may_measure
+        self._cards, self._names = tuple(cards), tuple(names)
+        self._found: dict[tuple[torch.device, str], CardTimes] = {}
+        self._by_key: dict[Path, CardTimes] = {}  # cards that are alike have one key
+        self._by_block: dict[tuple[torch.device, str], list[tuple[float, float]]] = {}
+        self._links: dict[tuple[torch.device | None, torch.device], float | None] = {}
+
+    def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
+        if (card.device, scheme) not in self._by_block:
+            found = self.times(card, scheme)
+            pairs = {index: (kind.forward_s, kind.backward_s) for kind in found.kinds for index in kind.blocks}
+            self._by_block[card.device, scheme] = [pairs[index] for index in range(len(self._names))]
+        return self._by_block[card.device, scheme][block]
+
+    def ends(self, card: Card, scheme: str) -> tuple[float, float]:
+        found = self.times(card, scheme)
+        return found.front_s, found.tail_s
+
+    def link(self, card: Card) -> float:
+        return self.speed(None, card) or ASSUMED_LINK_BYTES_PER_S
+
+    def times(self, card: Card, scheme: str) -> CardTimes:
+        """Of one card: known, on disk, or measured now."""
+        if (card.device, scheme) not in self._found:
+            assert card in self._cards, f"{card.name} is no card of this machine that may be measured"
+            key = self._bench.block_key(card.device, scheme)
+            path = self._store.path_of(key)
+            if path not in self._by_key:
+                self._by_key[path] = self._on_disk(key) or self._measure(card, scheme, key)
+            self._found[card.device, scheme] = self._by_key[path]
+        return self._found[card.device, scheme]
+
+    def _on_disk(self, key: Key) -> CardTimes | None:
+        found = self._store.get(key, CardTimes)
+        if found is not None and found.num_blocks != len(self._names):
+            _log.warning("%s has another number of blocks; it is measured again", self._store.path_of(key))
+            return None
+        return found
+
+    def _measure(self, card: Card, scheme: str, key: Key) -> CardTimes:
+        if not self._may_measure:
+            raise NotMeasured(f"{scheme} on {card.name}")
+        reason = ""
+        try:
+            found = self._bench.blocks(card.device, scheme)
+        except Exception as error:  # a missing kernel, compiler or memory: whatever it raises, estimates answer it
+            reason = first_line(error)
+        if reason:
+            release_cached_memory()  # the error is gone, and with it the tensors that its traceback held
+            raise CalibrationFailed(f"{scheme} on {card.name}: {reason}")
+        _log.info("timed the blocks in %s on %s in %.1f s", scheme, card.name, found.elapsed_s)
+        self._store.put(key, found)
+        return found
+
+    def speed(self, source: Card | None, target: Card) -> float | None:
+        """Bytes per second from a card, or from the host, to a card; None where it cannot be told."""
+        ends = None if source is None else source.device, target.device
+        if ends not in self._links:
+            self._links[ends] = self._speed(*ends)
+        return self._links[ends]
+
+    def _speed(self, source: torch.device | None, target: torch.device) -> float | None:
+        key = self._bench.link_key(source, target)
+        known = self._store.get(key, LinkSpeed)
+        if known is None and self._may_measure:
+            try:
+                known = LinkSpeed(self._bench.link(source, target))
+            except (RuntimeError, ValueError) as error:  # memory that cannot be pinned, for one
+                _log.info("no speed of the link %s to %s: %s", source or "host", target, first_line(error))
+                return None
+            self._store.put(key, known)
+        return None if known is None else known.bytes_per_s
+
+    def timing(self, plan: TrainingPlan) -> Timing:
+        """What a plan's times are."""
+        scheme, cards = plan.setting.scheme, plan.cards
+        found = [(card, self.times(card, scheme)) for card in cards]
+        of_cards = {
+            card.name: {
+                **asdict(times),
+                "card": self._bench.block_key(card.device, scheme)["card"]["name"],
+                "host_link_bytes_per_s": self.speed(None, card),
+            }
+            for card, times in found
+        }
+        pairs = zip(cards, cards[1:], strict=False)
+        links = {f"{one.name} -> {other.name}": self.speed(one, other) for one, other in pairs}
+        dates = ", ".join(sorted({times.date for _, times in found}))
+        where = ", ".join(f"{name} ({each['card']})" for name, each in of_cards.items())
+        eager = "; compiled blocks are faster" if plan.job.train.compile != "off" else ""
+        return Timing(f"measured on {where}, {dates}{eager}", {"scheme": scheme, "cards": of_cards, "links": links})
+
+
+# ---- plans
+
+
+class CalibratedPlanner:
+    """Plans a job with measured times of this machine's cards, where these matter and can be had.
+
+    Args:
+        planner: of cards of this machine; its times are the estimates.
+        bench, store: None takes the cards themselves and the user's cache folder.
+    """
+
+    def __init__(self, planner: Planner, *, bench: Bench | None = None, store: CalibrationStore | None = None) -> None:
+        self._planner, self._bench, self._given_store = planner, bench, store
+
+    @cached_property
+    def matters(self) -> bool:
+        """Whether times decide anything: where cards are cut, or which of several schemes is taken."""
+        planner = self._planner
+        has_cut = len(planner.cards) > 1 and not planner.bounds
+        return has_cut or len({setting.scheme for setting in planner.settings()}) > 1
+
+    def plan(self, measure: Literal["as set", "always", "never"] = "as set") -> TrainingPlan:
+        """With measured times where they can be had, else with estimates.
+
+        Args:
+            measure: whether what no earlier job has measured is measured now: "as set" by split.calibrate, "always", or
+                "never", which uses no card.
+        Raises: ValueError if no setting fits.
+        """
+        estimated = plan_training(self._planner)  # what does not fit is refused before anything is measured
+        wish = self._planner.job.split.calibrate
+        if wish == "off" and measure != "always":
+            return estimated
+        is_wanted = measure == "as set" and (wish == "on" or self.matters)
+        times = self.times(may_measure=measure == "always" or is_wanted)
+        try:
+            plan = plan_training(self._planner.with_times(times))
+            return replace(plan, timing=times.timing(plan))
+        except NotMeasured:
+            return estimated
+        except CalibrationFailed as error:
+            _log.warning("blocks could not be timed (%s); times are estimated from operations", error)
+            return estimated
+
+    def times(self, *, may_measure: bool) -> MeasuredTimes:
+        """Of this job's blocks on its cards."""
+        planner = self._planner
+        bench = self._bench or CardBench(planner.info, planner.variant, planner.work)
+        store = self._given_store or CalibrationStore(calibration_folder())
+        return MeasuredTimes(bench, planner.cards, planner.names, store, may_measure=may_measure)

@@ -1,0 +1,379 @@
+"""How much memory every card will take, added up from what its blocks cost; arithmetic on sizes, no torch.
+
+A card holds weights, LoRA with gradients and optimizer state, and for every micro-batch in flight the inputs of its
+blocks (for recomputation) and the activations of those blocks that keep them. On top comes what one block needs while
+it computes. The peak is the largest sum over the moments of a step:
+
+    forward of block i       inputs 0..i, kept activations 0..i-1, the forward's own peak
+    tail                     all inputs and kept activations, tail, loss and their backward
+    backward of block i      inputs 0..i, kept activations 0..i-1, recomputation and backward, gradients of i+1..
+    optimizer step           no activations; a copy as large as the trained weights while AdamW divides by it
+    loading                  weights, and the layer that is being rounded
+
+Where inputs are offloaded (parallel/offload/activations.py), those of recomputed blocks count in host memory. On the
+card are those of NUM_WAITING blocks and of the block at work; in its backward one more that arrives, and NUM_WAITING
+only of other micro-batches.
+
+Not seen by torch's counters and so only set against the size of a card: the CUDA context. Not allocated but reserved:
+what the allocator loses to rounding and fragments, taken as a share of everything that comes and goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+from ..parallel.local.schedule import num_held
+from ..parallel.offload.activations import NUM_WAITING
+from ..parallel.offload.weights import NUM_SLOTS
+from ..parallel.placement import spread_swapped
+from .dry_run import BlockCost, Rehearsal
+
+CONTEXT_BYTES = 500_000_000  # the driver's own, per card, once CUDA has started; read off nvidia-smi, differs by card
+# cuBLAS takes its workspace from torch's allocator: 32 MiB on Hopper, 8 MiB on others, for the thread that runs
+# forwards and for the one that runs backwards.
+CARD_WORKSPACE_BYTES = 2 * 32 * 2**20
+# Of activations and temporaries, which come in hundreds of sizes: not measured, a guess on the safe side.
+FRAGMENTATION = 0.10
+# What a block's temporaries reserve in the memory of recorded graphs, in sizes of theirs: what earlier blocks have
+# freed there is in pieces that do not join. From one measurement (docs/internals/experiments.md, 2026-11-22).
+GRAPH_TEMPORARIES = 3.5
+# What rounding a layer to 8 bits takes beside it: copies of 16 bytes per weight, but only some rows at a time.
+ROUNDING_BYTES, ROUNDING_COPIES = 500_000_000, 8
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a step runs.
+
+    Args:
+        schedule: "none": one micro-batch after the other; "1f1b": micro-batches overlap.
+        ahead: micro-batches that every stage but the last may hold beyond what 1f1b needs.
+        is_checkpointing: False keeps all activations of all blocks.
+        has_graphs: kept blocks are replayed as CUDA graphs, which have memory of their own.
+        offload_from: inputs of recomputed blocks of at least so many bytes are in host memory; None for none.
+    """
+
+    schedule: Literal["none", "1f1b"] = "none"
+    accumulation: int = 1
+    ahead: int = 0
+    is_checkpointing: bool = True
+    has_graphs: bool = False
+    offload_from: int | None = None
+
+    def held(self, stage: int, num_stages: int) -> int:
+        """Micro-batches whose activations a stage holds at once."""
+        if self.schedule == "none":
+            return 1
+        return num_held(num_stages, self.accumulation, self.ahead)[stage]
+
+    def tail_stage(self, num_stages: int) -> int:
+        """Which device has norm_out, proj_out and loss."""
+        return 0 if self.schedule == "none" else num_stages - 1
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Bytes per trained value: state, and temporaries of a step."""
+
+    state: float = 8.0
+    step: float = 4.0
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What one kind of device adds to the bytes of tensors."""
+
+    workspace: int = CARD_WORKSPACE_BYTES
+    fragmentation: float = FRAGMENTATION
+    context: int = CONTEXT_BYTES
+
+
+@dataclass(frozen=True)
+class DeviceForecast:
+    """Bytes on one device at its peak.
+
+    Args:
+        weights: base weights, those of swapped blocks left out but two slots for them counted.
+        checkpoints: block inputs kept for recomputation and constants, of all micro-batches held.
+        kept: activations of the blocks that keep them, of all micro-batches held.
+        moving: what the moment of the peak needs besides.
+        moment: when that is.
+        overhead: reserved and not allocated. context: outside torch's counters.
+    """
+
+    device: str
+    num_blocks: int
+    num_kept: int
+    num_swapped: int
+    held: int
+    weights: int
+    lora: int
+    gradients: int
+    optimizer: int
+    checkpoints: int
+    kept: int
+    moving: int
+    workspace: int
+    overhead: int
+    context: int
+    moment: str
+
+    @property
+    def allocated(self) -> int:
+        """To be compared with torch.cuda.max_memory_allocated."""
+        parts = (self.weights, self.lora, self.gradients, self.optimizer, self.checkpoints, self.kept, self.moving)
+        return sum(parts) + self.workspace
+
+    @property
+    def reserved(self) -> int:
+        """To be compared with torch.cuda.max_memory_reserved, and with a cap on it."""
+        return self.allocated + self.overhead
+
+    @property
+    def needed(self) -> int:
+        """To be compared with the card's memory."""
+        return self.reserved + self.context
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Every device in execution order.
+
+    Args:
+        host_bytes: what loading, swapped blocks and offloaded inputs take of host memory at most.
+        offloaded_bytes: the offloaded inputs' share.
+    """
+
+    devices: tuple[DeviceForecast, ...]
+    host_bytes: int
+    offloaded_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """Blocks [start, end) as the stage of one device."""
+
+    stage: int
+    num_stages: int
+    start: int
+    end: int
+    num_kept: int = 0
+    num_swapped: int = 0
+
+
+class Forecaster:
+    """Adds up for any cut of one rehearsed model.
+
+    Args:
+        largest_layer: weight bytes of the widest layer before it is rounded; 0 where nothing is rounded on load.
+    """
+
+    def __init__(
+        self,
+        rehearsal: Rehearsal,
+        optimizer: Optimizer,
+        settings: StepSettings,
+        *,
+        backend: Backend | None = None,
+        largest_layer: int = 0,
+    ) -> None:
+        self.rehearsal = rehearsal
+        self.settings = settings
+        self._optimizer = optimizer
+        self._backend = backend or Backend()
+        self._largest_layer = largest_layer
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.rehearsal.blocks)
+
+    @cached_property
+    def _sums(self) -> dict[str, list[int]]:
+        """Of the blocks before each index."""
+        names = ("weights", "lora", "num_trained", "inputs", "kept")
+        blocks = self.rehearsal.blocks
+        sums = {name: list(accumulate((getattr(block, name) for block in blocks), initial=0)) for name in names}
+        return sums | {"leaving": list(accumulate(map(self._leaving, blocks), initial=0))}
+
+    def _leaving(self, block: BlockCost) -> int:
+        """Bytes of a block's inputs that go to the host while it waits for its backward."""
+        limit = self.settings.offload_from
+        return 0 if limit is None else sum(size for size in block.input_sizes if size >= limit)
+
+    def offloaded(self, plan: StagePlan) -> int:
+        """Bytes that leave a stage's device per micro-batch, and come back."""
+        return self._between("leaving", plan.start, self._first_kept(plan))
+
+    def _away(self, plan: StagePlan, end: int, num_near: int) -> int:
+        """Of the inputs of blocks up to `end`, and of all of other micro-batches: what is not on the card.
+
+        Args:
+            num_near: blocks whose inputs are; they are taken for the largest of the stage.
+        """
+        if self.settings.offload_from is None:
+            return 0
+        first_kept = self._first_kept(plan)
+        others = self.settings.held(plan.stage, plan.num_stages) - 1
+        leaving = self._between("leaving", plan.start, min(end, first_kept)) + others * self.offloaded(plan)
+        largest = max(map(self._leaving, self.rehearsal.blocks[plan.start : first_kept]), default=0)
+        return max(0, leaving - num_near * largest)
+
+    def _between(self, name: str, start: int, end: int) -> int:
+        return self._sums[name][end] - self._sums[name][start]
+
+    def device(self, name: str, plan: StagePlan) -> DeviceForecast:
+        """What the device of a stage will hold."""
+        weights, lora, trained = self._resident(plan)
+        state = int(trained * self._optimizer.state)
+        moments = list(self._moments(plan, lora, trained))
+        moment = max(moments, key=lambda each: each.total + each.has_lora * (lora + state))
+        return DeviceForecast(
+            device=name,
+            num_blocks=plan.end - plan.start,
+            num_kept=plan.end - self._first_kept(plan),
+            num_swapped=plan.num_swapped,
+            held=self.settings.held(plan.stage, plan.num_stages),
+            weights=weights,
+            lora=lora * moment.has_lora,
+            gradients=moment.gradients,
+            optimizer=state * moment.has_lora,
+            checkpoints=moment.checkpoints,
+            kept=moment.kept,
+            moving=moment.moving,
+            workspace=self._backend.workspace,
+            overhead=int(moment.total * self._backend.fragmentation)
+            + self._beside_graphs(plan, moments, moment, lora + state),
+            context=self._backend.context,
+            moment=moment.name,
+        )
+
+    def _beside_graphs(self, plan: StagePlan, moments: Sequence[_Moment], peak: _Moment, trained: int) -> int:
+        """What recorded blocks reserve beyond the peak: their activations and temporaries at every moment, once for
+        every micro-batch held, and the tensors through which all graphs of a card are given their inputs and give their
+        results. trained: LoRA and optimizer in bytes."""
+        first = self._first_kept(plan)
+        kept = self.rehearsal.blocks[first : plan.end]
+        if not self.settings.has_graphs or not kept:
+            return 0
+        temporaries = max(max(block.backward, block.forward_kept) - block.kept for block in kept)
+        per_batch = self._between("kept", first, plan.end) + int(GRAPH_TEMPORARIES * temporaries)
+        pools = self.settings.held(plan.stage, plan.num_stages) * per_batch
+        staged = 2 * max(block.inputs + block.outputs + block.lora for block in kept)
+        beside = max(each.total - each.kept for each in moments if each.has_lora)
+        return max(0, trained + pools + staged + beside - peak.total - peak.has_lora * trained)
+
+    def _first_kept(self, plan: StagePlan) -> int:
+        return plan.end - plan.num_kept if self.settings.is_checkpointing else plan.start
+
+    def _resident(self, plan: StagePlan) -> tuple[int, int, int]:
+        """Base weights and LoRA in bytes, and the number of trained values."""
+        found = self.rehearsal
+        weights = self._between("weights", plan.start, plan.end)
+        weights -= self.saved_bytes(plan)
+        lora, trained = self._between("lora", plan.start, plan.end), self._between("num_trained", plan.start, plan.end)
+        if plan.stage == 0:
+            weights += found.home_weights - found.tail_weights
+            lora, trained = lora + found.home_lora, trained + found.home_trained
+        if plan.stage == self.settings.tail_stage(plan.num_stages):
+            weights += found.tail_weights
+        return weights, lora, trained
+
+    def _swapped_sizes(self, plan: StagePlan) -> list[int]:
+        """Bytes of each swapped block that rest in host memory."""
+        num_kept = plan.end - self._first_kept(plan)
+        chosen = spread_swapped(plan.end - plan.start, num_kept, plan.num_swapped) if plan.num_swapped else ()
+        return [self.rehearsal.blocks[plan.start + index].streaming for index in chosen]
+
+    def streamed_bytes(self, plan: StagePlan) -> int:
+        """What a stage's swapped blocks hold in host memory; copied to the card once per pass over them."""
+        return sum(self._swapped_sizes(plan))
+
+    def saved_bytes(self, plan: StagePlan) -> int:
+        """By how much the card's weights are less for blocks that are swapped: these, less the slots."""
+        away = self._swapped_sizes(plan)
+        return sum(away) - min(NUM_SLOTS, len(away)) * max(away, default=0)
+
+    @cached_property
+    def _run_starts(self) -> list[int]:
+        """Where a run of blocks of one kind begins."""
+        blocks = self.rehearsal.blocks
+        return [i for i in range(len(blocks)) if i == 0 or blocks[i] is not blocks[i - 1]]
+
+    def _ends_of_runs(self, start: int, end: int, first_kept: int) -> list[int]:
+        """First and last block of every run of blocks that are alike: along a run all sums grow or fall evenly, so no
+        other block can have the peak. With offloading only the first blocks' inputs are on the card."""
+        first = () if self.settings.offload_from is None else range(start + 1, start + 3 + NUM_WAITING)
+        bounds = {start, end, *(at for at in (*self._run_starts, first_kept, *first) if start < at < end)}
+        return sorted({*(bounds - {end}), *(at - 1 for at in bounds - {start})})
+
+    def _constants(self, plan: StagePlan) -> int:
+        """Modulation, rotary tables and the like, once per device whatever the number of blocks that read them."""
+        named: dict[int, int] = {}
+        for index in self._ends_of_runs(plan.start, plan.end, plan.start):
+            named.update(self.rehearsal.blocks[index].constants)
+        return sum(named.values())
+
+    def _moments(self, plan: StagePlan, lora: int, trained: int) -> Iterator[_Moment]:
+        found, settings = self.rehearsal, self.settings
+        start, end, first_kept = plan.start, plan.end, self._first_kept(plan)
+        constants = self._constants(plan)
+        others = settings.held(plan.stage, plan.num_stages) - 1
+        all_inputs, all_kept = self._between("inputs", start, end), self._between("kept", first_kept, end)
+        before = constants + others * (all_inputs + constants)
+        gradients = lora if settings.accumulation > 1 else 0  # those of earlier micro-batches
+        front = max(0, found.front - constants - found.first_inputs) if plan.stage == 0 else 0
+        for index in self._ends_of_runs(start, end, first_kept):
+            block, is_kept = found.blocks[index], index >= first_kept
+            inputs = before + self._between("inputs", start, index + 1)
+            at_work = (0, 0) if is_kept else (1, 2 if others else 2 - NUM_WAITING)
+            in_forward, in_backward = (inputs - self._away(plan, index + 1, NUM_WAITING + near) for near in at_work)
+            kept = others * all_kept + self._between("kept", min(first_kept, index), index)
+            later = 0 if gradients else self._between("lora", index + 1, end)
+            forward = front + (block.forward_kept if is_kept else block.forward)
+            yield _Moment(f"forward of {found.names[index]}", in_forward, kept, forward, gradients)
+            backward = block.backward if is_kept else block.recompute
+            if is_kept and settings.has_graphs:
+                backward += block.kept  # once more: what is recorded is compared with what is not
+            yield _Moment(f"backward of {found.names[index]}", in_backward, kept, backward, gradients + later)
+        if plan.stage == settings.tail_stage(plan.num_stages):
+            tail = front + found.blocks[-1].outputs + found.tail
+            inputs = before + all_inputs - self._away(plan, end, NUM_WAITING)
+            yield _Moment("last layers and loss", inputs, (others + 1) * all_kept, tail, gradients)
+        yield _Moment("optimizer step", 0, 0, int(trained * self._optimizer.step), lora)
+        if self._largest_layer:
+            copies = min(ROUNDING_BYTES, ROUNDING_COPIES * self._largest_layer)
+            yield _Moment("loading", 0, 0, self._largest_layer + copies, 0, has_lora=False)
+
+    def host_bytes(self, plans: Sequence[StagePlan]) -> int:
+        """Host memory: swapped blocks, pinned; and one layer on its way from the file, or later offloaded inputs."""
+        loading = max(self._largest_layer, max(block.weights for block in self.rehearsal.blocks))
+        return sum(map(self.streamed_bytes, plans)) + max(loading, self.offloaded_bytes(plans))
+
+    def offloaded_bytes(self, plans: Sequence[StagePlan]) -> int:
+        """Pinned host memory for the inputs of all micro-batches held."""
+        return sum(self.settings.held(plan.stage, plan.num_stages) * self.offloaded(plan) for plan in plans)
+
+    def forecast(self, names: Sequence[str], plans: Sequence[StagePlan]) -> Forecast:
+        """Every device; one plan per device name."""
+        devices = tuple(self.device(name, plan) for name, plan in zip(names, plans, strict=True))
+        return Forecast(devices, self.host_bytes(plans), self.offloaded_bytes(plans))
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """What a device holds besides weights, LoRA and optimizer state."""
+
+    name: str
+    checkpoints: int
+    kept: int
+    moving: int
+    gradients: int
+    has_lora: bool = True
+
+    @property
+    def total(self) -> int:
+        return self.checkpoints + self.kept + self.moving + self.gradients

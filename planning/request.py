@@ -1,0 +1,152 @@
+"""What a plan is asked for: a job file, or before there are files a published model by its name, and squares of pixels.
+
+A plan goes by sizes. A published model's are known by its name, and a dataset matters by its largest sample alone. So
+neither 64 GB of weights nor a folder of images has to be there for an answer to "would my cards do it?".
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..checkpoints.checkpoint import CheckpointInfo, make_published_info
+from ..config.job import DataConfig, JobConfig, ModelScheme, job_to_dict, load_job, make_job
+from ..data.clips import make_clip_plan
+from ..data.samples import Sample, bucket_step, make_buckets
+from ..families.spec import LatentSpec, Variant
+
+_log = logging.getLogger(__name__)
+
+# Pixels along a square where nobody has said: what image models are published for, and the area of 480x832 for video.
+IMAGE_RESOLUTION, VIDEO_RESOLUTION = 1024, 640
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A job to plan, and what of it is there.
+
+    Args:
+        job: with what was asked for in place of its own settings.
+        info: of the published model in place of the job's; None reads the job's files.
+        has_data: whether the job's data is read; else the plan is for what make_square makes of its settings.
+    """
+
+    job: JobConfig
+    info: CheckpointInfo | None = None
+    has_data: bool = True
+
+
+def make_request(
+    path: Path | None,
+    *,
+    model: str = "",
+    quantize: ModelScheme | None = None,
+    resolution: int | None = None,
+    frames: int | None = None,
+) -> PlanRequest:
+    """What `devicebridge plan` is asked for.
+
+    Args:
+        path: job file; None takes every setting's default and leaves the scheme to the planner; a model must be named
+            then.
+        model: published variant in place of the job's model.
+        quantize: in place of the job's model.quantize.
+        resolution, frames: in place of the job's data.resolutions and data.frames.
+    Raises: ValueError for a variant that is not published, for neither job nor model, a pair of experts with a model,
+        or data that is not there and has no resolution to stand in for it.
+    """
+    _refuse_sizes(resolution, frames)
+    info = make_published_info(model) if model else None
+    if path is not None:
+        job = load_job(path)
+    elif info is not None:
+        job = _job_of(info)
+    else:
+        raise ValueError("there is nothing to plan for; give a job file, or the name of a model: --model flux2-dev")
+    if model:
+        job = _with_model(job, model)
+    if quantize is not None:
+        job = replace(job, model=replace(job.model, quantize=quantize))
+    if resolution is not None:
+        job = _with_data(job, resolutions=[resolution])
+    if frames is not None:
+        job = _with_data(job, frames=[frames])
+    return PlanRequest(job, info, path is not None and _has_data(job.data, resolution))
+
+
+def _with_data(job: JobConfig, **changes: object) -> JobConfig:
+    """Raises: ValueError naming a value that the setting does not take."""
+    values = job_to_dict(job)
+    return make_job({**values, "data": {**values["data"], **changes}})
+
+
+def _refuse_sizes(resolution: int | None, frames: int | None) -> None:
+    if resolution is not None and resolution <= 0:
+        raise ValueError(f"--resolution {resolution} is no size; give pixels, such as 1024")
+    if frames is not None and frames <= 0:
+        raise ValueError(f"--frames {frames} is no length; give frames of a clip, such as 33, or 1 for images")
+
+
+def _job_of(info: CheckpointInfo) -> JobConfig:
+    """Every setting at its default but the scheme, which is the planner's choice; the paths that a job must have name
+    nothing."""
+    assert info.variant is not None
+    is_video = info.family.latent_of(info.variant).is_video
+    return make_job(
+        {
+            "model": {"path": info.variant.name, "quantize": "auto"},
+            "data": {
+                "folders": [{"path": "squares"}],
+                "resolutions": [VIDEO_RESOLUTION if is_video else IMAGE_RESOLUTION],
+            },
+            "train": {"steps": 1},
+            "output": {"folder": "nowhere"},
+        }
+    )
+
+
+def _with_model(job: JobConfig, name: str) -> JobConfig:
+    if job.model.second_expert:
+        raise ValueError(
+            f"--model {name} stands in place of one model, but the job trains two (model.second_expert = "
+            f"{job.model.second_expert!r}); remove model.second_expert to plan one expert alone, or leave out --model "
+            "where the files of both are there"
+        )
+    return replace(job, model=replace(job.model, path=name, family="", variant=name))
+
+
+def _has_data(data: DataConfig, resolution: int | None) -> bool:
+    """Whether any of a job's folders is there; a mistake in one of several paths is for the scan to name.
+
+    Raises: ValueError if none is and there is no resolution to plan for instead.
+    """
+    if data.encoded or any(Path(folder.path).is_dir() for folder in data.folders):
+        return True
+    first = data.folders[0].path
+    if resolution is None:
+        raise ValueError(
+            f"the dataset folder {first} does not exist; give a folder of images, or --resolution "
+            f"{max(data.resolutions)} to plan for a square of so many pixels"
+        )
+    _log.warning("the dataset folder %s does not exist; the plan is for a square of %d pixels", first, resolution)
+    return False
+
+
+def make_square(config: DataConfig, variant: Variant, latent: LatentSpec) -> Sample:
+    """A square sample of the largest resolution and length, for a plan before there is a dataset.
+
+    Without data.frames it is an image; for a variant that is given the first frame, the family's longest clip.
+
+    Raises: ValueError for a resolution or a length that the model does not take.
+    """
+    make_clip_plan(config, latent)  # refuses lengths
+    needs_clips = variant.condition != "none"
+    frames = max(config.frames or (latent.frame_lengths if needs_clips else (1,)))
+    if needs_clips and frames == 1:
+        raise ValueError(
+            f"{variant.name} is given the first frame, so in one frame nothing is left to learn; give --frames "
+            f"{max(latent.frame_lengths)}, or another length of {latent.frame_stride}n + 1"
+        )
+    (size,) = make_buckets(max(config.resolutions), bucket_step(config, latent), 1.0)
+    return Sample("a square", "", None, size, (0, 0, *size), size, tuple(range(frames)) if frames > 1 else ())

@@ -1,0 +1,1 @@
+"""8-bit weights and 8-bit compute."""

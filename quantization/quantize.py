@@ -1,0 +1,519 @@
+"""8-bit weights for the frozen linears of a model that trains a LoRA: one entry for every scheme, LoRA left alone.
+
+The schemes, and what one linear y = x W^T becomes:
+
+    fp8, int8                    weight-only: stored in 8 bits, multiplied in full precision
+    (quantization/weight_only.py) fp8-compute, int8-compute    stored and multiplied in 8 bits, forwards and backwards
+    (quantization/eight_bit.py)
+
+All keep one scale per output row. What stays in full precision: LoRA, what the family names in keep_full_precision
+(norms, embedders, modulation, the last projection: few bytes, much harm), and every module that is no nn.Linear.
+
+LoRA may be attached before or after, once or several times, fresh or loaded: its parameters are never converted, moved
+or replaced, and that is checked on the finished model rather than assumed (a torchao weight accepts
+requires_grad_(True) and then has no gradient; an unfiltered quantize_ says nothing).
+
+Two ways in. A loader hands over each layer as it arrives (Quantizer), so that no more than one layer is ever in full
+precision beside what is kept in it; or a whole model is converted (apply_quantization). Both give the same bits.
+
+Chosen not to do: convolutions and embeddings, which are few; undoing, since the rounded weights are all there is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal, NoReturn, get_args
+
+import torch
+from packaging.version import Version
+from torch import nn
+
+from ..families.spec import ModelFamily
+from ..patches.lora import (
+    TRAINABLE_DTYPES,
+    assert_lora_intact,
+    is_lora_name,
+    is_torchao_tensor,
+    lora_parameters,
+    matches_any,
+    place_lora_with_base,
+)
+from . import eight_bit, weight_only
+from .eight_bit import ROTATIONS, FrozenLinear8
+from .wrapped import tensor_bytes
+
+_log = logging.getLogger(__name__)
+
+Scheme = Literal["fp8", "int8", "fp8-compute", "int8-compute"]
+SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
+
+QUANTIZED = "quantized"
+LORA = "LoRA"
+KEPT = "kept in full precision by the family"
+NOT_LINEAR = "not a linear layer"
+
+# The fastest first; the last works wherever torch does.
+BEST_FIRST: tuple[Scheme, ...] = ("fp8-compute", "int8-compute", "fp8", "int8")
+_OLDEST_PEFT = "0.19"  # older releases create a LoRA in the base weight's type, and float8 would round it
+_NUM_SAMPLED_ROWS = 256  # of a weight, to measure its noise by
+
+
+@dataclass(frozen=True)
+class QuantizeSettings:
+    """How frozen linears are held.
+
+    Args:
+        rotation: for int8-compute: widest Hadamard block that spreads outliers over a row; a layer takes the widest of
+            256, 64 and 16 that is no wider and divides its in_features. 0 for none.
+    """
+
+    scheme: Scheme
+    rotation: int = 64
+
+    def __post_init__(self) -> None:
+        if self.scheme not in SCHEMES:
+            raise ValueError(f"there is no scheme {self.scheme!r}; the schemes are {', '.join(SCHEMES)}")
+        if self.rotation not in (0, *ROTATIONS):
+            raise ValueError(f"rotation {self.rotation} was asked for; use one of {[0, *ROTATIONS]}")
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return torch.float8_e4m3fn if self.scheme.startswith("fp8") else torch.int8
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether products are computed in 8 bits, not only weights stored."""
+        return self.scheme in eight_bit.SCHEMES
+
+    def rotation_of(self, in_features: int) -> int:
+        """Block that rotates a layer of this width; 0 for none."""
+        if self.scheme != "int8-compute":
+            return 0
+        return max((block for block in ROTATIONS if block <= self.rotation and in_features % block == 0), default=0)
+
+
+@dataclass(frozen=True)
+class Stored8:
+    """A linear's weight in 8 bits as files hold it: W = weight * scale, its columns rotated back in blocks.
+
+    Args:
+        weight: float8_e4m3fn or int8. [N, K]
+        scale: float32, on the same device. [N, 1]
+        rotation: block of the Hadamard rotation the weight was rounded after, 0 for none.
+    """
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    rotation: int = 0
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Modules treated alike: fqns of those that hold weights of their own, and the bytes of these weights."""
+
+    names: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+
+
+class GroupTotals:
+    """Totals of what holds layers by the reason for their treatment."""
+
+    groups: Mapping[str, LayerGroup]
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(group.bytes_before for group in self.groups.values())
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(group.bytes_after for group in self.groups.values())
+
+
+@dataclass(frozen=True)
+class QuantizeReport(GroupTotals):
+    """What was done, by reason: QUANTIZED, LORA, KEPT and NOT_LINEAR, each present even when empty.
+
+    Args:
+        weight_snr_db: signal to noise of the rounded weights by layer class, in dB, over evenly spaced rows of every
+            layer; classes whose layers all came in 8 bits from a file are absent, what was lost there is unknown.
+        num_taken: quantized layers that a file, or the cache of an earlier run, held in 8 bits already.
+        num_unrotated: those of them that are not rotated although the scheme would have, had it rounded them.
+    """
+
+    scheme: Scheme
+    groups: Mapping[str, LayerGroup]
+    weight_snr_db: Mapping[str, float] = field(default_factory=dict)
+    num_taken: int = 0
+    num_unrotated: int = 0
+
+    @property
+    def num_quantized(self) -> int:
+        return len(self.groups[QUANTIZED].names)
+
+    def summary(self) -> str:
+        """One line for a log or a node, sizes in decimal GB."""
+        skipped = ", ".join(f"{len(g.names)} {reason}" for reason, g in self.groups.items() if reason != QUANTIZED)
+        taken = f" ({self.num_taken} as they were stored)" if self.num_taken else ""
+        unrotated = f"; {self.num_unrotated} are not rotated, as their file has them" if self.num_unrotated else ""
+        return (
+            f"{self.num_quantized} linears to {self.scheme}{taken}, {self.bytes_before / 1e9:.2f} -> "
+            f"{self.bytes_after / 1e9:.2f} GB; left alone: {skipped}{unrotated}"
+        )
+
+
+@dataclass(frozen=True)
+class QuantizeHandle:
+    """Handle of a quantized model."""
+
+    report: QuantizeReport
+
+    def remove(self) -> NoReturn:
+        """Raises: RuntimeError always: the full weights are gone."""
+        raise RuntimeError(
+            f"asked to undo {self.report.scheme} on {self.report.num_quantized} layers, but rounding has replaced "
+            'their weights; load the model again with quantize = "none"'
+        )
+
+
+def apply_quantization(
+    model: nn.Module,
+    family: ModelFamily,
+    settings: QuantizeSettings,
+    where: Callable[[str], torch.device] | None = None,
+) -> QuantizeHandle:
+    """Convert the frozen linears of a model in place, one by one, each on the device it is on.
+
+    LoRA may be attached already or later; its parameters stay the same objects with the same bytes. Converted weights
+    are frozen. Patterns in family.keep_full_precision match a module or one it is inside of.
+    The cost is one pass over the weights and, for a moment, float32 copies of the largest.
+
+    Args:
+        where: from a layer's fqn to the device it is moved to before it is rounded, LoRA with it; None leaves all where
+            they are.
+    Raises: ValueError if the model is quantized already, or the family leaves nothing to quantize; RuntimeError if a
+        package the scheme needs is missing or too old, or the model is not as promised afterwards.
+    """
+    quantizer = Quantizer(family, settings)
+    _refuse_quantized(model, settings.scheme)
+    lora_before = _snapshot_lora(model)
+    for name, module in _sort_modules(model, family)[QUANTIZED].items():
+        if where is not None:
+            module.to(where(name))
+        replace_module(model, name, quantizer.finish(name, module))
+    handle = quantizer.close(model, lora_before)
+    if where is not None:
+        place_lora_with_base(model)  # after the check: some devices cannot keep a parameter the same object in a move
+    return handle
+
+
+class Quantizer:
+    """Converts linears one at a time, so that a loader can hand over each layer as it arrives.
+
+    No more than one layer is then in full precision beside what is kept in it, on the layer's own device. The result is
+    that of apply_quantization on the loaded model, bit for bit.
+
+    Raises: RuntimeError if a package the scheme needs is missing or too old.
+    """
+
+    def __init__(self, family: ModelFamily, settings: QuantizeSettings) -> None:
+        check_packages(settings)
+        self.settings = settings
+        self._family = family
+        self._bytes_before: dict[str, int] = {}
+        self._num_taken = self._num_unrotated = 0
+        self._noise: dict[str, list[torch.Tensor]] = defaultdict(list)  # layer class -> [signal, noise] per layer
+
+    def is_wanted(self, fqn: str, module: nn.Module) -> bool:
+        """Whether a module is one to quantize: a linear that is neither LoRA nor kept by the family."""
+        return _treatment(fqn, module, self._family) == QUANTIZED
+
+    def finish(self, fqn: str, module: nn.Module) -> nn.Module:
+        """Round a module whose tensors have their final values and places; returns what takes its place.
+
+        That is the module itself where nothing is to be done, or where it can be changed in place.
+
+        Raises: ValueError for weights that are not finite; RuntimeError if torchao did not leave the layer as promised.
+        """
+        if not self.is_wanted(fqn, module):
+            return module
+        assert isinstance(module, nn.Linear)
+        self._bytes_before[fqn] = _num_bytes({fqn: module})
+        exact = module.weight.detach()
+        done: nn.Linear
+        if self.settings.is_compute:
+            block = self.settings.rotation_of(module.in_features)
+            done = FrozenLinear8.from_linear(module, self.settings.scheme, rotation=block)  # type: ignore[arg-type]
+            done.train(module.training)
+        else:
+            done = weight_only.convert(module, self.settings.scheme)  # type: ignore[arg-type]
+        self._noise[layer_class(fqn)].append(_sampled_noise(exact, self.store(done)))
+        return done
+
+    def can_take(self, stored_dtype: torch.dtype) -> bool:
+        """Whether an 8-bit weight of this type can be kept as it is."""
+        return stored_dtype is self.settings.stored_dtype
+
+    def take(self, fqn: str, module: nn.Linear, stored: Stored8, dtype: torch.dtype) -> nn.Module:
+        """Use a weight that is in 8 bits already; returns what takes the module's place.
+
+        Args:
+            module: its bias is in place and stays; its weight is not read and may be on meta.
+            stored: on the layer's device, taken over without a copy.
+            dtype: that the layer computes in, and that the weight would have in full precision.
+        Raises: ValueError for a rotated weight that this scheme cannot multiply with.
+        """
+        assert self.is_wanted(fqn, module) and self.can_take(stored.weight.dtype), (fqn, stored.weight.dtype)
+        _refuse_nan(fqn, stored.weight)
+        assert stored.weight.shape == (module.out_features, module.in_features), (fqn, stored.weight.shape)
+        if stored.rotation and self.settings.scheme != "int8-compute":
+            raise ValueError(
+                f"the weight of {fqn} is stored rotated, which {self.settings.scheme} cannot multiply with; use "
+                "int8-compute"
+            )
+        others = sum(tensor_bytes(p) for name, p in module.named_parameters(recurse=False) if name != "weight")
+        self._bytes_before[fqn] = stored.weight.numel() * dtype.itemsize + others
+        self._num_taken += 1
+        self._num_unrotated += bool(self.settings.rotation_of(stored.weight.shape[1])) and not stored.rotation
+        if not self.settings.is_compute:
+            scheme: Any = self.settings.scheme
+            return weight_only.adopt(module, scheme, stored.weight, stored.scale, dtype)
+        return FrozenLinear8.from_quantized(
+            stored.weight, stored.scale, bias=module.bias, compute_dtype=dtype, rotation=stored.rotation
+        )
+
+    def store(self, module: nn.Module) -> Stored8:
+        """The 8-bit weight of a converted layer, without a copy; the inverse of take."""
+        if isinstance(module, FrozenLinear8):
+            return Stored8(module.weight.detach(), module.scale, module.rotation_block)
+        return Stored8(*weight_only.values_and_scale(module.weight))
+
+    def close(self, model: nn.Module, lora_before: _LoraState | None = None) -> QuantizeHandle:
+        """Check the whole and report.
+
+        Args:
+            lora_before: what LoRA was before the first layer was quantized; None if that is not known.
+        Raises: ValueError if the family leaves nothing to quantize; RuntimeError if a layer was left out or is not in 8
+            bits, or LoRA is not what it was.
+        """
+        modules = _sort_modules(model, self._family)
+        if not modules[QUANTIZED]:
+            raise ValueError(
+                f"{self.settings.scheme} was asked for, but {self._family.title} keeps every linear of this "
+                f'{type(model).__name__} in full precision; use quantize = "none"'
+            )
+        missed = [name for name in modules[QUANTIZED] if name not in self._bytes_before]
+        if missed:
+            raise RuntimeError(f"{len(missed)} layers were never quantized, {missed[0]} first; load the model again")
+        self._check_base(modules[QUANTIZED])
+        _check_lora(model, lora_before)
+        eight_bit.refuse_merge(model)
+        groups = {reason: self._group(reason, group) for reason, group in modules.items()}
+        noise = _decibels(self._noise)
+        report = QuantizeReport(self.settings.scheme, groups, noise, self._num_taken, self._num_unrotated)
+        _log.info("%s", report.summary())
+        return QuantizeHandle(report)
+
+    def _check_base(self, modules: Mapping[str, nn.Module]) -> None:
+        for name, module in modules.items():
+            weight: Any = module.weight
+            values = weight if isinstance(module, FrozenLinear8) else getattr(weight, "qdata", weight)
+            if values.dtype is not self.settings.stored_dtype or weight.requires_grad:
+                raise RuntimeError(
+                    f"{name} should hold frozen {self.settings.stored_dtype} values and holds {values.dtype}, "
+                    f"requires_grad={weight.requires_grad}; load the model again"
+                )
+
+    def _group(self, reason: str, modules: Mapping[str, nn.Module]) -> LayerGroup:
+        after = _num_bytes(modules)
+        before = sum(self._bytes_before[name] for name in modules) if reason == QUANTIZED else after
+        return LayerGroup(tuple(modules), before, after)
+
+
+def check_packages(settings: QuantizeSettings) -> None:
+    """Raises: RuntimeError if a package that a scheme needs is missing or too old."""
+    if not settings.is_compute:
+        weight_only.import_torchao()
+    elif settings.scheme == "fp8-compute":
+        _refuse_old_peft()
+
+
+def _refuse_old_peft() -> None:
+    try:
+        found = version("peft")
+    except PackageNotFoundError:
+        return  # then nobody attaches a LoRA with it
+    if Version(found) < Version(_OLDEST_PEFT):
+        raise RuntimeError(
+            f"fp8-compute needs peft {_OLDEST_PEFT} or newer and found {found}, which would round the LoRA to float8; "
+            "update peft, or use int8-compute"
+        )
+
+
+def refusal(settings: QuantizeSettings, devices: Iterable[torch.device]) -> str:
+    """Why one of these devices cannot compute in the scheme, and which scheme would work on all; "" if they can."""
+    devices = tuple(devices)
+    for device in devices:
+        fault = _device_fault(settings.scheme, device)
+        if fault:
+            others = [s for s in BEST_FIRST if not any(_device_fault(s, each) for each in devices)]
+            kind = "" if others[0] in eight_bit.SCHEMES else ", which only stores in 8 bits,"
+            return f"{settings.scheme} was asked for, but {fault} ({device}); use {others[0]}{kind} instead"
+    return ""
+
+
+def _device_fault(scheme: Scheme, device: torch.device) -> str:
+    if scheme in eight_bit.SCHEMES:
+        reason = eight_bit.refusal(scheme, device)  # type: ignore[arg-type]
+        return reason.partition("; use ")[0].removeprefix(f"{scheme} was asked for, but ")
+    return "" if scheme == "int8" or weight_only.has_float8(device) else "there is no float8 to convert to and from"
+
+
+def stored_bytes(
+    model: nn.Module, family: ModelFamily, blocks: Sequence[str], element_size: int, settings: QuantizeSettings
+) -> tuple[list[int], int]:
+    """Bytes of each block and of everything else once quantized, element_size for what stays. Works on meta tensors."""
+    sizes = dict.fromkeys(blocks, 0)
+    home = 0
+    for name, module in model.named_modules():
+        size = sum(parameter.numel() for parameter in module.parameters(recurse=False)) * element_size
+        if size and _treatment(name, module, family) == QUANTIZED:
+            assert isinstance(module, nn.Linear)
+            size += stored_linear_bytes(module, settings) - module.weight.numel() * element_size
+        block = ".".join(name.split(".")[:2])
+        if block in sizes:
+            sizes[block] += size
+        else:
+            home += size
+    return list(sizes.values()), home
+
+
+def stored_linear_bytes(linear: nn.Linear, settings: QuantizeSettings) -> int:
+    """Bytes of a linear's weight once quantized: a byte per weight, its scales, what else the scheme keeps."""
+    per_row = 5 if settings.scheme == "int8" else 4  # torchao's int8 keeps a zero point per row beside the scale
+    return linear.weight.numel() + per_row * linear.out_features + 4 * settings.rotation_of(linear.in_features) ** 2
+
+
+def full_weight(linear: nn.Module) -> torch.Tensor:
+    """The weight a linear computes with, in full precision; of a plain linear the weight itself. [N, K]"""
+    if isinstance(linear, FrozenLinear8):
+        return linear.dequantize()
+    weight: Any = linear.weight
+    return weight.dequantize() if is_torchao_tensor(weight) else weight
+
+
+def layer_class(fqn: str) -> str:
+    """The name that layers alike share: "blocks.3.attn.to_q.base_layer" -> "blocks.*.attn.to_q"."""
+    parts = fqn.removesuffix(".base_layer").split(".")
+    return ".".join("*" if part.isdecimal() else part for part in parts)
+
+
+def replace_module(model: nn.Module, fqn: str, module: nn.Module) -> None:
+    """Put a module in the place of the one of this name."""
+    parent, _, child = fqn.rpartition(".")
+    owner = model.get_submodule(parent)
+    if owner._modules[child] is not module:
+        owner._modules[child] = module
+
+
+def _refuse_nan(fqn: str, weight: torch.Tensor) -> None:
+    """Raises: ValueError if an 8-bit weight holds NaN, which float8_e4m3fn spells 0x7f and 0xff; int8 has none."""
+    if weight.dtype is torch.float8_e4m3fn and weight.device.type != "meta":
+        height = max(1, 2**26 // max(1, weight.shape[1]))
+        bits = weight.view(torch.uint8)
+        if any(((bits[start : start + height] & 0x7F) == 0x7F).any() for start in range(0, len(bits), height)):
+            raise ValueError(f"the weight of {fqn} holds NaN; the checkpoint is damaged, load another")
+
+
+@torch.no_grad()
+def _sampled_noise(exact: torch.Tensor, stored: Stored8) -> torch.Tensor:
+    """Energy of a weight and of its rounding error, over evenly spaced rows; on the weight's device. [2]"""
+    step = math.ceil(exact.shape[0] / _NUM_SAMPLED_ROWS)
+    wanted = exact[::step].float()
+    found = stored.weight[::step].float() * stored.scale[::step]
+    if stored.rotation:
+        found = eight_bit.rotate(found, eight_bit.make_rotation(stored.rotation).to(found.device).t())
+    return torch.stack([wanted.square().sum(dtype=torch.float64), (found - wanted).square().sum(dtype=torch.float64)])
+
+
+def _decibels(noise: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, float]:
+    found = {}
+    for name, pairs in noise.items():
+        signal, error = torch.stack([pair.cpu() for pair in pairs]).sum(0).tolist()
+        if signal and error:  # weights of zeros, or of few values, round to themselves
+            found[name] = round(10 * math.log10(signal / error), 2)
+    return found
+
+
+def _refuse_quantized(model: nn.Module, scheme: str) -> None:
+    low = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if is_torchao_tensor(parameter) or (parameter.ndim == 2 and parameter.dtype.itemsize == 1)
+    ]
+    if low:
+        name, parameter = low[0]
+        found = type(parameter).__name__ if is_torchao_tensor(parameter) else str(parameter.dtype)
+        raise ValueError(
+            f"{scheme} was asked for, but {len(low)} weights of this {type(model).__name__} are quantized already "
+            f'({name}: {found}); leave it so with quantize = "none", or load a bfloat16 checkpoint'
+        )
+
+
+def _sort_modules(model: nn.Module, family: ModelFamily) -> dict[str, dict[str, nn.Module]]:
+    """Modules that hold parameters themselves, by what happens to them and why."""
+    sorted_modules: dict[str, dict[str, nn.Module]] = {QUANTIZED: {}, LORA: {}, KEPT: {}, NOT_LINEAR: {}}
+    for name, module in model.named_modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            sorted_modules[_treatment(name, module, family)][name] = module
+    return sorted_modules
+
+
+def _treatment(fqn: str, module: nn.Module, family: ModelFamily) -> str:
+    if is_lora_name(fqn):
+        return LORA
+    if not isinstance(module, nn.Linear):
+        return NOT_LINEAR
+    parts = fqn.split(".")  # every module above counts, so a wrapper's "base_layer" at the end does no harm
+    lineage = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+    return KEPT if any(matches_any(name, family.keep_full_precision) for name in lineage) else QUANTIZED
+
+
+def _num_bytes(modules: Mapping[str, nn.Module]) -> int:
+    return sum(_module_bytes(module) for module in modules.values())
+
+
+def _module_bytes(module: nn.Module) -> int:
+    held = [*module.parameters(recurse=False)]
+    if isinstance(module, FrozenLinear8):
+        held += module.buffers(recurse=False)  # type: ignore[arg-type]  # scales and rotation; others have no weights
+    return sum(tensor_bytes(tensor) for tensor in held)
+
+
+_LoraParameter = tuple[nn.Parameter, int, torch.dtype, bool]
+_LoraState = dict[str, _LoraParameter]
+
+
+def _snapshot_lora(model: nn.Module) -> _LoraState:
+    """What tells that a LoRA parameter was not touched: the object, its version counter, dtype, requires_grad."""
+    return {n: (p, p._version, p.dtype, p.requires_grad) for n, p in lora_parameters(model).items()}
+
+
+def _check_lora(model: nn.Module, lora_before: _LoraState | None) -> None:
+    lora_after = _snapshot_lora(model)
+    before = lora_after if lora_before is None else lora_before
+    touched = [name for name in before | lora_after if _differs(before.get(name), lora_after.get(name))]
+    touched += [n for n, (p, *_) in lora_after.items() if is_torchao_tensor(p) or p.dtype not in TRAINABLE_DTYPES]
+    if touched:
+        raise RuntimeError(f"quantizing changed LoRA weights: {', '.join(touched[:3])}; load the model again")
+    if lora_after and all(requires_grad for *_, requires_grad in lora_after.values()):
+        assert_lora_intact(model)  # else an adapter is switched off, or only run, and frozen on purpose
+
+
+def _differs(before: _LoraParameter | None, after: _LoraParameter | None) -> bool:
+    return before is None or after is None or before[0] is not after[0] or before[1:] != after[1:]

@@ -1,0 +1,173 @@
+"""Weight-only 8-bit storage of one frozen linear, through torchao: half of bfloat16's memory, none of its speed.
+
+The equation. A weight W [N, K] becomes q = round(W / s) with one float32 scale per output row; a forward computes
+x @ (q * s).T in the activations' dtype, so that gradients reach x and LoRA as if W were q * s. Every call writes the
+whole weight out in full precision first, which is why quantization/eight_bit.py exists.
+
+The formats.
+- fp8: float8_e4m3fn, s = amax(|W_row|) / 448. 1 sign, 4 exponent, 3 mantissa bits; largest 448, smallest normal 2^-6,
+  smallest subnormal 2^-9, no infinity. Rounding to 3 mantissa bits errs by up to 1/16 of a value, by 2.65 % rms over a
+  binade (error uniform over a step of 1/8, mantissas log-uniform), so a linear's output has a signal-to-noise ratio of
+  31 to 33 dB whatever the model. Weights below 3.5e-5 of a row's largest lose bits, below 2.2e-6 they become 0; neither
+  adds to the error one would notice. float8_e5m2 has range we do not need and a mantissa bit less: not offered.
+- int8: s = amax(|W_row|) / 127.5, the same step everywhere. Normal weights, whose largest of some thousands is about
+  four times their rms, keep 41 dB; a row with one weight c times its rms keeps 10 log10(12 * 127.5^2 / c^2) dB.
+
+Traps this file exists for, all seen with torchao 0.18:
+- quantize_ without filter_fn also converts the linears inside LoRA, freezes them, and says nothing.
+- A quantized weight accepts requires_grad_(True), runs a backward without error and never gets a gradient.
+- A float8 row of zeros has scale 0, and 0 / 0 fills it with NaN. We give such rows scale 1.
+- A scale is computed in the weight's type, so that of a bfloat16 row may be 2^-8 of it off the equation above. Values
+  are rounded by the scale as it is, so all that can err more is the largest of an int8 row, by up to one step.
+- The configs change torch._inductor's settings for the whole process (in older releases the precision of float32
+  matmuls too) unless set_inductor_config is False.
+- model.to(dtype) after quantizing: quantized weights keep their compute dtype while biases, norms and LoRA change,
+  and the next forward fails with mixed dtypes. Cast before; move with model.to(device) only.
+- peft cannot merge a LoRA into a float8 weight; keep it unmerged, or merge before quantizing.
+- safetensors cannot write a torchao tensor: `values_and_scale` gives the plain tensors it is made of.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from packaging.version import Version
+from torch import nn
+
+from ..patches.lora import is_torchao_tensor
+
+WeightOnlyScheme = Literal["fp8", "int8"]
+WEIGHT_ONLY: Mapping[WeightOnlyScheme, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_PIECE = 2**25  # weights rounded at a time: torchao makes up to 13 bytes of copies for each
+OLDEST_TORCHAO = "0.16"  # peft attaches LoRA to the tensors of no older release
+
+
+def import_torchao() -> ModuleType:
+    """torchao.quantization; imported here because it takes seconds and most jobs do without.
+
+    Raises: RuntimeError naming the version found and the one needed.
+    """
+    try:
+        found = version("torchao")
+    except PackageNotFoundError:
+        raise RuntimeError(
+            f"weight-only fp8 and int8 need torchao {OLDEST_TORCHAO} or newer, and none is installed; install it, or "
+            'use quantize = "fp8-compute" or "none"'
+        ) from None
+    if Version(found) < Version(OLDEST_TORCHAO):
+        raise RuntimeError(
+            f"weight-only fp8 and int8 need torchao {OLDEST_TORCHAO} or newer and found {found}; update it, or use "
+            'quantize = "fp8-compute" or "none"'
+        )
+    return importlib.import_module("torchao.quantization")
+
+
+def convert(linear: nn.Linear, scheme: WeightOnlyScheme) -> nn.Linear:
+    """Round a linear's weight where it is, in place; the weight is frozen, the bias untouched. Returns the linear.
+
+    Some rows at a time, so that beside weight and result the device holds 0.5 GB or one row.
+
+    Raises: RuntimeError if torchao is missing, too old, or did not leave the layer as promised; ValueError for a weight
+        that is not finite.
+    """
+    exact = linear.weight.detach()
+    height = max(1, _PIECE // exact.shape[1])
+    if height >= exact.shape[0]:
+        return _convert_whole(linear, scheme)
+    values = torch.empty(exact.shape, dtype=WEIGHT_ONLY[scheme], device=exact.device)
+    scale = torch.empty((exact.shape[0], 1), dtype=torch.float32, device=exact.device)
+    for start in range(0, exact.shape[0], height):
+        rows = slice(start, start + height)
+        values[rows], scale[rows] = values_and_scale(_convert_whole(_linear_of(exact[rows]), scheme).weight)
+    return adopt(linear, scheme, values, scale, exact.dtype)
+
+
+def _linear_of(weight: torch.Tensor) -> nn.Linear:
+    """Around a weight; nn.Linear's own drawing of one would move the process's random numbers."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+def _convert_whole(linear: nn.Linear, scheme: WeightOnlyScheme) -> nn.Linear:
+    torchao = import_torchao()
+    # set_inductor_config would change settings of the whole process; the model is ours, the process is the user's.
+    if scheme == "fp8":
+        config = torchao.Float8WeightOnlyConfig(weight_dtype=torch.float8_e4m3fn, set_inductor_config=False)
+    else:
+        config = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
+    torchao.quantize_(linear, config, filter_fn=lambda candidate, name: candidate is linear)
+    weight: Any = linear.weight
+    if not is_torchao_tensor(weight) or weight.qdata.dtype is not WEIGHT_ONLY[scheme]:
+        raise RuntimeError(
+            f"torchao left a linear without {scheme} values; torchao {version('torchao')} is unknown to this pack, "
+            f"use {OLDEST_TORCHAO} or newer"
+        )
+    _refuse_broken_rows(weight)
+    if scheme == "fp8":
+        _clear_zero_rows(weight)
+    return linear.requires_grad_(False)
+
+
+def adopt(
+    linear: nn.Linear, scheme: WeightOnlyScheme, values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
+) -> nn.Linear:
+    """Give a linear an 8-bit weight that is there already, in place; inverse of values_and_scale. Returns the linear.
+
+    Args:
+        values: of the scheme's type, taken over without a copy. [N, K]
+        scale: float32, on the same device. [N, 1]
+        dtype: that the forward computes in.
+    """
+    shape = values.shape
+    # torchao's constructors differ between releases; a template of one row knows what else this one wants to be told.
+    row = torch.ones((1, shape[1]), dtype=dtype, device="cpu")
+    template: Any = _convert_whole(_linear_of(row), scheme).weight
+    names, context = template.__tensor_flatten__()
+    parts = {"qdata": values, "scale": scale}
+    for name in names:
+        if name not in parts:  # the zero point of int8, 0 in every row
+            parts[name] = torch.zeros_like(getattr(template, name)).to(values.device).expand(shape[0], 1).contiguous()
+    weight = type(template).__tensor_unflatten__(parts, context, shape, (shape[1], 1))
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear.requires_grad_(False)
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether values can be rounded to float8 and read again; torch lists no such thing, and MPS for one could not."""
+    if device.type in ("cuda", "lazy", "meta"):
+        return True
+    try:
+        return torch.ones(1, device=device).to(torch.float8_e4m3fn).to(torch.float32).item() == 1.0
+    except (RuntimeError, TypeError, AssertionError):  # not implemented, no such type, or no such device
+        return False
+
+
+def values_and_scale(weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plain tensors of a converted weight, without a copy: 8-bit values [N, K] and float32 scales [N, 1]."""
+    return weight.qdata, weight.scale
+
+
+def _refuse_broken_rows(weight: Any) -> None:
+    """A row with an infinity or NaN has a scale that is one, too, and would be NaN from end to end."""
+    broken = int((~weight.scale.isfinite()).sum()) if weight.device.type != "meta" else 0
+    if broken:
+        raise ValueError(
+            f"{broken} of {weight.shape[0]} rows of a weight hold infinities or NaN and cannot be rounded to 8 bits; "
+            "the checkpoint is damaged, load another"
+        )
+
+
+def _clear_zero_rows(weight: Any) -> None:
+    """Turn the NaN of rows whose scale is 0 into zeros, in place (torchao 0.14 to 0.18 divide 0 by 0 there).
+
+    Also serves float16 rows so small (amax below 1.4e-5) that their scale underflows: they become zeros.
+    """
+    is_zero = weight.scale == 0  # [N, 1]
+    weight.qdata.view(torch.uint8).masked_fill_(is_zero, 0)
+    weight.scale.masked_fill_(is_zero, 1.0)

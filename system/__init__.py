@@ -1,0 +1,1 @@
+"""Files, processes and signals: what the pack needs of the operating system."""

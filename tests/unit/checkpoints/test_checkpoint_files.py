@@ -1,0 +1,540 @@
+"""Checkpoints in every form users have them, against diffusers' from_pretrained; and whatever else a user may pick."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import struct
+import weakref
+
+import diffusers
+import pytest
+import safetensors
+import torch
+from devicebridge.checkpoints.checkpoint import _say_once, load_transformer, make_empty_transformer, read_checkpoint
+from devicebridge.families.registry import FAMILIES, find_family
+from devicebridge.families.spec import Variant
+from devicebridge.tests.toy import TINY, stack_tensors
+from safetensors.torch import save_file
+
+FAMILY_NAMES = sorted(FAMILIES)
+VARIANTS = [(family.name, variant.name) for family in FAMILIES.values() for variant in family.variants]
+CPU = torch.device("cpu")
+
+
+def _on_cpu(_):
+    return CPU
+
+
+def _assert_same_model(ours, theirs):
+    """Every parameter and buffer: bytes, type, and frozen."""
+    a, b = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    assert a.keys() == b.keys()
+    for name, parameter in a.items():
+        assert parameter.dtype == b[name].dtype and torch.equal(parameter, b[name]), name
+        assert not parameter.requires_grad, name
+    for (name, one), (other_name, other) in zip(ours.named_buffers(), theirs.named_buffers(), strict=True):
+        assert name == other_name and torch.equal(one, other), name
+    assert not ours.training and _config(ours) == _config(theirs)
+
+
+def _config(model):
+    return json.dumps({k: v for k, v in model.config.items() if not k.startswith("_")}, sort_keys=True)
+
+
+@pytest.fixture
+def tiny_variants(monkeypatch):
+    """Single files have no config, so their shapes must be those of a variant: make the tiny models variants."""
+    for name, tiny in TINY.items():
+        family = FAMILIES[name]
+        variant = dataclasses.replace(
+            family.variants[0], name=f"tiny-{name}", transformer_config=tiny.transformer_config, caution=""
+        )
+        monkeypatch.setitem(FAMILIES, name, dataclasses.replace(family, variants=(variant,)))
+
+
+# --- diffusers folders -----------------------------------------------------------------------------------------------
+
+
+def _save_pipeline(folder, name, dtype=torch.float32, index=None, **options):
+    model = TINY[name].make_model().to(dtype)
+    model.save_pretrained(folder / "transformer", **options)
+    (folder / "model_index.json").write_text(
+        json.dumps({"_class_name": "Any", "transformer": ["diffusers", type(model).__name__], **(index or {})})
+    )
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("saved", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_folder_loads_as_from_pretrained_loads_it(name, saved, dtype, tmp_path):
+    _save_pipeline(tmp_path, name, saved)
+    info = read_checkpoint(tmp_path)
+    reference = type(TINY[name].make_model()).from_pretrained(
+        tmp_path, subfolder="transformer", torch_dtype=dtype, local_files_only=True
+    )
+    model = load_transformer(info, _on_cpu, dtype)
+    _assert_same_model(model, reference)
+    kept = {n for n, p in model.named_parameters() if p.dtype == torch.float32}
+    if dtype == torch.bfloat16:
+        expected = {"scale_shift_table", "blocks.0.norm2.weight", "condition_embedder.time_embedder.linear_1.weight"}
+        assert expected <= kept if name == "wan" else not kept
+    inputs = {
+        k: v.to(dtype) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in TINY[name].make_inputs().items()
+    }
+    with torch.no_grad():
+        assert torch.equal(model(**inputs, return_dict=False)[0], reference(**inputs, return_dict=False)[0])
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_sharded_folder_from_any_of_its_paths(name, tmp_path):
+    expected = _save_pipeline(tmp_path, name, max_shard_size="300KB")
+    shards = sorted((tmp_path / "transformer").glob("*-of-*.safetensors"))
+    assert len(shards) > 2
+    for path in (tmp_path, str(tmp_path / "transformer"), shards[1]):
+        info = read_checkpoint(path)
+        assert info.pipeline_folder == tmp_path and info.layout == "diffusers" and info.family.name == name
+        _assert_same_model(load_transformer(info, _on_cpu, torch.float32), expected.requires_grad_(False))
+    shards[2].unlink()
+    for path in (tmp_path, shards[0]):
+        with pytest.raises(ValueError, match=f"lacks 1 of the model's files: {shards[2].name}"):
+            read_checkpoint(path)
+
+
+def test_a_lone_transformer_folder_has_no_pipeline(tmp_path):
+    TINY["wan"].make_model().save_pretrained(tmp_path)
+    assert read_checkpoint(tmp_path).pipeline_folder is None
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_the_empty_model_is_on_meta_and_rotary_tables_are_real(name, tmp_path):
+    _save_pipeline(tmp_path, name)
+    info = read_checkpoint(tmp_path)
+    empty = make_empty_transformer(info)
+    assert {p.device.type for p in empty.parameters()} == {"meta"}
+    assert {n: p.shape for n, p in empty.named_parameters()} == {
+        n: torch.Size(r.shape) for n, r in info.tensors.items()
+    }
+    assert all(not b.is_meta for b in load_transformer(info, _on_cpu, torch.bfloat16).buffers())
+
+
+# --- single files ----------------------------------------------------------------------------------------------------
+
+
+def _prefixed(tensors, prefix):
+    return {prefix + name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusion_model."])
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_single_files_of_both_layouts_with_and_without_prefix(name, layout, prefix, tiny_variants, tmp_path):
+    expected = TINY[name].make_model().requires_grad_(False)
+    tensors = expected.state_dict()
+    if layout == "original":
+        tensors = stack_tensors(FAMILIES[name], tensors)
+    others = {"vae.decoder.conv_in.weight": torch.zeros(2), "text_encoders.t5.logit_scale": torch.zeros(1)}
+    bundled = others if prefix == "model.diffusion_model." else {}
+    save_file({**_prefixed(tensors, prefix), **bundled}, tmp_path / "model.sft")
+    info = read_checkpoint(tmp_path / "model.sft")
+    assert (info.layout, info.family.name, info.variant.name) == (layout, name, f"tiny-{name}")
+    assert info.pipeline_folder is None
+    _assert_same_model(load_transformer(info, _on_cpu, torch.float32), expected)
+
+
+def test_norms_in_comfyuis_spelling_and_shards_under_original_names(tiny_variants, tmp_path):
+    expected = TINY["flux1"].make_model().requires_grad_(False)
+    tensors = stack_tensors(FAMILIES["flux1"], expected.state_dict())
+    tensors = {name.replace("_norm.scale", "_norm.weight"): tensor for name, tensor in tensors.items()}
+    names = sorted(tensors)
+    for index, part in enumerate((names[::2], names[1::2]), 1):
+        save_file(_prefixed({n: tensors[n] for n in part}, ""), tmp_path / f"x-0000{index}-of-00002.safetensors")
+    for path in (tmp_path / "x-00002-of-00002.safetensors", tmp_path):
+        _assert_same_model(load_transformer(read_checkpoint(path), _on_cpu, torch.float32), expected)
+    (tmp_path / "x-00001-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match="lacks 1 of the model's files: x-00001-of-00002.safetensors"):
+        read_checkpoint(tmp_path / "x-00002-of-00002.safetensors")
+
+
+def _write_header(file, shapes, dtype="BF16"):
+    """A safetensors file with a header and no weights."""
+    entries, offset = {}, 0
+    for name, shape in shapes.items():
+        end = offset + 2 * int(torch.Size(shape).numel())
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+    return 8 + len(text) + offset
+
+
+def _full_shapes(family, config, layout):
+    with torch.device("meta"):
+        model = getattr(diffusers, family.transformer_class)(**dict(config))
+        tensors = model.state_dict()
+        tensors = stack_tensors(family, tensors) if layout == "original" else tensors
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+@pytest.mark.parametrize(("family_name", "variant_name"), VARIANTS)
+def test_published_models_are_recognised_by_their_header(family_name, variant_name, layout, tmp_path, monkeypatch):
+    family = find_family(family_name)
+    variant = family.variant(variant_name)
+    file = tmp_path / "model.safetensors"
+    size = _write_header(file, _full_shapes(family, variant.transformer_config, layout))
+    monkeypatch.setattr(os.path, "getsize", lambda _: size)
+    info = read_checkpoint(file)
+    twin = variant_name.replace("5b-i2v", "5b")  # one file serves both
+    if "a14b" in variant_name:  # experts share their shapes
+        twin = "wan2.2-i2v-a14b-high" if "i2v" in variant_name else "wan2.1-t2v-14b"
+    assert (info.family, info.layout, info.variant.name) == (family, layout, twin)
+    assert read_checkpoint(file, variant=variant_name).variant == variant
+    assert sum(torch.Size(r.shape).numel() for r in info.tensors.values()) == sum(
+        p.numel() for p in make_empty_transformer(info).parameters()
+    )
+
+
+# --- how it is read --------------------------------------------------------------------------------------------------
+
+
+def test_one_tensor_at_a_time_goes_to_its_device(tmp_path, monkeypatch):
+    _save_pipeline(tmp_path, "flux1")
+    events, alive = [], []
+    real_open = safetensors.safe_open
+
+    class Reader:
+        def __init__(self, *args, **kwargs):
+            self.reader = real_open(*args, **kwargs)
+
+        def __enter__(self):
+            self.reader.__enter__()
+            return self
+
+        def __exit__(self, *args):
+            return self.reader.__exit__(*args)
+
+        def get_tensor(self, name):
+            assert not [reference for reference in alive if reference() is not None]
+            tensor = self.reader.get_tensor(name)
+            alive.append(weakref.ref(tensor))
+            events.append(("read", name))
+            return tensor
+
+    def device_of(name):
+        events.append(("placed", name))
+        return torch.device("meta") if name.startswith("single_") else CPU
+
+    monkeypatch.setattr(safetensors, "safe_open", Reader)
+    model = load_transformer(read_checkpoint(tmp_path), device_of, torch.bfloat16)
+    names = [name for name, _ in model.named_parameters()]
+    assert [kind for kind, _ in events] == ["read", "placed"] * len(names)
+    assert events[::2] == [("read", name) for _, name in events[1::2]]
+    assert {p.device.type for n, p in model.named_parameters() if n.startswith("single_")} == {"meta"}
+    assert {p.device.type for n, p in model.named_parameters() if not n.startswith("single_")} == {"cpu"}
+
+
+def test_a_file_replaced_after_loading_changes_nothing(tmp_path):
+    expected = _save_pipeline(tmp_path, "wan").requires_grad_(False)
+    model = load_transformer(read_checkpoint(tmp_path), _on_cpu, torch.float32)
+    file = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-4096:] = bytes(4096)
+    with open(file, "r+b") as stream:
+        stream.write(data)
+    _assert_same_model(model, expected)
+
+
+# --- which variant ---------------------------------------------------------------------------------------------------
+
+
+def _write_full_folder(folder, family, config, monkeypatch):
+    """A transformer folder of full size, header only."""
+    folder.mkdir(parents=True)
+    config = {k: list(v) if isinstance(v, tuple) else v for k, v in config.items()}
+    (folder / "config.json").write_text(json.dumps({"_class_name": family.transformer_class, **config}))
+    size = _write_header(folder / "diffusion_pytorch_model.safetensors", _full_shapes(family, config, "diffusers"))
+    monkeypatch.setattr(os.path, "getsize", lambda _: size)
+
+
+def test_experts_of_a_pair_are_told_apart_by_boundary_and_folder(tmp_path, monkeypatch, caplog):
+    wan = FAMILIES["wan"]
+    config = wan.variant("wan2.1-t2v-14b").transformer_config
+    for folder in ("transformer", "transformer_2"):
+        _write_full_folder(tmp_path / folder, wan, config, monkeypatch)
+    index = {"transformer": ["diffusers", "W"], "transformer_2": ["diffusers", "W"]}
+    (tmp_path / "model_index.json").write_text(json.dumps({**index, "boundary_ratio": 0.875}))
+    assert read_checkpoint(tmp_path).variant.name == "wan2.2-t2v-a14b-high"
+    low = read_checkpoint(tmp_path, variant="wan2.2-t2v-a14b-low")
+    assert {record.file.parent.name for record in low.tensors.values()} == {"transformer_2"}
+    assert read_checkpoint(tmp_path / "transformer_2").variant.name == "wan2.2-t2v-a14b-low"
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    _say_once.cache_clear()
+    for _ in range(2):
+        assert read_checkpoint(tmp_path).variant.name == "wan2.1-t2v-14b"
+    said = [record.getMessage() for record in caplog.records if "it could also be" in record.getMessage()]
+    assert len([message for message in said if str(tmp_path) in message and "wan2.1-t2v-14b;" in message]) == 1
+    assert "wan2.2-t2v-a14b-high, wan2.2-t2v-a14b-low" in said[-1]
+
+
+def test_image_to_video_is_told_from_text_to_video(tmp_path, monkeypatch):
+    wan = FAMILIES["wan"]
+    config = wan.variant("wan2.2-i2v-a14b-low").transformer_config
+    for folder in ("transformer", "transformer_2"):
+        _write_full_folder(tmp_path / folder, wan, config, monkeypatch)
+    index = {"transformer": ["diffusers", "W"], "transformer_2": ["diffusers", "W"], "boundary_ratio": 0.9}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert read_checkpoint(tmp_path).variant.name == "wan2.2-i2v-a14b-high"
+    assert read_checkpoint(tmp_path / "transformer_2").variant.name == "wan2.2-i2v-a14b-low"
+    with pytest.raises(ValueError, match=r"36 channels in, 16 out.* wan2\.2-i2v-a14b-low, not wan2\.2-t2v-a14b-high"):
+        read_checkpoint(tmp_path, variant="wan2.2-t2v-a14b-high")
+
+
+def test_a_folder_of_its_own_size_is_not_taken_for_one_with_other_inputs(tmp_path):
+    small = tmp_path / "small"
+    TINY["wan"].make_model(in_channels=12).save_pretrained(small)
+    assert read_checkpoint(small).variant.name == "wan2.2-i2v-a14b-high"
+    TINY["flux1"].make_model(in_channels=24, out_channels=4).save_pretrained(tmp_path / "fill")
+    with pytest.raises(ValueError, match=r"takes a condition .*24 channels in, 4 out.* no FLUX\.1 here does"):
+        read_checkpoint(tmp_path / "fill")
+
+
+@pytest.mark.parametrize("layout", ["original", "diffusers"])
+def test_image_to_video_that_needs_clip_features_is_refused_with_the_reason(layout, tmp_path):
+    wan = FAMILIES["wan"]
+    names = {"original": "img_emb.proj.1.weight", "diffusers": "condition_embedder.image_embedder.ff.net.2.weight"}
+    tensors = TINY["wan"].make_model().state_dict()
+    tensors = stack_tensors(wan, tensors) if layout == "original" else tensors
+    save_file({**tensors, names[layout]: torch.zeros(2)}, tmp_path / "i2v.safetensors")
+    with pytest.raises(ValueError, match=r"i2v\.safetensors is of Wan, but .*Wan 2\.1.*CLIP's features.*i2v-a14b-low"):
+        read_checkpoint(tmp_path / "i2v.safetensors")
+    folder = tmp_path / "folder"
+    TINY["wan"].make_model(in_channels=12, image_dim=8, added_kv_proj_dim=64).save_pretrained(folder)
+    with pytest.raises(ValueError, match="CLIP's features of the first frame"):
+        read_checkpoint(folder)
+
+
+def test_folders_of_their_own_size_are_treated_like_the_variant_they_resemble(tmp_path):
+    for name, expected in (("flux2", "flux2-dev"), ("flux1", "flux1-dev"), ("wan", "wan2.1-t2v-14b")):
+        _save_pipeline(tmp_path / name, name)
+        assert read_checkpoint(tmp_path / name).variant.name == expected
+    for name, expected in (("flux2", "flux2-klein-4b"), ("flux1", "flux1-schnell")):
+        folder = tmp_path / f"{name}-without"
+        TINY[name].make_model(**TINY[name].without_guidance).save_pretrained(folder)
+        info = read_checkpoint(folder)
+        assert info.variant.name == expected and info.variant.training_guidance is None
+    assert read_checkpoint(tmp_path / "flux2", variant="flux2-klein-9b").variant.name == "flux2-klein-9b"
+
+
+def test_distilled_models_are_warned_of_once(tmp_path, monkeypatch, caplog):
+    flux2 = FAMILIES["flux2"]
+    klein = flux2.variant("flux2-klein-4b")
+    _write_full_folder(tmp_path / "transformer", flux2, klein.transformer_config, monkeypatch)
+    for is_distilled, count in ((False, 0), (True, 1), (True, 1)):
+        index = {"transformer": ["diffusers", "F"], "is_distilled": is_distilled}
+        (tmp_path / "model_index.json").write_text(json.dumps(index))
+        if not count:
+            _say_once.cache_clear()
+        assert read_checkpoint(tmp_path).variant == klein
+        assert sum("undoes its distillation" in record.getMessage() for record in caplog.records) == count
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def _flux1_file(folder, change):
+    """A full-size FLUX.1-dev header under original names, changed."""
+    family = FAMILIES["flux1"]
+    shapes = _full_shapes(family, family.variants[0].transformer_config, "original")
+    change(shapes)
+    return _write_header(folder / "model.safetensors", shapes)
+
+
+def _fill(shapes):
+    shapes["img_in.weight"] = (3072, 384)
+
+
+def _lose_a_bias(shapes):
+    del shapes["img_in.bias"]
+
+
+def _gain_a_tensor(shapes):
+    shapes["img_emb.proj.weight"] = (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_fill, r"Against flux1-dev: 1 mismatched: x_embedder.weight is \[3072, 384\] and should be \[3072, 64\]"),
+        (_lose_a_bias, r"Against flux1-dev: 1 missing: x_embedder.bias"),
+        (_gain_a_tensor, r"resembles FLUX.1, but 1 of its 781 tensors have no place there: img_emb.proj.weight"),
+    ],
+)
+def test_models_that_only_resemble_a_supported_one(change, message, tmp_path, monkeypatch):
+    size = _flux1_file(tmp_path, change)
+    monkeypatch.setattr(os.path, "getsize", lambda _: size)
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(tmp_path / "model.safetensors")
+
+
+def _tensors(*names, dtype=torch.float32):
+    return {name: torch.zeros(4, 4, dtype=dtype) for name in names}
+
+
+LORA_NAMES = [f"diffusion_model.blocks.{i}.self_attn.q.lora_{k}.weight" for i in range(3) for k in "AB"]
+FOREIGN = {
+    "lora": (_tensors(*LORA_NAMES), r"is a LoRA file: 3 lora_A tensors"),
+    "kohya": (_tensors("lora_unet_blocks_0_x.lora_down.weight"), r"is a LoRA file: 1 lora_down tensors"),
+    "fp8": (
+        _tensors("double_blocks.0.img_attn.qkv.weight", dtype=torch.float8_e4m3fn),
+        "holds 1 tensors of no known model",
+    ),
+    "nvfp4": (
+        {**_tensors("img_in.weight", dtype=torch.uint8), **_tensors("img_in.weight_scale_2")},
+        r"quantized weights of nvfp4 \(1 tensors, e.g. img_in.weight_scale_2\); .*use such a file, or the bf16 file",
+    ),
+    "packed": (_tensors("img_in.weight", dtype=torch.uint8), r"quantized weights \(1 uint8 \(packed 4-bit\) tensors"),
+    "nf4": (
+        {"img_in.weight": torch.zeros(4, dtype=torch.uint8), "img_in.weight.quant_map": torch.zeros(16)},
+        r"quantized weights of bitsandbytes",
+    ),
+    "vae": (_tensors("encoder.conv_in.weight", "decoder.conv_in.weight"), r"is a VAE: 2 tensors such as"),
+    "wan vae": (_tensors("encoder.conv1.weight", "decoder.middle.0.residual.0.gamma"), r"is a VAE"),
+    "t5": (_tensors("encoder.block.0.layer.0.SelfAttention.q.weight", "shared.weight"), r"is a text encoder: 2"),
+    "qwen": (_tensors("model.layers.0.self_attn.q_proj.weight"), r"is a text encoder"),
+    "clip": (_tensors("text_model.encoder.layers.0.mlp.fc1.weight"), r"is a text encoder"),
+    "sdxl": (
+        _tensors("model.diffusion_model.input_blocks.0.0.weight", "first_stage_model.decoder.conv_in.weight"),
+        r"is a Stable Diffusion checkpoint \(UNet\): 1 tensors such as input_blocks.0.0.weight",
+    ),
+    "other": (_tensors("layers.0.attention.qkv.weight"), r"of no known model, such as layers.0.attention.qkv.weight"),
+    "empty": ({}, r"holds 0 tensors of no known model"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_other_safetensors_files_are_refused_by_what_they_are(kind, tmp_path):
+    tensors, message = FOREIGN[kind]
+    save_file(tensors, tmp_path / "file.safetensors")
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(tmp_path / "file.safetensors")
+
+
+def _safetensors_bytes():
+    return safetensors.torch.save(_tensors("img_in.weight"))
+
+
+DAMAGED = {
+    "short.safetensors": (lambda: _safetensors_bytes()[:-7], "is cut short: its header promises 64 bytes"),
+    "long.safetensors": (lambda: _safetensors_bytes() + b"x", "is damaged: its header promises 64 bytes"),
+    "header.safetensors": (lambda: _safetensors_bytes()[:30], "is cut short inside its header"),
+    "nothing.safetensors": (lambda: b"", r"\(0 bytes\) is not a safetensors file"),
+    "noise.safetensors": (lambda: b"\xff" * 200, "is not a safetensors file"),
+    "nojson.safetensors": (lambda: struct.pack("<Q", 9) + b"{{{{{{{{{", "its header is no JSON"),
+    "list.safetensors": (lambda: struct.pack("<Q", 2) + b"[]", "its header is a list"),
+    "entry.safetensors": (lambda: struct.pack("<Q", 9) + b'{"a":[1]}', "entry 'a' is malformed"),
+    "zip.safetensors": (lambda: b"PK\x03\x04" + bytes(99), "is a pickle .saved by torch.save.; pickles are not read"),
+    "lfs.safetensors": (lambda: b"version https://git-lfs.github.com/spec/v1\n", "is a Git LFS pointer"),
+    "page.safetensors": (lambda: b"<!DOCTYPE html><html>", "is a web page"),
+    "gguf.safetensors": (lambda: b"GGUF" + bytes(99), "is a GGUF file"),
+    "model.gguf": (lambda: b"GGUF" + bytes(99), "is a GGUF file; GGUF is not supported, use the bf16"),
+    "model.pt": (lambda: b"PK", "is a pickle; pickles are not read, convert it to safetensors"),
+    "model.ckpt": (lambda: b"", "is a pickle; pickles are not read"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_files_that_are_no_safetensors_are_refused_by_what_they_are(name, tmp_path):
+    data, message = DAMAGED[name]
+    (tmp_path / name).write_bytes(data())
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(tmp_path / name)
+
+
+def _folder_with(files):
+    def write(folder):
+        for name, data in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data if isinstance(data, bytes) else json.dumps(data).encode())
+
+    return write
+
+
+def _two_models(folder):
+    for name in "ab":
+        save_file(_tensors("x"), folder / f"{name}.safetensors")
+
+
+def _other_class(folder):
+    _folder_with({"config.json": {"_class_name": "QwenImageTransformer2DModel"}})(folder)
+    save_file(_tensors("transformer_blocks.0.img_mod.1.weight"), folder / "diffusion_pytorch_model.safetensors")
+
+
+FOLDERS = {
+    "empty": (_folder_with({}), "holds no transformer weights; give a diffusers model folder"),
+    "pickle": (_folder_with({"diffusion_pytorch_model.bin": b""}), "diffusion_pytorch_model.bin, which is not read"),
+    "several": (_two_models, "holds 2 models: a.safetensors, b.safetensors; name one of them"),
+    "no transformer": (
+        _folder_with({"model_index.json": {}, "unet/config.json": {}}), "has no transformer folder; it has"
+    ),
+    "quantized": (
+        _folder_with({"config.json": {"quantization_config": {"quant_method": "bitsandbytes"}}}),
+        r"is quantized \(bitsandbytes\)",
+    ),
+    "broken config": (_folder_with({"config.json": b"{"}), "config.json is no JSON"),
+    "other class": (_other_class, r"of no known model.*config.json says QwenImageTransformer2DModel"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_other_folders_are_refused_by_what_they_are(kind, tmp_path):
+    write, message = FOLDERS[kind]
+    write(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(tmp_path)
+
+
+def test_wrong_names_families_and_variants(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="does not exist; give a model folder"):
+        read_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="no family 'flux3'"):
+        read_checkpoint(tmp_path, family="flux3")
+    with pytest.raises(ValueError, match="no variant 'flux2-large'; the variants are flux2-dev, flux2-klein-4b"):
+        read_checkpoint(tmp_path, variant="flux2-large")
+    _save_pipeline(tmp_path, "flux1")
+    with pytest.raises(ValueError, match="holds a FluxTransformer2DModel, not a model of Wan"):
+        read_checkpoint(tmp_path, family="wan")
+    with pytest.raises(ValueError, match="was given as flux2-dev, but it is FLUX.1"):
+        read_checkpoint(tmp_path, variant="flux2-dev")
+    with pytest.raises(ValueError, match="has no transformer_2 folder; it has"):
+        read_checkpoint(tmp_path, variant="wan2.2-t2v-a14b-low")
+    size = _flux1_file(tmp_path, lambda shapes: None)
+    monkeypatch.setattr(os.path, "getsize", lambda _: size)
+    with pytest.raises(ValueError, match="was given as flux1-schnell, but it is flux1-dev"):
+        read_checkpoint(tmp_path / "model.safetensors", variant="flux1-schnell")
+    with pytest.raises(ValueError, match="of no known model|resembles"):
+        read_checkpoint(tmp_path / "model.safetensors", family="wan")
+
+
+def test_a_folder_whose_weights_do_not_fit_its_config(tmp_path):
+    _save_pipeline(tmp_path, "wan")
+    config = tmp_path / "transformer" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_layers": 5, "ffn_dim": 100}))
+    with pytest.raises(ValueError, match=r"do not fit its config.json: \d+ missing: blocks.4.*mismatched.*\[96, 64\]"):
+        read_checkpoint(tmp_path)
+
+
+def test_loading_checks_again(tmp_path):
+    _save_pipeline(tmp_path, "wan")
+    info = read_checkpoint(tmp_path)
+    tensors = {name: record for name, record in info.tensors.items() if name != "proj_out.bias"}
+    with pytest.raises(ValueError, match="does not fit Wan: 1 missing: proj_out.bias"):
+        load_transformer(dataclasses.replace(info, tensors=tensors), _on_cpu, torch.float32)
+
+
+def test_variants_have_distinct_names():
+    names = [variant.name for family in FAMILIES.values() for variant in family.variants]
+    assert len(set(names)) == len(names) and all(isinstance(v, Variant) for f in FAMILIES.values() for v in f.variants)

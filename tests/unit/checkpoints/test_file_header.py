@@ -1,0 +1,68 @@
+"""Headers of safetensors files: what is broken is refused with the file's name, before a tensor is read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from devicebridge.checkpoints.file_header import read_file_header
+from devicebridge.checkpoints.weight_file import load_tensors, open_weights
+from safetensors.torch import save_file
+
+WEIGHT = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def _write(file: Path, header: object, num_bytes: int) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(num_bytes))
+    return file
+
+
+CASES = {
+    "no_entry": ({"w": 3}, 0, "its entry 'w' is malformed"),
+    "no_offsets": ({"w": {"dtype": "F32", "shape": [2]}}, 8, "its entry 'w' is malformed"),
+    "three_offsets": ({"w": {**WEIGHT, "data_offsets": [0, 4, 8]}}, 8, "its entry 'w' is malformed"),
+    "text_in_shape": ({"w": {**WEIGHT, "shape": ["2"]}}, 8, "its entry 'w' is malformed"),
+    "negative": ({"w": {**WEIGHT, "shape": [-2]}}, 8, "its entry 'w' is malformed"),
+    "true": ({"w": {**WEIGHT, "shape": [True, 2]}}, 8, "its entry 'w' is malformed"),
+    "number_as_type": ({"w": {**WEIGHT, "dtype": 3}}, 8, "its entry 'w' is malformed"),
+    "other_size": ({"w": {**WEIGHT, "shape": [3]}}, 8, r"'w' should be F32 \[3\], and has 8 bytes"),
+    "backwards": ({"w": {**WEIGHT, "shape": [0], "data_offsets": [8, 0]}}, 0, "damaged"),
+    "gap": ({"w": {**WEIGHT, "data_offsets": [4, 12]}}, 12, "'w' begins at byte 4, not 0"),
+    "overlap": ({"v": WEIGHT, "w": {**WEIGHT, "data_offsets": [4, 12]}}, 12, "'w' begins at byte 4, not 8"),
+    "short": ({"w": WEIGHT}, 7, "is cut short: its header promises 8"),
+    "long": ({"w": WEIGHT}, 9, "is damaged: its header promises 8"),
+    "twice": (b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"w":3}', 8, "says 'w' twice"),
+    "metadata_list": ({"__metadata__": [1], "w": WEIGHT}, 8, "its __metadata__ is a list"),
+    "metadata_number": ({"__metadata__": {"a": 1}, "w": WEIGHT}, 8, "a of its __metadata__ is a number"),
+    "list": ([], 0, "its header is a list"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_wrong_with_a_header_is_said_with_the_name_of_the_file(name, tmp_path):
+    header, num_bytes, message = CASES[name]
+    file = _write(tmp_path / f"{name}.safetensors", header, num_bytes)
+    for read in (load_tensors, lambda path: open_weights(path).__enter__()):
+        with pytest.raises(ValueError, match=rf"{name}\.safetensors.*{message}.*download it again"):
+            read(file)
+
+
+def test_a_type_that_nobody_knows_is_refused_with_the_name_of_the_file(tmp_path):
+    file = _write(tmp_path / "x.safetensors", {"w": {**WEIGHT, "dtype": "F99"}}, 8)
+    for read in (load_tensors, lambda path: open_weights(path).__enter__()):
+        with pytest.raises(ValueError, match=r"x\.safetensors is damaged \(.*F99.*download it again"):
+            read(file)
+
+
+def test_a_sound_file_is_read(tmp_path):
+    tensors = {"a": torch.arange(6).reshape(2, 3), "b": torch.zeros(0, 2), "c": torch.tensor(True)}
+    save_file(tensors, tmp_path / "x.safetensors", {"k": "v"})
+    with open(tmp_path / "x.safetensors", "rb") as stream:
+        header = read_file_header(stream)
+    assert header.metadata == {"k": "v"} and header.tensors["a"].shape == (2, 3)
+    found = load_tensors(tmp_path / "x.safetensors")
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)

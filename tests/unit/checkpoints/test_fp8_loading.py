@@ -1,0 +1,151 @@
+"""8 bits while loading: each layer is quantized as it arrives, and the result is that of quantizing afterwards."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.checkpoints.checkpoint import load_transformer, make_empty_transformer, read_checkpoint
+from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement
+from devicebridge.quantization import eight_bit, quantize, weight_only
+from devicebridge.quantization.eight_bit import FrozenLinear8
+from devicebridge.quantization.quantize import (
+    SCHEMES,
+    Quantizer,
+    QuantizeSettings,
+    _num_bytes,
+    apply_quantization,
+    stored_bytes,
+)
+from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
+from devicebridge.tests.toy import TINY
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+FP8 = QuantizeSettings("fp8")
+
+
+def _checkpoint(folder: Path, name: str) -> Any:
+    model = TINY[name].make_model().to(torch.bfloat16)
+    model.save_pretrained(folder / "transformer", max_shard_size="300KB")  # several files: a layer may lie in two
+    index = {"_class_name": "Any", "transformer": ["diffusers", type(model).__name__]}
+    (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    return read_checkpoint(folder)
+
+
+def _parts(parameter: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors a parameter is made of, as bytes."""
+    if not hasattr(parameter, "__tensor_flatten__"):
+        return [parameter.detach().view(-1).view(torch.uint8)]
+    return [part for name in parameter.__tensor_flatten__()[0] for part in _parts(getattr(parameter, name))]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", TINY)
+def test_it_is_the_model_quantized_afterwards(name: str, scheme: Any, tmp_path: Path) -> None:
+    info = _checkpoint(tmp_path, name)
+    family, settings = FAMILIES[name], QuantizeSettings(scheme)
+    afterwards = load_transformer(info, lambda _: torch.device("cpu"), torch.bfloat16)
+    expected = apply_quantization(afterwards, family, settings).report
+    quantizer = Quantizer(family, settings)
+    streamed = load_transformer(info, lambda _: torch.device("cpu"), torch.bfloat16, quantizer)
+    report = quantizer.close(streamed).report
+    assert report.groups == expected.groups and report.weight_snr_db == expected.weight_snr_db
+    assert expected.num_quantized > 0
+    found = {**dict(streamed.named_parameters()), **dict(streamed.named_buffers())}
+    others = {**dict(afterwards.named_parameters()), **dict(afterwards.named_buffers())}
+    assert found.keys() == others.keys()
+    for key, tensor in others.items():
+        assert all(torch.equal(a, b) for a, b in zip(_parts(tensor), _parts(found[key]), strict=True)), key
+        assert not found[key].requires_grad
+    is_compute = [isinstance(m, FrozenLinear8) for n, m in streamed.named_modules() if quantizer.is_wanted(n, m)]
+    assert set(is_compute) == {settings.is_compute}
+
+
+def _peaks(
+    info: Any, settings: QuantizeSettings | None
+) -> tuple[dict[torch.device, int], dict[torch.device, int], nn.Module]:
+    """Most bytes on each card whenever a layer has just arrived, bytes at the end, and the model."""
+    model = make_empty_transformer(info)
+    blocks = block_names(model, info.family)
+    sizes, home = parameter_bytes(model, blocks, 2)
+    placement = plan_placement(blocks, CARDS[:2], block_cost=sizes, home_cost=home)
+    peaks = dict.fromkeys(CARDS[:2], 0)
+    gc.collect()
+    before = {card: live_bytes(card) for card in peaks}  # what other tests have left
+
+    class Scale(TorchDispatchMode):
+        """Looks after every operation, so that what rounding needs for a moment counts too."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for card in peaks:
+                peaks[card] = max(peaks[card], live_bytes(card) - before[card])
+            return result
+
+    class Watched(Quantizer):
+        def finish(self, fqn: str, module: nn.Module) -> nn.Module:
+            with Scale():
+                if settings is not None:
+                    return super().finish(fqn, module)
+                module.weight.detach()  # type: ignore[union-attr,operator]
+                return module
+
+        def store(self, module: nn.Module) -> Any:
+            return super().store(module) if settings is not None else None
+
+    quantizer = Watched(info.family, settings or FP8)
+    loaded = load_transformer(info, placement.device_of, torch.bfloat16, quantizer)
+    if settings is not None:
+        quantizer.close(loaded)
+    return peaks, {card: live_bytes(card) - before[card] for card in peaks}, loaded
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_card_holds_more_than_the_result_and_one_layer(
+    scheme: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With pieces as small beside these layers as the real ones are beside FLUX.2's."""
+    piece = 512
+    for module in (eight_bit, weight_only):
+        monkeypatch.setattr(module, "_PIECE", piece)
+    monkeypatch.setattr(quantize, "_NUM_SAMPLED_ROWS", 4)
+    info = _checkpoint(tmp_path, "flux2")
+    with emulated_cards(2):
+        plain_peaks, _, plain = _peaks(info, None)
+        largest = max(p.nbytes for p in plain.parameters())
+        del plain
+        # no rotation: of layers this small its matrix would be the larger part
+        peaks, final, model = _peaks(info, QuantizeSettings(scheme, rotation=0))
+        for card in peaks:
+            assert 0 < final[card] <= peaks[card] <= final[card] + largest + 32 * piece
+            assert peaks[card] < plain_peaks[card]  # what loading first and quantizing later would need
+        del model
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("name", TINY)
+def test_planned_bytes_are_those_that_are_stored(name: str, scheme: Any, tmp_path: Path) -> None:
+    info, settings = _checkpoint(tmp_path, name), QuantizeSettings(scheme)
+    empty = make_empty_transformer(info)
+    blocks = block_names(empty, info.family)
+    sizes, home = stored_bytes(empty, info.family, blocks, 2, settings)
+    quantizer = Quantizer(info.family, settings)
+    model = load_transformer(info, lambda _: torch.device("cpu"), torch.bfloat16, quantizer)
+    found = [_num_bytes(dict(model.get_submodule(block).named_modules())) for block in blocks]
+    whole = _num_bytes(dict(model.named_modules()))
+    in_float32 = sum(2 * p.numel() for p in model.parameters() if p.dtype == torch.float32)  # kept so by the class
+    assert sum(sizes) + home == whole - in_float32
+    assert all(abs(planned - real) <= 0.02 * real for planned, real in zip(sizes, found, strict=True))
+
+
+def test_a_layer_that_never_arrived_is_noticed(tmp_path: Path) -> None:
+    info = _checkpoint(tmp_path, "flux2")
+    model = load_transformer(info, lambda _: torch.device("cpu"), torch.bfloat16)
+    with pytest.raises(RuntimeError, match="layers were never quantized, .* first"):
+        Quantizer(info.family, FP8).close(model)

@@ -1,0 +1,325 @@
+"""What the real loaders make of our LoRA files: the change of every weight, in diffusers' pipelines and in ComfyUI."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from devicebridge.checkpoints.lora_layouts import check_lora_layout, describe_readers, make_lora_tensors, what_is_lost
+from devicebridge.families.registry import FAMILIES
+from devicebridge.patches.lora import resolve_targets
+from devicebridge.tests.comfy_host import comfy_python, find_comfyui
+from devicebridge.tests.toy import TINY, stack_tensors
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
+
+FAMILY_NAMES = sorted(FAMILIES)
+LAYOUTS = ("original", "diffusers", "both")
+RANK, ALPHA = 2, 3.0
+# Heads as wide as ComfyUI derives them from a checkpoint.
+_ONE_HEAD = {"num_attention_heads": 1, "attention_head_dim": 128}
+_CHANGES = {
+    "flux1": {"axes_dims_rope": (16, 56, 56), "in_channels": 64},
+    "flux2": {"axes_dims_rope": (32, 32, 32, 32), "in_channels": 128, "timestep_guidance_channels": 256},
+    "wan": {"freq_dim": 256, "text_dim": 4096},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One LoRA file. which: "default" targets, "parts" of stacked layers, or "all" linears."""
+
+    name: str
+    layout: str
+    dora: bool
+    which: str
+
+    def __str__(self) -> str:
+        return "-".join([self.name, self.layout, "dora" if self.dora else "lora", self.which])
+
+    @property
+    def family(self):
+        return FAMILIES[self.name]
+
+    @property
+    def targets(self):
+        patterns = {"default": self.family.lora_targets, "parts": TINY[self.name].stack_parts, "all": ("*",)}
+        return resolve_targets(_model(self.name), patterns[self.which])
+
+    @property
+    def is_writable(self):
+        try:
+            check_lora_layout(self.family, self.targets, self.layout, self.dora)
+        except ValueError:
+            return False
+        return True
+
+    @property
+    def lost(self):
+        return what_is_lost(self.family, self.targets, self.layout, self.dora)
+
+    def trained(self):
+        """Random A, B and, with DoRA, magnitudes near the rows' norms."""
+        generator = torch.Generator().manual_seed(7)
+        model, tensors = _model(self.name), {}
+        for name in self.targets:
+            weight = model.get_submodule(name).weight.detach()
+            tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, weight.shape[1], generator=generator)
+            tensors[f"{name}.lora_B.weight"] = 0.02 * torch.randn(weight.shape[0], RANK, generator=generator)
+            if self.dora:
+                noise = torch.rand(weight.shape[0], generator=generator) + 0.5
+                tensors[f"{name}.dora_scale"] = weight.norm(dim=1) * noise
+        return tensors
+
+    def file(self):
+        trained = self.trained()
+        return make_lora_tensors(self.family, self.layout, trained, self._for_comfyui(trained), ALPHA, RANK)
+
+    def _for_comfyui(self, trained):
+        """As LoraHandle.tensors_for_comfyui restates magnitudes."""
+        restated = dict(trained)
+        for name in [name for name in trained if name.endswith("dora_scale")]:
+            weight, changed = self._weights(name.removesuffix(".dora_scale"), trained)
+            restated[name] = trained[name] * weight.norm(dim=1) / changed.norm(dim=1)
+        return restated
+
+    def _weights(self, module, trained):
+        """The layer's weight, and the same with its LoRA and no magnitude."""
+        weight = _model(self.name).get_submodule(module).weight.detach()
+        a, b = trained[f"{module}.lora_A.weight"], trained[f"{module}.lora_B.weight"]
+        return weight, weight + ALPHA / RANK * b @ a
+
+    def expected(self):
+        """The trained weights by diffusers fqn."""
+        trained, result = self.trained(), {}
+        for module in self.targets:
+            _, changed = self._weights(module, trained)
+            if self.dora:
+                changed = changed * (trained[f"{module}.dora_scale"] / changed.norm(dim=1))[:, None]
+            result[f"{module}.weight"] = changed
+        return result
+
+    def base(self):
+        return {name: tensor.detach() for name, tensor in _model(self.name).state_dict().items()}
+
+
+_MODELS = {}
+
+
+def _make_model(name):
+    return TINY[name].make_model(**_ONE_HEAD, **_CHANGES[name])
+
+
+def _model(name):
+    if name not in _MODELS:
+        _MODELS[name] = _make_model(name)
+    return _MODELS[name]
+
+
+CASES = [
+    Case(name, layout, dora, which)
+    for name in FAMILY_NAMES
+    for layout in LAYOUTS
+    for dora in (False, True)
+    for which in ("default", "parts", "all")
+]
+WRITABLE = [case for case in CASES if case.is_writable]
+
+
+def test_what_cannot_be_written_is_refused_with_what_would_work():
+    """DoRA on a part of what the original stacks, and DoRA of Wan for both readers; nothing else."""
+    refused = {str(case) for case in CASES if not case.is_writable}
+    assert refused == {
+        "flux1-original-dora-parts",
+        "flux2-original-dora-parts",
+        "wan-both-dora-default",
+        "wan-both-dora-parts",
+        "wan-both-dora-all",
+    }
+    with pytest.raises(ValueError, match='no name of a DoRA magnitude.*choose "original" for ComfyUI or "diffusers"'):
+        check_lora_layout(FAMILIES["wan"], ["blocks.0.ffn.net.2"], "both", dora=True)
+    with pytest.raises(ValueError, match="without a layer in its blocks"):
+        check_lora_layout(FAMILIES["wan"], ["proj_out"], "both", dora=False)
+    check_lora_layout(FAMILIES["wan"], ["proj_out", "blocks.0.ffn.net.2"], "both", dora=False)
+
+
+_MODULATION = "single_stream_modulation.linear"
+_TO_Q, _FFN = "transformer_blocks.0.attn.to_q", "blocks.0.ffn.net.2"
+_BOTH = 'lora_layout = "both" is read by both'
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "layout", "dora", "line"),
+    [
+        ("flux2", [_TO_Q], "both", True, "both layout, for ComfyUI and diffusers"),
+        ("flux2", [_TO_Q], "diffusers", False, "diffusers layout, for ComfyUI and diffusers"),
+        (
+            "flux2",
+            [_MODULATION, "x_embedder"],
+            "diffusers",
+            True,
+            "diffusers layout, for diffusers: ComfyUI leaves out DoRA's magnitudes, and leaves out "
+            f"{_MODULATION}; {_BOTH}",
+        ),
+        (
+            "flux1",
+            [_TO_Q],
+            "original",
+            False,
+            f"original layout, for ComfyUI: diffusers cannot load these names; {_BOTH}",
+        ),
+        ("wan", [_FFN], "original", False, "original layout, for ComfyUI and diffusers"),
+        (
+            "wan",
+            [_FFN],
+            "original",
+            True,
+            'original layout, for ComfyUI: diffusers refuses DoRA under these names; "diffusers" is the layout for it',
+        ),
+        ("wan", [_FFN], "diffusers", False, f"diffusers layout, for diffusers: ComfyUI loads nothing of it; {_BOTH}"),
+    ],
+)
+def test_it_is_said_who_reads_a_file_and_what_would_be_read_by_both(name, modules, layout, dora, line):
+    assert describe_readers(FAMILIES[name], modules, layout, dora) == line
+
+
+def _differences(found, case):
+    """Which weights are not the trained ones; every other weight must be as it was."""
+    expected, base, differing = case.expected(), case.base(), []
+    assert found.keys() >= expected.keys()
+    for name, weight in found.items():
+        goal = expected.get(name, base[name])
+        if (weight - goal).abs().max() > 1e-6 * (goal - base[name]).abs().max() + 1e-6 * base[name].abs().max():
+            differing.append(name)
+    return differing
+
+
+# --- diffusers --------------------------------------------------------------------------------------------------------
+
+
+def _load_in_diffusers(case):
+    """The linears' weights, by fqn, with the file's LoRA merged by PEFT."""
+    model = _make_model(case.name)
+    parts = [folder for encoder in TINY[case.name].encoders for folder in encoder[2:]]
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipeline = getattr(diffusers, TINY[case.name].pipeline_class)(
+        scheduler=scheduler, transformer=model, vae=None, **dict.fromkeys(parts)
+    )
+    pipeline.load_lora_weights(case.file())
+    weights = {}
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            weights[f"{name}.weight"] = module.get_base_layer().weight.detach()
+        elif isinstance(module, torch.nn.Linear) and "base_layer" not in name and "lora_" not in name:
+            weights[f"{name}.weight"] = module.weight.detach()
+    return weights
+
+
+@pytest.mark.parametrize("case", WRITABLE, ids=str)
+def test_diffusers_applies_every_weight_as_trained_or_we_say_that_it_does_not(case):
+    if "diffusers" not in case.lost:
+        assert _differences(_load_in_diffusers(case), case) == []
+    elif "cannot load" in case.lost["diffusers"] and case.name == "flux1":
+        assert len(_differences(_load_in_diffusers(case), case)) == len(case.targets)  # without an error
+    else:
+        with pytest.raises(ValueError, match="Invalid adapter checkpoint|should be empty|Invalid LoRA"):
+            _load_in_diffusers(case)
+
+
+# --- ComfyUI ----------------------------------------------------------------------------------------------------------
+
+# Its own detection builds the native model, its own loader patches it, its own arithmetic applies the patches.
+_ASK_COMFYUI = """
+import json, logging, pathlib, sys
+folder = pathlib.Path(sys.argv[1])
+sys.argv = ["ask", "--cpu"]
+import comfy.options
+comfy.options.enable_args_parsing()
+import torch
+import comfy.lora, comfy.model_detection, comfy.model_patcher, comfy.sd, comfy.utils
+
+messages = []
+class Handler(logging.Handler):
+    def emit(self, record):
+        messages.append(record.getMessage())
+logging.getLogger().addHandler(Handler())
+cpu, answers = torch.device("cpu"), {}
+for name, cases in json.loads((folder / "cases.json").read_text()).items():
+    checkpoint = comfy.utils.load_torch_file(str(folder / f"{name}.safetensors"))
+    config = comfy.model_detection.model_config_from_unet(checkpoint, "")
+    config.set_inference_dtype(torch.float32, None)
+    model = config.get_model(checkpoint, "", device=cpu)
+    model.load_model_weights(dict(checkpoint), "")
+    patcher = comfy.model_patcher.ModelPatcher(model, cpu, cpu)
+    weights = {key: weight.clone() for key, weight in model.state_dict().items()}
+    for case in cases:
+        del messages[:]
+        lora = comfy.utils.load_torch_file(str(folder / f"{case}.safetensors"))
+        patched, _ = comfy.sd.load_lora_for_models(patcher, None, lora, 1.0, 0.0)
+        changed = {
+            key.removeprefix("diffusion_model."): comfy.lora.calculate_weight(patches, weights[key].clone(), key)
+            for key, patches in patched.patches.items()
+        }
+        comfy.utils.save_torch_file(changed, str(folder / f"{case}.answer.safetensors"))
+        answers[case] = {"class": type(model).__name__, "messages": list(messages)}
+(folder / "answers.json").write_text(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def comfyui(tmp_path_factory):
+    """By case: class of the model, what ComfyUI logged, and the weights that it changed."""
+    checkout = find_comfyui()
+    python = comfy_python(checkout) if checkout else None
+    if python is None:
+        pytest.skip("needs ComfyUI: set COMFYUI_PATH to its folder, or install it with comfy-cli")
+    folder = tmp_path_factory.mktemp("comfyui")
+    cases = {name: [str(case) for case in WRITABLE if case.name == name] for name in FAMILY_NAMES}
+    (folder / "cases.json").write_text(json.dumps(cases))
+    for name in FAMILY_NAMES:
+        save_file(_stacked(name, _model(name).state_dict()), folder / f"{name}.safetensors")
+    for case in WRITABLE:
+        save_file(case.file(), folder / f"{case}.safetensors")
+    command = [str(python), "-c", _ASK_COMFYUI, str(folder)]
+    asked = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=300, check=False)
+    assert asked.returncode == 0, asked.stderr[-3000:]
+    answers = json.loads((folder / "answers.json").read_text())
+    return {case: (answer, _answer(folder / f"{case}.answer.safetensors")) for case, answer in answers.items()}
+
+
+def _answer(path: Path):
+    return load_file(path) if path.exists() else {}
+
+
+def _stacked(name, tensors):
+    return {n: t.contiguous() for n, t in stack_tensors(FAMILIES[name], {n: t for n, t in tensors.items()}).items()}
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize("case", WRITABLE, ids=str)
+def test_comfyui_applies_every_weight_as_trained_or_we_say_that_it_does_not(case, comfyui):
+    answer, changed = comfyui[str(case)]
+    assert answer["class"] == TINY[case.name].comfyui_class
+    base = {name: tensor for name, tensor in case.base().items() if name.endswith(".weight")}
+    base = {name: tensor for name, tensor in base.items() if isinstance(_owner(case.name, name), torch.nn.Linear)}
+    expected = _stacked(case.name, {**base, **case.expected()})
+    original = _stacked(case.name, base)
+    differing = [
+        name
+        for name in expected
+        if (changed.get(name, original[name]) - expected[name]).abs().max() > 1e-6 * expected[name].abs().max()
+    ]
+    if "ComfyUI" not in case.lost:
+        assert differing == [] and not any("ERROR" in message for message in answer["messages"])
+    else:
+        assert differing and any("lora key not loaded" in message for message in answer["messages"])
+
+
+def _owner(name, parameter):
+    return _model(name).get_submodule(parameter.removesuffix(".weight"))

@@ -1,0 +1,437 @@
+"""Checkpoints in 8 bits, against the same numbers written out in float32, which the plain path reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.checkpoints import quantized_files
+from devicebridge.checkpoints.checkpoint import CheckpointInfo, load_transformer, read_checkpoint
+from devicebridge.checkpoints.header import TensorRecord
+from devicebridge.checkpoints.quantized_files import dequantize
+from devicebridge.families.registry import FAMILIES
+from devicebridge.quantization.eight_bit import make_rotation
+from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings, apply_quantization, full_weight
+from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
+from devicebridge.tests.toy import TINY, stack_tensors
+from safetensors.torch import save_file
+
+CPU = torch.device("cpu")
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0, torch.int8: 127.0}
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def tiny_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single files have no config, so their shapes must be those of a variant: make the tiny models variants."""
+    for name, tiny in TINY.items():
+        family = FAMILIES[name]
+        config = tiny.transformer_config
+        variant = dataclasses.replace(family.variants[0], name=f"tiny-{name}", transformer_config=config, caution="")
+        monkeypatch.setitem(FAMILIES, name, dataclasses.replace(family, variants=(variant,)))
+
+
+def _on_cpu(_: str) -> torch.device:
+    return CPU
+
+
+def _round(weight: torch.Tensor, dtype: torch.dtype, per_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    amax = weight.abs().amax(1, keepdim=True) if per_row else weight.abs().max()
+    scale = amax / LARGEST[dtype] * 1.03  # no scale of ours would be this one
+    values = weight / scale
+    return (values.round() if dtype is torch.int8 else values).to(dtype), scale
+
+
+def _note(**fields: Any) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How a file says it, for one weight and for the file."""
+
+    dtype: torch.dtype
+    per_row: bool
+    scale_name: str
+    note: str = ""  # of each layer
+    marker: bool = False
+    in_metadata: bool = False
+
+
+FORMATS = {
+    "fp8_scaled": Format(torch.float8_e4m3fn, False, "scale_weight", marker=True),
+    "comfy_quant": Format(torch.float8_e4m3fn, False, "weight_scale", "float8_e4m3fn"),
+    "comfy_quant rows": Format(torch.float8_e4m3fn, True, "weight_scale", "float8_e4m3fn"),
+    "metadata": Format(torch.float8_e4m3fn, False, "weight_scale", "float8_e4m3fn", in_metadata=True),
+    "e5m2": Format(torch.float8_e5m2, True, "weight_scale", "float8_e5m2"),
+    "int8": Format(torch.int8, False, "weight_scale", "int8_tensorwise"),
+    "int8 rows": Format(torch.int8, True, "weight_scale", "int8_tensorwise"),
+    "no note": Format(torch.float8_e4m3fn, True, "weight_scale"),
+}
+
+
+def _write(
+    file: Path,
+    tensors: Mapping[str, torch.Tensor],
+    how: Format,
+    prefix: str = "",
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> Tensors:
+    """Write the linears among these tensors in 8 bits and the rest in bfloat16; returns what that means in float32."""
+    written: Tensors = {}
+    meaning: Tensors = {}
+    layers = {}
+    for name, tensor in tensors.items():
+        layer, _, leaf = name.rpartition(".")
+        if leaf != "weight" or tensor.ndim != 2 or not wanted(name):
+            written[prefix + name] = tensor.bfloat16()
+            meaning[name] = written[prefix + name].float()
+            continue
+        values, scale = _round(tensor, how.dtype, how.per_row)
+        meaning[name] = values.float() * scale
+        written |= {prefix + name: values, f"{prefix}{layer}.{how.scale_name}": scale}
+        written[f"{prefix}{layer}.{'scale_input' if how.marker else 'input_scale'}"] = torch.tensor(0.5)
+        if how.note and how.in_metadata:
+            layers[prefix + layer] = {"format": how.note}
+        elif how.note:
+            written[f"{prefix}{layer}.comfy_quant"] = _note(format=how.note, full_precision_matrix_mult=True)
+    if how.marker:
+        written[prefix + "scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})} if layers else None
+    save_file({name: tensor.contiguous() for name, tensor in written.items()}, file, metadata)
+    return meaning
+
+
+def _tensors(name: str, layout: str) -> Tensors:
+    tensors = TINY[name].make_model().state_dict()
+    return stack_tensors(FAMILIES[name], tensors) if layout == "original" else dict(tensors)
+
+
+def _write_plain(file: Path, meaning: Tensors) -> CheckpointInfo:
+    save_file({name: tensor.contiguous() for name, tensor in meaning.items()}, file)
+    return read_checkpoint(file)
+
+
+def _assert_equal(found: torch.nn.Module, expected: torch.nn.Module) -> None:
+    theirs = dict(expected.named_parameters())
+    ours = dict(found.named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, parameter in theirs.items():
+        assert ours[name].dtype is parameter.dtype and not ours[name].requires_grad, name
+        assert torch.equal(ours[name], parameter), name
+
+
+@pytest.mark.parametrize(
+    ("layout", "prefix", "dtype"),
+    [
+        ("original", "", torch.bfloat16),
+        ("original", "model.diffusion_model.", torch.float32),
+        ("diffusers", "", torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("how", FORMATS)
+@pytest.mark.parametrize("name", TINY)
+def test_without_a_quantizer_it_is_weight_times_scale(
+    name: str, how: str, layout: str, prefix: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    meaning = _write(tmp_path / "model.safetensors", _tensors(name, layout), FORMATS[how], prefix)
+    info = read_checkpoint(tmp_path / "model.safetensors")
+    assert (info.layout, info.family.name, info.variant and info.variant.name) == (layout, name, f"tiny-{name}")
+    plain = _write_plain(tmp_path / "plain.safetensors", meaning)
+    assert plain.num_quantized == 0 and plain.quantized_types == {}
+    num_linears = sum(len(r.shape) == 2 and n.endswith(".weight") for n, r in info.tensors.items())
+    assert info.quantized_types == {str(FORMATS[how].dtype).removeprefix("torch."): num_linears}
+    assert info.num_quantized == num_linears > 20
+    _assert_equal(load_transformer(info, _on_cpu, dtype), load_transformer(plain, _on_cpu, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("name", TINY)
+def test_plain_casts_of_everything_have_the_scale_one(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    cast = {key: tensor.to(dtype) for key, tensor in _tensors(name, "original").items()}
+    save_file(cast, tmp_path / "model.safetensors")
+    info = read_checkpoint(tmp_path / "model.safetensors")
+    assert info.num_quantized == len(info.tensors)
+    plain = _write_plain(tmp_path / "plain.safetensors", {key: tensor.float() for key, tensor in cast.items()})
+    _assert_equal(load_transformer(info, _on_cpu, torch.bfloat16), load_transformer(plain, _on_cpu, torch.bfloat16))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("how", FORMATS)
+@pytest.mark.parametrize("name", TINY)
+def test_a_layer_keeps_the_bytes_its_scheme_can_take(name: str, how: str, scheme: Any, tmp_path: Path) -> None:
+    """Half of the layers are in 8 bits: those stay bit for bit or are dequantized, and all others are rounded."""
+    names = iter(range(10**6))
+    chosen = {key for key in _tensors(name, "original") if next(names) % 3}
+    file = tmp_path / "model.safetensors"
+    meaning = _write(file, _tensors(name, "original"), FORMATS[how], wanted=chosen.__contains__)
+    info = read_checkpoint(file)
+    plain = _write_plain(tmp_path / "plain.safetensors", meaning)
+    exact = load_transformer(plain, _on_cpu, torch.bfloat16)
+    rounded = load_transformer(plain, _on_cpu, torch.bfloat16)
+    family, settings = FAMILIES[name], QuantizeSettings(scheme, rotation=16)
+    quantizer = Quantizer(family, settings)
+    apply_quantization(rounded, family, settings)
+    model = load_transformer(info, _on_cpu, torch.bfloat16, quantizer)
+    report = quantizer.close(model).report
+    num_taken = 0
+    for fqn, module in model.named_modules():
+        record = info.tensors.get(f"{fqn}.weight")
+        if not quantizer.is_wanted(fqn, module) or record is None:
+            continue
+        stored, reference = quantizer.store(module), quantizer.store(rounded.get_submodule(fqn))
+        if record.is_quantized and FORMATS[how].dtype is settings.stored_dtype:
+            num_taken += 1
+            assert stored.rotation == 0 and stored.scale.dtype is torch.float32
+            values = stored.weight.float() * stored.scale
+            assert torch.equal(values.bfloat16(), exact.get_submodule(fqn).weight), fqn
+            assert torch.allclose(full_weight(module), exact.get_submodule(fqn).weight, rtol=2**-7, atol=0), fqn
+        else:
+            assert torch.equal(stored.weight.view(torch.uint8), reference.weight.view(torch.uint8)), fqn
+            assert torch.equal(stored.scale, reference.scale) and stored.rotation == reference.rotation, fqn
+        if module.bias is not None:
+            assert torch.equal(module.bias, exact.get_submodule(fqn).bias)
+    assert (num_taken > 3) == (FORMATS[how].dtype is settings.stored_dtype)
+    assert num_taken < report.num_quantized
+    inputs = {
+        k: v.bfloat16() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in TINY[name].make_inputs().items()
+    }
+    with torch.no_grad():
+        assert model(**inputs, return_dict=False)[0].isfinite().all()
+
+
+def test_kept_bytes_reach_the_device_they_belong_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    meaning = _write(tmp_path / "model.safetensors", _tensors("flux2", "original"), FORMATS["comfy_quant rows"])
+    info = read_checkpoint(tmp_path / "model.safetensors")
+    plain = load_transformer(_write_plain(tmp_path / "plain.safetensors", meaning), _on_cpu, torch.bfloat16)
+
+    def device_of(name: str) -> torch.device:
+        return CARDS[1] if name.startswith("single_") else CARDS[0]
+
+    with emulated_cards(2), caplog.at_level(logging.INFO):
+        quantizer = Quantizer(info.family, QuantizeSettings("fp8-compute"))
+        model = load_transformer(info, device_of, torch.bfloat16, quantizer)
+        report = quantizer.close(model).report
+        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+            assert parameter.device == device_of(name), name
+        for name, module in model.named_modules():
+            if quantizer.is_wanted(name, module):
+                stored = quantizer.store(module)
+                values = on_cpu(stored.weight).float() * on_cpu(stored.scale)
+                assert torch.equal(values.bfloat16(), plain.get_submodule(name).weight), name
+    num_others = info.num_quantized - report.num_quantized
+    said = [record.getMessage() for record in caplog.records if "kept in 8 bits" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].endswith(f"{report.num_quantized} kept in 8 bits, {num_others} dequantized") and num_others > 0
+
+
+def test_shards_whose_scales_lie_in_another_file(tmp_path: Path) -> None:
+    meaning = _write(tmp_path / "whole.safetensors", _tensors("wan", "original"), FORMATS["comfy_quant rows"])
+    from safetensors.torch import load_file
+
+    whole = load_file(tmp_path / "whole.safetensors")
+    (tmp_path / "whole.safetensors").unlink()
+    scales = {name: tensor for name, tensor in whole.items() if name.endswith(("_scale", "comfy_quant"))}
+    save_file(scales, tmp_path / "x-00001-of-00002.safetensors")
+    save_file({n: t for n, t in whole.items() if n not in scales}, tmp_path / "x-00002-of-00002.safetensors")
+    model = load_transformer(read_checkpoint(tmp_path), _on_cpu, torch.bfloat16)
+    plain = _write_plain(tmp_path / "plain.safetensors", meaning)
+    _assert_equal(model, load_transformer(plain, _on_cpu, torch.bfloat16))
+
+
+def test_dequantizing_in_pieces_is_dequantizing_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = TensorRecord(Path(), "x", (10, 6, 2, 1), "F8_E5M2")
+    values = torch.randn(10, 6, 2, 1).to(torch.float8_e5m2)
+    scale = torch.rand(10) + 0.1
+    expected = (values.float() * scale.view(10, 1, 1, 1)).half()
+    monkeypatch.setattr(quantized_files, "_PIECE", 36)
+    assert torch.equal(dequantize(values, scale, record, torch.float16), expected)
+    assert torch.equal(dequantize(values[:, 0, 0, 0], scale, record, torch.float16), expected[:, 0, 0, 0])
+    assert torch.equal(dequantize(values, None, record, torch.float32), values.float())
+
+
+def test_rotated_weights_are_rotated_back(tmp_path: Path) -> None:
+    """Ours by the matrix of quantization/eight_bit.py; ComfyUI's written out from its definition, sizes 4 to 256."""
+    weight = torch.randn(8, 256, dtype=torch.float64)
+    for block in (4, 16, 64, 256):
+        matrix = torch.ones(1, 1, dtype=torch.float64)
+        while matrix.shape[0] < block:
+            rows = [[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]
+            matrix = torch.cat([torch.cat([sign * matrix for sign in row], 1) for row in rows])
+        matrix /= block**0.5
+        assert torch.equal(matrix @ matrix.t(), torch.eye(block, dtype=torch.float64))
+        _check_rotated_back(weight, matrix, convrot=block)
+        if block > 4:
+            _check_rotated_back(weight, make_rotation(block).double(), rotation=block)
+
+
+def _check_rotated_back(weight: torch.Tensor, matrix: torch.Tensor, **how: int) -> None:
+    rotated = torch.cat([piece @ matrix for piece in weight.split(matrix.shape[0], 1)], 1)
+    values, scale = _round(rotated, torch.int8, True)
+    record = TensorRecord(Path(), "x", (8, 256), "I8", **how)
+    found = dequantize(values, scale.float(), record, torch.float32)
+    expected = torch.cat([piece @ matrix.t() for piece in (values * scale).split(matrix.shape[0], 1)], 1)
+    assert torch.allclose(found.double(), expected, atol=1e-5)
+    assert (found - weight).norm() < 0.02 * weight.norm()
+
+
+def test_int8_rotated_by_comfyui_is_rotated_back_and_rounded_again(tmp_path: Path) -> None:
+    tensors = _tensors("wan", "original")
+    _write(tmp_path / "model.safetensors", tensors, FORMATS["int8 rows"])
+    from safetensors.torch import load_file
+
+    written = load_file(tmp_path / "model.safetensors")
+    layer = "blocks.0.ffn.0"
+    note = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16}
+    written[f"{layer}.comfy_quant"] = _note(**note)
+    save_file(written, tmp_path / "model.safetensors")
+    info = read_checkpoint(tmp_path / "model.safetensors")
+    name = "blocks.0.ffn.net.0.proj"
+    assert info.tensors[f"{name}.weight"].convrot == 16
+    exact = load_transformer(info, _on_cpu, torch.bfloat16)
+    scale, values = written[f"{layer}.weight_scale"], written[f"{layer}.weight"]
+    assert not torch.equal(exact.get_submodule(name).weight, (values * scale).bfloat16())
+    rounded = load_transformer(info, _on_cpu, torch.bfloat16, Quantizer(info.family, QuantizeSettings("int8")))
+    settings = QuantizeSettings("int8")
+    expected = Quantizer(info.family, settings).finish(name, exact.get_submodule(name))
+    assert torch.equal(rounded.get_submodule(name).weight.qdata, expected.weight.qdata)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+QKV = "blocks.0.self_attn.q"
+
+
+def _change(**changes: torch.Tensor | None) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for leaf, tensor in changes.items():
+            if tensor is None:
+                del tensors[f"{QKV}.{leaf}"]
+            else:
+                tensors[f"{QKV}.{leaf}"] = tensor
+
+    return change
+
+
+def _weight(tensors: Tensors, dtype: torch.dtype) -> None:
+    tensors[f"{QKV}.weight"] = tensors[f"{QKV}.weight"].to(torch.float32).to(dtype)
+
+
+NUM = 48
+BAD: dict[str, tuple[Callable[[Tensors], None], str]] = {
+    "no weight": (_change(weight=None), rf"has the scale {QKV}.weight_scale, but no {QKV}.weight that it belongs to"),
+    "two scales": (
+        _change(scale_weight=torch.ones(())),
+        rf"two scales for {QKV}.weight, {QKV}.\w+ and {QKV}.\w+; which one is meant is not known",
+    ),
+    "odd size": (_change(weight_scale=torch.ones(7)), rf"the scale {QKV}.weight_scale is \[7\] for a weight of \["),
+    "block scales": (_change(weight_scale=torch.ones(NUM, 2)), rf"the scale {QKV}.weight_scale is \[{NUM}, 2\] for"),
+    "noted and no scale": (_change(weight_scale=None), rf"says that {QKV}.weight is float8_e4m3fn, but has no scale"),
+    "not in 8 bits": (lambda t: _weight(t, torch.bfloat16), rf"that {QKV}.weight is float8_e4m3fn, and it is BF16"),
+    "in a container": (
+        lambda t: t.update({f"{QKV}.weight": t[f"{QKV}.weight"].view(torch.uint8)}),
+        r"quantized weights \(1 uint8 \(packed 4-bit\) tensors, e.g. blocks.0.self_attn.q.weight\)",
+    ),
+    "another type": (lambda t: _weight(t, torch.float8_e5m2), r"is float8_e4m3fn, and it is float8_e5m2"),
+    "nvfp4": (_change(comfy_quant=_note(format="nvfp4")), rf"quantized weights in nvfp4 \({QKV}\); .*or the bf16 file"),
+    "mxfp8": (_change(comfy_quant=_note(format="mxfp8")), rf"quantized weights in mxfp8 \({QKV}\)"),
+    "int4": (_change(comfy_quant=_note(format="convrot_w4a4")), r"in convrot_w4a4"),
+    "scales in bytes": (
+        _change(weight_scale=torch.ones(NUM, dtype=torch.uint8)), "mxfp8 or another format with scales in U8"
+    ),
+    "no format": (_change(comfy_quant=_note(full_precision_matrix_mult=True)), "which names no format"),
+    "no json": (_change(comfy_quant=torch.zeros(4, dtype=torch.uint8)), f"{QKV}.comfy_quant is no JSON text"),
+    "int8 without note": (
+        lambda t: (_weight(t, torch.int8), t.pop(f"{QKV}.comfy_quant"))[0],
+        rf"the int8 tensor {QKV}.weight and nothing that names its format",
+    ),
+    "int8 without scale": (
+        lambda t: (_weight(t, torch.int8), t.pop(f"{QKV}.comfy_quant"), t.pop(f"{QKV}.weight_scale"))[0],
+        rf"the int8 tensor {QKV}.weight and no scale",
+    ),
+    "rotated oddly": (
+        lambda t: (
+            _weight(t, torch.int8),
+            _change(comfy_quant=_note(format="int8_tensorwise", convrot=True, convrot_groupsize=32))(t),
+        )[0],
+        "is rotated in blocks of 32; blocks are powers of 4",
+    ),
+    "scale of a plain weight": (
+        lambda t: (_weight(t, torch.bfloat16), t.pop(f"{QKV}.comfy_quant"))[0],
+        rf"has the scale {QKV}.weight_scale, but {QKV}.weight is BF16 and not in 8 bits",
+    ),
+    "gptq": (_change(qweight=torch.zeros(4, dtype=torch.int32)), "quantized weights of GPTQ or AWQ"),
+    "svdquant": (_change(wscales=torch.zeros(4)), "quantized weights of SVDQuant"),
+    "bitsandbytes": (_change(absmax=torch.zeros(4)), "quantized weights of bitsandbytes"),
+    "block float8": (_change(weight_scale_inv=torch.zeros(4)), "float8 with a scale per block"),
+}  # fmt: skip
+
+
+def _bad_file(folder: Path, change: Callable[[Tensors], None]) -> Path:
+    from safetensors.torch import load_file
+
+    file = folder / "model.safetensors"
+    _write(file, _tensors("wan", "original"), FORMATS["comfy_quant rows"])
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    return file
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_what_does_not_add_up_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    change, message = BAD[kind]
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(_bad_file(tmp_path, change))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_is_none_stops_before_a_weight_is_read(
+    value: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors[f"{QKV}.weight_scale"][3] = value
+
+    info = read_checkpoint(_bad_file(tmp_path, change))
+    caplog.set_level(logging.INFO)
+    with pytest.raises(ValueError, match=rf"the scale {QKV}.weight_scale holds {value}; scales are positive"):
+        load_transformer(info, _on_cpu, torch.bfloat16)
+    assert not [record for record in caplog.records if "reading" in record.getMessage()]
+
+
+def test_damaged_and_contradicting_metadata(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    file = tmp_path / "model.safetensors"
+    _write(file, _tensors("wan", "original"), FORMATS["comfy_quant rows"])
+    tensors = load_file(file)
+    for text in ("{", "[]", '{"layers": 3}'):
+        save_file(tensors, file, {"_quantization_metadata": text})
+        with pytest.raises(ValueError, match="has a _quantization_metadata that cannot be read"):
+            read_checkpoint(file)
+    save_file(tensors, file, {"_quantization_metadata": json.dumps({"layers": {QKV: {"format": "float8_e5m2"}}})})
+    with pytest.raises(ValueError, match=f"float8_e5m2.*of {QKV} in its header and .*float8_e4m3fn.* in"):
+        read_checkpoint(file)
+
+
+def test_metadata_may_name_layers_without_the_prefix(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    file = tmp_path / "model.safetensors"
+    _write(file, _tensors("wan", "original"), FORMATS["int8"], "model.diffusion_model.")
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.endswith("comfy_quant")}
+    prefix = "model.diffusion_model."
+    layers = [name.removesuffix(".weight") for name, tensor in tensors.items() if tensor.dtype is torch.int8]
+    for cut in (0, len(prefix)):
+        noted = {name[cut:]: {"format": "int8_tensorwise"} for name in layers}
+        other = {"text_encoders.t5.block": {"format": "nvfp4"}}  # a bundled encoder is not our business
+        text = json.dumps({"format_version": "1.0", "layers": noted | other})
+        save_file(tensors, file, {"_quantization_metadata": text})
+        assert read_checkpoint(file).quantized_types == {"int8": len(layers)}

@@ -1,0 +1,135 @@
+"""The command line: what it prints, what it returns, and that a user's mistake is a message and not a traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from devicebridge.cli.main import _Terminal, main
+from devicebridge.config.job import load_job, save_job
+from devicebridge.events import Event
+from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.version import VERSION
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def _job_file(folder, **sections):
+    save_job(make_tiny_job(folder, **sections), folder / "job.toml")
+    return str(folder / "job.toml")
+
+
+def test_check_says_what_would_happen_and_writes_nothing(tmp_path, capsys):
+    assert main(["check", _job_file(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "LoRA file: original layout, for ComfyUI: diffusers cannot load these names" in out
+    assert "FLUX.2" in out and "placement: cpu: 4 blocks" in out and "images: 5 for training, 2 for evaluation" in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_cache_then_train(tmp_path, capsys):
+    job = _job_file(tmp_path, train={"steps": 2, "batch_size": 2})
+    assert main(["cache", job]) == 0
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert main(["train", job]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"evaluation loss: \d\.\d+ before, \d\.\d+ after 2 steps", out)
+    assert f"LoRA: {tmp_path / 'run' / 'lora.safetensors'}" in out
+
+
+def _progress(done, **values):
+    return Event("progress", done, 500, {"what": "captions", **values})
+
+
+def test_progress_says_pace_and_time_left_in_one_line_of_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    show = _Terminal()
+    show(Event("phase", values={"name": "captions"}))
+    show(_progress(12, per_second=None, left_s=None))
+    show(_progress(250, per_second=1 / 15, left_s=3750.0))
+    show(Event("phase", values={"name": "latents"}))
+    lines = capsys.readouterr().out.split("\n")
+    assert lines[0] == "== captions" and lines[2] == "== latents"
+    first, second = lines[1].removeprefix("\r").split("\r")
+    assert "] captions 12/500\033[K" in first
+    assert second == "[############............] captions 250/500, 0.067 captions/s, about 62 min left\033[K"
+
+
+def test_progress_of_a_pair_says_whose(capsys):
+    _Terminal()(_progress(500, per_second=2.0, left_s=0.0, expert="high_noise"))
+    assert capsys.readouterr().out.startswith("[high_noise] captions")
+
+
+def test_progress_in_a_log_is_a_line_now_and_then(capsys):
+    show = _Terminal()
+    for done in range(1, 501):
+        show(_progress(done, per_second=20.0, left_s=(500 - done) / 20))
+    assert capsys.readouterr().out.splitlines() == [
+        "captions 1/500, 20.0 captions/s, about 25 s left",
+        "captions 500/500, 20.0 captions/s",
+    ]
+
+
+def test_mistakes_are_one_message_and_code_2(tmp_path, capsys):
+    (tmp_path / "job.toml").write_text("[model]\npath = 3\n")
+    assert main(["train", str(tmp_path / "job.toml")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("devicebridge: ") and "model.path" in error and "Traceback" not in error
+    assert main(["check", str(tmp_path / "missing.toml")]) == 2
+
+
+def test_a_device_that_does_not_exist_is_named(tmp_path, capsys):
+    assert main(["check", _job_file(tmp_path, split={"devices": ["cuda:7"]})]) == 2
+    assert "device 'cuda:7' does not exist on this machine; found here: cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["flux2", "flux1", "wan", "wan_i2v", "wan_pair"])
+def test_the_shipped_job_files_are_valid(name):
+    job = load_job(ROOT / "examples" / f"{name}.toml")
+    assert job.split.devices == ("cuda:0", "cuda:1") and job.train.steps > 0
+
+
+def test_version_is_that_of_the_project_file(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == VERSION
+    assert f'version = "{VERSION}"' in (ROOT / "pyproject.toml").read_text()
+
+
+# Nothing of torch is loaded: training is a function that waits, and so is every other command's.
+_WAITING = """
+import runpy, sys, time, types
+runpy.run_path(sys.argv[1])["load_pack"]()
+from devicebridge.cli import main as cli
+def wait(*args, **kwargs):
+    print("waiting", flush=True)
+    time.sleep(60)
+modules = {"config.job": {"load_job": lambda path: types.SimpleNamespace(model=types.SimpleNamespace(second_expert=""))}}
+modules["jobs.job"] = {"run_job": wait}
+for name, members in modules.items():
+    sys.modules["devicebridge." + name] = types.SimpleNamespace(**members)
+for name in ("check", "plan", "cache", "run", "doctor"):
+    setattr(cli, "_" + name, wait)
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
+@pytest.mark.parametrize("command", ["train", "check", "plan", "cache", "run", "doctor"])
+def test_the_ctrl_c_that_ends_a_command_at_once_is_one_line(command):
+    """The second one where the first asks for a checkpoint; test_headless.py has that of `run`."""
+    arguments = [command] if command == "doctor" else [command, "file"]
+    start = [sys.executable, "-c", _WAITING, str(ROOT / "bootstrap.py"), *arguments]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "waiting\n"
+        if command == "train":
+            process.send_signal(signal.SIGINT)
+            assert process.stderr.readline() == "stopping; what is done is saved\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == ("", "devicebridge: interrupted\n")
+    assert process.returncode == 130

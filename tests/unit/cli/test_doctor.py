@@ -1,0 +1,145 @@
+"""The doctor: right about versions, and never ill itself."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from devicebridge.cli import doctor
+from devicebridge.headless import run as headless
+from devicebridge.system.versions import TESTED, TestedRange
+
+
+@pytest.fixture(autouse=True)
+def _no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*arguments: object) -> None:
+        raise RuntimeError("none")
+
+    monkeypatch.setattr(headless, "find_comfyui", missing)
+    monkeypatch.setattr(headless, "find_comfy_cli", missing)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "version", "is_covered"),
+    [
+        ("2.11", "2.13", "2.13.0+cpu", True),
+        ("2.11", "2.13", "2.11.1", True),
+        ("2.11", "2.13", "2.14.0.dev20261101+rocm7", False),
+        ("2.11", "2.13", "2.10.2", False),
+        ("2.11", "2.13", "2.9.0", False),
+        ("5", "5", "5.23.0", True),
+        ("5", "5", "4.57.1", False),
+        ("3.10", "3.13", "3.9.18", False),
+        ("0.42", "0.42", "0.42.0rc1", True),
+    ],
+)
+def test_versions_are_compared_by_the_parts_named(first: str, last: str, version: str, is_covered: bool) -> None:
+    assert TestedRange(first, last, "").covers(version) is is_covered
+
+
+def test_facts_are_plain_and_the_report_shows_them() -> None:
+    facts = doctor.collect()
+    assert json.loads(json.dumps(facts)) == facts
+    text = doctor.report(facts)
+    for name, found in facts["versions"].items():
+        assert name in text and found["found"] in text
+    assert facts["devices"][-1]["name"] == "cpu"
+    assert "no  devicebridge run (ComfyUI workflows without a browser): no ComfyUI was found" in text
+
+
+def test_nothing_installed_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    facts = doctor.collect()
+    assert [feature["works"] for feature in facts["features"]] == [False] * len(facts["features"])
+    assert [(line["device"], line["works"]) for line in facts["quantization"]] == [("", False)] * 4
+    text = doctor.report(facts)
+    assert "torch cannot be imported" in text
+    assert "diffusers    missing         needed for loading and training models" in text
+    assert set(TESTED) >= {"torch", "diffusers", "peft", "torchao", "transformers", "safetensors", "python"}
+
+
+def test_a_torch_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    facts = doctor.collect()
+    assert facts["torch_build"].startswith("cannot be imported")
+    assert "no  LoRA training: torch cannot be imported" in doctor.report(facts)
+
+
+def test_an_untested_version_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.0")
+    assert "not tested; tested: 0.42" in doctor.report(doctor.collect())
+
+
+def test_a_split_is_promised_only_with_two_gpus() -> None:
+    gpu = {"name": "cuda:0"}
+    versions = {name: {"found": "1"} for name in TESTED}
+    one = {"versions": versions, "devices": [gpu, {"name": "cpu"}]}
+    two = {"versions": versions, "devices": [gpu, {"name": "cuda:1"}, {"name": "cpu"}]}
+    judges = dict(doctor._FEATURES)
+    assert judges["LoRA training split over GPUs"](one) == "needs two GPUs or more; torch finds 1"
+    assert judges["LoRA training split over GPUs"](two) == ""
+    assert judges["LoRA training on a GPU"](one) == ""
+
+
+def _two_cards(**missing: None) -> dict[str, object]:
+    versions = {name: {"found": missing.get(name, "1")} for name in TESTED}
+    return {"versions": versions, "devices": [{"name": "cuda:0"}, {"name": "cuda:1"}, {"name": "cpu"}]}
+
+
+def test_every_scheme_is_judged_on_every_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = {"cuda:0": (7, 5), "cuda:1": (8, 9)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[str(device)])
+    monkeypatch.setattr(torch.version, "hip", None)
+    found = {(line["scheme"], line["device"]): line["reason"] for line in doctor._list_schemes(_two_cards())}
+    why = "fp8-compute was asked for, but float8 products need compute capability 8.9 and the card has 7.5 (cuda:0); "
+    assert found.pop(("fp8-compute", "cuda:0")) == why + "use int8-compute instead"
+    names = ("fp8", "int8", "fp8-compute", "int8-compute")
+    others = {(scheme, f"cuda:{index}") for scheme in names for index in range(2)} - {("fp8-compute", "cuda:0")}
+    assert found == dict.fromkeys(others, "")
+
+
+def test_without_torchao_only_the_computing_schemes_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    found = doctor._list_schemes(_two_cards(torchao=None))
+    assert [line["scheme"] for line in found if line["works"]] == ["fp8-compute"] * 2 + ["int8-compute"] * 2
+    assert [line for line in found if not line["works"]] == [
+        {"scheme": name, "device": "", "works": False, "reason": "torchao missing (pip install torchao)"}
+        for name in ("fp8", "int8")
+    ]
+
+
+def test_a_torchao_that_cannot_be_imported_is_a_reason_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    facts = doctor.collect()
+    found = {line["scheme"]: line for line in facts["quantization"]}
+    assert not found["fp8"]["works"] and "torchao" in found["fp8"]["reason"]
+    assert found["int8-compute"]["works"]
+    assert "  no  fp8 on cpu: " in doctor.report(facts) and "  yes int8-compute on cpu" in doctor.report(facts)
+
+
+def test_a_split_model_needs_two_gpus_and_comfyui_but_nothing_for_training() -> None:
+    versions = {name: {"found": "1" if name == "torch" else None} for name in TESTED}
+    judge = dict(doctor._FEATURES)["Split Model Across GPUs (sampling in ComfyUI)"]
+    one = {"versions": versions, "devices": [{"name": "cuda:0"}, {"name": "cpu"}], "comfyui": "there"}
+    two = {**one, "devices": [{"name": "cuda:0"}, {"name": "cuda:1"}, {"name": "cpu"}]}
+    assert judge(one) == "needs two GPUs or more; torch finds 1"
+    assert judge(two) == ""
+    assert judge({**two, "comfyui": None}).startswith("no ComfyUI was found")
+
+
+def test_the_report_says_whether_comfyui_has_the_pack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = headless.ComfyUI(folder=tmp_path, python=Path(sys.executable), base=tmp_path)
+    monkeypatch.setattr(headless, "find_comfyui", lambda: found)
+    assert "DeviceBridge in its custom_nodes: no" in doctor.report(doctor.collect())
+    pack = tmp_path / "custom_nodes" / "bridge"
+    pack.mkdir(parents=True)
+    (pack / "pyproject.toml").write_text('[project]\nname = "devicebridge"\n')
+    assert f"DeviceBridge in its custom_nodes: {pack}" in doctor.report(doctor.collect())

@@ -1,0 +1,133 @@
+"""The job config: strict, and the same in TOML and as dataclasses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from devicebridge.config.job import differing_keys, job_to_dict, load_job, make_job, save_job
+
+MINIMAL = {
+    "model": {"path": "/models/a"},
+    "data": {"folders": [{"path": "/data/cats", "repeats": 2}]},
+    "train": {"steps": 10},
+    "output": {"folder": "/runs/a"},
+}
+CLIP = f"comfyui 0.33.0 CLIP {'0a' * 32}"
+
+
+def _with(section, **values):
+    job = copy.deepcopy(MINIMAL)
+    job.setdefault(section, {}).update(values)
+    return job
+
+
+def test_toml_round_trip(tmp_path):
+    job = make_job(
+        _with("split", devices=["cuda:0", "cuda:1"], balance="manual", split_at=[3])
+        | {"optimizer": {"name": "adamw", "options": {"betas": [0.9, 0.95], "eps": 1e-8}}, "objective": {"shift": 3.0}}
+    )
+    save_job(job, tmp_path / "job.toml")
+    assert load_job(tmp_path / "job.toml") == job
+    assert make_job(job_to_dict(job)) == job
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "message"),
+    [
+        ("train", {"stpes": 3}, r"train\.stpes: there is no such key; did you mean steps\?"),
+        ("optimizer", {"lr": 1.0}, r"optimizer\.lr: there is no such key$"),
+        ("pipelin", {}, r"pipelin: there is no such key; did you mean pipeline\?"),
+        ("data", {"folders": {"path": "a"}}, r"data\.folders: is a list of sections, \[\[data\.folders\]\]"),
+        ("split", {"devices": "cuda:0"}, r"split\.devices: is a list, such as \['cuda:0'\]"),
+        ("split", {"split_at": [3]}, r'split: split_at = \[3\] belongs to balance = "manual", not "bytes"'),
+        ("split", {"balance": "manual"}, r'split: balance = "manual" needs split_at, '),
+        ("lora", {"rank": 0}, r"lora\.rank: is a whole number from 1 to 1024 \(found 0\)"),
+        ("model", {"quantize": "int3"}, r"model\.quantize"),
+        ("split", {"devices": ["a", "b"], "balance": "manual", "split_at": [1, 2]}, "give 1, the first block"),
+        ("output", {"name": "../x"}, "plain file name"),
+        ("data", {"caption_dropout": 1.5}, r"data\.caption_dropout"),
+        ("nonsense", {"a": 1}, r"nonsense: there is no such key"),
+        ("data", {"encoded": "a.json"}, "folders of images, or encoded, and not both"),
+        ("data", {"folders": []}, "folders of images, or encoded, and not both"),
+        ("data", {"folders": [], "encoded": "a.json", "caption_dropout": 0.1}, "caption_dropout needs"),
+        ("cache", {"text_source": "some CLIP"}, r"cache\.text_source"),
+        ("cache", {"latent_source": CLIP}, r"cache\.latent_source"),
+        ("cache", {"text_source": CLIP, "text_encoders": "/t"}, "remove text_encoders and text_quantize"),
+        ("cache", {"text_source": CLIP, "text_quantize": "int8"}, "remove text_encoders and text_quantize"),
+        ("cache", {"latent_source": CLIP.replace("CLIP", "VAE"), "vae": "/v"}, "encodes; remove vae"),
+    ],
+)
+def test_problems_are_named(section, values, message):
+    with pytest.raises(ValueError, match=message):
+        make_job(_with(section, **values))
+
+
+@pytest.mark.parametrize(
+    ("section", "values"), [("evaluation", {"folder": "/held_out"}), ("cache", {"text_source": CLIP})]
+)
+def test_a_dataset_that_arrived_encoded_needs_no_encoders(section, values):
+    job = {**MINIMAL, "data": {"encoded": "/cache/datasets/a.json"}}
+    assert make_job(job).data.folders == ()
+    with pytest.raises(ValueError, match=r"data\.encoded"):
+        make_job({**job, section: values})
+
+
+def test_settings_that_contradict_each_other_are_named_without_all_others():
+    job = _with("split", balance="time") | {"pipeline": {"schedule": "replicas"}}
+    for values, key in ((job, "job"), (_with("split", split_at=[3]), "split")):
+        with pytest.raises(ValueError, match=rf"  {key}: .*split_at|  {key}: .*balance") as refused:
+            make_job(values)
+        assert "found" not in str(refused.value) and "/data/cats" not in str(refused.value)
+
+
+def test_a_section_is_not_a_list_of_sections():
+    with pytest.raises(ValueError, match=r"pipeline: is one section, \[pipeline\], and not a list"):
+        make_job(MINIMAL | {"pipeline": [{"schedule": "1f1b"}]})
+
+
+def test_missing_keys_are_named():
+    with pytest.raises(ValueError, match=r"train\.steps: is required"):
+        make_job(MINIMAL | {"train": {}})
+
+
+def test_several_problems_come_at_once():
+    with pytest.raises(ValueError, match=r"(?s)(?=.*lora\.rank)(?=.*train\.colour)"):
+        make_job(_with("lora", rank=-1) | {"train": {"steps": 1, "colour": "red"}})
+
+
+def test_relative_paths_start_at_the_file(tmp_path):
+    (tmp_path / "job.toml").write_text(
+        '[model]\npath = "m"\n[[data.folders]]\npath = "d"\n[train]\nsteps = 1\n[output]\nfolder = "out"\n'
+    )
+    job = load_job(tmp_path / "job.toml")
+    assert job.model.path == str(tmp_path / "m") and job.data.folders[0].path == str(tmp_path / "d")
+    assert job.output.folder == str(tmp_path / "out") and job.cache.folder == ""
+    (tmp_path / "job.toml").write_text(
+        '[model]\npath = "m"\n[data]\nencoded = "c/datasets/a.json"\n[train]\nsteps = 1\n[output]\nfolder = "out"\n'
+    )
+    assert load_job(tmp_path / "job.toml").data.encoded == str(tmp_path / "c" / "datasets" / "a.json")
+
+
+def test_broken_toml_names_the_file(tmp_path):
+    (tmp_path / "job.toml").write_text("[model\n")
+    with pytest.raises(ValueError, match=r"job\.toml"):
+        load_job(tmp_path / "job.toml")
+
+
+def test_differences_that_matter_on_resume():
+    old = make_job(MINIMAL)
+    assert differing_keys(old, make_job(_with("output", save_every_steps=5, keep_last=7))) == []
+    other = differing_keys(old, make_job(_with("cache", text_source=CLIP)))
+    assert other == [f"cache.text_source: '' -> {CLIP!r}"]
+    assert differing_keys(old, make_job(_with("lora", rank=8))) == ["lora.rank: 16 -> 8"]
+
+
+def test_a_schedule_that_is_gone_loads_as_the_one_that_took_its_place_and_says_so(tmp_path, caplog):
+    save_job(make_job(_with("pipeline", schedule="1f1b", ahead=2)), tmp_path / "job.toml")
+    text = (tmp_path / "job.toml").read_text()
+    (tmp_path / "job.toml").write_text(text.replace('"1f1b"', '"gpipe"'))
+    assert load_job(tmp_path / "job.toml") == make_job(_with("pipeline", schedule="1f1b", ahead=2))
+    assert [record.getMessage() for record in caplog.records] == [
+        'pipeline.schedule = "gpipe" is gone; "1f1b" is used, which gives the same numbers in less memory'
+    ]

@@ -1,0 +1,172 @@
+"""The bounds of settings: what trains nothing, or takes all memory, is refused with the range that works."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devicebridge.config.job import JobConfig, LoraSettings, OptimizerConfig, load_job, make_job
+from devicebridge.config.ranges import LONGEST_NAME
+
+MINIMAL: dict[str, Any] = {
+    "model": {"path": "/models/a"},
+    "data": {"folders": [{"path": "/data/cats"}]},
+    "train": {"steps": 10},
+    "output": {"folder": "/runs/a"},
+}
+
+
+def _job(key: str, value: Any) -> JobConfig:
+    section, name = key.split(".")
+    values = copy.deepcopy(MINIMAL)
+    values.setdefault(section, {})[name] = value
+    return make_job(values)
+
+
+GARBAGE = [
+    ("optimizer.learning_rate", math.inf, "from 1e-10 to 1"),
+    ("optimizer.learning_rate", 1e30, "from 1e-10 to 1"),
+    ("optimizer.learning_rate", math.nan, "from 1e-10 to 1"),
+    ("optimizer.learning_rate", 0, "from 1e-10 to 1"),
+    ("optimizer.weight_decay", math.inf, "from 0 to 10"),
+    ("train.clip_norm", 1e-30, "is 0 or a number from 0.0001 to 1e+06"),
+    ("train.clip_norm", -1.0, "is 0 or a number from 0.0001 to 1e+06"),
+    ("train.steps", 1e30, "is a whole number from 1 to 10000000"),
+    ("train.steps", 2.5, "is a whole number from 1 to 10000000"),
+    ("train.batch_size", 10**9, "is a whole number from 1 to 1024"),
+    ("train.accumulation", 10**9, "from 1 to 1024"),
+    ("train.seed", 2**70, "from 0 to 9223372036854775807"),
+    ("evaluation.seed", 2**70, "from 0 to 9223372036854775807"),
+    ("data.caption_dropout", 1.0, "from 0 to 0.9; to train without captions, leave out their files"),
+    ("data.max_aspect_ratio", math.inf, "from 1 to 100"),
+    ("data.bucket_step", 10**9, "from 0 to 1024"),
+    ("data.num_windows", 10**9, "from 1 to 1000"),
+    ("objective.logit_mean", math.inf, "from -10 to 10"),
+    ("objective.logit_std", math.inf, "from 0.01 to 10"),
+    ("objective.sigmoid_scale", math.inf, "from 0.01 to 10"),
+    ("objective.shift", 1e-300, "from 0.01 to 100"),
+    ("objective.guidance", math.inf, "from 0 to 1000"),
+    ("lora.rank", 100_000, "from 1 to 1024"),
+    ("lora.alpha", math.inf, "from 0.001 to 100000"),
+    ("lora.dropout", 0.999, "from 0 to 0.99"),
+    ("cache.text_window_gb", math.inf, "from 0 to 100000"),
+    ("pipeline.ahead", 10**9, "from 0 to 1000"),
+    ("schedule.warmup_steps", 10**12, "from 0 to 10000000"),
+    ("output.keep_last", 10**12, "from 1 to 10000"),
+    ("data.fps", math.inf, "from 0.1 to 1000"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), GARBAGE)
+def test_a_setting_that_trains_garbage_is_refused_with_its_range(key: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        _job(key, value)
+    assert key in str(refused.value) and message in str(refused.value) and f"(found {value!r})" in str(refused.value)
+
+
+LISTS = [
+    ("data.resolutions", 10**9, "from 1 to 8192"),
+    ("data.frames", 10**9, "from 1 to 10000"),
+    ("evaluation.quantiles", 0.0, "from 0.001 to 0.999"),
+    ("evaluation.quantiles", 1.0, "from 0.001 to 0.999"),
+    ("split.memory_limit_gb", math.inf, "from 0 to 100000"),
+    ("split.kept_blocks", 10**9, "from 0 to 10000"),
+    ("split.swapped_blocks", -1, "from 0 to 10000"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "message"), LISTS)
+def test_each_value_of_a_list_is_held_to_the_range(key: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        _job(key, [value])
+    assert f"{key}.0: " in str(refused.value) and message in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 2, "one line for one mistake"
+
+
+@pytest.mark.parametrize("value", [True, "3"])
+@pytest.mark.parametrize(
+    "key", ["train.steps", "lora.rank", "optimizer.learning_rate", "lora.dropout", "train.seed", "data.num_windows"]
+)
+def test_neither_true_nor_a_text_is_taken_for_a_number(key: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{key}: is a (whole )?number from"):
+        _job(key, value)
+
+
+def test_numbers_at_the_ends_and_whole_floats_are_taken() -> None:
+    assert _job("train.clip_norm", 0).train.clip_norm == 0
+    assert _job("train.steps", 10_000_000.0).train.steps == 10_000_000
+    assert _job("optimizer.learning_rate", 1).optimizer.learning_rate == 1.0
+    assert _job("data.fps", "source").data.fps == "source"
+    assert _job("objective.shift", "dynamic").objective.shift == "dynamic"
+    assert _job("train.seed", 2**63 - 1).train.seed == 2**63 - 1
+
+
+def test_a_part_made_by_a_node_is_held_to_the_same_ranges() -> None:
+    with pytest.raises(ValueError, match="is a whole number from 1 to 1024"):
+        LoraSettings(rank=100_000)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"maximize": True}, "options.maximize = True would raise the loss"),
+        ({"capturable": True}, "options.capturable"),
+        ({"eps": math.inf}, "options.eps = inf is not finite"),
+        ({"betas": [0.9, math.nan]}, "is not finite"),
+    ],
+)
+def test_options_that_train_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimizerConfig(options=options)
+
+
+# --- names and paths -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["model.path", "output.folder"])
+@pytest.mark.parametrize("value", ["", "  "])
+def test_an_empty_path_is_named(key: str, value: str) -> None:
+    with pytest.raises(ValueError, match=rf"{key}: is empty; give a path"):
+        _job(key, value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["model.path", "model.quantized_cache", "output.folder", "cache.folder", "cache.vae", "evaluation.folder"],
+)
+def test_a_path_with_nul_or_a_part_too_long_is_named(key: str, tmp_path: Path) -> None:
+    for value, message in (("/a\\u0000b", "NUL"), (f"/runs/{'x' * 256}", "256 bytes.*255; choose a shorter name")):
+        section, name = key.split(".")
+        lines = {"model": 'path = "m"', "train": "steps = 1", "output": 'folder = "o"', "cache": "", "evaluation": ""}
+        lines[section] = f'{name} = "{value}"' + ("" if name in ("path", "folder") else f"\n{lines[section]}")
+        text = "".join(f"[{each}]\n{line}\n" for each, line in lines.items())
+        (tmp_path / "job.toml").write_text(text + '[[data.folders]]\npath = "d"\n')
+        with pytest.raises(ValueError, match=rf"job\.toml[^\n]*\n  {key}: .*{message}"):
+            load_job(tmp_path / "job.toml")
+
+
+def test_a_name_leaves_room_for_every_ending_we_add() -> None:
+    assert _job("output.name", "x" * LONGEST_NAME).output.name == "x" * LONGEST_NAME
+    for name in ("x" * (LONGEST_NAME + 1), "é" * LONGEST_NAME, "x" * 250):
+        with pytest.raises(ValueError, match=rf"only {LONGEST_NAME} fit; choose a shorter one"):
+            _job("output.name", name)
+    for name in ("a\0b", "a\nb", "a/b"):
+        with pytest.raises(ValueError, match="plain file name"):
+            _job("output.name", name)
+
+
+def test_the_longest_name_can_be_written(tmp_path: Path) -> None:
+    from devicebridge.system.files import write_atomically
+
+    path = tmp_path / f"{'x' * LONGEST_NAME}_high_noise.safetensors"
+    write_atomically(path, b"x")
+    assert path.read_bytes() == b"x"
+
+
+def test_a_job_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    text = '[model]\npath = "m"\n[[data.folders]]\npath = "d"\n[train]\nsteps = 1\n[output]\nfolder = "o"\n'
+    (tmp_path / "job.toml").write_text(text, encoding="utf-8-sig")
+    assert load_job(tmp_path / "job.toml").train.steps == 1

@@ -1,0 +1,597 @@
+"""The dataset: nothing in a folder is silently lost or misread, and the order of training is exact and repeatable."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from devicebridge.config.job import DataConfig, FolderConfig
+from devicebridge.data.image import read_pixels
+from devicebridge.data.samples import (
+    BatchOrder,
+    Sample,
+    choose_bucket,
+    dataset_fingerprint,
+    load_mask,
+    make_buckets,
+    plan_crop,
+    scan_folders,
+)
+from devicebridge.families.spec import LatentSpec
+from devicebridge.tests.clips import plain_frames, save_clip, save_video
+from PIL import Image
+
+LATENT = LatentSpec(channels=4, spatial_stride=8, size_multiple=16)
+VIDEO = dataclasses.replace(LATENT, frame_stride=4, fps=16, frame_lengths=(1, 5, 9))
+
+
+def _save(path, height=64, width=64, seed=0, **options):
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(values).save(path, **options)
+    return values
+
+
+def _config(*folders, **options):
+    return DataConfig(tuple(FolderConfig(str(folder)) for folder in folders), **{"resolutions": (64,), **options})
+
+
+def _scan(*folders, **options):
+    return scan_folders(_config(*folders, **options), LATENT)
+
+
+def _names(samples):
+    return [sample.path.replace("\\", "/").rsplit("/", 1)[-1] for sample in samples]
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_becomes_samples_in_order_of_name(tmp_path):
+    for name in ("b.png", "a.JPG", "d.webp", "c.jpeg", "e.bmp"):
+        _save(tmp_path / name)
+        (tmp_path / name).with_suffix(".txt").write_text(f"a picture of {name}\n", encoding="utf-8")
+    Image.new("L", (64, 64), 255).save(tmp_path / "b_mask.png")
+    (tmp_path / "notes.md").write_text("not an image")
+    (tmp_path / "._b.png").write_bytes(b"what macOS leaves behind")
+    (tmp_path / "inside").mkdir()
+    _save(tmp_path / "inside" / "z.png")
+    samples = _scan(tmp_path)
+    assert _names(samples) == ["a.JPG", "b.png", "c.jpeg", "d.webp", "e.bmp"]
+    assert samples[0].caption == "a picture of a.JPG"
+    assert [bool(sample.mask_path) for sample in samples] == [False, True, False, False, False]
+    assert samples[1].mask_path == str(tmp_path / "b_mask.png")
+    assert _scan(tmp_path) == samples
+
+
+def test_masks_are_left_alone_when_they_are_not_wanted(tmp_path):
+    _save(tmp_path / "a.png")
+    Image.new("L", (64, 64), 255).save(tmp_path / "a_mask.png")
+    samples = _scan(tmp_path, use_masks=False)
+    assert _names(samples) == ["a.png"] and samples[0].mask_path is None
+
+
+def test_a_mask_without_an_image_is_no_sample_and_said(tmp_path, caplog):
+    _save(tmp_path / "a.png")
+    _save(tmp_path / "gas_mask.png")
+    assert _names(_scan(tmp_path)) == ["a.png"]
+    assert "gas_mask.png" in caplog.text
+
+
+def test_every_image_comes_at_every_resolution_and_as_often_as_asked(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder, names in ((one, "ab"), (two, "c")):
+        folder.mkdir()
+        for name in names:
+            _save(folder / f"{name}.png", 200, 200)
+    folders = (FolderConfig(str(one)), FolderConfig(str(two), repeats=3))
+    samples = scan_folders(DataConfig(folders, resolutions=(64, 128)), LATENT)
+    found = [(name, sample.bucket[0]) for name, sample in zip(_names(samples), samples, strict=True)]
+    once = [(name, size) for name in ("a.png", "b.png") for size in (64, 128)]
+    assert found == [*once, *[("c.png", 64)] * 3, *[("c.png", 128)] * 3]
+
+
+@pytest.mark.parametrize(
+    ("data", "caption"),
+    [
+        (b"\xef\xbb\xbfcaf\xc3\xa9\r\n", "café"),
+        ("eine Katze, 猫".encode(), "eine Katze, 猫"),
+        (b"", ""),
+        (b"two\nlines ", "two\nlines"),
+    ],
+)
+def test_captions_are_utf8_with_or_without_a_byte_order_mark(tmp_path, data, caption):
+    _save(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_bytes(data)
+    assert _scan(tmp_path)[0].caption == caption
+
+
+def test_missing_captions_are_one_warning_with_number_and_names(tmp_path, caplog):
+    for index in range(8):
+        _save(tmp_path / f"{index}.png")
+    (tmp_path / "0.txt").write_text("there")
+    samples = _scan(tmp_path)
+    assert [sample.caption for sample in samples] == ["there"] + [""] * 7
+    (record,) = caplog.records
+    assert "7 of 8" in record.getMessage() and "1.png, 2.png" in record.getMessage()
+
+
+def test_all_bad_files_are_named_at_once(tmp_path):
+    _save(tmp_path / "good.png")
+    (tmp_path / "good.txt").write_bytes("Ünlesbar".encode("latin-1"))
+    (tmp_path / "empty.png").write_bytes(b"")
+    (tmp_path / "text.jpg").write_text("I am no picture")
+    _save(tmp_path / "fine.png")
+    (tmp_path / "fine_mask.png").write_bytes(b"no mask")
+    _save(tmp_path / "shape.png", 64, 64)
+    Image.new("L", (64, 32), 255).save(tmp_path / "shape_mask.png")
+    _save(tmp_path / "dark.png")
+    Image.new("L", (64, 64), 0).save(tmp_path / "dark_mask.png")
+    _save(tmp_path / "whole.png")
+    with pytest.raises(ValueError, match="6 of 7 images") as raised:
+        _scan(tmp_path)
+    for name in ("good.txt", "empty.png", "text.jpg", "fine_mask.png", "shape_mask.png", "dark_mask.png"):
+        assert str(tmp_path / name) in str(raised.value)
+    assert "whole.png" not in str(raised.value)
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "bmp"])
+@pytest.mark.parametrize("kept", [0.05, 0.5, 0.97])
+def test_a_truncated_image_is_found_before_training(tmp_path, suffix, kept):
+    path = tmp_path / f"a.{suffix}"
+    _save(path, 80, 120)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * kept)])
+    with pytest.raises(ValueError, match=rf"a\.{suffix}: cannot be read as an image"):
+        _scan(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["nothing", "only_masks", "only_in_sub_folders"])
+def test_an_empty_folder_says_what_was_looked_for(tmp_path, content):
+    if content == "only_masks":
+        Image.new("L", (64, 64), 255).save(tmp_path / "a_mask.png")
+    if content == "only_in_sub_folders":
+        (tmp_path / "inside").mkdir()
+        _save(tmp_path / "inside" / "a.png")
+    with pytest.raises(ValueError, match=r"no images.*\.png, \.jpg, \.jpeg, \.webp, \.bmp.*not in its sub-folders"):
+        _scan(tmp_path)
+
+
+def test_a_missing_folder_and_a_jpeg_mask_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"absent does not exist"):
+        _scan(tmp_path / "absent")
+    _save(tmp_path / "a.png")
+    _save(tmp_path / "a_mask.jpg")
+    with pytest.raises(ValueError, match=r"a_mask\.jpg .* PNG"):
+        _scan(tmp_path)
+
+
+def test_small_images_are_upscaled_with_one_warning(tmp_path, caplog):
+    for name, size in (("a", 30), ("b", 64), ("c", 63)):
+        _save(tmp_path / f"{name}.png", size, size)
+        (tmp_path / f"{name}.txt").write_text("x")
+    assert all(sample.bucket == (64, 64) for sample in _scan(tmp_path))
+    (record,) = caplog.records
+    assert "2 of 3 images" in record.getMessage() and "a.png, c.png" in record.getMessage()
+
+
+# --- EXIF, buckets, crops --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp"])
+def test_a_turned_photo_is_cut_as_it_is_looked_at(tmp_path, orientation, suffix):
+    """The plan is made from the header, the pixels are read by the cache: both must turn the picture alike."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    values = np.zeros((40, 100, 3), dtype=np.uint8)
+    values[:, 50:] = 255
+    Image.fromarray(values).save(tmp_path / f"a.{suffix}", exif=exif)
+    sample = _scan(tmp_path)[0]
+    is_turned = orientation >= 5
+    assert sample.bucket == ((96, 48) if is_turned else (48, 96))
+    pixels = read_pixels(sample.image_request())
+    assert pixels.shape == (3, *sample.bucket)
+    assert sample.resize[0] / sample.resize[1] == pytest.approx(100 / 40 if is_turned else 40 / 100, rel=0.03)
+    light = (pixels[0] > 0).float()
+    along = light.mean(1) if is_turned else light.mean(0)
+    assert set(along.round().tolist()) == {0.0, 1.0}, "the border between dark and light runs across the long side"
+
+
+@pytest.mark.parametrize("resolution", [64, 100, 256, 500, 512, 768, 1024])
+@pytest.mark.parametrize("step", [16, 32, 64])
+@pytest.mark.parametrize("max_aspect", [1.0, 1.5, 2.0, 4.0])
+def test_buckets_are_of_the_asked_area_shape_and_step(resolution, step, max_aspect):
+    buckets = make_buckets(resolution, step, max_aspect)
+    assert len(set(buckets)) == len(buckets)
+    assert any(height == width for height, width in buckets)
+    for height, width in buckets:
+        assert height % step == width % step == 0 and min(height, width) > 0
+        assert max(height, width) / min(height, width) <= max_aspect
+        assert (width, height) in buckets
+        # rounding the longer side of one bucket by half a step changes its area by at most step / 2 * shorter side
+        assert abs(height * width - resolution**2) <= step * max(height, width)
+
+
+def test_buckets_of_512_by_hand():
+    assert make_buckets(512, 64, 2.0) == [
+        (384, 640),
+        (384, 704),
+        (448, 576),
+        (512, 512),
+        (576, 448),
+        (640, 384),
+        (704, 384),
+    ]
+
+
+def test_sides_are_multiples_of_what_the_model_and_the_user_ask(tmp_path):
+    _save(tmp_path / "a.png", 260, 200)
+    assert all(side % 48 == 0 for side in _scan(tmp_path, resolutions=(192,), bucket_step=24)[0].bucket)
+    assert all(side % 64 == 0 for side in _scan(tmp_path, resolutions=(192,), bucket_step=64)[0].bucket)
+    with pytest.raises(ValueError, match="resolution 48 is below 64"):
+        _scan(tmp_path, resolutions=(48,), bucket_step=64)
+
+
+@pytest.mark.parametrize("size", [(7, 1000), (100, 100), (333, 500), (501, 499), (1080, 1920), (3000, 2)])
+def test_a_crop_covers_its_bucket_in_the_middle_of_the_image(size):
+    buckets = make_buckets(128, 16, 2.0)
+    bucket = choose_bucket(size, buckets)
+    distances = {b: abs(math.log(b[0] / b[1]) - math.log(size[0] / size[1])) for b in buckets}
+    assert distances[bucket] == min(distances.values())
+    resize, (top, left, height, width) = plan_crop(size, bucket)
+    assert (height, width) == bucket
+    assert height == resize[0] or width == resize[1], "no more is cut off than needed"
+    assert abs(2 * top + height - resize[0]) <= 1 and abs(2 * left + width - resize[1]) <= 1
+    scale = max(bucket[0] / size[0], bucket[1] / size[1])
+    assert abs(resize[0] - size[0] * scale) <= 0.5 and abs(resize[1] - size[1] * scale) <= 0.5
+
+
+def test_an_image_on_its_side_gets_the_bucket_on_its_side():
+    buckets = make_buckets(128, 16, 3.0)
+    for long in range(100, 300, 3):
+        assert choose_bucket((100, long), buckets) == choose_bucket((long, 100), buckets)[::-1]
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+def test_a_tiny_image_is_no_special_case(tmp_path, suffix):
+    _save(tmp_path / f"a.{suffix}", 5, 3)
+    sample = _scan(tmp_path)[0]
+    assert read_pixels(sample.image_request()).shape == (3, *sample.bucket)
+
+
+def test_the_pixels_are_those_of_the_middle(tmp_path):
+    values = _save(tmp_path / "a.png", 64, 100)
+    sample = _scan(tmp_path, max_aspect_ratio=1.0)[0]
+    pixels = ((read_pixels(sample.image_request()) + 1) * 127.5).round().byte().permute(1, 2, 0).numpy()
+    assert np.array_equal(pixels, values[:, 18:82])
+
+
+# --- clips -----------------------------------------------------------------------------------------------------------
+
+
+def _scan_clips(*folders, **options):
+    return scan_folders(_config(*folders, **options), VIDEO)
+
+
+def _mixed(folder):
+    """An image, a video, an animation and a folder of images with a dot in its name, each with its caption."""
+    folder.mkdir()
+    _save(folder / "a.png")
+    for name, count in (("b.mp4", 9), ("c.webp", 6), ("d", 5)):
+        save_clip(folder / name, count, size=(64, 64))
+    (folder / "d").rename(folder / "d.e")
+    for name in ("a", "b", "c", "d.e"):
+        (folder / f"{name}.txt").write_text(f"caption of {name}")
+    return folder
+
+
+def test_images_and_clips_are_mixed(tmp_path):
+    samples = _scan_clips(_mixed(tmp_path / "data"))
+    assert _names(samples) == ["a.png", "b.mp4", "c.webp", "d.e"]
+    assert [sample.caption for sample in samples] == [f"caption of {name}" for name in ("a", "b", "c", "d.e")]
+    assert [sample.frames for sample in samples] == [(), tuple(range(9)), tuple(range(5)), tuple(range(5))]
+    assert [sample.num_frames for sample in samples] == [1, 9, 5, 5]
+    assert [sample.image_request().frames for sample in samples] == [sample.frames for sample in samples]
+
+
+def test_a_batch_is_of_one_length(tmp_path):
+    samples = _scan_clips(_mixed(tmp_path / "data"), window="uniform", num_windows=2)
+    order = BatchOrder(samples, batch_size=8, seed=0)
+    lengths = sorted(tuple(samples[i].num_frames for i in batch.indices) for batch in order.batches_of(0))
+    assert lengths == [(1,), (5, 5, 5), (9,)]  # c has two windows
+
+
+def test_a_mask_of_a_clip_lies_beside_it(tmp_path):
+    folder = _mixed(tmp_path / "data")
+    for name in ("b", "d.e"):
+        Image.new("L", (64, 64), 200).save(folder / f"{name}_mask.png")
+    assert [bool(sample.mask_path) for sample in _scan_clips(folder)] == [False, True, False, True]
+    Image.new("L", (64, 32), 200).save(folder / "b_mask.png")
+    with pytest.raises(ValueError, match=r"b_mask\.png: is 64x32, but its image is 64x64"):
+        _scan_clips(folder)
+
+
+def test_models_of_images_refuse_clips_and_take_the_first_frame_of_an_image_that_moves(tmp_path):
+    folder = _mixed(tmp_path / "data")
+    with pytest.raises(ValueError, match="makes images only; save the frames") as caught:
+        _scan(folder)
+    assert "2 of 4 images and clips" in str(caught.value)
+    assert "b.mp4: is a clip" in str(caught.value) and "d.e: is a clip" in str(caught.value)
+    (folder / "b.mp4").unlink()
+    (folder / "d.e.txt").unlink()
+    assert [(sample.path, sample.frames) for sample in _scan(folder)] == [
+        (str(folder / "a.png"), ()),
+        (str(folder / "c.webp"), ()),
+    ]
+    with pytest.raises(ValueError, match="this model makes images only; take the setting out"):
+        _scan(folder, frames=(1, 5))
+
+
+def test_clips_that_cannot_be_used_are_named_all_at_once(tmp_path):
+    folder = _mixed(tmp_path / "data")
+    save_clip(folder / "short.mp4", 4)
+    whole = save_clip(folder / "cut.mkv", 9).read_bytes()
+    (folder / "cut.mkv").write_bytes(whole[: len(whole) // 2])
+    (folder / "empty.webm").touch()
+    (folder / "b.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match="4 of 7 images and clips cannot be used") as caught:
+        _scan_clips(folder)
+    lines = str(caught.value).splitlines()[1:]
+    expected = {"b.txt": "is not UTF-8", "cut.mkv": "cut off", "empty.webm": "is empty", "short.mp4": "its 4 frames"}
+    for line, (name, reason) in zip(lines, expected.items(), strict=True):
+        assert line.startswith(f"  {folder / name}: ") and reason in line
+
+
+def test_a_broken_image_is_named_as_an_image_where_clips_are_taken_too(tmp_path):
+    folder = _mixed(tmp_path / "data")
+    for name in ("a.png", "c.webp", "e.gif"):
+        (folder / name).write_bytes(b"not a picture")
+    with pytest.raises(ValueError, match="3 of 5 images and clips") as caught:
+        _scan_clips(folder)
+    assert all(f"{folder / name}: cannot be read as an image" in str(caught.value) for name in ("a.png", "c.webp"))
+
+
+def test_folders_without_a_caption_beside_them_are_said_and_not_used(tmp_path, caplog):
+    folder = _mixed(tmp_path / "data")
+    save_clip(folder / "extra", 9)
+    save_clip(folder / "a", 9)  # a.txt is the caption of a.png
+    (folder / "notes").mkdir()
+    assert len(_scan_clips(folder)) == 4
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "sub-folders with images are not used: a, extra;" in message
+
+
+def test_slow_clips_hdr_and_missing_captions_are_warned_of(tmp_path, caplog):
+    folder = _mixed(tmp_path / "data")
+    save_clip(folder / "slow.gif", 9, fps=10, size=(64, 64))
+    save_video(folder / "b.mp4", plain_frames(9, (64, 64)), transfer=16)
+    samples = _scan_clips(folder)
+    assert samples[-1].frames == (0, 0, 1, 1, 2, 3, 3, 4, 5)  # 16 a second of 10 a second
+    first, second, third = (record.getMessage() for record in caplog.records)
+    assert "1 of 4 clips are HDR and look washed out as they are read: b.mp4;" in third
+    assert "1 of 5 images and clips have no caption file" in first and "slow.gif" in first
+    assert "1 of 4 clips have fewer than 16 frames per second, so frames come twice: slow.gif" in second
+
+
+# --- masks -----------------------------------------------------------------------------------------------------------
+
+
+def _mask_sample(path, resize, crop):
+    return Sample("", "", str(path), resize, crop, crop[2:])
+
+
+def test_a_mask_is_the_mean_over_what_each_cell_covers(tmp_path):
+    """Against numpy: stretch every mask pixel to a block of the common multiple, cut, and average blocks."""
+    values = np.random.default_rng(0).integers(0, 256, (30, 20), dtype=np.uint8)
+    Image.fromarray(values).save(tmp_path / "mask.png")
+    resize, crop, cells = (45, 40), (5, 8, 32, 24), (8, 6)
+    stretched = values.repeat(3, axis=0).repeat(4, axis=1).astype(np.float64) / 255  # 90 x 80: twice `resize`
+    cut = stretched[10 : 10 + 64, 16 : 16 + 48]
+    expected = cut.reshape(8, 8, 6, 8).mean(axis=(1, 3))
+    mask = load_mask(_mask_sample(tmp_path / "mask.png", resize, crop), cells)
+    assert mask.shape == (1, 1, 8, 6) and mask.dtype == torch.float32
+    np.testing.assert_allclose(mask[0, 0].numpy(), expected, atol=1e-6)
+
+
+def test_a_mask_of_which_the_crop_leaves_nothing_white_is_refused(tmp_path):
+    """White at one end of a long image, of which the middle is trained."""
+    _save(tmp_path / "a.png", height=64, width=256)
+    mask = np.zeros((64, 256), dtype=np.uint8)
+    mask[:, :16] = 255
+    Image.fromarray(mask).save(tmp_path / "a_mask.png")
+    with pytest.raises(ValueError, match=r"a_mask\.png: nothing white is left after cropping .*data\.max_aspect_ratio"):
+        _scan(tmp_path, max_aspect_ratio=1.0)
+    mask[:, 120:136] = 1
+    Image.fromarray(mask).save(tmp_path / "a_mask.png")
+    assert [bool(sample.mask_path) for sample in _scan(tmp_path, max_aspect_ratio=1.0)] == [True]
+
+
+def test_a_mask_may_be_of_another_resolution_than_its_image(tmp_path):
+    small = np.random.default_rng(0).integers(0, 256, (10, 10), dtype=np.uint8)
+    Image.fromarray(small).save(tmp_path / "small.png")
+    Image.fromarray(small.repeat(7, 0).repeat(7, 1)).save(tmp_path / "large.png")
+    plan = ((64, 64), (0, 0, 64, 64))
+    one, other = (load_mask(_mask_sample(tmp_path / f"{name}.png", *plan), (8, 8)) for name in ("small", "large"))
+    torch.testing.assert_close(one, other, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "RGBA", "I;16"])
+def test_white_is_one_and_black_is_zero_in_every_kind_of_png(tmp_path, mode):
+    values = np.zeros((16, 16), dtype=np.uint8)
+    values[:, 8:] = 255
+    image = Image.fromarray(values.astype(np.uint16) * 257) if mode == "I;16" else Image.fromarray(values).convert(mode)
+    image.save(tmp_path / "mask.png")
+    mask = load_mask(_mask_sample(tmp_path / "mask.png", (16, 16), (0, 0, 16, 16)), (2, 2))
+    assert mask[0, 0].tolist() == [[0, 1], [0, 1]]
+
+
+def test_grey_of_16_bits_is_as_bright_as_grey_of_8(tmp_path):
+    Image.fromarray(np.full((16, 16), 0x3333, dtype=np.uint16)).save(tmp_path / "mask.png")
+    mask = load_mask(_mask_sample(tmp_path / "mask.png", (16, 16), (0, 0, 16, 16)), (1, 1))
+    assert mask.item() == pytest.approx(0.2)
+
+
+def test_a_mask_follows_the_crop_of_its_image(tmp_path):
+    values = _save(tmp_path / "a.png", 64, 160)
+    marked = np.zeros((64, 160), dtype=np.uint8)
+    marked[:, 48:64] = 255
+    Image.fromarray(marked).save(tmp_path / "a_mask.png")
+    sample = _scan(tmp_path, max_aspect_ratio=1.0)[0]
+    assert sample.crop == (0, 48, 64, 64)
+    assert load_mask(sample, (8, 8))[0, 0, 0].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert values.shape == (64, 160, 3)
+
+
+# --- order -----------------------------------------------------------------------------------------------------------
+
+
+def _samples(counts):
+    """counts: bucket side -> number of samples."""
+    return [
+        Sample(f"{side}-{i}", "", None, (side, side), (0, 0, side, side), (side, side))
+        for side, count in counts.items()
+        for i in range(count)
+    ]
+
+
+COUNTS = {64: 7, 128: 5, 192: 1}
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 100])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_every_sample_comes_once_per_epoch_in_batches_of_one_bucket(batch_size, seed):
+    samples = _samples(COUNTS)
+    order = BatchOrder(samples, batch_size=batch_size, seed=seed)
+    per_epoch = sum(math.ceil(count / batch_size) for count in COUNTS.values())
+    for epoch in range(4):
+        batches = [order.next() for _ in range(per_epoch)]
+        assert sorted(i for batch in batches for i in batch.indices) == list(range(len(samples)))
+        assert all(len({samples[i].bucket for i in batch.indices}) == 1 for batch in batches)
+        assert batches == order.batches_of(epoch)
+        short = [len(batch.indices) for batch in batches if len(batch.indices) < batch_size]
+        assert sorted(short) == sorted(count % batch_size for count in COUNTS.values() if count % batch_size)
+
+
+def test_epochs_and_seeds_differ_and_buckets_are_mixed():
+    samples = _samples({64: 40, 128: 40})
+    order = BatchOrder(samples, batch_size=2, seed=0)
+    assert order.batches_of(0) != order.batches_of(1)
+    assert order.batches_of(0) != BatchOrder(samples, batch_size=2, seed=1).batches_of(0)
+    sides = [samples[batch.indices[0]].bucket[0] for batch in order.batches_of(0)]
+    changes = sum(a != b for a, b in zip(sides, sides[1:], strict=False))
+    assert changes > 8, "39 neighbours of two kinds in random order change about 19 times"
+
+
+def test_the_order_is_uniform():
+    """Each of 4 samples should come first in about a quarter of 2000 epochs; 6 sigma is 116."""
+    order = BatchOrder(_samples({64: 4}), batch_size=1, seed=3)
+    first = np.bincount([order.batches_of(epoch)[0].indices[0] for epoch in range(2000)], minlength=4)
+    assert (abs(first - 500) < 116).all(), first
+
+
+def test_this_seed_gives_this_order_on_every_machine():
+    """A changed order would break the resuming of runs made by earlier versions."""
+    order = BatchOrder(_samples({64: 3, 128: 2}), batch_size=2, seed=1, caption_dropout=0.5)
+    batches = [order.next() for _ in range(4)]
+    assert [batch.indices for batch in batches] == [(3, 4), (2,), (0, 1), (1, 0)]
+    assert [batch.captions_dropped for batch in batches] == [(True, False), (False,), (True, True), (True, True)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3, 1.0])
+def test_captions_are_dropped_as_often_as_asked_and_differently_per_epoch(dropout):
+    order = BatchOrder(_samples({64: 100}), batch_size=3, seed=0, caption_dropout=dropout)
+    dropped = np.array([drop for epoch in range(40) for b in order.batches_of(epoch) for drop in b.captions_dropped])
+    assert abs(dropped.mean() - dropout) < 6 * math.sqrt(dropout * (1 - dropout) / 4000) + 1e-9
+    if dropout == 0.3:
+        assert len({tuple(row) for row in dropped.reshape(40, 100)}) > 30
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_resuming_anywhere_continues_the_same_order(batch_size):
+    samples = _samples(COUNTS)
+
+    def make():
+        return BatchOrder(samples, batch_size=batch_size, seed=5, caption_dropout=0.4)
+
+    whole, states = make(), []
+    expected = []
+    for _ in range(40):
+        states.append(json.loads(json.dumps(whole.state_dict())))
+        expected.append(whole.next())
+    for position, state in enumerate(states):
+        assert all(type(value) is int for value in state.values())
+        resumed = make()
+        resumed.next()
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+        assert [resumed.next() for _ in range(40 - position)] == expected[position:]
+
+
+def test_a_position_of_another_dataset_is_refused():
+    order = BatchOrder(_samples({64: 4}), batch_size=2, seed=0)
+    for state in ({"epoch": 0, "index": 3}, {"epoch": 0, "index": -1}, {"epoch": -1, "index": 0}):
+        with pytest.raises(ValueError, match="an epoch has 2 batches"):
+            order.load_state_dict(state)
+    with pytest.raises(ValueError, match="no samples"):
+        BatchOrder([], batch_size=2, seed=0)
+
+
+# --- fingerprint -----------------------------------------------------------------------------------------------------
+
+
+def _fill(folder):
+    folder.mkdir()
+    for index in range(3):
+        _save(folder / f"{index}.png", seed=index)
+        (folder / f"{index}.txt").write_text(f"caption {index}")
+    Image.new("L", (64, 64), 200).save(folder / "1_mask.png")
+    return folder
+
+
+def test_the_fingerprint_follows_the_content_and_not_the_place(tmp_path):
+    folder = _fill(tmp_path / "here")
+    original = dataset_fingerprint(_scan(folder))
+    assert dataset_fingerprint(_scan(_fill(tmp_path / "elsewhere"))) == original
+
+    def changed(edit):
+        copy = _fill(tmp_path / f"copy{len(list(tmp_path.iterdir()))}")
+        edit(copy)
+        return dataset_fingerprint(_scan(copy))
+
+    found = [
+        changed(lambda f: _save(f / "0.png", seed=9)),
+        changed(lambda f: (f / "0.txt").write_text("another")),
+        changed(lambda f: Image.new("L", (64, 64), 100).save(f / "1_mask.png")),
+        changed(lambda f: (f / "1_mask.png").unlink()),
+        changed(lambda f: (f / "1_mask.png").rename(f / "2_mask.png")),
+        changed(lambda f: (f / "2.png").unlink()),
+        dataset_fingerprint(_scan(folder, resolutions=(128,))),
+        dataset_fingerprint(_scan(folder)[::-1]),
+        dataset_fingerprint(_scan(folder) * 2),
+    ]
+    assert len({original, *found}) == len(found) + 1
+    without_mask = changed(lambda f: (f / "1_mask.png").unlink())
+    assert dataset_fingerprint(_scan(folder, use_masks=False)) == without_mask
+
+
+def test_the_fingerprint_follows_the_frames_that_are_used(tmp_path):
+    folder = _mixed(tmp_path / "data")
+    found = [
+        dataset_fingerprint(_scan_clips(folder, **settings))
+        for settings in ({}, {"frames": (5,)}, {"fps": 8, "frames": (1,)}, {"frames": (5,), "window": "centre"})
+    ]
+    assert len(set(found)) == len(found)
+    assert dataset_fingerprint(_scan_clips(folder, fps="source")) == found[0]  # these clips have the model's rate
+    files = sorted((folder / "d.e").iterdir())
+    files[0].write_bytes(files[1].read_bytes())
+    assert dataset_fingerprint(_scan_clips(folder)) != found[0]
+
+
+def test_a_sample_is_plain_data():
+    sample = _samples({64: 1})[0]
+    assert hash(sample) == hash(dataclasses.replace(sample))
+    assert sample.image_request() == dataclasses.replace(sample, caption="other").image_request()

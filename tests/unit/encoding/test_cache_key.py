@@ -1,0 +1,294 @@
+"""Keys: same inputs, same key; changed inputs, new key."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from devicebridge.encoding import key as key_module
+from devicebridge.encoding.key import (
+    content_key,
+    file_fingerprint,
+    folder_fingerprint,
+    joint_key,
+    latent_key,
+    stock_latent_key,
+    stock_text_key,
+    tensors_fingerprint,
+    text_key,
+)
+from devicebridge.families.registry import FAMILIES
+from devicebridge.families.spec import LatentSpec, TextEncoderSpec
+from safetensors.torch import load_file, save_file
+
+SPEC = TextEncoderSpec(
+    kind="chat_hidden_states",
+    folder="text_encoder",
+    tokenizer_folder="tokenizer",
+    output="states",
+    max_length=512,
+    layers=(10, 20, 30),
+    system_prompt="You are",
+    template_options={"add_generation_prompt": False, "other": [1, 2]},
+)
+TEXT = {"encoder_fingerprint": "e", "tokenizer_fingerprint": "t", "dtype": torch.bfloat16}
+LATENT = {"family": "example", "latent": LatentSpec(16, 8), "vae_fingerprint": "v", "dtype": torch.bfloat16}
+
+SPEC_CHANGES = {
+    "kind": "pooled",
+    "folder": "text_encoder_2",
+    "tokenizer_folder": "tokenizer_2",
+    "output": "pooled",
+    "max_length": 256,
+    "layers": (10, 20, 29),
+    "system_prompt": None,
+    "template_options": {"add_generation_prompt": True, "other": [1, 2]},
+    "zero_padding": True,
+    "keep_full_precision": ("*.wo",),
+}
+# Of the caption "a cat", made before encoders could be quantized; caches hold entries under such names.
+STORED_KEYS = {
+    ("flux2-dev", "prompt_embeds"): "6f8906a9eee3eb3f5042ec1ffe83d65d03baefe29586746ae0ed2dafba240a01",
+    ("flux2-klein-4b", "prompt_embeds"): "d125ff6760ee69b23eb62f29cdbb53448ec0f8c5c52012f7293e4f452eb79ad2",
+    ("flux1-dev", "pooled_prompt_embeds"): "f26ec3fa705836c8d36ee899b70d62988a22302cbe5865b2ec2a98bbcaaca229",
+    ("flux1-dev", "prompt_embeds"): "5534bbf6a4e91163b3955ca09851dbe10901beeec587c229d2922dd62d1559df",
+    ("wan2.1-t2v-14b", "prompt_embeds"): "f44097e217f31e381fcb2335d2d082d20307ac2eb9d9afbc4b69bccbb12b65c6",
+}
+
+
+def test_every_field_of_the_spec_is_in_the_text_key():
+    names = {field.name for field in dataclasses.fields(TextEncoderSpec)}
+    assert SPEC_CHANGES.keys() == names
+    changed = [SPEC, *(dataclasses.replace(SPEC, **{name: new}) for name, new in SPEC_CHANGES.items())]
+    assert len({text_key("a", each, **TEXT, quantize="int8") for each in changed}) == 1 + len(names)
+
+
+def test_caches_from_before_there_were_schemes_stay_valid():
+    found = {
+        (variant.name, spec.output): text_key("a cat", spec, **TEXT)
+        for family in FAMILIES.values()
+        for variant in family.variants
+        for spec in variant.text_encoders
+    }
+    assert {name: found[name] for name in STORED_KEYS} == STORED_KEYS
+
+
+def test_the_scheme_and_its_version_are_in_the_text_key_and_only_with_a_scheme(monkeypatch):
+    exact = text_key("a", SPEC, **TEXT)
+    kept = dataclasses.replace(SPEC, keep_full_precision=("*.wo",))
+    keys = {exact, *(text_key("a", SPEC, **TEXT, quantize=scheme) for scheme in ("int8", "fp8"))}
+    monkeypatch.setattr(key_module, "ROUNDING_VERSION", 99)
+    keys.add(text_key("a", SPEC, **TEXT, quantize="int8"))
+    assert len(keys) == 4
+    assert text_key("a", SPEC, **TEXT, quantize="none") == text_key("a", kept, **TEXT) == exact
+
+
+def test_text_fingerprints_type_and_version_are_in_the_text_key(monkeypatch):
+    keys = {text_key("a", SPEC, **TEXT), text_key("a ", SPEC, **TEXT), text_key("A", SPEC, **TEXT)}
+    for change in ({"encoder_fingerprint": "x"}, {"tokenizer_fingerprint": "x"}, {"dtype": torch.float32}):
+        keys.add(text_key("a", SPEC, **{**TEXT, **change}))
+    monkeypatch.setattr(key_module, "TEXT_VERSION", 99)
+    keys.add(text_key("a", SPEC, **TEXT))
+    assert len(keys) == 7
+
+
+def test_the_order_in_which_options_were_written_does_not_matter():
+    turned = dataclasses.replace(SPEC, template_options={"other": [1, 2], "add_generation_prompt": False})
+    assert text_key("a", turned, **TEXT) == text_key("a", SPEC, **TEXT)
+
+
+def test_everything_about_an_image_is_in_the_latent_key(monkeypatch):
+    plan = ("i", (64, 96), (0, 16, 64, 64))
+    keys = {latent_key(*plan, **LATENT), latent_key("j", *plan[1:], **LATENT)}
+    keys.add(latent_key("i", (64, 97), plan[2], **LATENT))
+    keys.add(latent_key("i", plan[1], (0, 17, 64, 64), **LATENT))
+    for change in (
+        {"family": "other"},
+        {"latent": LatentSpec(16, 8, normalisation_version=2)},
+        {"vae_fingerprint": "x"},
+        {"dtype": torch.float32},
+        {"frames": (0,)},
+        {"frames": (0, 1)},
+        {"frames": (1, 0)},
+        {"condition": "first_frame"},
+    ):
+        keys.add(latent_key(*plan, **{**LATENT, **change}))
+    monkeypatch.setattr(key_module, "CLIP_VERSION", 99)
+    keys.add(latent_key(*plan, **LATENT, frames=(0,)))
+    image = latent_key(*plan, **LATENT)
+    assert image in keys  # clips have no say in an image's key
+    monkeypatch.setattr(key_module, "IMAGE_VERSION", 99)
+    keys.add(latent_key(*plan, **LATENT))
+    assert len(keys) == 14
+
+
+def test_joint_keys_tell_parts_and_their_order():
+    assert len({joint_key(["ab", "cd"]), joint_key(["cd", "ab"]), joint_key(["ab"]), joint_key(["abcd"])}) == 4
+
+
+def test_a_key_is_the_same_in_another_process():
+    """Python's own hash differs between processes; ours must not."""
+    script = (
+        "import importlib.util, sys, torch\n"
+        "spec = importlib.util.spec_from_file_location('bootstrap', sys.argv[1])\n"
+        "bootstrap = importlib.util.module_from_spec(spec); spec.loader.exec_module(bootstrap); bootstrap.load_pack()\n"
+        "from devicebridge.encoding.key import text_key\n"
+        "from devicebridge.families.spec import TextEncoderSpec\n"
+        "spec = TextEncoderSpec('pooled', 'f', 't', 'o', 7, template_options={'b': 1, 'a': 2})\n"
+        "print(text_key('ä', spec, encoder_fingerprint='e', tokenizer_fingerprint='t', dtype=torch.float16))\n"
+    )
+    root = Path(__file__).resolve().parents[3]
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script, str(root / "bootstrap.py")],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    here = text_key(
+        "ä",
+        TextEncoderSpec("pooled", "f", "t", "o", 7, template_options={"a": 2, "b": 1}),
+        encoder_fingerprint="e",
+        tokenizer_fingerprint="t",
+        dtype=torch.float16,
+    )
+    assert found == {here + "\n"}
+
+
+def test_what_stock_encoders_make_has_keys_of_its_own(monkeypatch):
+    plan = ("i", (64, 96), (0, 16, 64, 64))
+    keys = {stock_text_key("a", "clip"), stock_text_key("b", "clip"), stock_text_key("a", "clip 2")}
+    keys |= {stock_latent_key(*plan, "vae"), stock_latent_key("j", *plan[1:], "vae"), stock_latent_key(*plan, "vae 2")}
+    keys.add(stock_latent_key("i", (64, 97), plan[2], "vae"))
+    keys.add(stock_latent_key("i", plan[1], (0, 17, 64, 64), "vae"))
+    monkeypatch.setattr(key_module, "IMAGE_VERSION", 99)
+    keys.add(stock_latent_key(*plan, "vae"))
+    monkeypatch.setattr(key_module, "STOCK_VERSION", 99)
+    keys |= {stock_latent_key(*plan, "vae"), stock_text_key("a", "clip")}
+    assert len(keys) == 11
+
+
+@pytest.mark.parametrize("whole_file_bytes", [key_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
+def test_weights_in_memory_are_told_by_their_content(monkeypatch, whole_file_bytes):
+    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
+    weights = {
+        "one": torch.arange(9000, dtype=torch.float32).view(90, 100),
+        "two": torch.arange(5).to(torch.float8_e4m3fn),
+        "none": torch.empty(0),
+        "scalar": torch.tensor(True),
+    }
+    name = tensors_fingerprint(weights)
+    assert tensors_fingerprint(dict(reversed(weights.items()))) == name
+    turned = {**weights, "one": torch.nn.Parameter(weights["one"].T.contiguous().T)}
+    assert tensors_fingerprint(turned) == name, "how it lies in memory does not count"
+    names = {name}
+    for position in ((0, 0), (45, 0), (89, 99)):  # the start, the middle and the end
+        changed = weights["one"].clone()
+        changed[position] += 1
+        names.add(tensors_fingerprint({**weights, "one": changed}))
+    names.add(tensors_fingerprint({**weights, "one": weights["one"].view(100, 90)}))
+    names.add(tensors_fingerprint({**weights, "one": weights["one"].view(torch.int32)}))
+    names.add(tensors_fingerprint({**weights, "two": (torch.arange(5) + 1).to(torch.float8_e4m3fn)}))
+    names.add(tensors_fingerprint({"eins" if key == "one" else key: value for key, value in weights.items()}))
+    assert len(names) == 8
+
+
+def test_content_is_hashed_whole(monkeypatch):
+    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", 0)
+    tensor = torch.zeros(100_000)
+    keys = {content_key({"a": tensor}), content_key({"b": tensor})}
+    for index in range(0, 100_000, 9_999):
+        changed = tensor.clone()
+        changed[index] = 1
+        keys.add(content_key({"a": changed}))
+    assert len(keys) == 2 + 11
+
+
+def test_weights_that_hide_their_bytes_are_refused():
+    class Packed(torch.Tensor):
+        pass
+
+    for tensor in (torch.ones(2).as_subclass(Packed), torch.ones(2, device="meta")):
+        with pytest.raises(ValueError, match="layer.weight is a .*whose bytes cannot be hashed"):
+            tensors_fingerprint({"layer.weight": tensor})
+
+
+def test_what_has_no_plain_spelling_is_refused():
+    with pytest.raises(TypeError, match="plain values"):
+        text_key("a", dataclasses.replace(SPEC, template_options={"x": object()}), **TEXT)
+
+
+def _model_folder(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text('{"layers": 2}')
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(64, 64, generator=generator) for name in ("one", "two", "three")}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("whole_file_bytes", [key_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
+def test_a_folder_is_told_by_its_content(tmp_path, monkeypatch, whole_file_bytes):
+    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
+    folder = _model_folder(tmp_path / "text_encoder")
+    before = folder_fingerprint(folder)
+    (folder / "README.md").write_text("read me")
+    (folder / ".hidden.json").write_text("{}")
+    (folder / "onnx").mkdir()
+    os.utime(folder / "config.json", (1, 1))
+    assert folder_fingerprint(folder) == before
+    shutil.move(folder, tmp_path / "elsewhere")
+    assert folder_fingerprint(tmp_path / "elsewhere") == before
+    (tmp_path / "elsewhere" / "config.json").write_text('{"layers": 3}')
+    assert folder_fingerprint(tmp_path / "elsewhere") != before
+
+
+@pytest.mark.parametrize("whole_file_bytes", [key_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
+@pytest.mark.parametrize("name", ["one", "two", "three"])
+def test_changing_any_tensor_changes_the_fingerprint(tmp_path, monkeypatch, whole_file_bytes, name):
+    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
+    folder = _model_folder(tmp_path / "text_encoder")
+    before = folder_fingerprint(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = tensors[name] * 1.001
+    save_file(tensors, folder / "model.safetensors")
+    assert folder_fingerprint(folder) != before
+
+
+def test_the_sample_reads_both_ends_and_the_middle_of_each_tensor(tmp_path, monkeypatch):
+    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", 0)
+    file = tmp_path / "x.safetensors"
+    fingerprints = set()
+    for index in (None, 0, 2**14 // 2 + 100, 2**14 - 1):
+        values = torch.zeros(2**14)
+        if index is not None:
+            values[index] = 1
+        save_file({"values": values, "other": torch.zeros(3)}, file)
+        fingerprints.add(file_fingerprint(file))
+    assert len(fingerprints) == 4
+
+
+@pytest.mark.parametrize("whole_file_bytes", [key_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
+def test_names_and_shapes_count_as_well_as_bytes(tmp_path, monkeypatch, whole_file_bytes):
+    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
+    fingerprints = set()
+    for tensors in ({"a": torch.zeros(4, 2)}, {"b": torch.zeros(4, 2)}, {"a": torch.zeros(2, 4)}):
+        save_file(tensors, tmp_path / "x.safetensors")
+        fingerprints.add(file_fingerprint(tmp_path / "x.safetensors"))
+    assert len(fingerprints) == 3
+
+
+def test_folders_without_a_model_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="not a folder"):
+        folder_fingerprint(tmp_path / "missing")
+    with pytest.raises(ValueError, match="neither safetensors nor config"):
+        folder_fingerprint(tmp_path)

@@ -1,0 +1,299 @@
+"""The store: an entry comes back bitwise, and nothing that is not whole is ever used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from devicebridge.encoding import store as store_module
+from devicebridge.encoding.store import CacheStore
+from devicebridge.system import files
+from safetensors.torch import load_file, save_file
+
+KEY = "ab" * 32
+OTHER = "cd" * 32
+
+
+def _tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "states": torch.randn(7, 5, generator=generator).to(torch.bfloat16),
+        "pooled": torch.randn(3, generator=generator),
+        "count": torch.tensor(4),
+        "empty": torch.zeros(0, 2),
+    }
+
+
+def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+def test_an_entry_comes_back_bitwise(tmp_path):
+    store = CacheStore(tmp_path)
+    assert KEY not in store and store.get(KEY) is None
+    store.put(KEY, _tensors())
+    assert KEY in store and _same(store.get(KEY), _tensors())
+    assert store.path(KEY) == tmp_path / "ab" / f"{KEY}.safetensors"
+    assert _same(CacheStore(tmp_path).get(KEY), load_file(store.path(KEY)))  # an ordinary safetensors file
+
+
+def test_a_slice_of_a_batch_and_a_transposed_tensor_are_stored_by_value(tmp_path):
+    store, batch = CacheStore(tmp_path), torch.arange(24.0).reshape(2, 3, 4)
+    store.put(KEY, {"row": batch[1], "turned": batch[0].T})
+    assert _same(store.get(KEY), {"row": batch[1].clone(), "turned": batch[0].T.contiguous()})
+
+
+def test_what_get_returns_is_independent_of_the_file(tmp_path):
+    store = CacheStore(tmp_path)
+    store.put(KEY, _tensors())
+    found = store.get(KEY)
+    store.path(KEY).write_bytes(b"")
+    assert _same(found, _tensors())
+
+
+@pytest.mark.parametrize("keep", [0, 5, 8, 100, -1])
+def test_a_torn_file_is_a_miss_and_is_written_over(tmp_path, keep):
+    store = CacheStore(tmp_path)
+    store.put(KEY, _tensors())
+    whole = store.path(KEY).read_bytes()
+    store.path(KEY).write_bytes(whole[:keep])
+    assert KEY not in store and store.get(KEY) is None
+    store.put(KEY, _tensors())
+    assert store.path(KEY).read_bytes() == whole
+
+
+def test_no_single_damaged_byte_is_ever_used(tmp_path):
+    """Flip each byte in turn: the entry must be a miss, or come back unharmed (padding, the order of header keys)."""
+    store = CacheStore(tmp_path)
+    tensors = {"states": torch.arange(6, dtype=torch.float32)}
+    store.put(KEY, tensors)
+    whole = store.path(KEY).read_bytes()
+    misses = 0
+    for position in range(len(whole)):
+        store.path(KEY).write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])
+        found = store.get(KEY)
+        misses += found is None
+        assert found is None or _same(found, tensors), f"byte {position} of {len(whole)}"
+    assert misses > 0.9 * len(whole)
+
+
+@pytest.mark.parametrize("kind", ["entry", "link"])
+def test_no_flipped_bit_passes(kind, tmp_path):
+    store = CacheStore(tmp_path)
+    store.put(KEY, {"states": torch.arange(6, dtype=torch.float32)})
+    if kind == "link":
+        store.link(OTHER, [KEY])
+    path = store.path(OTHER if kind == "link" else KEY)
+    whole = path.read_bytes()
+    for position in range(8 * len(whole)):
+        data = bytearray(whole)
+        data[position // 8] ^= 1 << position % 8
+        path.write_bytes(data)
+        assert store.get(OTHER if kind == "link" else KEY) is None, f"bit {position}"
+
+
+@pytest.mark.parametrize("kind", ["entry", "link"])
+def test_entries_that_changed_names_are_misses(kind, tmp_path):
+    store, keys = CacheStore(tmp_path), ["12" * 32, "34" * 32]
+    for index, key in enumerate([KEY, OTHER]):
+        store.put(key, {"states": torch.full((2,), float(index))})
+        store.link(keys[index], [key])
+    keys = keys if kind == "link" else [KEY, OTHER]
+    first, second = (store.path(key).read_bytes() for key in keys)
+    store.path(keys[0]).write_bytes(second)
+    store.path(keys[1]).write_bytes(first)
+    assert all(key not in store and store.get(key) is None for key in keys)
+
+
+def test_entries_from_before_their_key_was_in_them_are_read(tmp_path):
+    store, joint = CacheStore(tmp_path), "ef" * 32
+    old = store_module._checksum(_tensors())
+    files.save_tensors_atomically(store.path(KEY), _tensors(), {"checksum": old})
+    listed = f'["{KEY}"]'
+    metadata = {"parts": listed, "checksum": store_module._checksum({}, listed)}
+    files.save_tensors_atomically(store.path(joint), {}, metadata)
+    assert _same(store.get(KEY), _tensors()) and _same(store.get(joint), _tensors())
+
+
+def test_damaged_data_stops_being_called_whole_once_it_was_read(tmp_path):
+    store = CacheStore(tmp_path)
+    store.put(KEY, _tensors())
+    whole = bytearray(store.path(KEY).read_bytes())
+    whole[-1] ^= 1
+    store.path(KEY).write_bytes(whole)
+    assert store.get(KEY) is None and KEY not in store
+
+
+def test_bytes_after_the_end_and_foreign_safetensors_are_misses(tmp_path):
+    store = CacheStore(tmp_path)
+    store.put(KEY, _tensors())
+    with open(store.path(KEY), "ab") as file:
+        file.write(b"x")
+    assert KEY not in store
+    save_file({"states": torch.zeros(2)}, store.path(KEY))
+    assert KEY not in store and store.get(KEY) is None
+
+
+def test_a_link_reads_as_its_parts_and_falls_with_them(tmp_path):
+    store, joint = CacheStore(tmp_path), "ef" * 32
+    store.put(KEY, {"states": torch.ones(2)})
+    store.link(joint, [KEY, OTHER])
+    assert joint not in store and store.get(joint) is None
+    store.put(OTHER, {"pooled": torch.zeros(3)})
+    assert joint in store and _same(store.get(joint), {"states": torch.ones(2), "pooled": torch.zeros(3)})
+    store.path(KEY).write_bytes(b"torn")
+    assert joint not in store and store.get(joint) is None
+
+
+def test_keys_cannot_leave_the_folder(tmp_path):
+    for key in ("../../etc/passwd", "AB" * 32, "ab/cd", "", "ab"):
+        with pytest.raises(ValueError, match="hexadecimal"):
+            CacheStore(tmp_path).path(key)
+
+
+def test_empty_entries_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no tensors"):
+        CacheStore(tmp_path).put(KEY, {})
+
+
+def test_writers_of_one_key_do_not_disturb_each_other_or_readers(tmp_path):
+    store, broken = CacheStore(tmp_path), []
+    store.put(KEY, _tensors())
+
+    def write():
+        for _ in range(20):
+            store.put(KEY, _tensors())
+
+    def read():
+        for _ in range(60):
+            found = store.get(KEY)
+            if found is None or not _same(found, _tensors()):
+                broken.append(found)
+
+    threads = [threading.Thread(target=work) for work in (write, write, write, read, read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not broken
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [f"{KEY}.safetensors"]
+
+
+def test_a_failed_write_leaves_the_old_entry_and_no_temporary_file(tmp_path, monkeypatch):
+    store = CacheStore(tmp_path)
+    store.put(KEY, _tensors())
+
+    def refuse(source, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        store.put(KEY, _tensors(seed=1))
+    assert _same(store.get(KEY), _tensors())
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
+
+
+def test_a_process_killed_before_the_rename_leaves_the_old_entry(tmp_path):
+    store = CacheStore(tmp_path)
+    store.put(KEY, _tensors())
+    script = (
+        "import os, sys, importlib.util, torch\n"
+        "spec = importlib.util.spec_from_file_location('files', sys.argv[1])\n"
+        "files = importlib.util.module_from_spec(spec); spec.loader.exec_module(files)\n"
+        "os.replace = lambda *args: os._exit(9)\n"
+        "files.save_tensors_atomically(files.Path(sys.argv[2]), {'states': torch.zeros(9)})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, files.__file__, str(store.path(KEY))], check=False)
+    assert done.returncode == 9
+    assert len(list((tmp_path / "ab").iterdir())) == 2  # the dead writer's temporary file lies beside it
+    assert _same(store.get(KEY), _tensors())
+
+
+def test_write_atomically_replaces_bytes_and_makes_folders(tmp_path):
+    path = tmp_path / "deep" / "file.json"
+    files.write_atomically(path, b"one")
+    files.write_atomically(path, b"two")
+    assert path.read_bytes() == b"two" and list(path.parent.iterdir()) == [path]
+
+
+def test_content_is_flushed_before_the_rename_and_the_folder_after(tmp_path, monkeypatch):
+    order = []
+    real_fsync, real_replace = os.fsync, os.replace
+
+    def fsync(descriptor):
+        order.append("fsync folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "fsync file")
+        real_fsync(descriptor)
+
+    def replace(source, target):
+        order.append("rename")
+        real_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    files.write_atomically(tmp_path / "file", b"x")
+    expected = ["fsync file", "rename", "fsync folder"] if sys.platform == "linux" else ["fsync file", "rename"]
+    assert [step for step in order if sys.platform == "linux" or step != "fsync folder"] == expected
+
+
+def test_check_tells_whole_missing_and_damaged_and_a_damaged_entry_is_a_miss_afterwards(tmp_path):
+    store, joint = CacheStore(tmp_path), "ef" * 32
+    assert store.check(KEY) == "missing" and store.stamp(KEY) is None and store.stamps() == {}
+    store.put(KEY, _tensors())
+    store.link(joint, [KEY])
+    assert store.check(KEY) == store.check(joint) == "whole" and store.stamps().keys() == {KEY, joint}
+    whole = store.path(KEY).read_bytes()
+    store.path(KEY).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert store.check(joint) == "whole", "what it links to is checked on its own"
+    assert store.check(KEY) == "damaged" and KEY not in store and store.check(KEY) == "missing"
+    store.path(KEY).write_bytes(whole[:-1])
+    assert store.check(KEY) == "damaged"
+
+
+def test_keys_are_those_of_entries_and_removing_one_tells_its_bytes(tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    assert not list(store.keys())
+    store.put(KEY, _tensors())
+    store.put(OTHER, _tensors(1))
+    for name in (
+        "ab/note.txt",
+        f"ab/.{KEY}.safetensors.0.tmp",
+        f"cd/{KEY}.safetensors",
+        f"quantized/{KEY}.safetensors",
+    ):
+        (store.folder / name).parent.mkdir(exist_ok=True)
+        (store.folder / name).write_text("not an entry")
+    assert sorted(store.keys()) == [KEY, OTHER]
+    size = store.path(KEY).stat().st_size
+    assert store.remove(KEY) == size and store.remove(KEY) == 0 and list(store.keys()) == [OTHER]
+    store.remove_leftovers(KEY)
+    assert sorted(path.name for path in (tmp_path / "cache" / "ab").iterdir()) == ["note.txt"]
+
+
+def test_a_refused_write_names_the_file_and_what_would_help(tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(OSError, match=rf"{KEY}\.safetensors cannot be written .*set cache\.folder.*is kept"):
+        store.put(KEY, _tensors())
+
+
+def test_an_entry_that_is_written_anew_while_it_is_read_is_neither_damaged_nor_removed(tmp_path, monkeypatch):
+    """--regenerate on another device gives other last bits, between reading the header and reading the tensors."""
+    store = CacheStore(tmp_path)
+    store.put(KEY, {"x": torch.zeros(3)})
+    real = store_module._read_tensors
+
+    def write_first(path):
+        monkeypatch.setattr(store_module, "_read_tensors", real)
+        store.put(KEY, {"x": torch.ones(3)})
+        return real(path)
+
+    for read in (lambda: store.get(KEY)["x"].tolist() == [1, 1, 1], lambda: store.check(KEY) == "whole"):
+        store.put(KEY, {"x": torch.zeros(3)})
+        monkeypatch.setattr(store_module, "_read_tensors", write_first)
+        assert read() and KEY in store

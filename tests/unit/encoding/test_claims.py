@@ -1,0 +1,231 @@
+"""Claims: one process at a time has an entry, and a killed one no longer has any."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from devicebridge.encoding import claims as claims_module
+from devicebridge.encoding.claims import Claims, NoLocks, Shared
+from devicebridge.encoding.store import CacheStore
+
+KEYS = [f"{number:02x}" * 32 for number in range(40)]
+ROOT = Path(__file__).resolve().parents[3]
+
+_HOLD = """
+import runpy, sys, time
+runpy.run_path(sys.argv[1])["load_pack"]()
+from devicebridge.caching.claims import Claims
+from devicebridge.caching.store import CacheStore
+claim = Claims(CacheStore(sys.argv[2])).take(sys.argv[3])
+print(claim is not None, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def store(tmp_path):
+    return CacheStore(tmp_path / "cache")
+
+
+def _shared(store, keys=KEYS, found=None, stop=lambda: None):
+    on_found = (lambda: None) if found is None else (lambda: found.append(1))
+    return Shared(Claims(store), keys, lambda key: key in store, on_found, stop)
+
+
+def _hold_elsewhere(store, key):
+    """Another process that claims the entry and keeps it."""
+    command = [sys.executable, "-c", _HOLD, str(ROOT / "bootstrap.py"), str(store.folder), key]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "True\n"
+    return process
+
+
+def test_an_entry_is_claimed_by_one_at_a_time(store):
+    first, second = Claims(store), Claims(store)
+    claim = first.take(KEYS[0])
+    assert claim is not None and second.take(KEYS[0]) is None and first.take(KEYS[0]) is None
+    other = second.take(KEYS[1])
+    assert other is not None
+    claim.release()
+    claim.release()
+    again = second.take(KEYS[0])
+    assert again is not None
+    again.release()
+    other.release()
+    assert not list(first.folder.iterdir())
+
+
+def test_a_killed_process_holds_nothing_and_what_it_left_is_removed(store):
+    process = _hold_elsewhere(store, KEYS[0])
+    try:
+        assert Claims(store).take(KEYS[0]) is None
+        store.put(KEYS[0], {"x": torch.ones(3)})
+        temporary = store.path(KEYS[0]).with_name(f".{KEYS[0]}.safetensors.{'0' * 32}.tmp")
+        temporary.write_bytes(b"half")
+        others = store.path(KEYS[1]).with_name(f".{KEYS[1]}.safetensors.{'0' * 32}.tmp")
+        others.parent.mkdir()
+        others.write_bytes(b"half")
+        Claims(store).remove_left()
+        assert temporary.exists(), "its writer is alive"
+    finally:
+        process.send_signal(signal.SIGKILL if os.name != "nt" else signal.SIGTERM)
+        process.wait()
+    Claims(store).remove_left()
+    assert not temporary.exists() and others.exists() and not list(Claims(store).folder.iterdir())
+    assert KEYS[0] in store
+    os.utime(others, (1000, 1000))
+    Claims(store).remove_left()
+    assert not others.exists(), "written long ago, and nobody has a claim on it"
+
+
+def test_what_others_have_is_left_for_later_and_taken_over_when_they_die(store, monkeypatch):
+    monkeypatch.setattr(claims_module, "POLL_S", 0.01)
+    process = _hold_elsewhere(store, KEYS[3])
+    order = []
+    try:
+        for batch in _shared(store, KEYS[:6]).batches():
+            order += batch
+            store.put(batch[0], {"x": torch.ones(1)})
+            if len(order) == 5:
+                process.kill()
+    finally:
+        process.kill()
+        process.wait()
+    assert order == [*KEYS[:3], *KEYS[4:6], KEYS[3]]
+
+
+def test_waiting_for_others_can_be_stopped(store, monkeypatch):
+    monkeypatch.setattr(claims_module, "POLL_S", 0.01)
+    claim, asked = Claims(store).take(KEYS[0]), []
+
+    def stop():
+        asked.append(1)
+        if len(asked) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(_shared(store, KEYS[:1], stop=stop).batches())
+    claim.release()
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_several_at_once_compute_every_entry_once(store, monkeypatch, size):
+    """A lock belongs to an open file, so threads stand for processes; benchmarks/killed_caches.py has processes."""
+    monkeypatch.setattr(claims_module, "POLL_S", 0.01)
+    computed, found = [], []
+
+    def work():
+        for batch in _shared(store, found=found).batches(size):
+            assert len(batch) <= size
+            for key in batch:
+                computed.append(key)
+                time.sleep(0.002)
+                store.put(key, {"x": torch.ones(1)})
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(computed) == KEYS and len(found) == 3 * len(KEYS)
+    assert not list(Claims(store).folder.iterdir())
+
+
+def test_leaving_early_or_by_an_error_gives_claims_back(store):
+    batches = _shared(store).batches(5)
+    assert next(batches) == KEYS[:5] and Claims(store).take(KEYS[4]) is None
+    batches.close()
+    claim = Claims(store).take(KEYS[4])
+    assert claim is not None
+    claim.release()
+
+
+def test_a_claim_gives_its_name_back_while_it_is_locked(store, monkeypatch):
+    """Unlocked first, another could take the file by its name, and lose that name to the one before it."""
+    if os.name == "nt":
+        pytest.skip("an open file cannot be removed there")
+    claim, ordinary, others = Claims(store).take(KEYS[0]), Path.unlink, []
+
+    def take_first(path, **options):
+        others.append(Claims(store).take(KEYS[0]))
+        ordinary(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", take_first)
+    claim.release()
+    assert others == [None] and claim.file.closed and not claim.path.exists()
+
+
+def test_a_lock_on_a_file_that_lost_its_name_does_not_count(store, monkeypatch):
+    """Between opening and locking, the former holder removes the file, and a third process claims anew."""
+    claims, thirds = Claims(store), []
+    real = claims_module.try_lock
+
+    def lock_late(file):
+        monkeypatch.setattr(claims_module, "try_lock", real)
+        (claims.folder / f"{KEYS[0]}.lock").unlink()
+        thirds.append(Claims(store).take(KEYS[0]))
+        return real(file)
+
+    monkeypatch.setattr(claims_module, "try_lock", lock_late)
+    assert claims.take(KEYS[0]) is None
+    thirds[0].release()
+
+
+@pytest.mark.parametrize("where", ["try_lock", "fstat"])
+def test_a_lock_file_that_another_machine_removed_is_no_error_and_no_lack_of_locks(store, monkeypatch, caplog, where):
+    """NFS answers ESTALE for a file that is open here and was removed there."""
+    fcntl = pytest.importorskip("fcntl")
+    owner, name = (fcntl, "flock") if where == "try_lock" else (claims_module.os, "fstat")
+    real = getattr(owner, name)
+
+    def stale_once(*args):
+        monkeypatch.setattr(owner, name, real)
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(owner, name, stale_once)
+    claims = Claims(store)
+    claim = claims.take(KEYS[0]) or claims.take(KEYS[0])
+    assert claim is not None and not caplog.text
+    assert Claims(store).take(KEYS[0]) is None
+    claim.release()
+
+
+def test_a_lock_file_that_is_being_removed_is_opened_again_on_windows(store, monkeypatch):
+    monkeypatch.setattr(claims_module, "_TRY_AGAIN_S", 0)
+    refusals = []
+
+    def refuse_twice(path, mode):
+        if len(refusals) < 2:
+            refusals.append(PermissionError(errno.EACCES, "Access is denied"))
+            refusals[-1].winerror = 5
+            raise refusals[-1]
+        return open(path, mode)
+
+    monkeypatch.setattr(claims_module, "open", refuse_twice, raising=False)
+    claim = Claims(store).take(KEYS[0])
+    assert claim is not None and len(refusals) == 2
+    claim.release()
+
+
+def test_where_an_open_file_cannot_be_told_by_its_number_nothing_waits_for_ever(store, monkeypatch, caplog):
+    monkeypatch.setattr(claims_module, "_still_has_name", lambda file, path: False)
+    assert [batch[0] for batch in _shared(store, KEYS[:2]).batches()] == KEYS[:2]
+    assert caplog.text.count("file system without locks") == 1
+
+
+def test_without_locks_work_is_done_all_the_same_and_one_warning_says_so(store, monkeypatch, caplog):
+    def refuse(file):
+        raise NoLocks(95, "Operation not supported")
+
+    monkeypatch.setattr(claims_module, "try_lock", refuse)
+    assert [batch[0] for batch in _shared(store).batches()] == KEYS
+    assert caplog.text.count("file system without locks") == 1

@@ -1,0 +1,102 @@
+"""CONDITIONING and LATENT taken apart: what is read, and what is refused rather than lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devicebridge.encoding.comfy_data import read_conditioning, read_pairs, read_samples
+
+STATES = torch.randn(1, 5, 8)
+POOLED = torch.randn(1, 3)
+
+
+def _conditioning(**options):
+    return [[STATES, options]]
+
+
+def test_states_and_pooled_output_lose_their_batch():
+    entry = read_conditioning(_conditioning(pooled_output=POOLED, attention_mask=torch.ones(1, 5)), "it")
+    assert entry.keys() == {"cond", "pooled_output"}
+    assert torch.equal(entry["cond"], STATES[0]) and torch.equal(entry["pooled_output"], POOLED[0])
+
+
+def test_none_is_no_option():
+    assert read_conditioning(_conditioning(pooled_output=None, reference_latents=None), "it").keys() == {"cond"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"guidance": 3.5},
+        {"reference_latents": [torch.ones(1)]},
+        {"hooks": object()},
+        {"area": (1, 2, 3, 4)},
+        {"attention_mask_img_shape": (4, 4)},
+        {"mask": torch.ones(1, 4, 4)},
+        {"start_percent": 0.5},
+    ],
+)
+def test_options_that_change_what_the_model_is_given_are_refused(options):
+    with pytest.raises(ValueError, match=rf"the caption: its CONDITIONING has {next(iter(options))}"):
+        read_conditioning(_conditioning(pooled_output=POOLED, **options), "the caption")
+
+
+def test_the_guidance_node_is_named():
+    with pytest.raises(ValueError, match="FluxGuidance node out, and set guidance on the training node"):
+        read_conditioning(_conditioning(guidance=3.5), "it")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        _conditioning() * 2,
+        [],
+        None,
+        [[STATES]],
+        [[STATES[0], {}]],
+        [[STATES.expand(2, 5, 8), {}]],
+        _conditioning(pooled_output=torch.ones(3)),
+    ],
+)
+def test_anything_else_is_no_conditioning(wrong):
+    with pytest.raises(ValueError, match=r"it: .*(CONDITIONING|pooled_output)"):
+        read_conditioning(wrong, "it")
+
+
+def test_samples_keep_their_shape():
+    image, video = torch.randn(2, 4, 6, 8), torch.randn(1, 16, 3, 6, 8)
+    assert [entry["samples"].shape for entry in read_samples(image, "it")] == [(4, 6, 8)] * 2
+    assert torch.equal(read_samples(video, "it")[0]["samples"], video[0])
+    for wrong in (torch.ones(4, 6, 8), torch.ones(0, 4, 6, 8), None, [image]):
+        with pytest.raises(ValueError, match="it: samples are a tensor"):
+            read_samples(wrong, "it")
+
+
+def test_pairs_follow_cores_convention():
+    """One LATENT and CONDITIONING each, or a batch with an item per sample, as Resolution Bucket gives them."""
+    images = torch.randn(3, 4, 2, 2)
+    texts = [torch.randn(1, length, 8) for length in (5, 6, 7)]
+    items = [[states, {"pooled_output": POOLED + index}] for index, states in enumerate(texts)]
+    single = read_pairs([{"samples": image[None]} for image in images], [[item] for item in items])
+    batched = read_pairs([{"samples": images[:2]}, {"samples": images[2:], "batch_index": [2]}], [items[:2], items[2:]])
+    for pairs in (list(single), list(batched)):
+        assert len(pairs) == 3
+        for index, (latents, text) in enumerate(pairs):
+            assert torch.equal(latents["samples"], images[index])
+            assert torch.equal(text["cond"], texts[index][0]) and torch.equal(text["pooled_output"], POOLED[0] + index)
+
+
+@pytest.mark.parametrize(
+    ("latents", "conditioning", "words"),
+    [
+        ([{"samples": torch.ones(1, 4, 2, 2)}], [], "1 latents and 0 conditionings"),
+        ([{"samples": torch.ones(2, 4, 2, 2)}], [_conditioning()], "entry 1 of 1: a latent of 2 samples"),
+        ([{"samples": torch.ones(1, 4, 2, 2)}], [_conditioning() * 2], "no combined prompts"),
+        ([{"samples": torch.ones(1, 4, 2, 2), "noise_mask": torch.ones(1)}], [_conditioning()], "noise_mask"),
+        ([torch.ones(1, 4, 2, 2)], [_conditioning()], "a LATENT is"),
+        ([{"samples": torch.full((1, 4, 2, 2), torch.nan)}], [_conditioning()], "entry 1 of 1: samples holds NaN"),
+    ],
+)
+def test_lists_that_do_not_belong_together_are_refused(latents, conditioning, words):
+    with pytest.raises(ValueError, match=words):
+        list(read_pairs(latents, conditioning))

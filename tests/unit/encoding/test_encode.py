@@ -1,0 +1,547 @@
+"""Encoding through the cache: only what is missing is computed, once, and what is done stays done."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import os
+import re
+import shutil
+import types
+import weakref
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from devicebridge.data.image import read_pixels
+from devicebridge.encoding import encode
+from devicebridge.encoding.encode import ImageRequest, Stopped, load_vae
+from devicebridge.encoding.store import CacheStore
+from devicebridge.encoding.streamed_encoder import StreamPlan
+from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder, prepare_text
+from devicebridge.encoding.text_place import TextPlace, open_text_encoder
+from devicebridge.families.spec import (
+    BlockList,
+    LatentSpec,
+    ModelFamily,
+    ShiftRule,
+    TextEncoderSpec,
+    TimestepSpec,
+    Variant,
+)
+from devicebridge.tests.clips import save_clip
+from devicebridge.tests.encoding import encode_captions, encode_images
+from devicebridge.tests.toy_encoders import save_tiny_text_encoder
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+CLIP = TextEncoderSpec("pooled", "text_encoder", "tokenizer", "pooled", 24)
+T5 = TextEncoderSpec("last_hidden_state", "text_encoder_2", "tokenizer_2", "text_states", 24)
+QWEN3 = TextEncoderSpec(
+    "chat_hidden_states", "text_encoder_3", "tokenizer_3", "chat_states", 48, (1, 2), None, {"enable_thinking": False}
+)
+SPECS = (CLIP, T5, QWEN3)
+CAPTIONS = [f"a picture of {number} cats" for number in range(10)]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def encoders(tmp_path):
+    folder = tmp_path / "encoders"
+    for kind, spec in (("clip", CLIP), ("t5", T5), ("qwen3", QWEN3)):
+        save_tiny_text_encoder(
+            folder, kind, 16, 2, encoder_name=spec.folder, tokenizer_name=spec.tokenizer_folder, max_length=24
+        )
+    return folder
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """What was loaded, in order, and whether an earlier model was still alive by then."""
+    loaded, models = [], []
+
+    def remember(name, model):
+        gc.collect()
+        loaded.append((name, sum(reference() is not None for reference in models)))
+        models.append(weakref.ref(model))
+
+    def open_encoder_and_tell(spec, *args):
+        encoder = open_text_encoder(spec, *args)
+        remember(spec.folder, encoder.model)
+        return encoder
+
+    def load_vae_and_tell(*args):
+        vae = load_vae(*args)
+        remember("vae", vae)
+        return vae
+
+    monkeypatch.setattr(encode, "open_text_encoder", open_encoder_and_tell)
+    monkeypatch.setattr(encode, "load_vae", load_vae_and_tell)
+    return loaded
+
+
+class _Counter:
+    """Counts progress, and can ask to stop after some steps."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.calls: list[tuple[int, int, str]] = []
+        self.stop_after = stop_after
+
+    def __call__(self, done: int, total: int, what: str) -> None:
+        self.calls.append((done, total, what))
+
+    def should_stop(self) -> bool:
+        return self.stop_after is not None and bool(self.calls) and self.calls[-1][0] >= self.stop_after
+
+
+def _encode(captions, encoders, store, specs=SPECS, dtype=torch.float32, stop_after=None):
+    """(caption -> key, number of states computed)."""
+    counter = _Counter(stop_after)
+    keys = encode_captions(captions, specs, encoders, "cpu", dtype, store, counter, counter.should_stop)
+    assert counter.calls[-1][:2] == (counter.calls[-1][1],) * 2  # the count ends at the total
+    return keys, len(counter.calls) - len(specs)
+
+
+def test_entries_hold_every_encoders_states(encoders, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    keys, computed = _encode(CAPTIONS, encoders, store, dtype=torch.bfloat16)
+    assert computed == 30 and list(keys) == CAPTIONS and len(set(keys.values())) == 10
+    for caption, key in keys.items():
+        entry = store.get(key)
+        assert {name: tuple(states.shape) for name, states in entry.items()} == {
+            "pooled": (16,),
+            "text_states": (24, 16),
+            "chat_states": (48, 32),
+        }
+        for spec in SPECS:
+            expected = load_text_encoder(spec, encoders, "cpu", torch.bfloat16).encode(prepare_text(caption, spec))
+            assert torch.equal(entry[spec.output], expected) and entry[spec.output].dtype == torch.bfloat16
+
+
+def test_all_captions_together_equal_each_alone(encoders, tmp_path):
+    together, alone = CacheStore(tmp_path / "together"), CacheStore(tmp_path / "alone")
+    keys, _ = _encode(CAPTIONS, encoders, together)
+    for caption in reversed(CAPTIONS):
+        key = _encode([caption], encoders, alone)[0][caption]
+        assert key == keys[caption]
+        ours, theirs = together.get(key), alone.get(key)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_second_run_loads_nothing_and_returns_the_same_bytes(encoders, tmp_path, loads):
+    store = CacheStore(tmp_path / "cache")
+    keys, _ = _encode(CAPTIONS, encoders, store)
+    files = {path: path.read_bytes() for path in store.folder.rglob("*.safetensors")}
+    assert [name for name, _ in loads] == [spec.folder for spec in SPECS]
+    again, computed = _encode(CAPTIONS, encoders, store)
+    assert again == keys and computed == 0 and len(loads) == 3
+    assert {path: path.read_bytes() for path in store.folder.rglob("*.safetensors")} == files
+
+
+def test_one_encoder_at_a_time_is_in_memory(encoders, tmp_path, loads):
+    _encode(CAPTIONS, encoders, CacheStore(tmp_path / "cache"))
+    assert [alive for _, alive in loads] == [0, 0, 0]
+
+
+def test_equal_captions_are_encoded_once(encoders, tmp_path):
+    keys, computed = _encode(["a", "b", "a", "a"], encoders, CacheStore(tmp_path / "cache"), specs=(CLIP,))
+    assert computed == 2 and set(keys) == {"a", "b"}
+    cleaned = dataclasses.replace(T5, zero_padding=True)  # "a " and "a" are one text for it
+    keys, computed = _encode(["a", " a "], encoders, CacheStore(tmp_path / "cache"), specs=(cleaned,))
+    assert computed == 1 and keys["a"] == keys[" a "]
+
+
+def test_editing_one_caption_of_ten_computes_one(encoders, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    _encode(CAPTIONS, encoders, store)
+    keys, computed = _encode([*CAPTIONS[:4], "another text", *CAPTIONS[5:]], encoders, store)
+    assert computed == len(SPECS) and "another text" in keys
+
+
+def test_editing_one_caption_of_five_hundred_computes_one(encoders, tmp_path, monkeypatch):
+    store, encoded, encode_batch = CacheStore(tmp_path / "cache"), [], TextEncoder.encode_batch
+    monkeypatch.setattr(
+        TextEncoder, "encode_batch", lambda self, texts: encoded.extend(texts) or encode_batch(self, texts)
+    )
+    captions = [f"{number} cats" for number in range(500)]
+    before, _ = _encode(captions, encoders, store, specs=(CLIP,))
+    assert sorted(encoded) == sorted(captions)
+    encoded.clear()
+    after, _ = _encode([*captions[:300], "a dog", *captions[301:]], encoders, store, specs=(CLIP,))
+    assert encoded == ["a dog"]
+    assert len(list(store.keys())) == 501 and {**before, "a dog": after["a dog"]} == {**after, **before}
+
+
+def test_streamed_captions_go_many_at_a_time_and_are_those_of_a_resident_encoder(encoders, tmp_path, monkeypatch):
+    sizes, encode_batch = [], TextEncoder.encode_batch
+    monkeypatch.setattr(
+        TextEncoder, "encode_batch", lambda self, texts: sizes.append(len(texts)) or encode_batch(self, texts)
+    )
+    place = TextPlace(torch.device("cpu"), StreamPlan(4, keeps_host_copy=True), "for a test")
+    monkeypatch.setattr(encode, "plan_text_place", lambda *args: place)
+    keys, computed = _encode(CAPTIONS, encoders, CacheStore(tmp_path / "streamed"), specs=(QWEN3,))
+    monkeypatch.undo()
+    assert computed == 10 and sizes == [4, 4, 2]
+    assert _encode(CAPTIONS, encoders, CacheStore(tmp_path / "resident"), specs=(QWEN3,))[0] == keys
+    for key in keys.values():
+        streamed, resident = CacheStore(tmp_path / "streamed").get(key), CacheStore(tmp_path / "resident").get(key)
+        assert torch.equal(streamed["chat_states"], resident["chat_states"])
+
+
+@pytest.mark.parametrize("date_s", [1000, 1_000_000_000, 5_000_000_000])
+def test_outdated_entries_are_computed_again_whatever_their_dates_and_once(encoders, tmp_path, date_s):
+    store = CacheStore(tmp_path / "cache")
+    keys, _ = _encode(CAPTIONS, encoders, store, specs=(CLIP,))
+    for key in store.stamps():
+        os.utime(store.path(key), (date_s, date_s))
+    outdated = {keys[caption]: store.stamp(keys[caption]) for caption in CAPTIONS[:4]}
+    assert _done_of(store, encoders, outdated) == [6, 7, 8, 9, 10]
+    assert _done_of(store, encoders, outdated) == [10]
+
+
+def _done_of(store, encoders, outdated):
+    """What progress tells."""
+    seen = []
+
+    def note(done, total, what):
+        seen.append(done)
+
+    encode_captions(CAPTIONS, (CLIP,), encoders, "cpu", torch.float32, store, note, outdated=outdated)
+    return seen
+
+
+def test_what_another_process_has_written_anew_is_not_computed_again(encoders, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    keys, _ = _encode(CAPTIONS, encoders, store, specs=(CLIP,))
+    outdated = store.stamps()
+    store.put(keys[CAPTIONS[0]], store.get(keys[CAPTIONS[0]]))
+    assert _done_of(store, encoders, outdated)[0] == 1
+
+
+def test_the_pace_is_measured_from_when_an_encoder_begins(encoders, tmp_path):
+    events = []
+    store, note = CacheStore(tmp_path / "cache"), lambda done, total, what: events.append(done)
+    options = {"on_begin": lambda: events.append("begins")}
+    encode_captions(CAPTIONS[:3], (CLIP, T5), encoders, "cpu", torch.float32, store, note, **options)
+    assert events == [0, "begins", 1, 2, 3, 3, "begins", 4, 5, 6]
+
+
+def test_a_torn_entry_is_computed_again(encoders, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    keys, _ = _encode(CAPTIONS, encoders, store, specs=(CLIP,))
+    path = store.path(keys[CAPTIONS[3]])
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert _encode(CAPTIONS, encoders, store, specs=(CLIP,)) == (keys, 1)
+    assert path.read_bytes() == whole
+
+
+def test_a_changed_weight_recomputes_that_encoder_only(encoders, tmp_path, loads):
+    store = CacheStore(tmp_path / "cache")
+    before, _ = _encode(CAPTIONS, encoders, store)
+    file = encoders / T5.folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["encoder.final_layer_norm.weight"][0] += 0.01
+    save_file(tensors, file, metadata={"format": "pt"})
+    after, computed = _encode(CAPTIONS, encoders, store)
+    assert computed == 10 and [name for name, _ in loads[3:]] == [T5.folder]
+    assert not set(before.values()) & set(after.values())
+    old, new = store.get(before[CAPTIONS[0]]), store.get(after[CAPTIONS[0]])
+    assert torch.equal(old["pooled"], new["pooled"]) and not torch.equal(old["text_states"], new["text_states"])
+
+
+def test_any_changed_setting_computes_again(encoders, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    captions = CAPTIONS[:2]
+    assert _encode(captions, encoders, store, specs=(QWEN3,))[1] == 2
+    for change in (
+        {"layers": (2, 1)},
+        {"max_length": 40},
+        {"system_prompt": "look"},
+        {"template_options": {"enable_thinking": False, "add_generation_prompt": True}},
+        {"zero_padding": True},
+    ):
+        assert _encode(captions, encoders, store, specs=(dataclasses.replace(QWEN3, **change),))[1] == 2, change
+    assert _encode(captions, encoders, store, specs=(QWEN3,), dtype=torch.bfloat16)[1] == 2
+    tokenizer = encoders / QWEN3.tokenizer_folder
+    settings, template = tokenizer / "tokenizer_config.json", tokenizer / "chat_template.jinja"
+    settings.write_text(settings.read_text().replace('"padding_side": "right"', '"padding_side": "left"'))
+    assert _encode(captions, encoders, store, specs=(QWEN3,))[1] == 2
+    if template.exists():  # transformers before 4.56 keeps it in tokenizer_config.json
+        template.write_text(template.read_text().replace("\n", " "))
+    else:
+        settings.write_text(settings.read_text().replace("<|im_end|>\\\\n", "<|im_end|> "))
+    assert _encode(captions, encoders, store, specs=(QWEN3,))[1] == 2
+
+
+def test_moved_encoders_hit(encoders, tmp_path, loads):
+    store = CacheStore(tmp_path / "cache")
+    keys, _ = _encode(CAPTIONS, encoders, store)
+    moved = shutil.move(encoders, tmp_path / "moved")
+    assert _encode(CAPTIONS, moved, store) == (keys, 0)
+
+
+@pytest.mark.parametrize("stop_after", [0, 4, 13])
+def test_stopping_keeps_what_is_done_and_frees_the_encoder(encoders, tmp_path, loads, stop_after):
+    store = CacheStore(tmp_path / "cache")
+    with pytest.raises(Stopped, match=f"stopped after {stop_after} of 30 captions; these are kept"):
+        _encode(CAPTIONS, encoders, store, stop_after=stop_after)
+    assert len(list(store.folder.rglob("*.safetensors"))) == stop_after
+    _, computed = _encode(CAPTIONS, encoders, store)
+    assert computed == 30 - stop_after
+    assert all(alive == 0 for _, alive in loads)
+
+
+def test_folders_that_are_missing_are_named(encoders, tmp_path):
+    with pytest.raises(ValueError, match=r"elsewhere.*text_encoder is not a folder"):
+        _encode(CAPTIONS, tmp_path / "elsewhere", CacheStore(tmp_path / "cache"))
+
+
+# --- images ----------------------------------------------------------------------------------------------------------
+
+
+def _encode_latents(vae, pixels):
+    assert pixels.ndim == 5 and pixels.shape[:3] == (1, 3, 1)
+    return vae.encode(pixels[:, :, 0]).latent_dist.mode()[:, :, None] * 2 - 1  # in the VAE's type
+
+
+def _family(encode_latents=_encode_latents, version: int = 1) -> ModelFamily:
+    return ModelFamily(
+        name="example",
+        title="Example",
+        transformer_class="",
+        vae_class="AutoencoderKL",
+        block_lists=(BlockList("blocks"),),
+        tail=(),
+        keep_full_precision=(),
+        lora_targets=(),
+        latent=LatentSpec(4, 2, normalisation_version=version),
+        timesteps=TimestepSpec("uniform", "none", {"none": ShiftRule("none")}),
+        variants=(Variant("small", {}, ()),),
+        renames=(),
+        modelspec_architecture="",
+        ss_base_model_version="",
+        make_inputs=None,
+        read_prediction=None,
+        encode_latents=encode_latents,
+        decode_latents=None,
+    )
+
+
+@pytest.fixture
+def vae_folder(tmp_path):
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    vae = diffusers.AutoencoderKL(block_out_channels=[4, 8], norm_num_groups=2, latent_channels=4, **blocks)
+    vae.save_pretrained(tmp_path / "vae")
+    return tmp_path / "vae"
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Ten requests for ten different pictures."""
+    requests, generator = [], np.random.default_rng(0)
+    for number in range(10):
+        path = tmp_path / f"{number}.png"
+        Image.fromarray(generator.integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(path)
+        requests.append(ImageRequest(str(path), (18, 20), (1, 2, 16, 16)))
+    return requests
+
+
+def _encode_images(requests, vae_folder, store, family=None, dtype=torch.float32, stop_after=None):
+    """(request -> key, number of latents computed)."""
+    family, counter = family or _family(), _Counter(stop_after)
+    keys = encode_images(requests, family, family.variants[0], vae_folder, dtype, store, counter, counter.should_stop)
+    assert counter.calls[-1][:2] == (counter.calls[-1][1],) * 2
+    return keys, len(counter.calls) - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_latents_are_what_the_familys_encoder_makes(vae_folder, images, tmp_path, dtype):
+    store = CacheStore(tmp_path / "cache")
+    keys, computed = _encode_images(images, vae_folder, store, dtype=dtype)
+    assert computed == 10
+    vae = diffusers.AutoencoderKL.from_pretrained(vae_folder, torch_dtype=dtype)
+    for request, key in keys.items():
+        (latents,) = store.get(key).values()
+        assert latents.shape == (4, 1, 8, 8) and latents.dtype == torch.float32
+        with torch.no_grad():
+            expected = _encode_latents(vae, read_pixels(request)[None, :, None].to(dtype))[0].float()
+        assert torch.equal(latents, expected)
+
+
+def test_a_second_run_loads_no_vae(vae_folder, images, tmp_path, loads):
+    store = CacheStore(tmp_path / "cache")
+    keys, _ = _encode_images(images, vae_folder, store)
+    assert _encode_images(images, vae_folder, store) == (keys, 0)
+    assert loads == [("vae", 0)]
+
+
+def test_renamed_moved_and_touched_images_hit(vae_folder, images, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    keys, _ = _encode_images(images, vae_folder, store)
+    (tmp_path / "elsewhere").mkdir()
+    moved = [
+        dataclasses.replace(request, path=shutil.copyfile(request.path, f"{tmp_path}/elsewhere/{number}.bild"))
+        for number, request in enumerate(images)
+    ]
+    after, computed = _encode_images(moved, shutil.move(vae_folder, tmp_path / "another_vae"), store)
+    assert computed == 0 and list(after.values()) == list(keys.values())
+
+
+def test_only_what_changed_is_computed_again(vae_folder, images, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    _encode_images(images, vae_folder, store)
+    Image.new("RGB", (24, 20), "red").save(images[2].path)
+    assert _encode_images(images, vae_folder, store)[1] == 1
+    cropped = [*images[:5], dataclasses.replace(images[5], crop=(0, 2, 16, 16)), *images[6:]]
+    assert _encode_images(cropped, vae_folder, store)[1] == 1
+    resized = [*images[:5], dataclasses.replace(images[5], resize=(19, 20)), *images[6:]]
+    assert _encode_images(resized, vae_folder, store)[1] == 1
+    assert _encode_images(images, vae_folder, store, family=_family(version=2))[1] == 10
+    assert _encode_images(images, vae_folder, store, dtype=torch.bfloat16)[1] == 10
+    tensors = load_file(vae_folder / "diffusion_pytorch_model.safetensors")
+    tensors["encoder.conv_in.bias"] += 0.1
+    save_file(tensors, vae_folder / "diffusion_pytorch_model.safetensors", metadata={"format": "pt"})
+    assert _encode_images(images, vae_folder, store)[1] == 10
+
+
+def test_one_file_under_two_names_is_encoded_once(vae_folder, images, tmp_path):
+    copy = shutil.copyfile(images[0].path, tmp_path / "copy.png")
+    requests = [images[0], dataclasses.replace(images[0], path=str(copy)), images[0]]
+    keys, computed = _encode_images(requests, vae_folder, CacheStore(tmp_path / "cache"))
+    assert computed == 1 and len(keys) == 2 and len(set(keys.values())) == 1
+
+
+def test_images_that_cannot_be_read_are_named_and_all_others_are_encoded(vae_folder, images, tmp_path):
+    store = CacheStore(tmp_path / "cache")
+    whole = (tmp_path / "3.png").read_bytes()
+    (tmp_path / "3.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "6.png").write_text("not a picture")
+    with pytest.raises(ValueError, match=r"(?s)3\.png cannot be read as an image.*6\.png cannot be read as an image"):
+        _encode_images(images, vae_folder, store)
+    assert len(list(store.keys())) == 8
+    (tmp_path / "3.png").unlink()
+    (tmp_path / "6.png").unlink()
+    with pytest.raises(ValueError, match=r"(?s)3\.png cannot be read.*6\.png cannot be read"):
+        _encode_images(images, vae_folder, store)
+
+
+def test_clips_that_cannot_be_read_are_named_and_all_others_are_encoded(vae_folder, images, tmp_path):
+    """A clip that was cut short after it was looked at, one with too few frames, and a folder that has gone."""
+
+    def encode_video(vae, pixels):
+        return torch.cat([_encode_latents(vae, frame) for frame in pixels.split(1, dim=2)], dim=2)
+
+    cut = ImageRequest(str(save_clip(tmp_path / "cut.mp4", 8)), (18, 20), (1, 2, 16, 16), (0, 4, 5))
+    whole = [dataclasses.replace(cut, path=str(save_clip(tmp_path / name, 8))) for name in ("whole.mkv", "folder")]
+    (tmp_path / "cut.mp4").write_bytes((tmp_path / "cut.mp4").read_bytes()[:-200])
+    short = dataclasses.replace(whole[0], frames=(5, 8))
+    store, family = CacheStore(tmp_path / "cache"), _family(encode_video)
+    with pytest.raises(ValueError, match=r"(?s)cut\.mp4: .*cut off.*whole\.mkv: .*ends before its frame 9.*all other"):
+        _encode_images([images[0], cut, short, *whole], vae_folder, store, family=family)
+    keys, computed = _encode_images([images[0], *whole], vae_folder, store, family=family)
+    assert computed == 0 and len(list(store.keys())) == 3
+    assert store.get(keys[whole[0]])["latents"].shape == (4, 3, 8, 8)
+    shutil.rmtree(tmp_path / "folder")
+    with pytest.raises(ValueError, match=r"folder cannot be read"):
+        _encode_images([*images, *whole], vae_folder, store, family=family)
+
+
+def test_a_vae_that_leaves_frames_out_is_refused(vae_folder, tmp_path):
+    clip = ImageRequest(str(save_clip(tmp_path / "a.mp4", 8)), (18, 20), (1, 2, 16, 16), (0, 4, 5))
+    family = _family(lambda vae, pixels: _encode_latents(vae, pixels[:, :, :1]))
+    with pytest.raises(RuntimeError, match=r"the VAE made 1 latent frames of 3 frames of .*a\.mp4; small needs 3"):
+        _encode_images([clip], vae_folder, CacheStore(tmp_path / "cache"), family=family)
+
+
+def test_stopping_keeps_the_latents_that_are_done(vae_folder, images, tmp_path, loads):
+    store = CacheStore(tmp_path / "cache")
+    with pytest.raises(Stopped, match="stopped after 7 of 10 images"):
+        _encode_images(images, vae_folder, store, stop_after=7)
+    assert _encode_images(images, vae_folder, store)[1] == 3
+    assert loads == [("vae", 0), ("vae", 0)]
+
+
+def test_captions_that_give_no_finite_states_are_named_and_the_others_of_their_pass_kept(
+    encoders, tmp_path, monkeypatch
+):
+    """A streamed pass of five, two of them bad."""
+    bad, store = CAPTIONS[1:3], CacheStore(tmp_path / "cache")
+    together = TextEncoder._encode_together
+
+    def spoil(self, texts):
+        found = together(self, texts)
+        return [states * float("inf") if text in bad else states for states, text in zip(found, texts, strict=True)]
+
+    monkeypatch.setattr(TextEncoder, "_encode_together", spoil)
+    place = TextPlace(torch.device("cpu"), StreamPlan(5), "for this test")
+    monkeypatch.setattr(encode, "plan_text_place", lambda *args: place)
+    with pytest.raises(RuntimeError, match=r"(?s)not finite in.*'a picture of 1.*'a picture of 2.*are kept"):
+        encode_captions(CAPTIONS[:5], [T5], encoders, "cpu", torch.float32, store)
+    assert len(list(store.keys())) == 3
+    monkeypatch.setattr(TextEncoder, "_encode_together", together)
+    keys = encode_captions(CAPTIONS[:5], [T5], encoders, "cpu", torch.float32, store)
+    assert all(torch.isfinite(store.get(key)[T5.output]).all() for key in keys.values())
+
+
+def test_the_log_says_what_is_held_before_with_and_after_each_model(
+    encoders, vae_folder, images, tmp_path, monkeypatch, caplog
+):
+    """By a process that holds 1 GB, and 5 for each model that is alive: after the last line nothing may be."""
+    models, open_place, load = [], open_text_encoder, load_vae
+
+    def remember(model):
+        models.append(weakref.ref(model))
+        return model
+
+    def open_and_remember(*args):
+        encoder = open_place(*args)
+        remember(encoder.model)
+        return encoder
+
+    def memory_info():
+        alive = sum(reference() is not None for reference in models)
+        return types.SimpleNamespace(rss=(1 + 5 * alive) * 10**9)
+
+    monkeypatch.setattr(encode, "open_text_encoder", open_and_remember)
+    monkeypatch.setattr(encode, "load_vae", lambda *args: remember(load(*args)))
+    monkeypatch.setattr("psutil.Process", lambda: types.SimpleNamespace(memory_info=memory_info))
+    store = CacheStore(tmp_path / "cache")
+    with caplog.at_level(logging.INFO, logger=encode.logger.name):
+        encode_captions(CAPTIONS[:2], [CLIP, T5], encoders, "cpu", torch.float32, store)
+        _encode_images(images, vae_folder, store)
+    assert [line for line in caplog.messages if "in use by this process" in line] == [
+        f"{what} GB in use by this process"
+        for what in (
+            "loading text encoder text_encoder for up to 2 captions; 1.00",
+            "loaded text encoder text_encoder; 6.00",
+            "freed text encoder text_encoder; 1.00",
+            "loading text encoder text_encoder_2 for up to 2 captions; 1.00",
+            "loaded text encoder text_encoder_2; 6.00",
+            "freed text encoder text_encoder_2; 1.00",
+            "loading the VAE for up to 10 images; 1.00",
+            "loaded the VAE; 6.00",
+            "freed VAE; 1.00",
+        )
+    ]
+
+
+def test_the_log_says_what_a_card_holds(monkeypatch, caplog):
+    card = types.SimpleNamespace(memory_allocated=lambda device: 3 * 10**9)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: card)
+    with caplog.at_level(logging.INFO, logger=encode.logger.name):
+        encode._log_memory("freed VAE", "cuda:0")
+    assert re.fullmatch(r"freed VAE; \d+\.\d\d GB and 3\.00 GB on cuda:0 in use by this process", caplog.messages[0])
+
+
+def test_latents_that_are_not_finite_are_refused(vae_folder, images, tmp_path):
+    family = _family(lambda vae, pixels: _encode_latents(vae, pixels) / 0)
+    store = CacheStore(tmp_path / "cache")
+    with pytest.raises(RuntimeError, match=r"latents of .*0\.png are not finite.*bfloat16"):
+        _encode_images(images, vae_folder, store, family=family)
+    assert not list(store.keys())

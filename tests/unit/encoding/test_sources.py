@@ -1,0 +1,234 @@
+"""Stock encoders through the cache: the same claims, store, progress and stop as our own, other names."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from devicebridge.encoding.claims import Claims
+from devicebridge.encoding.encode import ImageRequest, Stopped, fill_images, fill_texts, text_entries
+from devicebridge.encoding.sources import StockLatents, StockTexts
+from devicebridge.encoding.store import CacheStore
+from PIL import Image
+
+CAPTIONS = ["", "a cat", "a dog", "a cat", "a bird"]
+NAME = f"comfyui 1 CLIP {'a' * 64}"
+
+
+class StubClip:
+    """A CLIP whose states tell the text, and which counts. pooled: width of its pooled output, 0 for none."""
+
+    fingerprint = NAME
+
+    def __init__(self, width=8, pooled=2):
+        self.texts, self.released, self.width, self.pooled = [], 0, width, pooled
+
+    def encode(self, text):
+        assert not self.released, "used after it was released"
+        self.texts.append(text)
+        generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
+        states = torch.randn(1, 3 + len(text), self.width, generator=generator)
+        return [[states, {"pooled_output": torch.ones(1, self.pooled) if self.pooled else None}]]
+
+    def release(self):
+        self.released += 1
+
+
+class StubVae:
+    """Keeps the pixels it is given; latents are their means over 2 x 2."""
+
+    fingerprint = f"comfyui 1 VAE {'b' * 64}"
+    takes_clips = False
+
+    def __init__(self):
+        self.pixels, self.released = [], 0
+
+    def encode(self, pixels):
+        self.pixels.append(pixels)
+        return torch.nn.functional.avg_pool2d(pixels.movedim(-1, 1), 2)
+
+    def release(self):
+        self.released += 1
+
+
+class StubVideoVae(StubVae):
+    """Of frames 1 + 4 n it keeps every fourth, each as StubVae makes it; one sample."""
+
+    takes_clips = True
+
+    def encode(self, pixels):
+        return super().encode(pixels)[::4].movedim(0, 1)[None]
+
+
+def _fits(shapes, num_frames=0):
+    return ""
+
+
+def _texts(clip, problem=_fits, name=NAME):
+    return [StockTexts(name, problem, clip)]
+
+
+def test_texts_are_kept_as_they_came_and_encoded_once(tmp_path):
+    store, clip, done = CacheStore(tmp_path), StubClip(), []
+    keys = fill_texts(CAPTIONS, _texts(clip), store, lambda *count: done.append(count))
+    assert sorted(clip.texts) == sorted(set(CAPTIONS)) and clip.released == 1
+    assert done[0][:2] == (0, 4) and done[-1] == (4, 4, "captions")
+    for caption, key in keys.items():
+        states, options = StubClip().encode(caption)[0]
+        entry = store.get(key)
+        assert torch.equal(entry["cond"], states[0]) and torch.equal(
+            entry["pooled_output"], options["pooled_output"][0]
+        )
+
+    again = StubClip()
+    assert fill_texts(CAPTIONS, _texts(again), store) == keys and not again.texts and not again.released
+    edited = StubClip()
+    fill_texts([*CAPTIONS[:-1], "a blue bird"], _texts(edited), store)
+    assert edited.texts == ["a blue bird"]
+
+
+def test_another_clip_has_other_entries_and_a_known_name_finds_them(tmp_path):
+    store = CacheStore(tmp_path)
+    keys = fill_texts(CAPTIONS, _texts(StubClip()), store)
+    assert fill_texts(CAPTIONS, _texts(None), store) == keys
+    other = text_entries(CAPTIONS, _texts(None, name=NAME.replace("a" * 64, "c" * 64)))
+    assert not {key for entries in other.values() for key in entries} & set(keys.values())
+    with pytest.raises(ValueError, match="1 captions are not in the cache, and cache.text_source says"):
+        fill_texts([*CAPTIONS, "new"], _texts(None), store)
+
+
+def test_stopping_keeps_what_is_done_and_gives_every_claim_back(tmp_path):
+    store, clip = CacheStore(tmp_path), StubClip()
+    with pytest.raises(Stopped):
+        fill_texts(CAPTIONS, _texts(clip), store, should_stop=lambda: len(clip.texts) >= 2)
+    assert len(list(store.keys())) == 2 and clip.released == 1
+    rest = StubClip()
+    keys = fill_texts(CAPTIONS, _texts(rest), store)
+    assert len(rest.texts) == 2 and set(rest.texts).isdisjoint(clip.texts)
+    claims = Claims(store)
+    for key in keys.values():
+        claim = claims.take(key)
+        assert claim is not None
+        claim.release()
+
+
+def test_a_clip_of_another_model_is_refused_at_its_first_caption(tmp_path):
+    store, clip = CacheStore(tmp_path), StubClip()
+
+    def problem(shapes):
+        assert shapes["cond"][-1] == 8
+        return "it is too wide"
+
+    with pytest.raises(ValueError, match="the stock CLIP does not fit: of the caption .*, it is too wide"):
+        fill_texts(CAPTIONS, _texts(clip, problem), store)
+    assert len(clip.texts) == 1 and not list(store.keys()) and clip.released == 1
+
+
+def test_states_that_are_not_finite_are_not_kept(tmp_path):
+    clip = StubClip()
+    clip.encode = lambda text: [[torch.full((1, 3, 8), float("nan")), {}]]
+    with pytest.raises(RuntimeError, match="not finite"):
+        fill_texts(["a"], _texts(clip), CacheStore(tmp_path))
+
+
+def test_states_that_are_not_finite_cost_the_others_of_their_batch_nothing(tmp_path):
+    store, clip, encode = CacheStore(tmp_path), StubClip(), StubClip.encode
+    clip.encode = lambda text: [[encode(clip, text)[0][0] / (text != "a dog"), {}]]
+    with pytest.raises(RuntimeError, match="^the states of 'a dog' are not finite.*\nall captions .* are kept$"):
+        fill_texts(CAPTIONS, [StockTexts(NAME, _fits, clip, batch_size=4)], store)
+    assert len(list(store.keys())) == 3 and clip.released == 1
+
+
+def test_captions_that_pull_in_files_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="textual inversion"):
+        fill_texts(["a cat, embedding:bad_hands"], _texts(StubClip()), CacheStore(tmp_path))
+
+
+@pytest.fixture
+def requests(tmp_path):
+    generator = np.random.default_rng(0)
+    made = []
+    for index in range(3):
+        path = tmp_path / f"{index}.png"
+        Image.fromarray(generator.integers(0, 256, (12, 10, 3), dtype=np.uint8)).save(path)
+        made.append(ImageRequest(str(path), (12, 10), (2, 0, 8, 8)))
+    return made
+
+
+def test_images_reach_the_vae_as_the_hosts_image_loader_makes_them(requests, tmp_path):
+    """float32 bytes / 255, bit for bit, [1, height, width, 3]; all 256 levels."""
+    levels = np.arange(256, dtype=np.uint8).reshape(16, 16, 1).repeat(3, axis=2)
+    Image.fromarray(levels).save(tmp_path / "levels.png")
+    store, vae = CacheStore(tmp_path / "cache"), StubVae()
+    every_level = ImageRequest(str(tmp_path / "levels.png"), (16, 16), (0, 0, 16, 16))
+    keys = fill_images([*requests, every_level], StockLatents(vae.fingerprint, _fits, vae), store)
+    for request, pixels in zip([*requests, every_level], vae.pixels, strict=True):
+        top, left, height, width = request.crop
+        loaded = np.array(Image.open(request.path)).astype(np.float32) / 255.0
+        expected = torch.from_numpy(loaded)[None, top : top + height, left : left + width]
+        assert torch.equal(pixels, expected)
+        assert torch.equal(store.get(keys[request])["samples"], StubVae().encode(expected)[0])
+    assert vae.released == 1
+
+
+def test_a_known_vae_finds_its_latents_and_computes_none(requests, tmp_path):
+    store, vae = CacheStore(tmp_path / "cache"), StubVae()
+    keys = fill_images(requests[:2], StockLatents(vae.fingerprint, _fits, vae), store)
+    known = StockLatents(vae.fingerprint, _fits)
+    assert fill_images(requests[:2], known, store) == keys
+    with pytest.raises(ValueError, match="1 images are not in the cache, and cache.latent_source says"):
+        fill_images(requests, known, store)
+    other = StockLatents("another", _fits, StubVae())
+    assert not set(fill_images(requests, other, store).values()) & set(keys.values())
+
+
+def test_a_vae_of_another_model_is_refused_at_its_first_image(requests, tmp_path):
+    store, vae = CacheStore(tmp_path / "cache"), StubVae()
+    with pytest.raises(ValueError, match=r"the stock VAE does not fit: of .*0\.png, no"):
+        fill_images(requests, StockLatents(vae.fingerprint, lambda shapes, num_frames: "no", vae), store)
+    assert len(vae.pixels) == 1 and not list(store.keys()) and vae.released == 1
+
+
+@pytest.fixture
+def clips(requests):
+    """The first nine frames of a folder of images, and every other one of them."""
+    folder = Path(requests[0].path).parent / "clip"
+    folder.mkdir()
+    generator = np.random.default_rng(1)
+    for index in range(10):
+        Image.fromarray(generator.integers(0, 256, (12, 10, 3), dtype=np.uint8)).save(folder / f"{index}.png")
+    size = ((12, 10), (2, 0, 8, 8))
+    return [ImageRequest(str(folder), *size, tuple(range(9))), ImageRequest(str(folder), *size, (0, 2, 4, 6, 8))]
+
+
+def test_clips_reach_the_vae_as_a_batch_of_frames_and_other_frames_are_another_entry(requests, clips, tmp_path):
+    """As core's nodes hand videos to VAEEncode: [F, height, width, 3]."""
+    store, vae, asked = CacheStore(tmp_path / "cache"), StubVideoVae(), []
+
+    def problem(shapes, num_frames):
+        asked.append((shapes["samples"], num_frames))
+        return ""
+
+    source = StockLatents(vae.fingerprint, problem, vae)
+    keys = fill_images([requests[0], *clips], source, store)
+    assert len(set(keys.values())) == 3
+    assert asked == [((3, 1, 4, 4), 1), ((3, 3, 4, 4), 9), ((3, 2, 4, 4), 5)]
+    for clip, pixels in zip(clips, vae.pixels[1:], strict=True):
+        files = [f"{clip.path}/{index}.png" for index in clip.frames]
+        loaded = np.stack([np.array(Image.open(file)).astype(np.float32) / 255.0 for file in files])
+        assert torch.equal(pixels, torch.from_numpy(loaded)[:, 2:10, :8])
+        assert torch.equal(store.get(keys[clip])["samples"], StubVideoVae().encode(pixels)[0])
+
+
+def test_a_vae_of_single_images_is_refused_before_a_clip_is_encoded(requests, clips, tmp_path):
+    store, vae = CacheStore(tmp_path / "cache"), StubVae()
+    with pytest.raises(ValueError, match="encodes every frame for itself, but 2 clips are to be .*, such as .*clip"):
+        fill_images([requests[0], *clips], StockLatents(vae.fingerprint, _fits, vae), store)
+    assert not vae.pixels and not list(store.keys())
+    vae.takes_clips = True  # which it claims wrongly
+    with pytest.raises(ValueError, match="it made 9 samples, not one"):
+        fill_images(clips, StockLatents(vae.fingerprint, _fits, vae), store)
+    assert not list(store.keys())

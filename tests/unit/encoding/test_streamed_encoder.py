@@ -1,0 +1,439 @@
+"""Streamed text encoders: the same bits as resident ones, each layer copied once per pass, two of them on the card."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.encoding import streamed_encoder
+from devicebridge.encoding.encode import Stopped
+from devicebridge.encoding.store import CacheStore
+from devicebridge.encoding.streamed_encoder import NUM_BUFFERS, StreamPlan
+from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder
+from devicebridge.encoding.text_place import forecast_size
+from devicebridge.encoding.text_weights import layer_list
+from devicebridge.parallel.offload import pinned
+from devicebridge.patches.hooks import HookSet
+from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
+from devicebridge.tests.encoding import encode_captions
+from devicebridge.tests.toy_encoders import save_tiny_text_encoder
+from devicebridge.tests.unit.encoding.test_text_encoder_quantized import SPECS
+from safetensors.torch import load_file, save_file
+
+CPU = torch.device("cpu")
+NUM_LAYERS = 8  # of which chat encoders need three, see SPECS
+CAPTIONS = ["a cat", "An old ship at sea, painted in oil.", "", "x" * 200, "b c d", "y" * 300, "a dog"]
+PADDED = [caption for caption in CAPTIONS if len(caption) < 60]
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model folder per kind."""
+    root = tmp_path_factory.mktemp("encoders")
+    for kind in SPECS:
+        save_tiny_text_encoder(root / kind, kind, 64, layers=NUM_LAYERS, max_length=64)  # type: ignore[arg-type]
+    return {kind: root / kind for kind in SPECS}
+
+
+def _stream(
+    folder: Path, kind: str, plan: StreamPlan, device: torch.device = CPU, dtype: torch.dtype = torch.float32
+) -> TextEncoder:
+    return load_text_encoder(SPECS[kind], folder, device, dtype, stream=plan)
+
+
+def _resident_states(
+    folder: Path, kind: str, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> dict[str, torch.Tensor]:
+    encoder = load_text_encoder(SPECS[kind], folder, device, dtype)
+    return {caption: encoder.encode(caption).to(CPU) for caption in CAPTIONS}
+
+
+def _copies(encoder: TextEncoder) -> int:
+    assert encoder.stream is not None
+    return encoder.stream.num_copies
+
+
+# --- bits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keeps_host_copy", [True, False])
+@pytest.mark.parametrize("kind", SPECS)
+def test_states_are_those_of_the_resident_encoder_bit_by_bit(
+    folders: dict[str, Path], kind: str, keeps_host_copy: bool, dtype: torch.dtype
+) -> None:
+    expected = _resident_states(folders[kind], kind, dtype)
+    encoder = _stream(folders[kind], kind, StreamPlan(4, keeps_host_copy), dtype=dtype)
+    for company in (CAPTIONS, CAPTIONS[::-1], CAPTIONS[:1], CAPTIONS[3:4], PADDED):
+        for caption, states in zip(company, encoder.encode_batch(company), strict=True):
+            assert torch.equal(states, expected[caption]), caption
+    assert torch.equal(encoder.encode("a cat"), expected["a cat"])
+    encoder.close()
+
+
+def test_float16_keeps_what_the_class_wants_in_float32(folders: dict[str, Path]) -> None:
+    """T5's wo, among layers otherwise in float16."""
+    expected = _resident_states(folders["t5"], "t5", torch.float16)
+    encoder = _stream(folders["t5"], "t5", StreamPlan(3), dtype=torch.float16)
+    for caption, states in zip(CAPTIONS, encoder.encode_batch(CAPTIONS), strict=True):
+        assert torch.equal(states, expected[caption])
+    encoder.close()
+
+
+def test_captions_go_through_a_layer_one_by_one(folders: dict[str, Path]) -> None:
+    """In a batch of several, products round differently; on a CPU of tiny matrices that may not show in the bits."""
+    encoder = _stream(folders["qwen3"], "qwen3", StreamPlan(4))
+    seen: list[torch.Size] = []
+    hooks = HookSet()
+    for layer in layer_list(encoder.model)[1]:
+        hooks.after(layer.mlp.up_proj, lambda module, args, kwargs, output: seen.append(output.shape))
+    encoder.encode_batch(PADDED[:4])
+    assert len(seen) == 3 * 4 and {shape[0] for shape in seen} == {1}
+    hooks.remove()
+    encoder.close()
+
+
+# --- passes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_that_would_mix_captions_is_an_error() -> None:
+    """An argument whose batch is not where we look for it would make two captions of one."""
+    unknown = streamed_encoder._caption((), {"other": torch.ones(3, 2, 4, 8)}, 0, 2)[1]["other"]
+    one = torch.zeros(1, 4, 8) * unknown[0]
+    with pytest.raises(AssertionError, match="mixed captions"):
+        streamed_encoder._joined([one, one])
+
+
+def test_a_batch_is_one_pass(folders: dict[str, Path]) -> None:
+    encoder = _stream(folders["mistral3"], "mistral3", StreamPlan(3))
+    batches = encoder.plan_batches(CAPTIONS)
+    assert sorted(map(len, batches)) == [2, 2, 3]  # five with padding, two without
+    assert sorted(sum(batches, [])) == sorted(CAPTIONS)
+    for batch in batches:
+        assert len({len(caption) > 60 for caption in batch}) == 1  # padded and full ones apart
+    for number, batch in enumerate(batches, start=1):
+        encoder.encode_batch(batch)
+        assert _copies(encoder) == 3 * number
+    encoder.close()
+
+
+def test_encoders_that_see_no_mask_need_no_two_kinds_of_batches(folders: dict[str, Path]) -> None:
+    encoder = _stream(folders["t5"], "t5", StreamPlan(len(CAPTIONS)))
+    assert encoder.plan_batches(CAPTIONS) == [CAPTIONS]
+    encoder.close()
+
+
+def test_equal_captions_are_computed_once(folders: dict[str, Path]) -> None:
+    encoder = _stream(folders["t5"], "t5", StreamPlan(4))
+    first, _, again = encoder.encode_batch(["a cat", "a dog", "a cat"])
+    assert torch.equal(first, again) and encoder.plan_batches(["a", "b", "a"]) == [["a", "b"]]
+    encoder.close()
+
+
+def test_resident_encoders_take_captions_one_at_a_time(folders: dict[str, Path]) -> None:
+    encoder = load_text_encoder(SPECS["qwen3"], folders["qwen3"], CPU, torch.float32)
+    assert encoder.plan_batches(["a", "b", "a"]) == [["a"], ["b"]]
+    expected = _resident_states(folders["qwen3"], "qwen3")
+    for caption, states in zip(CAPTIONS, encoder.encode_batch(CAPTIONS), strict=True):
+        assert torch.equal(states, expected[caption])
+    encoder.close()
+
+
+# --- card ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _views_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # emulated tensors cannot be viewed in inference mode
+
+
+def _watch_inside(encoder: TextEncoder, look: Callable[[], None]) -> HookSet:
+    """Call look whenever a linear of a layer has computed."""
+    hooks = HookSet()
+    for layer in layer_list(encoder.model)[1]:
+        for module in layer.modules():
+            if isinstance(module, torch.nn.Linear):
+                hooks.after(module, lambda module, args, kwargs, output: look())
+    return hooks
+
+
+@pytest.mark.usefixtures("_views_allowed")
+@pytest.mark.parametrize("keeps_host_copy", [True, False])
+@pytest.mark.parametrize("kind", ["qwen3", "umt5", "t5"])
+def test_a_card_holds_two_layers_and_each_crosses_once_per_pass(
+    folders: dict[str, Path], kind: str, keeps_host_copy: bool
+) -> None:
+    size = forecast_size(SPECS[kind], folders[kind], torch.float32)
+    held: list[int] = []
+    with emulated_cards(1) as cards:
+        expected = _resident_states(folders[kind], kind, device=CARDS[0])  # emulation computes attention its own way
+        gc.collect()
+        assert live_bytes(CARDS[0]) == 0
+        encoder = _stream(folders[kind], kind, StreamPlan(len(PADDED), keeps_host_copy), CARDS[0])
+        num_layers = len(layer_list(encoder.model)[1])
+        window = size.rest + NUM_BUFFERS * size.layer
+        assert window <= live_bytes(CARDS[0]) <= window + 4096  # and rotary frequencies
+        hooks = _watch_inside(encoder, lambda: held.append(live_bytes(CARDS[0])))
+        for number in (1, 2):
+            cards.copies.clear()
+            found = encoder.encode_batch(PADDED)
+            to_card = [copy.num_bytes for copy in cards.copies if copy.target == CARDS[0]]
+            layer_copies = [num_bytes for num_bytes in to_card if num_bytes > size.layer // 2]
+            assert len(layer_copies) == num_layers and sum(layer_copies) <= size.layers
+            assert _copies(encoder) == number * num_layers
+        hooks.remove()
+        assert max(held) <= size.streamed_bytes(len(PADDED))
+        assert max(held) - window < size.working + len(PADDED) * size.caption
+        for caption, states in zip(PADDED, found, strict=True):
+            assert states.device == CPU and torch.equal(states, expected[caption])
+        encoder.close()
+        layers = layer_list(encoder.model)[1]
+        assert all(parameter.is_meta for parameter in layers.parameters())
+        assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers)
+        del encoder, layers, hooks
+        gc.collect()
+        assert live_bytes(CARDS[0]) == 0
+
+
+def test_an_encoder_that_is_all_there_would_break_the_bound(folders: dict[str, Path]) -> None:
+    """So that the test above can fail."""
+    size = forecast_size(SPECS["t5"], folders["t5"], torch.float32)
+    assert size.whole - size.rest > 3 * NUM_BUFFERS * size.layer / 2
+
+
+class _Recorder(streamed_encoder._PlainCopier):
+    """What the order of things on a card would be."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, int]] = []
+
+    def copy(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.steps.append(("copy", slot))
+        target.copy_(source)
+
+    def await_copy(self, slot: int) -> None:
+        self.steps.append(("await", slot))
+
+    def mark_used(self, slot: int) -> None:
+        self.steps.append(("used", slot))
+
+    def wait_for_copy(self, slot: int) -> None:
+        self.steps.append(("wait", slot))
+
+
+@pytest.mark.parametrize("keeps_host_copy", [True, False])
+def test_the_next_layer_is_copied_while_one_computes_and_never_over_it(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, keeps_host_copy: bool
+) -> None:
+    recorder = _Recorder()
+    monkeypatch.setattr(streamed_encoder, "_make_copier", lambda device: recorder)
+    encoder = _stream(folders["t5"], "t5", StreamPlan(2, keeps_host_copy))
+    encoder.encode_batch(["a", "b"])
+    encoder.encode_batch(["c"])
+    encoder.close()
+    on_card = [step for step in recorder.steps if step[0] != "wait"]
+    assert [slot for kind, slot in on_card if kind == "copy"] == [0, 1] * NUM_LAYERS
+    for number in range(2 * NUM_LAYERS):
+        place = {kind: _nth(on_card, kind, number) for kind in ("copy", "await", "used")}
+        assert place["copy"] < place["await"] < place["used"]
+        if number >= NUM_BUFFERS:  # a buffer is copied into after the layer it held has computed
+            assert place["copy"] > _nth(on_card, "used", number - NUM_BUFFERS)
+        if keeps_host_copy and number > NUM_LAYERS:  # what is read already is queued before the layer ahead of it
+            assert place["copy"] < _nth(on_card, "used", number - 1)
+    assert (("wait", 0) in recorder.steps) is not keeps_host_copy
+
+
+def _nth(steps: list[tuple[str, int]], kind: str, number: int) -> int:
+    return [position for position, step in enumerate(steps) if step[0] == kind][number]
+
+
+# --- host ------------------------------------------------------------------------------------------------------------
+
+
+def test_host_memory_holds_all_layers_or_two(folders: dict[str, Path]) -> None:
+    size = forecast_size(SPECS["t5"], folders["t5"], torch.float32)
+    for keeps, expected in ((True, size.layers), (False, NUM_BUFFERS * size.layer)):
+        encoder = _stream(folders["t5"], "t5", StreamPlan(2, keeps))
+        encoder.encode_batch(["a", "b"])
+        assert encoder.stream is not None and encoder.stream.host_bytes == expected
+        encoder.close()
+        assert encoder.stream.host_bytes == 0
+        encoder.close()
+
+
+def test_files_are_read_once_or_every_pass(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[Path] = []
+    original = streamed_encoder.open_weights
+    monkeypatch.setattr(streamed_encoder, "open_weights", lambda file: [opened.append(file), original(file)][1])
+    for keeps, expected in ((True, NUM_LAYERS), (False, 3 * NUM_LAYERS)):
+        opened.clear()
+        encoder = _stream(folders["t5"], "t5", StreamPlan(2, keeps))
+        for _ in range(3):
+            encoder.encode_batch(["a", "b"])
+        assert expected <= len(opened) <= expected + NUM_BUFFERS  # two may be read ahead
+        encoder.close()
+
+
+class _Refusing:
+    """A driver that pins nothing."""
+
+    def __init__(self) -> None:
+        self.unregistered = 0
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:
+        return 2
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        self.unregistered += 1
+        return 0
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver, forgotten = _Refusing(), []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(pinned, "_forget_last_error", forgotten.append)
+    with caplog.at_level(logging.WARNING):
+        buffer = pinned.PinnedBuffer(1000, torch.device("cuda", 0))
+    assert buffer.tensor.nbytes == 1000 and len(forgotten) == 1 and "could not be pinned" in caplog.text
+    buffer.close()
+    assert driver.unregistered == 0 and buffer.tensor.nbytes == 0
+    monkeypatch.setattr(driver, "cudaHostRegister", lambda *args: 0)
+    buffer = pinned.PinnedBuffer(1000, torch.device("cuda", 0))
+    buffer.close()
+    buffer.close()
+    assert driver.unregistered == 1
+    buffer = pinned.PinnedBuffer(1000, torch.device("cuda", 0))
+    view = buffer.tensor[:10]
+    del buffer  # whoever forgets to close it: memory must not be freed while it is registered
+    assert driver.unregistered == 2 and view.nbytes == 10
+    assert not pinned.PinnedBuffer(1000, torch.device("cuda", 0), is_wanted=False).is_pinned
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keeps_host_copy", [True, False])
+@pytest.mark.parametrize("broken_layer", [0, 1, 4, NUM_LAYERS - 1])
+def test_after_an_error_in_a_layer_the_next_batch_is_right(
+    folders: dict[str, Path], broken_layer: int, keeps_host_copy: bool
+) -> None:
+    expected = _resident_states(folders["t5"], "t5")
+    encoder = _stream(folders["t5"], "t5", StreamPlan(4, keeps_host_copy))
+    hooks = HookSet()
+
+    def fail(module: Any, args: Any, kwargs: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    hooks.before(layer_list(encoder.model)[1][broken_layer].layer[0], fail)
+    for texts in (["a cat", "a dog"], ["a cat"]):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            encoder.encode_batch(texts)
+    hooks.remove()
+    for caption, states in zip(CAPTIONS, encoder.encode_batch(CAPTIONS), strict=True):
+        assert torch.equal(states, expected[caption])
+    encoder.close()
+
+
+def _copy_with(folder: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """The folder with its encoder's tensors changed."""
+    import shutil
+
+    shutil.copytree(folder, target)
+    file = target / "text_encoder" / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    return target
+
+
+def test_weights_of_another_shape_are_named_and_never_used(folders: dict[str, Path], tmp_path: Path) -> None:
+    def widen(tensors: dict[str, torch.Tensor]) -> None:
+        name = "encoder.block.5.layer.1.DenseReluDense.wo.weight"
+        tensors[name] = tensors[name][:, :-1].contiguous()
+
+    folder = _copy_with(folders["t5"], tmp_path / "copy", widen)
+    encoder = _stream(folder, "t5", StreamPlan(2))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"block\.5.*wo\.weight in .*model\.safetensors is \[64, 127\].*different"):
+            encoder.encode_batch(["a"])
+    encoder.close()
+
+
+def test_missing_weights_are_refused_before_anything_is_read(folders: dict[str, Path], tmp_path: Path) -> None:
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "block.5" in name]:
+            del tensors[name]
+
+    folder = _copy_with(folders["t5"], tmp_path / "copy", drop)
+    with pytest.raises(ValueError, match="lacks weights of its T5EncoderModel"):
+        _stream(folder, "t5", StreamPlan(2))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_8_bit_weights_are_refused_with_what_works(folders: dict[str, Path], scheme: Any) -> None:
+    with pytest.raises(ValueError, match=f'text_quantize = "{scheme}".*streamed.*"none"'):
+        load_text_encoder(SPECS["qwen3"], folders["qwen3"], CPU, torch.float32, scheme, stream=StreamPlan(2))
+
+
+def test_files_in_8_bits_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    def narrow(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "block.3" in name]:
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    folder = _copy_with(folders["t5"], tmp_path / "copy", narrow)
+    with pytest.raises(ValueError, match="in 8 bits already"):
+        _stream(folder, "t5", StreamPlan(2))
+
+
+# --- cache -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_views_allowed")
+@pytest.mark.parametrize("stop", [False, True])
+def test_caching_through_a_stream_fills_the_same_entries_and_leaves_the_card_empty(
+    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, stop: bool
+) -> None:
+    spec, folder = SPECS["t5"], folders["t5"]
+    size = forecast_size(spec, folder, torch.float32)
+    window = size.streamed_bytes(3)
+    assert window < size.resident_bytes
+    seen: list[int] = []
+    with emulated_cards(1), caplog.at_level(logging.INFO):
+        torch.lazy.empty_cache = lambda: None  # type: ignore[attr-defined]
+        gc.collect()
+        store = CacheStore(tmp_path / "streamed")
+        options: dict[str, Any] = {
+            "window_bytes": window,
+            "on_progress": lambda done, total, what: seen.append(live_bytes(CARDS[0])),
+            "should_stop": lambda: stop and len(seen) > 2,
+        }
+        arguments = (CAPTIONS, (spec,), folder, "stream:lazy:0", torch.float32, store)
+        if stop:
+            with pytest.raises(Stopped, match="stopped after 3 of 7 captions"):
+                encode_captions(*arguments, **options)
+        else:
+            keys = encode_captions(*arguments, **options)
+        gc.collect()
+        assert 0 < max(seen) <= window and live_bytes(CARDS[0]) == 0
+    assert "is streamed through lazy:0 from host memory, 3 captions per pass" in caplog.text
+    if stop:
+        return
+    plain = CacheStore(tmp_path / "plain")
+    assert encode_captions(CAPTIONS, (spec,), folder, "cpu", torch.float32, plain) == keys  # the place is in no key
+    for key in keys.values():
+        here, there = store.get(key), plain.get(key)
+        assert here is not None and there is not None
+        torch.testing.assert_close(here[spec.output], there[spec.output], rtol=1e-5, atol=1e-5)

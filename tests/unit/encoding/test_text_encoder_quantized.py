@@ -1,0 +1,442 @@
+"""Text encoders in 8 bits: what is rounded and how well it works, and that no more than a layer is ever in full."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from devicebridge.encoding import text_weights
+from devicebridge.encoding.encode import Stopped
+from devicebridge.encoding.store import CacheStore
+from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder
+from devicebridge.encoding.text_weights import TextScheme, check_scheme, check_text_encoders, is_rounded
+from devicebridge.events import EventLog
+from devicebridge.families.registry import FAMILIES
+from devicebridge.families.spec import TextEncoderSpec
+from devicebridge.jobs.encode_job import cache_job
+from devicebridge.jobs.job import check_job
+from devicebridge.patches.lora import is_torchao_tensor
+from devicebridge.quantization import weight_only
+from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
+from devicebridge.tests.encoding import encode_captions
+from devicebridge.tests.noise import decibels
+from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.tests.toy_encoders import save_tiny_text_encoder
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+LENGTH = 64
+CAPTIONS = ("a cat", "An old ship at sea, painted in oil.", "x" * 200)
+CPU = torch.device("cpu")
+
+
+def _shortened(spec: TextEncoderSpec, **changes: Any) -> TextEncoderSpec:
+    """A family's own spec for the tiny folders, which hold one encoder each."""
+    names = {"folder": "text_encoder", "tokenizer_folder": "tokenizer", "max_length": LENGTH}
+    return dataclasses.replace(spec, **names, **changes)
+
+
+_CLIP, _T5 = FAMILIES["flux1"].variants[0].text_encoders
+SPECS = {
+    "mistral3": _shortened(
+        FAMILIES["flux2"].variant("flux2-dev").text_encoders[0], layers=(1, 2, 3), system_prompt="Eh"
+    ),
+    "qwen3": _shortened(FAMILIES["flux2"].variant("flux2-klein-4b").text_encoders[0], layers=(1, 2, 3)),
+    "t5": _shortened(_T5),
+    "umt5": _shortened(FAMILIES["wan"].variants[0].text_encoders[0]),
+    "clip": _shortened(_CLIP),
+}
+ROUNDED = [kind for kind, spec in SPECS.items() if "*" not in spec.keep_full_precision]
+SCHEMES: tuple[TextScheme, ...] = ("int8", "fp8")
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model folder per kind."""
+    root = tmp_path_factory.mktemp("encoders")
+    for kind in SPECS:
+        save_tiny_text_encoder(root / kind, kind, 64, max_length=LENGTH)  # type: ignore[arg-type]
+    return {kind: root / kind for kind in SPECS}
+
+
+def _load(
+    folders: dict[str, Path], kind: str, scheme: TextScheme, dtype: torch.dtype = torch.float32, **changes: Any
+) -> TextEncoder:
+    return load_text_encoder(dataclasses.replace(SPECS[kind], **changes), folders[kind], CPU, dtype, scheme)
+
+
+# --- quality ---------------------------------------------------------------------------------------------------------
+
+
+def _int8_step(weight: np.ndarray) -> np.ndarray:
+    """A row's 255 steps span twice its largest value, which lies half-way between two of them."""
+    step = np.abs(weight).max(axis=1, keepdims=True) / 127.5
+    return np.broadcast_to(step, weight.shape)
+
+
+def _fp8_step(weight: np.ndarray) -> np.ndarray:
+    """The largest value of a row is 448; 3 bits of mantissa, and below 2**-6 steps of 2**-9."""
+    scale = np.abs(weight).max(axis=1, keepdims=True) / 448
+    _, exponent = np.frexp(weight / scale)  # of a mantissa in 0.5 .. 1
+    return 2.0 ** np.maximum(exponent - 4, -9) * scale
+
+
+_STEP = {"int8": _int8_step, "fp8": _fp8_step}
+
+
+def _write_out(encoder: TextEncoder, found: TextEncoder, scheme: TextScheme) -> float:
+    """Give `encoder` the weights that `found` holds in 8 bits; returns the sum of noise over signal of its linears.
+
+    Each must be a multiple of its step, and the nearest one. (The largest of an int8 row is half-way between two.)
+    """
+    total = 0.0
+    for name, module in encoder.model.named_modules():
+        if is_rounded(module, name, encoder.spec.keep_full_precision):
+            exact = module.weight.detach().double().numpy()
+            held = found.model.get_submodule(name).weight.dequantize()
+            rounded, step = held.double().numpy(), _STEP[scheme](exact)
+            assert np.abs(exact - rounded).max() > 0, name
+            assert (np.abs(exact - rounded) <= 0.5 * step * (1 + 1e-4)).all(), name
+            assert np.abs(rounded / step - np.rint(rounded / step)).max() < 1e-3, name
+            total += float(np.square(exact - rounded).sum() / np.square(exact).sum())
+            module.weight.data = held
+    return total
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("kind", SPECS)
+def test_states_are_those_of_the_rounded_weights_and_no_noisier_than_these(
+    folders: dict[str, Path], kind: str, scheme: TextScheme
+) -> None:
+    """Two bounds. Against an encoder with the nearest weights of the 8-bit grids above, written out in float32, only
+    float32's own rounding is left: 100 dB and more.
+
+    Against the exact encoder: each linear adds noise of its own, independent of the others', by its weights' noise over
+    their signal. Residual sums and norms behind it do not raise noise over signal, so that all of it together cannot
+    exceed the sum. For 24 linears of float8, 31.5 dB each, that is 17.7 dB; for int8 of these widths about 30.
+    """
+    kept = () if kind == "clip" else SPECS[kind].keep_full_precision  # CLIP too, though its family keeps it exact
+    exact, written = (_load(folders, kind, "none", keep_full_precision=kept) for _ in range(2))
+    found = _load(folders, kind, scheme, keep_full_precision=kept)
+    bound_db = -10 * math.log10(_write_out(written, found, scheme))
+    for caption in CAPTIONS:
+        assert decibels(written.encode(caption), found.encode(caption)) > 100
+        assert decibels(exact.encode(caption), found.encode(caption)) > bound_db
+
+
+def test_8_bits_cost_little_more_than_bfloat16_itself(folders: dict[str, Path]) -> None:
+    """In bfloat16, int8 adds noise of the size that bfloat16 has anyway: 8 mantissa bits, as an int8 row has steps."""
+    for kind in ROUNDED:
+        exact = _load(folders, kind, "none").encode(CAPTIONS[1])
+        plain_db, int8_db = (
+            decibels(exact, _load(folders, kind, scheme, torch.bfloat16).encode(CAPTIONS[1]).float())
+            for scheme in ("none", "int8")
+        )
+        assert plain_db - 10 < int8_db < plain_db, kind
+
+
+# --- what is rounded -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_linears_are_rounded_and_nothing_else(folders: dict[str, Path], kind: str, scheme: TextScheme) -> None:
+    model = _load(folders, kind, scheme, torch.bfloat16).model
+    rounded = [name for name, parameter in model.named_parameters() if is_torchao_tensor(parameter)]
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    kept = [name for name in linears if name.endswith(".wo")]
+    assert bool(kept) == kind.endswith("t5")
+    assert rounded == [f"{name}.weight" for name in linears if name not in kept] and len(rounded) >= 21
+    assert not any(parameter.requires_grad or parameter.is_meta for parameter in model.parameters())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kind", ["t5", "umt5"])
+def test_what_the_class_wants_in_float32_stays_so_in_float16(folders: dict[str, Path], kind: str) -> None:
+    plain = {n: p for n, p in _load(folders, kind, "none", torch.float16).model.named_parameters()}
+    for name, parameter in _load(folders, kind, "fp8", torch.float16).model.named_parameters():
+        assert parameter.dtype == plain[name].dtype == (torch.float32 if ".wo." in name else torch.float16)
+        if not is_torchao_tensor(parameter):
+            assert torch.equal(parameter, plain[name]), name
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_an_encoder_its_family_keeps_exact_is_the_same_to_the_bit(folders: dict[str, Path], scheme: TextScheme) -> None:
+    assert SPECS["clip"].keep_full_precision == ("*",)
+    exact, found = (_load(folders, "clip", s, torch.bfloat16) for s in ("none", scheme))
+    assert not any(is_torchao_tensor(parameter) for parameter in found.model.parameters())
+    assert torch.equal(exact.encode(CAPTIONS[0]), found.encode(CAPTIONS[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["t5", "umt5", "qwen3"])
+def test_reading_layer_by_layer_loads_what_from_pretrained_loads(
+    folders: dict[str, Path], kind: str, dtype: torch.dtype
+) -> None:
+    exact = _load(folders, kind, "none", dtype)
+    found = _load(folders, kind, "fp8", dtype, keep_full_precision=("?*",))  # no linear is left to round
+    assert found.model.state_dict().keys() == exact.model.state_dict().keys()
+    for caption in CAPTIONS:
+        assert torch.equal(exact.encode(caption), found.encode(caption))
+
+
+@pytest.mark.parametrize("left_out", ["shared.weight", "encoder.embed_tokens.weight", None])
+def test_the_embedding_is_found_under_either_name(
+    folders: dict[str, Path], tmp_path: Path, left_out: str | None
+) -> None:
+    folder, tensors = _copy(folders["t5"], tmp_path)
+    (embedding,) = (tensors.pop(name) for name in ("shared.weight", "encoder.embed_tokens.weight") if name in tensors)
+    names = {"shared.weight", "encoder.embed_tokens.weight"} - {left_out}
+    save_file({**tensors, **{name: embedding.clone() for name in names}}, folder / "text_encoder/model.safetensors")
+    expected = _load(folders, "t5", "int8")
+    found = load_text_encoder(SPECS["t5"], folder, CPU, torch.float32, "int8")
+    assert torch.equal(expected.encode("a cat"), found.encode("a cat"))
+    assert found.model.shared.weight is found.model.encoder.embed_tokens.weight  # type: ignore[union-attr]
+
+
+def _copy(source: Path, target: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A model folder without weights, and the weights."""
+    for folder in ("text_encoder", "tokenizer"):
+        (target / folder).mkdir(parents=True)
+        for file in (source / folder).iterdir():
+            if file.suffix != ".safetensors":
+                (target / folder / file.name).write_bytes(file.read_bytes())
+    return target, load_file(source / "text_encoder" / "model.safetensors")
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+class _Peak(TorchDispatchMode):
+    """Most bytes on the first emulated card after any operation."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, live_bytes(CARDS[0]))
+        return out
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_a_card_never_holds_more_than_the_result_and_the_rounding_of_one_linear(
+    folders: dict[str, Path], kind: str, scheme: TextScheme
+) -> None:
+    """Rounding a bfloat16 linear takes 2 bytes a weight, and for a moment torchao's three float32 copies, 12 bytes."""
+    gc.collect()
+    with emulated_cards(1):
+        with _Peak() as peak:
+            encoder = load_text_encoder(SPECS[kind], folders[kind], CARDS[0], torch.bfloat16, scheme)
+        held = live_bytes(CARDS[0])
+        assert held == _expected_bytes(encoder, scheme)
+        largest = max(module.weight.numel() for module in encoder.model.modules() if isinstance(module, nn.Linear))
+        assert held < peak.bytes <= held + 14 * largest
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+def test_no_linear_waits_in_full_precision(
+    folders: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it is loaded: when one is to be rounded, those that came before have been."""
+    waiting: list[list[str]] = []
+    finish = text_weights._finish
+
+    def look(model: nn.Module, fqn: str, storage: Any) -> None:
+        finish(model, fqn, storage)
+        linears = {n: m for n, m in model.named_modules() if is_rounded(m, n, storage.kept) and not m.weight.is_meta}
+        waiting.append([name for name, linear in linears.items() if not is_torchao_tensor(linear.weight)])
+
+    monkeypatch.setattr(text_weights, "_finish", look)
+    _load(folders, kind, "int8", torch.bfloat16)
+    assert len(waiting) > 21 and not any(waiting)
+
+
+def _expected_bytes(encoder: TextEncoder, scheme: TextScheme) -> int:
+    total = sum(buffer.nbytes for buffer in encoder.model.buffers())
+    for parameter in encoder.model.parameters():
+        rows = parameter.shape[0]
+        per_row = 5 if scheme == "int8" else 4  # a float32 scale, and int8's zero point
+        total += parameter.numel() + per_row * rows if is_torchao_tensor(parameter) else parameter.nbytes
+    return total
+
+
+def _encode(folder: Path, store: CacheStore, device: torch.device = CPU, **options: Any) -> dict[str, str]:
+    return encode_captions(CAPTIONS, (SPECS[folder.name],), folder, device, torch.float32, store, **options)
+
+
+@pytest.mark.parametrize("scheme, stop", [("none", False), ("int8", False), ("fp8", False), ("fp8", True)])
+def test_after_caching_the_card_is_empty(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: TextScheme, stop: bool
+) -> None:
+    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # emulated tensors cannot be viewed in inference mode
+    seen: list[int] = []
+
+    def look(done: int, total: int, what: str) -> None:
+        seen.append(live_bytes(CARDS[0]))
+
+    options = {"on_progress": look, "should_stop": lambda: stop and len(seen) > 2, "quantize": scheme}
+    store = CacheStore(tmp_path)
+    with emulated_cards(1):
+        torch.lazy.empty_cache = lambda: None  # type: ignore[attr-defined]
+        gc.collect()
+        before = live_bytes(CARDS[0])
+        if stop:
+            with pytest.raises(Stopped):
+                _encode(folders["qwen3"], store, CARDS[0], **options)
+        else:
+            keys = _encode(folders["qwen3"], store, CARDS[0], **options)
+        assert min(seen[1:]) > 100_000 and live_bytes(CARDS[0]) == before == 0
+    if not stop:  # and the card computed what the CPU does
+        expected = _load(folders, "qwen3", scheme).encode(CAPTIONS[0])
+        found = store.get(keys[CAPTIONS[0]])
+        assert found is not None and decibels(expected, found[SPECS["qwen3"].output]) > 100
+
+
+# --- cache -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_scheme_has_entries_of_its_own(folders: dict[str, Path], tmp_path: Path) -> None:
+    store, counts = CacheStore(tmp_path), []
+    keys = {}
+    for scheme in ("none", "int8", "fp8", "none", "fp8"):
+        done: list[int] = []
+        keys[scheme] = _encode(
+            folders["t5"], store, quantize=scheme, on_progress=lambda d, t, w, done=done: done.append(d)
+        )
+        counts.append(len(done) - 1)
+        entry = store.get(keys[scheme][CAPTIONS[0]])
+        expected = _load(folders, "t5", scheme).encode(CAPTIONS[0])
+        assert entry is not None and torch.equal(entry[SPECS["t5"].output], expected)
+    assert counts == [3, 3, 3, 0, 0]
+    assert len({key for found in keys.values() for key in found.values()}) == 9
+
+
+def test_an_exact_encoder_keeps_its_entries_whatever_the_scheme(folders: dict[str, Path], tmp_path: Path) -> None:
+    store = CacheStore(tmp_path)
+    keys = _encode(folders["clip"], store)
+    assert _encode(folders["clip"], store, quantize="fp8") == keys
+
+
+def test_a_job_encodes_in_the_scheme_it_names(tmp_path: Path) -> None:
+    plan = check_job(make_tiny_job(tmp_path, cache={"text_quantize": "int8", "dtype": "bfloat16"}))
+    with EventLog(tmp_path / "run", None, tensorboard=False) as events:
+        data, _ = cache_job(plan, events)
+    spec = plan.variant.text_encoders[0]
+    caption = plan.samples[0].caption
+    expected = load_text_encoder(spec, tmp_path / "model", CPU, torch.bfloat16, "int8").encode(caption)
+    entry = data.store.get(data.text_keys[caption])
+    assert entry is not None and torch.equal(entry[spec.output], expected)
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def _no_torchao(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
+def test_missing_torchao_is_said_before_anything_is_read(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_only, "version", _no_torchao)
+    job = make_tiny_job(tmp_path, cache={"text_quantize": "fp8"})
+    with monkeypatch.context() as patch:
+        patch.setattr(text_weights, "_place", None)
+        with pytest.raises(RuntimeError, match='cache.text_quantize = "fp8".* torchao .*none is installed; .* "none"'):
+            check_job(job)
+        with pytest.raises(RuntimeError, match="torchao"):
+            _load(folders, "qwen3", "int8")
+    check_job(make_tiny_job(tmp_path))  # without a scheme it is not needed
+    _load(folders, "t5", "none")
+
+
+class _NoFloat8(TorchDispatchMode):
+    """A device that says what MPS says."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (kwargs or {}).get("dtype") == torch.float8_e4m3fn:
+            raise TypeError("Trying to convert Float8_e4m3fn to the MPS backend but it does not have support for it")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_without_float8_is_told_what_works() -> None:
+    with _NoFloat8():
+        with pytest.raises(ValueError, match='"fp8" was asked for, but cpu cannot convert .* use "int8"'):
+            check_scheme("fp8", CPU, torch.bfloat16)
+        check_scheme("int8", CPU, torch.bfloat16)
+    check_scheme("fp8", CPU, torch.bfloat16)
+
+
+def test_int8_in_float16_is_refused_since_its_sums_leave_the_range(tmp_path: Path, folders: dict[str, Path]) -> None:
+    job = make_tiny_job(tmp_path, cache={"text_quantize": "int8", "dtype": "float16"})
+    with pytest.raises(ValueError, match='"int8".*float16.*"bfloat16".*"fp8"'):
+        check_job(job)
+    with pytest.raises(ValueError, match="float16"):
+        _load(folders, "qwen3", "int8", torch.float16)
+    sums = {}
+    for scheme in SCHEMES:
+        linear = nn.Linear(1024, 1, bias=False, dtype=torch.float16)
+        nn.init.constant_(linear.weight, 0.02)
+        sums[scheme] = weight_only.convert(linear, scheme)(torch.ones(1, 1024, dtype=torch.float16)).item()
+    assert math.isinf(sums["int8"]) and sums["fp8"] == pytest.approx(20.48, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize("scheme", ["none", "int8"])
+@pytest.mark.parametrize("kind", ["qwen3", "t5", "clip"])
+def test_encoders_in_8_bits_already_are_refused_with_what_works(
+    folders: dict[str, Path], tmp_path: Path, kind: str, scheme: TextScheme, dtype: torch.dtype
+) -> None:
+    folder, tensors = _copy(folders[kind], tmp_path)
+    name = next(name for name in sorted(tensors) if "q" in name)
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, folder / "text_encoder" / "model.safetensors")
+    message = r"model.safetensors is in 8 bits already \(.*q.* is (F8_E4M3|I8)\); use one in bfloat16.*text_quantize"
+    with pytest.raises(ValueError, match=message):
+        load_text_encoder(SPECS[kind], folder, CPU, torch.float32, scheme)
+    with pytest.raises(ValueError, match=message):
+        check_text_encoders((SPECS[kind],), folder, CPU, torch.float32, scheme)
+
+
+def test_a_single_file_and_a_quantized_config_are_refused_with_what_works(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    single = folders["t5"] / "text_encoder" / "model.safetensors"
+    with pytest.raises(ValueError, match="a single file without config and tokenizer; .*bfloat16.*text_quantize"):
+        check_text_encoders((SPECS["t5"],), single, CPU, torch.bfloat16, "none")
+    with pytest.raises(ValueError, match="a single file"):
+        check_job(make_tiny_job(tmp_path, cache={"text_encoders": str(single)}))
+    folder, tensors = _copy(folders["t5"], tmp_path / "copy")
+    save_file(tensors, folder / "text_encoder" / "model.safetensors")
+    config = folder / "text_encoder" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "x"}}))
+    with pytest.raises(ValueError, match="is quantized; use one in bfloat16.*text_quantize"):
+        load_text_encoder(SPECS["t5"], folder, CPU, torch.float32, "int8")
+
+
+def test_missing_weights_are_refused_and_never_random(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder, tensors = _copy(folders["t5"], tmp_path)
+    save_file(
+        {n: t for n, t in tensors.items() if "block.1.layer.1" not in n}, folder / "text_encoder/model.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"lacks weights of its T5EncoderModel: encoder\.block\.1.* and 1 more"):
+        load_text_encoder(SPECS["t5"], folder, CPU, torch.float32, "fp8")
+
+
+@pytest.mark.parametrize("scheme", ["int4", "fp8-compute", True])
+def test_unknown_schemes_are_refused(tmp_path: Path, scheme: Any) -> None:
+    with pytest.raises(ValueError, match=r"cache\.text_quantize"):
+        make_tiny_job(tmp_path, cache={"text_quantize": scheme})

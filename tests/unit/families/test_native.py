@@ -1,0 +1,135 @@
+"""The rows of families/comfy/native.py as data, and how a class finds its row; no ComfyUI needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from devicebridge.families.comfy.native import COSMOS_1, FLUX, NATIVE_MODELS, WAN_CAUSAL, WAN_MODEL, find_native
+from devicebridge.families.registry import FAMILIES
+from devicebridge.families.spec import Follows, ModelFamily, NativeModel
+from torch import nn
+
+
+def _class(name: str, module: str, base: type | tuple[type, ...] = nn.Module, **members: object) -> type[nn.Module]:
+    bases = base if isinstance(base, tuple) else (base,)
+    made: type[nn.Module] = type(name, bases, {"__module__": module, **members})
+    return made
+
+
+def _flux() -> type[nn.Module]:
+    """A class that goes by Flux's name, with methods of Flux's names."""
+
+    def method(self: nn.Module) -> None: ...
+
+    members = {name: method for name in ("forward", "_forward", "forward_orig", "process_img")}
+    return _class("Flux", "comfy.ldm.flux.model", **members)
+
+
+@pytest.mark.parametrize("row", NATIVE_MODELS, ids=[f"{row.module}.{row.class_name}" for row in NATIVE_MODELS])
+def test_a_row_is_complete(row: NativeModel) -> None:
+    assert row.module.startswith("comfy.ldm.")
+    assert row.block_lists and row.tail and row.note
+    assert len(set(row.block_lists)) == len(row.block_lists)
+    assert not set(row.block_lists) & set(row.tail)
+    assert {"transformer_options", "control"} <= set(row.passed_by)
+    assert all(keys == () or keys[0] in {"img", "h"} for keys in row.patches_between.values())
+
+
+def test_no_class_has_two_rows() -> None:
+    names = [(row.module, row.class_name) for row in NATIVE_MODELS]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_familys_native_lists_are_those_of_its_original_names(family: ModelFamily) -> None:
+    """In execution order: a list's place is its place in the family's own block_lists, through the renames."""
+    original_of: dict[str, str] = {}
+    for rename in family.renames:
+        for name in rename.diffusers:
+            if "{}" in name:
+                original_of[name.split(".{}")[0]] = rename.original.split(".{}")[0]
+    expected = tuple(original_of[block_list.name] for block_list in family.block_lists)
+    assert family.native
+    for row in family.native:
+        assert row.block_lists == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_familys_native_tail_is_in_its_original_names(family: ModelFamily) -> None:
+    tail = {
+        rename.original.split(".")[0]
+        for rename in family.renames
+        if any(name.split(".")[0] in family.tail for name in rename.diffusers)
+    }
+    assert tail
+    for row in family.native:
+        assert set(row.tail) == tail
+
+
+def test_the_class_itself_finds_its_row() -> None:
+    assert find_native(_flux()) is FLUX
+
+
+def test_the_name_alone_is_not_enough() -> None:
+    assert find_native(_class("Flux", "some_pack.flux")) is None
+    assert find_native(nn.Linear) is None
+
+
+def test_a_derived_class_keeps_the_row_while_it_replaces_nothing() -> None:
+    def method(self: nn.Module) -> None: ...
+
+    derived = _class("MyFlux", "some_pack", _flux(), __init__=method, encode_reference=method, state_dict=method)
+    assert find_native(derived) is FLUX
+    assert find_native(_class("Again", "some_pack", derived)) is FLUX
+
+
+@pytest.mark.parametrize("name", ["forward", "_forward", "forward_orig", "process_img", "__call__"])
+def test_a_derived_class_with_behaviour_of_its_own_relays(name: str) -> None:
+    def method(self: nn.Module) -> None: ...
+
+    derived = _class("MyFlux", "some_pack", _flux(), **{name: method})
+    grandchild = _class("Again", "some_pack", derived)
+    for cls in (derived, grandchild):
+        row = find_native(cls)
+        assert row is not None
+        assert (row.class_name, row.transport, row.can_overlap) == (cls.__name__, "relay", False)
+        assert row.is_derived and not FLUX.is_derived
+        assert row.block_lists == FLUX.block_lists
+        assert name in row.note
+
+
+@pytest.mark.parametrize("wrap", [staticmethod, classmethod, property])
+def test_any_kind_of_method_counts_as_behaviour(wrap: type) -> None:
+    row = find_native(_class("MyFlux", "some_pack", _flux(), process_img=wrap(lambda self: None)))
+    assert row is not None
+    assert row.transport == "relay"
+
+
+def test_a_mixin_before_the_described_class_counts_as_behaviour() -> None:
+    mixin = type("Mixin", (), {"__module__": "some_pack", "forward_orig": lambda self: None})
+    row = find_native(_class("MyFlux", "some_pack", (mixin, _flux())))
+    assert row is not None
+    assert row.transport == "relay"
+
+
+def test_a_class_derived_from_a_refused_one_is_refused() -> None:
+    causal = _class("CausalWanModel", WAN_CAUSAL.module, forward=lambda self: None)
+    row = find_native(_class("Mine", "some_pack", causal, forward=lambda self: None))
+    assert row is not None
+    assert row.refusal == WAN_CAUSAL.refusal != ""
+
+
+def test_a_row_that_names_a_list_it_does_not_have_is_rejected() -> None:
+    with pytest.raises(ValueError, match=re.escape("WanModel refers to layers; its lists are ('blocks',)")):
+        dataclasses.replace(WAN_MODEL, replace_keys={"double_block": "layers"})
+    with pytest.raises(ValueError, match="refers to vace_blocks"):
+        dataclasses.replace(WAN_MODEL, follows={"vace_blocks": Follows("blocks", "mapping")})
+    with pytest.raises(ValueError, match="refers to middle"):
+        dataclasses.replace(WAN_MODEL, optional=("middle",))
+
+
+def test_a_relayed_row_cannot_overlap() -> None:
+    with pytest.raises(ValueError, match="goes home after every block"):
+        dataclasses.replace(COSMOS_1, can_overlap=True)

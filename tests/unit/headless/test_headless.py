@@ -1,0 +1,441 @@
+"""Running workflows, against a make-believe ComfyUI and comfy-cli that are real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from devicebridge.headless import run as headless
+
+FAKE_SERVER = """
+import json, os, sys, pathlib
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+here = pathlib.Path(__file__).parent
+(here / "arguments.json").write_text(json.dumps(sys.argv[1:]))
+(here / "server.pid").write_text(str(os.getpid()))
+if (here / "broken").exists():
+    sys.exit("no module named aiohttp")
+for line in ("[INFO] hello", "[INFO] split: cuda:0 gets 23 blocks", "\\x1b[33m[WARNING]\\x1b[0m split: it is tight"):
+    print(line, flush=True)
+running = [1]
+OUTPUTS = {"3": {"images": [{"filename": "x.png", "subfolder": "sub", "type": "output"},
+                            {"filename": "t.png", "subfolder": "", "type": "temp"}], "text": ["hello"]}}
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        if (here / "interrupted").exists() and not (here / "saving").exists():
+            running.clear()
+        answers = {"/system_stats": {}, "/history": {"id": {"outputs": OUTPUTS}}, "/queue": {"queue_running": running}}
+        body = json.dumps(answers[self.path]).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self):
+        (here / "interrupted").write_text(self.path)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+FAKE_CLIENT = """#!{python}
+import json, os, pathlib, sys, time
+here = pathlib.Path(__file__).parent
+(here / "client.json").write_text(json.dumps(sys.argv[1:]))
+(here / "client.pid").write_text(str(os.getpid()))
+workflow = pathlib.Path(sys.argv[sys.argv.index("--workflow") + 1])
+(here / "workflow.json").write_text(workflow.read_text())
+print(json.dumps({{"type": "executing", "node": "3", "title": "Train"}}), flush=True)
+for done in (1, 2, 3):
+    print(json.dumps({{"type": "progress", "node": "3", "completed": done, "total": 3}}), flush=True)
+{ending}
+"""
+SUCCEEDS = 'print(json.dumps({"type": "envelope", "error": None}))'
+FAILS = """
+error = {"message": "Workflow has 1 validation error(s)", "details": {"node_errors": [
+    {"node_id": "5", "class_type": "Loader", "message": "Value not in list", "details": "model: 'x'"}]}}
+print(json.dumps({"type": "envelope", "error": error}))
+sys.exit(1)
+"""
+REFUSES = """
+errors = [
+    {"node_id": "7", "code": "unknown_class_type", "message": "class_type 'DeviceBridgeSplitModel' not found in "
+     "object_info", "hint": "run `comfy nodes search <name>` to find available classes", "suggestions": []},
+    {"node_id": "8", "code": "value_not_in_list", "message": "'x' is not an option of model"}]
+hint = "node 7: class_type 'DeviceBridgeSplitModel' not found in object_info\\nask the server"
+error = {"message": "Workflow has 2 validation error(s) against server", "hint": hint, "details": {"errors": errors}}
+print(json.dumps({"type": "envelope", "error": error}))
+sys.exit(1)
+"""
+HANGS = "time.sleep(60)"
+
+
+@pytest.fixture
+def comfyui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that looks like ComfyUI and runs with our Python; torch is not asked for a GPU."""
+    folder = tmp_path / "ComfyUI"
+    (folder / "comfy").mkdir(parents=True)
+    (folder / "main.py").write_text(FAKE_SERVER)
+    monkeypatch.setattr(headless, "_has_accelerator", lambda python: False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a log that is kept is kept here
+    return folder
+
+
+def _install_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> Path:
+    client = tmp_path / "bin" / "comfy"
+    client.parent.mkdir(exist_ok=True)
+    client.write_text(FAKE_CLIENT.format(python=sys.executable, ending=textwrap.dedent(ending)))
+    client.chmod(client.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(headless, "_comfy_cli", lambda: client)
+    return client.parent
+
+
+def _workflow(tmp_path: Path) -> Path:
+    path = tmp_path / "workflow.json"
+    path.write_text(json.dumps({"3": {"class_type": "Train", "inputs": {"steps": 5, "model": ["1", 0]}}}))
+    return path
+
+
+def _is_alive(pid_file: Path) -> bool:
+    try:
+        os.kill(int(pid_file.read_text()), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+posix_only = pytest.mark.skipif(os.name == "nt", reason="the make-believe client is a script with a shebang")
+
+
+@posix_only
+def test_a_run_reports_progress_and_outputs_and_stops_the_server(
+    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bin_folder = _install_client(tmp_path, monkeypatch, SUCCEEDS)
+    lines: list[str] = []
+    result = headless.run_workflow(
+        _workflow(tmp_path), comfyui=comfyui, on_progress=lines.append, values={"Train.steps": 9}
+    )
+    assert (result.exit_code, result.message) == (0, "")
+    assert result.outputs == [comfyui / "output" / "sub" / "x.png"]
+    told = [line for line in lines if "split: " in line]
+    assert told == ["split: cuda:0 gets 23 blocks", "WARNING: split: it is tight"]
+    rest = [line for line in lines if "split: " not in line]
+    assert rest == [f"starting ComfyUI in {comfyui}", "Train", "Train 1/3", "Train 3/3"]
+    assert result.log is None
+    assert json.loads((bin_folder / "workflow.json").read_text())["3"]["inputs"]["steps"] == 9
+    assert {"--wait", "--skip-prompt", "--json"} <= set(json.loads((bin_folder / "client.json").read_text()))
+    assert not _is_alive(comfyui / "server.pid")
+    assert not (comfyui / "interrupted").exists()
+
+
+@posix_only
+def test_the_server_gets_the_pack_the_cpu_and_nothing_of_the_users(
+    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install_client(tmp_path, monkeypatch, SUCCEEDS)
+    headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, server_arguments=["--disable-api-nodes"])
+    arguments = json.loads((comfyui / "arguments.json").read_text())
+    assert {"--cpu", "--extra-model-paths-config", "--disable-auto-launch", "--disable-api-nodes"} <= set(arguments)
+    assert arguments[arguments.index("--listen") + 1] == "127.0.0.1"
+    assert "--base-directory" not in arguments, "models and outputs are the user's own"
+
+
+@posix_only
+def test_an_error_passes_on_its_exit_code_and_says_which_node(
+    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install_client(tmp_path, monkeypatch, FAILS)
+    result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui)
+    assert result.exit_code == 1
+    assert result.message == "Workflow has 1 validation error(s)\nLoader Value not in list model: 'x'"
+    assert result.log is not None and "split: it is tight" in result.log.read_text()
+    assert not _is_alive(comfyui / "server.pid")
+
+
+@posix_only
+def test_a_refusal_names_every_error_once_and_the_missing_pack(
+    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install_client(tmp_path, monkeypatch, REFUSES)
+    result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui)
+    *lines, pack = result.message.splitlines()
+    assert lines == [
+        "Workflow has 2 validation error(s) against server",
+        "node 7: class_type 'DeviceBridgeSplitModel' not found in object_info "
+        "(run `comfy nodes search <name>` to find available classes)",
+        "node 8: 'x' is not an option of model",
+        "ask the server",
+    ]
+    assert pack.startswith("This ComfyUI does not have the DeviceBridge pack in custom_nodes")
+    assert str(headless.ROOT) in pack
+
+
+def test_what_the_server_itself_refuses_is_listed_error_by_error() -> None:
+    node = {"node_id": "5", "class_type": "Loader", "errors": [{"message": "Not in list", "details": "a"}, "odd"]}
+    error = {"message": "refused", "hint": "inspect `details.node_errors`", "details": {"node_errors": [node]}}
+    assert headless._describe_error(error) == "refused\nLoader Not in list a\nLoader odd"
+
+
+def test_a_pack_that_is_there_without_the_node_is_not_called_missing() -> None:
+    entry = {"node_id": "1", "code": "unknown_class_type", "message": "class_type 'DeviceBridgeX' not found"}
+    error = {"message": "no", "details": {"errors": [{**entry, "suggestions": ["DeviceBridgeSplitModel"]}]}}
+    assert "has no such node" in headless._describe_error(error)
+    other = {**entry, "message": "class_type 'Foo' not found"}
+    assert headless._describe_error({"message": "no", "details": {"errors": [other]}}).count("DeviceBridge") == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("split: Flux, 56 blocks", "split: Flux, 56 blocks"),
+        ("\x1b[1m\x1b[31m[ERROR]\x1b[0m split: no\n", "ERROR: split: no"),
+        ("\x1b[32m[INFO]\x1b[0m \x1b[32msplit: a\x1b[0m", "split: a"),
+        ("[INFO] the split: of it", ""),
+        ("[INFO] 100%|##| 1/1", ""),
+    ],
+)
+def test_lines_of_the_split_are_told_from_others(line: str, told: str) -> None:
+    assert headless._read_split_line(line) == told
+
+
+@posix_only
+def test_a_timeout_cancels_the_prompt_before_the_server_stops(
+    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install_client(tmp_path, monkeypatch, HANGS)
+    result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, timeout_s=1.0)
+    assert result.exit_code == 124
+    assert result.message == "cancelled: not done after 1 s"
+    assert (comfyui / "interrupted").read_text() == "/interrupt"
+    assert result.log is not None and result.log.is_file()
+    assert not _is_alive(comfyui / "server.pid")
+
+
+@posix_only
+def test_ctrl_c_cancels_the_prompt_before_the_server_stops(
+    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _install_client(tmp_path, monkeypatch, HANGS)
+
+    def press(line: str) -> None:
+        if line == "Train 3/3":
+            raise KeyboardInterrupt
+
+    result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, on_progress=press)
+    assert (result.exit_code, result.message, result.log) == (130, "cancelled", None)
+    assert (comfyui / "interrupted").exists()
+    assert not _is_alive(comfyui / "server.pid")
+
+
+COMMAND = """
+import pathlib, runpy, sys
+runpy.run_path(sys.argv[1])["load_pack"]()
+from devicebridge.cli import main as cli
+from devicebridge.headless import run as headless
+headless._comfy_cli = lambda: pathlib.Path(sys.argv[2])
+headless._has_accelerator = lambda python: False
+sys.exit(cli.main(["run", sys.argv[3], "--comfyui", sys.argv[4]]))
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """`devicebridge run` in a process of its own, waiting for a workflow that hangs."""
+    client = _install_client(tmp_path, monkeypatch, HANGS) / "comfy"
+    command = [sys.executable, "-u", "-c", COMMAND, str(headless.ROOT / "bootstrap.py"), str(client)]
+    command += [str(_workflow(tmp_path)), str(comfyui)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any(line == "Train 3/3\n" for line in process.stdout)
+        yield process
+        process.kill()
+
+
+def _until(is_so: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 10
+    while time.monotonic() < end and not is_so():
+        time.sleep(0.02)
+    return is_so()
+
+
+@posix_only
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_cancels_the_prompt_and_ends_what_was_started(
+    tmp_path: Path, comfyui: Path, started: subprocess.Popen[str], name: str
+) -> None:
+    (comfyui / "saving").touch()
+    started.send_signal(getattr(signal, name))
+    assert _until((comfyui / "interrupted").exists)
+    if name != "SIGINT":  # a closing session sends several
+        started.send_signal(getattr(signal, name))
+        time.sleep(0.3)
+    assert started.poll() is None, "it waits until the state is saved"
+    (comfyui / "saving").unlink()
+    out, error = started.communicate(timeout=20)
+    assert (started.returncode, error) == (130, "cancelled\n")
+    assert out.splitlines()[-2:] == [
+        "cancelling; waiting until the state is saved",
+        str(comfyui / "output" / "sub" / "x.png"),
+    ]
+    assert not _is_alive(comfyui / "server.pid") and not _is_alive(tmp_path / "bin" / "client.pid")
+
+
+@posix_only
+def test_a_second_ctrl_c_ends_a_run_at_once_with_one_line(comfyui: Path, started: subprocess.Popen[str]) -> None:
+    (comfyui / "saving").touch()
+    started.send_signal(signal.SIGINT)
+    assert _until((comfyui / "interrupted").exists)
+    started.send_signal(signal.SIGINT)
+    _, error = started.communicate(timeout=20)
+    assert (started.returncode, error) == (130, "devicebridge: interrupted\n")
+    assert not _is_alive(comfyui / "server.pid")
+
+
+@posix_only
+def test_a_killed_run_leaves_neither_server_nor_client(
+    tmp_path: Path, comfyui: Path, started: subprocess.Popen[str]
+) -> None:
+    started.kill()
+    started.wait()
+    for pid_file in (comfyui / "server.pid", tmp_path / "bin" / "client.pid"):
+        assert _until(lambda pid_file=pid_file: not _is_alive(pid_file)), pid_file  # type: ignore[misc]
+
+
+@posix_only
+def test_a_killed_test_run_leaves_no_server(tmp_path: Path, comfyui: Path) -> None:
+    """As tests/comfy starts it."""
+    (comfyui / ".venv" / "bin").mkdir(parents=True)
+    (comfyui / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    code = """
+import pathlib, runpy, sys, time
+runpy.run_path(sys.argv[1])["load_pack"]()
+from devicebridge.tests.comfy.server import start_server
+with start_server(pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])):
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+    command = [sys.executable, "-c", code, str(headless.ROOT / "bootstrap.py"), str(comfyui), str(tmp_path / "base")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.kill()
+    assert _until(lambda: not _is_alive(comfyui / "server.pid"))
+
+
+@posix_only
+def test_a_server_that_does_not_start_says_why(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install_client(tmp_path, monkeypatch, SUCCEEDS)
+    (comfyui / "broken").touch()
+    with pytest.raises(RuntimeError, match=f"its log is {tmp_path}.*\n(.*\n)*.*no module named aiohttp"):
+        headless.run_workflow(_workflow(tmp_path), comfyui=comfyui)
+
+
+def test_without_comfyui_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("COMFYUI_PATH", raising=False)
+    monkeypatch.setattr(headless, "_ask_comfy_cli", lambda: None)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    with pytest.raises(RuntimeError, match="--comfyui or COMFYUI_PATH.*comfy install"):
+        headless.find_comfyui()
+    with pytest.raises(RuntimeError, match=str(tmp_path / "nowhere")):
+        headless.find_comfyui(tmp_path / "nowhere")
+
+
+def test_without_comfy_cli_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headless, "_comfy_cli", lambda: None)
+    with pytest.raises(RuntimeError, match="pip install comfy-cli"):
+        headless.find_comfy_cli()
+
+
+def test_comfyui_is_found_in_order(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headless, "_ask_comfy_cli", lambda: comfyui)
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "gone"))
+    assert headless.find_comfyui().folder == comfyui
+    other = tmp_path / "other"
+    (other / "comfy").mkdir(parents=True)
+    (other / "main.py").touch()
+    monkeypatch.setenv("COMFYUI_PATH", str(other))
+    assert headless.find_comfyui().folder == other
+    assert headless.find_comfyui(comfyui).folder == comfyui
+
+
+def test_comfyuis_own_python_is_used(tmp_path: Path) -> None:
+    assert headless.find_python(tmp_path) == Path(sys.executable)
+    own = tmp_path / ".venv" / "bin" / "python"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert headless.find_python(tmp_path) == own
+
+
+def test_an_installed_copy_of_the_pack_is_recognised(tmp_path: Path) -> None:
+    assert headless.find_pack(tmp_path / "missing") is None
+    (tmp_path / "some_pack").mkdir()
+    (tmp_path / "some_pack" / "pyproject.toml").write_text('name = "other"')
+    (tmp_path / "a.disabled").symlink_to(headless.ROOT)
+    assert headless.find_pack(tmp_path) is None
+    (tmp_path / "ComfyUI-DeviceBridge").symlink_to(headless.ROOT)
+    assert headless.find_pack(tmp_path) == tmp_path / "ComfyUI-DeviceBridge"
+
+
+SAVED_FORM = {
+    "nodes": [
+        {
+            "id": 3,
+            "type": "Train",
+            "inputs": [
+                {"name": "model", "link": 1},
+                {"name": "steps", "widget": {"name": "steps"}},
+                {"name": "name", "widget": {"name": "name"}},
+            ],
+            "widgets_values": [5, "lora"],
+        }
+    ],
+    "links": [],
+}
+
+
+@pytest.mark.parametrize("node", ["3", "Train"])
+def test_values_are_set_in_the_saved_form(node: str) -> None:
+    changed = headless.set_values(SAVED_FORM, {f"{node}.name": "other"})
+    assert changed["nodes"][0]["widgets_values"] == [5, "other"]
+    assert SAVED_FORM["nodes"][0]["widgets_values"] == [5, "lora"]
+
+
+def test_values_are_set_in_the_shipped_example_in_list_and_table() -> None:
+    example = headless.read_workflow(headless.ROOT / "example_workflows" / "train_lora_demo.json")
+    changed = headless.set_values(example, {"DeviceBridgeTrainLora.steps": 3, "SaveLoRA.prefix": "x"})
+    train = next(node for node in changed["nodes"] if node["type"] == "DeviceBridgeTrainLora")
+    assert train["widgets_values_named"]["steps"] == 3
+    assert train["widgets_values"] == list(train["widgets_values_named"].values())
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("9.steps", "no node '9'"), ("3.model", "no such input"), ("3.x", "no such")]
+)
+def test_a_value_for_nothing_is_refused(name: str, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        headless.set_values(SAVED_FORM, {name: 1})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"1": {"inputs": {}}}', '"text"'])
+def test_a_file_that_is_no_workflow_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "w.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="w.json is no workflow"):
+        headless.read_workflow(path)
+    with pytest.raises(ValueError, match="there is no workflow"):
+        headless.read_workflow(tmp_path / "missing.json")

@@ -1,0 +1,333 @@
+"""What breaks in the middle of a run: what is done is saved first, and the message says what, where and what helps."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import math
+import os
+
+import pytest
+import torch
+from devicebridge.encoding.living import living_run
+from devicebridge.encoding.store import CacheStore
+from devicebridge.jobs.cache_upkeep import prune_caches
+from devicebridge.jobs.encode_job import CACHE_PARTS, cache_entries
+from devicebridge.jobs.job import check_job, run_job
+from devicebridge.system import files
+from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.training import loop as loop_module
+from devicebridge.training.state import list_checkpoints
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+SAVED_AT_THE_END = {"save_every_steps": 0}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The bytes of the LoRA of a run of six steps that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("straight")
+    return run_job(_job(folder)).lora_path.read_bytes()
+
+
+def _job(folder, **sections):
+    sections = {"evaluation": {"folder": ""}, "lora": {"dropout": 0.2}, "output": SAVED_AT_THE_END, **sections}
+    return make_tiny_job(folder, **sections)
+
+
+def _after_step(number, act):
+    def listen(event):
+        if event.kind == "step" and event.step == number:
+            act()
+
+    return listen
+
+
+def _raise(error):
+    raise error
+
+
+def _saved(tmp_path):
+    return [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [BrokenPipeError(errno.EPIPE, "Broken pipe"), RuntimeError("the card fell off"), KeyError("ours")],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_is_done_is_saved_whatever_breaks_and_the_run_goes_on_bit_for_bit(error, straight, tmp_path, caplog):
+    job = _job(tmp_path)
+    expected = KeyError if isinstance(error, KeyError) else RuntimeError
+    with pytest.raises(expected) as caught:
+        run_job(job, on_event=_after_step(3, lambda: _raise(error)))
+    said = caplog.text + str(caught.value)
+    assert f"The steps done are saved in {tmp_path}/run/checkpoints/step-000003. The same job" in said
+    assert run_job(job, resume=True).lora_path.read_bytes() == straight
+
+
+def test_a_step_that_breaks_half_way_is_done_anew(straight, tmp_path, monkeypatch):
+    """Its batch was taken and dropout was drawn; the checkpoint stands where it began."""
+    job, calls = _job(tmp_path), []
+    ordinary = torch.Tensor.backward
+
+    def break_the_fourth(loss):
+        ordinary(loss)
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("the card fell off")
+
+    monkeypatch.setattr(torch.Tensor, "backward", break_the_fourth)
+    with pytest.raises(RuntimeError, match="fell off\nThe steps done are saved in .*step-000003"):
+        run_job(job)
+    assert run_job(job, resume=True).lora_path.read_bytes() == straight
+
+
+def test_a_step_of_which_half_the_weights_are_changed_is_not_saved(tmp_path, monkeypatch):
+    job, calls = _job(tmp_path, output={"save_every_steps": 2}), []
+    ordinary = torch.optim.AdamW.step
+
+    def break_the_fourth(optimizer):
+        ordinary(optimizer)
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("the card fell off")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", break_the_fourth)
+    with pytest.raises(RuntimeError, match=r"saved in .*step-000002; steps 3 to 3 are not\. The same job goes on"):
+        run_job(job)
+    assert _saved(tmp_path) == ["step-000002"]
+
+
+def test_a_run_that_breaks_before_its_first_step_says_that_nothing_is_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop_module.Trainer, "train_step", lambda self, rate: _raise(RuntimeError("no card")))
+    with pytest.raises(RuntimeError, match="no card\nNo step was done yet"):
+        run_job(_job(tmp_path))
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def _entries(job):
+    plan = check_job(job, is_to_train=False)
+    return {part: list(cache_entries(plan, part)) for part in CACHE_PARTS}
+
+
+@pytest.mark.parametrize("part", CACHE_PARTS)
+@pytest.mark.parametrize("how", ["deleted", "damaged"])
+def test_cache_entries_that_go_in_the_middle_of_a_run_are_computed_again(how, part, straight, tmp_path, caplog):
+    job = _job(tmp_path)
+
+    def spoil():
+        for key in _entries(job)[part]:
+            path = CacheStore(job.cache.folder).path(key)
+            path.write_bytes(path.read_bytes()[:-1] + b"x") if how == "damaged" else path.unlink()
+
+    result = run_job(job, on_event=_after_step(2, spoil))
+    assert "was deleted or damaged since this run began; it is computed again" in caplog.text
+    assert result.lora_path.read_bytes() == straight
+
+
+def test_an_entry_that_cannot_be_computed_again_ends_the_run_after_saving(straight, tmp_path, monkeypatch):
+    job = _job(tmp_path)
+
+    def spoil():
+        for key in _entries(job)["latents"]:
+            CacheStore(job.cache.folder).path(key).unlink()
+        monkeypatch.setattr("devicebridge.encoding.encode.load_vae", lambda *args: _raise(RuntimeError("no room")))
+
+    message = r"cache entry .*\.safetensors of .*image_\d\.png was deleted .*computed again now: no room\n.*step-000002"
+    with monkeypatch.context(), pytest.raises(RuntimeError, match=message):
+        run_job(job, on_event=_after_step(2, spoil))
+    monkeypatch.undo()
+    assert run_job(job, resume=True).lora_path.read_bytes() == straight
+
+
+def _other_job(job, folder):
+    """Of the same cache folder, and none of whose entries are the job's."""
+    folder.mkdir()
+    return _job(folder, cache={"folder": job.cache.folder, "dtype": "bfloat16"})
+
+
+def test_pruning_spares_what_a_living_run_reads_and_takes_it_when_it_has_ended(tmp_path):
+    job = _job(tmp_path)
+    other = _other_job(job, tmp_path / "other")
+    pruned = []
+
+    def prune():
+        CacheStore(job.cache.folder).put("ff" * 32, {"x": torch.ones(1)})  # which nobody needs
+        pruned.append(prune_caches({"other": check_job(other, is_to_train=False)}, CACHE_PARTS)[0])
+
+    run_job(job, on_event=_after_step(2, prune))
+    num_entries = sum(map(len, _entries(job).values()))
+    assert (pruned[0].deleted, pruned[0].spared) == (1, num_entries)
+    assert f"and {num_entries} that a run under way may need" in pruned[0].report()
+    prune()
+    assert (pruned[1].deleted, pruned[1].spared) == (num_entries + 1, 0)
+    assert not (CacheStore(job.cache.folder).folder / ".runs").exists()
+
+
+def test_pruning_spares_all_while_a_run_does_not_know_its_entries(tmp_path):
+    job = _job(tmp_path)
+    run_job(job)
+    other = _other_job(job, tmp_path / "other")
+    plans = {"other": check_job(other, is_to_train=False)}
+    with living_run(CacheStore(job.cache.folder)):
+        assert prune_caches(plans, CACHE_PARTS)[0].deleted == 0
+    folder = CacheStore(job.cache.folder).folder / ".runs"  # of a run that was killed
+    folder.mkdir()
+    (folder / "x.lock").touch()
+    assert prune_caches(plans, CACHE_PARTS)[0].deleted > 0 and not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("part", CACHE_PARTS)
+def test_samples_that_are_not_finite_are_named_and_no_other_learning_rate_is_advised(part, tmp_path):
+    job = _job(tmp_path)
+    run_job(dataclasses.replace(job, output=dataclasses.replace(job.output, folder=str(tmp_path / "first"))))
+    store = CacheStore(job.cache.folder)
+
+    def spoil():
+        for key in _entries(job)[part]:
+            entry = store.get(key)
+            store.put(key, {name: torch.full_like(tensor, math.nan) for name, tensor in entry.items()})
+
+    what = {"captions": "caption", "latents": "latents"}[part]
+    with pytest.raises(RuntimeError, match=rf"step 3 gave a loss of nan.*the {what} of .*image_\d\.png \(") as caught:
+        run_job(job, on_event=_after_step(2, spoil))
+    assert "learning_rate" not in str(caught.value) and "step-000002. The same job" in str(caught.value)
+
+
+def test_a_step_that_is_not_finite_names_its_samples_and_saves_those_before(tmp_path, monkeypatch):
+    ordinary = loop_module.flow_matching_loss
+    calls = []
+
+    def spoil_the_third(*arguments):
+        calls.append(1)
+        return ordinary(*arguments) * (math.inf if len(calls) == 3 else 1)
+
+    monkeypatch.setattr(loop_module, "flow_matching_loss", spoil_the_third)
+    message = r"step 3 gave .*samples are finite: .*image_\d\.png, .*lower optimizer\.learning_rate.*\n.*step-000002\."
+    with pytest.raises(RuntimeError, match=message):
+        run_job(_job(tmp_path))
+    assert _saved(tmp_path) == ["step-000002"]
+
+
+def test_a_mask_that_is_deleted_in_the_middle_of_a_run_is_named_after_saving(tmp_path):
+    _job(tmp_path)
+    masks = [tmp_path / "data" / f"{path.stem}_mask.png" for path in (tmp_path / "data").glob("*.png")]
+    for mask in masks:
+        with Image.open(mask.with_name(mask.name.replace("_mask", ""))) as image:
+            size = image.size
+        Image.new("L", size, 200).save(mask)
+    job = _job(tmp_path)
+    with pytest.raises(RuntimeError, match=r"_mask\.png: cannot be read as a mask.*\n.*saved in .*step-000002\."):
+        run_job(job, on_event=_after_step(2, lambda: [mask.unlink() for mask in masks]))
+
+
+# --- disk ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "number", "message"),
+    [
+        ("state.json", 2, r"step-000004 cannot be written: No space left on device; make room there and resume"),
+        ("lora.safetensors", 2, r"step-000004/lora\.safetensors cannot be written: No space left.*make room there"),
+        ("lora.safetensors", 4, r"run/lora\.safetensors cannot be written: No space left.*make room there"),
+    ],
+)
+def test_a_full_disk_is_told_with_the_file_and_what_helps(file, number, message, straight, tmp_path, monkeypatch):
+    job, calls = _job(tmp_path, output={"save_every_steps": 2}), []
+    replace = os.replace
+
+    def refuse(source, target):
+        if target.name == file:
+            calls.append(target)
+            if len(calls) == number:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(files.os, "replace", refuse)
+    with pytest.raises((RuntimeError, OSError), match=message) as caught:
+        run_job(job)
+    monkeypatch.undo()
+    if file == "state.json":
+        assert "saved in" in str(caught.value) and "step-000002; steps 3 to 4 are not" in str(caught.value)
+        assert _saved(tmp_path) == ["step-000002"]
+    assert not [path for path in (tmp_path / "run").rglob("*.tmp") if path.exists()]
+    assert run_job(job, resume=True).lora_path.read_bytes() == straight
+
+
+def test_a_full_disk_for_the_log_ends_the_run_after_saving(straight, tmp_path, monkeypatch):
+    job = _job(tmp_path)
+
+    def refuse(event):
+        if event.kind == "step" and event.step == 2:
+            monkeypatch.setattr("devicebridge.events.json.dumps", lambda *args: _raise(full))
+
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(RuntimeError, match=r"events\.jsonl cannot be written: No space left on device; make room"):
+        run_job(job, on_event=refuse)
+    monkeypatch.undo()
+    assert run_job(job, resume=True).lora_path.read_bytes() == straight
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def _spoil_weights(value):
+    def spoil(optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.data.fill_(value)
+
+    return spoil
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_weights_that_are_not_finite_are_never_saved(steps, value, tmp_path, monkeypatch):
+    """In the last step, where no loss shows it, and in another."""
+    job = _job(tmp_path, train={"steps": steps, "batch_size": 2, "seed": 3}, output={"save_every_steps": 2})
+    ordinary, calls = torch.optim.AdamW.step, []
+
+    def step(optimizer):
+        ordinary(optimizer)
+        calls.append(1)
+        if len(calls) == min(steps, 3):
+            _spoil_weights(value)(optimizer)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(RuntimeError, match=f"after step {min(steps, 3)} the LoRA's weights are not finite as float32"):
+        run_job(job)
+    assert _saved(tmp_path) == ([] if steps == 1 else ["step-000002"])
+    assert not (tmp_path / "run" / "lora.safetensors").exists()
+
+
+def test_weights_beyond_the_type_of_the_file_are_refused_and_another_type_is_written_on_resume(tmp_path, monkeypatch):
+    job = _job(tmp_path, train={"steps": 1, "batch_size": 2, "seed": 3}, output={"lora_dtype": "float16"})
+    monkeypatch.setattr(torch.optim.AdamW, "step", _spoil_weights(1e5))
+    with pytest.raises(RuntimeError, match=r"lora\.safetensors is not written: .* not finite as float16.*lora_dtype"):
+        run_job(job)
+    assert not (tmp_path / "run" / "lora.safetensors").exists()
+    wider = dataclasses.replace(job, output=dataclasses.replace(job.output, lora_dtype="float32"))
+    found = load_file(run_job(wider, resume=True).lora_path)
+    assert all(torch.isfinite(tensor).all() for tensor in found.values())
+
+
+def test_a_lora_that_changes_nothing_is_not_called_finished(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda optimizer: None)
+    with pytest.raises(RuntimeError, match=r"after 6 steps the LoRA changes nothing, for lora_B is zero"):
+        run_job(_job(tmp_path))
+
+
+def test_resuming_a_finished_run_whose_adapter_is_not_finite_leaves_the_good_file(tmp_path):
+    """As earlier versions wrote it, without a digest."""
+    job = _job(tmp_path)
+    result = run_job(job)
+    good = result.lora_path.read_bytes()
+    file = result.checkpoint / "adapter.safetensors"
+    save_file({name: torch.full_like(tensor, math.nan) for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(ValueError, match=r"adapter\.safetensors is damaged.*No checkpoint in .* is whole"):
+        run_job(job, resume=True)
+    assert result.lora_path.read_bytes() == good

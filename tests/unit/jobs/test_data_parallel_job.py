@@ -1,0 +1,189 @@
+"""Whole jobs with a copy of the model per emulated card: what they train, how they resume, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from contextlib import ExitStack
+
+import pytest
+from devicebridge import assembly
+from devicebridge.config.job import PipelineConfig, make_job
+from devicebridge.jobs import job as job_module
+from devicebridge.jobs import resolve as resolve_module
+from devicebridge.jobs.job import check_job, run_job
+from devicebridge.parallel.local import data_parallel as replicas_module
+from devicebridge.patches.compile_blocks import CompiledBlocks
+from devicebridge.planning.cards import Card
+from devicebridge.tests.emulated import CARDS, emulated_cards
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def _job(tmp_path, folder, name="flux2", **sections):
+    values = {
+        "split": {"devices": ["lazy:0", "lazy:1"]},
+        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
+        "lora": {"dropout": 0.3},
+        "train": {"steps": 2, "batch_size": 1, "accumulation": 3, "seed": 3},
+        "pipeline": {"schedule": "replicas"},
+        "evaluation": {"folder": ""},
+        "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
+    }
+    return make_tiny_job(tmp_path, name, **{**values, **sections})
+
+
+def _run(job, **arguments):
+    with emulated_cards(3):
+        return run_job(job, **arguments)
+
+
+@pytest.mark.parametrize(("scheme", "tolerance"), [("none", 1e-6), ("int8-compute", 1e-4)])
+def test_a_job_trains_as_on_one_card(tmp_path, scheme, tolerance):
+    """Optimizer steps, evaluation before and after; only sums are made in another order. Rounding to 8 bits makes a
+    last bit larger."""
+    held_out = {"folder": str(tmp_path / "held_out"), "quantiles": [0.5]}
+    sections = {"lora": {"dropout": 0.0}, "model": {"quantize": scheme}, "evaluation": held_out}
+    one = _run(_job(tmp_path, "one", **sections, split={"devices": ["lazy:0"]}, pipeline={"schedule": "none"}))
+    two = _run(_job(tmp_path, "two", **sections))
+    assert two.losses[0] == one.losses[0] and len(set(two.losses)) == 2
+    assert two.losses == pytest.approx(one.losses, rel=tolerance)
+    assert two.eval_before == one.eval_before and two.eval_after == pytest.approx(one.eval_after, rel=tolerance)
+    assert two.eval_after != two.eval_before
+
+
+def test_a_run_with_dropout_resumes_bit_for_bit(tmp_path):
+    split = {"devices": ["lazy:0", "lazy:1", "lazy:2"], "kept_blocks": [1, 0, 2]}
+    seen = []
+    straight = _run(_job(tmp_path, "straight", split=split), on_event=seen.append)
+    loading = next(event.values for event in seen if event.values.get("name") == "loading")
+    assert loading["placement"].endswith("blocks on each of lazy:0, lazy:1, lazy:2")
+    steps = []
+    job = _job(tmp_path, "stopped", split=split)
+    stopped = _run(job, on_event=steps.append, should_stop=lambda: any(e.kind == "step" for e in steps))
+    assert stopped.step == 1
+    # "auto" keeps what the run began with
+    resumed = _run(dataclasses.replace(job, pipeline=PipelineConfig(schedule="auto")), resume=True)
+    assert resumed.losses == straight.losses
+    assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
+
+
+def test_the_first_of_a_shape_on_each_card_is_compiled_alone(tmp_path, monkeypatch):
+    """As if blocks were compiled: every card has graphs of its own, and torch compiles for one thread at a time."""
+    monkeypatch.setattr(assembly, "compile_if_possible", lambda *arguments: CompiledBlocks([], ExitStack()))
+    plain_step, plain_gate = replicas_module._forward_and_backward, replicas_module._Gate.computing
+    plain_run, runs = replicas_module.Replicas.run, []  # one before the first step compares gradients
+    at, seen = threading.local(), []
+
+    def count(replicas, microbatches):
+        runs.append(len(microbatches))
+        return plain_run(replicas, microbatches)
+
+    def remember(microbatch, prepared, gate):
+        at.shape = tuple(prepared.noisy.shape)
+        return plain_step(microbatch, prepared, gate)
+
+    def watch(gate, is_alone):
+        seen.append((threading.current_thread().name, at.shape, len(runs), is_alone))
+        return plain_gate(gate, is_alone)
+
+    monkeypatch.setattr(replicas_module.Replicas, "run", count)
+    monkeypatch.setattr(replicas_module, "_forward_and_backward", remember)
+    monkeypatch.setattr(replicas_module._Gate, "computing", watch)
+    train = {"steps": 3, "batch_size": 1, "accumulation": 3, "compile": "auto"}
+    _run(_job(tmp_path, "run", train=train, data={"resolutions": [32, 48]}))
+    assert runs[-3:] == [3, 3, 3]
+    first: dict[tuple[str, tuple[int, ...]], int] = {}
+    for thread, shape, run, is_alone in seen:
+        assert is_alone == (first.setdefault((thread, shape), run) == run)
+    begins = {shape: {run for (_, other), run in first.items() if other == shape} for _, shape in first}
+    assert any(len(runs) == 2 for runs in begins.values())  # a shape came to one card before the other
+
+
+@pytest.mark.parametrize(("first", "second"), [("replicas", "1f1b"), ("none", "replicas")])
+def test_a_run_is_resumed_as_it_began_or_not_at_all(tmp_path, first, second):
+    job = _job(tmp_path, "run", pipeline={"schedule": first})
+    steps = []
+    _run(job, on_event=steps.append, should_stop=lambda: any(e.kind == "step" for e in steps))
+    with pytest.raises(ValueError, match="would not be the same run"):
+        _run(dataclasses.replace(job, pipeline=PipelineConfig(schedule=second)), resume=True)
+
+
+def test_what_the_planner_thinks_today_changes_no_resumed_run(tmp_path, monkeypatch):
+    """Cards alike ask for replicas, a slow second card for a cut."""
+
+    def see(second_speed):
+        size = 10**9
+        speeds = {"lazy:0": 1.0, "lazy:1": second_speed}
+        known = lambda devices: [Card(device, size, size, speeds[str(device)]) for device in devices]  # noqa: E731
+        monkeypatch.setattr(resolve_module, "cards_of", known)
+
+    train = {"steps": 2, "batch_size": 1, "accumulation": 4}
+    for began, today, is_copied in ((1.0, 0.02, True), (0.02, 1.0, False)):
+        split = {"devices": ["lazy:0", "lazy:1"], "calibrate": "off"}
+        job = _job(tmp_path, f"{began}", pipeline={"schedule": "auto"}, train=train, split=split)
+        steps, placed = [], []
+        with emulated_cards(2):
+            see(began)
+            assert bool(check_job(job).placement.replicas) == is_copied
+            run_job(job, on_event=steps.append, should_stop=lambda: any(e.kind == "step" for e in steps))  # noqa: B023
+            see(today)
+            assert bool(check_job(job).placement.replicas) != is_copied  # if it were chosen anew
+            assert run_job(job, resume=True, on_event=placed.append).step == 2
+        loading = next(event.values["placement"] for event in placed if event.values.get("name") == "loading")
+        assert ("each of" in loading) == is_copied
+
+
+@pytest.mark.parametrize(
+    ("devices", "accumulation", "expected"),
+    [
+        (["lazy:0", "lazy:1"], 3, CARDS[:2]),
+        (["lazy:0", "lazy:1"], 1, ()),
+        (["lazy:0"], 3, ()),
+        (["lazy:0", "cpu"], 3, ()),
+    ],
+)
+def test_when_a_job_gets_replicas(tmp_path, caplog, devices, accumulation, expected):
+    job = _job(tmp_path, "run", split={"devices": devices}, train={"steps": 1, "accumulation": accumulation})
+    with emulated_cards():
+        plan = check_job(job)
+    assert plan.placement.replicas == tuple(expected) and plan.execution.ahead is None and plan.placement.tail == ()
+    assert ("left out" in caplog.text) == (not expected)
+
+
+def test_without_a_planner_nobody_gets_replicas_unasked(tmp_path):
+    with emulated_cards():
+        assert check_job(_job(tmp_path, "run", pipeline={"schedule": "auto"})).placement.replicas == ()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"split": {"balance": "manual", "split_at": [2]}}, "says where to cut the model"),
+        ({"split": {"balance": "time"}}, "remove one of the two"),
+        ({"split": {"kept_blocks": [1, 1, 1]}}, "give one each"),
+        ({"split": {"kept_blocks": [0, 50]}}, "asks 50 blocks of lazy:1"),
+        ({"split": {"memory_limit_gb": [1.0, 1e-6]}}, "of weights on lazy:1, which may hold 0.00 GB"),
+    ],
+)
+def test_what_contradicts_replicas_is_refused_before_anything_is_loaded(tmp_path, sections, message):
+    sections["split"] = {"devices": ["lazy:0", "lazy:1"], **sections["split"]}
+    with emulated_cards(), pytest.raises(ValueError, match=message):
+        check_job(_job(tmp_path, "run", **sections))
+
+
+def test_lora_on_what_the_tail_reads_is_no_matter_to_replicas(tmp_path):
+    sections = {"lora": {"targets": ["*time_embedder*", "*to_q"]}, "train": {"steps": 1, "accumulation": 2}}
+    with emulated_cards():
+        assert check_job(_job(tmp_path, "run", "wan", **sections)).placement.replicas
+
+
+def test_a_job_of_an_earlier_release_is_resumed_over_all_cards(tmp_path, monkeypatch):
+    """Its checkpoints know no replicas."""
+    monkeypatch.setattr(job_module, "_where", lambda placement: {"placement": [str(d) for d in placement.devices]})
+    job = _job(tmp_path, "run", pipeline={"schedule": "auto"})
+    steps = []
+    _run(job, on_event=steps.append, should_stop=lambda: any(e.kind == "step" for e in steps))
+    assert _run(job, resume=True).step == 2
+    assert make_job({**dataclasses.asdict(job)}) == job

@@ -1,0 +1,220 @@
+"""What `check` finds about encoders, configs and folders, before hours of captions are encoded."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from devicebridge.checkpoints.config_sizes import refuse_absurd_sizes
+from devicebridge.config.job import JobConfig
+from devicebridge.jobs.job import check_job
+from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.tests.toy import TINY
+from safetensors.torch import save_file
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {name: tmp_path_factory.mktemp(name) for name in TINY}
+    for name, folder in folders.items():
+        make_tiny_job(folder, name)
+    return folders
+
+
+def _copy(made: dict[str, Path], name: str, tmp_path: Path, **sections: Any) -> JobConfig:
+    shutil.copytree(made[name], tmp_path / name)
+    return make_tiny_job(tmp_path / name, name, **sections)
+
+
+def _cut_short(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("other", ["flux1", "wan"])
+def test_a_vae_of_another_family_is_refused(made: dict[str, Path], tmp_path: Path, other: str) -> None:
+    vae = made[other] / "model" / "vae"
+    with pytest.raises(ValueError, match=rf"{vae} is an Autoencoder\w+; FLUX\.2 needs an AutoencoderKLFlux2"):
+        check_job(_copy(made, "flux2", tmp_path, cache={"vae": str(vae)}))
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_a_vae_of_the_same_class_with_other_latents_is_refused(
+    made: dict[str, Path], tmp_path: Path, is_file: bool
+) -> None:
+    """Stable Diffusion's VAE is FLUX.1's class."""
+    config = {**TINY["flux1"].vae_config, "latent_channels": 8}
+    vae = diffusers.AutoencoderKL(**config)
+    vae.save_pretrained(tmp_path / "vae")
+    path = tmp_path / "vae"
+    if is_file:
+        path = tmp_path / "vae.safetensors"
+        save_file(vae.state_dict(), path)
+    message = "does not hold the weights of|has unknown|lacks" if is_file else "latents of 8 channels.*takes 4"
+    with pytest.raises(ValueError, match=rf"{path}.*({message})"):
+        check_job(_copy(made, "flux1", tmp_path, cache={"vae": str(path)}))
+
+
+@pytest.mark.parametrize("name", ["text_encoder/model.safetensors", "vae/diffusion_pytorch_model.safetensors"])
+def test_an_encoder_that_is_cut_short_is_named(made: dict[str, Path], tmp_path: Path, name: str) -> None:
+    job = _copy(made, "flux2", tmp_path)
+    _cut_short(tmp_path / "flux2" / "model" / name)
+    with pytest.raises(ValueError, match=rf"{name} is cut short.*download it again"):
+        check_job(job)
+
+
+@pytest.mark.parametrize(
+    ("folder", "key", "value"),
+    [
+        ("transformer", "num_layers", 10**9),
+        ("transformer", "attention_head_dim", 10**12),
+        ("transformer", "axes_dims_rope", [10**9]),
+        ("vae", "layers_per_block", 10**9),
+        ("vae", "block_out_channels", [10**12] * 2),
+        ("text_encoder", "vocab_size", 10**15),
+    ],
+)
+def test_an_absurd_size_in_a_config_is_named_at_once(
+    made: dict[str, Path], tmp_path: Path, folder: str, key: str, value: object
+) -> None:
+    job = _copy(made, "flux2", tmp_path)
+    file = tmp_path / "flux2" / "model" / folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    with pytest.raises(ValueError, match=rf"{file} says {key} = \d+, and no model has more than"):
+        check_job(job)
+
+
+@pytest.mark.parametrize("value", ["many", None, {}, -3])
+def test_a_config_that_describes_no_model_is_named(made: dict[str, Path], tmp_path: Path, value: object) -> None:
+    job = _copy(made, "flux2", tmp_path)
+    file = tmp_path / "flux2" / "model" / "transformer" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_attention_heads": value}))
+    with pytest.raises(ValueError, match=r"transformer(/config\.json gives values that| do not fit its config\.json)"):
+        check_job(job)
+
+
+def test_sizes_of_published_models_are_taken() -> None:
+    from devicebridge.families.registry import FAMILIES
+
+    for family in FAMILIES.values():
+        for variant in family.variants:
+            for config in (variant.transformer_config, variant.vae_config):
+                refuse_absurd_sizes(Path("config.json"), json.loads(json.dumps(dict(config))))
+    refuse_absurd_sizes(Path("config.json"), {"rope_theta": 1_000_000_000, "vocab_size": 262_208, "eps": 1e-6})
+
+
+# --- folders that are written ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["taken", "taken/run"])
+def test_an_output_folder_that_is_a_file_is_refused(made: dict[str, Path], tmp_path: Path, place: str) -> None:
+    (tmp_path / "taken").touch()
+    job = _copy(made, "flux2", tmp_path, output={"folder": str(tmp_path / place)})
+    with pytest.raises(ValueError, match=rf"output\.folder .*{tmp_path}/taken is a file; choose a folder"):
+        check_job(job)
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="permissions do not bind this user")
+def test_an_output_folder_that_cannot_be_written_is_refused(made: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    job = _copy(made, "flux2", tmp_path, output={"folder": str(tmp_path / "closed" / "run")})
+    with pytest.raises(ValueError, match=r"output\.folder .* cannot be written"):
+        check_job(job)
+
+
+# --- cautions --------------------------------------------------------------------------------------------------------
+
+
+def _said(job: JobConfig, caplog: pytest.LogCaptureFixture) -> list[str]:
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        check_job(job)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_job_without_fault_is_given_no_caution(
+    made: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ("all zeros", "trained on as well", "is ignored", "lead to nothing", "each the caption")
+    assert not [line for line in _said(_copy(made, "flux2", tmp_path), caplog) if any(word in line for word in words)]
+
+
+def test_a_learning_rate_among_the_options_is_said_to_be_ignored(
+    made: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = _copy(made, "flux2", tmp_path, optimizer={"options": {"lr": 0.5}})
+    (line,) = [line for line in _said(job, caplog) if "options.lr" in line]
+    assert "options.lr = 0.5 is ignored" in line and "learning_rate = 0.001" in line
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_evaluation_on_what_is_trained_is_said(
+    made: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, is_copy: bool
+) -> None:
+    job = _copy(made, "flux2", tmp_path)
+    folder = tmp_path / "flux2" / "data"
+    if is_copy:
+        folder = tmp_path / "copy"
+        shutil.copytree(tmp_path / "flux2" / "held_out", folder)
+        shutil.copy(tmp_path / "flux2" / "data" / "image_1.png", folder / "other.png")
+    job = dataclasses.replace(job, evaluation=dataclasses.replace(job.evaluation, folder=str(folder)))
+    (line,) = [line for line in _said(job, caplog) if "trained on as well" in line]
+    assert line.startswith("1 of 3 " if is_copy else "5 of 5 ") and ("other.png" if is_copy else "image_0.png") in line
+
+
+def test_weights_that_are_all_zeros_are_named(
+    made: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from safetensors.torch import load_file
+
+    job = _copy(made, "flux2", tmp_path)
+    file = tmp_path / "flux2" / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    zeros = [name for name in tensors if name.startswith("transformer_blocks.0.attn.to_") and tensors[name].ndim > 1]
+    tensors |= {name: torch.zeros_like(tensors[name]) for name in zeros}
+    one = next(name for name in tensors if name.startswith("transformer_blocks.1.attn.to_"))
+    tensors[one] = torch.zeros_like(tensors[one])
+    tensors[one][1, 2] = 1.0  # not all
+    save_file(tensors, file, metadata={"format": "pt"})
+    (line,) = [line for line in _said(job, caplog) if "all zeros" in line]
+    assert line.startswith(f"{len(zeros)} of {len(tensors)} weights") and zeros[0] in line and one not in line
+
+
+def test_images_that_share_a_caption_and_links_to_nothing_are_named(
+    made: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = _copy(made, "flux2", tmp_path)
+    folder = tmp_path / "flux2" / "data"
+    shutil.copy(folder / "image_1.png", folder / "image_1.webp")
+    (folder / "gone.png").symlink_to(tmp_path / "nowhere")
+    said = _said(job, caplog)
+    assert any("image_1.txt of image_1.png and image_1.webp" in line for line in said)
+    assert any("1 links lead to nothing and are not used: gone.png" in line for line in said)
+
+
+# --- captions --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no named pipes in folders")
+def test_a_caption_that_is_a_pipe_is_named_and_does_not_hang(made: dict[str, Path], tmp_path: Path) -> None:
+    job = _copy(made, "flux2", tmp_path)
+    caption = tmp_path / "flux2" / "data" / "image_1.txt"
+    caption.unlink()
+    os.mkfifo(caption)
+    with pytest.raises(ValueError, match=r"image_1\.txt: is no ordinary file; put a text file in its place"):
+        check_job(job)
+
+
+def test_a_caption_of_a_megabyte_and_more_is_named(made: dict[str, Path], tmp_path: Path) -> None:
+    job = _copy(made, "flux2", tmp_path)
+    (tmp_path / "flux2" / "data" / "image_1.txt").write_bytes(b"x" * 1_000_001)
+    with pytest.raises(ValueError, match=r"image_1\.txt: has 1000001 bytes, which is no caption"):
+        check_job(job)

@@ -1,0 +1,319 @@
+"""Two experts from one job: the files of two separate jobs, captions and latents computed once, stopped and resumed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from devicebridge.cli.main import main
+from devicebridge.config.job import save_job
+from devicebridge.events import Event
+from devicebridge.families.registry import FAMILIES
+from devicebridge.jobs import concurrent as concurrent_module
+from devicebridge.jobs import worker as worker_module
+from devicebridge.jobs.concurrent import run_pair
+from devicebridge.jobs.experts import are_together, expert_jobs
+from devicebridge.jobs.job import check_job, run_job
+from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
+from devicebridge.tests.toy import TINY
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+HIGH, LOW = "wan2.2-t2v-a14b-high", "wan2.2-t2v-a14b-low"
+
+
+def _save_pair(folder: Path) -> None:
+    """A model folder of two transformers."""
+    save_tiny_pipeline(folder, "wan")
+    tiny = TINY["wan"]
+    tiny.make_model(7, **tiny.encoder_widths).save_pretrained(folder / "transformer_2")
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {"transformer_2": index["transformer"], "boundary_ratio": 0.875}
+    (folder / "model_index.json").write_text(json.dumps(index))
+
+
+def _job(tmp_path, folder, *, variant=HIGH, second=True, **sections):
+    if not (tmp_path / "model" / "transformer_2").exists():
+        make_tiny_job(tmp_path, "wan")
+        _save_pair(tmp_path / "model")
+    model = {"path": str(tmp_path / "model"), "variant": variant}
+    values = {
+        "model": model | ({"second_expert": str(tmp_path / "model")} if second else {}),
+        "train": {"steps": 2, "batch_size": 1, "seed": 3},
+        "lora": {"dropout": 0.2},
+        "evaluation": {"folder": ""},
+        "output": {"folder": str(tmp_path / folder), "name": "mine", "save_every_steps": 1},
+        "cache": {"folder": ""},
+    }
+    return make_tiny_job(tmp_path, "wan", **{**values, **sections})
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """As if the CPU were a card for each."""
+    monkeypatch.setattr(concurrent_module, "are_together", lambda experts: True)
+
+
+def _alone(tmp_path, folder, variant, name):
+    output = {"folder": str(tmp_path / folder), "name": name, "save_every_steps": 1}
+    cache = {"folder": str(tmp_path / f"{folder} cache")}
+    return run_job(_job(tmp_path, folder, variant=variant, second=False, output=output, cache=cache))
+
+
+def test_both_are_the_bytes_of_two_separate_jobs(tmp_path, together):
+    """Real processes at the same time, with dropout; one has been stopped after its first step, the other is new."""
+    job = _job(tmp_path, "pair")
+    stepped: list[Event] = []
+    high = expert_jobs(job, ["cpu"])[0].job
+    stopped = run_job(high, on_event=stepped.append, should_stop=lambda: any(e.kind == "step" for e in stepped))
+    assert stopped.step == 1
+    events: list[Event] = []
+    result = run_pair(job, ["cpu"], resume=True, on_event=events.append)
+    assert result.is_finished and list(result.experts) == ["high_noise", "low_noise"]
+    files = []
+    for variant, name in ((HIGH, "high_noise"), (LOW, "low_noise")):
+        alone = _alone(tmp_path, name, variant, f"mine_{name}")
+        found = result.experts[name]
+        assert found.lora_path == str(tmp_path / "pair" / name / f"mine_{name}.safetensors")
+        files.append(Path(found.lora_path).read_bytes())
+        assert files[-1] == alone.lora_path.read_bytes()
+        assert list(found.losses) == alone.losses and found.step == 2
+    assert files[0] != files[1]
+    # computed once; one log of everything
+    assert all(e.step == e.total for e in events if e.kind == "progress" and e.values["expert"] != "caches")
+    assert {e.values["expert"] for e in events if e.kind == "step"} == {"high_noise", "low_noise"}
+    told = [json.loads(line) for line in (tmp_path / "pair" / "events.jsonl").read_text().splitlines()]
+    assert [each["expert"] for each in told] == [event.values["expert"] for event in events]
+    assert (tmp_path / "pair" / "cache").is_dir() and not (tmp_path / "pair" / "low_noise" / "cache").exists()
+    assert not list((tmp_path / "pair").rglob("stop"))
+
+
+def _lines(capsys):
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+
+
+def test_a_worker_stops_when_told_and_tells_how_it_ended(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(worker_module.signal, "signal", lambda number, handler: None)
+    parents = [1]
+    monkeypatch.setattr(worker_module.os, "getppid", lambda: parents[-1])
+    job, stop_file = tmp_path / "job.toml", tmp_path / "stop"
+    save_job(expert_jobs(_job(tmp_path, "pair", train={"steps": 9}), ["cpu"])[0].job, job)
+    plain = worker_module.tell
+
+    def tell_and_stop(kind, values, step=0, total=0):
+        plain(kind, values, step, total)
+        if kind == "step" and step == 1:
+            stop_file.touch()
+        if kind == "step" and step == 2:
+            parents.append(2)  # whoever started it is gone
+
+    monkeypatch.setattr(worker_module, "tell", tell_and_stop)
+    arguments = [str(job), str(stop_file)]
+    assert worker_module.main(arguments) == 0
+    *_, last = _lines(capsys)
+    assert last["kind"] == "result" and last["values"]["status"] == "stopped" and last["values"]["step"] == 1
+    stop_file.unlink()
+    assert worker_module.main(arguments) == 2  # it has checkpoints
+    assert "resume it" in _lines(capsys)[-1]["values"]["message"]
+    assert worker_module.main([*arguments, "--resume"]) == 0
+    last = _lines(capsys)[-1]
+    assert (last["values"]["status"], last["values"]["step"]) == ("stopped", 2)
+    newest = sorted((tmp_path / "pair" / "high_noise" / "checkpoints").iterdir())[-1]
+    assert newest.name == "step-000002"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_worker_takes_every_signal_to_stop_as_a_wish_to_save(tmp_path, monkeypatch, name):
+    handlers = {}
+    monkeypatch.setattr(worker_module.signal, "signal", handlers.__setitem__)
+    should_stop = worker_module._stop_when_told(tmp_path / "stop")
+    assert not should_stop()
+    handlers[getattr(signal, name)](getattr(signal, name), None)
+    assert should_stop()
+
+
+_SCRIPT = """
+import json, os, sys, time
+stop_file, is_resumed, action = sys.argv[1], sys.argv[2] == "True", sys.argv[3]
+def tell(kind, **values):
+    print(json.dumps({"kind": kind, "step": 1, "total": 3, "values": values}), flush=True)
+def end(status):
+    tell("result", status=status, step=1, lora_path="x.safetensors")
+print("a library says hello")
+print('{"kind": "of JSON that is not ours"}')
+if action == "fail":
+    tell("error", message="its card is on fire")
+elif action == "die":
+    sys.exit(7)
+elif action == "look":
+    end("stopped" if os.path.exists(stop_file) else "finished")
+elif action == "wait":
+    tell("step", loss=1.0, learning_rate=1.0, elapsed_s=1.0)
+    for _ in range(3000):
+        if os.path.exists(stop_file):
+            end("stopped")
+            break
+        time.sleep(0.01)
+else:
+    tell("step", loss=1.0, learning_rate=1.0, elapsed_s=1.0)
+    tell("log", level=30, message="it is warm" + " again" * is_resumed)
+    end("finished")
+"""
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Processes that do as told, by name, and train nothing; what was started, in order."""
+    actions: dict[str, str] = {}
+    started: list[str] = []
+
+    def command(job, stop_file, *, resume, also_checks, host_share):
+        name = "caches" if also_checks is not None else job.parent.name
+        started.append(name)
+        script = [sys.executable, "-S", "-c", _SCRIPT]
+        return [*script, str(stop_file), str(resume), actions.get(name, "end")]
+
+    monkeypatch.setattr(concurrent_module, "worker_command", command)
+    return actions, started
+
+
+def test_on_one_device_they_follow_each_other(tmp_path, scripted):
+    job = _job(tmp_path, "pair")
+    assert not are_together(expert_jobs(job, ["cpu"])) and are_together(expert_jobs(job, ["cuda:0", "cuda:1"]))
+    events: list[Event] = []
+    assert run_pair(job, ["cpu"], on_event=events.append).is_finished
+    assert scripted[1] == [event.values["expert"] for event in events] == ["caches", "high_noise", "low_noise"]
+    scripted[0]["high_noise"] = "wait"
+    stopped = run_pair(job, ["cpu"], on_event=events.append, should_stop=lambda: len(events) > 4)
+    assert not stopped.is_finished and stopped.experts["high_noise"].status == "stopped"
+    assert scripted[1][3:] == ["caches", "high_noise"]  # the second is not begun
+
+
+def test_a_stop_file_of_an_earlier_run_stops_nothing(tmp_path, scripted):
+    scripted[0].update(caches="look", high_noise="look", low_noise="look")
+    for name in ("high_noise", "low_noise"):
+        (tmp_path / "pair" / name).mkdir(parents=True)
+        (tmp_path / "pair" / name / "stop").touch()
+    assert run_pair(_job(tmp_path, "pair"), ["cpu"]).is_finished
+
+
+def test_an_error_of_one_stops_the_other_and_says_which(tmp_path, scripted, together):
+    scripted[0].update(high_noise="wait", low_noise="fail")
+    with pytest.raises(RuntimeError, match="low_noise: its card is on fire; high_noise was stopped and saved after"):
+        run_pair(_job(tmp_path, "pair"), ["cpu"])
+
+
+def test_an_interrupt_leaves_no_process(tmp_path, scripted, together):
+    scripted[0].update(high_noise="wait", low_noise="wait")
+    running = []
+
+    def interrupt(event):
+        running.append(event.values["expert"])
+        if len(running) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_pair(_job(tmp_path, "pair"), ["cpu"], on_event=interrupt)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("devicebridge")]
+    assert not list((tmp_path / "pair").rglob("stop"))
+
+
+def test_a_process_that_dies_is_told_of(tmp_path, scripted):
+    scripted[0]["caches"] = "die"
+    with pytest.raises(RuntimeError, match="caches: its process ended with exit code 7"):
+        run_pair(_job(tmp_path, "pair"), ["cpu"])
+
+
+def test_warnings_say_whose_they_are(tmp_path, scripted, caplog):
+    run_pair(_job(tmp_path, "pair"), ["cpu"], resume=True)
+    assert "low_noise: it is warm again" in caplog.messages
+
+
+def test_devices_and_what_is_said_of_them_are_divided(tmp_path):
+    split = {"devices": ["cuda:0", "cuda:1", "cuda:2"], "kept_blocks": [1, 0, 2]}
+    job = _job(tmp_path, "pair", split=split)
+    high, low = expert_jobs(job, split["devices"])
+    assert high.job.split.devices == ("cuda:0", "cuda:1") and low.job.split.devices == ("cuda:2",)
+    assert high.job.split.kept_blocks == (1, 0) and low.job.split.kept_blocks == (2,)
+    assert (high.job.model.variant, low.job.model.variant) == (HIGH, LOW)
+    # either may be named first
+    turned = expert_jobs(_job(tmp_path, "pair", variant=LOW, split=split), split["devices"])
+    assert [expert.name for expert in turned] == ["high_noise", "low_noise"]
+    assert [expert.job for expert in turned] == [high.job, low.job]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"variant": "wan2.1-t2v-14b"}}, "which is whole"),
+        ({"model": {"second_expert": "transformer"}}, "are the same files"),
+        ({"split": {"devices": ["cuda:0", "cuda:1"], "memory_limit_gb": [1.0]}}, "give one"),
+        ({"split": {"devices": ["cuda:0", "cuda:1"], "balance": "manual", "split_at": [1]}}, "cards of its own"),
+    ],
+)
+def test_what_is_no_pair_is_refused(tmp_path, sections, message):
+    job = _job(tmp_path, "pair")
+    model = sections.get("model", {})
+    if "second_expert" in model:
+        model["second_expert"] = str(tmp_path / "model" / model["second_expert"])
+    with pytest.raises(ValueError, match=message):
+        changed = {**{"model": {}, "split": {}}, **sections}
+        values = {"path": job.model.path, "variant": HIGH, "second_expert": job.model.second_expert} | model
+        expert_jobs(_job(tmp_path, "pair", model=values, split=changed["split"]), ["cuda:0", "cuda:1"])
+
+
+def test_other_ways_to_train_refuse_a_pair(tmp_path):
+    with pytest.raises(ValueError, match="trains both experts"):
+        check_job(_job(tmp_path, "pair"))
+
+
+def test_every_partner_is_each_others(tmp_path):
+    pairs = [v for family in FAMILIES.values() for v in family.variants if v.partner]
+    assert len(pairs) == 4
+    for variant in pairs:
+        partner = next(v for family in FAMILIES.values() for v in family.variants if v.name == variant.partner)
+        assert partner.partner == variant.name and partner.latent == variant.latent
+        assert {variant.transformer_folder, partner.transformer_folder} == {"transformer", "transformer_2"}
+        low, high = sorted([variant.sigma_range, partner.sigma_range])
+        assert low[0] == 0.0 and low[1] == high[0] and high[1] == 1.0
+
+
+def test_the_command_plans_checks_and_trains_a_pair(tmp_path, capsys, scripted):
+    job = tmp_path / "job.toml"
+    save_job(_job(tmp_path, "pair", train={"steps": 1}), job)
+    assert main(["plan", str(job), "--cards", "1GB,1GB"]) == 0
+    text = capsys.readouterr().out
+    assert text.index("== high_noise") < text.index("cuda:0") < text.index("== low_noise") < text.index("cuda:1")
+    assert main(["plan", str(job), "--cards", "1GB", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"high_noise", "low_noise"}
+    assert main(["check", str(job)]) == 0 and "== low_noise" in capsys.readouterr().out
+    assert main(["train", str(job)]) == 0
+    text = capsys.readouterr().out
+    assert "[low_noise] step 1/3 loss" in text and "LoRA: x.safetensors" in text
+    scripted[0]["low_noise"] = "fail"
+    assert main(["train", str(job)]) == 2 and "low_noise: its card is on fire" in capsys.readouterr().err
+
+
+def test_caches_of_a_pair_are_those_of_one(tmp_path, capsys):
+    job = tmp_path / "job.toml"
+    save_job(_job(tmp_path, "pair"), job)
+    assert main(["cache", str(job)]) == 0
+    low = expert_jobs(_job(tmp_path, "pair"), ["cpu"])[1].job
+    save_job(low, job)
+    capsys.readouterr()
+    assert main(["cache", str(job), "--verify"]) == 0  # complete for the other, too
+
+
+def test_a_worker_whose_parent_is_gone_goes_on_to_where_it_can_save(monkeypatch):
+    class Closed:
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    for step in (1, 2):
+        worker_module.tell("step", {"loss": 1.0}, step, 3)
+    assert not isinstance(sys.stdout, Closed)
+    sys.stdout.close()

@@ -1,0 +1,431 @@
+"""Whole jobs on tiny models: against a plain training loop, interrupted and resumed, killed, refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import diffusers
+import peft
+import pytest
+import torch
+from devicebridge.config.job import differing_keys, save_job
+from devicebridge.data.samples import BatchOrder
+from devicebridge.events import EventLog
+from devicebridge.families.registry import FAMILIES
+from devicebridge.jobs.encode_job import cache_job
+from devicebridge.jobs.job import check_job, run_job
+from devicebridge.tests.emulated import emulated_cards
+from devicebridge.tests.tiny_pipeline import make_tiny_job
+from devicebridge.tests.toy import TINY
+from devicebridge.training import loop
+from devicebridge.training.objective import make_generator
+from devicebridge.training.optimizer import set_learning_rate
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def _plain_loop(job, steps):
+    """A trainer of one page: diffusers, PEFT, one device, nothing of ours but data order and random numbers."""
+    plan = check_job(job)
+    with EventLog(Path(job.output.folder) / "plain") as events:
+        data, _ = cache_job(plan, events)
+    family, variant = plan.family, plan.variant
+    model = getattr(diffusers, family.transformer_class).from_pretrained(Path(job.model.path) / "transformer")
+    model.requires_grad_(False)
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "transformer_blocks" in n]
+    names = names or [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("blocks.")]
+    targets = [n for n in names if "norm" not in n]
+    torch.manual_seed(job.train.seed)
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=job.lora.rank, lora_alpha=job.lora.alpha, target_modules="|".join(map(_escape, targets))),
+        model,
+    )
+    model.train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=job.optimizer.learning_rate, weight_decay=0.01)
+    order = BatchOrder(plan.samples, batch_size=job.train.batch_size, seed=job.train.seed)
+    losses = []
+    for step in range(steps):
+        chosen = order.next()
+        batch = data.load(chosen.indices, chosen.captions_dropped)
+        generator = make_generator(job.train.seed, "train", step, 0)
+        u = torch.rand(len(chosen.indices), generator=generator, dtype=torch.float64)
+        noise = torch.randn(batch.latents.shape, generator=generator)
+        t = 1 / (1 + torch.exp(-torch.special.ndtri(u)))
+        shift = TINY[family.name].shift(batch.num_tokens)
+        t = (shift * t / (1 + (shift - 1) * t)).float()
+        x = (1 - t).view(-1, 1, 1, 1, 1) * batch.latents + t.view(-1, 1, 1, 1, 1) * noise
+        output = model(**family.make_inputs(x, t, batch.text, variant.training_guidance), return_dict=False)[0]
+        error = (family.read_prediction(output, batch.latents) - (noise - batch.latents)) ** 2
+        weight = torch.ones_like(error) if batch.mask is None else batch.mask.expand_as(error)
+        loss = (error * weight).sum() / weight.sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _escape(name):
+    return name.replace(".", r"\.")
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_steps_of_the_split_trainer_are_those_of_a_plain_loop(name, tmp_path):
+    """Fifty of the quickest family; of others so many that a difference in how they are driven shows."""
+    steps = 50 if name == "wan" else 8
+    job = make_tiny_job(
+        tmp_path,
+        name,
+        train={"steps": steps, "batch_size": 2, "seed": 3},
+        evaluation={"folder": ""},
+        output={"save_every_steps": 0},
+        split={"devices": ["lazy:0", "lazy:1"]},
+        cache={"vae_device": "cpu"},
+    )
+    expected = _plain_loop(dataclasses.replace(job, split=dataclasses.replace(job.split, devices=("cpu",))), steps)
+    with emulated_cards():
+        result = run_job(job)
+    assert result.step == steps and len(set(result.losses)) == steps
+    assert result.losses == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_stopped_and_resumed_equals_uninterrupted(name, tmp_path):
+    straight = run_job(make_tiny_job(tmp_path, name, lora={"dropout": 0.3}, output={"folder": str(tmp_path / "a")}))
+    job = make_tiny_job(tmp_path, name, lora={"dropout": 0.3}, output={"folder": str(tmp_path / "b")})
+    seen = []
+    is_third_step_done = lambda: any(event.kind == "step" and event.step == 3 for event in seen)  # noqa: E731
+    stopped = run_job(job, on_event=seen.append, should_stop=is_third_step_done)
+    assert (stopped.status, stopped.step) == ("stopped", 3) and "resume" in stopped.resume_hint
+    resumed = run_job(job, resume=True)
+    assert (resumed.status, resumed.step) == ("finished", 6)
+    assert resumed.losses == straight.losses and resumed.eval_after == straight.eval_after
+    assert resumed.eval_before == straight.eval_before
+    assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
+
+
+def _start_training(job_file):
+    code = "import runpy, sys; sys.argv[0] = 'devicebridge'; "
+    code += f"runpy.run_path({str(ROOT / 'bootstrap.py')!r})['load_pack'](); "
+    code += "from devicebridge.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-u", "-c", code, "train", str(job_file)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+
+
+def _wait_for(process, text):
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return
+    raise AssertionError("".join(lines))
+
+
+@pytest.fixture(scope="module")
+def long_job(tmp_path_factory):
+    """A job of 14 steps that saves every 4, and the LoRA of its uninterrupted run in another process."""
+    folder = tmp_path_factory.mktemp("long")
+    sections = {"train": {"steps": 14, "batch_size": 2, "seed": 3}, "evaluation": {"folder": ""}}
+    job = make_tiny_job(folder, **sections, output={"folder": str(folder / "straight"), "save_every_steps": 4})
+    save_job(job, folder / "straight.toml")
+    process = _start_training(folder / "straight.toml")
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return folder, job
+
+
+def _interrupted(long_job, name, number):
+    folder, job = long_job
+    job = dataclasses.replace(job, output=dataclasses.replace(job.output, folder=str(folder / name)))
+    save_job(job, folder / f"{name}.toml")
+    process = _start_training(folder / f"{name}.toml")
+    _wait_for(process, "step 6/14")
+    if number is None:  # `| head` that has enough
+        process.stdout.close()
+        return folder, job, process.wait(), ""
+    process.send_signal(number)
+    rest, _ = process.communicate()
+    return folder, job, process.returncode, rest
+
+
+def test_kill_9_then_resume_gives_the_same_bytes(long_job):
+    folder, job, code, _ = _interrupted(long_job, "killed", signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    result = run_job(job, resume=True)
+    assert result.step == 14
+    assert result.lora_path.read_bytes() == (folder / "straight" / "lora.safetensors").read_bytes()
+
+
+def test_who_can_print_no_more_saves_and_ends(long_job):
+    folder, job, code, _ = _interrupted(long_job, "unheard", None)
+    assert code == 130
+    (newest,) = sorted((folder / "unheard" / "checkpoints").iterdir())[-1:]
+    assert 6 <= int(newest.name.removeprefix("step-")) < 14
+    assert run_job(job, resume=True).lora_path.read_bytes() == (folder / "straight" / "lora.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=["SIGTERM", "Ctrl-C", "SIGHUP"])
+def test_signals_finish_the_step_save_and_say_how_to_resume(long_job, number):
+    folder, job, code, output = _interrupted(long_job, f"signalled{number}", number)
+    assert code == 130 and "--resume" in output and "resume to continue" in output, output
+    assert (folder / f"signalled{number}" / "lora.safetensors").exists()
+    result = run_job(job, resume=True)
+    assert result.lora_path.read_bytes() == (folder / "straight" / "lora.safetensors").read_bytes()
+
+
+def test_resume_refuses_other_settings_and_names_them(tmp_path):
+    run_job(make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 2, "seed": 3}))
+    other = make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 1, "seed": 3}, lora={"rank": 8})
+    with pytest.raises(ValueError, match=r"(?s)lora\.rank: 4 -> 8.*train\.batch_size: 2 -> 1"):
+        run_job(other, resume=True)
+
+
+def test_a_finished_run_can_be_made_longer(tmp_path):
+    longer = {"steps": 4, "batch_size": 2, "seed": 3}
+    straight = run_job(make_tiny_job(tmp_path, train=longer, output={"folder": str(tmp_path / "straight")}))
+    run_job(make_tiny_job(tmp_path, train=longer | {"steps": 2}))
+    resumed = run_job(make_tiny_job(tmp_path, train=longer), resume=True)
+    assert resumed.step == 4 and resumed.losses == straight.losses
+    falling = {"schedule": {"name": "linear"}, "output": {"folder": str(tmp_path / "falling")}}
+    run_job(make_tiny_job(tmp_path, train=longer | {"steps": 2}, **falling))
+    with pytest.raises(ValueError, match="train.steps: 2 -> 4"):
+        run_job(make_tiny_job(tmp_path, train=longer, **falling), resume=True)
+
+
+def test_resume_refuses_other_images(tmp_path):
+    job = make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 2, "seed": 3})
+    run_job(job)
+    (tmp_path / "data" / "image_1.txt").write_text("another caption")
+    with pytest.raises(ValueError, match="images, captions or masks have changed"):
+        run_job(job, resume=True)
+
+
+def test_a_fresh_start_does_not_mix_with_an_old_run(tmp_path):
+    job = make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 2, "seed": 3})
+    run_job(job)
+    with pytest.raises(ValueError, match="holds the checkpoints of an earlier run, up to step-000002"):
+        run_job(job)
+
+
+def test_resume_of_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path, caplog):
+    straight = run_job(make_tiny_job(tmp_path, train={"steps": 2}))
+    resumed = run_job(make_tiny_job(tmp_path, train={"steps": 2}, output={"folder": str(tmp_path / "b")}), resume=True)
+    assert "starts from its first step" in caplog.text
+    assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
+
+
+def test_resume_refuses_other_weights_and_other_evaluation_images(tmp_path):
+    job = make_tiny_job(tmp_path, train={"steps": 2})
+    run_job(job)
+    (tmp_path / "held_out" / "image_1.txt").write_text("another caption")
+    with pytest.raises(ValueError, match="evaluation: images, captions or masks have changed"):
+        run_job(job, resume=True)
+    file = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match="model: the weights in the file have changed"):
+        run_job(job, resume=True)
+
+
+def test_a_bad_gradient_stops_before_the_weights_are_touched(tmp_path, monkeypatch):
+    job = make_tiny_job(tmp_path, output={"save_every_steps": 1})
+    ordinary = torch.Tensor.backward
+    calls = []
+
+    def spoil(loss):
+        ordinary(loss)
+        calls.append(1)
+        if len(calls) == 3:
+            raise_to_infinity()
+
+    def raise_to_infinity():
+        for tensor in gc.get_objects():
+            if isinstance(tensor, nn.Parameter) and tensor.grad is not None:
+                tensor.grad.fill_(math.inf)
+
+    monkeypatch.setattr(torch.Tensor, "backward", spoil)
+    with pytest.raises(RuntimeError, match="step 3 gave a loss of .* and a gradient of length"):
+        run_job(job)
+    saved = load_file(tmp_path / "run" / "checkpoints" / "step-000002" / "adapter.safetensors")
+    assert all(torch.isfinite(tensor).all() for tensor in saved.values())
+    assert not (tmp_path / "run" / "checkpoints" / "step-000003").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"optimizer": {"name": "prodigyopt.Nope"}}, "cannot be imported"),
+        ({"optimizer": {"options": {"speed": 1}}}, "does not take the options"),
+        ({"cache": {"vae_device": "cuda:7"}}, "cuda:7"),
+        ({"cache": {"vae": "/nonexistent"}}, "/nonexistent"),
+        ({"cache": {"text_encoders": "/nonexistent"}}, "/nonexistent"),
+        ({"lora": {"targets": ["*.nothing"]}}, "nothing"),
+    ],
+)
+def test_what_would_fail_late_is_refused_early(sections, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        check_job(make_tiny_job(tmp_path, **sections))
+
+
+def test_a_job_stopped_at_once_leaves_nothing_in_the_way(tmp_path):
+    job = make_tiny_job(tmp_path)
+    phases = []
+    stopped = run_job(
+        job,
+        on_event=lambda event: phases.append(event.values.get("name")),
+        should_stop=lambda: "training" in phases,
+    )
+    assert (stopped.status, stopped.step, stopped.checkpoint) == ("stopped", 0, None)
+    assert run_job(job).status == "finished"
+
+
+def test_settings_that_contradict_the_model_are_refused_before_loading(tmp_path):
+    with pytest.raises(ValueError, match="has no guidance input"):
+        check_job(make_tiny_job(tmp_path, "wan", objective={"guidance": 3.5}))
+
+
+@pytest.mark.parametrize("layout", ["original", "diffusers", "both"])
+def test_lora_file_says_how_it_was_made_and_reads_back(layout, tmp_path):
+    job = make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 2, "seed": 3}, output={"lora_layout": layout})
+    result = run_job(job)
+    with safe_open(result.lora_path, "pt") as file:
+        metadata = file.metadata()
+    assert metadata["ss_network_dim"] == "4" and metadata["modelspec.architecture"].endswith("/lora")
+    config = json.loads(metadata["devicebridge_config"])
+    assert config["lora"]["rank"] == 4 and str(tmp_path) not in json.dumps(metadata)
+    tensors = load_file(result.lora_path)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in result.lora.items())
+    num_alphas = sum(name.endswith(".alpha") for name in tensors)
+    # in diffusers' layout alpha is multiplied into B: its loaders refuse names without "lora" in them
+    assert num_alphas == (sum(name.endswith(".lora_A.weight") for name in tensors) if layout == "original" else 0)
+    from devicebridge.scripts.demo_lora import lora_from_file
+
+    trained = load_file(result.checkpoint / "adapter.safetensors")
+    back, _ = lora_from_file(FAMILIES["flux2"], tensors)
+    assert back.keys() == trained.keys() and all(torch.equal(back[name], trained[name]) for name in trained)
+
+
+def test_a_layout_that_loses_dora_is_warned_of_when_the_job_is_checked_and_when_the_file_is_written(tmp_path, caplog):
+    sections = {"lora": {"dora": True, "rank": 2}, "train": {"steps": 1}}
+    job = make_tiny_job(tmp_path, output={"lora_layout": "diffusers"}, **sections)
+    result = run_job(job)
+    warning = 'DoRA in the diffusers layout, for diffusers: ComfyUI leaves out DoRA\'s magnitudes; lora_layout = "both"'
+    assert result.status == "finished" and caplog.text.count(warning) == 2
+    caplog.clear()
+    both = dataclasses.replace(job, output=dataclasses.replace(job.output, lora_layout="both"))
+    assert check_job(both).family.name == "flux2" and "DoRA" not in caplog.text
+
+
+def test_a_dora_file_for_both_readers_holds_each_readers_magnitudes(tmp_path):
+    """dora_scale restated for ComfyUI, which divides by other norms, and PEFT's as it was trained."""
+    sections = {"lora": {"dora": True, "rank": 2}, "train": {"steps": 2}, "output": {"lora_layout": "both"}}
+    result = run_job(make_tiny_job(tmp_path, **sections))
+    trained = load_file(result.checkpoint / "adapter.safetensors")
+    ends = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector", "dora_scale")
+    modules = [name.removesuffix(".dora_scale") for name in trained if name.endswith(".dora_scale")]
+    assert sorted(result.lora) == sorted(f"transformer.{module}.{end}" for module in modules for end in ends)
+    for module in modules:
+        magnitude = result.lora[f"transformer.{module}.lora_magnitude_vector"]
+        restated = result.lora[f"transformer.{module}.dora_scale"]
+        assert torch.equal(magnitude, trained[f"{module}.dora_scale"]) and restated.shape == (len(magnitude), 1)
+        assert not torch.equal(magnitude, restated[:, 0]) and torch.allclose(magnitude, restated[:, 0], rtol=0.05)
+
+
+def test_events_are_written_and_announced(tmp_path):
+    seen = []
+    result = run_job(make_tiny_job(tmp_path), on_event=seen.append)
+    written = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in written] == [event.kind for event in seen]
+    assert [line["loss"] for line in written if line["kind"] == "step"] == result.losses
+    phases = [line["name"] for line in written if line["kind"] == "phase"]
+    assert phases == ["captions", "latents", "loading", "training"]
+    assert [line["step"] for line in written if line["kind"] == "eval"] == [0, 6]
+
+
+def test_accumulation_is_the_mean_over_its_batches(tmp_path):
+    result = run_job(make_tiny_job(tmp_path, train={"steps": 1, "batch_size": 1, "accumulation": 3, "seed": 3}))
+    assert math.isfinite(result.losses[0]) and result.step == 1
+
+
+@pytest.fixture(scope="module")
+def plain_losses(tmp_path_factory):
+    return run_job(make_tiny_job(tmp_path_factory.mktemp("plain"), model={"dtype": "bfloat16"})).losses
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8-compute"])
+def test_quantized_base_trains_from_the_file_and_from_the_cache(scheme, plain_losses, tmp_path):
+    model = {"dtype": "bfloat16", "quantize": scheme, "quantized_cache": str(tmp_path / "quantized")}
+    first, second = (
+        run_job(make_tiny_job(tmp_path, model=model, output={"folder": str(tmp_path / name)})) for name in ("a", "b")
+    )
+    assert first.status == "finished" and first.losses != plain_losses
+    assert first.losses == pytest.approx(plain_losses, rel=0.02)
+    assert second.losses == first.losses and any((tmp_path / "quantized").rglob("*.safetensors"))
+    events = [json.loads(line) for line in (tmp_path / "a" / "events.jsonl").read_text().splitlines()]
+    (said,) = [event for event in events if event["kind"] == "quantized"]
+    assert f"linears to {scheme}," in said["summary"] and min(said["weight_snr_db"].values()) > 30
+    assert str(tmp_path) not in json.loads(_metadata(first.lora_path)["devicebridge_config"])["model"].values()
+    assert "quantized_cache" not in _metadata(first.lora_path)["devicebridge_config"]
+
+
+def _metadata(file):
+    with safe_open(file, framework="pt") as reader:
+        return reader.metadata()
+
+
+@pytest.mark.parametrize(("key", "value"), [("quantize", "fp8-compute"), ("rotation", 16)])
+def test_resume_refuses_another_rounding(key, value, tmp_path):
+    model = {"dtype": "bfloat16", "quantize": "int8-compute", "rotation": 64}
+    run_job(make_tiny_job(tmp_path, model=model, train={"steps": 1}))
+    with pytest.raises(ValueError, match=f"model.{key}: .* -> {value!r}"):
+        run_job(make_tiny_job(tmp_path, model=model | {key: value}, train={"steps": 2}), resume=True)
+
+
+def test_resume_does_not_ask_for_a_rotation_that_turns_nothing(tmp_path):
+    old = make_tiny_job(tmp_path, model={"dtype": "bfloat16", "quantize": "fp8-compute", "rotation": 64})
+    new = dataclasses.replace(old, model=dataclasses.replace(old.model, rotation=0))
+    assert differing_keys(old, new) == []
+
+
+def test_bad_loss_stops_before_the_weights_are_touched(tmp_path, monkeypatch):
+    """A learning rate of 1e30, which no config takes."""
+    monkeypatch.setattr(loop, "set_learning_rate", lambda optimizer, value: set_learning_rate(optimizer, 1e30))
+    with pytest.raises(RuntimeError, match="gave a loss of"):
+        run_job(make_tiny_job(tmp_path))
+
+
+def test_captions_are_encoded_once_for_two_jobs(tmp_path, monkeypatch):
+    run_job(make_tiny_job(tmp_path, train={"steps": 1}))
+    monkeypatch.setattr("devicebridge.encoding.encode.open_text_encoder", None)
+    monkeypatch.setattr("devicebridge.encoding.encode.load_vae", None)
+    second = run_job(make_tiny_job(tmp_path, train={"steps": 1}, output={"folder": str(tmp_path / "second")}))
+    assert second.status == "finished"
+
+
+def test_tensorboard_scalars_are_those_of_the_run(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    result = run_job(make_tiny_job(tmp_path, output={"tensorboard": True}))
+    written = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [scalar.value for scalar in written.Scalars("step/loss")] == pytest.approx(result.losses)
+    assert [scalar.step for scalar in written.Scalars("eval/loss")] == [0, 6]
+
+
+def test_a_job_leaves_the_random_state_of_its_process_alone(tmp_path):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    run_job(make_tiny_job(tmp_path, lora={"dropout": 0.2}, train={"steps": 1}))
+    assert torch.equal(torch.get_rng_state(), before)

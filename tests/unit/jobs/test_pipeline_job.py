@@ -1,0 +1,180 @@
+"""Whole jobs with several micro-batches in flight: the same files as without, stopped, resumed and rescheduled."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+
+import pytest
+import torch
+from devicebridge.config.job import PipelineConfig
+from devicebridge.jobs.job import check_job, run_job
+from devicebridge.parallel.local import block_split
+from devicebridge.parallel.offload.activations import Offload
+from devicebridge.tests.emulated import emulated_cards
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+TRAIN = {"steps": 3, "batch_size": 1, "accumulation": 3, "seed": 3}
+
+
+def _job(tmp_path, folder, **sections):
+    values = {
+        "split": {"devices": ["lazy:0", "lazy:1"]},
+        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
+        "lora": {"dropout": 0.3},
+        "train": TRAIN,
+        "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
+    }
+    return make_tiny_job(tmp_path, "flux2", **{**values, **sections})
+
+
+def _run(job, **arguments):
+    with emulated_cards():
+        return run_job(job, **arguments)
+
+
+def test_every_schedule_writes_the_same_lora_and_resumes_any_other(tmp_path):
+    """With dropout, which draws from the cards' generators; evaluation runs in between."""
+    plain = _run(_job(tmp_path, "none", pipeline={"schedule": "none"}))
+    assert plain.status == "finished" and len(set(plain.losses)) == 3
+    for schedule in ("auto", "1f1b"):
+        found = _run(_job(tmp_path, schedule, pipeline={"schedule": schedule}))
+        assert found.losses == plain.losses and found.eval_after == plain.eval_after
+        assert found.lora_path.read_bytes() == plain.lora_path.read_bytes()
+    seen = []
+    job = _job(tmp_path, "stopped", pipeline={"schedule": "1f1b"})
+    stopped = _run(job, on_event=seen.append, should_stop=lambda: any(e.kind == "step" for e in seen))
+    assert (stopped.status, stopped.step) == ("stopped", 1)
+    resumed = _run(dataclasses.replace(job, pipeline=PipelineConfig(schedule="1f1b", ahead=3)), resume=True)
+    assert resumed.losses == plain.losses and resumed.eval_before == plain.eval_before
+    assert resumed.lora_path.read_bytes() == plain.lora_path.read_bytes()
+
+
+def test_kept_blocks_change_nothing_but_memory(tmp_path):
+    plain = _run(_job(tmp_path, "none", pipeline={"schedule": "none"}))
+    split = {"devices": ["lazy:0", "lazy:1"], "kept_blocks": [1, 2]}
+    kept = _run(_job(tmp_path, "kept", split=split))
+    assert kept.losses == plain.losses and kept.lora_path.read_bytes() == plain.lora_path.read_bytes()
+
+
+def test_offloaded_inputs_change_nothing_but_memory(tmp_path, monkeypatch):
+    """Whole runs, stopped with and resumed without; every buffer is freed at the end."""
+    made = []
+
+    class Watched(Offload):
+        def __init__(self, *, min_bytes):
+            super().__init__(min_bytes=1)
+            made.append(self)
+
+    monkeypatch.setattr(block_split, "Offload", Watched)
+    train = {**TRAIN, "steps": 2}
+    plain = _run(_job(tmp_path, "plain", train={**train, "offload_activations": "off"}))
+    assert made == []
+    job = _job(tmp_path, "offloaded", train={**train, "offload_activations": "on"})
+    held = []
+    stopped = _run(job, should_stop=lambda: bool(made) and (held.append(made[-1].host_bytes) or held[-1] > 0))
+    assert stopped.step == 1 and held[-1] > 0
+    again = dataclasses.replace(job.train, offload_activations="off")
+    resumed = _run(dataclasses.replace(job, train=again), resume=True)
+    assert resumed.losses == plain.losses and resumed.eval_after == plain.eval_after
+    assert resumed.lora_path.read_bytes() == plain.lora_path.read_bytes()
+    gc.collect()
+    assert len(made) == 1 and made[0].host_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("devices", "accumulation", "schedule", "expected"),
+    [
+        (2, 4, "auto", 1),
+        (2, 4, "1f1b", 1),
+        (2, 4, "gpipe", 1),
+        (2, 4, "none", None),
+        (2, 1, "auto", None),
+        (1, 4, "auto", None),
+        (1, 4, "1f1b", None),
+    ],
+)
+def test_which_schedule_a_job_gets(tmp_path, caplog, devices, accumulation, schedule, expected):
+    job = _job(
+        tmp_path,
+        "run",
+        split={"devices": [f"lazy:{index}" for index in range(devices)]},
+        train={"steps": 1, "accumulation": accumulation},
+        pipeline={"schedule": schedule},
+    )
+    with emulated_cards():
+        plan = check_job(job)
+        assert plan.execution.ahead == expected
+        assert plan.placement.tail_device == plan.placement.used_devices[-1 if expected else 0]
+    assert ("left out" in caplog.text) == (expected is None and schedule == "1f1b")
+
+
+def test_a_compiled_job_is_refused_nothing_and_leaves_no_setting_behind(tmp_path, caplog):
+    """Emulated cards cannot compile: the job runs as it is, and says so once."""
+    plain = _run(_job(tmp_path, "none"))
+    train = {"steps": 3, "batch_size": 1, "accumulation": 3, "seed": 3, "compile": "auto"}
+    found = _run(_job(tmp_path, "auto", train=train))
+    assert found.losses == plain.losses and caplog.text.count("not compiled") == 1
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"split": {"kept_blocks": [1, 1, 1]}}, "give one each"),
+        ({"split": {"kept_blocks": [50, 0]}}, "asks 50 blocks"),
+        (
+            {"split": {"devices": ["cpu"]}, "train": {"steps": 1, "offload_activations": "on"}},
+            "the model is on the CPU",
+        ),
+        ({"split": {"kept_blocks": [1, 1]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
+        ({"split": {"kept_blocks": [0, 0]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
+        ({"split": {"swapped_blocks": [1, 1]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
+        ({"split": {"swapped_blocks": [1]}}, "swapped_blocks has 1 values"),
+        ({"split": {"swapped_blocks": [3, 0], "kept_blocks": [1, 0]}}, "that do not keep"),
+        ({"split": {"devices": ["lazy:0", "cpu"], "swapped_blocks": [0, 1]}}, "in host memory anyway"),
+    ],
+)
+def test_what_blocks_cannot_do_is_refused_before_anything_is_loaded(tmp_path, sections, message):
+    sections["split"] = {"devices": ["lazy:0", "lazy:1"], **sections["split"]}
+    job = _job(tmp_path, "run", **sections)
+    with emulated_cards(), pytest.raises(ValueError, match=message):
+        check_job(job)
+
+
+def test_lora_on_what_the_tail_reads_past_its_modules_trains_in_a_pipeline(tmp_path):
+    """Wan mixes the time embedding into the stream after the last block; the stage that made it is another's."""
+    sections = {
+        "split": {"devices": ["lazy:0", "lazy:1"]},
+        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
+        "lora": {"targets": ["*time_embedder*", "*to_q"]},
+        "train": {"steps": 2, "accumulation": 3},
+    }
+    jobs = [
+        make_tiny_job(
+            tmp_path, "wan", pipeline={"schedule": schedule}, output={"folder": str(tmp_path / schedule)}, **sections
+        )
+        for schedule in ("none", "1f1b")
+    ]
+    with emulated_cards():
+        assert check_job(jobs[0]).execution.ahead is None and check_job(jobs[1]).execution.ahead is not None
+        plain, piped = [run_job(job) for job in jobs]
+    assert any("time_embedding" in name for name in plain.lora)
+    torch.testing.assert_close(piped.losses, plain.losses, rtol=1e-5, atol=0)
+    for name, tensor in plain.lora.items():
+        torch.testing.assert_close(piped.lora[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_the_cpu_beside_a_card_has_no_pipeline(tmp_path):
+    """All threads of the host draw from its one generator."""
+    with emulated_cards():
+        plan = check_job(_job(tmp_path, "run", split={"devices": ["lazy:0", "cpu"]}))
+    assert plan.execution.ahead is None and plan.placement.tail == ()
+
+
+def test_dora_is_not_compiled(tmp_path, caplog):
+    train = {"steps": 1, "compile": "auto"}
+    job = _job(tmp_path, "run", split={"devices": ["cpu"]}, lora={"dora": True}, train=train)
+    assert run_job(job).status == "finished" and "cannot trace PEFT's DoRA" in caplog.text

@@ -1,0 +1,200 @@
+"""What is said before a model is quantized, against what loading then does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.checkpoints.checkpoint import load_transformer, read_checkpoint
+from devicebridge.cli.main import main
+from devicebridge.config.job import ModelConfig, SplitConfig, save_job
+from devicebridge.jobs import quantize_preview
+from devicebridge.jobs.job import check_job
+from devicebridge.jobs.quantize_preview import choose_scheme, preview_job, preview_model
+from devicebridge.quantization import weight_only
+from devicebridge.quantization.quantize import NOT_LINEAR, QUANTIZED, SCHEMES, Quantizer, QuantizeSettings, refusal
+from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
+from safetensors.torch import load_file, save_file
+
+CPU = SplitConfig(devices=("cpu",))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: str(save_tiny_pipeline(folder / name, name)) for name in ("flux2", "flux1", "wan")}
+
+
+def load(config: ModelConfig) -> Any:
+    """What loading in earnest reports."""
+    info = read_checkpoint(config.path)
+    quantizer = Quantizer(info.family, config.quantize_settings)
+    model = load_transformer(info, lambda name: torch.device("cpu"), getattr(torch, config.dtype), quantizer)
+    return quantizer.close(model).report
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", ["flux2", "flux1", "wan"])
+def test_layers_and_sizes_are_those_of_the_loaded_model(models: dict[str, str], family: str, scheme: str) -> None:
+    config = ModelConfig(models[family], quantize=scheme, dtype="float32")
+    found, expected = preview_model(config, CPU), load(config)
+    assert {reason: group.names for reason, group in found.groups.items() if group.names} == {
+        reason: group.names for reason, group in expected.groups.items() if group.names
+    }
+    for reason, group in found.groups.items():
+        assert (group.bytes_before, group.bytes_after) == (
+            expected.groups[reason].bytes_before,
+            expected.groups[reason].bytes_after,
+        ), reason
+    assert found.device_bytes == {"cpu": found.bytes_after}
+
+
+def test_what_is_left_alone_is_counted_and_named(models: dict[str, str]) -> None:
+    preview = preview_model(ModelConfig(models["wan"], quantize="int8-compute"), CPU)
+    table = preview.table()
+    assert f"{len(preview.groups[NOT_LINEAR].names)} layers that are no linears" in table
+    assert "LoRA: attached later, never quantized" in table
+
+
+def test_a_model_that_is_left_alone_is_measured_in_bytes_only(models: dict[str, str]) -> None:
+    preview = preview_model(ModelConfig(models["flux2"]), CPU)
+    info = read_checkpoint(models["flux2"])
+    numel = sum(math.prod(record.shape) for record in info.tensors.values())
+    assert preview.bytes_before == preview.bytes_after == preview.device_bytes["cpu"] == 2 * numel
+    assert preview.summary() == f"none: all weights in bfloat16, {2 * numel / 1e9:.2f} GB"
+
+
+def test_sizes_on_each_device_follow_the_placement(tmp_path: Path) -> None:
+    job = make_tiny_job(tmp_path, model={"quantize": "fp8-compute"})
+    plan = check_job(job)
+    two = tuple(torch.device("lazy", int(index > 0)) for index in range(len(plan.placement.blocks)))
+    placement = dataclasses.replace(plan.placement, devices=two, home=two[0])
+    preview = preview_job(job, plan.info, placement)
+    quantizer = Quantizer(plan.family, job.model.quantize_settings)
+    model = load_transformer(plan.info, lambda name: torch.device("cpu"), torch.float32, quantizer)
+    held = dict.fromkeys(two, 0)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        held[placement.device_of(name)] += tensor.numel() * tensor.element_size()
+    assert preview.device_bytes == {str(device): size for device, size in held.items()}
+
+
+def test_a_model_that_does_not_fit_now_is_described_and_not_refused(models: dict[str, str]) -> None:
+    """Memory may be free by the time of training: ComfyUI's own models leave it."""
+    split = SplitConfig(devices=("cpu",), memory_limit_gb=(1e-9,))
+    preview = preview_model(ModelConfig(models["flux2"], quantize="fp8"), split)
+    assert "no cut fits the limits" in preview.device_note and preview.device_note in preview.table()
+
+
+# ---- which scheme ----
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes cuda:0, cuda:1, ... cards of the given compute capabilities."""
+
+    def make(*capabilities: tuple[int, int]) -> list[torch.device]:
+        devices = [torch.device("cuda", index) for index in range(len(capabilities))]
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(quantize_preview, "find_devices", lambda names: devices)
+        return devices
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "scheme"),
+    [
+        ([(9, 0)], "fp8-compute"),
+        ([(8, 9), (12, 0)], "fp8-compute"),
+        ([(8, 9), (8, 6)], "int8-compute"),
+        ([(7, 5)], "int8-compute"),
+        ([(9, 0), (7, 0)], "fp8"),
+        ([(6, 1)], "fp8"),
+    ],
+)
+def test_auto_takes_what_every_card_can_do(cards: Any, capabilities: list[tuple[int, int]], scheme: str) -> None:
+    assert choose_scheme(cards(*capabilities)) == scheme
+
+
+def test_auto_only_stores_where_products_gain_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose_scheme([torch.device("cpu")]) == "fp8"
+    monkeypatch.setattr(weight_only, "has_float8", lambda device: device.type != "mps")
+    assert choose_scheme([torch.device("xpu:0")]) == "fp8"
+    assert choose_scheme([torch.device("mps")]) == "int8"
+    assert choose_scheme([torch.device("cpu"), torch.device("mps")]) == "int8"
+    assert refusal(QuantizeSettings("fp8"), [torch.device("mps")]) == (
+        "fp8 was asked for, but there is no float8 to convert to and from (mps); use int8, which only stores in 8 "
+        "bits, instead"
+    )
+
+
+def test_auto_passes_by_what_is_not_installed(cards: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {"fp8-compute"}
+
+    def check(settings: QuantizeSettings) -> None:
+        if settings.scheme in missing:
+            raise RuntimeError(f"{settings.scheme} lacks a package")
+
+    monkeypatch.setattr(quantize_preview, "check_packages", check)
+    cards((9, 0))
+    assert choose_scheme([torch.device("cuda:0")]) == "int8-compute"
+    missing |= {"int8-compute", "fp8"}
+    assert choose_scheme([torch.device("cuda:0")]) == "int8"
+    missing.add("int8")
+    with pytest.raises(RuntimeError, match="int8 lacks a package"):
+        choose_scheme([torch.device("cuda:0")])
+
+
+def test_a_card_that_cannot_is_named_before_the_file_is_opened(cards: Any) -> None:
+    cards((9, 0), (8, 6))
+    with pytest.raises(ValueError, match=r"fp8-compute.*8\.9.*8\.6 \(cuda:1\); use int8-compute instead"):
+        preview_model(ModelConfig("/nowhere", quantize="fp8-compute"), SplitConfig())
+
+
+# ---- files in 8 bits ----
+
+
+@pytest.fixture(scope="module")
+def stored(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The tiny FLUX.2 with the linears of its single blocks in float8, with a scale each."""
+    folder = Path(save_tiny_pipeline(tmp_path_factory.mktemp("stored") / "model", "flux2"))
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.startswith("single_transformer_blocks") and tensors[name].ndim == 2]:
+        scale = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors[name.removesuffix("weight") + "weight_scale"] = scale
+    save_file(tensors, file)
+    return str(folder)
+
+
+def test_layers_that_stay_as_the_file_has_them_are_counted(stored: str) -> None:
+    preview = preview_model(ModelConfig(stored, quantize="fp8-compute"), CPU)
+    count = sum(name.startswith("single_") for name in preview.groups[QUANTIZED].names)
+    assert preview.num_taken == count > 0
+    assert f"in 8 bits already ({count} in float8_e4m3fn): {count} kept as they are\n" in preview.table()
+
+
+def test_layers_in_another_type_are_rounded_again_and_said_to_be(stored: str) -> None:
+    preview = preview_model(ModelConfig(stored, quantize="int8"), CPU)
+    assert preview.num_taken == 0
+    assert "become bfloat16, linears to quantize are rounded again" in preview.table()
+    table = preview_model(ModelConfig(stored), CPU).table()
+    assert "become bfloat16" in table and "rounded again" not in table
+
+
+# ---- the command line ----
+
+
+def test_check_prints_the_report_and_none_prints_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for scheme in ("int8-compute", "none"):
+        job = make_tiny_job(tmp_path, model={"quantize": scheme})
+        save_job(job, tmp_path / "job.toml")
+        assert main(["check", str(tmp_path / "job.toml")]) == 0
+        plan = check_job(job)
+        assert f"quantize: {preview_job(job, plan.info, plan.placement).table()}\n" in capsys.readouterr().out

@@ -1,0 +1,187 @@
+"""Jobs whose blocks stream from host memory: loaded past their cards, trained, stopped, resumed, planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+
+import pytest
+import torch
+from devicebridge.assembly import assemble_for_training
+from devicebridge.checkpoints.checkpoint import make_empty_transformer, read_checkpoint
+from devicebridge.config.job import LoraSettings
+from devicebridge.execution import ExecutionPlan
+from devicebridge.jobs import resolve as resolve_module
+from devicebridge.jobs.job import check_job, run_job
+from devicebridge.parallel.offload import weights as swap_module
+from devicebridge.parallel.placement import block_names, plan_manual
+from devicebridge.planning.cards import Card
+from devicebridge.quantization import eight_bit, quantize
+from devicebridge.quantization.quantize import QuantizeSettings
+from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
+from devicebridge.tests.toy import TINY
+from devicebridge.training.adapter import apply_lora
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CPU = torch.device("cpu")
+_PIECE = 512
+
+
+@pytest.fixture(autouse=True)
+def tiny_weights_rest(monkeypatch):
+    monkeypatch.setattr(swap_module, "SMALLEST_BYTES", 1024)
+
+
+# ---- loading
+
+
+@pytest.fixture
+def info(tmp_path):
+    model = TINY["flux2"].make_model(num_layers=1, num_single_layers=6).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "transformer", max_shard_size="300KB")  # several files: a layer may lie in two
+    index = {"_class_name": "Any", "transformer": ["diffusers", type(model).__name__]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    return read_checkpoint(tmp_path)
+
+
+def _assemble(info, scheme, swapped, cache=None):
+    """A model on two cards, and the most that each held before the slots were made."""
+    names = block_names(make_empty_transformer(info), info.family)
+    placement = plan_manual(names, list(CARDS[:2]), [2])
+    gc.collect()
+    before = {card: live_bytes(card) for card in CARDS[:2]}
+    peaks = dict.fromkeys(before, 0)
+    ordinary, done = EmulatedTensor.__init__, []
+
+    def made(tensor, data, device):
+        if not done:
+            for card in peaks:
+                peaks[card] = max(peaks[card], live_bytes(card) - before[card])
+
+    def attach(model):
+        done.append(1)
+        return apply_lora(model, info.family, LoraSettings(rank=2), seed=0)
+
+    EmulatedTensor.__init__ = made
+    try:
+        plan = ExecutionPlan(
+            placement,
+            torch.bfloat16,
+            quantize=None if scheme is None else QuantizeSettings(scheme, rotation=0),
+            quantized_cache=cache,
+            swapped_blocks=swapped,
+        )
+        built = assemble_for_training(info, plan, attach)
+    finally:
+        EmulatedTensor.__init__ = ordinary
+    gc.collect()
+    return built, peaks, {card: live_bytes(card) - before[card] for card in before}
+
+
+def _parts(parameter):
+    if not hasattr(parameter, "__tensor_flatten__"):
+        return [on_cpu(parameter).reshape(-1).view(torch.uint8)]
+    return [part for name in parameter.__tensor_flatten__()[0] for part in _parts(getattr(parameter, name))]
+
+
+def _values(model):
+    """LoRA as numbers: emulated tensors report another type, but keep their numbers, when a module changes its type."""
+    lora = {n: [on_cpu(p).float()] for n, p in model.named_parameters() if "lora" in n}
+    return lora | {n: parts for n, parts in _bytes(model).items() if n not in lora}
+
+
+def _bytes(model):
+    return {n: _parts(t) for n, t in [*model.named_parameters(), *model.named_buffers()]}
+
+
+@pytest.mark.parametrize("scheme", [None, "int8", "fp8-compute"])
+def test_swapped_blocks_are_never_on_their_card_together(info, scheme, monkeypatch, tmp_path):
+    monkeypatch.setattr(eight_bit, "_PIECE", _PIECE)  # as small beside these layers as the real ones beside FLUX.2's
+    monkeypatch.setattr(quantize, "_NUM_SAMPLED_ROWS", 4)
+    with emulated_cards(2):
+        plain, _, resident = _assemble(info, scheme, ())
+        expected = _values(plain.model)
+        layer = max(p.nbytes for p in make_empty_transformer(info).to(torch.bfloat16).parameters())
+        del plain
+        cache = None if scheme is None else tmp_path / "cache"
+        for _ in range(1 if cache is None else 2):  # the second time from the cache
+            built, peaks, final = _assemble(info, scheme, (0, 5), cache)
+            found = _values(built.model)
+            assert found.keys() == expected.keys()
+            equal = {n: all(map(torch.equal, parts, found[n])) for n, parts in expected.items()}
+            assert all(equal.values()), [name for name, is_equal in equal.items() if not is_equal]
+            slots = 2 * max(block.host.tensor.nbytes for block in built.swap._blocks.values())
+            second = CARDS[1]
+            # a layer, the same in 8 bits, and pieces of it; torchao's pieces are larger than these layers
+            rounding = {None: 0, "fp8-compute": 1.5 * layer + 32 * _PIECE, "int8": 1.5 * layer + 16 * layer}[scheme]
+            assert final[CARDS[0]] == resident[CARDS[0]]
+            assert peaks[second] <= final[second] - slots + rounding  # LoRA came later, and weighs little
+            assert resident[second] - final[second] >= 0.5 * built.swap.host_bytes
+            assert built.swap.host_bytes <= 1.1 * (resident[second] - (final[second] - slots))
+            assert len(built.swap.modules) == 5
+            lora = [p for n, p in built.model.named_parameters() if "lora" in n]
+            assert lora and all(p.device in CARDS and p.requires_grad for p in lora)
+            built.swap.remove()
+            assert all(p.device == CPU for m in built.swap.modules for p in m.parameters())
+            del built, found, lora
+
+
+# ---- jobs
+
+
+def _job(tmp_path, folder, swapped=None, *, family="flux2", **sections):
+    split = {"devices": ["lazy:0", "lazy:1"]} | ({} if swapped is None else {"swapped_blocks": swapped})
+    split |= {"balance": "manual", "split_at": [1]}
+    values = {
+        "split": split,
+        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
+        "lora": {"dropout": 0.3},
+        "model": {"quantize": "int8-compute"},
+        "train": {"steps": 2, "batch_size": 1, "accumulation": 2, "seed": 3},
+        "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
+    }
+    return make_tiny_job(tmp_path, family, **{**values, **sections})
+
+
+def test_a_whole_job_streams_and_resumes_with_other_blocks(tmp_path, monkeypatch):
+    """The files of a run without; stopped, and resumed with no block in host memory."""
+    copies = []
+    ordinary = swap_module.BlockSwap.remove
+
+    def remove(swap):
+        copies.append((len(swap.modules), swap.num_copies))
+        ordinary(swap)
+
+    monkeypatch.setattr(swap_module.BlockSwap, "remove", remove)
+    with emulated_cards(2):
+        plain = run_job(_job(tmp_path, "plain"))
+        assert plain.status == "finished" and not copies
+        seen = []
+        job = _job(tmp_path, "swapped", [0, 3])
+        stopped = run_job(job, on_event=seen.append, should_stop=lambda: any(e.kind == "step" for e in seen))
+        assert stopped.step == 1 and copies[0][0] == 3 and copies[0][1] > 6
+        resumed = run_job(
+            dataclasses.replace(job, split=dataclasses.replace(job.split, swapped_blocks=())), resume=True
+        )
+        assert resumed.losses == plain.losses and resumed.eval_after == plain.eval_after and len(copies) == 1
+        assert resumed.lora_path.read_bytes() == plain.lora_path.read_bytes()
+
+
+def test_a_job_that_does_not_fit_its_cards_streams_by_itself(tmp_path, monkeypatch):
+    def cards(sizes):
+        return lambda devices: [Card(d, size, size, eight_bit=None) for d, size in zip(devices, sizes, strict=True)]
+
+    with emulated_cards(2):
+        job = _job(tmp_path, "run", family="wan", train={"steps": 1, "batch_size": 1})
+        monkeypatch.setattr(resolve_module, "cards_of", cards([10**9, 10**9]))
+        plan = check_job(job)
+        assert plan.execution.swapped_blocks == (0, 0)
+        kept = dataclasses.replace(job, split=dataclasses.replace(job.split, kept_blocks=(0, 0)))
+        second = check_job(kept).training.forecast.devices[1]
+        monkeypatch.setattr(resolve_module, "cards_of", cards([10**9, second.needed - 1]))
+        plan = check_job(job)
+        assert plan.execution.swapped_blocks == (0, 3) and plan.execution.kept_blocks[1] == 0
+        assert plan.training.forecast.devices[1].needed < second.needed
+        assert run_job(job).status == "finished"

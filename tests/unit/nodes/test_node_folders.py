@@ -1,0 +1,219 @@
+"""Where nodes read: ComfyUI's own folders and those that the user has allowed, and nowhere else."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from devicebridge.system import listing
+from devicebridge.tests import comfy_stub
+from PIL import Image
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> comfy_stub.FakeHost:
+    (tmp_path / "comfy").mkdir()
+    return comfy_stub.install(monkeypatch, tmp_path / "comfy")
+
+
+@pytest.fixture
+def nodes(host: comfy_stub.FakeHost) -> ModuleType:
+    return importlib.import_module("devicebridge.nodes")
+
+
+@pytest.fixture
+def folders(nodes: ModuleType) -> ModuleType:
+    return importlib.import_module("devicebridge.nodes.host.folders")
+
+
+def _image_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    Image.new("RGB", (64, 64)).save(folder / "a.png")
+    (folder / "a.txt").write_text("a dog", encoding="utf-8")
+    return folder
+
+
+def _ways(folders: ModuleType, path: Path) -> dict[str, object]:
+    """Every socket that takes a full path, as a function that reads it."""
+    from devicebridge.nodes import host
+
+    return {
+        "dataset": lambda: folders.folder_in_input(str(path), "folder"),
+        "model": lambda: host.find_model(host.USE_PATH, str(path)),
+        "vae": lambda: folders.find_component("vae", str(path)),
+        "text_encoders": lambda: folders.find_component("text_encoders", str(path)),
+    }
+
+
+SOCKETS = ["dataset", "model", "vae", "text_encoders"]
+
+
+@pytest.mark.parametrize("socket", SOCKETS)
+def test_a_path_elsewhere_is_refused_alike_whether_or_not_it_is_there(
+    folders: ModuleType, tmp_path: Path, socket: str
+) -> None:
+    there, missing = _image_folder(tmp_path / "private_a"), tmp_path / "private_b"
+    messages = []
+    for path in (there, missing):
+        with pytest.raises(ValueError, match=r"devicebridge\.toml") as refused:
+            _ways(folders, path)[socket]()  # type: ignore[operator]
+        messages.append(str(refused.value).replace(path.name, "NAME"))
+    assert messages[0] == messages[1] and "exist" not in messages[0] and "bytes" not in messages[0]
+
+
+@pytest.mark.parametrize("socket", SOCKETS)
+def test_an_allowed_folder_and_what_lies_in_it_is_read(
+    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path, socket: str
+) -> None:
+    inner = _image_folder(tmp_path / "private" / "dogs")
+    host.allow(tmp_path / "private")
+    assert Path(_ways(folders, inner)[socket]()) == inner  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("socket", SOCKETS)
+@pytest.mark.parametrize("place", ["input", "output", "temp", "user", "models/vae"])
+def test_comfyuis_own_folders_are_read(folders: ModuleType, host: comfy_stub.FakeHost, place: str, socket: str) -> None:
+    folder = _image_folder(host.root / place / "dogs")
+    assert Path(_ways(folders, folder)[socket]()) == folder  # type: ignore[operator]
+
+
+def test_extra_model_paths_are_read_and_other_packs_code_is_not(
+    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path
+) -> None:
+    extra = _image_folder(tmp_path / "other_disk" / "vae")
+    host.folder_names_and_paths["vae"] = ([str(extra)], set())
+    assert folders.find_component("vae", str(extra)) == str(extra)
+    pack = _image_folder(host.root / "custom_nodes" / "pack")
+    with pytest.raises(ValueError, match="not in a folder that nodes read from"):
+        folders.folder_in_input(str(pack), "folder")
+
+
+@pytest.mark.parametrize("name", ["{allowed}/../private", "{allowed}_evil", "{allowed}/link", "~root", "/"])
+def test_no_name_leads_out_of_an_allowed_folder(
+    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path, name: str
+) -> None:
+    allowed = _image_folder(tmp_path / "allowed")
+    _image_folder(tmp_path / "allowed_evil")
+    (allowed / "link").symlink_to(_image_folder(tmp_path / "private"))
+    host.allow(allowed)
+    with pytest.raises(ValueError, match="not in a folder that nodes read from"):
+        folders.folder_in_input(name.format(allowed=allowed), "folder")
+
+
+@pytest.mark.parametrize("place", ["z.png", "clip/z.png", "a.txt"])
+def test_a_link_inside_a_dataset_that_leads_out_is_refused(
+    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path, place: str
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    folder = _image_folder(host.root / "input" / "dogs")
+    (folder / "a.txt").unlink()
+    (folder / "clip").mkdir()
+    (folder / place).symlink_to(secret)
+    with pytest.raises(ValueError, match=r"the link .* leads to what is not in a folder that nodes read from"):
+        folders.folder_in_input("dogs", "folder")
+    host.allow(tmp_path)
+    assert folders.folder_in_input("dogs", "folder") == folder
+
+
+@pytest.mark.parametrize(
+    "text", ['allowed_folders = "/data"', 'allowed_folders = ["data"]', "allowed = []", "allowed_folders = [", "[x]\n"]
+)
+def test_settings_that_cannot_be_read_are_named(folders: ModuleType, host: comfy_stub.FakeHost, text: str) -> None:
+    _image_folder(host.root / "input" / "dogs")
+    (host.root / "user" / "devicebridge.toml").write_text(text)
+    with pytest.raises(ValueError, match=r"devicebridge\.toml"):
+        folders.folder_in_input("dogs", "folder")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("dogs\0", "NUL"), ("/data\0/../../etc", "NUL"), ("x" * 300, "300 bytes"), ("~nobody_of_this_name/x", "home")],
+)
+def test_names_that_no_file_system_takes_are_refused(folders: ModuleType, name: str, message: str) -> None:
+    for read in (folders.folder_in_input, folders.folder_in_output, folders.readable_path):
+        with pytest.raises(ValueError, match=message):
+            read(name, "folder")
+
+
+# --- folders that are no dataset -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def crowded(host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with more than anybody looks at."""
+    folder = host.root / "input" / "home"
+    (folder / "deep").mkdir(parents=True)
+    for number in range(30):
+        (folder / "deep" / f"{number}.txt").touch()
+    monkeypatch.setattr(listing, "MAX_ENTRIES", 20)
+    return folder
+
+
+def test_a_folder_that_holds_too_much_is_refused_by_every_look(nodes: ModuleType, crowded: Path) -> None:
+    from devicebridge.config.job import DataConfig, FolderConfig
+    from devicebridge.data.samples import scan_folders
+    from devicebridge.families.registry import FAMILIES
+
+    told = nodes.TrainingDatasetNode.fingerprint_inputs(folder="home", evaluation_folder="")
+    assert "hold more than 20 files and folders" in told
+    config = DataConfig(folders=(FolderConfig(str(crowded)),), resolutions=(64,))
+    with pytest.raises(ValueError, match="more than 20 files and folders.*name the folder in which the images lie"):
+        scan_folders(config, FAMILIES["wan"].latent)
+
+
+def test_nobody_looks_deeper_than_a_sub_folder(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    folder = _image_folder(host.root / "input" / "dogs")
+    (folder / "one" / "two").mkdir(parents=True)
+    (folder / "one" / "1.png").touch()
+    (folder / "one" / "two" / "2.png").touch()
+    (state,) = nodes.TrainingDatasetNode.fingerprint_inputs(folder="dogs", evaluation_folder="")
+    assert [name for name, _, _ in state] == ["a.png", "a.txt", "one/1.png"]
+
+
+def test_cancel_ends_the_look_through_a_folder(
+    nodes: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pressed while images are read: none but the first of 50 is inspected after it."""
+    from devicebridge.data import samples as data
+
+    folder = _image_folder(host.root / "input" / "dogs")
+    for number in range(50):
+        (folder / f"{number}.png").write_bytes((folder / "a.png").read_bytes())
+    inspected = []
+
+    def inspect(path: Path, *others: object) -> object:
+        inspected.append(path)
+        host.is_interrupted = True
+        return ordinary(path, *others)
+
+    ordinary = data._inspect
+    monkeypatch.setattr(data, "_inspect", inspect)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    node = nodes.TrainingDatasetNode
+    settings = {entry.id: entry.options.get("default") for entry in node.define_schema().inputs}
+    with pytest.raises(comfy_stub.InterruptProcessingException):
+        node.execute(**{**settings, "folder": "dogs", "resolutions": "64"})
+    assert len(inspected) < 50 and not host.is_interrupted
+
+
+def test_cancel_before_the_look_ends_it_as_well(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    _image_folder(host.root / "input" / "dogs")
+    host.is_interrupted = True
+    node = nodes.TrainingDatasetNode
+    settings = {entry.id: entry.options.get("default") for entry in node.define_schema().inputs}
+    with pytest.raises(comfy_stub.InterruptProcessingException):
+        node.execute(**{**settings, "folder": "dogs", "resolutions": "64"})
+
+
+def test_a_resolution_that_would_take_forever_is_refused_by_its_socket(
+    nodes: ModuleType, host: comfy_stub.FakeHost
+) -> None:
+    _image_folder(host.root / "input" / "dogs")
+    node = nodes.TrainingDatasetNode
+    settings = {entry.id: entry.options.get("default") for entry in node.define_schema().inputs}
+    with pytest.raises(ValueError, match=r"resolutions.*99999999.*from 1 to 8192"):
+        node.execute(**{**settings, "folder": "dogs", "resolutions": "512, 99999999"})

@@ -1,0 +1,773 @@
+"""The nodes against a stand-in for ComfyUI: their sockets, what they make of them, and how they treat Cancel."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from devicebridge.tests import comfy_stub
+from devicebridge.tests.clips import save_clip
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[3]
+NODE_IDS = [
+    "DeviceBridgeLoadModelForTraining",
+    "DeviceBridgeQuantize",
+    "DeviceBridgeTrainingDataset",
+    "DeviceBridgeCacheCaptionsAndLatents",
+    "DeviceBridgeDatasetFromLatents",
+    "DeviceBridgePlanTraining",
+    "DeviceBridgeTrainLora",
+    "DeviceBridgeSplitModel",
+    "DeviceBridgeLoadDiffusionModelSplit",
+    "DeviceBridgeRingLseFix",
+]
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> comfy_stub.FakeHost:
+    return comfy_stub.install(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def nodes(host: comfy_stub.FakeHost) -> ModuleType:
+    return importlib.import_module("devicebridge.nodes")
+
+
+def _schemas(nodes: ModuleType) -> dict[str, Any]:
+    schemas = [node.define_schema() for node in nodes.NODES]
+    return {schema.node_id: schema for schema in schemas}
+
+
+def _defaults(schema: Any) -> dict[str, Any]:
+    return {entry.id: entry.options["default"] for entry in schema.inputs if "default" in entry.options}
+
+
+def _node(nodes: ModuleType, node_id: str) -> Any:
+    return next(node for node in nodes.NODES if node.define_schema().node_id == node_id)
+
+
+# ---- sockets ----
+
+
+def test_every_listed_id_builds_its_schema(nodes: ModuleType) -> None:
+    assert list(_schemas(nodes)) == NODE_IDS
+
+
+def test_the_extension_lists_the_nodes(nodes: ModuleType) -> None:
+    async def listed() -> list[Any]:
+        return await nodes.make_extension().get_node_list()
+
+    import asyncio
+
+    assert asyncio.run(listed()) == list(nodes.NODES)
+
+
+def test_node_ids_are_literals_for_the_registrys_scanner() -> None:
+    found = []
+    for path in sorted((ROOT / "nodes").glob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(call, ast.keyword) and call.arg == "node_id" and isinstance(call.value, ast.Constant):
+                found.append(call.value.value)
+    assert sorted(found) == sorted(NODE_IDS)
+
+
+def test_every_socket_has_a_tooltip_and_every_node_a_description(nodes: ModuleType) -> None:
+    for schema in _schemas(nodes).values():
+        assert schema.description and schema.category.startswith("DeviceBridge/")
+        for entry in schema.inputs:
+            assert len(entry.options.get("tooltip", "")) > 20, f"{schema.node_id}.{entry.id}"
+        for entry in schema.outputs:
+            assert entry.tooltip, f"{schema.node_id}.{entry.id}"
+
+
+def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: ModuleType) -> None:
+    optional = {}
+    for schema in _schemas(nodes).values():
+        flags = [bool(entry.options.get("optional")) for entry in schema.inputs]
+        assert flags == sorted(flags), f"{schema.node_id}: an optional input comes before a required one"
+        optional |= {entry.id: entry.io_type for entry in schema.inputs if entry.options.get("optional")}
+    links = {"previous": "DEVICEBRIDGE_DATASET", "anything": "*"}
+    assert optional == {
+        **links,
+        "rotation": "COMBO",
+        "cache": "BOOLEAN",
+        "text_quantize": "COMBO",
+        "text_window_gb": "FLOAT",
+        "frames": "STRING",
+        "verify": "BOOLEAN",
+        "fps": "STRING",
+        "window": "COMBO",
+        "num_windows": "INT",
+        "stock_clip": "CLIP",
+        "stock_vae": "VAE",
+        "compile_blocks": "COMBO",
+        "offload_activations": "COMBO",
+        "cuda_graphs": "COMBO",
+    }
+
+
+def test_no_input_is_called_seed(nodes: ModuleType) -> None:
+    """The front end changes such an input after every run, and a resumed run with another seed is refused."""
+    for schema in _schemas(nodes).values():
+        assert not {entry.id for entry in schema.inputs} & {"seed", "noise_seed"}
+
+
+def test_sockets_offer_what_the_config_accepts(nodes: ModuleType) -> None:
+    from devicebridge.config import job as config
+
+    schemas = _schemas(nodes)
+
+    def offered(node_id: str, input_id: str) -> set[str]:
+        entry = next(entry for entry in schemas[node_id].inputs if entry.id == input_id)
+        return {option.removeprefix("auto") for option in entry.options["options"]}
+
+    pairs = [
+        ("DeviceBridgeLoadModelForTraining", "balance", config.SplitConfig, "balance"),
+        ("DeviceBridgeLoadModelForTraining", "dtype", config.ModelConfig, "dtype"),
+        ("DeviceBridgeQuantize", "quantize", config.ModelConfig, "quantize"),
+        ("DeviceBridgeCacheCaptionsAndLatents", "dtype", config.CacheConfig, "dtype"),
+        ("DeviceBridgeTrainLora", "schedule", config.ScheduleConfig, "name"),
+        ("DeviceBridgeTrainLora", "training_dtype", config.LoraSettings, "dtype"),
+        ("DeviceBridgeTrainLora", "timestep_sampling", config.ObjectiveConfig, "timestep_sampling"),
+        ("DeviceBridgeTrainLora", "lora_layout", config.OutputConfig, "lora_layout"),
+        ("DeviceBridgeTrainLora", "lora_dtype", config.OutputConfig, "lora_dtype"),
+    ]
+    for node_id, input_id, section, name in pairs:
+        hint = get_type_hints(section)[name]
+        assert get_origin(hint) is Literal
+        found, accepted = offered(node_id, input_id), set(get_args(hint)) - {"auto"}  # a node's own auto is ""
+        assert found in (accepted, accepted | {""}), f"{node_id}.{input_id}"  # a node may answer auto by itself
+
+
+def test_every_node_has_a_help_page_that_names_its_inputs(nodes: ModuleType) -> None:
+    for node_id, schema in _schemas(nodes).items():
+        page = (ROOT / "web" / "docs" / f"{node_id}.md").read_text(encoding="utf-8")
+        assert page.startswith(f"# {schema.display_name}\n")
+        missing = [entry.id for entry in schema.inputs if f"`{entry.id}`" not in page]
+        assert not missing, f"{node_id}.md does not mention {missing}"
+
+
+def test_building_schemas_imports_no_heavy_package() -> None:
+    """A pack must not slow down ComfyUI's start, nor touch a GPU in it."""
+    code = """
+import sys, pathlib, importlib.util, tempfile
+import pytest, torch
+spec = importlib.util.spec_from_file_location("bootstrap", sys.argv[1])
+bootstrap = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bootstrap)
+bootstrap.load_pack()
+from devicebridge.tests import comfy_stub
+comfy_stub.install(pytest.MonkeyPatch(), pathlib.Path(tempfile.mkdtemp()))
+nodes = importlib.import_module("devicebridge.nodes")
+[node.define_schema() for node in nodes.NODES]
+heavy = {"diffusers", "peft", "torchao", "transformers", "accelerate", "pydantic", "tomlkit", "av"} & set(sys.modules)
+assert not heavy, heavy
+assert not torch.cuda.is_initialized()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT / "bootstrap.py")], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# ---- names and paths ----
+
+
+@pytest.mark.parametrize(
+    "name", ["../elsewhere", "../output_evil", "a/../../output2/b", "a/../../b", "/etc", ".", "", "a/.."]
+)
+def test_written_folders_stay_in_the_output_folder(nodes: ModuleType, name: str) -> None:
+    with pytest.raises(ValueError, match="leads out of"):
+        nodes.train.host.folder_in_output(name, "name")
+
+
+def test_a_linked_folder_counts_as_what_it_leads_to(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    other_disk = host.root / "other_disk"
+    other_disk.mkdir()
+    (host.root / "input" / "dogs").symlink_to(other_disk)
+    with pytest.raises(ValueError, match=r"'dogs' is not in a folder that nodes read from"):
+        nodes.train.host.folder_in_input("dogs", "folder")
+    host.allow(other_disk)
+    assert nodes.train.host.folder_in_input("dogs", "folder") == host.root / "input" / "dogs"
+
+
+@pytest.mark.parametrize("name", ["../secret", "../input_evil", "x/../../secret"])
+def test_relative_names_cannot_leave_the_input_folder(nodes: ModuleType, host: comfy_stub.FakeHost, name: str) -> None:
+    (host.root / "secret").mkdir()
+    with pytest.raises(ValueError, match="leads out of"):
+        nodes.train.host.folder_in_input(name, "folder")
+
+
+def test_models_are_listed_from_both_folders(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    (host.root / "models/diffusion_models/a.safetensors").touch()
+    (host.root / "models/diffusion_models/readme.txt").touch()
+    (host.root / "models/diffusers/maker/b/transformer").mkdir(parents=True)
+    (host.root / "models/diffusers/maker/b/model_index.json").touch()
+    assert nodes.train.host.list_models() == ["a.safetensors", "maker/b"]
+    assert nodes.train.host.find_model("maker/b", "") == host.root / "models/diffusers/maker/b"
+    assert nodes.train.host.find_model("a.safetensors", "") == host.root / "models/diffusion_models/a.safetensors"
+
+
+def test_a_model_that_is_not_there_is_named_with_what_is(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    (host.root / "models/diffusion_models/a.safetensors").touch()
+    with pytest.raises(ValueError, match=r"'b.safetensors'.*a\.safetensors"):
+        nodes.train.host.find_model("b.safetensors", "")
+    with pytest.raises(ValueError, match="path is empty"):
+        nodes.train.host.find_model("[path below]", " ")
+    host.allow(Path("/nowhere"))
+    with pytest.raises(ValueError, match="does not exist"):
+        nodes.train.host.find_model("[path below]", "/nowhere/model")
+
+
+# ---- loading ----
+
+
+def test_a_device_that_is_not_there_is_refused_with_what_is(nodes: ModuleType) -> None:
+    with pytest.raises(ValueError, match=r"cuda:77.*cpu"):
+        nodes.load._read_split("cpu, cuda:77", "bytes", "", "")
+
+
+def test_auto_devices_without_a_gpu_warn_and_go_on(
+    nodes: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with caplog.at_level("WARNING"):
+        assert nodes.load._read_split("auto", "bytes", "", "").devices == ()
+    assert "no GPU" in caplog.text
+
+
+def test_split_settings_are_read(nodes: ModuleType) -> None:
+    split = nodes.load._read_split("auto", "manual", "12, 30", "20, 14.5, 3")
+    assert (split.split_at, split.memory_limit_gb) == ((12, 30), (20.0, 14.5, 3.0))
+    with pytest.raises(ValueError, match="'x' in '12, x' is no whole number"):
+        nodes.load._read_split("auto", "manual", "12, x", "")
+    with pytest.raises(ValueError, match="split_at"):
+        nodes.load._read_split("auto", "manual", "", "")
+
+
+# ---- quantizing ----
+
+
+@pytest.fixture
+def model(nodes: ModuleType, tmp_path: Path) -> Any:
+    from devicebridge.config.job import ModelConfig, SplitConfig
+    from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
+
+    folder = save_tiny_pipeline(tmp_path / "flux2", "flux2")
+    return nodes.load.TrainingModel(ModelConfig(path=str(folder)), SplitConfig(devices=("cpu",)))
+
+
+def _quantized(nodes: ModuleType, model: Any, *arguments: Any, **settings: Any) -> tuple[Any, str]:
+    return _node(nodes, "DeviceBridgeQuantize").execute(model, *arguments, **settings).args
+
+
+def test_the_schemes_released_first_mean_the_same(nodes: ModuleType, model: Any) -> None:
+    """A workflow saved then names model and quantize, and nothing else."""
+    for scheme in ("fp8", "none"):
+        found, _ = _quantized(nodes, model, scheme)
+        assert found == dataclasses.replace(model, model=dataclasses.replace(model.model, quantize=scheme))
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8", "fp8-compute", "int8-compute", "none"])
+def test_the_report_is_shown_and_handed_on(
+    nodes: ModuleType, host: comfy_stub.FakeHost, model: Any, scheme: str
+) -> None:
+    from devicebridge.jobs.quantize_preview import preview_model
+
+    with torch.inference_mode():  # as the host runs every node
+        found, report = _quantized(nodes, model, scheme)
+    assert report == preview_model(found.model, model.split).table()
+    assert host.texts == [report] and report.startswith(scheme)
+
+
+def test_the_sockets_of_the_quantize_node_reach_their_settings(
+    nodes: ModuleType, host: comfy_stub.FakeHost, model: Any
+) -> None:
+    defaults = _defaults(_node(nodes, "DeviceBridgeQuantize").define_schema())
+    found = _quantized(nodes, model, **{**defaults, "quantize": "int8-compute"})[0].model
+    assert (found.quantize, found.rotation, found.quantized_cache) == ("int8-compute", 64, "")
+    found = _quantized(nodes, model, quantize="int8-compute", rotation="16", cache=True)[0].model
+    assert found.rotation == 16
+    assert found.quantized_cache == str(host.root / "output/devicebridge/cache/quantized")
+    assert not Path(found.quantized_cache).exists() and model.model.quantize == "none"
+
+
+def test_auto_chooses_by_the_models_devices(nodes: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from devicebridge.jobs import quantize_preview
+
+    assert _quantized(nodes, model, "auto")[0].model.quantize == "fp8"
+    asked = []
+    monkeypatch.setattr(quantize_preview, "choose_scheme", lambda devices: asked.append(devices) or "int8-compute")
+    assert _quantized(nodes, model, "auto")[0].model.quantize == "int8-compute"
+    assert asked == [[torch.device("cpu")]]
+
+
+# ---- datasets ----
+
+
+def _make_images(folder: Path, count: int = 2) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(count):
+        Image.new("RGB", (64, 64), (index * 40, 10, 10)).save(folder / f"{index}.png")
+        (folder / f"{index}.txt").write_text(f"picture {index}", encoding="utf-8")
+    return folder
+
+
+def _dataset(nodes: ModuleType, **changes: Any) -> Any:
+    node = _node(nodes, "DeviceBridgeTrainingDataset")
+    settings = {**_defaults(node.define_schema()), "folder": "dogs", "resolutions": "64", **changes}
+    return node.execute(**settings).args[0]
+
+
+def test_a_dataset_holds_what_its_sockets_say(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    _make_images(host.root / "input/dogs", 3)
+    held_out = _make_images(host.root / "held_out")
+    host.allow(held_out)
+    dataset = _dataset(nodes, repeats=2, resolutions="64, 96", evaluation_folder=str(held_out), evaluate_every=5)
+    assert dataset.data.folders[0].path == str(host.root / "input/dogs")
+    assert dataset.data.folders[0].repeats == 2
+    assert dataset.data.resolutions == (64, 96)
+    assert (dataset.evaluation.folder, dataset.evaluation.every_steps) == (str(held_out), 5)
+    assert host.texts[-1] == "12 samples per epoch, 4 for evaluation"
+
+
+def test_datasets_chain_and_the_last_decides(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    _make_images(host.root / "input/dogs")
+    _make_images(host.root / "input/cats")
+    first = _dataset(nodes, folder="cats", repeats=3, resolutions="96")
+    both = _dataset(nodes, previous=first)
+    assert [(Path(folder.path).name, folder.repeats) for folder in both.data.folders] == [("cats", 3), ("dogs", 1)]
+    assert both.data.resolutions == (64,)
+
+
+def test_a_dataset_of_clips_holds_what_its_sockets_say(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    folder = _make_images(host.root / "input/dogs")
+    save_clip(folder / "run.mp4", 12)
+    (folder / "run.txt").write_text("a dog runs", encoding="utf-8")
+    data = _dataset(nodes).data
+    assert (data.frames, data.fps, data.window, data.num_windows) == ((), 0.0, "start", 1)
+    assert host.texts[-1] == "3 samples per epoch (1 of clips)"
+    data = _dataset(nodes, frames="1, 5", fps="24", window="uniform", num_windows=3).data
+    assert (data.frames, data.fps, data.window, data.num_windows) == ((1, 5), 24.0, "uniform", 3)
+    assert host.texts[-1] == "5 samples per epoch (3 of clips)"
+    assert _dataset(nodes, fps="source").data.fps == "source"
+    for changes, words in (
+        ({"fps": "fast"}, "fps: 'fast' is neither a number, auto nor source"),
+        ({"frames": "5, x"}, "frames: 'x'"),
+        ({"num_windows": 2}, "num_windows above 1 belongs to"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            _dataset(nodes, **changes)
+
+
+def test_a_clip_that_is_cut_short_is_refused_by_name(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    clip = save_clip(_make_images(host.root / "input/dogs") / "run.mp4", 12)
+    clip.write_bytes(clip.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"run\.mp4: .*cut off"):
+        _dataset(nodes)
+
+
+def test_an_unreadable_image_is_refused_by_name(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    (_make_images(host.root / "input/dogs") / "broken.png").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match="broken.png"):
+        _dataset(nodes)
+
+
+def test_changed_files_change_the_datasets_fingerprint(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    folder = _make_images(host.root / "input/dogs")
+    node = _node(nodes, "DeviceBridgeTrainingDataset")
+    before = node.fingerprint_inputs(folder="dogs", evaluation_folder="", repeats=1)
+    assert node.fingerprint_inputs(folder="dogs", evaluation_folder="", repeats=1) == before
+    (folder / "0.txt").write_text("another caption", encoding="utf-8")
+    assert node.fingerprint_inputs(folder="dogs", evaluation_folder="", repeats=1) != before
+
+
+# ---- training ----
+
+
+@pytest.fixture
+def sockets(nodes: ModuleType, host: comfy_stub.FakeHost) -> dict[str, Any]:
+    """Everything the train node gets, at its defaults."""
+    from devicebridge.config.job import ModelConfig, SplitConfig
+
+    _make_images(host.root / "input/dogs")
+    model = nodes.load.TrainingModel(ModelConfig(path="/models/toy"), SplitConfig(devices=("cpu",)))
+    settings = _defaults(_node(nodes, "DeviceBridgeTrainLora").define_schema())
+    return {"model": model, "dataset": _dataset(nodes), **settings}
+
+
+def _job(nodes: ModuleType, sockets: dict[str, Any], **changes: Any) -> Any:
+    settings = {**sockets, **changes}
+    model, dataset = settings.pop("model"), settings.pop("dataset")
+    return nodes.train.make_job(model, dataset, settings)
+
+
+def test_defaults_make_the_jobs_defaults(nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any]) -> None:
+    from devicebridge.config import job as config
+
+    job = _job(nodes, sockets)
+    folder = str(host.root / "output/devicebridge/my_lora")
+    assert job.output == config.OutputConfig(folder=folder, name="my_lora", tensorboard=False)
+    assert job.train == config.LoopConfig(steps=1000)
+    assert job.cache == config.CacheConfig(folder=str(host.root / "output/devicebridge/cache"))
+    for section, default in [("lora", config.LoraSettings()), ("objective", config.ObjectiveConfig())]:
+        assert getattr(job, section) == default
+    assert job.optimizer == config.OptimizerConfig()
+    assert job.schedule == config.ScheduleConfig()
+
+
+CHANGES = [
+    ("name", "other", "output.name", "other"),
+    ("steps", 7, "train.steps", 7),
+    ("learning_rate", 0.5, "optimizer.learning_rate", 0.5),
+    ("rank", 3, "lora.rank", 3),
+    ("alpha", 2.5, "lora.alpha", 2.5),
+    ("batch_size", 5, "train.batch_size", 5),
+    ("accumulation", 6, "train.accumulation", 6),
+    ("random_seed", 99, "train.seed", 99),
+    ("gradient_checkpointing", False, "train.gradient_checkpointing", False),
+    ("optimizer", "adamw8bit", "optimizer.name", "adamw8bit"),
+    ("weight_decay", 0.25, "optimizer.weight_decay", 0.25),
+    ("schedule", "cosine", "schedule.name", "cosine"),
+    ("warmup_steps", 4, "schedule.warmup_steps", 4),
+    ("clip_norm", 0.0, "train.clip_norm", 0.0),
+    ("dropout", 0.5, "lora.dropout", 0.5),
+    ("dora", True, "lora.dora", True),
+    ("targets", "*.to_q\n*.to_k, *.to_v", "lora.targets", ("*.to_q", "*.to_k", "*.to_v")),
+    ("training_dtype", "bfloat16", "lora.dtype", "bfloat16"),
+    ("timestep_sampling", "sigmoid", "objective.timestep_sampling", "sigmoid"),
+    ("shift", "3.0", "objective.shift", 3.0),
+    ("shift", "dynamic", "objective.shift", "dynamic"),
+    ("guidance", 3.5, "objective.guidance", 3.5),
+    ("save_every", 8, "output.save_every_steps", 8),
+    ("keep_last", 9, "output.keep_last", 9),
+    ("lora_layout", "diffusers", "output.lora_layout", "diffusers"),
+    ("lora_dtype", "float32", "output.lora_dtype", "float32"),
+    ("tensorboard", True, "output.tensorboard", True),
+    ("compile_blocks", "auto", "train.compile", "auto"),
+    ("offload_activations", "on", "train.offload_activations", "on"),
+    ("cuda_graphs", "auto", "train.cuda_graphs", "auto"),
+]
+
+
+@pytest.mark.parametrize(("socket", "value", "key", "expected"), CHANGES)
+def test_a_socket_reaches_its_setting_and_no_other(
+    nodes: ModuleType, sockets: dict[str, Any], socket: str, value: Any, key: str, expected: Any
+) -> None:
+    section, name = key.split(".")
+    before, after = _job(nodes, sockets), _job(nodes, sockets, **{socket: value})
+    assert getattr(getattr(after, section), name) == expected
+    changed = {section: dataclasses.replace(getattr(after, section), **{name: getattr(getattr(before, section), name)})}
+    if socket == "name":
+        changed["output"] = before.output
+    assert dataclasses.replace(after, **changed) == before
+
+
+def test_every_socket_of_the_train_node_is_in_the_table(nodes: ModuleType) -> None:
+    ids = {entry.id for entry in _node(nodes, "DeviceBridgeTrainLora").define_schema().inputs}
+    assert ids - {"model", "dataset", "resume"} == {socket for socket, *_ in CHANGES}
+
+
+@pytest.mark.parametrize("name", ["../../evil", "a/b", "", "  ", ".."])
+def test_a_name_that_is_no_file_name_is_refused(nodes: ModuleType, sockets: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        _job(nodes, sockets, name=name)
+
+
+def test_a_refused_setting_is_named(nodes: ModuleType, sockets: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"^batch_size 0: is a whole number from 1 to 1024$"):
+        _job(nodes, sockets, batch_size=0)
+
+
+@pytest.fixture
+def training(nodes: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replaces run_job by three make-believe steps; the test sets when the user presses Cancel."""
+    from devicebridge.events import Event
+    from devicebridge.jobs import job as job_module
+
+    class Training:
+        cancel_at = 99
+        calls: list[dict[str, Any]] = []
+
+        def run(self, job: Any, *, resume: bool, on_event: Any, should_stop: Any) -> Any:
+            grad = torch.zeros(1, requires_grad=True).sum().requires_grad
+            mode = {"inference": torch.is_inference_mode_enabled(), "grad": grad, "host": list(host.calls)}
+            self.calls.append({"job": job, "resume": resume, **mode})
+            on_event(Event("phase", values={"name": "training"}))
+            step = 0
+            while step < 3 and not should_stop():
+                step += 1
+                host.is_interrupted = host.is_interrupted or step == self.cancel_at
+                values = {"loss": 0.5 / step, "learning_rate": 1e-4, "elapsed_s": 2.0}
+                on_event(Event("step", step, 3, values))
+            folder = Path(job.output.folder)
+            return job_module.TrainingResult(
+                status="finished" if step == 3 else "stopped",
+                step=step,
+                lora_path=folder / f"{job.output.name}.safetensors",
+                lora={"a": torch.ones(1)},
+                losses=[0.5 / (index + 1) for index in range(step)],
+                eval_before=None,
+                eval_after=None,
+                checkpoint=folder / "checkpoints" / "step-000001",
+                resume_hint="",
+            )
+
+    training = Training()
+    training.calls = []
+    monkeypatch.setattr(job_module, "run_job", training.run)
+    return training
+
+
+def test_training_returns_what_the_cores_nodes_take(
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any
+) -> None:
+    with torch.inference_mode():  # as the host runs every node
+        output = _node(nodes, "DeviceBridgeTrainLora").execute(**{**sockets, "resume": True})
+    lora, losses, steps, path = output.args
+    assert list(lora) == ["a"] and losses == {"loss": [0.5, 0.25, 0.5 / 3]} and steps == 3
+    assert path == str(host.root / "output/devicebridge/my_lora/my_lora.safetensors")
+    assert output.ui["lora"] == [
+        {"filename": "my_lora.safetensors", "subfolder": "devicebridge/my_lora", "type": "output"}
+    ]
+    (call,) = training.calls
+    assert call["resume"] is True
+    assert (call["inference"], call["grad"]) == (False, True)
+    assert call["host"] == ["unload", "empty cache"], "the host's models leave before ours come"
+    assert host.progress == [(1, 3), (2, 3), (3, 3)]
+    assert host.texts[1] == "Training"
+    assert "Step 3/3: loss 0.16667, 2.00 s/step, about 0 s left" in host.texts
+
+
+def test_events_go_to_the_browser(
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any
+) -> None:
+    _node(nodes, "DeviceBridgeTrainLora").execute(**sockets)
+    kinds, data = zip(*host.messages, strict=True)
+    assert set(kinds) == {"devicebridge.event"}
+    values = {"loss": 0.5, "learning_rate": 1e-4, "elapsed_s": 2.0}
+    assert data[1] == {"node": "7", "kind": "step", "step": 1, "total": 3, "values": values}
+
+
+def test_cancel_ends_the_job_in_order_and_then_the_prompt(
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any
+) -> None:
+    """The host's progress bar raises on Cancel; were that to pass, a step would end half-way and nothing be saved."""
+    training.cancel_at = 2
+    with pytest.raises(comfy_stub.InterruptProcessingException):
+        _node(nodes, "DeviceBridgeTrainLora").execute(**sockets)
+    assert host.texts[-1] == "Cancelled after 2 steps; everything is saved. Turn on resume and run again to continue."
+    assert host.is_interrupted is False, "the request is answered and must not stop the next prompt"
+
+
+def test_cancel_in_the_last_step_keeps_the_result(
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any
+) -> None:
+    training.cancel_at = 3
+    output = _node(nodes, "DeviceBridgeTrainLora").execute(**sockets)
+    assert output.args[2] == 3
+    assert host.is_interrupted is True, "the host still has to stop before the next node"
+
+
+# ---- planning ----
+
+
+def test_the_plan_node_shows_the_plan_of_the_job(
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from devicebridge.jobs import job as job_module
+    from devicebridge.planning import report as plan_view
+
+    asked = []
+    monkeypatch.setattr(job_module, "plan_job", lambda job, cards, **how: asked.append((job, cards, list(host.calls))))
+    monkeypatch.setattr(plan_view, "describe_plan", lambda plan: "the plan")
+    monkeypatch.setattr(plan_view, "picture_of", lambda plan: "the picture")
+    node = _node(nodes, "DeviceBridgePlanTraining")
+    settings = {**_defaults(node.define_schema()), "rank": 32, "batch_size": 2, "optimizer": "adamw8bit"}
+    settings |= {"training_dtype": "bfloat16", "offload_activations": "on", "targets": "*.to_q\n*.to_k", "dora": True}
+    for cards in ("24GB, 12GB@0.5", " "):
+        output = node.execute(model=sockets["model"], dataset=sockets["dataset"], **settings | {"cards": cards})
+        assert output.args == ("the plan", "the picture") and host.texts[-1] == "the plan"
+    (job, named, calls), (_, own, later_calls) = asked
+    assert (job.lora.rank, job.train.batch_size, job.optimizer.name) == (32, 2, "adamw8bit")
+    assert (job.lora.dtype, job.train.offload_activations) == ("bfloat16", "on")
+    assert (job.lora.targets, job.lora.dora) == (("*.to_q", "*.to_k"), True)
+    assert (job.model, job.split, job.data) == (
+        sockets["model"].model,
+        sockets["model"].split,
+        sockets["dataset"].data,
+    )
+    assert [(card.total_bytes, card.speed) for card in named] == [(24 * 10**9, 1.0), (12 * 10**9, 0.5)]
+    assert own == [] and calls == [] and later_calls, "ComfyUI lets go of its models only for a plan of its own cards"
+
+
+# ---- caching ----
+
+
+def test_the_cache_node_hands_its_settings_on(
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from devicebridge.jobs import encode_job
+    from devicebridge.jobs import job as job_module
+
+    (host.root / "models/vae/ae.safetensors").touch()
+    seen = []
+    monkeypatch.setattr(job_module, "check_job", lambda job, **how: seen.append(job) or job)
+    monkeypatch.setattr(encode_job, "cache_job", lambda plan, events, stop, encoders: (_Samples(), None))
+    node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
+    settings = {**_defaults(node.define_schema()), "vae": "ae.safetensors", "vae_device": "cpu"}
+    settings |= {"text_quantize": "int8", "text_device": " stream:cuda:1 ", "text_window_gb": 6.5}
+    dataset = node.execute(model=sockets["model"], dataset=sockets["dataset"], **settings).args[0]
+    assert dataset.data == sockets["dataset"].data
+    assert dataset.cache.vae == str(host.root / "models/vae/ae.safetensors")
+    assert (dataset.cache.text_device, dataset.cache.vae_device) == ("stream:cuda:1", "cpu")
+    assert dataset.cache.text_window_gb == 6.5
+    assert dataset.cache.text_quantize == "int8"
+    assert dataset.cache.folder == str(host.root / "output/devicebridge/cache")
+    assert seen[0].cache == dataset.cache
+    assert host.texts[-1] == "2 samples are encoded"
+    assert _job(nodes, {**sockets, "dataset": dataset}).cache == dataset.cache
+
+
+def test_cancel_while_caching_ends_the_prompt(
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from devicebridge.encoding.encode import Stopped
+    from devicebridge.jobs import encode_job
+    from devicebridge.jobs import job as job_module
+
+    def stop(plan: Any, events: Any, should_stop: Any, encoders: Any) -> Any:
+        host.is_interrupted = True
+        events.emit("progress", 1, 2, what="captions")
+        assert should_stop()
+        raise Stopped
+
+    monkeypatch.setattr(job_module, "check_job", lambda job, **how: job)
+    monkeypatch.setattr(encode_job, "cache_job", stop)
+    node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
+    with pytest.raises(comfy_stub.InterruptProcessingException):
+        node.execute(model=sockets["model"], dataset=sockets["dataset"], **_defaults(node.define_schema()))
+    assert "kept" in host.texts[-1]
+
+
+class _Samples:
+    samples = (1, 2)
+
+
+class _Named:
+    """In place of HostClip and HostVae, which name what a socket holds."""
+
+    def __init__(self, name: str) -> None:
+        self.fingerprint = name
+
+
+def test_stock_encoders_take_the_place_of_the_models_own(
+    nodes: ModuleType,
+    host: comfy_stub.FakeHost,
+    sockets: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from devicebridge.jobs import encode_job
+    from devicebridge.jobs import job as job_module
+    from devicebridge.nodes import host as host_module
+
+    seen: list[Any] = []
+    clip, vae = f"comfyui 0.33.0 CLIP {'a' * 64}", f"comfyui 0.33.0 VAE {'b' * 64}"
+    monkeypatch.setattr(host_module, "HostClip", lambda value: _Named(f"comfyui 0.33.0 CLIP {value * 64}"))
+    monkeypatch.setattr(host_module, "HostVae", lambda value: _Named(f"comfyui 0.33.0 VAE {value * 64}"))
+    monkeypatch.setattr(job_module, "check_job", lambda job, **how: job)
+    monkeypatch.setattr(encode_job, "cache_job", lambda *arguments: seen.append(arguments) or (_Samples(), None))
+    node = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
+    settings = {**_defaults(node.define_schema()), "vae": "gone.safetensors", "text_quantize": "int8"}
+    links = {"model": sockets["model"], "dataset": sockets["dataset"]}
+    dataset = node.execute(**links, **settings, stock_clip="a", stock_vae="b").args[0]
+    assert (dataset.cache.text_source, dataset.cache.latent_source) == (clip, vae)
+    assert (dataset.cache.vae, dataset.cache.text_quantize) == ("", "none")
+    assert (seen[0][3].clip.fingerprint, seen[0][3].vae.fingerprint) == (clip, vae)
+    assert host.texts[-1] == f'2 samples are encoded\ntext_source = "{clip}"\nlatent_source = "{vae}"'
+    assert "gone.safetensors" in caplog.text and _job(nodes, {**sockets, "dataset": dataset}).cache == dataset.cache
+
+    one = node.execute(**links, **{**settings, "vae": ""}, stock_clip="a").args[0].cache
+    assert (one.text_source, one.latent_source) == (clip, "") and seen[1][3].vae is None
+    for socket in ("stock_clip", "stock_vae"):
+        with pytest.raises(ValueError, match=f"{socket} is connected, but its loader found none"):
+            node.execute(**links, **settings, **{socket: None})
+
+
+def test_lists_become_a_dataset_that_only_the_training_node_takes(
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any]
+) -> None:
+    from devicebridge.encoding.encoded import load_encoded
+
+    latents = [{"samples": torch.randn(1, 16, 2, 2)}, {"samples": torch.randn(2, 16, 2, 2)}]
+    item = [torch.ones(1, 3, 8), {"pooled_output": None}]
+    node = _node(nodes, "DeviceBridgeDatasetFromLatents")
+    assert node.define_schema().is_input_list
+    lists = {"latents": latents, "conditioning": [[item], [item, item]], "cache_folder": ["mine"]}
+    dataset = node.execute(**lists).args[0]
+    path = Path(dataset.data.encoded)
+    assert path.parent == host.root / "output" / "mine" / "datasets" and len(load_encoded(path)) == 3
+    assert host.progress[-1] == (3, 3) and host.texts[-1].startswith("3 samples are kept")
+    assert _job(nodes, {**sockets, "dataset": dataset}).data.encoded == str(path)
+
+    cache = _node(nodes, "DeviceBridgeCacheCaptionsAndLatents")
+    with pytest.raises(ValueError, match="arrived encoded; connect it to the training node"):
+        cache.execute(model=sockets["model"], dataset=dataset, **_defaults(cache.define_schema()))
+    folder = _node(nodes, "DeviceBridgeTrainingDataset")
+    with pytest.raises(ValueError, match="previous is a dataset that arrived encoded"):
+        folder.execute(**{**_defaults(folder.define_schema()), "folder": str(host.root)}, previous=dataset)
+
+    host.is_interrupted = True
+    with pytest.raises(comfy_stub.InterruptProcessingException):
+        node.execute(**{**lists, "cache_folder": ["another"]})
+    assert list((host.root / "output" / "another").rglob("*.safetensors")) and "kept" in host.texts[-1]
+
+
+# ---- the fix ----
+
+
+def test_the_fix_is_applied_once_and_taken_away(nodes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from devicebridge.patches import ring_lse
+
+    made = []
+
+    class Handle:
+        is_needed, reason, is_removed = True, "because", False
+
+        def remove(self) -> None:
+            self.is_removed = True
+
+    def apply() -> Handle:
+        made.append(Handle())
+        return made[-1]
+
+    monkeypatch.setattr(ring_lse, "apply_ring_lse_fix", apply)
+    node = _node(nodes, "DeviceBridgeRingLseFix")
+    assert node.execute(enabled=False).args == (None, "Off")
+    assert node.execute(enabled=True, anything="x").args == ("x", "Active: because")
+    assert node.execute(enabled=True).args[1] == "Active: because"
+    assert len(made) == 1
+    assert node.execute(enabled=False).args[1] == "Taken away"
+    assert made[0].is_removed
+
+
+# ---- words ----
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (89, "89 s"), (90, "2 min"), (5000, "83 min"), (11100, "3 h 05 min")]
+)
+def test_durations_read_well(nodes: ModuleType, seconds: float, text: str) -> None:
+    from devicebridge.nodes.view import describe_duration
+
+    assert describe_duration(seconds) == text

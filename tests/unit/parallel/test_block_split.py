@@ -1,0 +1,273 @@
+"""The bridge on emulated cards: a split model is the unsplit one, number for number, and a missing hook is noticed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from devicebridge.config.job import LoraSettings
+from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel.local.block_split import apply_block_split
+from devicebridge.parallel.placement import Placement, block_names, plan_manual
+from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
+from devicebridge.tests.toy import TINY
+from devicebridge.training.adapter import apply_lora
+
+FAMILY_NAMES = sorted(FAMILIES)
+HOME, NEXT = CARDS[:2]
+
+
+def _forward(model, name, device="cpu", seed=0):
+    family, inputs = FAMILIES[name], TINY[name].make_inputs(seed=seed)
+    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    return family.read_prediction(model(**inputs, return_dict=False)[0], TINY[name].make_latents(seed=seed))
+
+
+def _placement(model, name, cut=None, cards=CARDS[:2]):
+    names = block_names(model, FAMILIES[name])
+    cuts = [len(names) * (i + 1) // len(cards) for i in range(len(cards) - 1)] if cut is None else [cut]
+    return plan_manual(names, list(cards), cuts)
+
+
+def _make(name, *, lora=False, checkpointing=False, cards=CARDS[:2], cut=None):
+    """A tiny model split over cards (one card: unsplit, but computing with the same kernels)."""
+    model = TINY[name].make_model(seed=0)
+    split = apply_block_split(model, FAMILIES[name], _placement(model, name, cut=cut, cards=cards))
+    if lora:
+        handle = apply_lora(model, FAMILIES[name], LoraSettings(rank=2, alpha=3), seed=1)
+        for parameter in handle.parameters().values():
+            generator = torch.Generator().manual_seed(parameter.numel())
+            with torch.no_grad():  # B starts at zero, which would hide a wrong gradient of A
+                parameter.copy_(torch.randn(parameter.shape, generator=generator).mul_(0.1))
+    model.train()
+    if checkpointing:
+        model.enable_gradient_checkpointing(split.checkpoint)
+    return model, split
+
+
+def _gradients(model):
+    return {n: on_cpu(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_output_and_gradients_equal_the_unsplit_model_bit_for_bit(name, checkpointing):
+    results = []
+    for cards in (CARDS[:1], CARDS[:2], CARDS[:3]):
+        with emulated_cards(4):
+            model, _ = _make(name, lora=True, checkpointing=checkpointing, cards=cards)
+            output = _forward(model, name, cards[0])
+            assert output.device == cards[0]
+            output.square().mean().backward()
+            results.append((on_cpu(output), _gradients(model)))
+    plain = TINY[name].make_model(seed=0)
+    assert len(results[0][1]) > 0 and all(g.abs().sum() > 0 for g in results[0][1].values())
+    for output, gradients in results[1:]:
+        assert torch.equal(output, results[0][0])
+        assert gradients.keys() == results[0][1].keys()
+        assert all(torch.equal(gradient, results[0][1][n]) for n, gradient in gradients.items())
+    assert _forward(plain, name).shape == results[0][0].shape
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_full_gradients_equal_an_ordinary_cpu_model(name):
+    reference = TINY[name].make_model(seed=0)
+    expected = _forward(reference, name)
+    expected.square().mean().backward()
+    with emulated_cards():
+        model, _ = _make(name)
+        output = _forward(model, name, HOME)
+        output.square().mean().backward()
+        assert torch.allclose(on_cpu(output), expected, rtol=1e-4, atol=1e-5)
+        for parameter_name, parameter in reference.named_parameters():
+            ours = model.get_parameter(parameter_name).grad
+            assert torch.allclose(on_cpu(ours), parameter.grad, rtol=1e-3, atol=1e-6), parameter_name
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_each_constant_crosses_once_and_activations_come_home_once(name):
+    with emulated_cards() as cards:
+        model, _ = _make(name, checkpointing=True)
+        inputs = {k: v.to(HOME) if isinstance(v, torch.Tensor) else v for k, v in TINY[name].make_inputs(0).items()}
+        cards.copies.clear()
+        output = model(**inputs, return_dict=False)[0]
+        there = [copy for copy in cards.copies if (copy.source, copy.target) == (HOME, NEXT)]
+        back = [copy for copy in cards.copies if (copy.source, copy.target) == (NEXT, HOME)]
+        assert len(there) == TINY[name].copies_per_border and len(there) + len(back) == len(cards.copies)
+        assert len(back) == TINY[name].copies_home
+        cards.copies.clear()
+        output.square().mean().backward()
+        # one gradient per activation that crossed and per constant that needs one; none for the recomputation
+        assert 0 < len(cards.copies) <= len(there) + len(back)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_missing_hook_is_noticed(name):
+    with emulated_cards():
+        model, _ = _make(name)
+        names = block_names(model, FAMILIES[name])
+        model.get_submodule(names[-1])._forward_pre_hooks.clear()
+        with pytest.raises(RuntimeError, match="at least two devices"):
+            _forward(model, name, HOME)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_a_missing_way_home_is_noticed(name):
+    with emulated_cards():
+        model, split = _make(name)
+        last = model.get_submodule(block_names(model, FAMILIES[name])[-1])
+        last._forward_hooks.clear()
+        for tail in FAMILIES[name].tail:
+            model.get_submodule(tail)._forward_pre_hooks.clear()
+        with pytest.raises(RuntimeError, match="at least two devices"):
+            _forward(model, name, HOME)
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_remove_leaves_no_trace(name):
+    model = TINY[name].make_model(seed=0)
+    before = _forward(model, name)
+    hooks = {n: _hook_counts(m) for n, m in model.named_modules()}
+    attributes = {n: sorted(vars(m)) for n, m in model.named_modules()}
+    with emulated_cards():
+        split = apply_block_split(model, FAMILIES[name], _placement(model, name))
+        assert {str(p.device) for p in model.parameters()} == {"lazy:0", "lazy:1"}
+        split.remove()
+        split.remove()
+    assert {n: _hook_counts(m) for n, m in model.named_modules()} == hooks
+    assert {n: sorted(vars(m)) for n, m in model.named_modules()} == attributes
+    assert {str(p.device) for p in model.parameters()} == {"cpu"}
+    assert torch.equal(_forward(model, name), before)
+
+
+def _hook_counts(module):
+    return {name: len(value) for name, value in vars(module).items() if name.endswith(("hooks", "kwargs", "called"))}
+
+
+def test_copies_are_forgotten_when_a_forward_raises():
+    with emulated_cards():
+        model, split = _make("flux2")
+        last = model.get_submodule(block_names(model, FAMILIES["flux2"])[-1])
+        handle = last.register_forward_pre_hook(_raise)
+        with pytest.raises(KeyError, match="in a block"):
+            _forward(model, "flux2", HOME)
+        assert not split.bridge.is_running
+        handle.remove()
+        _forward(model, "flux2", HOME)
+        assert not split.bridge.is_running
+
+
+def _raise(module, args):
+    raise KeyError("in a block")
+
+
+def test_no_grad_then_grad_in_one_model():
+    with emulated_cards():
+        model, _ = _make("wan", lora=True)
+        with torch.no_grad():
+            quiet = _forward(model, "wan", HOME)
+        loud = _forward(model, "wan", HOME)
+        assert not quiet.requires_grad and loud.requires_grad and torch.equal(on_cpu(quiet), on_cpu(loud))
+
+
+def test_reentrant_checkpointing_keeps_the_gradient():
+    """Its first pass runs under no_grad: a copy made there must not serve a block that needs gradients. The
+    gradients of shared constants are added up in another order than on one card, hence close and not equal."""
+    gradients = []
+    for cards in (CARDS[:1], CARDS[:2]):
+        with emulated_cards():
+            model, split = _make("flux2", cards=cards)
+
+            def every_other(block, *args):
+                every_other.count += 1
+                if every_other.count % 2:
+                    return torch.utils.checkpoint.checkpoint(block.__call__, *args, use_reentrant=True)
+                return block(*args)
+
+            every_other.count = 0
+            model.enable_gradient_checkpointing(every_other)
+            _forward(model, "flux2", cards[0]).square().mean().backward()
+            gradients.append(_gradients(model))
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.allclose(gradients[0][n], gradients[1][n], rtol=1e-4, atol=1e-7) for n in gradients[0])
+
+
+def test_several_forwards_in_flight():
+    with emulated_cards():
+        model, _ = _make("flux2", lora=True, checkpointing=True)
+        losses = [_forward(model, "flux2", HOME, seed=seed).square().mean() for seed in range(3)]
+        sum(losses[1:], losses[0]).backward()
+        together = _gradients(model)
+        model.zero_grad()
+        for seed in range(3):
+            _forward(model, "flux2", HOME, seed=seed).square().mean().backward()
+        apart = _gradients(model)
+    assert all(torch.allclose(together[n], apart[n], rtol=1e-4, atol=1e-7) for n in apart)
+
+
+def test_two_threads_at_once():
+    """Each thread has its own memory of copies: results are those of one thread after the other."""
+    with emulated_cards():
+        model, _ = _make("flux2")
+        expected = [on_cpu(_forward(model, "flux2", HOME, seed=seed)) for seed in range(2)]
+    results, barrier = {}, threading.Barrier(2)
+
+    def work(seed):
+        with emulated_cards(), torch.no_grad():
+            barrier.wait()
+            results[seed] = [on_cpu(_forward(model, "flux2", HOME, seed=seed)) for _ in range(5)]
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(output, expected[seed]) for seed in range(2) for output in results[seed])
+
+
+def test_lora_injected_late_on_the_wrong_device_is_brought_home():
+    with emulated_cards():
+        model, _ = _make("flux2")
+        handle = apply_lora(model, FAMILIES["flux2"], LoraSettings(rank=2), seed=0)
+        expected = on_cpu(_forward(model, "flux2", HOME))
+        for module in model.modules():
+            for name, child in module.named_children():
+                if name in {"lora_A", "lora_B"}:
+                    child.to(NEXT if name == "lora_A" else HOME)
+        assert torch.equal(on_cpu(_forward(model, "flux2", HOME)), expected)
+        placement = _placement(model, "flux2")
+        assert all(p.device == placement.device_of(n) for n, p in handle.parameters().items())
+
+
+def test_a_base_weight_that_was_moved_is_refused():
+    with emulated_cards():
+        model, _ = _make("flux2")
+        model.to(HOME)
+        with pytest.raises(RuntimeError, match=r"belongs on lazy:1 and was found on lazy:0.*remove\(\)"):
+            _forward(model, "flux2", HOME)
+
+
+def test_dropout_is_the_same_in_the_recomputation():
+    """The first block of a card gets its arguments from elsewhere; its random state must be saved all the same."""
+    with emulated_cards():
+        model, split = _make("flux2", checkpointing=True)
+        first_on_next = split.placement.blocks[split.placement.devices.index(NEXT)]
+        devices = []
+        model.get_submodule(first_on_next).register_forward_pre_hook(
+            lambda module, args, kwargs: devices.append({tensor.device for tensor in _tensors((args, kwargs))}),
+            with_kwargs=True,
+            prepend=True,
+        )
+        _forward(model, "flux2", HOME).mean().backward()
+        assert devices == [{NEXT}, {NEXT}]  # forward and recomputation: checkpoint saw, and saved, this card only
+
+
+def _tensors(tree):
+    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
+def test_a_placement_for_another_model_is_refused():
+    model = TINY["flux2"].make_model(seed=0)
+    with pytest.raises(ValueError, match="plan it for this model"):
+        apply_block_split(model, FAMILIES["flux2"], Placement(("blocks.0",), (HOME,), HOME))

@@ -1,0 +1,566 @@
+"""Interleaved forwards: the results and errors of sequential ones, in pipelined order, and no thread left behind.
+
+Streams are simulated: each has a time up to which it is busy, kernels and copies add to it the way torch orders them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import gc
+import signal
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel.local.block_split import apply_block_split
+from devicebridge.parallel.local.bridge import Bridge
+from devicebridge.parallel.local.interleave import Turns
+from devicebridge.parallel.placement import block_names, plan_manual
+from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
+from devicebridge.tests.streams import Clock, SimulatedMachine
+from devicebridge.tests.toy import TINY
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+HOME, NEXT, THIRD = CARDS[:3]
+WIDTH = 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, constant):
+        return x + self.linear(x) * constant
+
+
+class Model(nn.Module):
+    def __init__(self, num_blocks):
+        super().__init__()
+        self.front, self.tail = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+
+    def forward(self, x):
+        constant = self.front(x).sigmoid()
+        for block in self.blocks:
+            x = block(x, constant)
+        return self.tail(x)
+
+
+def _make(devices, **settings):
+    torch.manual_seed(0)
+    model = Model(len(devices)).to(HOME)
+    blocks = {block.to(device): device for block, device in zip(model.blocks, devices, strict=True)}
+    bridge = Bridge(blocks, HOME, tail=[model.tail], **settings)
+    bridge.attach()
+    return model, bridge
+
+
+def _job(model, bridge, seed):
+    """As the host's: a forward of its own, begun and ended inside."""
+    x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed)).to(HOME)
+
+    def job():
+        with bridge.forward():
+            return model(x)
+
+    return job
+
+
+def _jobs(model, bridge, count):
+    return [_job(model, bridge, seed) for seed in range(count)]
+
+
+HALVES = [HOME, HOME, NEXT, NEXT]
+THIRDS = [HOME, HOME, NEXT, NEXT, THIRD, THIRD]
+PLANS = pytest.mark.parametrize(
+    "devices", [HALVES, THIRDS, [HOME, NEXT, HOME, NEXT], [NEXT, NEXT, THIRD], [HOME] * 2], ids=lambda d: str(len(d))
+)
+TRANSPORTS = pytest.mark.parametrize("transport", ["stream", "relay"])
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+@TRANSPORTS
+@PLANS
+def test_results_are_those_of_one_forward_after_the_other(devices, transport, count):
+    with emulated_cards(4), torch.inference_mode():
+        model, bridge = _make(devices, transport=transport)
+        expected = [on_cpu(job()) for job in _jobs(model, bridge, count)]
+        turns = Turns(bridge)
+        for _ in range(2):
+            results = turns.run(_jobs(model, bridge, count))
+            assert all(torch.equal(on_cpu(a), b) for a, b in zip(results, expected, strict=True))
+            assert len(results) == count and bridge.turns is None and not bridge.is_running
+
+
+def test_a_block_split_is_interleaved_by_its_bridge():
+    """Whose model begins and ends the forwards by hooks of its own."""
+    tiny, family = TINY["flux2"], FAMILIES["flux2"]
+    with emulated_cards(), torch.inference_mode():
+        model = tiny.make_model(seed=0)
+        names = block_names(model, family)
+        split = apply_block_split(model, family, plan_manual(names, [HOME, NEXT], [len(names) // 2]))
+
+        def make_job(seed):
+            inputs = tiny.make_inputs(seed=seed)
+            inputs = {k: v.to(HOME) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+            return lambda: model(**inputs, return_dict=False)[0]
+
+        jobs = [make_job(seed) for seed in range(3)]
+        expected = [on_cpu(job()) for job in jobs]
+        results = Turns(split.bridge).run(jobs)
+    assert all(torch.equal(on_cpu(a), b) for a, b in zip(results, expected, strict=True))
+
+
+def test_no_job_gives_no_result():
+    with torch.no_grad():
+        assert Turns(Bridge({nn.Identity(): HOME}, HOME)).run([]) == []
+
+
+def test_order_of_issue_is_the_pipeline():
+    """While job k is on the second card, job k + 1 is on the first; block by block in turn."""
+    with emulated_cards(), torch.inference_mode():
+        model, bridge = _make(HALVES)
+        trace = []
+        Turns(bridge, trace=trace).run(_jobs(model, bridge, 3))
+    # per job: blocks 0 and 1 at home, 2 and 3 on the second card, the output home, the tail
+    assert trace == [
+        *[(0, HOME), (0, HOME)],
+        *[(0, NEXT), (1, HOME), (0, NEXT), (1, HOME)],
+        *[(1, NEXT), (2, HOME), (1, NEXT), (2, HOME)],
+        *[(0, HOME), (2, NEXT), (0, HOME)],  # job 0 asked for home while job 2 held it
+        *[(1, HOME), (2, NEXT), (1, HOME)],
+        *[(2, HOME), (2, HOME)],
+    ]
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_the_first_of_many_jobs_does_not_wait_for_the_last(count):
+    with emulated_cards(4), torch.inference_mode():
+        model, bridge = _make(THIRDS)
+        trace = []
+        Turns(bridge, trace=trace).run(_jobs(model, bridge, count))
+    for job in range(count - 1):
+        assert trace.index((job, NEXT)) < trace.index((job + 1, NEXT)) < len(trace)
+        assert trace.index((job, NEXT)) < max(i for i, entry in enumerate(trace) if entry == (job + 1, HOME))
+        assert abs(trace.index((job, THIRD)) - trace.index((job + 1, NEXT))) <= 3  # side by side
+
+
+def test_only_one_job_runs_at_any_moment():
+    with emulated_cards(), torch.inference_mode():
+        model, bridge = _make(HALVES)
+        inside, most = [], []
+
+        def before(module, args):
+            inside.append(module)
+            most.append(len(inside))
+            time.sleep(0.001)  # lets another thread in, if one may
+            inside.pop()
+
+        for block in model.blocks:
+            block.register_forward_pre_hook(before)
+        Turns(bridge).run(_jobs(model, bridge, 4))
+    assert len(most) == 16 and max(most) == 1
+
+
+class _Interrupt(BaseException):
+    """As ComfyUI's InterruptProcessingException."""
+
+
+def _failing(error, model, bridge, seed, block):
+    """A job that raises in a block (None: before its first, -1: after the last)."""
+    inner = _job(model, bridge, seed)
+
+    def job():
+        if block is None:
+            raise error
+        if block == -1:
+            inner()
+            raise error
+        me = threading.current_thread()
+
+        def fail(module, args):
+            if threading.current_thread() is me:
+                raise error
+
+        handle = model.blocks[block].register_forward_pre_hook(fail)
+        try:
+            return inner()
+        finally:
+            handle.remove()
+
+    return job
+
+
+@pytest.mark.parametrize("devices", [HALVES, THIRDS], ids=["two", "three"])
+@pytest.mark.parametrize("block", [None, 0, 1, 2, 3, -1])
+@pytest.mark.parametrize("failing", [0, 1, 3])
+@pytest.mark.parametrize("kind", [KeyError, _Interrupt, SystemExit])
+def test_an_error_of_one_job_ends_the_run(kind, failing, block, devices):
+    with emulated_cards(4), torch.inference_mode():
+        model, bridge = _make(devices)
+        jobs, error = _jobs(model, bridge, 4), kind("in a job")
+        expected = [on_cpu(job()) for job in jobs]
+        broken = list(jobs)
+        broken[failing] = _failing(error, model, bridge, failing, block)
+        turns = Turns(bridge)
+        with pytest.raises(kind) as caught:
+            turns.run(broken)
+        assert caught.value is error and bridge.turns is None
+        assert all(torch.equal(on_cpu(a), b) for a, b in zip(turns.run(jobs), expected, strict=True))
+
+
+def test_the_others_are_stopped_at_their_next_border_and_unwind_one_at_a_time():
+    with emulated_cards(), torch.inference_mode():
+        model, bridge = _make(HALVES)
+        begun, ended, passed, inside = [], [], [], []
+
+        def cleaning(seed):
+            inner = _job(model, bridge, seed)
+
+            def job():
+                begun.append(seed)
+                try:
+                    with contextlib.suppress(Exception):  # a patch that swallows errors must not swallow the stop
+                        inner()
+                        passed.append(seed)
+                    passed.append(seed)
+                finally:
+                    inside.append(seed)
+                    time.sleep(0.002)
+                    assert inside == [seed]
+                    inside.pop()
+                    ended.append(seed)
+
+            return job
+
+        jobs, ran = [cleaning(seed) for seed in range(4)], []
+        jobs[1] = _failing(KeyError("first block"), model, bridge, 1, 0)
+        for index, block in enumerate(model.blocks):
+            block.register_forward_pre_hook(lambda module, args, i=index: ran.append(i))  # behind ours
+        with pytest.raises(KeyError, match="first block"):
+            Turns(bridge).run(jobs)
+    # job 0 entered its third block, job 1 its first and raised, so job 0 did not enter its fourth;
+    # jobs 2 and 3 waited for home, which job 1 held: they never began
+    assert ran == [0, 1, 2, 0]
+    assert begun == [0] and ended == [0] and passed == []
+
+
+def test_what_a_stopped_job_raises_does_not_hide_the_cause():
+    with emulated_cards(), torch.inference_mode():
+        model, bridge = _make(HALVES)
+        inner = _job(model, bridge, 0)
+
+        def clumsy():
+            try:
+                return inner()
+            finally:
+                raise ValueError("while cleaning up")
+
+        with pytest.raises(KeyError, match="the cause"):
+            Turns(bridge).run([clumsy, _failing(KeyError("the cause"), model, bridge, 1, 0)])
+
+
+def test_a_job_that_runs_the_model_again_while_it_is_stopped_is_stopped_again():
+    """And does not hand on the baton: the next job is unwound when this one is."""
+    with emulated_cards(), torch.inference_mode():
+        model, bridge = _make(HALVES)
+        events = []
+
+        def stubborn(seed):
+            inner = _job(model, bridge, seed)
+
+            def job():
+                for _ in range(3):
+                    with contextlib.suppress(BaseException):
+                        inner()
+                        events.append((seed, "passed"))
+                    events.append((seed, "stopped"))
+
+            return job
+
+        with pytest.raises(KeyError):
+            Turns(bridge).run([stubborn(0), stubborn(1), _failing(KeyError(), model, bridge, 2, 0)])
+    assert events == [(0, "stopped")] * 3 + [(1, "stopped")] * 3
+
+
+def test_an_error_holds_no_memory_once_it_is_handled():
+    """An out-of-memory error is answered by a smaller batch: its tensors must be gone, without a garbage collection."""
+    with emulated_cards(), torch.inference_mode():
+        model, bridge = _make(HALVES)
+        held = []
+
+        def job():
+            x = torch.ones(2, WIDTH).to(HOME)
+            held.append(weakref.ref(x))
+            with bridge.forward():
+                model(x)
+                raise MemoryError
+
+        turns = Turns(bridge)
+        gc.collect()
+        gc.disable()
+        try:
+            with contextlib.suppress(MemoryError):
+                turns.run([job, job, job])
+            assert len(held) == 3 and [ref() for ref in held] == [None] * 3
+        finally:
+            gc.enable()
+
+
+def test_what_a_job_did_not_end_is_ended():
+    """Copies of a forward that was begun and left are freed with the run, without a garbage collection."""
+    with emulated_cards(), torch.inference_mode():
+        _, bridge = _make(HALVES)
+        source, held = torch.ones(2).to(HOME), []
+
+        def job():
+            bridge.begin()
+            held.append(weakref.ref(bridge.move(source, NEXT)))
+
+        gc.collect()
+        gc.disable()
+        try:
+            Turns(bridge).run([job, job])
+            assert len(held) == 2 and [ref() for ref in held] == [None, None]
+        finally:
+            gc.enable()
+
+
+def test_a_job_that_never_crosses_and_one_that_never_calls_the_model():
+    with emulated_cards(), torch.inference_mode():
+        model, bridge = _make(HALVES)
+        real = _jobs(model, bridge, 2)
+        expected = [on_cpu(job()) for job in real]
+
+        def at_home():
+            with bridge.forward():
+                return model.blocks[0](torch.ones(2, WIDTH).to(HOME), torch.ones(()))
+
+        results = Turns(bridge).run([lambda: "nothing", real[0], at_home, real[1], lambda: "nothing"])
+    assert results[0] == results[4] == "nothing" and results[2].device == HOME
+    assert torch.equal(on_cpu(results[1]), expected[0]) and torch.equal(on_cpu(results[3]), expected[1])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_runs_do_not_nest(count):
+    with emulated_cards(), torch.inference_mode():
+        model, bridge = _make(HALVES)
+        turns = Turns(bridge)
+        with pytest.raises(RuntimeError, match="do not nest"):
+            turns.run([lambda: Turns(bridge).run(_jobs(model, bridge, 2))] * count)
+        assert len(turns.run(_jobs(model, bridge, 2))) == 2
+
+
+def test_autograd_is_refused():
+    with emulated_cards():
+        model, bridge = _make(HALVES)
+        with pytest.raises(RuntimeError, match="for inference"):
+            Turns(bridge).run(_jobs(model, bridge, 2))
+
+
+def test_a_thread_that_cannot_start_ends_the_run(monkeypatch):
+    """Those that were started end without having run anything."""
+    with emulated_cards(), torch.inference_mode():
+        model, bridge = _make(HALVES)
+        started, begun, start = [], [], threading.Thread.start
+
+        def failing_start(thread):
+            if len(started) == 2:
+                raise RuntimeError("can't start new thread")
+            started.append(thread)
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", failing_start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            Turns(bridge).run([lambda: begun.append(1)] * 4)
+        assert len(started) == 2 and begun == []
+        monkeypatch.undo()
+        assert len(Turns(bridge).run(_jobs(model, bridge, 4))) == 4
+
+
+@pytest.fixture
+def interrupts():
+    """Counts the interrupts that reached the main thread, each raised there as from the keyboard."""
+    seen = []
+
+    def handler(number, frame):
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handler)
+    yield seen
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals to a thread")
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_interrupt_of_the_waiting_caller_ends_the_run(interrupts, times):
+    """Once, and by an impatient user."""
+    with emulated_cards(), torch.inference_mode():
+        model, bridge = _make(HALVES)
+        main, passed = threading.main_thread().ident, []
+
+        def interrupting():
+            for count in range(times):
+                signal.pthread_kill(main, signal.SIGINT)
+                while len(interrupts) <= count:
+                    time.sleep(0.01)
+                time.sleep(0.05)
+            for _ in range(200):  # the caller needs a moment to pass it on
+                inner()
+            passed.append(0)
+
+        inner = _job(model, bridge, 0)
+        with pytest.raises(KeyboardInterrupt):
+            Turns(bridge).run([interrupting, *_jobs(model, bridge, 3)])
+        assert passed == [] and len(interrupts) == times and bridge.turns is None
+        assert len(Turns(bridge).run(_jobs(model, bridge, 4))) == 4
+
+
+class _Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class _FunctionWatch(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def _thread_state():
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), _color.get()),
+        "modes": [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()],
+    }
+
+
+_color = contextvars.ContextVar("color", default="none")
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16, None], ids=str)
+def test_jobs_see_what_torch_keeps_per_thread(mode, autocast):
+    token = _color.set("red")
+    cast = contextlib.nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast)
+    try:
+        with emulated_cards(), _FunctionWatch(), _Watch(), mode(), cast:
+            model, bridge = _make(HALVES)
+            before, seen = _thread_state(), []
+            block = model.blocks[2]
+            handle = block.register_forward_pre_hook(lambda module, args: seen.append(_thread_state()))
+            with torch.autocast("cpu", enabled=False):
+                jobs = _jobs(model, bridge, 3)
+            Turns(bridge).run(jobs)
+            handle.remove()
+            assert len(before["modes"]) == 3 and seen == [before] * 3 and _thread_state() == before
+    finally:
+        _color.reset(token)
+
+
+# Simulated streams --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    machine = SimulatedMachine(4)
+    monkeypatch.setattr(
+        EmulatedTensor, "record_stream", lambda tensor, stream: machine.used_on.append((tensor, stream)), raising=False
+    )
+    return machine
+
+
+def _makespan(machine, devices, count, *, interleave, copy_cost=0.0):
+    """Time until all streams are idle, and races seen, of count forwards; and the results."""
+    with emulated_cards(4), machine.installed(), torch.inference_mode():
+        model, bridge = _make(devices)
+        model.front, model.tail = nn.Sigmoid(), nn.Identity()  # only blocks take time
+        jobs = _jobs(model, bridge, count)
+        with Clock(machine, copy_cost) as clock:
+            results = Turns(bridge).run(jobs) if interleave else [job() for job in jobs]
+        end = max(stream.busy_until for stream in machine.default.values())
+        return end, clock.races, [on_cpu(result) for result in results], bridge
+
+
+@pytest.mark.parametrize(("count", "expected"), [(2, 3 / 4), (4, 5 / 8), (8, 9 / 16)])
+def test_two_cards_take_the_time_of_a_pipeline(machine, count, expected):
+    alone, races, reference, _ = _makespan(SimulatedMachine(4), HALVES, count, interleave=False)
+    assert alone == 4 * count and races == 0
+    together, races, results, _ = _makespan(machine, HALVES, count, interleave=True)
+    assert together == alone * expected and races == 0
+    assert all(torch.equal(a, b) for a, b in zip(results, reference, strict=True))
+
+
+def test_three_cards_and_slow_copies(machine):
+    """Copies run beside the kernels: with each as long as half a stage, only the first and the last are waited for."""
+    together, races, _, _ = _makespan(machine, THIRDS, 6, interleave=True, copy_cost=0.5)
+    # 8 stages of 2; x and the constant out, x to the third, the constant to it, x home: 0.5 each, in the critical path
+    assert races == 0 and 16 <= together <= 16 + 5 * 0.5
+
+
+def test_copies_on_the_main_streams_would_wait_for_other_forwards(machine, monkeypatch):
+    """The simulation can tell: torch's plain copy has the forwards wait for each other."""
+    monkeypatch.setattr(Turns, "copy", lambda turns, tensor, device: tensor.to(device))
+    together, races, _, _ = _makespan(machine, HALVES, 4, interleave=True)
+    assert races == 0 and together > 16 * 5 / 8
+
+
+def test_what_the_host_moves_inside_a_block_may_be_used_at_once(machine):
+    """ControlNet residuals: from home, by name, while the block's card computes."""
+    with emulated_cards(4), machine.installed(), torch.inference_mode():
+        model, bridge = _make(HALVES)
+        residual, jobs = torch.ones(2, WIDTH).to(HOME), _jobs(model, bridge, 2)
+
+        def add(module, args):
+            return args[0] + bridge.move(residual, bridge.current_device), args[1]
+
+        for block in model.blocks:
+            block.register_forward_pre_hook(add)
+        expected = [on_cpu(job()) for job in jobs]
+        with Clock(machine, copy_cost=0.5) as clock:
+            results = Turns(bridge).run(jobs)
+        assert clock.races == 0
+        assert all(torch.equal(on_cpu(a), b) for a, b in zip(results, expected, strict=True))
+
+
+def test_side_streams_are_made_once_and_tensors_recorded_on_them(machine):
+    _, _, _, bridge = _makespan(machine, HALVES, 4, interleave=True)
+    assert set(bridge.side_streams) == {(HOME, NEXT), (NEXT, HOME)} and len(machine.streams_made) == 4
+    made = {id(stream): stream for stream in machine.streams_made}
+    for tensor, stream in machine.used_on:
+        # a source on the side stream of its own card, a copy on the main stream of its own card
+        assert stream.device == tensor.device and (id(stream) in made or stream is machine.default[tensor.device])
+    # x and the constant out, x home: each source and each copy
+    assert len(machine.used_on) == 4 * 3 * 2
+    assert sum(id(stream) in made for _, stream in machine.used_on) == 4 * 3
+
+
+def test_jobs_use_the_callers_streams_and_device(machine):
+    with emulated_cards(4), machine.installed(), torch.inference_mode():
+        model, bridge = _make(HALVES)
+        jobs, seen, mine = _jobs(model, bridge, 2), [], [machine.Stream(HOME), machine.Stream(NEXT)]
+        for stream in mine:
+            machine.set_stream(stream)
+        machine.set_device(3)
+        model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(_current(machine)))
+        model.blocks[2].register_forward_pre_hook(lambda module, args: seen.append(_current(machine)))
+        Turns(bridge).run(jobs)
+        assert seen[0] == (3, *mine) and (1, *mine) in seen  # on the foreign block its own card is current
+        assert sorted(device for device, *_ in seen) == [1, 1, 3, 3] and all(entry[1:] == tuple(mine) for entry in seen)
+        assert _current(machine) == (3, *mine)
+
+
+def _current(machine):
+    return machine.current_device(), machine.current_stream(HOME), machine.current_stream(NEXT)

@@ -1,0 +1,395 @@
+"""Training with several micro-batches in flight: the gradients, random numbers and errors of plain accumulation."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel.local import workers as lanes_module
+from devicebridge.parallel.local.bridge import Bridge
+from devicebridge.parallel.local.pipeline import MicroBatch, Pipeline
+from devicebridge.parallel.local.schedule import Work, plan_order
+from devicebridge.parallel.offload.recompute import recompute
+from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
+from devicebridge.tests.streams import Clock, SimulatedMachine
+from devicebridge.tests.tiny_split import BrokenBackward, make_micro_batches, make_tiny_split
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+FAMILY_NAMES = sorted(FAMILIES)
+HOME, NEXT, THIRD = CARDS[:3]
+
+
+def _plainly(batches):
+    losses = []
+    for batch in batches:
+        loss = batch.forward(batch.prepare())
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def _gradients(lora):
+    return {name: on_cpu(parameter.grad) for name, parameter in lora.parameters().items()}
+
+
+def _step(name, cards, count, *, piped=False, ahead=0, **settings):
+    """Losses, gradients and the cards' random states after one step."""
+    with emulated_cards(4):
+        model, split, lora = make_tiny_split(name, cards, **settings)
+        batches = make_micro_batches(model, name, count)
+        losses = Pipeline(split.bridge, ahead=ahead).run(batches) if piped else _plainly(batches)
+        states = [torch.lazy.get_rng_state(card) for card in cards]
+        return [on_cpu(loss) for loss in losses], _gradients(lora), states
+
+
+def _assert_equal(found, expected):
+    for a, b in zip(found[0], expected[0], strict=True):
+        assert torch.equal(a, b)
+    assert found[1].keys() == expected[1].keys() and all(g.abs().sum() > 0 for g in expected[1].values())
+    assert all(torch.equal(gradient, expected[1][n]) for n, gradient in found[1].items())
+    assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
+
+
+@pytest.mark.parametrize(("name", "num_cards"), [*((name, 2) for name in FAMILY_NAMES), ("flux2", 1), ("flux2", 3)])
+def test_losses_and_gradients_are_those_of_plain_accumulation_bit_for_bit(name, num_cards):
+    cards = CARDS[:num_cards]
+    _assert_equal(_step(name, cards, 4, piped=True), _step(name, cards, 4))
+
+
+@pytest.mark.parametrize(("count", "ahead"), [(1, 0), (2, 1), (3, 5), (8, 0), (8, 1)])
+def test_any_number_of_micro_batches_and_any_number_ahead(count, ahead):
+    _assert_equal(_step("flux2", CARDS[:2], count, piped=True, ahead=ahead), _step("flux2", CARDS[:2], count))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"checkpointing": False}, {"kept": (1, 0)}, {"kept": (0, 2)}, {"cuts": [1]}], ids=str
+)
+def test_without_recomputation_with_some_of_it_and_with_uneven_cuts(settings):
+    plain = _step("flux2", CARDS[:2], 4, **settings)
+    _assert_equal(_step("flux2", CARDS[:2], 4, piped=True, **settings), plain)
+    _assert_equal(plain, _step("flux2", CARDS[:2], 4, **{**settings, "checkpointing": True, "kept": ()}))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_dropout_draws_the_same_numbers_and_leaves_the_same_states(checkpointing):
+    settings = {"dropout": 0.5, "checkpointing": checkpointing}
+    expected = _step("flux2", CARDS[:2], 4, **settings)
+    _assert_equal(_step("flux2", CARDS[:2], 4, piped=True, **settings), expected)
+    without = _step("flux2", CARDS[:2], 4, checkpointing=checkpointing)
+    assert not torch.equal(without[0][0], expected[0][0])
+
+
+def test_a_tensor_that_crosses_to_several_devices_gets_all_its_gradients():
+    """LoRA on what makes the modulation: computed on the first card, used on all; sums in another order."""
+    targets = ("*stream_modulation*.linear", "*to_q")
+    expected = _step("flux2", CARDS[:3], 4, targets=targets)
+    found = _step("flux2", CARDS[:3], 4, piped=True, targets=targets)
+    modulations = [name for name in expected[1] if "modulation" in name]
+    assert modulations
+    for name, gradient in expected[1].items():
+        assert gradient.abs().sum() > 0
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-7 * gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("num_cards", [2, 3])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora_on_what_the_tail_reads_past_its_modules_gets_all_its_gradients(num_cards, checkpointing):
+    """Wan mixes the time embedding into the stream after the last block; the stage that made it is another's."""
+    targets = ("*time_embedder*", "*time_proj", "*to_q")
+    settings = {"targets": targets, "checkpointing": checkpointing}
+    expected = _step("wan", CARDS[:1], 4, **settings)
+    for found in (
+        _step("wan", CARDS[:num_cards], 4, piped=True, **settings),
+        _step("wan", CARDS[:num_cards], 4, **settings),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
+        assert found[1].keys() == expected[1].keys() and sum("time_embedder" in name for name in found[1]) == 4
+        for name, gradient in expected[1].items():
+            assert gradient.abs().sum() > 0
+            torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-6 * gradient.abs().max().item())
+
+
+def test_gradients_equal_one_ordinary_card():
+    one = _step("wan", CARDS[:1], 4)
+    _, split, _ = found = _step("wan", CARDS[:2], 4, piped=True)
+    assert all(torch.equal(a, b) for a, b in zip(found[0], one[0], strict=True))
+    assert all(torch.equal(gradient, one[1][n]) for n, gradient in found[1].items())
+
+
+def test_the_stages_follow_the_plan_and_two_work_at_once():
+    """Each lane leaves a stage for the next to enter: with 1f1b the second card is never ahead of its input."""
+    with emulated_cards(4):
+        model, split, _ = make_tiny_split("flux2", CARDS[:2])
+        trace = []
+        Pipeline(split.bridge, ahead=0, trace=trace).run(make_micro_batches(model, "flux2", 4))
+    plan = plan_order(2, 4, 0)
+    for stage in (0, 1):
+        assert [work for at, work in trace if at == stage] == plan[stage]
+
+
+def test_a_micro_batch_that_must_be_alone_is():
+    """Nobody else computes while it does, forwards or backwards; the numbers are the same."""
+    with emulated_cards(2):
+        model, bridge = _chain([HOME, NEXT])
+        inside, most = [], {}
+        lock = threading.Lock()
+
+        def enter(module, args):
+            with lock:
+                inside.append(threading.current_thread().name)
+                for thread in inside:
+                    most[thread] = max(most.get(thread, 0), len(set(inside)))
+            time.sleep(0.01)
+
+        def leave(module, args, output):
+            with lock:
+                inside.remove(threading.current_thread().name)
+
+        for block in model.blocks:
+            block.register_forward_pre_hook(enter)
+            block.register_forward_hook(leave)
+        batches = [replace(batch, is_alone=lambda x: True) for batch in _chain_batches(model, bridge, 6)]
+        Pipeline(bridge).run(batches)
+        assert set(most.values()) == {1}
+        most.clear()
+        mixed = [replace(batch, is_alone=lambda x, i=i: i == 2) for i, batch in enumerate(batches)]
+        Pipeline(bridge).run(mixed)
+        assert [count for thread, count in most.items() if thread.endswith("-2")] == [1]
+        assert max(most.values()) == 2
+
+
+def test_micro_batches_are_prepared_one_ahead_and_threads_are_few():
+    """However many there are: a step of many video clips would else fill the host's pinned memory."""
+    with emulated_cards(2):
+        model, bridge = _chain([HOME, NEXT])
+        prepared, begun, waiting, alive = [], [], [], []
+
+        def prepare():
+            prepared.append(1)
+            waiting.append(len(prepared) - len(begun))
+            alive.append(threading.active_count())
+            return torch.ones(2, 4)
+
+        model.blocks[0].register_forward_pre_hook(lambda module, args: begun.append(1))
+        batches = [replace(batch, prepare=prepare) for batch in _chain_batches(model, bridge, 40)]
+        before = threading.active_count()
+        losses = Pipeline(bridge, ahead=0).run(batches)
+        assert len(losses) == 40 and max(waiting) <= 3 and max(alive) - before <= 3 + 3
+
+
+class _InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x += 1
+        return self.linear(x)
+
+
+def test_a_block_that_changes_its_input_is_not_recomputed():
+    with pytest.raises(RuntimeError, match="in place"):
+        recompute(_InPlace(), (torch.ones(2, 4),), torch.device("cpu"))
+
+
+def test_another_generator_than_the_blocks_is_left_alone():
+    """Somebody draws on the CPU between a block's forward and backward, and while it runs."""
+    with emulated_cards(1):
+        linear = nn.Linear(4, 4).to(HOME)
+        linear.register_forward_hook(lambda *_: torch.rand(1) * 0 and None)
+        out = recompute(linear, (torch.ones(2, 4).to(HOME),), HOME)
+        before = torch.get_rng_state()
+        expected = torch.rand(3), torch.rand(1)
+        torch.set_rng_state(before)
+        torch.rand(3)
+        out.sum().backward()  # the hook draws once more
+        assert not torch.equal(torch.rand(1), expected[1])
+
+
+class _Chain(nn.Module):
+    """reads: brings what the first block made to the tail, which takes it past its modules."""
+
+    def __init__(self, blocks, reads=None):
+        super().__init__()
+        self.blocks, self.tail, self.reads = nn.ModuleList(blocks), nn.Identity(), reads
+
+    def forward(self, x):
+        first = None
+        for block in self.blocks:
+            x = block(x)
+            if first is None and self.reads is not None:
+                first = self.reads(x)
+        return self.tail(x) if first is None else self.tail(x) * first
+
+
+def _chain(devices):
+    torch.manual_seed(0)
+    model = _Chain([nn.Linear(4, 4) for _ in devices])
+    blocks = {block.to(device): device for block, device in zip(model.blocks, devices, strict=True)}
+    bridge = Bridge(blocks, devices[0], tail=[model.tail], tail_device=devices[-1])
+    bridge.attach()
+    return model, bridge
+
+
+def _chain_batches(model, bridge, count, fail_at=None):
+    def forward(x):
+        with bridge.forward():
+            loss = model(bridge.move(x, bridge.home)).square().mean()
+        if fail_at is not None:
+            raise fail_at
+        return loss
+
+    return [MicroBatch(lambda: torch.ones(2, 4), forward) for _ in range(count)]
+
+
+def test_two_cards_compute_at_the_same_time():
+    """The first micro-batch waits on card 1 until the second is on card 0."""
+    started = [threading.Event(), threading.Event()]
+    waited = []
+
+    def start(module, args):
+        next(event for event in started if not event.is_set()).set()
+
+    with emulated_cards(2):
+        model, bridge = _chain([HOME, NEXT])
+        model.blocks[0].register_forward_pre_hook(start)
+        handle = model.blocks[1].register_forward_pre_hook(lambda *_: waited.append(started[1].wait(timeout=20)))
+        Pipeline(bridge).run(_chain_batches(model, bridge, 2))
+        handle.remove()
+    assert waited == [True, True]
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    monkeypatch.setattr(EmulatedTensor, "record_stream", lambda tensor, stream: None, raising=False)
+    return SimulatedMachine(4)
+
+
+def _makespan(machine, devices, count, *, pipelined, copy_cost=0.0, reads=None):
+    """Time until all streams are idle, and races seen, of one step; a block's forward takes 1, its backward 2.
+
+    reads: how the bridge brings what the first block made to the tail.
+    """
+    with emulated_cards(4), machine.installed():
+        model, bridge = _chain(devices)
+        if reads is not None:
+            model.reads = lambda x: reads(bridge, x, devices[-1])
+        batches = _chain_batches(model, bridge, count)
+        with Clock(machine, copy_cost) as clock:
+            Pipeline(bridge, ahead=0).run(batches) if pipelined else _plainly(batches)
+        return max(stream.busy_until for stream in machine.default.values()), clock.races
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_a_step_takes_the_time_of_a_pipeline(machine, count):
+    alone, races = _makespan(SimulatedMachine(4), [HOME, HOME, NEXT, NEXT], count, pipelined=False)
+    assert races == 0 and alone == 11 * count  # 12, but nobody needs the gradient of the input
+    together, races = _makespan(machine, [HOME, HOME, NEXT, NEXT], count, pipelined=True)
+    assert races == 0 and together == 2 + 6 * count + 3  # first in, the slower card all the time, last out
+
+
+def test_copies_on_the_main_streams_would_wait_for_other_lanes(machine, monkeypatch):
+    """The simulation can tell: torch's plain copy has the stages wait for each other."""
+    monkeypatch.setattr(lanes_module, "module_with_streams", lambda source, target: None)
+    together, races = _makespan(machine, [HOME, HOME, NEXT, NEXT], 8, pipelined=True)
+    assert races == 0 and together > 6 * 9 + 3
+
+
+def test_slow_copies_run_beside_the_kernels(machine):
+    together, races = _makespan(machine, [HOME, HOME, NEXT, NEXT], 8, pipelined=True, copy_cost=0.5)
+    assert races == 0 and together <= 6 * 9 + 4
+
+
+def test_what_is_sent_to_the_tail_is_there_in_time_and_holds_up_no_card(machine):
+    """To be settled at once would have the last card wait for the first, which is at a later micro-batch."""
+    devices, step = [HOME, HOME, NEXT, NEXT, THIRD, THIRD], {"pipelined": True}
+    without, races = _makespan(SimulatedMachine(4), devices, 8, **step)
+    sent, more_races = _makespan(machine, devices, 8, reads=Bridge.send, **step)
+    assert races == more_races == 0 and sent == without
+
+
+def test_an_error_of_one_lane_is_raised_and_nothing_is_left():
+    with emulated_cards(2):
+        model, bridge = _chain([HOME, NEXT])
+        with pytest.raises(ZeroDivisionError):
+            Pipeline(bridge).run(_chain_batches(model, bridge, 4, fail_at=ZeroDivisionError()))
+        assert bridge.turns is None and not bridge.is_running
+        Pipeline(bridge).run(_chain_batches(model, bridge, 4))  # and it can be used again
+
+
+@pytest.mark.parametrize("where", ["prepare", "backward"])
+def test_an_error_elsewhere_is_raised_too(where):
+    with emulated_cards(2):
+        model, bridge = _chain([HOME, NEXT])
+        batches = _chain_batches(model, bridge, 4)
+        if where == "prepare":
+            batches[2] = MicroBatch(lambda: 1 / 0, batches[2].forward)
+        else:
+            model.blocks[0].register_forward_hook(lambda module, args, output: BrokenBackward.apply(output))
+        with pytest.raises(ArithmeticError):
+            Pipeline(bridge).run(batches)
+
+
+def test_an_interrupt_stops_all_lanes(monkeypatch):
+    from devicebridge.parallel.local import pipeline as pipeline_module
+
+    def interrupted(lanes, threads):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    with emulated_cards(2):
+        model, bridge = _chain([HOME, NEXT])
+        monkeypatch.setattr(pipeline_module, "wait_for", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Pipeline(bridge).run(_chain_batches(model, bridge, 4))
+        assert bridge.turns is None
+
+
+def test_a_model_that_comes_back_to_a_device_is_refused():
+    with emulated_cards(2):
+        model, bridge = _chain([HOME, NEXT, HOME, NEXT])
+        with pytest.raises(RuntimeError, match="every device follows the one before it"):
+            Pipeline(bridge).run(_chain_batches(model, bridge, 2))
+
+
+def test_a_tail_at_home_and_a_run_without_gradients_are_refused():
+    with emulated_cards(2):
+        model, split, _ = make_tiny_split("flux2", CARDS[:2])
+        pipeline = Pipeline(split.bridge)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="for training"):
+            pipeline.run(make_micro_batches(model, "flux2", 2))
+        bridge = Bridge({nn.Linear(1, 1): HOME, nn.Linear(1, 1): NEXT}, HOME)
+        with pytest.raises(ValueError, match="on the last device"):
+            Pipeline(bridge)
+
+
+def test_memory_is_given_back_and_held_as_the_schedule_says():
+    """Between forward and backward a stage holds what its micro-batches need; afterwards nothing."""
+    with emulated_cards(4):
+        model, split, _ = make_tiny_split("flux2", CARDS[:2], checkpointing=False)
+        gc.collect()
+        before = [live_bytes(card) for card in CARDS[:2]]
+        refs = []
+
+        def watch(module, args, kwargs, output):
+            refs.append(weakref.ref(output[0] if isinstance(output, tuple) else output))
+
+        handle = next(iter(split.bridge.blocks)).register_forward_hook(watch, with_kwargs=True)
+        losses = Pipeline(split.bridge, ahead=0).run(make_micro_batches(model, "flux2", 6))
+        handle.remove()
+        model.zero_grad(set_to_none=True)
+        del losses
+        gc.collect()
+        assert all(ref() is None for ref in refs) and len(refs) == 6
+        assert [live_bytes(card) for card in CARDS[:2]] == before
+
+
+def test_work_is_named_by_micro_batch():
+    assert plan_order(2, 2, 0)[1] == [Work(False, 0), Work(True, 0), Work(False, 1), Work(True, 1)]

@@ -1,0 +1,535 @@
+"""Blocks whose weights stream from host memory: the numbers of a resident model, as few copies as theory has."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import gc
+
+import pytest
+import torch
+from devicebridge.config.job import LoraSettings
+from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel.local.block_split import apply_block_split, apply_block_swap
+from devicebridge.parallel.local.pipeline import Pipeline
+from devicebridge.parallel.offload import weights as swap_module
+from devicebridge.parallel.placement import block_names, place_swapped, plan_manual, spread_swapped
+from devicebridge.patches.compile_blocks import apply_compile
+from devicebridge.quantization.eight_bit import FrozenLinear8
+from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization
+from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
+from devicebridge.tests.streams import SimulatedMachine
+from devicebridge.tests.tiny_split import make_micro_batches, make_tiny_split
+from devicebridge.tests.toy import TINY
+from devicebridge.training.adapter import apply_lora
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+HOME, NEXT = CARDS[:2]
+CPU = torch.device("cpu")
+LAYERS = {"flux2": {"num_layers": 2, "num_single_layers": 4}, "flux1": {}, "wan": {"num_layers": 6}}
+
+
+@pytest.fixture(autouse=True)
+def tiny_weights_rest(monkeypatch):
+    monkeypatch.setattr(swap_module, "SMALLEST_BYTES", 1024)
+
+
+@dataclasses.dataclass
+class _Built:
+    model: nn.Module
+    split: object
+    lora: object
+    swap: object = None
+
+
+def _build(name, cards, *, swapped=(), kept=(), cuts=None, scheme=None, dropout=0.0, dora=False, checkpointing=True):
+    """A tiny model over cards with a LoRA that is not zero, its tail on the last card."""
+    model, split, lora = make_tiny_split(
+        name,
+        cards,
+        cuts=cuts,
+        scheme=scheme,
+        checkpointing=checkpointing,
+        kept=kept,
+        changes=LAYERS[name],
+        dropout=dropout,
+        dora=dora,
+    )
+    built = _Built(model, split, lora)
+    if any(swapped):
+        built.swap = apply_block_swap(split, list(place_swapped(split.placement, kept, swapped)))
+    return built
+
+
+def _run(built, name, count, kind=None):
+    """Losses of a step; gradients are added up."""
+    batches = make_micro_batches(built.model, name, count, built.split.home)
+    if kind is not None:
+        return [on_cpu(loss) for loss in Pipeline(built.split.bridge, ahead=1).run(batches)]
+    losses = []
+    for batch in batches:
+        loss = batch.forward(batch.prepare())
+        loss.backward()
+        losses.append(on_cpu(loss))
+    return losses
+
+
+def _gradients(built):
+    return {name: on_cpu(parameter.grad) for name, parameter in built.lora.parameters().items()}
+
+
+def _evaluate(built, name):
+    with torch.no_grad():
+        return [
+            on_cpu(batch.forward(batch.prepare()))
+            for batch in make_micro_batches(built.model, name, 2, built.split.home)
+        ]
+
+
+_KNOWN = {}
+
+
+def _step(name, cards, *, kind=None, count=2, **settings):
+    """Two steps with an evaluation between -> losses, gradients and the cards' random states."""
+    with emulated_cards(4):
+        built = _build(name, cards, **settings)
+        losses = _run(built, name, count, kind)
+        losses += _evaluate(built, name)
+        losses += _run(built, name, count, kind)
+        states = [torch.lazy.get_rng_state(card) for card in cards]
+        return losses, _gradients(built), states
+
+
+def _resident(name, cards, **settings):
+    key = name, cards, str(settings)
+    if key not in _KNOWN:
+        _KNOWN[key] = _step(name, cards, **settings)
+    return _KNOWN[key]
+
+
+def _assert_equal(found, expected):
+    assert all(torch.equal(a, b) for a, b in zip(found[0], expected[0], strict=True))
+    assert found[1].keys() == expected[1].keys() and all(g.abs().sum() > 0 for g in expected[1].values())
+    assert all(torch.equal(gradient, expected[1][n]) for n, gradient in found[1].items())
+    assert all(torch.equal(a, b) for a, b in zip(found[2], expected[2], strict=True))
+
+
+# ---- which blocks
+
+
+def test_swapped_blocks_are_spread_over_those_that_are_recomputed():
+    assert spread_swapped(8, 0, 8) == tuple(range(8)) and spread_swapped(8, 2, 0) == ()
+    assert spread_swapped(9, 0, 3) == (1, 4, 7) and spread_swapped(12, 3, 3) == (1, 4, 7)
+    for num_blocks in range(1, 14):
+        for num_swapped in range(1, num_blocks + 1):
+            chosen = spread_swapped(num_blocks, 0, num_swapped)
+            gaps = [b - a for a, b in zip(chosen, chosen[1:], strict=False)]
+            assert len(set(chosen)) == num_swapped and min(chosen) >= 0 and max(chosen) < num_blocks
+            assert not gaps or max(gaps) - min(gaps) <= 1 and min(gaps) >= 1
+    with pytest.raises(ValueError, match="at most 2 are left"):
+        spread_swapped(5, 3, 3)
+
+
+def test_each_device_has_its_own():
+    placement = plan_manual(tuple(f"blocks.{i}" for i in range(7)), [HOME, NEXT], [3])
+    places = place_swapped(placement, (1, 0), (1, 4))
+    assert places == {"blocks.1": HOME, **{f"blocks.{i}": NEXT for i in (3, 4, 5, 6)}}
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "cards", "kind", "settings"),
+    [
+        ("flux2", 1, None, {"swapped": (6,)}),
+        ("flux2", 1, None, {"swapped": (3,), "kept": (2,)}),
+        ("flux2", 2, None, {"swapped": (3, 2), "dropout": 0.5}),
+        ("flux2", 2, "1f1b", {"swapped": (3, 2), "dropout": 0.5}),
+        ("flux2", 2, "1f1b", {"swapped": (0, 4), "kept": (1, 0), "cuts": [2]}),
+        ("flux2", 3, "1f1b", {"swapped": (1, 0, 3), "cuts": [1, 3]}),
+        ("wan", 2, "1f1b", {"swapped": (3, 3)}),
+        ("flux1", 1, None, {"swapped": (4,)}),
+    ],
+)
+def test_losses_and_gradients_are_those_of_resident_blocks_bit_for_bit(name, cards, kind, settings):
+    found = _step(name, CARDS[:cards], kind=kind, **settings)
+    _assert_equal(
+        found, _resident(name, CARDS[:cards], dropout=settings.get("dropout", 0.0), cuts=settings.get("cuts"))
+    )
+
+
+@pytest.mark.parametrize("scheme", ["fp8-compute", "int8-compute"])
+def test_8_bit_linears_stream(scheme):
+    expected = _resident("flux2", CARDS[:2], scheme=scheme)
+    _assert_equal(_step("flux2", CARDS[:2], kind="1f1b", swapped=(3, 3), scheme=scheme), expected)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_torchaos_tensors_stream(scheme):
+    """On the CPU, where their products are known; slots of raw bytes all the same."""
+    found = []
+    for swapped in ((), (6,)):
+        built = _build("flux2", [CPU], scheme=scheme, swapped=swapped)
+        found.append((_run(built, "flux2", 2) + _evaluate(built, "flux2"), _gradients(built), []))
+    _assert_equal(found[1], found[0])
+    assert built.swap.num_copies > 8
+    rest = [type(p).__name__ for p in built.model.parameters() if built.swap.holds(p)]
+    assert any("Tensor" in name and name != "Tensor" for name in rest), collections.Counter(rest)
+
+
+def test_dora_is_exported_from_weights_at_rest():
+    exported = []
+    for swapped in ((), (2, 3)):
+        with emulated_cards(2):
+            built = _build("flux2", CARDS[:2], dora=True, scheme="int8-compute", swapped=swapped)
+            _run(built, "flux2", 1)
+            exported.append({n: on_cpu(t) for n, t in built.lora.tensors_for_comfyui().items()})
+    assert exported[0].keys() == exported[1].keys() and any("dora_scale" in name for name in exported[0])
+    assert all(torch.equal(tensor, exported[1][name]) for name, tensor in exported[0].items())
+
+
+# ---- copies
+
+
+def _fewest(accesses):
+    """Loads of two slots that go for the least recently used."""
+    slots, count = [], 0
+    for index in accesses:
+        count += index not in slots
+        slots = [*[s for s in slots if s != index], index][-2:]
+    return count
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "turns"), [(None, 1, "fbfbfb"), ("1f1b", 1, "fbfbfb"), ("1f1b", 0, "fffbbb")]
+)
+def test_copies_are_those_of_theory(kind, stage, turns):
+    """A forward and a backward together copy 2 (n - 2) blocks: those at the turns are there already."""
+    with emulated_cards(2) as cards:
+        built = _build("flux2", CARDS[:2], swapped=((4, 0), (0, 4))[stage], cuts=[(4, 2)[stage]])
+        before = len(cards.copies)
+        _run(built, "flux2", 3, kind)
+        accesses = [i for turn in turns for i in (range(4) if turn == "f" else reversed(range(4)))]
+        assert built.swap.num_copies == _fewest(accesses)
+        sizes = {block.host.tensor.nbytes for block in built.swap._blocks.values()}
+        seen = [copy for copy in cards.copies[before:] if copy.num_bytes in sizes and len(copy.shape) == 1]
+        assert len(seen) == built.swap.num_copies
+        assert {(copy.source, copy.target) for copy in seen} == {(CPU, CARDS[stage])}  # nothing comes back
+        if kind is None:
+            already = built.swap.num_copies
+            _run(built, "flux2", 1)
+            assert built.swap.num_copies - already == 2 * (4 - 2)
+
+
+def test_what_is_there_already_is_not_evicted_for_what_is_missing():
+    """Where a forward broke off and the next one begins."""
+    with emulated_cards(1):
+        _, _, swap = _chain(4, 4)
+        (device,) = swap._devices
+        device.enter(1, is_backward=False)
+        device.enter(0, is_backward=False)
+        assert swap.num_copies == 3 and {slot.index for slot in device._slots} == {0, 1}
+        device.enter(3, is_backward=True)
+        assert swap.num_copies == 5 and {slot.index for slot in device._slots} == {2, 3}
+
+
+def test_a_card_holds_two_slots_and_what_stays():
+    with emulated_cards(1):
+        gc.collect()
+        built = _build("flux2", CARDS[:1])
+        gc.collect()
+        before = live_bytes(HOME)
+        names = [f"single_transformer_blocks.{i}" for i in range(4)]
+        swap = apply_block_swap(built.split, names)
+        gc.collect()
+        size = {block.host.tensor.nbytes for block in swap._blocks.values()}
+        assert len(size) == 1 and swap.host_bytes == 4 * min(size)
+        freed = before - live_bytes(HOME)
+        assert 2 * min(size) - 4 * 32 * 256 <= freed <= 2 * min(size)  # less the gaps between pieces
+        swap.remove()
+        gc.collect()
+        assert live_bytes(HOME) == before and swap.host_bytes == 0
+
+
+class _Timed(TorchDispatchMode):
+    """Time on simulated streams: a linear takes 1, the copy of a block `cost`; what a storage holds is ready at a time.
+
+    A kernel that reads a slot before its copy is done, or a copy that starts before the slot's last reader is done,
+    is a race.
+    """
+
+    def __init__(self, machine, cost):
+        super().__init__()
+        self.machine, self.cost, self.races = machine, cost, 0
+        self.written, self.read = {}, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, EmulatedTensor)]
+        if not tensors:
+            return out
+        stream = self.machine.current_stream(tensors[0].device)
+        keys = [tensor.data_on_cpu.untyped_storage().data_ptr() for tensor in tensors]
+        if func is torch.ops.aten.copy_.default and args[1].device == CPU and args[0].dtype == torch.uint8:
+            self.races += self.read.get(keys[0], 0.0) > stream.busy_until
+            stream.busy_until += self.cost
+            self.written[keys[0]] = stream.busy_until
+            return out
+        self.races += any(self.written.get(key, 0.0) > stream.busy_until for key in keys)
+        stream.busy_until += func in {torch.ops.aten.addmm.default, torch.ops.aten.mm.default}
+        self.read |= dict.fromkeys(keys, stream.busy_until)
+        return out
+
+
+class Chain(nn.Module):
+    def __init__(self, count, width=32):
+        super().__init__()
+        self.transformer_blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(count)])
+
+    def forward(self, x, checkpoint=None):
+        for block in self.transformer_blocks:
+            x = block(x) if checkpoint is None else checkpoint(block, x)
+        return x
+
+
+CHAIN = dataclasses.replace(
+    FAMILIES["wan"],
+    block_lists=(dataclasses.replace(FAMILIES["wan"].block_lists[0], name="transformer_blocks"),),
+    tail=(),
+    read_by_tail={},
+)
+
+
+def _chain(count, swapped):
+    model = Chain(count).requires_grad_(False)
+    placement = plan_manual(block_names(model, CHAIN), [HOME], [])
+    split = apply_block_split(model, CHAIN, placement)
+    return model, split, apply_block_swap(split, list(place_swapped(placement, (), (swapped,))))
+
+
+def _time_of_a_step(cost, count=12, swapped=6):
+    """After a first one, of a forward and a backward, and of a forward alone -> time, races."""
+    machine = SimulatedMachine(1)
+    with emulated_cards(1), machine.installed():
+        model, split, _ = _chain(count, swapped)
+        with _Timed(machine, cost) as timed:
+            for _ in range(2):
+                start = max(stream.busy_until for stream in [*machine.default.values(), *machine.streams_made])
+                x = torch.ones(4, 32).to(HOME).requires_grad_(True)
+                model(x, split.checkpoint).sum().backward()
+            return machine.default[HOME].busy_until - start, timed.races
+
+
+def test_copies_run_beside_the_computation():
+    """12 linears: forward 12, again 12, backward 12; 4 + 4 copies in windows of 2 kernels and of 4."""
+    alone, races = _time_of_a_step(0.0)
+    assert races == 0 and alone == 36
+    hidden, races = _time_of_a_step(2.0)
+    assert races == 0 and hidden == alone
+    waiting, races = _time_of_a_step(6.0)  # per window of 2 or 4 kernels a copy of 6
+    assert races == 0 and alone < waiting <= alone + 8 * 6
+
+
+@pytest.mark.parametrize("broken", ["copy", "await_copy"])
+def test_the_simulation_sees_a_wait_that_is_missing(broken, monkeypatch):
+    copier = swap_module._StreamCopier
+
+    def copy(self, target, source):
+        with self._module.stream(self._stream):
+            target.copy_(source)
+        return self._stream.record_event()
+
+    monkeypatch.setattr(copier, broken, copy if broken == "copy" else lambda self, arrival: None)
+    assert _time_of_a_step(6.0)[1] > 0
+
+
+# ---- what is refused, and what goes wrong
+
+
+def test_a_block_keeps_its_activations_or_streams():
+    with emulated_cards(1):
+        built = _build("flux2", CARDS[:1], kept=(2,))
+        last = built.split.placement.blocks[-1]
+        with pytest.raises(ValueError, match="each block can do one of the two"):
+            apply_block_swap(built.split, [last])
+        assert all(p.device == HOME for p in built.model.parameters())
+        swap = apply_block_swap(built.split, list(built.split.placement.blocks[:4]))
+        with pytest.raises(ValueError, match="each block can do one of the two"):
+            built.split.keep_activations([3])
+        assert len(built.split._kept) == 2
+        swap.remove()
+        built.split.keep_activations([3])
+
+
+@pytest.mark.parametrize("how", ["no checkpointing", "autocast"])
+def test_a_graph_that_would_hold_weights_is_refused(how):
+    built = _build("flux2", [CPU], swapped=(4,), checkpointing=how == "autocast")
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast")
+    with autocast, pytest.raises(RuntimeError, match="was called with gradients"):
+        _run(built, "flux2", 1)
+    with autocast:
+        _evaluate(built, "flux2")  # nothing to remember
+
+
+@pytest.mark.parametrize("scheme", [None, "int8-compute"])
+def test_even_then_a_backward_with_evicted_weights_raises(scheme, monkeypatch):
+    monkeypatch.setattr(swap_module, "_has_graph", lambda *args: False)
+    with emulated_cards(1):
+        built = _build("flux2", CARDS[:1], swapped=(6,), scheme=scheme, checkpointing=False)
+        for layer in built.model.modules():  # without LoRA's fused layers, which look the weight up at the backward
+            if hasattr(layer, "base_layer"):
+                layer.enable_adapters(False)
+        inputs = {k: v.to(HOME) if isinstance(v, torch.Tensor) else v for k, v in TINY["flux2"].make_inputs().items()}
+        inputs["hidden_states"].requires_grad_(True)
+        loss = built.model(**inputs, return_dict=False)[0].sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation|was changed between"):
+            loss.backward()
+
+
+def test_a_call_that_passes_by_the_hook_raises():
+    with emulated_cards(1):
+        model, _, _ = _chain(4, 4)
+        weight = model.transformer_blocks[3].weight
+        assert weight.device == CPU and isinstance(weight, nn.Parameter)
+        with pytest.raises(RuntimeError, match="two devices"):
+            model.transformer_blocks[3].forward(torch.ones(2, 32).to(HOME))
+
+
+@pytest.mark.parametrize("at", ["forward", "backward", "copy"])
+def test_after_an_error_the_next_step_is_right(at, monkeypatch):
+    with emulated_cards(1):
+        built = _build("flux2", CARDS[:1], swapped=(6,))
+        expected = _run(built, "flux2", 1), _gradients(built)
+        for parameter in built.lora.parameters().values():
+            parameter.grad = None
+        calls = []
+
+        def fail(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == {"forward": 3, "backward": 11, "copy": 5}[at]:
+                raise RuntimeError("out of memory")
+            return plain(*args, **kwargs)
+
+        with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+            if at == "copy":
+                plain = swap_module._Copier.copy
+                patch.setattr(swap_module._Copier, "copy", fail)
+            else:
+                plain = lambda *args: None  # noqa: E731
+                for name in built.swap.places:
+                    handle = built.model.get_submodule(name).register_forward_hook(fail)
+                    stack.callback(handle.remove)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                _run(built, "flux2", 1)
+        for parameter in built.lora.parameters().values():
+            parameter.grad = None
+        found = _run(built, "flux2", 1), _gradients(built)
+        _assert_equal((*found, []), (*expected, []))
+
+
+def test_memory_that_cannot_be_pinned_is_asked_for_once(monkeypatch):
+    asked = []
+
+    class Refusing(swap_module.PinnedBuffer):
+        def __init__(self, num_bytes, device, *, is_wanted=True):
+            asked.append(is_wanted)
+            super().__init__(num_bytes, CPU)
+
+    monkeypatch.setattr(swap_module, "PinnedBuffer", Refusing)
+    swap = swap_module.BlockSwap({f"blocks.{i}": torch.device("cuda:0") for i in range(3)})
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(32, 32).requires_grad_(False) for _ in range(3)])
+    swap.begin(model, [f"blocks.{i}" for i in range(3)])
+    for index in range(3):
+        swap.finish(f"blocks.{index}")
+    assert asked == [True, False, False]
+
+
+# ---- places
+
+
+def test_remove_leaves_the_model_as_it_was():
+    with emulated_cards(2):
+        built = _build("flux2", CARDS[:2])
+        before = {name: (p.device, on_cpu(p).clone()) for name, p in built.model.named_parameters()}
+        expected = _evaluate(built, "flux2")
+        swap = apply_block_swap(built.split, list(place_swapped(built.split.placement, (), (3, 3))))
+        assert all(torch.equal(a, b) for a, b in zip(_evaluate(built, "flux2"), expected, strict=True))
+        swap.remove()
+        swap.remove()
+        after = {name: (p.device, on_cpu(p)) for name, p in built.model.named_parameters()}
+        assert list(after) == list(before)
+        assert all(after[n][0] == d and torch.equal(after[n][1], values) for n, (d, values) in before.items())
+        assert all(torch.equal(a, b) for a, b in zip(_evaluate(built, "flux2"), expected, strict=True))
+        apply_block_swap(built.split, [built.split.placement.blocks[0]])
+        built.split.remove()  # takes the swap off first
+        assert all(not module._forward_pre_hooks for module in built.model.modules())
+        assert all(p.device == CPU for n, p in built.model.named_parameters() if "lora" not in n)
+
+
+def test_weights_at_rest_are_where_they_belong_and_others_are_not():
+    with emulated_cards(1):
+        built = _build("flux2", CARDS[:1], swapped=(6,))
+        _evaluate(built, "flux2")
+        built.model.proj_out.to("cpu")
+        with pytest.raises(RuntimeError, match="proj_out.* the model was moved after"):
+            _evaluate(built, "flux2")
+
+
+# ---- compiled
+
+
+class _Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.to_q, self.to_out = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.to_out(torch.tanh(self.to_q(x)))
+
+
+@pytest.mark.parametrize("scheme", [None, "int8-compute"])
+def test_compiled_blocks_are_compiled_no_more_often(scheme):
+    """Weights are exchanged between calls; graphs are shared as those of resident blocks are."""
+    counts, results = [], []
+
+    def compile_counted(graph, inputs):
+        counts[-1] += 1
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    for swapped in (0, 5):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        counts.append(0)
+        model = Chain(0).requires_grad_(False)
+        model.transformer_blocks.extend([_Block() for _ in range(5)])
+        split = apply_block_split(model, CHAIN, plan_manual(block_names(model, CHAIN), [CPU], []))
+        if scheme is not None:
+            apply_quantization(model, CHAIN, QuantizeSettings(scheme))
+        lora = apply_lora(model, CHAIN, LoraSettings(rank=2, targets=("*.to_q", "*.to_out")), seed=0)
+        swap = apply_block_swap(split, list(split.placement.blocks)) if swapped else None
+        handle = apply_compile(model, CHAIN, backend=compile_counted)
+        x = torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(1))
+        losses = []
+        for _ in range(2):
+            losses.append(model(x, split.checkpoint).square().sum())
+            losses[-1].backward()
+            with torch.no_grad():
+                losses.append(model(x).sum())
+        results.append((losses, {n: p.grad for n, p in lora.parameters().items() if "lora_B" in n}, []))
+        handle.remove()
+    assert counts[0] == counts[1] > 0
+    _assert_equal(results[1], results[0])
+    assert swap.num_copies > 20
+
+
+def test_8_bit_layers_of_a_swapped_block_rest_with_their_scales_on_the_card():
+    with emulated_cards(1):
+        built = _build("flux2", CARDS[:1], scheme="int8-compute", swapped=(6,))
+        layers = [m for m in built.model.transformer_blocks.modules() if isinstance(m, FrozenLinear8)]
+        assert layers and all(m.weight.device == CPU and m.scale.device == HOME for m in layers)
+        assert all(m.weight.dtype is torch.int8 for m in layers)

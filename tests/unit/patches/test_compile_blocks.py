@@ -1,0 +1,190 @@
+"""Compiled blocks: the numbers of uncompiled ones, one graph per kind, and no trace after removal."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import pytest
+import torch
+from devicebridge.config.job import LoraSettings
+from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel.local.block_split import apply_block_split
+from devicebridge.parallel.placement import block_names, plan_manual
+from devicebridge.patches.compile_blocks import apply_compile, compile_fault, compile_if_possible
+from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization
+from devicebridge.tests.emulated import CARDS
+from devicebridge.tests.toy import TINY
+from devicebridge.training.adapter import apply_lora
+from devicebridge.training.gradient_check import BlockCheck
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def _make(name, scheme=None):
+    model, family = TINY[name].make_model(seed=0), FAMILIES[name]
+    if scheme is not None:
+        apply_quantization(model, family, QuantizeSettings(scheme))
+    lora = apply_lora(model, family, LoraSettings(rank=2, alpha=3), seed=1)
+    for parameter in lora.parameters().values():
+        with torch.no_grad():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+    return model.train(), lora
+
+
+def _step(model, lora, name, seed=0):
+    for parameter in lora.parameters().values():
+        parameter.grad = None
+    output = model(**TINY[name].make_inputs(seed=seed), return_dict=False)[0]
+    output.square().mean().backward()
+    return output.detach(), {n: p.grad.clone() for n, p in lora.parameters().items()}
+
+
+class _Counted:
+    """torch.compile's "eager" backend that counts the graphs of each kind of block."""
+
+    def __init__(self):
+        self.num_graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.num_graphs += 1
+        return graph.forward
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [*((name, None) for name in sorted(FAMILIES)), ("flux2", "fp8-compute"), ("flux2", "int8-compute")],
+)
+def test_output_and_gradients_are_those_without(name, scheme):
+    model, lora = _make(name, scheme)
+    expected = _step(model, lora, name)
+    torch._dynamo.reset()
+    handle = apply_compile(model, FAMILIES[name], backend="aot_eager")
+    found = _step(model, lora, name)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-4 * expected[0].abs().max().item())
+    for parameter, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][parameter], gradient, rtol=1e-3, atol=1e-3 * gradient.abs().max().item())
+    _check_blocks(model, lora, name, handle, found)
+    handle.remove()
+    again = _step(model, lora, name)
+    assert torch.equal(again[0], expected[0]) and all(torch.equal(again[1][n], g) for n, g in expected[1].items())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def _check_blocks(model, lora, name, handle, expected):
+    """Every block is right by itself, too, and to look at it costs no graph and changes nothing."""
+    check, num_graphs = BlockCheck(model), handle.num_graphs
+    with handle.watched(check):
+        output, gradients = _step(model, lora, name)
+    blocks = [block for each in FAMILIES[name].block_lists for block in model.get_submodule(each.name)]
+    assert len(check.found) == len(blocks) and check.worst.excess < 0.1, check.found
+    assert handle.num_graphs == num_graphs and torch.equal(output, expected[0])
+    assert all(torch.equal(gradients[parameter], gradient) for parameter, gradient in expected[1].items())
+
+
+def test_blocks_alike_share_their_graphs():
+    """Two per kind at most: the first block's input needs no gradient."""
+    model, lora = _make("flux2")
+    backend = _Counted()
+    torch._dynamo.reset()
+    handle = apply_compile(model, FAMILIES["flux2"], backend=backend)
+    _step(model, lora, "flux2")
+    kinds = collections.Counter(
+        type(block).__name__
+        for each in ("transformer_blocks", "single_transformer_blocks")
+        for block in model.get_submodule(each)
+    )
+    assert max(kinds.values()) > 1
+    assert backend.num_graphs <= 2 * len(kinds)
+    _step(model, lora, "flux2", seed=1)
+    assert backend.num_graphs <= 2 * len(kinds)  # nothing anew for the same shapes
+    handle.remove()
+
+
+def _of_size(name, *, rows=0, tokens=0):
+    """The tiny family with larger latents and longer captions."""
+    tiny = TINY[name]
+    channels, frames, height, width = tiny.latent_shape
+    text = {key: (s[0] + tokens, *s[1:]) if len(s) > 1 else s for key, s in tiny.text_shapes.items()}
+    return dataclasses.replace(tiny, latent_shape=(channels, frames, height + rows, width), text_shapes=text)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_graphs_for_any_number_of_tokens_serve_every_bucket_and_caption(name):
+    """Numbers as without, and after the second size (the first may have equal ones) no graph anew."""
+    model, lora = _make(name)
+    torch._dynamo.reset()
+    backend, counts = _Counted(), []
+    for size in (_of_size(name), _of_size(name, rows=2, tokens=1), _of_size(name, rows=4, tokens=4)):
+        expected = model(**size.make_inputs(), return_dict=False)[0].detach()
+        handle = apply_compile(model, FAMILIES[name], is_dynamic=True, backend=backend)
+        found = model(**size.make_inputs(), return_dict=False)[0]
+        found.square().mean().backward()
+        handle.remove()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+        counts.append(backend.num_graphs)
+    assert counts[1] == counts[2] <= 2 * counts[0]
+
+
+def test_a_job_of_several_shapes_is_compiled_for_any(monkeypatch):
+    model, _ = _make("flux2")
+    seen = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: seen.append(options) or function)
+    for num_shapes in (1, 2, 0):
+        handle = compile_if_possible(model, FAMILIES["flux2"], [CPU, CPU], num_shapes)
+        assert handle is not None
+        handle.remove()
+    assert {options["dynamic"] for options in seen} == {False, True}
+    assert [options["dynamic"] for options in seen[:: len(seen) // 3]] == [False, True, True]
+    if "recompile_limit" in seen[0]:
+        assert [options["recompile_limit"] for options in seen[:: len(seen) // 3]] == [16, 64, 64]
+
+
+def test_what_cannot_compile_says_why_and_is_left_alone(caplog):
+    assert "nothing is known" in compile_fault(CARDS[:1])
+    model, _ = _make("flux2")
+    assert compile_if_possible(model, FAMILIES["flux2"], CARDS[:1], 1) is None
+    cpu = [torch.device("cpu")]
+    assert compile_if_possible(model, FAMILIES["flux2"], 9 * cpu, 0) is None
+    assert caplog.text.count("not compiled") == 2 and "torch keeps 256" in caplog.text
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_step_and_an_evaluation_need_no_more_graphs_per_shape_than_reckoned():
+    """Recomputed and kept blocks, training and evaluation, on the limit that a job sets."""
+    model, lora = _make("flux2")
+    split = apply_block_split(model, FAMILIES["flux2"], plan_manual(block_names(model, FAMILIES["flux2"]), [CPU], []))
+    model.enable_gradient_checkpointing(split.checkpoint)
+    torch._dynamo.reset()
+    backend = _Counted()
+    handle = apply_compile(model, FAMILIES["flux2"], max_graphs=8, backend=backend)
+    for kept in ([0], [2]):
+        split.keep_activations(kept)
+        _step(model, lora, "flux2")
+        check, before = BlockCheck(model), backend.num_graphs
+        with handle.watched(check):
+            _step(model, lora, "flux2")
+        assert backend.num_graphs == before and check.worst.excess < 0.1
+        assert any("gradient" in each.name for each in check.found)
+    model.eval()
+    with torch.no_grad():
+        model(**TINY["flux2"].make_inputs(seed=0), return_dict=False)
+    assert 4 * 2 <= backend.num_graphs <= 8 * 2  # two kinds of block
+    handle.remove()
+
+
+def test_a_compiler_that_refuses_leaves_no_trace(monkeypatch, caplog):
+    model, _ = _make("flux2")
+    calls = []
+
+    def compile_twice(function, **options):
+        calls.append(function)
+        if len(calls) > 1:
+            raise RuntimeError("torch.compile is not supported on this Python")
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_twice)
+    assert compile_if_possible(model, FAMILIES["flux2"], [CPU], 1) is None
+    assert "not supported" in caplog.text
+    assert not any("forward" in module.__dict__ for module in model.modules())

@@ -1,0 +1,281 @@
+"""A frozen linear and its LoRA in one function, against PEFT and against float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.config.job import LoraSettings
+from devicebridge.families.registry import FAMILIES
+from devicebridge.patches import lora_linear
+from devicebridge.patches.lora_linear import apply_fused_lora
+from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization, full_weight
+from devicebridge.tests.toy import TINY
+from devicebridge.training.adapter import apply_lora
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import Linear as LoraLinear
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+NUM_IN, NUM_OUT, RANK, ALPHA = 64, 96, 8, 3
+
+
+class Holder(nn.Module):
+    def __init__(self, dtype: torch.dtype, *, bias: bool) -> None:
+        super().__init__()
+        self.to_q = nn.Linear(NUM_IN, NUM_OUT, bias=bias, dtype=dtype).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.to_q(x)
+
+
+def make_layer(
+    scheme: str = "none",
+    dtype: torch.dtype = torch.float32,
+    lora_dtype: torch.dtype = torch.float32,
+    *,
+    bias: bool = True,
+    **options: Any,
+) -> Any:
+    """A LoRA layer of PEFT around a linear of the scheme, with a LoRA that is not zero."""
+    torch.manual_seed(0)
+    model = Holder(dtype, bias=bias)
+    if scheme != "none":
+        apply_quantization(model, FAMILIES["flux2"], QuantizeSettings(scheme))  # type: ignore[arg-type]
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["to_q"], **{"init_lora_weights": False} | options)
+    inject_adapter_in_model(config, model, "default")
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.to(lora_dtype)
+    return model.to_q
+
+
+def make_input(dtype: torch.dtype, *, requires_grad: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 20, NUM_IN, generator=generator).to(dtype).requires_grad_(requires_grad)
+    return x, torch.randn(2, 20, NUM_OUT, generator=generator).to(dtype)
+
+
+def run(layer: Any, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    """Output and the gradients of x, A and B."""
+    weights = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    out = layer(x)
+    return [out, *torch.autograd.grad(out, [x, *weights], grad)]
+
+
+def exact(layer: Any, x: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    """The same in float64, with the weight the base computes with."""
+    parts = [x, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    x, a, b = (part.detach().double().requires_grad_() for part in parts)
+    out = x @ full_weight(layer.base_layer).double().t() + ALPHA / RANK * (x @ a.t()) @ b.t()
+    if layer.base_layer.bias is not None:
+        out = out + layer.base_layer.bias.double()
+    return [out, *torch.autograd.grad(out, [x, a, b], grad.double())]
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found = found.detach().double()
+    return float((found - expected.detach()).norm() / expected.detach().norm())
+
+
+# bfloat16 rounds by 2^-9 at most, 1.7e-3 rms; a gradient of LoRA is a sum of products of two such factors, rounded
+# once more. float8 adds 3.7e-2 to what goes through the base, int8 6e-3 at this width (quantization/eight_bit.py).
+LORA_BOUND = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+BASE_BOUND = {"none": 0.0, "fp8-compute": 4.5e-2, "int8-compute": 1.5e-2}
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("lora_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scheme", BASE_BOUND)
+def test_output_and_every_gradient(scheme: str, dtype: torch.dtype, lora_dtype: torch.dtype, bias: bool) -> None:
+    layer = make_layer(scheme, dtype, lora_dtype, bias=bias)
+    x, grad = make_input(dtype)
+    handle = apply_fused_lora(layer)
+    assert handle.layers == [layer]
+    found, expected = run(layer, x, grad), exact(layer, x, grad)
+    assert found[0].dtype is found[1].dtype is dtype and found[2].dtype is found[3].dtype is lora_dtype
+    bound = max(LORA_BOUND[dtype], LORA_BOUND[lora_dtype])
+    errors = [error(a, b) for a, b in zip(found, expected, strict=True)]
+    assert max(errors[:2]) < bound + BASE_BOUND[scheme] and max(errors[2:]) < bound, errors
+
+
+def test_in_float32_it_is_what_peft_computes() -> None:
+    layer = make_layer()
+    x, grad = make_input(torch.float32)
+    expected = run(layer, x, grad)
+    handle = apply_fused_lora(layer)
+    torch.testing.assert_close(run(layer, x, grad), expected, rtol=1e-5, atol=1e-6)
+    assert type(run(layer, x, grad)[0].grad_fn).__name__ != type(expected[0].grad_fn).__name__
+    handle.remove()
+    handle.remove()
+    assert type(layer) is LoraLinear
+    torch.testing.assert_close(run(layer, x, grad), expected, rtol=0, atol=0)
+
+
+def test_bfloat16_is_no_worse_than_peft() -> None:
+    """PEFT rounds three times where the output is summed up, this once."""
+    layer = make_layer(dtype=torch.bfloat16, lora_dtype=torch.bfloat16)
+    x, grad = make_input(torch.bfloat16)
+    by_peft, expected = run(layer, x, grad), exact(layer, x, grad)
+    apply_fused_lora(layer)
+    for ours, theirs, truth in zip(run(layer, x, grad), by_peft, expected, strict=True):
+        assert error(ours, truth) < 1.02 * error(theirs, truth)
+
+
+def _peft_decides(layer: Any, case: str) -> Any:
+    if case == "disabled":
+        layer.enable_adapters(False)
+    elif case == "merged":
+        layer.merge()
+    elif case == "two adapters":
+        layer.update_layer("other", 4, lora_alpha=4, init_lora_weights=False, config=LoraConfig(r=4))
+        layer.set_adapter(["default", "other"])
+    elif case == "trained base":
+        layer.base_layer.requires_grad_(True)
+    elif case == "hook":
+        layer.base_layer.register_forward_hook(lambda module, args, output: output * 2)
+    elif case == "hook on LoRA":
+        layer.lora_B["default"].register_forward_hook(lambda module, args, output: output * 2)
+    elif case == "replaced forward":
+        layer.base_layer.forward = lambda x: x.sum(-1, keepdim=True).expand(*x.shape[:-1], NUM_OUT)
+    return layer
+
+
+PEFT_CASES = ["disabled", "merged", "two adapters", "trained base", "hook", "hook on LoRA", "replaced forward"]
+
+
+@pytest.mark.parametrize("case", PEFT_CASES)
+def test_peft_decides_what_is_no_single_plain_lora(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_linear._LoraLinear, "apply", _must_not_run)
+    x, _ = make_input(torch.float32)
+    expected = _peft_decides(make_layer(), case)(x)
+    layer = _peft_decides(make_layer(), case)
+    apply_fused_lora(layer)
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
+
+
+def _must_not_run(*args: Any) -> None:
+    raise AssertionError("the fused function ran")
+
+
+@pytest.mark.parametrize("options", [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}], ids=str)
+def test_peft_decides_for_other_kinds(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_linear._LoraLinear, "apply", _must_not_run)
+    layer = make_layer(**options).train()
+    x, _ = make_input(torch.float32)
+    torch.manual_seed(2)
+    expected = layer(x)
+    apply_fused_lora(layer)
+    torch.manual_seed(2)
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=0)
+
+
+def test_under_autocast_peft_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora_linear._LoraLinear, "apply", _must_not_run)
+    layer = make_layer()
+    apply_fused_lora(layer)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(make_input(torch.float32)[0]).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_weight_only_layers_are_left_to_peft(scheme: str) -> None:
+    layer = make_layer(scheme, torch.bfloat16)
+    assert apply_fused_lora(layer).layers == []
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8", "fp8-compute", "int8-compute"])
+def test_a_base_that_is_quantized_later(scheme: str) -> None:
+    """The layer is asked at every call, not once."""
+    torch.manual_seed(0)
+    model = Holder(torch.bfloat16, bias=True)
+    inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["to_q"]), model, "default")
+    layer: Any = model.to_q
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    apply_fused_lora(model)
+    apply_quantization(model, FAMILIES["flux2"], QuantizeSettings(scheme))  # type: ignore[arg-type]
+    x, grad = make_input(torch.bfloat16)
+    errors = [error(a, b) for a, b in zip(run(layer, x, grad), exact(layer, x, grad), strict=True)]
+    assert max(errors) < 5e-2, errors
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    layer = make_layer()
+    apply_fused_lora(layer)
+    layer.lora_A["default"].weight.requires_grad_(False)
+    x, grad = make_input(torch.float32, requires_grad=False)
+    layer(x).backward(grad)
+    assert x.grad is None and layer.lora_A["default"].weight.grad is None
+    assert layer.lora_B["default"].weight.grad is not None and layer.base_layer.weight.grad is None
+
+
+@pytest.mark.parametrize("shape", [(NUM_IN,), (0, NUM_IN), (2, 3, 4, NUM_IN)], ids=str)
+def test_any_number_of_batch_dims(shape: tuple[int, ...]) -> None:
+    layer = make_layer()
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+    expected = layer(x)
+    apply_fused_lora(layer)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_output_may_be_changed_in_place() -> None:
+    layer = make_layer()
+    apply_fused_lora(layer)
+    x, grad = make_input(torch.float32)
+    expected = torch.autograd.grad(layer(x) * 2, x, grad)
+    torch.testing.assert_close(torch.autograd.grad(layer(x).mul_(2), x, grad), expected, rtol=0, atol=0)
+
+
+def test_checkpointing_changes_nothing() -> None:
+    layer = make_layer(dtype=torch.bfloat16)
+    apply_fused_lora(layer)
+    x, grad = make_input(torch.bfloat16)
+    expected = run(layer, x, grad)
+    weights = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    out = checkpoint(layer, x, use_reentrant=False)
+    found = [out, *torch.autograd.grad(out, [x, *weights], grad)]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_copy_computes_with_its_own_weights() -> None:
+    layer = make_layer()
+    apply_fused_lora(layer)
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        other.base_layer.weight.zero_()
+        other.base_layer.bias.zero_()
+        other.lora_B["default"].weight.zero_()
+    x, _ = make_input(torch.float32)
+    assert not other(x).any() and layer(x).any()
+
+
+def test_names_and_bytes_stay() -> None:
+    layer = make_layer()
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    apply_fused_lora(layer)
+    after = layer.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert isinstance(layer, LoraLinear) and type(layer).__name__ == "Linear"
+
+
+def test_compiled_without_a_graph_break() -> None:
+    layer = make_layer(dtype=torch.bfloat16)
+    apply_fused_lora(layer)
+    x, grad = make_input(torch.bfloat16)
+    expected = exact(layer, x, grad)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    out = compiled(x)
+    weights = [layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+    found = [out, *torch.autograd.grad(out, [x, *weights], grad)]
+    assert max(error(a, b) for a, b in zip(found, expected, strict=True)) < LORA_BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_training_uses_it(name: str) -> None:
+    model = TINY[name].make_model().requires_grad_(False)
+    handle = apply_lora(model, FAMILIES[name], LoraSettings(rank=2), seed=0)
+    layers = [model.get_submodule(target) for target in handle.targets]
+    assert layers and all(type(layer) is lora_linear._fused_class(LoraLinear) for layer in layers)

@@ -1,0 +1,176 @@
+"""Plans before there are files: the same numbers as with them, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from devicebridge.cli.main import main
+from devicebridge.config.job import ModelScheme, load_job, save_job
+from devicebridge.families.registry import FAMILIES, find_variant
+from devicebridge.jobs import resolve as resolve_module
+from devicebridge.planning.cards import Card
+from devicebridge.planning.request import make_request, make_square
+from devicebridge.tests.emulated import emulated_cards
+from devicebridge.tests.tiny_pipeline import make_tiny_job
+
+ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def _publish_tiny(folder: Path, family_name: str, monkeypatch: pytest.MonkeyPatch, **sections: dict[str, Any]) -> Path:
+    """A job over a tiny model, which is published as `tiny` with its own config -> the job's file."""
+    job = make_tiny_job(folder, family_name, **{"model": {"dtype": "bfloat16"}} | sections)
+    save_job(job, folder / "job.toml")
+    config = json.loads((folder / "model/transformer/config.json").read_text())
+    family = FAMILIES[family_name]
+    own = {name: value for name, value in config.items() if not name.startswith("_")}
+    first = family.variants[0]
+    channels = family.latent.channels * own["in_channels"] // first.transformer_config["in_channels"]
+    latent = dataclasses.replace(family.latent, channels=channels)
+    tiny = dataclasses.replace(first, name="tiny", transformer_config=own, latent=latent)
+    monkeypatch.setitem(FAMILIES, family_name, dataclasses.replace(family, variants=(tiny,)))
+    return folder / "job.toml"
+
+
+def _values(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> dict[str, Any]:
+    assert main(["plan", *map(str, arguments), "--cards", "2x1GB", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_a_model_by_its_name_and_squares_are_planned_as_the_files_are(name, tmp_path, monkeypatch, capsys, caplog):
+    job = _publish_tiny(tmp_path, name, monkeypatch)
+    expected = _values(capsys, job)
+    assert expected["model"] == "tiny" and expected["pixels"] == {"height": 32, "width": 32}
+    shutil.rmtree(tmp_path / "model")
+    assert _values(capsys, job, "--model", "tiny") == expected
+    shutil.rmtree(tmp_path / "data")
+    said = "data does not exist; the plan is for a square of 32 pixels"
+    assert said not in caplog.text
+    assert _values(capsys, job, "--model", "tiny", "--resolution", "32") == expected
+    assert said in caplog.text
+    assert _values(capsys, job, "--model", "tiny", "--resolution", "64")["devices"] != expected["devices"]
+
+
+def test_without_a_job_everything_is_at_its_default_and_the_planner_chooses_the_scheme(tmp_path, monkeypatch, capsys):
+    _publish_tiny(tmp_path, "flux2", monkeypatch)
+    (tmp_path / "short.toml").write_text(
+        '[model]\npath = "model"\nquantize = "auto"\n[data]\nresolutions = [48]\n[[data.folders]]\npath = "data"\n'
+        '[train]\nsteps = 7\n[output]\nfolder = "run"\n'
+    )
+    found = _values(capsys, "--model", "tiny", "--resolution", "48")
+    assert found == _values(capsys, tmp_path / "short.toml")
+    assert main(["plan", "--model", "tiny", "--resolution", "48", "--cards", "1GB"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("tiny: fp8-compute; cuda:0: 4 blocks; 48x48 pixels, batch 1,")
+
+
+def test_a_scheme_takes_the_place_of_the_jobs(tmp_path, monkeypatch, capsys):
+    job = _publish_tiny(tmp_path, "flux2", monkeypatch, model={"quantize": "fp8"})
+    for arguments in ((job,), ("--model", "tiny", "--resolution", "32")):
+        for scheme in ("none", "int8", "int8-compute"):
+            assert _values(capsys, *arguments, "--quantize", scheme)["setting"]["quantize"] == scheme
+    assert _values(capsys, job)["setting"]["quantize"] == "fp8"
+    with pytest.raises(SystemExit):
+        main(["plan", str(job), "--quantize", "int4"])
+    assert f"{{{','.join(get_args(ModelScheme))}}}" in capsys.readouterr().err
+
+
+def test_a_clip_is_planned_by_its_length(tmp_path, monkeypatch, capsys):
+    _publish_tiny(tmp_path, "wan", monkeypatch)
+    image, clip = (_values(capsys, "--model", "tiny", "--resolution", "32", "--frames", n) for n in ("1", "17"))
+    assert (image["frames"], clip["frames"]) == (1, 17)
+    assert clip["devices"][0]["needed"] > image["devices"][0]["needed"]
+    assert main(["plan", "--model", "tiny", "--resolution", "32", "--frames", "17", "--cards", "1GB"]) == 0
+    assert "32x32 pixels, 17 frames, batch 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "model, asked, size",
+    [
+        ("flux2-dev", {}, (1024, 1024, 1)),
+        ("flux1-dev", {"resolution": 500}, (496, 496, 1)),
+        ("wan2.1-t2v-14b", {}, (640, 640, 1)),
+        ("wan2.1-t2v-14b", {"frames": 81, "resolution": 480}, (480, 480, 81)),
+        ("wan2.2-ti2v-5b", {"resolution": 500}, (512, 512, 1)),
+        ("wan2.2-i2v-a14b-high", {}, (640, 640, 33)),
+        ("wan2.2-ti2v-5b-i2v", {"frames": 49}, (640, 640, 49)),
+    ],
+)
+def test_the_square_that_is_planned_for(model, asked, size):
+    request = make_request(None, model=model, **asked)
+    family, variant = find_variant(model)
+    square = make_square(request.job.data, variant, family.latent_of(variant))
+    assert (*square.bucket, square.num_frames) == size and not request.has_data
+
+
+def test_a_model_replaces_nothing_else_of_a_job():
+    path = ROOT / "examples" / "flux2.toml"
+    job = load_job(path)
+    request = make_request(path, model="flux2-klein-9b", resolution=768)
+    assert request.info is not None and request.info.variant is find_variant("flux2-klein-9b")[1]
+    assert request.job.data == dataclasses.replace(job.data, resolutions=(768,))
+    assert dataclasses.replace(request.job, model=job.model, data=job.data) == job
+    assert dataclasses.replace(request.job.model, path=job.model.path, variant=job.model.variant) == job.model
+
+
+def test_blocks_of_a_model_by_its_name_are_timed_and_the_job_finds_the_times(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DEVICEBRIDGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        resolve_module, "cards_of", lambda devices: [Card(d, 10**9, 10**9, has_context=True) for d in devices]
+    )
+    two = {"split": {"devices": ["lazy:0", "lazy:1"]}, "train": {"batch_size": 1}}
+    with emulated_cards():
+        job = str(_publish_tiny(tmp_path, "flux2", monkeypatch, **two))
+        assert main(["plan", job, "--model", "tiny", "--calibrate"]) == 0
+        assert "blocks measured on lazy:0" in capsys.readouterr().out
+        assert main(["plan", job]) == 0
+        assert "blocks measured on lazy:0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--cards", "24GB"], "there is nothing to plan for; give a job file, or the name of a model: --model"),
+        (["--model", "FLUX2-dev1"], "the variants are flux2-dev, flux2-klein-4b, .*; did you mean flux2-dev"),
+        (["--model", "flux2-dev", "--resolution", "0"], "--resolution 0 is no size; give pixels"),
+        (["--model", "flux2-dev", "--frames", "-1"], "--frames -1 is no length; give frames"),
+        (["--model", "flux2-dev", "--cards", "24GB", "--frames", "17"], "this model makes images only"),
+        (["--model", "flux2-dev", "--cards", "24GB", "--resolution", "9"], "resolution 9 is below 16 pixels"),
+        (["--model", "wan2.1-t2v-14b", "--cards", "24GB", "--frames", "16"], "takes 4n . 1 frames; nearest are 13, 17"),
+        (["--model", "wan2.2-ti2v-5b-i2v", "--cards", "24GB", "--frames", "1"], "is given the first frame, .* give"),
+        (["--model", "flux2-dev", "--cards", "24GB", "--calibrate"], "named cannot be measured; leave out --calibrate"),
+        (["wan_pair", "--model", "wan2.2-t2v-a14b-high"], "the job trains two .*; remove model.second_expert"),
+        (["flux2", "--model", "flux2-dev"], "the dataset folder /data/my_subject does not exist; .* --resolution 512"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(arguments, message, capsys):
+    examples = {"wan_pair", "flux2"}
+    given = [str(ROOT / f"examples/{each}.toml") if each in examples else each for each in arguments]
+    assert main(["plan", *given]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+
+
+def test_a_mistake_in_one_of_several_folders_is_no_reason_for_squares(tmp_path):
+    folders = [{"path": str(tmp_path / "data")}, {"path": str(tmp_path / "dtaa")}]
+    save_job(make_tiny_job(tmp_path, data={"folders": folders}), tmp_path / "job.toml")
+    assert make_request(tmp_path / "job.toml", resolution=64).has_data
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"resolution": 99_999_999}, r"data\.resolutions\.0: is a whole number from 1 to 8192 \(found 99999999\)$"),
+        ({"frames": 99_999_999}, r"data\.frames\.0: is a whole number from 1 to 10000 \(found 99999999\)$"),
+    ],
+)
+def test_a_size_that_no_job_takes_is_refused_in_the_words_of_a_job(asked, message):
+    with pytest.raises(ValueError, match=message):
+        make_request(None, model="flux2-dev", **asked)

@@ -1,0 +1,111 @@
+"""The counting of scripts/check_house.py, on a small tree in which every fact is known."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def house() -> Any:
+    found = runpy.run_path(str(ROOT / "scripts" / "check_house.py"), run_name="check_house")
+    return SimpleNamespace(**found)
+
+
+def _write(folder: Path, **texts: str) -> Path:
+    """Files by their path, with __ for the folder's slash."""
+    for name, text in texts.items():
+        path = folder / (name.replace("__", "/") + ".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def test_circles_are_found_through_functions_type_checking_packages_and_the_packs_name(tmp_path: Path, house: Any):
+    _write(
+        tmp_path,
+        a__one="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .two import Two\n",
+        a__two="def late():\n    from ..b import three\n",
+        b__three="import devicebridge.a.one\n",
+        b__four="from .five import five\nimport json\n",
+        b__five="from json import four\nfrom devicebridge.a import two\n",
+    )
+    (tmp_path / "b" / "__init__.py").write_text("from .four import something\n")
+    (tmp_path / "c.py").write_text("from . import b\n")
+    assert house.import_circles(house.read_modules(tmp_path)) == [["a.one", "a.two", "b.three"]]
+
+    (tmp_path / "b" / "five.py").write_text("from . import NUMBER\n")
+    assert house.import_circles(house.read_modules(tmp_path))[1] == ["b", "b.five", "b.four"]
+
+
+def test_long_modules_long_functions_and_many_parameters_are_counted_from_one_over_the_limit(
+    tmp_path: Path, house: Any
+):
+    def function(name: str, num_lines: int) -> str:
+        return f"def {name}():\n" + "    pass\n" * (num_lines - 1)
+
+    _write(
+        tmp_path,
+        long="x = 1\n" * 501,
+        just="x = 1\n" * 500,
+        families__native="x = 1\n" * 900,
+        functions=function("sixty", 60) + function("more", 61) + function("_make_parser", 100),
+        methods="class A:\n    def eight(self, a, b, c, d, *e, f, g, **h): ...\n"
+        "    def nine(self, a, b, c, d, e, /, f, g, *, h, i): ...\n",
+    )
+    modules = house.read_modules(tmp_path)
+    assert house.long_modules(modules) == ["long 501"]
+    assert house.long_functions(modules) == ["functions.more 61"]
+    assert house.many_parameters(modules) == ["methods.A.nine 9"]
+
+
+def test_auto_and_callers_count_once_per_function_and_not_for_the_function_around(tmp_path: Path, house: Any):
+    _write(
+        tmp_path,
+        a="""
+def outer(x):
+    def inner(y):
+        return y == "auto" or "auto" != y
+    return inner(x), find_devices(), devices.find_devices()
+
+def listed(x):
+    return x in ("off", "auto"), find_devices
+
+def plain(x="auto"):
+    return x or {"auto": 1}
+""",
+    )
+    modules = house.read_modules(tmp_path)
+    assert house.comparing_with_auto(modules) == ["a.outer.inner", "a.listed"]
+    assert house.calling(modules, "find_devices") == ["a.outer"]
+
+
+def test_tests_benchmarks_scripts_and_hidden_folders_are_no_source(tmp_path: Path, house: Any):
+    _write(tmp_path, tests__a="1\n", benchmarks__a="1\n", scripts__a="1\n", _venv="1\n", training__a="1\n2\n")
+    (tmp_path / "_venv.py").rename(tmp_path / "top.py")
+    _write(tmp_path / ".venv", lib="1\n" * 9)
+    facts = house.find_facts(tmp_path)
+    assert facts["source lines"] == (3, ["training.a 2", "top 1"])
+    assert facts["files in training/"] == (1, ["training.a"])
+
+
+def test_a_count_above_its_limit_is_marked_and_fails(tmp_path: Path, house: Any, monkeypatch: pytest.MonkeyPatch):
+    facts = house.find_facts(_write(tmp_path, a="from .b import x\n", b="from .a import y\n"))
+    limits = {name: count for name, (count, _) in facts.items()}
+    assert not any("WORSE" in line for line in house.table(facts, limits))
+    assert [line.split("  ")[0] for line in house.table(facts, {**limits, "import circles": 0}) if "WORSE" in line] == [
+        "import circles"
+    ]
+    names = house.main.__globals__
+    (tmp_path / "limits.json").write_text(house.json.dumps({**limits, "import circles": 0}))
+    monkeypatch.setitem(names, "ROOT", tmp_path)
+    monkeypatch.setitem(names, "LIMITS", tmp_path / "limits.json")
+    assert house.main([]) == 1
+    (tmp_path / "limits.json").write_text(house.json.dumps(limits))
+    assert house.main([]) == 0

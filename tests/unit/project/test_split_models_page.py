@@ -1,0 +1,34 @@
+"""The list of models for users says what families/comfy/native.py says."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from devicebridge.families.comfy.native import NATIVE_MODELS
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "guides" / "split_models.md"
+_SPLIT = re.compile(r"^\| `(\w+)` \| .+ \| (stream|relay) \| (yes|no) \|$", re.MULTILINE)
+_REFUSED = re.compile(r"^\| `(\w+)` \| [^|]+ \| [^|]+ \|$", re.MULTILINE)
+
+
+def test_every_class_is_listed_with_its_transport_and_overlap() -> None:
+    """Counted, since two classes share a name."""
+    found = Counter(_SPLIT.findall(PAGE.read_text(encoding="utf-8").partition("## Refused")[0]))
+    rows = [row for row in NATIVE_MODELS if not row.refusal]
+    assert found == Counter((row.class_name, row.transport, "yes" if row.can_overlap else "no") for row in rows)
+
+
+def test_every_refused_class_is_listed_with_a_reason() -> None:
+    found = _REFUSED.findall(PAGE.read_text(encoding="utf-8").partition("## Refused")[2])
+    assert sorted(found) == sorted(row.class_name for row in NATIVE_MODELS if row.refusal)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md"])
+def test_the_number_of_classes_is_true(name: str) -> None:
+    count = sum(not row.refusal for row in NATIVE_MODELS)
+    text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+    assert re.findall(r"(\d+) (?:native|of its) model classes", text) == [str(count)]

@@ -1,0 +1,794 @@
+"""Frozen 8-bit linears: noise as derived, numbers equal to a slow emulation, LoRA on top trains, state survives.
+
+Legend: M rows, K in_features, N out_features.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import sys
+
+import pytest
+import torch
+from devicebridge.patches.lora import assert_lora_intact, lora_parameters, resolve_targets
+from devicebridge.quantization import eight_bit, eight_bit_kernels
+from devicebridge.quantization.eight_bit import (
+    SCHEMES,
+    FrozenLinear8,
+    Plan,
+    grad_input8,
+    linear8,
+    make_rotation,
+    quantize_rows,
+    refusal,
+    refuse_merge,
+    rotate,
+)
+from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
+from devicebridge.tests.noise import decibels, gradient
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+FP8, INT8 = "fp8-compute", "int8-compute"
+VARIANTS = [(FP8, 0), (INT8, 0), (INT8, 64)]
+EVERY_VARIANT = pytest.mark.parametrize(("scheme", "rotation"), VARIANTS, ids=["fp8", "int8", "int8 rotated"])
+# (M, K, N): ordinary; wide as FLUX.2's fused projection; narrow; M odd, K and N multiples of 16 and of nothing more.
+SHAPES = [(64, 256, 128), (48, 128, 1152), (96, 1024, 64), (33, 192, 208)]
+
+# Energy a factor loses. float8: error uniform over a step of 1/8 of a mantissa m in [1, 2), E[m^2] = 3 / (2 ln 2) when
+# log-uniform. Normal values sit a little low in their binades, which costs up to 0.8 dB; hence 1 dB.
+FLOAT8_LOSS = (1 / 8) ** 2 / 12 / (3 / (2 * math.log(2)))
+TOLERANCE_DB = 1.0
+
+
+def make_linear(
+    num_in: int, num_out: int, dtype: torch.dtype = torch.float32, bias: bool = True, decades: float = 2.5
+) -> nn.Linear:
+    torch.manual_seed(0)
+    linear = nn.Linear(num_in, num_out, bias=bias, dtype=dtype)
+    # Rows of different sizes, as trained layers have: a scale per tensor, or one applied to the wrong dim, would show.
+    weight = torch.randn(num_out, num_in) * torch.logspace(-decades, 0, num_out)[torch.randperm(num_out), None]
+    linear.weight.data = weight.to(dtype)
+    return linear.requires_grad_(False)
+
+
+def make_rows(
+    num_rows: int, width: int, dtype: torch.dtype = torch.float32, seed: int = 1, decades: float = 2.0
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, width, generator=generator)
+    return (x * torch.logspace(-decades, 0, num_rows)[:, None]).to(dtype)
+
+
+def row_loss(rows: torch.Tensor, scheme: str) -> float:
+    """Energy that rounding costs these rows, as a part of theirs. int8: step^2 / 12 per value, step = amax / 127."""
+    if scheme == FP8:
+        return FLOAT8_LOSS
+    lost = (rows.abs().amax(1) / 127).square() / 12 * rows.shape[1]
+    return (lost.sum() / rows.square().sum()).item()
+
+
+def round_slowly(rows: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition: the nearest of all values of the type, ties to the even code. -> float64 values, scales [M, 1]"""
+    largest = 448.0 if scheme == FP8 else 127.0
+    amax = rows.abs().amax(1, keepdim=True).clamp(min=1e-30)
+    target = (rows * (largest / amax)).double()
+    if scheme == FP8:
+        codes = torch.arange(127, dtype=torch.uint8)  # 0 to 448; the code after it is NaN
+        grid = codes.view(torch.float8_e4m3fn).double()
+    else:
+        grid = torch.arange(128).double()
+    upper = torch.searchsorted(grid, target.abs()).clamp(1, len(grid) - 1)
+    lower = upper - 1
+    down, up = target.abs() - grid[lower], grid[upper] - target.abs()
+    chosen = torch.where((up < down) | ((up == down) & (upper % 2 == 0)), upper, lower)
+    return grid[chosen] * target.sign(), (amax / largest).double()
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_output_and_grad_input_equal_a_slow_emulation(shape, scheme, rotation):
+    rows, num_in, num_out = shape
+    linear, x, grad = make_linear(num_in, num_out), make_rows(rows, num_in), make_rows(rows, num_out, seed=2)
+    layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
+    turn = make_rotation(rotation) if rotation else None
+    q, s = round_slowly(linear.weight if turn is None else rotate(linear.weight, turn), scheme)
+    a, t = round_slowly(x if turn is None else rotate(x, turn), scheme)
+    h, u = round_slowly(grad * s.float().view(-1), scheme)
+    expected_out = (a @ q.T) * t * s.view(-1) + linear.bias.double()
+    expected_grad = (h @ q) * u
+    if turn is not None:
+        expected_grad = rotate(expected_grad, turn.T)
+    # float8 products leave torch in bfloat16 (half a step is 2^-9 to 2^-8) before the bias joins; the rest is float32.
+    bound = 2**-7 if scheme == FP8 else 1e-5
+    for expected, found in ((expected_out, layer(x)), (expected_grad, gradient(layer, x, grad))):
+        size = expected.square().mean(1, keepdim=True).sqrt()
+        assert ((found.double() - expected).abs() / torch.maximum(size, expected.abs())).max() < bound
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_noise_of_output_and_grad_input_is_that_of_two_rounded_factors(shape, scheme, rotation):
+    rows, num_in, num_out = shape
+    # Rows of similar size: with large differences a few rows are the whole sum, and the expectation is none.
+    linear = make_linear(num_in, num_out, bias=False, decades=0.3)
+    x, grad = make_rows(rows, num_in, decades=0.3), make_rows(rows, num_out, seed=2, decades=0.3)
+    layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
+    turn = make_rotation(rotation) if rotation else torch.eye(1)
+    weight = rotate(linear.weight, turn)
+    losses = {
+        "output": row_loss(rotate(x, turn), scheme) + row_loss(weight, scheme),
+        "grad_input": row_loss(grad * layer.scale.view(-1), scheme) + row_loss(weight, scheme),
+    }
+    found = {
+        "output": decibels(linear(x), layer(x)),
+        "grad_input": decibels(grad @ linear.weight, gradient(layer, x, grad)),
+    }
+    expected = {name: -10 * math.log10(loss) for name, loss in losses.items()}
+    assert all(abs(found[name] - expected[name]) < TOLERANCE_DB for name in found), (found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@EVERY_VARIANT
+def test_half_precision_inputs_add_little_noise(dtype, scheme, rotation):
+    linear, x = make_linear(256, 128), make_rows(64, 256, dtype)
+    layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
+    found, exact = layer(x), linear(x.float())
+    assert found.dtype is dtype
+    # bfloat16 results alone are 8 bits: 10 log10(12 * 2^16 * E[m^2] / 4) = 56 dB
+    assert decibels(exact, found) > decibels(exact, layer(x.float())) - 0.5
+    grad = make_rows(64, 128, dtype, seed=2)
+    found_grad = gradient(layer, x, grad)
+    assert found_grad.dtype is dtype
+    assert decibels(grad.float() @ linear.weight, found_grad) > (27 if scheme == FP8 else 34)
+
+
+def test_rotation_saves_int8_from_outliers():
+    linear, x = make_linear(1024, 64), torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
+    x[:, 7] *= 100
+    found = {
+        (scheme, rotation): decibels(linear(x), FrozenLinear8.from_linear(linear, scheme, rotation=rotation)(x))
+        for scheme, rotation in VARIANTS
+    }
+    assert found[INT8, 64] > found[INT8, 0] + 6
+    # The outlier's own product dominates the output: float8 is indifferent to it, int8 must not be worse than that.
+    assert found[INT8, 64] > found[FP8, 0]
+
+
+@pytest.mark.parametrize("block", eight_bit.ROTATIONS)
+def test_a_rotation_is_orthogonal_exact_and_spreads_outliers_and_means(block):
+    turn = make_rotation(block)
+    torch.testing.assert_close(turn @ turn.T, torch.eye(block), rtol=0, atol=1e-6)
+    assert torch.equal(turn.abs(), torch.full((block, block), 1 / math.sqrt(block)))
+    assert torch.equal(turn.bfloat16().float(), turn)
+    mean = rotate(torch.ones(1, block), turn)
+    assert mean.abs().max() <= math.sqrt(2) + 1e-6  # Rudin-Shapiro: |sum| <= sqrt(2 B), times 1 / sqrt(B)
+    x = torch.randn(3, 2 * block)
+    torch.testing.assert_close(rotate(rotate(x, turn), turn.T), x)
+
+
+def test_a_rotation_that_cannot_work_is_refused():
+    with pytest.raises(ValueError, match="blocks of 64 does not divide 80 input features; use one of .0, 16."):
+        FrozenLinear8.from_linear(make_linear(80, 16), INT8, rotation=64)
+    with pytest.raises(ValueError, match="float8, which gains nothing"):
+        FrozenLinear8.from_linear(make_linear(64, 16), FP8, rotation=64)
+    with pytest.raises(ValueError, match="blocks of 32 was asked for; use one of"):
+        FrozenLinear8(64, 16, scheme=INT8, rotation=32)
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("forward", ["vendor", "unit", "dequantize"])
+@pytest.mark.parametrize("backward", ["transpose", "dequantize"])
+def test_every_way_to_compute_agrees(forward, backward, scheme, rotation):
+    """Also with slices so small that weights are taken in several."""
+    linear, x, grad = make_linear(256, 128), make_rows(64, 256), make_rows(64, 128, seed=2)
+    layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
+    parts, plan = (layer.weight, layer.scale), Plan(forward, backward)
+    out = linear8(x, *parts, layer.bias, layer.rotation, plan)
+    found = grad_input8(grad, *parts, layer.rotation, plan)
+    least = 28 if scheme == FP8 else 35
+    assert decibels(linear(x), out) > least and decibels(grad @ linear.weight, found) > least
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eight_bit, "_PIECE", 48 * 128)
+        patch.setattr(eight_bit, "_slice_of", lambda device: 48 * 128)
+        torch.testing.assert_close(linear8(x, *parts, layer.bias, layer.rotation, plan), out)
+        torch.testing.assert_close(grad_input8(grad, *parts, layer.rotation, plan), found)
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize(
+    "shape", [(0, 64, 32), (1, 64, 32), (16, 64, 32), (17, 64, 40), (40, 192, 30)], ids=lambda shape: str(shape)
+)
+def test_few_rows_and_odd_sizes_are_multiplied_plainly(shape, scheme, rotation, monkeypatch):
+    for name in ("_int_mm", "_scaled_mm"):
+        monkeypatch.setattr(torch, name, lambda *a, **k: pytest.fail("CUDA refuses this shape"))
+    rows, num_in, num_out = shape
+    linear, x, grad = make_linear(num_in, num_out), make_rows(rows, num_in), make_rows(rows, num_out, seed=2)
+    layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
+    plain = make_linear(num_in, num_out)
+    plain.weight.data = layer.dequantize()
+    torch.testing.assert_close(layer(x), plain(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(gradient(layer, x, grad), grad @ plain.weight, rtol=1e-4, atol=1e-4)
+
+
+def test_float64_and_sums_too_long_for_int32_are_multiplied_plainly(monkeypatch):
+    monkeypatch.setattr(torch, "_int_mm", lambda *a, **k: pytest.fail("int32 could overflow"))
+    layer = FrozenLinear8(eight_bit_kernels.MAX_INT8_TERMS // 16 * 16 + 16, 16, scheme=INT8)
+    assert layer(torch.zeros(17, layer.in_features)).shape == (17, 16)
+    assert FrozenLinear8.from_linear(make_linear(32, 32), INT8)(torch.zeros(20, 32).double()).dtype is torch.float64
+    assert 127 * 127 * eight_bit_kernels.MAX_INT8_TERMS < 2**31 <= 127 * 127 * (eight_bit_kernels.MAX_INT8_TERMS + 1)
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("forward", ["vendor", "unit"])
+def test_the_shapes_and_layouts_cuda_demands(forward, scheme, rotation, monkeypatch):
+    """The rules of the header, checked on what reaches torch in a forward and a backward, sliced and not."""
+    calls = []
+
+    def int_mm(a, b):
+        calls.append("_int_mm")
+        assert a.shape[0] > 16 and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0
+        assert a.is_contiguous() and b.stride(0) == 1
+        return a.int() @ b.int()
+
+    def scaled_mm(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
+        calls.append("_scaled_mm")
+        assert a.shape[1] % 16 == 0 and b.shape[1] % 16 == 0 and out_dtype is torch.bfloat16
+        assert a.stride(1) == 1 and a.stride(0) > 1 and b.stride(0) == 1 and b.stride(1) > 1
+        assert scale_a.dtype is scale_b.dtype is torch.float32
+        if forward == "unit":
+            assert scale_a.shape == scale_b.shape == () and scale_a == scale_b == 1
+        else:
+            assert scale_a.shape == (a.shape[0], 1) and scale_b.shape == (1, b.shape[1])
+            assert scale_a.is_contiguous() and scale_b.is_contiguous()
+        return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_int_mm", int_mm)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    monkeypatch.setattr(eight_bit, "_slice_of", lambda device: 32 * 96)
+    monkeypatch.setattr(eight_bit, "plan_for", lambda device, dtype: Plan(forward, "transpose"))
+    linear = make_linear(192, 96)
+    layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
+    x, grad = make_rows(23, 192), make_rows(23, 96, seed=2)
+    assert decibels(grad @ linear.weight, gradient(layer, x, grad)) > 27
+    assert calls == [{FP8: "_scaled_mm", INT8: "_int_mm"}[scheme]] * (1 + 192 // 32)
+
+
+@EVERY_VARIANT
+def test_leading_dims_and_strides_of_the_input_do_not_matter(scheme, rotation):
+    layer = FrozenLinear8.from_linear(make_linear(64, 32), scheme, rotation=rotation)
+    x = make_rows(40, 64)
+    expected = layer(x)
+    torch.testing.assert_close(layer(x.view(2, 5, 4, 64)), expected.view(2, 5, 4, 32), rtol=0, atol=0)
+    torch.testing.assert_close(layer(x.t().contiguous().t()), expected, rtol=0, atol=0)
+    wide = torch.cat([x, x], 1)
+    torch.testing.assert_close(layer(wide[:, 64:]), expected, rtol=0, atol=0)
+    torch.testing.assert_close(layer(x[3]), layer(x[3:4])[0], rtol=0, atol=0)
+    assert layer(x[:0].view(0, 5, 64)).shape == (0, 5, 32)
+    one = torch.ones(()).expand(40, 32)  # what sum().backward() hands on
+    torch.testing.assert_close(gradient(layer, x, one), gradient(layer, x, one.contiguous()), rtol=0, atol=0)
+    sliced = torch.cat([make_rows(40, 32, seed=2)] * 2, 1)[:, 32:]
+    torch.testing.assert_close(gradient(layer, x, sliced), gradient(layer, x, sliced.contiguous()), rtol=0, atol=0)
+
+
+@EVERY_VARIANT
+def test_zero_rows_give_zeros_and_broken_rows_give_nan_there_alone(scheme, rotation):
+    linear = make_linear(64, 32, bias=False)
+    linear.weight[5] = 0
+    layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
+    x, grad = make_rows(24, 64), make_rows(24, 32, seed=2)
+    for rows in (x, grad):
+        rows[3] = 0
+        rows[4, 1], rows[6, 2], rows[8, 3] = torch.inf, torch.nan, -torch.inf
+    for found_in, found in ((x, layer(x)), (grad, gradient(layer, x, grad))):
+        assert found[3].eq(0).all()
+        assert found[[4, 6, 8]].isnan().all()
+        sound = [index for index in range(24) if index not in (4, 6, 8)]
+        assert found[sound].isfinite().all()
+        scale = quantize_rows(found_in, SCHEMES[scheme], rotation=None)[1].view(-1)
+        assert scale.isnan().nonzero().view(-1).tolist() == [4, 6, 8]
+    assert layer(x)[:4, 5].eq(0).all()
+    clean = make_rows(24, 64)
+    clean[3] = 0
+    torch.testing.assert_close(layer(x)[:3], layer(clean)[:3], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e-38, 1e-33, 1e-20, 1e20, 1e36])
+@pytest.mark.parametrize("dtype", SCHEMES.values(), ids=SCHEMES)
+def test_rows_of_any_size_are_rounded_without_overflow(dtype, size):
+    values, scale = quantize_rows(torch.tensor([[1.0, -0.5, 0.25, 0.0]]) * size, dtype)
+    assert scale.isfinite().all() and scale.gt(0).all() and values.float().isfinite().all()
+    if size >= 1e-30:
+        torch.testing.assert_close(values.double() * scale.double(), torch.tensor([[1, -0.5, 0.25, 0]]).double() * size,
+                                   rtol=0.02, atol=0)  # fmt: skip
+    else:
+        assert (values.double() * scale.double()).abs().max() <= 1.1 * size
+
+
+def test_a_damaged_weight_is_refused():
+    linear = make_linear(64, 32)
+    linear.weight[3, 3] = torch.nan
+    linear.weight[7, 3] = torch.inf
+    with pytest.raises(ValueError, match="2 of 32 rows of a weight hold infinities or NaN"):
+        FrozenLinear8.from_linear(linear, INT8)
+
+
+@EVERY_VARIANT
+def test_from_linear_leaves_the_linear_alone_and_halves_the_bytes(scheme, rotation):
+    linear = make_linear(256, 128, torch.bfloat16)
+    before = linear.weight.clone()
+    layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
+    assert torch.equal(linear.weight, before) and layer.bias is linear.bias
+    assert isinstance(layer, nn.Linear) and (layer.in_features, layer.out_features) == (256, 128)
+    assert type(layer.weight) is nn.Parameter and layer.weight.dtype is SCHEMES[scheme]
+    assert not layer.weight.requires_grad and layer.weight.is_contiguous()
+    assert layer.scale.dtype is torch.float32 and layer.scale.shape == (128, 1)
+    assert layer.compute_dtype is torch.bfloat16 and layer.scheme == scheme
+    assert f"scheme={scheme}" in repr(layer) and ("rotation=64" in repr(layer)) == bool(rotation)
+    assert decibels(before.float(), layer.dequantize().float()) > (30 if scheme == FP8 else 38)
+    with pytest.raises(ValueError, match="the weight is torch.*take one with its scale as it is"):
+        FrozenLinear8.from_linear(layer, scheme)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_with_one_scale_are_taken_over_as_they_are(scheme):
+    """As in files that hold one scale per tensor."""
+    x = make_rows(32, 64)
+    weight = (make_linear(64, 48).weight * 8).to(SCHEMES[scheme])
+    layer = FrozenLinear8.from_quantized(weight, torch.tensor(0.25, dtype=torch.bfloat16))
+    assert layer.weight.data_ptr() == weight.data_ptr() and layer.bias is None
+    assert torch.equal(layer.scale, torch.full((48, 1), 0.25))
+    assert decibels(x @ (weight.double().float() * 0.25).T, layer(x)) > 30
+    rows = torch.logspace(-1, 1, 48)
+    layer = FrozenLinear8.from_quantized(weight, rows, bias=torch.ones(48), compute_dtype=torch.float16)
+    assert decibels(x @ (weight.double().float() * rows[:, None]).T + 1, layer(x)) > 30
+    assert not layer.bias.requires_grad and layer.compute_dtype is torch.float16
+    with pytest.raises(ValueError, match="scale has 3 values for a weight of 48 rows"):
+        FrozenLinear8.from_quantized(weight, torch.ones(3))
+    with pytest.raises(ValueError, match="torch.float8_e5m2 .48, 64. found"):
+        FrozenLinear8.from_quantized(weight.float().to(torch.float8_e5m2), torch.ones(1))
+
+
+@EVERY_VARIANT
+def test_a_stored_weight_is_taken_over_with_its_rotation(scheme, rotation):
+    first = FrozenLinear8.from_linear(make_linear(128, 48), scheme, rotation=rotation)
+    second = FrozenLinear8.from_quantized(
+        first.weight.data, first.scale, bias=first.bias, compute_dtype=torch.float32, rotation=rotation
+    )
+    assert first.rotation_block == second.rotation_block == rotation and second.bias is first.bias
+    assert second.state_dict().keys() == first.state_dict().keys()
+    assert second.weight.data_ptr() == first.weight.data_ptr()
+    x, grad = make_rows(24, 128), make_rows(24, 48, seed=2)
+    assert torch.equal(second(x), first(x))
+    assert torch.equal(gradient(second, x, grad), gradient(first, x, grad))
+    assert torch.equal(second.dequantize(), first.dequantize())
+    wrong, message = (64, "float8, which gains nothing") if scheme == FP8 else (256, "256 does not divide 128")
+    with pytest.raises(ValueError, match=message):
+        FrozenLinear8.from_quantized(first.weight.data, first.scale, rotation=wrong)
+
+
+@EVERY_VARIANT
+def test_types_change_around_the_eight_bit_parts(scheme, rotation):
+    layer = FrozenLinear8.from_linear(make_linear(64, 32, torch.bfloat16), scheme, rotation=rotation)
+    parts = {name: value.clone() for name, value in layer.state_dict().items() if name != "bias"}
+    for change, dtype in (
+        (lambda: layer.to(torch.float32), torch.float32),
+        (lambda: layer.half(), torch.float16),
+        (lambda: layer.to("cpu", torch.bfloat16), torch.bfloat16),
+        (lambda: layer.double(), torch.float64),
+    ):
+        assert change() is layer
+        assert layer.compute_dtype is layer.bias.dtype is dtype
+        found = layer.state_dict()
+        assert all(found[name].dtype is value.dtype and found[name].equal(value) for name, value in parts.items())
+    layer.to("meta")
+    assert {value.device.type for value in layer.state_dict().values()} == {"meta"}
+    assert layer.weight.dtype is SCHEMES[scheme]
+    layer.to_empty(device="cpu")
+    assert layer.weight.dtype is SCHEMES[scheme] and layer.scale.dtype is torch.float32
+
+
+@EVERY_VARIANT
+def test_state_survives_dict_file_and_copy(scheme, rotation, tmp_path):
+    layer, x = FrozenLinear8.from_linear(make_linear(64, 32), scheme, rotation=rotation), make_rows(20, 64)
+    expected = layer(x)
+    save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    state = load_file(tmp_path / "layer.safetensors")
+    assert state.keys() == {"weight", "scale", "bias"} | ({"rotation"} if rotation else set())
+    for assign, device in ((False, "cpu"), (True, "meta")):
+        empty = FrozenLinear8(64, 32, device=device, scheme=scheme, rotation=rotation, compute_dtype=torch.float32)
+        empty.load_state_dict(state, assign=assign)
+        assert not empty.weight.requires_grad
+        assert torch.equal(empty(x), expected)
+    torch.save(state, tmp_path / "layer.pt")
+    empty.load_state_dict(torch.load(tmp_path / "layer.pt", weights_only=True))
+    other = copy.deepcopy(layer)
+    assert torch.equal(empty(x), expected) and torch.equal(other(x), expected)
+    assert other.weight.data_ptr() != layer.weight.data_ptr() and not other.weight.requires_grad
+    assert other.compute_dtype is layer.compute_dtype
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_state_dict_of_another_kind_is_refused(assign):
+    """Copied, a bfloat16 weight would be rounded without a scale."""
+    linear = make_linear(64, 32)
+    states = {kind: FrozenLinear8.from_linear(linear, *kind[:1], rotation=kind[1]).state_dict() for kind in VARIANTS}
+    for (scheme, rotation), state in states.items():
+        others = [linear.state_dict(), *(other for kind, other in states.items() if kind != (scheme, rotation))]
+        layer = FrozenLinear8(64, 32, scheme=scheme, rotation=rotation)
+        for other in others:
+            with pytest.raises(RuntimeError, match="in the state dict and|Missing key|Unexpected key"):
+                layer.load_state_dict(other, assign=assign)
+        layer.load_state_dict(state, assign=assign)
+    with pytest.raises(RuntimeError, match="scale is torch.bfloat16 in the state dict and torch.float32"):
+        layer.load_state_dict({**state, "scale": state["scale"].bfloat16()}, assign=assign)
+
+
+class Model(nn.Module):
+    """Two linears, a LoRA on each; the second may be on another card."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.first = make_linear(64, 96, dtype, decades=0.3)
+        self.second = make_linear(96, 32, dtype, decades=0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x / 8).to(next(self.second.parameters()).device)) * 3)
+
+
+def convert(model: Model, scheme: str, rotation: int = 0) -> Model:
+    model.first = FrozenLinear8.from_linear(model.first, scheme, rotation=rotation)
+    model.second = FrozenLinear8.from_linear(model.second, scheme, rotation=rotation and 16)
+    return model
+
+
+def attach(model: nn.Module, name: str = "default", **options) -> nn.Module:
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules=["first", "second"], init_lora_weights=False, **options)
+    return inject_adapter_in_model(config, model, adapter_name=name)
+
+
+def lora_gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    # A fixed direction, so that the gradients compared are those of the layers and not of a loss's curvature.
+    out = model(x)
+    direction = make_rows(out.shape[0], out.shape[1], out.dtype, seed=4, decades=0.3).to(out.device)
+    out.backward(direction)
+    return {name: on_cpu(parameter.grad).float() for name, parameter in lora_parameters(model).items()}
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lora_on_top_gets_the_gradients_of_full_precision(dtype, scheme, rotation):
+    x = make_rows(192, 64, decades=0.3)
+    expected = lora_gradients(attach(Model(torch.float32)), x)
+    model = attach(convert(Model(dtype), scheme, rotation))
+    assert type(model.first).__name__ == "Linear" and type(model.first).__module__ == "peft.tuners.lora.layer"
+    assert_lora_intact(model)
+    assert all(p.dtype is dtype for p in lora_parameters(model).values())
+    found = lora_gradients(model, x.to(dtype))
+    # float8 loses 2 * 6e-4 of energy in each of two layers, forwards and backwards: 26 dB in the worst case.
+    noise = {name: decibels(expected[name], found[name]) for name in expected}
+    assert len(noise) == 4 and min(noise.values()) > (24 if scheme == FP8 else 31), noise
+
+
+@EVERY_VARIANT
+def test_lora_trains_and_the_base_keeps_its_bytes(scheme, rotation):
+    model = attach(convert(Model(torch.bfloat16), scheme, rotation), "one")
+    attach(model, "two")
+    model.first.set_adapter(["one", "two"])
+    model.second.set_adapter(["one", "two"])
+    before = {name: value.clone().view(torch.uint8) for name, value in model.state_dict().items()}
+    parameters = list(lora_parameters(model).values())
+    assert len(parameters) == 8 and all(p.requires_grad and p.dtype is torch.bfloat16 for p in parameters)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    target, losses = make_rows(48, 32, seed=5), []
+    for _ in range(20):
+        loss = (model(make_rows(48, 64, torch.bfloat16)).float() - target).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.9 * losses[0]
+    after = {name: value.view(torch.uint8) for name, value in model.state_dict().items()}
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == set(lora_parameters(model))
+
+
+def test_loaded_and_wrapped_adapters_keep_their_values():
+    """PEFT moves an adapter to the base's type; that must not be the 8-bit one."""
+    for scheme in SCHEMES:
+        plain = get_peft_model(Model(torch.bfloat16), LoraConfig(r=4, target_modules=["first"]))
+        found = get_peft_model(convert(Model(torch.bfloat16), scheme), LoraConfig(r=4, target_modules=["first"]))
+        for name, parameter in lora_parameters(found).items():
+            assert parameter.dtype is dict(plain.named_parameters())[name].dtype
+            assert parameter.unique().numel() > 64 or "lora_B" in name  # float8 would leave a handful of values
+
+
+def test_family_patterns_find_the_layer_before_and_after_lora():
+    model = convert(Model(torch.float32), INT8)
+    assert resolve_targets(model, ("*first", "second")) == ["first", "second"]
+    assert resolve_targets(attach(model), ("*first", "second")) == ["first", "second"]
+
+
+@EVERY_VARIANT
+def test_dora_sees_the_dequantized_weight(scheme, rotation):
+    expected = attach(Model(torch.float32), use_dora=True)
+    model = attach(convert(Model(torch.float32), scheme, rotation), use_dora=True)
+    for name in ("first", "second"):
+        torch.testing.assert_close(
+            model.get_submodule(name).lora_magnitude_vector["default"].weight,
+            expected.get_submodule(name).lora_magnitude_vector["default"].weight,
+            rtol=0.02,
+            atol=0,
+        )
+    x = make_rows(48, 64)
+    assert decibels(expected(x), model(x)) > 22
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("is_safe", [False, True])
+def test_merging_is_refused_clearly(scheme, is_safe):
+    model = attach(convert(Model(torch.float32), scheme))
+    before = model(make_rows(20, 64))
+    assert refuse_merge(model) == 2
+    for layer in (model.first, copy.deepcopy(model.first)):
+        with pytest.raises(RuntimeError, match="merge a LoRA into 8-bit weights.*keep the LoRA beside the model"):
+            layer.merge(safe_merge=is_safe)
+    assert torch.equal(model(make_rows(20, 64)), before)
+
+
+def test_why_merging_needs_a_refusal():
+    """int8 accepts a safe merge, drops all of the LoRA below one step, and computes something else from then on."""
+    model = attach(convert(Model(torch.float32), INT8))
+    x = make_rows(20, 64)
+    with_lora, without = model.first(x), model.first.base_layer(x)
+    model.first.merge(safe_merge=True)
+    assert decibels(without, model.first(x)) > decibels(with_lora, model.first(x)) + 6
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpointing_changes_nothing(is_reentrant, scheme, rotation):
+    model = attach(convert(Model(torch.float32), scheme, rotation))
+    x = make_rows(24, 64).requires_grad_(True)
+    expected = lora_gradients(model, x)
+    model.zero_grad()
+    checkpoint(model, x, use_reentrant=is_reentrant).backward(make_rows(24, 32, seed=4, decades=0.3))
+    for name, parameter in lora_parameters(model).items():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=0)
+
+
+def test_nothing_is_saved_for_the_backward():
+    """Neither activations, nor weights that a hook would move to the host."""
+    layer, saved = FrozenLinear8.from_linear(make_linear(64, 32), INT8), []
+    x = make_rows(20, 64).requires_grad_(True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = layer(x)
+    assert saved == []
+    out.sum().backward()
+    assert x.grad is not None
+
+
+@EVERY_VARIANT
+def test_autocast_decides_the_type_as_for_a_plain_linear(scheme, rotation):
+    linear = make_linear(64, 32)
+    layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
+    x, grad = make_rows(20, 64).requires_grad_(True), make_rows(20, 32, torch.bfloat16, seed=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(x)
+        assert out.dtype is linear(x).dtype is torch.bfloat16
+    torch.testing.assert_close(out, layer(x.bfloat16()), rtol=0, atol=0)
+    out.backward(grad)
+    assert x.grad.dtype is torch.float32
+    assert decibels(grad.float() @ linear.weight, x.grad) > 27
+
+
+@EVERY_VARIANT
+def test_inference_mode_and_weights_made_in_it(scheme, rotation):
+    x = make_rows(20, 64)
+    expected = FrozenLinear8.from_linear(make_linear(64, 32), scheme, rotation=rotation)(x)
+    with torch.inference_mode():
+        layer = FrozenLinear8.from_linear(make_linear(64, 32), scheme, rotation=rotation)
+        assert torch.equal(layer(x), expected)
+    with torch.no_grad():
+        assert torch.equal(layer(x), expected)
+    assert gradient(layer, x, torch.ones(20, 32)).isfinite().all()  # the weight is an inference tensor and still serves
+
+
+@EVERY_VARIANT
+def test_compiled_without_a_graph_break(scheme, rotation):
+    torch._dynamo.reset()
+    model = convert(Model(torch.float32), scheme, rotation)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for rows in (24, 24, 8):
+        x, grad = make_rows(rows, 64), make_rows(rows, 32, seed=2)
+        torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=0)
+        torch.testing.assert_close(gradient(compiled, x, grad), gradient(model, x, grad), rtol=0, atol=0)
+    torch._dynamo.reset()
+
+
+@EVERY_VARIANT
+def test_the_registered_operators_keep_their_promises(scheme, rotation):
+    layer = FrozenLinear8.from_linear(make_linear(64, 32), scheme, rotation=rotation)
+    parts = (layer.weight.data, layer.scale)
+    # test_schema compares inputs before and after, which torch cannot do with float8.
+    tests = ("test_faketensor",) if scheme == FP8 else ("test_schema", "test_faketensor")
+    torch.library.opcheck(eight_bit._linear8_op, (make_rows(20, 64), *parts, layer.bias, layer.rotation),
+                          test_utils=tests)  # fmt: skip
+    torch.library.opcheck(eight_bit._grad_input8_op, (make_rows(20, 32), *parts, layer.rotation), test_utils=tests)
+
+
+def test_gradients_of_weights_and_second_derivatives_are_refused():
+    layer = FrozenLinear8.from_linear(make_linear(64, 32), FP8)
+    x = make_rows(20, 64).requires_grad_(True)
+    (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+    layer.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="fp8-compute weight of a frozen linear was set to require a gradient"):
+        layer(x)
+
+
+@EVERY_VARIANT
+def test_a_bias_may_train(scheme, rotation):
+    layer = FrozenLinear8.from_linear(make_linear(64, 32, torch.bfloat16), scheme, rotation=rotation)
+    layer.bias.requires_grad_(True)
+    grad = make_rows(20, 32, seed=2)
+    layer(make_rows(20, 64)).backward(grad)
+    torch.testing.assert_close(layer.bias.grad, grad.sum(0).bfloat16())
+    assert layer.bias.grad.dtype is torch.bfloat16
+
+
+@EVERY_VARIANT
+def test_a_model_on_two_cards_computes_and_trains_as_on_one(scheme, rotation):
+    x = make_rows(24, 64)
+    expected = lora_gradients(attach(convert(Model(torch.float32), scheme, rotation)), x)
+    with emulated_cards():
+        model = convert(Model(torch.float32), scheme, rotation)
+        model.first.to(CARDS[0])
+        model.second.to(CARDS[1])
+        attach(model)
+        for name, parameter in lora_parameters(model).items():
+            assert parameter.device == CARDS["second" in name]
+        assert model.second.base_layer.scale.device == model.second.base_layer.weight.device == CARDS[1]
+        found = lora_gradients(model, x.to(CARDS[0]))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("capability", "fp8", "int8"),
+    [((7, 0), False, False), ((7, 5), False, True), ((8, 6), False, True), ((8, 9), True, True), ((12, 0), True, True)],
+)
+def test_nvidia_cards_that_lack_a_format_are_known(capability, fp8, int8):
+    faults = [eight_bit._nvidia_fault(dtype, capability) for dtype in SCHEMES.values()]
+    assert [fault == "" for fault in faults] == [fp8, int8]
+
+
+@pytest.mark.parametrize(
+    ("arch", "fp8", "int8"),
+    [("gfx1030", False, False), ("gfx90a", False, True), ("gfx942", False, True), ("gfx1100", False, True),
+     ("gfx1201", True, True), ("gfx950", True, True)],
+)  # fmt: skip
+def test_amd_cards_that_lack_a_format_are_known(arch, fp8, int8):
+    faults = [eight_bit._amd_fault(dtype, arch) for dtype in SCHEMES.values()]
+    assert [fault == "" for fault in faults] == [fp8, int8]
+
+
+def test_a_refusal_names_what_was_found_and_what_works(monkeypatch):
+    assert refusal(FP8, torch.device("cpu")) == ""
+    assert "mps has no 8-bit products" in refusal(FP8, torch.device("mps"))
+    assert "use a weight-only scheme there" in refusal(INT8, torch.device("mps"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert refusal(INT8, torch.device("cuda:0")) == ""
+    assert refusal(FP8, torch.device("cuda:0")) == (
+        "fp8-compute was asked for, but float8 products need compute capability 8.9 and the card has 8.6; "
+        "use int8-compute there"
+    )
+
+
+CONSUMER = [(8, 6), (8, 9), (12, 0)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "fault", "platform", "expected"),
+    [
+        ((9, 0), "", "linux", (Plan("vendor", "transpose", True), Plan("triton", "transpose", True, 256))),
+        ((10, 0), "", "linux", (Plan("vendor", "transpose", True), Plan("triton", "transpose", True, 256))),
+        ((8, 9), "", "linux", (Plan("vendor", "triton", True), Plan("triton", "triton", True))),
+        ((8, 6), "", "linux", (Plan("dequantize", "dequantize"), Plan("triton", "triton", True))),
+        ((8, 6), "no Triton", "linux", (Plan("dequantize", "dequantize"), Plan("vendor", "dequantize"))),
+        ((12, 0), "", "win32", (Plan("unit", "triton", True), Plan("triton", "triton", True))),
+        ((12, 0), "no Triton", "win32", (Plan("unit", "dequantize"), Plan("vendor", "dequantize"))),
+    ],
+)
+def test_each_card_gets_kernels_it_has(capability, fault, platform, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(eight_bit_kernels, "fault", lambda device: fault)
+    monkeypatch.setattr(eight_bit_kernels, "widest_rotation", lambda device: 64 if capability in CONSUMER else 256)
+    monkeypatch.setattr(eight_bit.sys, "platform", platform)
+    plan_for = eight_bit.plan_for.__wrapped__  # past the cache, which is for real cards
+    assert tuple(plan_for(torch.device("cuda:0"), dtype) for dtype in SCHEMES.values()) == expected
+
+
+def test_a_large_card_turns_larger_slices(monkeypatch):
+    for memory, expected in ((8 * 2**30, 2**27), (48 * 2**30, 48 * 2**22), (144 * 2**30, 144 * 2**22)):
+        card = type("Properties", (), {"total_memory": memory})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, card=card: card)
+        assert eight_bit._slice_of.__wrapped__(torch.device("cuda:0")) == expected
+    assert eight_bit._slice_of(torch.device("cpu")) == 2**27
+
+
+def test_a_second_import_under_another_name_works():
+    """The host imports the pack by its path, others by name; operators are registered once for the whole process."""
+    spec = importlib.util.spec_from_file_location("eight_bit_again", eight_bit.__file__)
+    again = importlib.util.module_from_spec(spec)
+    again.__package__ = eight_bit.__package__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "eight_bit_again", again)
+        spec.loader.exec_module(again)
+        model = convert(Model(torch.float32), INT8)
+        other = again.FrozenLinear8.from_linear(make_linear(64, 96, decades=0.3), INT8)
+        x = make_rows(20, 64)
+        expected = other(x)
+        for layer in (other, model.first):
+            assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), expected)
+    torch._dynamo.reset()
+
+
+def _rowwise_product(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
+    """CUDA's _scaled_mm, in float32."""
+    assert a.is_contiguous() and b.stride(0) == 1 and scale_b.shape == (1, b.shape[1])
+    return ((a.float() @ b.float()) * scale_a * scale_b).to(out_dtype)
+
+
+def _has_rowwise_on_cpu():
+    ones = torch.ones(32, 32).to(torch.float8_e4m3fn)
+    try:
+        torch._scaled_mm(ones, ones.t(), torch.ones(32, 1), torch.ones(1, 32), out_dtype=torch.bfloat16)
+    except RuntimeError:  # torch 2.11
+        return False
+    return True
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_row_wise_products_pass_gradients_on(monkeypatch, dtype, bias, is_dynamic):
+    """In torch 2.11 a forward that returns a tensor which it has under two names gets zeros for its gradient."""
+    torch._dynamo.reset()
+    layers = [FrozenLinear8.from_linear(nn.Linear(96, 64, bias=bias).to(dtype), FP8) for _ in range(2)]
+
+    def both(x):
+        return layers[0](x) + layers[1](x)
+
+    x, grad = (make_rows(40, width, seed=width).to(dtype).reshape(2, 20, width) for width in (96, 64))
+    expected = gradient(both, x, grad)
+    if not _has_rowwise_on_cpu():
+        monkeypatch.setattr(torch, "_scaled_mm", _rowwise_product)
+    rowwise = torch.compiler.assume_constant_result(lambda device, dtype: True)
+    monkeypatch.setattr(eight_bit, "_has_rowwise_products", rowwise)
+    compiled = torch.compile(both, backend="aot_eager", fullgraph=True, dynamic=is_dynamic)
+    assert decibels(expected.float(), gradient(compiled, x, grad).float()) > 40
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("slice_size", [2**27, 1024], ids=["whole", "slices"])
+def test_what_the_compiler_sees_is_what_eager_code_computes(monkeypatch, slice_size):
+    """The traced forward and backward, with row-wise products in float32 in place of CUDA's."""
+    layer = FrozenLinear8.from_linear(nn.Linear(96, 64), FP8)
+    rows, grad = torch.randn(40, 96), torch.randn(40, 64)
+    expected = eight_bit.linear8(rows, layer.weight, layer.scale, layer.bias, None)
+    expected_grad = eight_bit.grad_input8(grad, layer.weight, layer.scale, None)
+    monkeypatch.setattr(torch, "_scaled_mm", _rowwise_product)
+    monkeypatch.setattr(eight_bit, "_slice_of", lambda device: slice_size)
+    found = eight_bit._traced_linear8(rows, layer.weight, layer.scale, layer.bias)
+    found_grad = eight_bit._traced_grad_input8(grad, layer.weight, layer.scale)
+    assert found.dtype == found_grad.dtype == torch.float32
+    assert decibels(expected, found) > 45  # both round their sums to bfloat16
+    assert decibels(expected_grad, found_grad) > 45

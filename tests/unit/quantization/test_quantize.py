@@ -1,0 +1,1206 @@
+"""Whole models in 8 bits beside LoRA: every scheme, LoRA before and after, on one card and on several.
+
+The arithmetic of one layer is in test_weight_only.py and test_eight_bit.py. Net is a small model whose forward, with
+LoRA, is written out again here in float32; "tiny" are the families' own classes with random weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.config.job import LoraSettings
+from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel.local.block_split import apply_block_split
+from devicebridge.parallel.placement import block_names, plan_manual
+from devicebridge.patches.lora import (
+    assert_lora_intact,
+    is_lora_name,
+    is_torchao_tensor,
+    lora_parameters,
+    resolve_targets,
+)
+from devicebridge.quantization import eight_bit, quantize, weight_only
+from devicebridge.quantization.eight_bit import FrozenLinear8, make_rotation, rotate
+from devicebridge.quantization.quantize import (
+    KEPT,
+    LORA,
+    NOT_LINEAR,
+    QUANTIZED,
+    SCHEMES,
+    QuantizeHandle,
+    Quantizer,
+    QuantizeSettings,
+    Stored8,
+    apply_quantization,
+    check_packages,
+    full_weight,
+    layer_class,
+    refusal,
+    replace_module,
+    stored_bytes,
+)
+from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
+from devicebridge.tests.noise import decibels
+from devicebridge.tests.toy import TINY
+from devicebridge.training.adapter import apply_lora
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torchao.quantization import Float8Tensor, Float8WeightOnlyConfig, quantize_
+
+VARIANTS = {
+    "fp8": QuantizeSettings("fp8"),
+    "int8": QuantizeSettings("int8"),
+    "fp8-compute": QuantizeSettings("fp8-compute"),
+    "int8-compute": QuantizeSettings("int8-compute", rotation=0),
+    "int8-compute rotated": QuantizeSettings("int8-compute"),
+}
+EVERY_VARIANT = pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS)
+EVERY_FAMILY = pytest.mark.parametrize("name", sorted(FAMILIES))
+BY_NAME = {"ids": lambda settings: f"{settings.scheme} {settings.rotation}"}
+BOTH_ORDERS = pytest.mark.parametrize("lora_first", [False, True], ids=["quantize first", "LoRA first"])
+
+# Energy a float8 factor loses: error uniform over a step of 1/8 of a mantissa m in [1, 2), E[m^2] = 3 / (2 ln 2) when
+# log-uniform: 32.2 dB. Normal and uniform values fill binades unevenly, which moves that by less than 1 dB.
+FLOAT8_LOSS = (1 / 8) ** 2 / 12 / (3 / (2 * math.log(2)))
+TOLERANCE_DB = 1.0
+
+
+@dataclass(frozen=True)
+class Family:
+    """As much of a family as quantizing reads."""
+
+    title: str = "Net"
+    keep_full_precision: tuple[str, ...] = ("proj_out",)
+
+
+class Net(nn.Module):
+    """Two linears to quantize (the second without a bias, and of a width that 64 does not divide), one to keep."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(64, 96), nn.LayerNorm(96)
+        self.second, self.proj_out = nn.Linear(96, 64, bias=False), nn.Linear(64, 32)
+        self.to(dtype).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj_out(torch.tanh(self.second(self.norm(torch.tanh(self.first(x))))))
+
+
+TARGETS = ("first", "second")
+RANK, ALPHA = 4, 6
+
+
+def random(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def stored_weight(layer: nn.Module) -> torch.Tensor:
+    """The weight a layer holds, in float32, from its plain tensors: values, scales, rotation. [N, K]"""
+    weight: Any = layer.weight
+    if not isinstance(layer, FrozenLinear8):
+        assert getattr(weight, "zero_point", torch.zeros(1)).eq(0).all()
+        return weight.qdata.float() * weight.scale if is_torchao_tensor(weight) else weight.detach().float()
+    plain = weight.float() * layer.scale
+    if layer.rotation is None:
+        return plain
+    block = layer.rotation.shape[0]
+    return plain @ torch.block_diag(*[make_rotation(block)] * (plain.shape[1] // block)).T
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return on_cpu(tensor).contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def contents(model: nn.Module) -> dict[str, bytes]:
+    """Every parameter and buffer, byte for byte; of a torchao weight each of its parts."""
+    found = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        parts = {"": tensor.detach()}
+        if is_torchao_tensor(tensor):
+            parts = {f".{part}": getattr(tensor, part) for part in tensor.__tensor_flatten__()[0]}
+        found |= {name + suffix: raw(part) for suffix, part in parts.items()}
+    return found
+
+
+def num_bytes(module: nn.Module) -> int:
+    """What the parameters of a module occupy, and the buffers of its 8-bit layers."""
+    held = {name for name, _ in module.named_parameters()}
+    held |= {
+        f"{prefix}.{name}"
+        for prefix, layer in module.named_modules()
+        if isinstance(layer, FrozenLinear8)
+        for name, _ in layer.named_buffers()
+    }
+    return sum(
+        len(data) for name, data in contents(module).items() if any(name == h or name.startswith(h + ".") for h in held)
+    )
+
+
+def lora_state(model: nn.Module) -> dict[str, tuple[int, torch.dtype, bool, bytes]]:
+    return {n: (id(p), p.dtype, p.requires_grad, raw(p)) for n, p in lora_parameters(model).items()}
+
+
+def is_eight_bit(layer: nn.Module, settings: QuantizeSettings) -> bool:
+    """Whether a layer is of the class and of the type that the scheme promises, and frozen."""
+    if isinstance(layer, FrozenLinear8) != settings.is_compute or any(p.requires_grad for p in layer.parameters()):
+        return False
+    weight: Any = layer.weight
+    values = weight if settings.is_compute else weight.qdata
+    dtype = torch.float8_e4m3fn if settings.scheme in ("fp8", "fp8-compute") else torch.int8
+    return not is_torchao_tensor(values) and values.dtype is dtype
+
+
+# --- LoRA's histories ------------------------------------------------------------------------------------------------
+
+
+def attach(model: nn.Module, name: str = "default", dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    """A LoRA that is not zero at the start, so that every factor has a gradient in the first step."""
+    torch.manual_seed(3 + len(name))
+    config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS), init_lora_weights=False, **options)
+    inject_adapter_in_model(config, model, adapter_name=name)
+    for parameter in lora_parameters(model).values():
+        parameter.data = parameter.data.to(dtype)
+
+
+def on_layers(model: nn.Module, method: str, argument: Any) -> None:
+    for target in TARGETS:
+        getattr(model.get_submodule(target), method)(argument)
+
+
+def load(model: nn.Module, dtype: torch.dtype) -> None:
+    """Another adapter's weights, through PEFT's own loader."""
+    other = Net(next(model.proj_out.parameters()).dtype)
+    attach(other, "another seed", dtype)
+    state = get_peft_model_state_dict(other, adapter_name="another seed")
+    attach(model, dtype=dtype)
+    set_peft_model_state_dict(model, state, adapter_name="default")
+    loaded = get_peft_model_state_dict(model, adapter_name="default")
+    assert len(state) == 4 and all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+Run = Callable[[], None]
+
+
+def before(model: nn.Module, quantize_it: Run, dtype: torch.dtype, **options: Any) -> None:
+    attach(model, dtype=dtype, **options)
+    quantize_it()
+
+
+def after(model: nn.Module, quantize_it: Run, dtype: torch.dtype, **options: Any) -> None:
+    quantize_it()
+    attach(model, dtype=dtype, **options)
+
+
+def around(model: nn.Module, quantize_it: Run, dtype: torch.dtype) -> None:
+    attach(model, "one", dtype)
+    quantize_it()
+    attach(model, "three", dtype)
+    on_layers(model, "set_adapter", ["one", "three"])
+
+
+def switched(model: nn.Module, quantize_it: Run, dtype: torch.dtype) -> None:
+    """Quantized while one of two adapters is switched off, and frozen by PEFT for that."""
+    attach(model, "one", dtype)
+    attach(model, "three", dtype)
+    on_layers(model, "set_adapter", "one")
+    quantize_it()
+    on_layers(model, "set_adapter", "three")
+
+
+def switched_after(model: nn.Module, quantize_it: Run, dtype: torch.dtype) -> None:
+    quantize_it()
+    attach(model, "one", dtype)
+    attach(model, "three", dtype)
+    on_layers(model, "set_adapter", "one")
+    on_layers(model, "set_adapter", "three")
+
+
+def disabled(model: nn.Module, quantize_it: Run, dtype: torch.dtype) -> None:
+    attach(model, dtype=dtype)
+    on_layers(model, "enable_adapters", False)
+    quantize_it()
+    on_layers(model, "enable_adapters", True)
+
+
+def exchanged(model: nn.Module, quantize_it: Run, dtype: torch.dtype) -> None:
+    attach(model, "one", dtype)
+    quantize_it()
+    attach(model, "three", dtype)
+    on_layers(model, "delete_adapter", "one")
+    on_layers(model, "set_adapter", "three")
+    del model.peft_config["one"]
+
+
+def loaded_before(model: nn.Module, quantize_it: Run, dtype: torch.dtype) -> None:
+    load(model, dtype)
+    quantize_it()
+
+
+def loaded_after(model: nn.Module, quantize_it: Run, dtype: torch.dtype) -> None:
+    quantize_it()
+    load(model, dtype)
+
+
+HISTORIES: dict[str, Callable[[nn.Module, Run, torch.dtype], None]] = {
+    "before": before,
+    "after": after,
+    "DoRA before": lambda *args: before(*args, use_dora=True),
+    "DoRA after": lambda *args: after(*args, use_dora=True),
+    "rslora before": lambda *args: before(*args, use_rslora=True),
+    "rslora after": lambda *args: after(*args, use_rslora=True),
+    "one before, one after": around,
+    "switched off meanwhile": switched,
+    "switched after": switched_after,
+    "disabled meanwhile": disabled,
+    "exchanged after": exchanged,
+    "loaded before": loaded_before,
+    "loaded after": loaded_after,
+}
+
+
+def reference_gradients(model: nn.Module, x: torch.Tensor, direction: torch.Tensor) -> dict[str, torch.Tensor]:
+    """LoRA's gradients with the base weights as they are stored, all of it float32 and written out by hand.
+
+    y = W x + b + s B A x, and with DoRA y = m / |W + s B A| (W + s B A) x + b; |.| by rows, a constant to the gradient.
+    """
+    leaves = {n: p.detach().float().requires_grad_(True) for n, p in lora_parameters(model).items() if p.requires_grad}
+
+    def adapted(name: str, x: torch.Tensor) -> torch.Tensor:
+        layer = model.get_submodule(name)
+        base = layer.get_base_layer()
+        weight = stored_weight(base)
+        for adapter in layer.active_adapters:
+            config = model.peft_config[adapter]
+            scaling = ALPHA / (math.sqrt(RANK) if config.use_rslora else RANK)
+            a, b = (leaves[f"{name}.lora_{factor}.{adapter}.weight"] for factor in "AB")
+            weight = weight + scaling * b @ a
+            if config.use_dora:
+                magnitude = leaves[f"{name}.lora_magnitude_vector.{adapter}.weight"]
+                weight = weight * (magnitude / weight.detach().norm(dim=1))[:, None]
+        bias = 0 if base.bias is None else base.bias.float()
+        return x @ weight.T + bias
+
+    hidden = torch.tanh(adapted("first", x.float()))
+    hidden = nn.functional.layer_norm(hidden, (96,), model.norm.weight.float(), model.norm.bias.float())
+    out = torch.tanh(adapted("second", hidden)) @ model.proj_out.weight.float().T
+    return dict(zip(leaves, torch.autograd.grad(out, list(leaves.values()), direction.float()), strict=True))
+
+
+def least_decibels(settings: QuantizeSettings, dtype: torch.dtype, lora_dtype: torch.dtype) -> float:
+    """How exact the gradients must be, from what is rounded between the stored weights and a gradient.
+
+    float32: a hundred roundings at 2^-24 leave 130 dB. bfloat16: each rounding to 8 bits of mantissa costs
+    2^-14 / 12 / E[m^2], 56.3 dB; per layer some fifteen lie in the way, forwards (weight, product, both factors, their
+    sum, tanh, norm) and again backwards: sixty leave 38.5 dB. 8-bit products round three factors more: the input of
+    either layer and the gradient that comes back. float8: 3 * 6e-4, 27.4 dB. int8: 3 c^2 / (12 * 127^2) with amax c
+    times the rms of a row, c at most 4 in rows of 64 to 96 values: 36 dB.
+    """
+    limits = [110.0]
+    if torch.bfloat16 in (dtype, lora_dtype):
+        limits.append(-10 * math.log10(60 * 2**-14 / 12 * 2 * math.log(2) / 3))
+    if settings.is_compute:
+        loss = FLOAT8_LOSS if settings.scheme == "fp8-compute" else 4**2 / (12 * 127**2)
+        limits.append(-10 * math.log10(3 * loss) - TOLERANCE_DB)
+    return min(limits)
+
+
+DTYPES = {  # of the base and of LoRA
+    "float32": (torch.float32, torch.float32),
+    "mixed": (torch.bfloat16, torch.float32),
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("history", HISTORIES.values(), ids=HISTORIES)
+@EVERY_VARIANT
+def test_lora_trains_whatever_its_history(settings, history, dtypes):
+    dtype, lora_dtype = dtypes
+    model = Net(dtype)
+
+    def quantize_it() -> None:
+        lora_before = lora_state(model)
+        apply_quantization(model, Family(), settings)
+        assert lora_state(model) == lora_before  # the same objects, types, bytes, and what trains
+
+    history(model, quantize_it, lora_dtype)
+    layers = {name: model.get_submodule(name).get_base_layer() for name in TARGETS}
+    assert all(is_eight_bit(layer, settings) for layer in layers.values())
+    assert model.proj_out.weight.dtype is dtype
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    active = {name for name in lora_parameters(model) if name.split(".")[-2] in model.first.active_adapters}
+    assert set(trained) == active and {p.dtype for p in lora_parameters(model).values()} == {lora_dtype}
+
+    x, direction = random(48, 64).to(dtype), random(48, 32, seed=2).to(dtype)
+    expected = reference_gradients(model, x, direction)
+    model(x).backward(direction)
+    found = {name: parameter.grad for name, parameter in trained.items()}
+    noise = {name: decibels(expected[name], gradient.float()) for name, gradient in found.items()}
+    assert noise.keys() == trained.keys() and all(gradient.abs().sum() > 0 for gradient in found.values())
+    assert min(noise.values()) > least_decibels(settings, dtype, lora_dtype), noise
+
+    held = contents(model)
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    optimizer.step()
+    stepped = contents(model)
+    assert {name for name in held if held[name] != stepped[name]} == set(trained)
+
+
+@pytest.mark.parametrize("lora_first", [False, True])
+@EVERY_VARIANT
+def test_each_of_pefts_layers_is_met(settings, lora_first):
+    """What the test above trains: PEFT's plain LoRA layer, and its own for torchao's weights."""
+    model = Net()
+    (before if lora_first else after)(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
+    expected = "Linear" if lora_first or settings.is_compute else "TorchaoLoraLinear"
+    assert type(model.first).__name__ == type(model.second).__name__ == expected
+
+
+@EVERY_VARIANT
+@BOTH_ORDERS
+def test_a_disabled_lora_leaves_the_quantized_model(settings, lora_first):
+    model, plain, x = Net(), Net(), random(48, 64)
+    (before if lora_first else after)(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
+    apply_quantization(plain, Family(), settings)
+    assert not torch.equal(model(x), plain(x))
+    on_layers(model, "enable_adapters", False)
+    assert torch.equal(model(x), plain(x))
+
+
+@EVERY_VARIANT
+@BOTH_ORDERS
+@pytest.mark.parametrize("is_safe", [False, True])
+def test_merging_is_refused_and_changes_nothing(settings, lora_first, is_safe):
+    model = Net()
+    (before if lora_first else after)(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
+    if not lora_first:
+        eight_bit.refuse_merge(model)  # as apply_lora does
+    held = contents(model)
+    with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+        model.first.merge(safe_merge=is_safe)
+    assert contents(model) == held
+
+
+# --- whole transformers ----------------------------------------------------------------------------------------------
+
+FLUX2 = FAMILIES["flux2"]
+
+
+def make_tiny(dtype: torch.dtype = torch.bfloat16, name: str = "flux2") -> nn.Module:
+    return TINY[name].make_model().to(dtype).requires_grad_(False)
+
+
+def attach_tiny(model: nn.Module, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    torch.manual_seed(1)
+    targets = resolve_targets(model, FLUX2.lora_targets)
+    model.add_adapter(LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options))
+    for parameter in lora_parameters(model).values():
+        parameter.data = parameter.data.to(dtype)
+
+
+def run(model: nn.Module, dtype: torch.dtype = torch.bfloat16, device: Any = "cpu", name: str = "flux2") -> Any:
+    inputs = TINY[name].make_inputs()
+    for key, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            inputs[key] = value.to(device, dtype if value.is_floating_point() else None)
+    return model(**inputs, return_dict=False)[0]
+
+
+def train(model: nn.Module, num_steps: int) -> list[float]:
+    parameters = list(lora_parameters(model).values())
+    optimizer, losses = torch.optim.AdamW(parameters, lr=1e-2), []
+    for _ in range(num_steps):
+        loss = run(model).float().square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in parameters)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_unfiltered_quantize_freezes_lora_without_a_word():
+    """Why apply_quantization exists."""
+    model = make_tiny()
+    attach_tiny(model)
+    quantize_(model, Float8WeightOnlyConfig(set_inductor_config=False))
+    caught = lora_parameters(model).values()
+    assert caught and all(isinstance(p, Float8Tensor) and not p.requires_grad for p in caught)
+    with pytest.raises(RuntimeError, match=r"56 of 56 LoRA weights cannot train: .* was quantized to Float8Tensor"):
+        assert_lora_intact(model)
+    for parameter in caught:
+        parameter.requires_grad_(True)  # accepted, and of no use
+    x = random(2, 64).bfloat16().requires_grad_(True)  # something must, or not even a backward would run
+    model.transformer_blocks[0].attn.to_q(x).float().square().mean().backward()
+    assert x.grad is not None
+    assert all(parameter.grad is None for parameter in caught)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"use_dora": True}], ids=str)
+@EVERY_VARIANT
+def test_both_orders_train_the_same_lora_and_leave_the_base_alone(settings, options):
+    losses, states, start = [], [], {}
+    for lora_first in (True, False):
+        model = make_tiny()
+        if lora_first:
+            attach_tiny(model, **options)
+        lora_before = lora_state(model)
+        handle = apply_quantization(model, FLUX2, settings)
+        assert lora_state(model) == lora_before and handle.report.num_quantized == 28
+        if not lora_first:
+            attach_tiny(model, **options)
+        assert_lora_intact(model)
+        for name, parameter in lora_parameters(model).items():
+            start.setdefault(name, parameter.detach().clone())
+            if "magnitude" in name:  # DoRA starts from the norms of the weight it meets, rounded or not
+                torch.testing.assert_close(parameter.data, start[name], rtol=0.02, atol=0)
+                parameter.data.copy_(start[name])
+        held = contents(model)
+        losses.append(train(model, num_steps=2))
+        states.append(contents(model))
+        changed = {name for name in held if held[name] != states[-1][name]}
+        assert changed == set(lora_parameters(model))
+    assert losses[0] == losses[1] and states[0] == states[1]
+
+
+@EVERY_VARIANT
+@BOTH_ORDERS
+def test_adapters_of_files_load_beside_8_bits(settings, lora_first, tmp_path):
+    """diffusers' files, and our own through LoraHandle."""
+    trained = make_tiny()
+    attach_tiny(trained, torch.bfloat16)
+    trained.save_lora_adapter(tmp_path)
+    model = make_tiny()
+    steps = [
+        lambda: apply_quantization(model, FLUX2, settings),
+        lambda: model.load_lora_adapter(
+            tmp_path, prefix=None, adapter_name="default", weight_name="pytorch_lora_weights.safetensors"
+        ),
+    ]
+    for step in reversed(steps) if lora_first else steps:
+        step()
+    expected = {name: raw(parameter) for name, parameter in lora_parameters(trained).items()}
+    assert {name: raw(parameter) for name, parameter in lora_parameters(model).items()} == expected
+    held = contents(model)
+    train(model, num_steps=1)
+    assert {name for name, data in contents(model).items() if data != held[name]} == set(lora_parameters(model))
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("dora", [False, True])
+def test_our_own_adapter_files_resume_beside_8_bits(settings, dora, tmp_path):
+    def assemble() -> tuple[nn.Module, Any]:
+        model = make_tiny()
+        apply_quantization(model, FLUX2, settings)
+        return model, apply_lora(model, FLUX2, LoraSettings(rank=3, dora=dora), seed=0)
+
+    model, handle = assemble()
+    train_b = [p for name, p in handle.parameters().items() if "lora_B" in name]
+    for index, parameter in enumerate(train_b):
+        parameter.data = 0.1 * random(*parameter.shape, seed=index)
+    train(model, num_steps=1)
+    save_file(handle.tensors(), tmp_path / "lora.safetensors")
+    again, other = assemble()
+    other.load_tensors(load_file(tmp_path / "lora.safetensors"))
+    assert contents(again) == contents(model)
+    assert train(again, num_steps=2) == train(model, num_steps=2)
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("dora", [False, True])
+def test_our_own_adapter_may_be_attached_first(settings, dora):
+    """As ours computes it, whichever layers it finds: the same losses as attached after quantizing."""
+    losses = []
+    for lora_first in (False, True):
+        model = make_tiny()
+        steps = [
+            lambda model=model: apply_quantization(model, FLUX2, settings),
+            lambda model=model: apply_lora(model, FLUX2, LoraSettings(rank=3, dora=dora), seed=1),
+        ]
+        for step in reversed(steps) if lora_first else steps:
+            step()
+        for index, (name, parameter) in enumerate(lora_parameters(model).items()):
+            parameter.data = (1.0 if "magnitude" in name else 0.1) * random(*parameter.shape, seed=index).abs()
+        losses.append(train(model, num_steps=2))
+    assert losses[0] == losses[1]
+
+
+@EVERY_VARIANT
+@BOTH_ORDERS
+@pytest.mark.parametrize("with_where", [False, True], ids=["in place", "moved by where"])
+def test_a_split_model_is_quantized_where_it_is_and_trains_the_same(settings, lora_first, with_where):
+    """On one emulated card and on two: the same numbers, bit for bit, for products and roundings are the same."""
+
+    def gradients(num_cards: int) -> dict[str, torch.Tensor]:
+        model = make_tiny(torch.float32)
+        names = block_names(model, FLUX2)
+        placement = plan_manual(names, CARDS[:num_cards], [len(names) // 2][: num_cards - 1])
+        if not with_where:
+            apply_block_split(model, FLUX2, placement)
+        where = placement.device_of if with_where else None
+        steps = [
+            lambda: apply_quantization(model, FLUX2, settings, where),
+            lambda: apply_lora(model, FLUX2, LoraSettings(rank=2), seed=1),
+        ]
+        for step in reversed(steps) if lora_first else steps:
+            step()
+        for name, module in model.named_modules():
+            if name.endswith("base_layer"):
+                parts = [*module.parameters(), *module.buffers()]
+                parts += [] if settings.is_compute else weight_only.values_and_scale(module.weight)
+                wrapper = model.get_submodule(name.rpartition(".")[0])
+                parts += lora_parameters(wrapper).values()
+                assert {part.device for part in parts} == {placement.device_of(name)}
+        if with_where:
+            apply_block_split(model, FLUX2, placement)
+        for index, parameter in enumerate(lora_parameters(model).values()):
+            with torch.no_grad():  # B starts at zero, which would hide a wrong gradient of A
+                parameter.copy_(0.1 * random(*parameter.shape, seed=index))
+        run(model, torch.float32, CARDS[0]).square().mean().backward()
+        return {name: on_cpu(parameter.grad) for name, parameter in lora_parameters(model).items()}
+
+    with emulated_cards():
+        one, two = gradients(1), gradients(2)
+    assert one.keys() == two.keys() and len(one) == 56
+    assert all(torch.equal(two[name], gradient) and gradient.abs().sum() > 0 for name, gradient in one.items())
+
+
+# --- what survives ---------------------------------------------------------------------------------------------------
+
+
+@EVERY_VARIANT
+def test_state_dicts_and_copies_carry_the_8_bit_model(settings):
+    model, x = Net(), random(48, 64)
+    before(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
+    expected = model(x)
+    other = copy.deepcopy(model)
+    fresh = Net().requires_grad_(False)
+    fresh.first.weight.data.mul_(3)  # so that nothing is equal by accident
+    attach(fresh, "default")
+    apply_quantization(fresh, Family(), settings)
+    assert not torch.equal(fresh(x), expected)
+    fresh.load_state_dict(model.state_dict())
+    for found in (other, fresh):
+        assert contents(found) == contents(model) and torch.equal(found(x), expected)
+        assert is_eight_bit(found.first.get_base_layer(), settings)
+        assert_lora_intact(found)
+        found(x).square().sum().backward()
+        assert all(p.grad.abs().sum() > 0 for p in lora_parameters(found).values())
+
+
+@pytest.mark.parametrize("settings", [s for s in VARIANTS.values() if s.is_compute], **BY_NAME)
+def test_a_model_that_computes_in_8_bits_changes_type_and_goes_through_files(settings, tmp_path):
+    model, x = Net(torch.bfloat16), random(48, 64)
+    apply_quantization(model, Family(), settings)
+    values = {name: data for name, data in contents(model).items() if name.startswith(("first", "second"))}
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    model.to(torch.float32)
+    changed = contents(model)
+    assert all(changed[name] == data for name, data in values.items() if not name.endswith("bias"))
+    assert model(x).dtype is torch.float32 and model.first.compute_dtype is torch.float32
+    fresh = Net(torch.bfloat16)
+    apply_quantization(fresh, Family(), settings)
+    fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(fresh.float()(x), model(x))
+
+
+@EVERY_VARIANT
+def test_a_model_moves_to_a_card_and_back(settings):
+    model, x, direction = Net(), random(48, 64), random(48, 32, seed=2)
+    before(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
+    held = contents(model)
+    model(x).backward(direction)
+    expected = {name: p.grad.clone() for name, p in lora_parameters(model).items()}
+    with emulated_cards():
+        for device in (CARDS[1], torch.device("cpu")):
+            model.zero_grad()
+            model.to(device)
+            assert contents(model) == held
+            assert all(is_eight_bit(model.get_submodule(name).get_base_layer(), settings) for name in TARGETS)
+            model(x.to(device)).backward(direction.to(device))
+            assert all(torch.equal(on_cpu(p.grad), expected[n]) for n, p in lora_parameters(model).items())
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpointing_changes_no_gradient(settings, is_reentrant):
+    model, x, direction = Net(), random(48, 64).requires_grad_(True), random(48, 32, seed=2)
+    after(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
+    model(x).backward(direction)
+    expected = {name: p.grad.clone() for name, p in lora_parameters(model).items()}
+    model.zero_grad()
+    checkpoint(model, x, use_reentrant=is_reentrant).backward(direction)
+    assert all(torch.equal(p.grad, expected[name]) for name, p in lora_parameters(model).items())
+
+
+@EVERY_VARIANT
+def test_a_family_s_own_checkpointing_changes_no_gradient(settings):
+    found = []
+    for is_checkpointed in (False, True):
+        model = make_tiny()
+        apply_quantization(model, FLUX2, settings)
+        attach_tiny(model)
+        model.train()
+        if is_checkpointed:
+            model.enable_gradient_checkpointing()
+        run(model).float().square().mean().backward()
+        found.append({name: raw(p.grad) for name, p in lora_parameters(model).items()})
+    assert found[0] == found[1]
+
+
+@EVERY_VARIANT
+@BOTH_ORDERS
+def test_modules_keep_their_mode(settings, lora_first):
+    for is_training in (False, True):
+        model = Net().train(is_training)
+        apply_quantization(model, Family(), settings)
+        assert {module.training for module in model.modules()} == {is_training}
+
+
+# --- one layer at a time ---------------------------------------------------------------------------------------------
+
+
+def finish_all(model: nn.Module, quantizer: Quantizer, skip: str = "") -> None:
+    for name, module in list(model.named_modules()):
+        if quantizer.is_wanted(name, module) and name != skip:
+            replace_module(model, name, quantizer.finish(name, module))
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layer_by_layer_and_all_at_once_are_the_same(settings, dtype):
+    models = make_tiny(dtype), make_tiny(dtype)
+    report = apply_quantization(models[0], FLUX2, settings).report
+    quantizer = Quantizer(FLUX2, settings)
+    finish_all(models[1], quantizer)
+    assert quantizer.close(models[1]).report == report
+    assert contents(models[0]) == contents(models[1])
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_stored_is_taken_as_it_is(settings, dtype, tmp_path):
+    """finish -> store -> a file -> take: the same layer, bit for bit, and the same report but for the noise."""
+    first, second = Net(dtype), Net(dtype)
+    report = apply_quantization(first, Family(), settings).report
+    quantizer, tensors = Quantizer(Family(), settings), {}
+    rotations = {}
+    for name in TARGETS:
+        stored = quantizer.store(first.get_submodule(name))
+        assert stored.weight.dtype is settings.stored_dtype and stored.scale.dtype is torch.float32
+        assert stored.scale.shape == (stored.weight.shape[0], 1)
+        tensors |= {f"{name}.weight": stored.weight, f"{name}.scale": stored.scale}
+        rotations[name] = stored.rotation
+    assert rotations == ({"first": 64, "second": 16} if settings.rotation_of(64) else {"first": 0, "second": 0})
+    save_file(tensors, tmp_path / "model.safetensors")
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in TARGETS:
+        module = second.get_submodule(name)
+        module.weight = nn.Parameter(module.weight.to("meta"), requires_grad=False)
+        stored = Stored8(tensors[f"{name}.weight"], tensors[f"{name}.scale"], rotations[name])
+        assert quantizer.can_take(stored.weight.dtype)
+        taken = quantizer.take(name, module, stored, dtype)
+        assert quantizer.store(taken).weight.data_ptr() == stored.weight.data_ptr()
+        assert is_eight_bit(taken, settings)
+        replace_module(second, name, taken)
+    found = quantizer.close(second).report
+    assert contents(second) == contents(first)
+    assert found.groups == report.groups and found.weight_snr_db == {}
+    x, direction = random(48, 64).to(dtype), random(48, 32, seed=2).to(dtype)
+    for model in (first, second):
+        attach(model)
+        model(x).backward(direction)
+    assert torch.equal(first(x), second(x))
+    gradients = [{name: raw(p.grad) for name, p in lora_parameters(model).items()} for model in (first, second)]
+    assert gradients[0] == gradients[1]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_float8_file_with_one_scale_computes_plain_arithmetic(scheme):
+    settings = QuantizeSettings(scheme)
+    values = (random(96, 64) * 8).to(settings.stored_dtype)
+    stored = Stored8(values, torch.tensor(0.25).expand(96, 1).contiguous())
+    model = Net()
+    layer = Quantizer(Family(), settings).take("first", model.first, stored, torch.float32)
+    x, plain = random(48, 64, seed=2), values.float() * 0.25
+    # The weight is exact; only inputs are rounded, where products are in 8 bits.
+    least = 110 if not settings.is_compute else 31 if scheme == "fp8-compute" else 40
+    assert decibels(x @ plain.T + model.first.bias, layer(x)) > least
+    assert torch.equal(full_weight(layer), plain)
+    assert layer.bias is model.first.bias
+
+
+def test_a_type_or_a_rotation_the_scheme_cannot_use_is_refused():
+    rows = torch.ones(96, 1)
+    for settings in VARIANTS.values():
+        quantizer = Quantizer(Family(), settings)
+        other = torch.int8 if settings.stored_dtype is torch.float8_e4m3fn else torch.float8_e4m3fn
+        assert quantizer.can_take(settings.stored_dtype) and not quantizer.can_take(other)
+        assert not quantizer.can_take(torch.float8_e5m2) and not quantizer.can_take(torch.bfloat16)
+        rotated = Stored8(torch.zeros(96, 64, dtype=settings.stored_dtype), rows, rotation=64)
+        if settings.scheme == "int8-compute":
+            assert quantizer.take("first", Net().first, rotated, torch.float32).rotation_block == 64
+        else:
+            with pytest.raises(ValueError, match=f"first is stored rotated, which {settings.scheme} cannot"):
+                quantizer.take("first", Net().first, rotated, torch.float32)
+        with pytest.raises(AssertionError, match="first"):
+            quantizer.take("first", Net().first, Stored8(torch.zeros(96, 64, dtype=other), rows), torch.float32)
+        with pytest.raises(AssertionError, match="first"):
+            turned = Stored8(torch.zeros(64, 96, dtype=settings.stored_dtype), torch.ones(64, 1))
+            quantizer.take("first", Net().first, turned, torch.float32)
+        with pytest.raises(AssertionError, match="proj_out"):
+            quantizer.take("proj_out", Net().proj_out, Stored8(rotated.weight[:32], rows[:32]), torch.float32)
+
+
+@EVERY_VARIANT
+def test_a_bias_of_a_taken_layer_is_frozen(settings):
+    model = Net().requires_grad_(True)
+    quantizer = Quantizer(Family(), settings)
+    stored = Stored8(torch.zeros(96, 64, dtype=settings.stored_dtype), torch.ones(96, 1))
+    taken = quantizer.take("first", model.first, stored, torch.float32)
+    assert not any(parameter.requires_grad for parameter in taken.parameters())
+
+
+@EVERY_VARIANT
+def test_closing_catches_a_layer_that_was_left_out_or_is_not_8_bit(settings):
+    model, quantizer = Net(), Quantizer(Family(), settings)
+    finish_all(model, quantizer, skip="second")
+    with pytest.raises(RuntimeError, match="1 layers were never quantized, second first; load the model again"):
+        quantizer.close(model)
+    layer = quantizer.finish("second", model.second)
+    model.second = nn.Linear(96, 64, bias=False).requires_grad_(False)
+    with pytest.raises(RuntimeError, match="second should hold frozen torch.* values and holds torch.float32"):
+        quantizer.close(model)
+    model.second = layer
+    layer.weight.requires_grad_(False)
+    quantizer.close(model)
+    other = QuantizeSettings("int8" if settings.stored_dtype is torch.float8_e4m3fn else "fp8")
+    stranger = Net()
+    apply_quantization(stranger, Family(), other)
+    model.second = stranger.second
+    with pytest.raises(RuntimeError, match="second should hold frozen"):
+        quantizer.close(model)
+
+
+def test_closing_catches_a_weight_that_was_set_to_train():
+    for scheme in ("fp8", "int8", "fp8-compute"):  # torch refuses gradients of int8 itself
+        model, quantizer = Net(), Quantizer(Family(), QuantizeSettings(scheme))
+        finish_all(model, quantizer)
+        model.first.weight.requires_grad_(True)
+        with pytest.raises(RuntimeError, match="first should hold frozen .* requires_grad=True"):
+            quantizer.close(model)
+
+
+def _other_object(model: nn.Module, layer: nn.Module) -> None:
+    layer.weight = nn.Parameter(layer.weight.detach().clone())
+
+
+def _other_numbers(model: nn.Module, layer: nn.Module) -> None:
+    with torch.no_grad():
+        layer.weight.mul_(1)
+
+
+def _other_type(model: nn.Module, layer: nn.Module) -> None:
+    layer.weight.data = layer.weight.data.bfloat16()
+
+
+def _frozen(model: nn.Module, layer: nn.Module) -> None:
+    layer.weight.requires_grad_(False)
+
+
+def _gone(model: nn.Module, layer: nn.Module) -> None:
+    model.first.lora_A.clear()
+
+
+def _one_more(model: nn.Module, layer: nn.Module) -> None:
+    model.norm.lora_A = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("touch", [_other_object, _other_numbers, _other_type, _frozen, _gone, _one_more])
+@EVERY_VARIANT
+def test_a_touched_lora_is_noticed(settings, touch, monkeypatch):
+    """As torchao without a filter would touch it, here while the last layer is converted."""
+    model = Net()
+    attach(model)
+    finish = Quantizer.finish
+
+    def touching(self: Quantizer, fqn: str, module: nn.Module) -> nn.Module:
+        if fqn.startswith("second"):
+            touch(model, model.first.lora_A["default"])
+        return finish(self, fqn, module)
+
+    monkeypatch.setattr(Quantizer, "finish", touching)
+    with pytest.raises(RuntimeError, match=r"quantizing changed LoRA weights: (first|norm).*; load the model again"):
+        apply_quantization(model, Family(), settings)
+
+
+def test_a_lora_that_was_quantized_is_noticed_without_a_record_of_it():
+    model, quantizer = Net(), Quantizer(Family(), QuantizeSettings("fp8"))
+    attach(model)
+    attach(model, "off")
+    finish_all(model, quantizer)
+    quantizer.close(model)
+    quantize_(model.first.lora_A, Float8WeightOnlyConfig(set_inductor_config=False))
+    with pytest.raises(RuntimeError, match="changed LoRA weights: first.lora_A"):
+        quantizer.close(model)
+
+
+def test_a_base_that_trains_beside_lora_is_noticed():
+    model = Net()
+    attach(model)
+    model.norm.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="2 weights outside LoRA would be trained: norm"):
+        apply_quantization(model, Family(), QuantizeSettings("fp8"))
+
+
+@EVERY_VARIANT
+def test_a_frozen_lora_is_quantized_around_and_stays_frozen(settings):
+    model = make_tiny()
+    attach_tiny(model)
+    for parameter in lora_parameters(model).values():
+        parameter.requires_grad_(False)
+    apply_quantization(model, FLUX2, settings)
+    assert all(p.dtype is torch.float32 and not p.requires_grad for p in lora_parameters(model).values())
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+
+def row_loss(rows: torch.Tensor, settings: QuantizeSettings, largest: float = 127.0) -> float:
+    """Energy that rounding costs these rows, as a part of theirs. int8: step^2 / 12 a value, step = amax / largest."""
+    if settings.stored_dtype is torch.float8_e4m3fn:
+        return FLOAT8_LOSS
+    lost = (rows.abs().amax(1) / largest).square() / 12 * rows.shape[1]
+    return (lost.sum() / rows.square().sum()).item()
+
+
+def expected_noise(
+    layer: nn.Module, exact: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, settings: QuantizeSettings
+) -> dict[str, float]:
+    """dB. Weight-only: the weight's loss in all three; 8-bit products add that of the other factor."""
+    if not settings.is_compute:
+        weight = row_loss(exact, settings, largest=127.5)
+        losses = {"weight": weight, "output": weight, "grad_input": weight}
+    else:
+        turn = torch.eye(1) if layer.rotation is None else layer.rotation
+        weight = row_loss(rotate(exact, turn), settings)
+        losses = {
+            "weight": weight,
+            "output": weight + row_loss(rotate(x, turn), settings),
+            "grad_input": weight + row_loss(grad * layer.scale.view(-1), settings),
+        }
+    return {name: -10 * math.log10(loss) for name, loss in losses.items()}
+
+
+@EVERY_VARIANT
+def test_noise_of_every_layer_type_is_as_derived(settings):
+    model, plain = make_tiny(torch.float32), make_tiny(torch.float32)
+    report = apply_quantization(model, FLUX2, settings).report
+    by_class: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for name in report.groups[QUANTIZED].names:
+        layer, exact = model.get_submodule(name), plain.get_submodule(name).weight
+        x = random(64, exact.shape[1]).requires_grad_(True)
+        grad = random(64, exact.shape[0], seed=2)
+        out = layer(x) - (0 if layer.bias is None else layer.bias)
+        out.backward(grad)
+        found = {
+            "weight": decibels(exact, stored_weight(layer)),
+            "output": decibels(x.detach() @ exact.T, out.detach()),
+            "grad_input": decibels(grad @ exact, x.grad),
+        }
+        expected = expected_noise(layer, exact, x.detach(), grad, settings)
+        assert all(abs(found[kind] - expected[kind]) < TOLERANCE_DB for kind in found), (name, found, expected)
+        parts = by_class.setdefault(layer_class(name), {"exact": [], "stored": []})
+        parts["exact"].append(exact.flatten())
+        parts["stored"].append(stored_weight(layer).flatten())
+    # The report's numbers come from some rows of each layer: all of them up to 256, and within 0.3 dB beyond.
+    full = {name: decibels(torch.cat(p["exact"]), torch.cat(p["stored"])) for name, p in by_class.items()}
+    assert report.weight_snr_db.keys() == full.keys() and len(full) == 14
+    rows = {layer_class(name): model.get_submodule(name).out_features for name in report.groups[QUANTIZED].names}
+    assert max(rows.values()) > 256 > min(rows.values())
+    for name, exact in full.items():
+        assert abs(report.weight_snr_db[name] - exact) < (0.011 if rows[name] <= 256 else 0.3), (name, rows)
+
+
+@EVERY_VARIANT
+def test_noise_of_the_whole_model_is_no_worse_than_that_of_one_layer(settings):
+    """Errors of the layers are independent, and each is diluted by a residual stream that stays exact."""
+    model, exact = make_tiny(torch.float32), make_tiny(torch.float32)
+    apply_quantization(model, FLUX2, settings)
+    factors = 2 if settings.is_compute else 1
+    # int8: c, the largest of a row as a multiple of its rms, is sqrt(3) for a fresh layer's uniform weights, and at
+    # most 5 for activations of 64 to 256 values.
+    loss = FLOAT8_LOSS if settings.stored_dtype is torch.float8_e4m3fn else 5**2 / (12 * 127**2)
+    with torch.no_grad():
+        found = decibels(run(exact, torch.float32), run(model, torch.float32))
+    assert found > -10 * math.log10(factors * loss) - TOLERANCE_DB, found
+
+
+def test_rotation_saves_the_weights_of_rows_with_outliers():
+    """What the report is for: a class of weights with outliers reads worse in int8, and better rotated."""
+    found = {}
+    for rotation in (0, 64):
+        model = Net()
+        model.first.weight[:, 5] *= 100
+        report = apply_quantization(model, Family(), QuantizeSettings("int8-compute", rotation)).report
+        found[rotation] = report.weight_snr_db
+    assert found[64]["first"] > found[0]["first"] + 6
+    assert abs(found[64]["second"] - found[0]["second"]) < 6
+
+
+@pytest.mark.parametrize(
+    ("fqn", "expected"),
+    [
+        ("transformer_blocks.3.attn.to_q", "transformer_blocks.*.attn.to_q"),
+        ("transformer_blocks.13.attn.to_q.base_layer", "transformer_blocks.*.attn.to_q"),
+        ("blocks.0.attn1.to_out.0", "blocks.*.attn1.to_out.*"),
+        ("proj", "proj"),
+    ],
+)
+def test_layers_alike_share_a_class(fqn, expected):
+    assert layer_class(fqn) == expected
+
+
+@EVERY_VARIANT
+def test_weights_that_round_to_themselves_have_no_noise_to_report(settings):
+    model = Net()
+    model.first.weight.data.fill_(0)
+    assert "first" not in apply_quantization(model, Family(), settings).report.weight_snr_db
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@EVERY_VARIANT
+def test_the_report_accounts_for_every_layer_and_byte(settings):
+    model = make_tiny()
+    attach_tiny(model, use_dora=True)
+    expected_before = num_bytes(model)
+    report = apply_quantization(model, FLUX2, settings).report
+    groups = report.groups
+    assert list(groups) == [QUANTIZED, LORA, KEPT, NOT_LINEAR]
+    assert report.bytes_before == expected_before and report.bytes_after == num_bytes(model)
+    assert all(is_eight_bit(model.get_submodule(name), settings) for name in groups[QUANTIZED].names)
+    quantized = [model.get_submodule(name) for name in groups[QUANTIZED].names]
+    per_row = {"int8": 5}.get(settings.scheme, 4)  # a float32 scale, and the zero points of torchao's int8
+    rotations = [64 * 64 * 4 if settings.rotation_of(layer.in_features) else 0 for layer in quantized]
+    expected = sum(q.in_features * q.out_features + per_row * q.out_features for q in quantized) + sum(rotations)
+    assert groups[QUANTIZED].bytes_after == expected
+    assert groups[QUANTIZED].bytes_before == sum(2 * layer.in_features * layer.out_features for layer in quantized)
+    assert all(groups[r].bytes_before == groups[r].bytes_after for r in (LORA, KEPT, NOT_LINEAR))
+    assert "transformer_blocks.0.attn.to_q.base_layer" in groups[QUANTIZED].names
+    assert {"norm_out.linear", "proj_out", "x_embedder"} <= set(groups[KEPT].names)
+    assert all(is_lora_name(name) for name in groups[LORA].names) and len(groups[LORA].names) == 28 * 3
+    assert report.num_quantized == 28
+    assert f"28 linears to {settings.scheme}, " in report.summary() and "84 LoRA" in report.summary()
+
+
+ROTATED = [QuantizeSettings("int8-compute", rotation) for rotation in (16, 256)]
+
+
+@pytest.mark.parametrize("settings", [*VARIANTS.values(), *ROTATED], **BY_NAME)
+@EVERY_FAMILY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_planned_bytes_are_those_of_the_quantized_model(settings, name, dtype):
+    family, model = FAMILIES[name], make_tiny(dtype, name)
+    blocks = block_names(model, family)
+    with torch.device("meta"):
+        blueprint = type(model).from_config(model.config)  # as planning has it
+    planned, home = stored_bytes(blueprint, family, blocks, dtype.itemsize, settings)
+    report = apply_quantization(model, family, settings).report
+    found = [num_bytes(model.get_submodule(block)) for block in blocks]
+    assert planned == found
+    assert home == num_bytes(model) - sum(found)
+    assert sum(planned) + home == report.bytes_after
+
+
+@EVERY_VARIANT
+def test_flux2_at_its_real_size_takes_half(settings):
+    """Half, and half of the 2.5 % outside the blocks, which stay in bfloat16; scales and rotations are below 0.1 %."""
+    import diffusers
+
+    variant = FLUX2.variants[0]
+    with torch.device("meta"):
+        model = getattr(diffusers, FLUX2.transformer_class)(**variant.transformer_config)
+    full = 2 * sum(parameter.numel() for parameter in model.parameters())
+    assert full > 60e9
+    blocks, home = stored_bytes(model, FLUX2, block_names(model, FLUX2), 2, settings)
+    assert len(blocks) == 56
+    assert 1.024 < (sum(blocks) + home) / (full / 2) < 1.03
+
+
+# --- who is refused --------------------------------------------------------------------------------------------------
+
+
+def test_kept_layers_are_kept_under_a_wrapper_too():
+    model = make_tiny()
+    model.add_adapter(LoraConfig(r=2, target_modules=["proj_out", "x_embedder"]))
+    report = apply_quantization(model, FLUX2, QuantizeSettings("fp8")).report
+    assert {"proj_out.base_layer", "x_embedder.base_layer"} <= set(report.groups[KEPT].names)
+    assert model.proj_out.base_layer.weight.dtype is torch.bfloat16
+
+
+@EVERY_VARIANT
+def test_removal_is_refused_with_a_way_out(settings):
+    handle = apply_quantization(Net(), Family(), settings)
+    assert isinstance(handle, QuantizeHandle)
+    with pytest.raises(RuntimeError, match=rf'undo {settings.scheme} on 2 layers.*again with quantize = "none"'):
+        handle.remove()
+
+
+@pytest.mark.parametrize("again", SCHEMES)
+@EVERY_VARIANT
+def test_a_second_quantization_is_refused(settings, again):
+    model = Net()
+    apply_quantization(model, Family(), settings)
+    held = contents(model)
+    kind = {"fp8": "Float8Tensor", "int8": "Int8Tensor"}.get(settings.scheme, str(settings.stored_dtype))
+    with pytest.raises(ValueError, match=rf"{again} was asked for, but 2 weights .*quantized already .*{kind}\)"):
+        apply_quantization(model, Family(), QuantizeSettings(again))
+    assert contents(model) == held
+
+
+def test_a_float8_checkpoint_is_refused():
+    model = Net()
+    model.second.weight = nn.Parameter(model.second.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ValueError, match=r"second.weight: torch.float8_e4m3fn\); .*load a bfloat16 checkpoint"):
+        apply_quantization(model, Family(), QuantizeSettings("fp8"))
+
+
+@EVERY_VARIANT
+def test_a_family_that_keeps_everything_is_refused(settings):
+    with pytest.raises(ValueError, match=r"Net keeps every linear of this Net in full precision"):
+        apply_quantization(Net(), Family(keep_full_precision=("*",)), settings)
+
+
+@EVERY_VARIANT
+def test_damaged_weights_are_refused(settings):
+    model = Net()
+    model.second.weight[3, 3] = torch.nan
+    with pytest.raises(ValueError, match="1 of 64 rows of a weight hold infinities or NaN"):
+        apply_quantization(model, Family(), settings)
+
+
+def test_unknown_settings_are_refused():
+    with pytest.raises(ValueError, match="no scheme 'fp4'; the schemes are fp8, int8, fp8-compute, int8-compute"):
+        QuantizeSettings("fp4")
+    with pytest.raises(ValueError, match=r"rotation 32 was asked for; use one of \[0, 16, 64, 256\]"):
+        QuantizeSettings("int8-compute", rotation=32)
+
+
+def test_a_layer_takes_the_widest_rotation_that_fits():
+    cases = {(256, 6144): 256, (64, 6144): 64, (64, 96): 16, (256, 80): 16, (16, 6144): 16, (64, 40): 0, (0, 6144): 0}
+    for (rotation, width), expected in cases.items():
+        assert QuantizeSettings("int8-compute", rotation).rotation_of(width) == expected
+        assert all(QuantizeSettings(s, rotation).rotation_of(width) == 0 for s in SCHEMES if s != "int8-compute")
+
+
+@pytest.fixture
+def cards_of(monkeypatch):
+    """cuda:k has the k-th compute capability."""
+
+    def pretend(*capabilities: tuple[int, int]) -> list[torch.device]:
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+        return [torch.device("cuda", index) for index in range(len(capabilities))]
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "scheme", "expected"),
+    [
+        ([(8, 9)], "fp8-compute", ""),
+        ([(8, 6), (7, 5)], "int8-compute", ""),
+        ([(9, 0), (12, 0)], "fp8-compute", ""),
+        ([(7, 0)], "fp8", ""),
+        ([(7, 0)], "int8", ""),
+        ([(8, 6)], "fp8-compute", "compute capability 8.9 and the card has 8.6 (cuda:0); use int8-compute instead"),
+        ([(8, 6), (8, 9)], "fp8-compute", "capability 8.9 and the card has 8.6 (cuda:0); use int8-compute instead"),
+        ([(8, 9), (8, 6)], "fp8-compute", "capability 8.9 and the card has 8.6 (cuda:1); use int8-compute instead"),
+        ([(8, 6), (8, 9)], "int8-compute", ""),
+        ([(8, 6), (7, 0)], "fp8-compute", "(cuda:0); use fp8, which only stores in 8 bits, instead"),
+        ([(8, 9), (7, 0)], "fp8-compute", "(cuda:1); use fp8, which only stores in 8 bits, instead"),
+        ([(7, 0), (8, 9)], "int8-compute", "capability 7.5 and the card has 7.0 (cuda:0); use fp8, which only stores"),
+    ],
+)  # fmt: skip
+def test_what_cards_cannot_do_is_refused_with_what_all_of_them_can(capabilities, scheme, expected, cards_of):
+    found = refusal(QuantizeSettings(scheme), cards_of(*capabilities))
+    if not expected:
+        assert found == ""
+    else:
+        assert found.startswith(f"{scheme} was asked for, but ") and expected in found
+
+
+def test_the_cpu_and_unknown_devices_are_answered():
+    assert all(refusal(QuantizeSettings(s), [torch.device("cpu")]) == "" for s in SCHEMES)
+    assert "mps has no 8-bit products" in refusal(QuantizeSettings("int8-compute"), [torch.device("mps")])
+    assert "use int8, which only stores" in refusal(QuantizeSettings("int8-compute"), [torch.device("mps")])
+
+
+def test_packages_a_scheme_needs_are_asked_for_before_anything_happens(monkeypatch):
+    def versions(**found: str | None) -> Callable[[str], str]:
+        def answer(package: str) -> str:
+            if found.get(package) is None:
+                raise quantize.PackageNotFoundError(package)
+            return found[package]
+
+        return answer
+
+    for module in (quantize, weight_only):
+        monkeypatch.setattr(module, "version", versions(peft="0.18.1", torchao=None))
+    for scheme in ("fp8", "int8"):
+        model = Net()
+        with pytest.raises(RuntimeError, match="need torchao 0.16 or newer, and none is installed"):
+            apply_quantization(model, Family(), QuantizeSettings(scheme))
+        assert model.first.weight.dtype is torch.float32
+    with pytest.raises(RuntimeError, match="fp8-compute needs peft 0.19 or newer and found 0.18.1.*use int8-compute"):
+        Quantizer(Family(), QuantizeSettings("fp8-compute"))
+    check_packages(QuantizeSettings("int8-compute"))
+    for module in (quantize, weight_only):
+        monkeypatch.setattr(module, "version", versions(peft=None, torchao="0.13.0"))
+    for scheme in ("fp8", "int8"):
+        with pytest.raises(RuntimeError, match="need torchao 0.16 or newer and found 0.13.0"):
+            check_packages(QuantizeSettings(scheme))
+    for scheme in ("fp8-compute", "int8-compute"):
+        check_packages(QuantizeSettings(scheme))
+    for module in (quantize, weight_only):
+        monkeypatch.setattr(module, "version", versions(peft="0.19.0", torchao="0.16.0"))
+    for scheme in SCHEMES:
+        check_packages(QuantizeSettings(scheme))
+
+
+def test_computing_needs_no_torchao(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    for scheme in ("fp8-compute", "int8-compute"):
+        assert apply_quantization(Net(), Family(), QuantizeSettings(scheme)).report.num_quantized == 2
+
+
+@EVERY_VARIANT
+def test_the_full_weight_is_the_one_computed_with(settings):
+    for dtype, least in ((torch.float32, 110), (torch.bfloat16, 50)):  # bfloat16: 56 dB a rounding, two when rotated
+        model = Net(dtype)
+        assert full_weight(model.first) is model.first.weight
+        apply_quantization(model, Family(), settings)
+        found = full_weight(model.first)
+        assert found.dtype is dtype and decibels(stored_weight(model.first), found) > least
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-compute"])
+def test_a_stored_weight_with_nan_is_refused(scheme):
+    quantizer = Quantizer(Family(), QuantizeSettings(scheme))
+    values = torch.zeros(32, 64).to(torch.float8_e4m3fn)
+    values.view(torch.uint8)[31, 5] = 0xFF
+    linear = nn.Linear(64, 32, bias=False)
+    with pytest.raises(ValueError, match=r"the weight of blocks.0 holds NaN; the checkpoint is damaged"):
+        quantizer.take("blocks.0", linear, Stored8(values, torch.ones(32, 1)), torch.bfloat16)

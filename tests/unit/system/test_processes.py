@@ -1,0 +1,238 @@
+"""Processes are stopped with everything they started, and only processes.py starts any."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from devicebridge.system import processes, windows_job
+
+ROOT = Path(__file__).resolve().parents[3]
+PARENT = """
+import pathlib, signal, subprocess, sys, time
+if sys.argv[2] == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+time.sleep(60)
+"""
+
+
+STARTER = """
+import pathlib, runpy, sys, threading, time
+runpy.run_path(sys.argv[1])["load_pack"]()
+from devicebridge import processes
+def start():
+    processes.start(sys.argv[3:], orphan_timeout_s=float(sys.argv[2]))
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+print("started", flush=True)
+time.sleep(60)
+"""
+SAVER = """
+import pathlib, signal, sys, time
+def save(number, frame):
+    time.sleep(0.3)
+    pathlib.Path(sys.argv[2]).write_text("saved")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(sys.argv[1]).write_text("1")
+time.sleep(60)
+"""
+
+
+def _start_and_be_killed(number: int, timeout_s: float, *command: str, ready: Path) -> int:
+    """A process of ours starts the command in a thread that ends, and gets the signal; returns what is in ready."""
+    arguments = [sys.executable, "-c", STARTER, str(ROOT / "bootstrap.py"), str(timeout_s), *command]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as starter:
+        assert starter.stdout is not None and starter.stdout.readline() == "started\n"
+        answer = _wait_for(ready)
+        starter.send_signal(number)
+        assert starter.wait(timeout=10) == -number
+    return answer
+
+
+def _is_over(pid: int) -> bool:
+    """Whether the process is gone, or a zombie that only waits to be collected."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def _wait_for(path: Path) -> int:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        if path.exists() and path.read_text():
+            return int(path.read_text())
+        time.sleep(0.05)
+    raise AssertionError("the process did not start")
+
+
+def _ends(pid: int) -> bool:
+    """Whether the process is over within some seconds."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        if _is_over(pid):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.skipif(os.name == "nt", reason="process groups are POSIX")
+@pytest.mark.parametrize("manner", ["obedient", "stubborn"])
+def test_leaving_the_block_ends_the_process_and_its_children(tmp_path: Path, manner: str) -> None:
+    pid_file = tmp_path / "pid"
+    command = [sys.executable, "-c", PARENT, str(pid_file), manner]
+    with pytest.raises(KeyboardInterrupt), processes.start(command, stop_timeout_s=0.5) as process:
+        child = _wait_for(pid_file)
+        left = time.monotonic()
+        raise KeyboardInterrupt
+    assert time.monotonic() - left < 20, "it ended by itself"
+    assert process.exit_code is not None
+    assert _ends(child)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
+def test_a_process_is_asked_before_it_is_ended(tmp_path: Path) -> None:
+    ready, saved = tmp_path / "ready", tmp_path / "saved"
+    with processes.start([sys.executable, "-c", SAVER, str(ready), str(saved)]) as process:
+        _wait_for(ready)
+    assert saved.read_text() == "saved"
+    assert process.exit_code == 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
+@pytest.mark.parametrize("manner", ["obedient", "stubborn"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGSEGV])
+def test_a_process_and_its_children_end_with_us_however_we_end(tmp_path: Path, number: int, manner: str) -> None:
+    pid_file = tmp_path / "pid"
+    command = [sys.executable, "-c", PARENT, str(pid_file), manner]
+    assert _ends(_start_and_be_killed(number, 0.5, *command, ready=pid_file))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
+def test_a_process_whose_starter_was_killed_has_time_to_save(tmp_path: Path) -> None:
+    ready, saved = tmp_path / "ready", tmp_path / "saved"
+    _start_and_be_killed(signal.SIGKILL, 20.0, sys.executable, "-c", SAVER, str(ready), str(saved), ready=ready)
+    end = time.monotonic() + 10
+    while not saved.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert saved.read_text() == "saved"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
+def test_a_process_stopped_leaves_no_file_descriptor_and_no_guard(tmp_path: Path) -> None:
+    def open_files() -> set[str]:
+        return {name for name in os.listdir("/dev/fd") if os.path.exists(f"/dev/fd/{name}")}
+
+    before = open_files()
+    with processes.start([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        guard = process._process.pid
+    with pytest.raises(FileNotFoundError, match="/no/such/program"):
+        processes.start(["/no/such/program"])
+    assert open_files() == before
+    assert _is_over(guard) and process.exit_code == -signal.SIGTERM
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX")
+def test_nohup_stays_in_force_and_other_signals_are_as_usual() -> None:
+    code = "import signal; print(*(signal.getsignal(n) == signal.SIG_IGN for n in (signal.SIGHUP, signal.SIGTERM)))"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert processes.run([sys.executable, "-c", code], timeout_s=30) == processes.Finished(0, "True False\n")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert processes.run([sys.executable, "-c", code], timeout_s=30) == processes.Finished(0, "False False\n")
+
+
+def test_the_job_object_ends_its_processes_with_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of Windows, on any system; the sizes and numbers are those of its headers on 64 bits."""
+    calls: list[tuple[object, ...]] = []
+
+    class Function:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __call__(self, *arguments: object) -> int:
+            calls.append((self.name, *arguments))
+            return 77
+
+    names = ("CreateJobObjectW", "SetInformationJobObject", "AssignProcessToJobObject", "CloseHandle")
+    kernel = SimpleNamespace(**{name: Function(name) for name in names})
+    monkeypatch.setattr(ctypes, "WinDLL", lambda name, use_last_error: kernel, raising=False)
+    windows_job.end_with_us(5)()
+    assert [call[0] for call in calls] == list(names)
+    _, job, kind, limits, size = calls[1]
+    assert (job, kind, size) == (77, 9, 144) and limits._obj.basic.flags == 0x2000  # type: ignore[attr-defined]
+    assert windows_job._BasicLimits.flags.offset == 16
+    assert calls[2:] == [("AssignProcessToJobObject", 77, 5), ("CloseHandle", 77)]
+
+
+def test_an_interrupt_while_waiting_for_the_end_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+    )
+    with processes.start([sys.executable, "-c", code], stop_timeout_s=0.2) as process:
+        assert process._process.stdout is not None and process._process.stdout.readline() == "ready\n"
+
+        def interrupted(timeout_s: float) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(process, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            process.stop()
+        assert process._process.wait(timeout=10) != 0
+
+
+def test_lines_and_exit_code_come_back() -> None:
+    lines: list[str] = []
+    code = "import os; print('one'); print(os.environ['WORD']); raise SystemExit(3)"
+    with processes.start([sys.executable, "-c", code], environment={"WORD": "two"}) as process:
+        assert process.each_line(lines.append) == 3
+    assert lines == ["one", "two"]
+
+
+def test_a_short_program_is_run() -> None:
+    finished = processes.run([sys.executable, "-c", "print('out'); raise SystemExit(2)"], timeout_s=30)
+    assert finished == processes.Finished(2, "out\n")
+    assert processes.run(["/no/such/program"], timeout_s=1) is None
+    assert processes.run([sys.executable, "-c", "import time; time.sleep(30)"], timeout_s=0.2) is None
+
+
+def _shipped_files() -> list[Path]:
+    left_out = {"tests", "benchmarks", "scripts", "docs", "examples", "build", "dist"}
+    files = (path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+    return [path for path in files if path.parts[0] not in left_out and not path.parts[0].startswith(".")]
+
+
+def test_only_processes_py_starts_processes_and_never_through_a_shell() -> None:
+    """The registry's scanner looks at every file that does; one small file is soon read."""
+    guilty = [path.as_posix() for path in _shipped_files() if _starts_processes(path)]
+    assert guilty == ["processes.py"]
+    assert "shell=" not in (ROOT / "processes.py").read_text(encoding="utf-8")
+
+
+def _starts_processes(path: Path) -> bool:
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import) and {alias.name for alias in node.names} & {"subprocess", "multiprocessing"}:
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module in {"subprocess", "multiprocessing"}:
+            return True
+        if isinstance(node, ast.Attribute) and re.fullmatch(
+            r"os\.(system|popen|fork|exec|spawn|posix_spawn)\w*", ast.unparse(node)
+        ):
+            return True
+    return False

@@ -1,0 +1,549 @@
+"""Compiled blocks must give the gradients of uncompiled ones, or the run goes on uncompiled."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+
+import pytest
+import torch
+from devicebridge import assembly
+from devicebridge.jobs.job import run_job
+from devicebridge.parallel.devices import random_states
+from devicebridge.patches.compile_blocks import CompiledBlocks
+from devicebridge.patches.lora_linear import apply_fused_lora
+from devicebridge.quantization.eight_bit import FrozenLinear8
+from devicebridge.quantization.quantize import replace_module
+from devicebridge.tests.emulated import emulated_cards
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
+from devicebridge.training import gradient_check, loop
+from devicebridge.training.gradient_check import _sample, _with_short_streams, compare_forwards
+from diffusers.models.transformers.transformer_flux2 import Flux2TransformerBlock
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SCHEDULES = ("none", "1f1b", "replicas")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One model, dataset and cache for all jobs here."""
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture
+def job_of(shared, tmp_path):
+    """A job over them, its run in the test's own folder."""
+
+    def make(folder, schedule, *, compile="auto", dropout=0.0):
+        return make_tiny_job(
+            shared,
+            "flux2",
+            split={"devices": ["lazy:0", "lazy:1"]},
+            cache={"folder": encoded_before(tmp_path), "vae_device": "cpu"},
+            lora={"dropout": dropout},
+            train={"steps": 2, "batch_size": 1, "accumulation": 3, "seed": 3, "compile": compile},
+            pipeline={"schedule": schedule},
+            output={"folder": str(tmp_path / folder), "save_every_steps": 0},
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain_runs():
+    """Runs that compile nothing, by schedule."""
+    return {}
+
+
+@pytest.fixture
+def plain(job_of, plain_runs):
+    def run(schedule):
+        if schedule not in plain_runs:
+            plain_runs[schedule] = _run(job_of("plain", schedule, compile="off"))
+        return plain_runs[schedule]
+
+    return run
+
+
+def _run(job, **arguments):
+    with emulated_cards():
+        return run_job(job, **arguments)
+
+
+def _run_one_step(job):
+    seen = []
+    stopped = _run(job, on_event=seen.append, should_stop=lambda: any(event.kind == "step" for event in seen))
+    assert stopped.step == 1
+
+
+def _instead_of_torch(monkeypatch, wrap, only=lambda index: True):
+    """Blocks with wrap(their forward), in place of compiled ones; returns the handles."""
+    handles = []
+
+    def compile_blocks(model, family, devices, num_shapes):
+        blocks = [block for each in family.block_lists for block in model.get_submodule(each.name)]
+        blocks = [block for index, block in enumerate(blocks) if only(index)]
+        for block in blocks:
+            block.forward = wrap(block.forward)
+        handles.append(CompiledBlocks(blocks, ExitStack()))
+        return handles[-1]
+
+    monkeypatch.setattr(assembly, "compile_if_possible", compile_blocks)
+    return handles
+
+
+def _then(change):
+    """A wrapper that changes a forward's output."""
+    return lambda forward: lambda *arguments, **named: change(forward(*arguments, **named))
+
+
+def _as_it_is(forward):
+    return lambda *arguments, **named: forward(*arguments, **named)
+
+
+def _check_same(found, expected):
+    """Up to what files say of the settings they were made with."""
+    assert found.losses == expected.losses and found.eval_after == expected.eval_after
+    file, other = map(load_file, (found.lora_path, expected.lora_path))
+    assert list(file) == list(other) and all(torch.equal(file[name], other[name]) for name in other)
+
+
+@_then
+def _without_gradient(output):
+    if isinstance(output, tuple):
+        return tuple(each.detach() + 0 * each for each in output)
+    return output.detach() + 0 * output
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_right_ones_stay_and_the_comparison_leaves_no_trace(job_of, plain, monkeypatch, caplog, schedule):
+    """Losses, files and the order of the data are those of a run that compares nothing."""
+    expected = plain(schedule)
+    calls = []
+    handles = _instead_of_torch(monkeypatch, _then(lambda output: calls.append(output) or output))
+    caplog.set_level(logging.INFO, "devicebridge")
+    found = _run(job_of("compared", schedule))
+    assert calls and len(handles) == (2 if schedule == "replicas" else 1)
+    assert "off by 0, rounding explains" in caplog.text
+    _check_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "only"),
+    [*((schedule, lambda index: True) for schedule in SCHEDULES), ("none", lambda index: index == 1)],
+    ids=[*SCHEDULES, "one block"],
+)
+def test_wrong_ones_are_given_up(job_of, plain, monkeypatch, caplog, schedule, only):
+    """The run is the one without compiling, bit for bit; a gradient that one block loses is enough."""
+    expected = plain(schedule)
+    _instead_of_torch(monkeypatch, _without_gradient, only)
+    found = _run(job_of("given up", schedule))
+    assert "blocks are no longer compiled: as torch" in caplog.text and "rounding explains" in caplog.text
+    _check_same(found, expected)
+
+
+def test_a_resumed_run_compares_again(job_of, monkeypatch, caplog):
+    _instead_of_torch(monkeypatch, _as_it_is)
+    job = job_of("run", "1f1b")
+    _run_one_step(job)
+    _instead_of_torch(monkeypatch, _without_gradient)
+    assert _run(job, resume=True).step == 2
+    assert "blocks are no longer compiled" in caplog.text
+
+
+def test_dropout_and_too_little_memory_are_said(job_of, monkeypatch, caplog):
+    handles = _instead_of_torch(monkeypatch, _as_it_is)
+    _run(job_of("dropout", "none", dropout=0.3))
+    assert "not compared with uncompiled ones: dropout" in caplog.text
+
+    def full(*arguments):
+        raise torch.cuda.OutOfMemoryError("as if the card were full")
+
+    monkeypatch.setattr(gradient_check, "compare_forwards", full)
+    _run(job_of("full", "none"))
+    assert "not all compiled blocks are compared with uncompiled ones: both together need more memory" in caplog.text
+    assert "no longer compiled" not in caplog.text and len(handles) == 2
+
+
+def test_blocks_that_fail_uncompiled_are_not_the_compilers_fault(job_of, monkeypatch, caplog):
+    handles = _instead_of_torch(monkeypatch, _as_it_is)
+    failing = []
+
+    def fail(block, *arguments, **named):
+        if not failing:
+            failing.append(block)
+            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+        return own(block, *arguments, **named)
+
+    own = Flux2TransformerBlock.forward
+    job = job_of("run", "1f1b")
+    monkeypatch.setattr(Flux2TransformerBlock, "forward", fail)
+    assert _run(job).step == 2 and handles and failing
+    assert (
+        "not all compiled blocks are compared with uncompiled ones: uncompiled transformer_blocks.0 fails"
+        in caplog.text
+    )
+    assert "no longer compiled" not in caplog.text
+
+
+def test_data_that_cannot_be_read_is_not_the_compilers_fault(job_of, monkeypatch, caplog):
+    """Also that of the second copy's first micro-batch."""
+    _instead_of_torch(monkeypatch, _as_it_is)
+    load, loaded = loop.CachedSamples.load, []
+
+    def fail(samples, *arguments):
+        loaded.append(arguments)
+        if len(loaded) == 2:
+            raise OSError("the entry is gone")
+        return load(samples, *arguments)
+
+    job = job_of("run", "replicas")
+    monkeypatch.setattr(loop.CachedSamples, "load", fail)
+    with pytest.raises(RuntimeError, match="the entry is gone"):
+        _run(job)
+    assert "no longer compiled" not in caplog.text
+
+
+def test_a_compiler_that_fails_is_given_up(job_of, plain, monkeypatch, caplog):
+    def fail(output):
+        raise AssertionError("a compiler's own mistake\nand where it happened")
+
+    expected = plain("1f1b")
+    _instead_of_torch(monkeypatch, _then(fail))
+    _check_same(_run(job_of("given up", "1f1b")), expected)
+    assert "fails: a compiler's own mistake" in caplog.text and "where it happened" not in caplog.text
+
+
+def test_a_full_card_ends_the_run_where_it_is_compiled(job_of, monkeypatch):
+    def fail(output):
+        raise torch.cuda.OutOfMemoryError("as if the card were full")
+
+    _instead_of_torch(monkeypatch, _then(fail))
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        _run(job_of("full", "none"))
+
+
+def test_a_fault_on_the_second_card_alone_is_found(job_of, monkeypatch, caplog):
+    """Whose gradients would be a part of the sum only."""
+    handles = _instead_of_torch(monkeypatch, _without_gradient, only=lambda index: len(handles) == 1)
+    _run(job_of("given up", "replicas"))
+    assert len(handles) == 2 and "blocks are no longer compiled" in caplog.text
+
+
+@pytest.mark.parametrize(("is_resumed", "is_one"), [(False, False), (True, False), (True, True)])
+def test_gradients_lost_inside_of_blocks_are_found(job_of, monkeypatch, caplog, is_resumed, is_one):
+    """As torch 2.11 loses them in base layers: what goes around the layers still has a gradient. A single layer of the
+    model is enough."""
+    blocks = []
+
+    def losing(forward):
+        layers = [m.base_layer for m in forward.__self__.modules() if hasattr(m, "base_layer")]
+        blocks.append(layers)
+        if is_one:  # not of the first block, whose inputs need no gradient
+            layers = layers[-1:] if len(blocks) == 2 else []
+
+        def run(*arguments, **named):
+            hooks = [each.register_forward_pre_hook(lambda module, inputs: (inputs[0].detach(),)) for each in layers]
+            try:
+                return forward(*arguments, **named)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+        return run
+
+    job = job_of("run", "none")
+    if is_resumed:
+        _run_one_step(job)
+    _instead_of_torch(monkeypatch, losing)
+    _run(job, resume=is_resumed)
+    assert all(blocks)
+    assert "blocks are no longer compiled" in caplog.text
+
+
+def test_states_are_put_back_and_a_finished_run_compares_nothing(job_of, monkeypatch):
+    """Also where somebody interrupts."""
+    seen = []
+    plain = loop.Trainer.compare_compiled
+
+    def watched(trainer):
+        before = trainer.order.state_dict(), random_states(trainer.devices)
+        compiled = [vars(block)["forward"] for each in trainer.compiled for block in each._blocks]
+        assert compiled
+        try:
+            return plain(trainer)
+        finally:
+            after = trainer.order.state_dict(), random_states(trainer.devices)
+            assert after[0] == before[0] and all(
+                torch.equal(after[1][name], value) for name, value in before[1].items()
+            )
+            assert all(parameter.grad is None for parameter in trainer.lora.parameters().values())
+            forwards = [vars(block)["forward"] for each in trainer.compiled for block in each._blocks]
+            seen.append(all(now is then for now, then in zip(forwards, compiled, strict=True)))
+
+    def draw(output):
+        torch.rand(1)
+        return output
+
+    monkeypatch.setattr(loop.Trainer, "compare_compiled", watched)
+    _instead_of_torch(monkeypatch, _then(draw))
+    job = job_of("run", "none")
+    assert _run(job).step == 2 and len(seen) == 1 and seen[0]
+    assert _run(job, resume=True).step == 2 and len(seen) == 1
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gradient_check, "compare_forwards", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _run(job_of("interrupted", "none"))
+    assert len(seen) == 2 and seen[1]
+
+
+class Block(nn.Module):
+    """Two layers with a norm between, in the type of the weights, as a block with a LoRA on the first."""
+
+    def __init__(self, dtype=torch.float32, width=64):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.down = nn.Parameter(0.1 * torch.randn(width, 4, generator=generator).to(dtype))
+        self.first, self.second = nn.Linear(width, width, dtype=dtype), nn.Linear(width, width, dtype=dtype)
+        for layer in (self.first, self.second):
+            layer.requires_grad_(False).weight.copy_(torch.randn(width, width, generator=generator) / width**0.5)
+
+    def forward(self, x, rest=()):
+        return self.steps(x, lambda layer, value: layer(value))
+
+    def steps(self, x, call):
+        down = self.down.to(x.dtype)
+        value = call(self.first, x) + x @ down @ down.t()
+        return x + call(self.second, F.gelu(F.layer_norm(value, value.shape[-1:])))
+
+
+def _input():
+    return torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def _wide(layer, value):
+    return F.linear(value, layer.weight.float(), layer.bias.float())
+
+
+def _compare(block, compiled, *, dtype=torch.float32):
+    x = _input().to(dtype).requires_grad_()
+    trained = {name: each for name, each in block.named_parameters() if each.requires_grad}
+    comparison = compare_forwards(compiled, block, ((x, (torch.ones(2), None)), {}), trained)
+    assert x.grad is None and block.down.grad is None
+    return comparison
+
+
+def test_the_same_is_no_fault():
+    block = Block()
+    assert _compare(block, block).difference == 0
+
+
+def test_other_rounding_is_no_fault():
+    """bfloat16 as one who rounds after every operation, and as one who computes in float32 and rounds at the end."""
+    block = Block(torch.bfloat16)
+
+    def fused(x, rest):
+        return block.steps(x.float(), _wide).to(x.dtype)
+
+    comparison = _compare(block, fused, dtype=torch.bfloat16)
+    assert 0 < comparison.difference < 0.02 and comparison.excess < 0.3
+
+
+@pytest.mark.parametrize("scheme", ["fp8-compute", "int8-compute"])
+def test_other_rounding_to_8_bits_is_no_fault(scheme):
+    """A last bit of bfloat16 decides to which side a value is rounded; of another layer it is a fault."""
+    block = Block(torch.bfloat16)
+    block.first, block.second = (FrozenLinear8.from_linear(each, scheme) for each in (block.first, block.second))
+
+    def fused(x, rest, by=1.0):
+        return block.steps(x.float(), lambda layer, value: layer(value) * by).to(x.dtype)
+
+    comparison = _compare(block, fused, dtype=torch.bfloat16)
+    assert comparison.difference > 0 and comparison.excess < 0.5
+    assert _compare(block, lambda x, rest: fused(x, rest, 1.25), dtype=torch.bfloat16).excess > 1
+
+
+def _lost(layer, value):
+    return layer(value.detach())
+
+
+def _wrong_sign(layer, value):
+    return layer(value.detach()) - (layer(value) - layer(value).detach())
+
+
+def _off_by_a_tenth(layer, value):
+    return layer(value) + 0.1 * (layer(value) - layer(value).detach())
+
+
+@pytest.mark.parametrize("fault", [_lost, _wrong_sign, _off_by_a_tenth])
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_what_one_layer_of_a_block_does_to_a_gradient_is_found(fault, name):
+    """While every output is right."""
+    block = Block()
+    compiled = lambda x, rest: block.steps(  # noqa: E731
+        x, lambda layer, value: fault(layer, value) if layer is getattr(block, name) else layer(value)
+    )
+    comparison = _compare(block, compiled)
+    assert comparison.excess > 1 and "the gradient of" in str(comparison)
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8-compute", "int8-compute"])
+@pytest.mark.parametrize("name", ["attn.to_q", "attn.add_k_proj", "ff.linear_in", "attn.to_out.0"])
+def test_a_layer_of_a_real_block_that_loses_its_gradient_is_found(name, scheme):
+    """However long the hidden states are: the norm that a block begins with makes the gradient from behind it as many
+    times shorter than what passes by."""
+    block = _real_block(scheme)
+    layer = block.get_submodule(name)
+    trained = {name: each for name, each in block.named_parameters() if each.requires_grad}
+
+    def lost(*arguments):
+        with layer.base_layer.register_forward_pre_hook(lambda module, inputs: (inputs[0].detach(),)):
+            return block(*arguments)
+
+    for rms in (1, 30, 300):
+        arguments = _real_arguments(rms), {}
+        assert compare_forwards(block, block, arguments, trained).excess == 0
+        comparison = compare_forwards(lost, block, arguments, trained)
+        assert comparison.excess > 1 and "the gradient of" in comparison.name
+
+
+def test_a_half_of_a_fresh_lora_that_loses_its_gradient_is_found():
+    """The other half is zero, and so are its gradients, lost or not; afterwards it is zero again."""
+    block = _real_block(None)
+    layer = block.get_submodule("attn.to_q")
+    with torch.no_grad():
+        for name, parameter in block.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    trained = {name: each for name, each in block.named_parameters() if each.requires_grad}
+    before = {name: each.detach().clone() for name, each in trained.items()}
+
+    def forward(*arguments):
+        with layer.lora_A["default"].register_forward_hook(lambda module, inputs, output: output):
+            return block(*arguments)
+
+    def lost(*arguments):
+        with layer.lora_A["default"].register_forward_hook(lambda module, inputs, output: output.detach()):
+            return block(*arguments)
+
+    assert compare_forwards(forward, block, (_real_arguments(1), {}), trained).excess < 1
+    assert compare_forwards(lost, block, (_real_arguments(1), {}), trained).excess > 1
+    assert all(torch.equal(each, before[name]) for name, each in trained.items())
+
+
+def test_streams_that_are_parts_of_wider_tensors_keep_their_layout():
+    """As FLUX.1's single blocks get theirs."""
+    whole = 30 * torch.randn(2, 24, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    part = whole[:, 8:].requires_grad_()
+    (found, other, same), _ = _with_short_streams(((part, whole[:, :16], part.detach()), {}), [part.shape] * 2)
+    assert found.stride() == part.stride() and found.requires_grad and not found.is_contiguous()
+    assert found.float().square().mean().sqrt().item() == pytest.approx(1 / 16, rel=0.5)
+    factor = (part.float().norm() / found.float().norm()).log2().round().exp2()
+    assert torch.equal(found.float() * factor, part.float())
+    assert other.float().norm() < part.float().norm() / 100 and torch.equal(same, part)  # one for each output
+
+
+def _real_block(scheme):
+    torch.manual_seed(0)
+    block = Flux2TransformerBlock(dim=128, num_attention_heads=2, attention_head_dim=64, mlp_ratio=2.0, bias=False)
+    block = block.bfloat16().requires_grad_(False)
+    linears = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+    if scheme is not None:
+        for name in linears:
+            replace_module(block, name, FrozenLinear8.from_linear(block.get_submodule(name), scheme))
+    inject_adapter_in_model(LoraConfig(r=8, lora_alpha=8, target_modules=linears, init_lora_weights=False), block)
+    apply_fused_lora(block)
+    return block.train()
+
+
+def _real_arguments(rms):
+    generator = torch.Generator().manual_seed(2)
+    hidden, text = (
+        (rms * torch.randn(1, rows, 128, generator=generator)).bfloat16().requires_grad_() for rows in (64, 32)
+    )
+    modulation = [0.5 * torch.randn(1, 1, 6 * 128, generator=generator).bfloat16() for _ in range(2)]
+    return hidden, text, *modulation, (torch.ones(96, 64), torch.zeros(96, 64))
+
+
+def test_a_wrong_output_is_found_also_where_nothing_has_a_gradient():
+    block = Block()
+    for is_on in (False, True):
+        with torch.set_grad_enabled(is_on):
+            assert _compare(block, block).difference == 0
+            comparison = _compare(block, lambda x, rest: 1.1 * block(x))
+            assert comparison.excess > 1
+    with torch.no_grad():
+        assert _compare(block, lambda x, rest: 1.1 * block(x)).name == "output 0"
+
+
+def test_what_passes_a_block_by_hides_nothing():
+    """An input and a gradient more than twenty times as long as what the block adds."""
+    block = Block(torch.bfloat16)
+    for each in (block.first, block.second):
+        with torch.no_grad():
+            each.weight.mul_(0.02)
+            each.bias.mul_(0.02)
+    lost = lambda x, rest: block.steps(x, _lost)  # noqa: E731
+    other = lambda x, rest: x + 2 * (block(x) - x)  # noqa: E731
+    with torch.no_grad():
+        assert (block(_input()) - _input()).norm() < 0.05 * _input().norm()
+        assert _compare(block, block, dtype=torch.bfloat16).excess == 0
+        assert _compare(block, other, dtype=torch.bfloat16).excess > 1
+    assert _compare(block, lost, dtype=torch.bfloat16).excess > 1
+
+
+def test_a_block_that_adds_next_to_nothing_is_no_fault():
+    """Less than half a bit of most values: zeros, and a few that rounding decides on."""
+    block = Block(torch.bfloat16)
+    for each in (block.first, block.second):
+        with torch.no_grad():
+            each.weight.mul_(1e-4)
+            each.bias.mul_(1e-4)
+    other = lambda x, rest: block.steps(x.float(), _wide).to(x.dtype)  # noqa: E731
+    assert _compare(block, other, dtype=torch.bfloat16).excess < 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite(value):
+    """In compiled code alone it is a fault; in both nothing can be told."""
+    block = Block()
+    assert _compare(block, lambda x, rest: block(x) * value).difference == float("inf")
+    with torch.no_grad():
+        block.second.weight.fill_(value)
+    assert _compare(block, block) is None
+
+
+def test_an_output_without_a_gradient_where_one_should_be_is_a_fault():
+    block = Block()
+    comparison = _compare(block, lambda x, rest: block(x).detach())
+    assert comparison.difference == float("inf") and "the gradient of" in comparison.name
+
+
+@pytest.mark.parametrize(
+    ("excess", "expected"), [((2, 0.5, 3), 0.5), ((2, 3, 0.5), 0.5), ((2, 3, 4), 2), ((2, None), None)]
+)
+def test_what_chance_may_have_done_is_looked_at_again(monkeypatch, excess, expected):
+    found = iter(None if each is None else gradient_check.Comparison("a", each, 1.0) for each in excess)
+    monkeypatch.setattr(gradient_check, "_compare_once", lambda *arguments: next(found))
+    comparison = _compare(Block(), Block())
+    assert (comparison and comparison.excess) == expected
+
+
+@pytest.mark.parametrize("shape", [(2048, 6144), (1600, 6144), (14040, 5120), (3, 5)])
+def test_a_part_of_a_large_tensor_has_all_of_its_rows_and_columns(shape):
+    rows, columns = torch.arange(shape[0])[:, None].expand(shape), torch.arange(shape[1]).expand(shape)
+    assert min(2**17, rows.numel()) <= len(_sample(rows)) <= 2**18
+    assert (len(_sample(rows).unique()), len(_sample(columns).unique())) == shape
+
+
+def test_a_part_holds_no_more_than_it_is():
+    tensor = torch.zeros(2**20)
+    assert _sample(tensor).untyped_storage().nbytes() <= 2**20
+    assert _sample(tensor[:4]).data_ptr() != tensor.data_ptr()

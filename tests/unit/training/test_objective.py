@@ -1,0 +1,99 @@
+"""Noise levels and loss against independent computations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from devicebridge.config.job import ObjectiveConfig
+from devicebridge.families.registry import FAMILIES
+from devicebridge.families.spec import ShiftRule
+from devicebridge.training.objective import (
+    NoiseSchedule,
+    add_noise,
+    draw_quantiles,
+    flow_matching_loss,
+    make_generator,
+    make_noise_schedule,
+)
+
+NO_SHIFT = ShiftRule("none")
+
+
+def _schedule(**changes):
+    base = NoiseSchedule("logit_normal", NO_SHIFT, 0.0, 1.0, (0.0, 1.0))
+    return dataclasses.replace(base, **changes)
+
+
+def test_logit_normal_sigmas_have_the_distribution_of_a_squashed_normal():
+    sigmas = _schedule(mean=0.3, std=0.7).sigmas(draw_quantiles(200_000, make_generator(0)), 1)
+    reference = torch.sigmoid(0.3 + 0.7 * torch.randn(200_000, generator=make_generator(1)))
+    grid = torch.linspace(0.05, 0.95, 19)
+    assert torch.allclose(sigmas.quantile(grid), reference.quantile(grid), atol=0.005)
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "logit_normal", "sigmoid"])
+def test_shift_is_the_published_formula(sampling):
+    u = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    plain = _schedule(sampling=sampling).sigmas(u, 1)
+    shifted = _schedule(sampling=sampling, shift=ShiftRule("constant", 3.0)).sigmas(u, 1)
+    assert torch.allclose(shifted, 3 * plain / (1 + 2 * plain), atol=1e-6)
+
+
+def test_resolution_shift_of_flux_at_1024_is_3_16():
+    rule = ShiftRule("resolution", mu_at=((256, 0.5), (4096, 1.15)))
+    assert rule.factor(4096) == pytest.approx(math.exp(1.15)) == pytest.approx(3.158, abs=1e-3)
+    assert rule.factor(256) == pytest.approx(math.exp(0.5))
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "logit_normal"])
+@pytest.mark.parametrize("bounds", [(0.875, 1.0), (0.0, 0.875)])
+def test_an_expert_sees_the_family_distribution_cut_to_its_range(sampling, bounds):
+    shift = ShiftRule("constant", 5.0)
+    u = draw_quantiles(100_000, make_generator(2))
+    whole = _schedule(sampling=sampling, shift=shift).sigmas(u, 1)
+    part = _schedule(sampling=sampling, shift=shift, sigma_range=bounds).sigmas(u, 1)
+    kept = whole[(whole >= bounds[0]) & (whole <= bounds[1])]
+    assert part.min() >= bounds[0] - 1e-6 and part.max() <= bounds[1] + 1e-6
+    grid = torch.linspace(0.1, 0.9, 9)
+    assert torch.allclose(part.quantile(grid), kept.quantile(grid), atol=0.01)
+
+
+def test_settings_override_the_family_and_unknown_presets_are_refused():
+    family = FAMILIES["flux2"]
+    variant = family.variants[0]
+    default = make_noise_schedule(ObjectiveConfig(), family, variant)
+    assert default.sampling == family.timesteps.sampling
+    assert make_noise_schedule(ObjectiveConfig(shift=2.5), family, variant).shift == ShiftRule("constant", 2.5)
+    sigmoid = make_noise_schedule(ObjectiveConfig(timestep_sampling="sigmoid", sigmoid_scale=2.0), family, variant)
+    assert (sigmoid.mean, sigmoid.std) == (0.0, 2.0)
+    with pytest.raises(ValueError, match="no shift preset 'fast'; give a number or one of"):
+        make_noise_schedule(ObjectiveConfig(shift="fast"), family, variant)
+
+
+def test_add_noise_and_loss_are_the_flow_matching_equations():
+    g = make_generator(3)
+    x, e = torch.randn(2, 4, 1, 6, 6, generator=g), torch.randn(2, 4, 1, 6, 6, generator=g)
+    t = torch.tensor([0.25, 0.75])
+    noisy = add_noise(x, e, t)
+    assert torch.equal(noisy[1], 0.25 * x[1] + 0.75 * e[1])
+    assert flow_matching_loss(e - x, x, e) == 0
+    assert flow_matching_loss(e - x + 2, x, e).item() == pytest.approx(4)
+    assert flow_matching_loss((e - x).bfloat16(), x, e).dtype == torch.float32
+
+
+def test_mask_weighs_cells_and_keeps_the_scale():
+    x, e = torch.zeros(1, 2, 1, 2, 2), torch.zeros(1, 2, 1, 2, 2)
+    prediction = torch.tensor([[1.0, 3.0], [5.0, 7.0]]).expand(1, 2, 1, 2, 2)
+    mask = torch.tensor([[[[[0.0, 1.0], [0.0, 0.5]]]]])
+    assert flow_matching_loss(prediction, x, e, mask).item() == pytest.approx((9 + 0.5 * 49) / 1.5)
+    assert flow_matching_loss(prediction, x, e, torch.zeros_like(mask)) == 0
+
+
+def test_generators_depend_on_their_position_only():
+    a = torch.rand(3, generator=make_generator(1, "train", 2, 0))
+    torch.manual_seed(99)
+    assert torch.equal(a, torch.rand(3, generator=make_generator(1, "train", 2, 0)))
+    assert not torch.equal(a, torch.rand(3, generator=make_generator(1, "train", 3, 0)))
