@@ -24,7 +24,8 @@ from torch import nn
 
 from ..families.spec import TextEncoderSpec
 from ..parallel.devices import CPU, available_devices, find_device, free_bytes
-from .streamed_encoder import NUM_BUFFERS, StreamPlan, layer_buffer_bytes
+from ..parallel.offload.copies import NUM_SLOTS, lay_out
+from .streamed_encoder import StreamPlan
 from .text_encoder import TextEncoder, load_text_encoder, make_empty_encoder, refuse_streamed_scheme
 from .text_weights import (
     TextScheme,
@@ -112,7 +113,7 @@ class EncoderSize:
 
     def streamed_bytes(self, num_captions: int = 1) -> int:
         """On a card it is streamed through."""
-        return self.rest + NUM_BUFFERS * self.layer + self.working + num_captions * self.caption
+        return self.rest + NUM_SLOTS * self.layer + self.working + num_captions * self.caption
 
 
 def parse_text_device(setting: str | torch.device) -> TextDevice:
@@ -317,7 +318,7 @@ def _held_bytes(model: nn.Module, dtype: torch.dtype, scheme: TextScheme, kept: 
 def _buffer_bytes(model: nn.Module, prefix: str, dtype: torch.dtype) -> int:
     names = {name: tensor.shape for name, tensor in model.state_dict().items() if name.startswith(prefix)}
     dtypes = weight_dtypes(model, names, dtype)
-    return layer_buffer_bytes((shape, dtypes[name]) for name, shape in names.items())
+    return lay_out((shape, dtypes[name]) for name, shape in names.items())[1]
 
 
 def _mask_bytes(spec: TextEncoderSpec, num_heads: int, dtype: torch.dtype) -> int:
