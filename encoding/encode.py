@@ -28,28 +28,13 @@ from ..data.image import ImageRequest
 from ..data.video import media_fingerprint, read_frames
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
 from .claims import Claims, Shared
-from .key import folder_fingerprint, joint_key, latent_key, text_key
-from .sources import LatentSource, TextRun, TextSource
+from .key import LatentSettings, folder_fingerprint, joint_key, latent_key, text_key
+from .sources import LatentSource, Source, TextSource
 from .store import CacheStore, Stamp
 from .text_encoder import TextEncoder, prepare_text
 from .text_place import TextPlace, open_text_encoder, plan_text_place
 from .text_weights import TextScheme, applied_scheme
 from .vae import load_vae, vae_fingerprint
-
-__all__ = [
-    "FolderLatents",
-    "FolderTexts",
-    "ImageRequest",
-    "Stopped",
-    "fill_images",
-    "fill_texts",
-    "folder_texts",
-    "image_keys",
-    "load_vae",
-    "never",
-    "read_frames",
-    "text_entries",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -63,27 +48,30 @@ class Stopped(Exception):
     """The user asked to stop; what was encoded until then is in the store."""
 
 
-def _say_nothing(done: int, total: int, what: str) -> None:
-    pass
-
-
-def _do_nothing() -> None:
-    pass
-
-
 def never() -> bool:
     """A should_stop for work that nobody stops."""
     return False
 
 
-@dataclass
-class _Progress:
-    """Counts what is done and asks before each step whether to go on."""
+def _say_nothing(*progress: Any) -> None:
+    pass
 
+
+@dataclass
+class _Fill:
+    """A store being filled: counts what is done and asks before each step whether to go on.
+
+    Args:
+        what: is counted.
+        outdated: entries that count as missing while they have these stamps.
+    """
+
+    store: CacheStore
     total: int
+    what: str
     on_progress: OnProgress
     should_stop: ShouldStop
-    what: str
+    outdated: Mapping[str, Stamp]
     done: int = 0
 
     def add(self, count: int = 1) -> None:
@@ -94,56 +82,95 @@ class _Progress:
         if self.should_stop():
             raise Stopped(f"stopped after {self.done} of {self.total} {self.what}; these are kept")
 
-
-@dataclass(frozen=True)
-class _Fill:
-    """A store being filled.
-
-    Args:
-        outdated: entries that count as missing while they have these stamps.
-    """
-
-    store: CacheStore
-    progress: _Progress
-    outdated: Mapping[str, Stamp]
-
     def is_done(self, key: str) -> bool:
         return key in self.store and (key not in self.outdated or self.store.stamp(key) != self.outdated[key])
 
     def missing(self, keys: Mapping[str, _T]) -> dict[str, _T]:
         """Those to compute; the others are counted."""
         missing = {key: value for key, value in keys.items() if not self.is_done(key)}
-        self.progress.add(len(keys) - len(missing))
+        self.add(len(keys) - len(missing))
         return missing
 
     @contextmanager
     def shared(self, keys: Mapping[str, object], size: int = 1) -> Iterator[Iterator[list[str]]]:
         """Batches of keys that this process should compute, each claimed until the next; see claims.py."""
-        progress = self.progress
-        progress.stop_if_asked()
-        claims = Claims(self.store)
-        with closing(Shared(claims, keys, self.is_done, progress.add, progress.stop_if_asked).batches(size)) as batches:
+        self.stop_if_asked()
+        shared = Shared(Claims(self.store), keys, self.is_done, self.add, self.stop_if_asked)
+        with closing(shared.batches(size)) as batches:
             yield batches
 
     def put(self, key: str, entry: Mapping[str, torch.Tensor]) -> None:
         self.store.put(key, entry)
-        self.progress.add()
+        self.add()
+
+    def link(self, parts_of: Mapping[str, Sequence[str]]) -> None:
+        """Have an entry that holds the tensors of all its parts, for each of these."""
+        missing = [key for key in parts_of if key not in self.store]
+        shared = Shared(Claims(self.store), missing, self.store.__contains__, _say_nothing, self.stop_if_asked)
+        with closing(shared.batches()) as batches:
+            for (key,) in batches:
+                self.store.link(key, parts_of[key])
 
 
-@dataclass(frozen=True)
+@contextmanager
+def _in_use(source: Source, what: str, on_begin: Callable[[], None]) -> Iterator[Callable[[], None]]:
+    """Inside, a function that loads the source unless it is loaded; the source is freed at the end."""
+    is_loaded = False
+
+    def load() -> None:
+        nonlocal is_loaded
+        if not is_loaded:
+            _log_memory(f"loading {source.name} for up to {what}", source.device)
+            source.load()
+            _log_memory(f"loaded {source.name}", source.device)
+            on_begin()
+            is_loaded = True
+
+    try:
+        yield load
+    finally:
+        source.close()
+        _free(source.device)
+        _log_memory(f"freed {source.name}", source.device)
+
+
+# --- captions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
 class FolderTexts:
-    """What one of the model's own text encoders makes, from its folder; a TextSource."""
+    """What one of the model's own text encoders makes, from its folder; a TextSource.
+
+    Args:
+        text_device: where it runs, or a setting that text_place.py turns into such a place.
+        dtype: the encoder computes in it, and the states are stored in it.
+        quantize: what the encoder's linears are rounded to as they are read.
+        window_bytes: the most a streamed encoder may take on its card; 0 for what is free. Captions that share a pass
+            are claimed, and lost by a kill, together.
+    """
 
     spec: TextEncoderSpec
     folder: Path
-    device: torch.device | str
+    text_device: torch.device | str
     dtype: torch.dtype
     quantize: TextScheme = "none"
     window_bytes: int = 0
+    place: TextPlace | None = None
+    encoder: TextEncoder | None = None
 
     @property
     def name(self) -> str:
         return f"text encoder {self.spec.folder}"
+
+    @property
+    def device(self) -> torch.device:
+        assert self.place is not None
+        return self.place.device
+
+    @property
+    def batch_size(self) -> int:
+        assert self.place is not None
+        return self.place.captions_per_batch
 
     @functools.cached_property
     def _fingerprints(self) -> dict[str, str]:
@@ -159,43 +186,40 @@ class FolderTexts:
         scheme = applied_scheme(self.spec, self.quantize)
         return text_key(text, self.spec, **self._fingerprints, dtype=self.dtype, quantize=scheme)
 
-    def plan(self, num_missing: int) -> _FolderTextRun:
-        place = plan_text_place(self.device, self.spec, self.folder, self.dtype, self.quantize, self.window_bytes)
-        return _FolderTextRun(self, place)
-
-
-@dataclass
-class _FolderTextRun:
-    """Holds the encoder while it is needed, so that close can free it."""
-
-    source: FolderTexts
-    place: TextPlace
-    encoder: TextEncoder | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.place.device
-
-    @property
-    def batch_size(self) -> int:
-        return self.place.captions_per_batch
+    def plan(self, num_missing: int) -> None:
+        settings = self.spec, self.folder, self.dtype, self.quantize, self.window_bytes
+        self.place = plan_text_place(self.text_device, *settings)
 
     def load(self) -> None:
-        source = self.source
-        self.encoder = open_text_encoder(source.spec, source.folder, self.place, source.dtype, source.quantize)
+        assert self.place is not None
+        self.encoder = open_text_encoder(self.spec, self.folder, self.place, self.dtype, self.quantize)
 
     def encode_batch(self, texts: Sequence[str]) -> list[dict[str, torch.Tensor]]:
         assert self.encoder is not None
-        return [{self.source.spec.output: states} for states in self.encoder.encode_batch(texts)]
+        return [{self.spec.output: states} for states in self.encoder.encode_batch(texts)]
 
     def problem_of(self, entry: Mapping[str, torch.Tensor], text: str) -> str:
         assert self.encoder is not None
-        return self.encoder.problem_of(entry[self.source.spec.output], text)
+        return self.encoder.problem_of(entry[self.spec.output], text)
 
     def close(self) -> None:
         if self.encoder is not None:
             self.encoder.close()
         self.encoder = None
+
+
+def folder_texts(
+    specs: Sequence[TextEncoderSpec],
+    encoders_folder: str | Path,
+    text_device: torch.device | str,
+    dtype: torch.dtype,
+    quantize: TextScheme = "none",
+    window_bytes: int = 0,
+) -> list[FolderTexts]:
+    """All of the model's own text encoders as sources; arguments as of FolderTexts."""
+    outputs = [spec.output for spec in specs]
+    assert len(set(outputs)) == len(outputs) > 0, f"text encoders need distinct outputs, not {outputs}"
+    return [FolderTexts(spec, Path(encoders_folder), text_device, dtype, quantize, window_bytes) for spec in specs]
 
 
 def fill_texts(
@@ -206,7 +230,7 @@ def fill_texts(
     should_stop: ShouldStop = never,
     *,
     outdated: Mapping[str, Stamp] = NONE_OUTDATED,
-    on_begin: Callable[[], None] = _do_nothing,
+    on_begin: Callable[[], None] = _say_nothing,
 ) -> dict[str, str]:
     """Have what every source makes of every caption in the store, encoding what is missing; equal captions once.
 
@@ -222,54 +246,21 @@ def fill_texts(
     """
     keys = _keys_of_sources(captions, sources)
     texts = [{key: text for text, key in key_of.values()} for key_of in keys]
-    progress = _Progress(sum(map(len, texts)), on_progress, should_stop, "captions")
-    fill = _Fill(store, progress, outdated)
+    fill = _Fill(store, sum(map(len, texts)), "captions", on_progress, should_stop, outdated)
     for source, text_of in zip(sources, texts, strict=True):
         missing = fill.missing(text_of)
         if missing:
-            run = source.plan(len(missing))
-            try:
-                _encode_missing_texts(missing, source.name, run, fill, on_begin)
-            finally:
-                run.close()
-                _free(run.device, source.name)
-    parts = {caption: [key_of[caption][1] for key_of in keys] for caption in keys[0]}
-    if len(sources) == 1:
-        return {caption: part for caption, (part,) in parts.items()}
-    joint = {caption: joint_key(each) for caption, each in parts.items()}
-    _link({joint[caption]: each for caption, each in parts.items()}, fill)
-    return joint
-
-
-def folder_texts(
-    specs: Sequence[TextEncoderSpec],
-    encoders_folder: str | Path,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    quantize: TextScheme = "none",
-    window_bytes: int = 0,
-) -> list[FolderTexts]:
-    """The model's own text encoders as sources.
-
-    Args:
-        specs: every text encoder of the model.
-        encoders_folder: folder that holds the specs' folders.
-        device: where the encoders run, or a setting that text_place.py turns into such a place.
-        dtype: the encoders compute in it, and the states are stored in it.
-        quantize: what the encoders' linears are rounded to as they are read.
-        window_bytes: the most a streamed encoder may take on its card; 0 for what is free. Captions that share a pass
-            are claimed, and lost by a kill, together.
-    """
-    outputs = [spec.output for spec in specs]
-    assert len(set(outputs)) == len(outputs) > 0, f"text encoders need distinct outputs, not {outputs}"
-    folder = Path(encoders_folder)
-    return [FolderTexts(spec, folder, device, dtype, quantize, window_bytes) for spec in specs]
+            source.plan(len(missing))
+            _encode_texts(missing, source, fill, on_begin)
+    parts = _parts(keys)
+    if len(sources) > 1:
+        fill.link({joint_key(each): each for each in parts.values()})
+    return {caption: joint_key(each) if len(sources) > 1 else each[0] for caption, each in parts.items()}
 
 
 def text_entries(captions: Sequence[str], sources: Sequence[TextSource]) -> dict[str, list[str]]:
     """caption -> keys of all entries that fill_texts makes of it; no weight is loaded."""
-    keys = _keys_of_sources(captions, sources)
-    parts = {caption: [key_of[caption][1] for key_of in keys] for caption in keys[0]}
+    parts = _parts(_keys_of_sources(captions, sources))
     return {caption: each if len(each) == 1 else [*each, joint_key(each)] for caption, each in parts.items()}
 
 
@@ -283,22 +274,22 @@ def _keys_of_sources(captions: Sequence[str], sources: Sequence[TextSource]) -> 
     ]
 
 
-def _encode_missing_texts(
-    missing: Mapping[str, str], name: str, run: TextRun, fill: _Fill, on_begin: Callable[[], None]
-) -> None:
-    is_loaded = False
-    with fill.shared(missing, run.batch_size) as batches:
+def _parts(keys: Sequence[Mapping[str, tuple[str, str]]]) -> dict[str, list[str]]:
+    """caption -> keys of what each source makes of it."""
+    return {caption: [key_of[caption][1] for key_of in keys] for caption in keys[0]}
+
+
+def _encode_texts(missing: Mapping[str, str], source: TextSource, fill: _Fill, on_begin: Callable[[], None]) -> None:
+    with (
+        _in_use(source, f"{len(missing)} captions", on_begin) as load,
+        fill.shared(missing, source.batch_size) as batches,
+    ):
         for batch in batches:
-            if not is_loaded:
-                _log_memory(f"loading {name} for up to {len(missing)} captions", run.device)
-                run.load()
-                _log_memory(f"loaded {name}", run.device)
-                on_begin()
-                is_loaded = True
+            load()
             texts = [missing[key] for key in batch]
             problems = []
-            for key, text, entry in zip(batch, texts, run.encode_batch(texts), strict=True):
-                if problem := run.problem_of(entry, text):
+            for key, text, entry in zip(batch, texts, source.encode_batch(texts), strict=True):
+                if problem := source.problem_of(entry, text):
                     problems.append(problem)
                 else:
                     fill.put(key, entry)
@@ -306,14 +297,7 @@ def _encode_missing_texts(
                 raise RuntimeError("\n".join([*problems, "all captions encoded until then are kept"]))
 
 
-def _link(parts_of: Mapping[str, Sequence[str]], fill: _Fill) -> None:
-    """Have an entry that holds the tensors of all its parts, for each of these."""
-    store = fill.store
-    missing = [key for key in parts_of if key not in store]
-    shared = Shared(Claims(store), missing, store.__contains__, _do_nothing, fill.progress.stop_if_asked)
-    with closing(shared.batches()) as batches:
-        for (key,) in batches:
-            store.link(key, parts_of[key])
+# --- images ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -326,24 +310,20 @@ class FolderLatents:
     device: torch.device | str
     dtype: torch.dtype
     vae: Any = None
-    name: str = "VAE"
+    name: str = "the VAE"
 
     @functools.cached_property
-    def _fingerprint(self) -> str:
-        return vae_fingerprint(self.family, self.variant, self.path)
+    def _settings(self) -> LatentSettings:
+        return LatentSettings(
+            self.family.name,
+            self.family.latent_of(self.variant).normalisation_version,
+            vae_fingerprint(self.family, self.variant, self.path),
+            self.dtype,
+            self.variant.condition if self.variant.encodes_condition else "none",
+        )
 
     def key_of(self, request: ImageRequest, image_fingerprint: str) -> str:
-        return latent_key(
-            image_fingerprint,
-            request.resize,
-            request.crop,
-            family=self.family.name,
-            latent=self.family.latent_of(self.variant),
-            vae_fingerprint=self._fingerprint,
-            dtype=self.dtype,
-            frames=request.frames,
-            condition=self.variant.condition if self.variant.encodes_condition else "none",
-        )
+        return latent_key(image_fingerprint, request, self._settings)
 
     def check(self, missing: Sequence[ImageRequest]) -> None:
         pass
@@ -383,7 +363,7 @@ def fill_images(
     should_stop: ShouldStop = never,
     *,
     outdated: Mapping[str, Stamp] = NONE_OUTDATED,
-    on_begin: Callable[[], None] = _do_nothing,
+    on_begin: Callable[[], None] = _say_nothing,
 ) -> dict[ImageRequest, str]:
     """Have what the source makes of every image and clip in the store, encoding those that are missing; equal pixels
     once.
@@ -397,16 +377,11 @@ def fill_images(
         latents that are not finite; OSError naming the file if the store cannot be written.
     """
     key_of = image_keys(requests, source)
-    progress = _Progress(len(set(key_of.values())), on_progress, should_stop, "images")
-    fill = _Fill(store, progress, outdated)
+    fill = _Fill(store, len(set(key_of.values())), "images", on_progress, should_stop, outdated)
     missing = fill.missing({key: request for request, key in key_of.items()})
     if missing:
         source.check(list(missing.values()))
-        try:
-            _encode_missing_images(missing, source, fill, on_begin)
-        finally:
-            source.close()
-            _free(source.device, source.name)
+        _encode_images(missing, source, fill, on_begin)
     return key_of
 
 
@@ -431,11 +406,11 @@ def _image_fingerprints(paths: Iterable[str]) -> dict[str, str]:
     return fingerprints
 
 
-def _encode_missing_images(
+def _encode_images(
     missing: Mapping[str, ImageRequest], source: LatentSource, fill: _Fill, on_begin: Callable[[], None]
 ) -> None:
-    is_loaded, problems = False, []
-    with fill.shared(missing) as batches:
+    problems = []
+    with _in_use(source, f"{len(missing)} images", on_begin) as load, fill.shared(missing) as batches:
         for (key,) in batches:
             request = missing[key]
             try:
@@ -443,24 +418,18 @@ def _encode_missing_images(
             except ValueError as error:  # broken since the dataset was looked at
                 problems.append(str(error))
                 continue
-            if not is_loaded:
-                _log_memory(f"loading the {source.name} for up to {len(missing)} images", source.device)
-                source.load()
-                _log_memory(f"loaded the {source.name}", source.device)
-                on_begin()
-                is_loaded = True
+            load()
             fill.put(key, source.encode(pixels, request.path))
     if problems:
         raise ValueError("\n".join([*problems, "all other images are encoded and kept"]))
 
 
-def _free(device: torch.device | str, what: str) -> None:
+def _free(device: torch.device | str) -> None:
     """Return what nobody refers to any more, on the device as well if it is an accelerator."""
     gc.collect()
     device = torch.device(device)
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
-    _log_memory(f"freed {what}", device)
 
 
 def _log_memory(what: str, device: torch.device | str) -> None:

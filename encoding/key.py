@@ -1,20 +1,16 @@
 """What a cache entry is called: a hash of everything that decides its content, and of nothing else.
 
-Same inputs, same key: a renamed image, a moved encoder folder, another device or a second run find their entries
-again. Changed inputs, new key: a caption, a setting of the text encoder, a weight, the resize or crop, the type, or
-our own code where it changes a result (`TEXT_VERSION`, `IMAGE_VERSION`, `CLIP_VERSION`, the family's
-`normalisation_version`).
-
-An encoder held in 8 bits makes other states than in full precision: the scheme is in the key. Without one nothing is
-said about schemes, so keys of full precision are what they were before there were any.
+A renamed image, a moved encoder folder, another device or a second run find their entries again. A changed caption,
+setting, weight, resize, crop or type gets a new key, and so does our own code where it changes a result: raise a
+version below. What an option adds is in the key only where the option is used, so that older keys stay valid.
 
 The device is left out on purpose: the same encoder on a CPU and a GPU rounds differently but computes the same thing.
 So are the versions of torch, transformers, diffusers, Pillow and PyAV: an update would throw away every cache, for
-differences that are nearly always none. Where an update does matter to our code, raise a version below.
+differences that are nearly always none.
 
 Fingerprints of weights. Hashing the 48 GB of a text encoder takes minutes of disk time before every job, so large files
 are sampled: the size, the whole safetensors header (every name, type, shape and offset) and `_SAMPLE_BYTES` at the
-start, the middle and the end of every tensor. Fine-tuning, merging, quantizing or swapping a tensor changes it nearly
+start, the middle and the end of every tensor. Fine-tuning, merging, quantizing or exchanging a tensor changes it nearly
 everywhere, so three samples per tensor see it. What they can miss is an edit by hand of single numbers in between.
 Files up to `_WHOLE_FILE_BYTES`, which includes most VAEs and the CLIP encoders, are hashed in full.
 Encoders that ComfyUI holds in memory have no file to ask; their weights are sampled in the same way.
@@ -26,16 +22,18 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..checkpoints.file_header import read_file_header
-from ..families.spec import LatentSpec, TextEncoderSpec
+from ..families.spec import TextEncoderSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from ..data.image import ImageRequest
 
 # Raise when our own code changes what it computes from the same inputs.
 TEXT_VERSION = 1
@@ -90,50 +88,48 @@ def joint_key(parts: list[str]) -> str:
     return _digest({"what": "joint", "parts": parts})
 
 
-def latent_key(
-    image_fingerprint: str,
-    resize: tuple[int, int],
-    crop: tuple[int, int, int, int],
-    *,
-    family: str,
-    latent: LatentSpec,
-    vae_fingerprint: str,
-    dtype: torch.dtype,
-    frames: Sequence[int] = (),
-    condition: str = "none",
-) -> str:
+@dataclass(frozen=True)
+class LatentSettings:
+    """What decides a VAE's latents besides the image.
+
+    Args:
+        family: name; families that share a VAE normalise its latents differently.
+        normalisation_version: of the family's LatentSpec.
+        dtype: type the VAE computes in.
+        condition: what the entry holds besides the latents; see Variant.
+    """
+
+    family: str
+    normalisation_version: int
+    vae_fingerprint: str
+    dtype: torch.dtype
+    condition: str = "none"
+
+
+def latent_key(image_fingerprint: str, request: ImageRequest, settings: LatentSettings) -> str:
     """Key of the latents of one image or clip, resized and cropped.
 
     Args:
         image_fingerprint: hash of the file's bytes, or those of a clip's images; name and place are not in the key.
-        resize: (height, width) in pixels. crop: (top, left, height, width) in pixels.
-        family: name; families that share a VAE normalise its latents differently.
-        latent: only normalisation_version matters.
-        dtype: type the VAE computes in.
-        frames: of a clip, which of its frames; so frame rate and window are in the key by what they choose.
-        condition: what the entry holds besides the latents; see Variant.
+        request: a clip's frame rate and window are in the key by the frames that they choose.
     """
-    conditioned = {"condition": condition} if condition != "none" else {}
     return _digest(
         {
             "what": "latents",
             "version": IMAGE_VERSION,
-            "image": image_fingerprint,
-            "resize": resize,
-            "crop": crop,
-            "family": family,
-            "normalisation_version": latent.normalisation_version,
-            "vae": vae_fingerprint,
-            "dtype": str(dtype),
-            **_clip_facts(frames),
-            **conditioned,
+            **_request_facts(image_fingerprint, request),
+            "family": settings.family,
+            "normalisation_version": settings.normalisation_version,
+            "vae": settings.vae_fingerprint,
+            "dtype": str(settings.dtype),
+            **({"condition": settings.condition} if settings.condition != "none" else {}),
         }
     )
 
 
-def _clip_facts(frames: Sequence[int]) -> dict[str, Any]:
-    """Said only where there is something to say: keys of images are what they were before there were clips."""
-    return {"frames": list(frames), "clip_version": CLIP_VERSION} if frames else {}
+def _request_facts(image_fingerprint: str, request: ImageRequest) -> dict[str, Any]:
+    clip = {"frames": request.frames, "clip_version": CLIP_VERSION} if request.frames else {}
+    return {"image": image_fingerprint, "resize": request.resize, "crop": request.crop, **clip}
 
 
 def stock_text_key(text: str, fingerprint: str) -> str:
@@ -141,26 +137,14 @@ def stock_text_key(text: str, fingerprint: str) -> str:
     return _digest({"what": "stock text", "version": STOCK_VERSION, "text": text, "clip": fingerprint})
 
 
-def stock_latent_key(
-    image_fingerprint: str,
-    resize: tuple[int, int],
-    crop: tuple[int, int, int, int],
-    fingerprint: str,
-    frames: Sequence[int] = (),
-) -> str:
-    """Key of what a stock VAE makes of one image or clip. What the model's family makes of it is done when it is read.
-
-    frames: as for latent_key.
-    """
+def stock_latent_key(image_fingerprint: str, request: ImageRequest, fingerprint: str) -> str:
+    """Key of what a stock VAE makes of one image or clip; the model's family has no say in it."""
     return _digest(
         {
             "what": "stock latents",
             "version": (STOCK_VERSION, IMAGE_VERSION),
-            "image": image_fingerprint,
-            "resize": resize,
-            "crop": crop,
+            **_request_facts(image_fingerprint, request),
             "vae": fingerprint,
-            **_clip_facts(frames),
         }
     )
 

@@ -26,20 +26,37 @@ if TYPE_CHECKING:
 Entry = Mapping[str, "torch.Tensor"]
 
 
-class TextRun(Protocol):
-    """One use of a text encoder. Nothing is loaded before load; close frees it, and does nothing twice.
+class Source(Protocol):
+    """What makes entries. load takes it into memory; close frees it, and does nothing twice. name: for the log."""
 
-    Args:
-        batch_size: texts that are best encoded together.
-    """
+    @property
+    def name(self) -> str: ...
 
     @property
     def device(self) -> torch.device | str: ...
 
-    @property
-    def batch_size(self) -> int: ...
-
     def load(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TextSource(Source, Protocol):
+    """One text encoder, by what it makes."""
+
+    @property
+    def batch_size(self) -> int:
+        """How many texts are best encoded together."""
+        ...
+
+    def text_of(self, caption: str) -> str:
+        """The caption as the tokenizer gets it."""
+        ...
+
+    def key_of(self, text: str) -> str: ...
+
+    def plan(self, num_missing: int) -> None:
+        """Decide where it runs; device and batch_size are known from here on. Raises: ValueError if it cannot run."""
+        ...
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Entry]:
         """One entry per text, to be kept unless problem_of says why not."""
@@ -49,42 +66,15 @@ class TextRun(Protocol):
         """Why what encode_batch made of this text must not be kept, and what would help; "" if it may be."""
         ...
 
-    def close(self) -> None: ...
 
-
-class TextSource(Protocol):
-    """One text encoder, by what it makes. name: for the log."""
-
-    @property
-    def name(self) -> str: ...
-
-    def text_of(self, caption: str) -> str:
-        """The caption as the tokenizer gets it."""
-        ...
-
-    def key_of(self, text: str) -> str: ...
-
-    def plan(self, num_missing: int) -> TextRun:
-        """Where it would run. Raises: ValueError if it cannot be run here."""
-        ...
-
-
-class LatentSource(Protocol):
-    """One VAE, by what it makes; loaded by load, freed by close."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def device(self) -> torch.device | str: ...
+class LatentSource(Source, Protocol):
+    """One VAE, by what it makes."""
 
     def key_of(self, request: ImageRequest, image_fingerprint: str) -> str: ...
 
     def check(self, missing: Sequence[ImageRequest]) -> None:
         """Raises: ValueError if it cannot be run here, or not on these."""
         ...
-
-    def load(self) -> None: ...
 
     def encode(self, pixels: torch.Tensor, path: str) -> Entry:
         """The entry of an image or clip, [3, F, height, width], float32 in -1..1; an image is one frame.
@@ -93,37 +83,33 @@ class LatentSource(Protocol):
         """
         ...
 
-    def close(self) -> None: ...
 
-
-class StockClip(Protocol):
-    """A text encoder that somebody else holds. encode gives what ComfyUI calls a CONDITIONING; release makes room."""
+class StockEncoder(Protocol):
+    """An encoder that somebody else holds; release makes room."""
 
     @property
     def fingerprint(self) -> str: ...
 
-    def encode(self, text: str) -> Any: ...
-
     def release(self) -> None: ...
 
 
-class StockVae(Protocol):
-    """A VAE that somebody else holds. encode takes pixels [F, height, width, 3] in 0..1 and gives samples with their
-    batch; release makes room.
+class StockClip(StockEncoder, Protocol):
+    """A text encoder. encode gives what ComfyUI calls a CONDITIONING."""
+
+    def encode(self, text: str) -> Any: ...
+
+
+class StockVae(StockEncoder, Protocol):
+    """A VAE. encode takes pixels [F, height, width, 3] in 0..1 and gives samples with their batch.
 
     Args:
         takes_clips: whether it makes one sample of several frames, rather than one of each.
     """
 
     @property
-    def fingerprint(self) -> str: ...
-
-    @property
     def takes_clips(self) -> bool: ...
 
     def encode(self, pixels: torch.Tensor) -> torch.Tensor: ...
-
-    def release(self) -> None: ...
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -133,7 +119,7 @@ LatentsProblem = Callable[[Shapes, int], str]  # the same, for an entry of so ma
 
 @dataclass(frozen=True)
 class StockTexts:
-    """What a stock CLIP makes; a TextSource, and its own run.
+    """What a stock CLIP makes; a TextSource.
 
     Args:
         fingerprint: everything that decides what it makes, from the host.
@@ -160,20 +146,20 @@ class StockTexts:
             )
         return stock_text_key(text, self.fingerprint)
 
-    def plan(self, num_missing: int) -> StockTexts:
+    def plan(self, num_missing: int) -> None:
         if self.clip is None:
             raise ValueError(_not_here(num_missing, "captions", self.fingerprint, "text_source"))
-        return self
 
     def load(self) -> None:
         pass  # the host does with the first text
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Entry]:
+    def encode_batch(self, texts: Sequence[str]) -> Sequence[Entry]:
         assert self.clip is not None
-        entries: list[Entry] = []
+        entries = []
         for text in texts:
             entry = read_conditioning(self.clip.encode(text), f"the caption {text!r}")
-            _refuse(self.problem, entry, f"the stock CLIP does not fit: of the caption {text!r}, ")
+            if reason := self.problem(shapes_of(entry)):
+                raise ValueError(f"the stock CLIP does not fit: of the caption {text!r}, {reason}")
             entries.append(entry)
         return entries
 
@@ -192,11 +178,11 @@ class StockLatents:
     fingerprint: str
     problem: LatentsProblem
     vae: StockVae | None = None
-    name: str = "stock VAE"
+    name: str = "the stock VAE"
     device: str = "cpu"
 
     def key_of(self, request: ImageRequest, image_fingerprint: str) -> str:
-        return stock_latent_key(image_fingerprint, request.resize, request.crop, self.fingerprint, request.frames)
+        return stock_latent_key(image_fingerprint, request, self.fingerprint)
 
     def check(self, missing: Sequence[ImageRequest]) -> None:
         if self.vae is None:
@@ -217,11 +203,11 @@ class StockLatents:
         entries = read_samples(self.vae.encode((levels / 255).permute(1, 2, 3, 0)), path)
         if len(entries) != 1:
             raise ValueError(f"the stock VAE does not fit: of {path}, it made {len(entries)} samples, not one")
-        entry, num_frames = entries[0], pixels.shape[1]
-        _refuse(lambda shapes: self.problem(shapes, num_frames), entry, f"the stock VAE does not fit: of {path}, ")
-        if not_finite := _finite_problem(entry, f"the latents of {path}"):
+        if reason := self.problem(shapes_of(entries[0]), pixels.shape[1]):
+            raise ValueError(f"the stock VAE does not fit: of {path}, {reason}")
+        if not_finite := _finite_problem(entries[0], f"the latents of {path}"):
             raise RuntimeError(not_finite)
-        return entry
+        return entries[0]
 
     def close(self) -> None:
         if self.vae is not None:
@@ -231,12 +217,6 @@ class StockLatents:
 def shapes_of(entry: Entry) -> dict[str, tuple[int, ...]]:
     """By tensor name."""
     return {name: tuple(tensor.shape) for name, tensor in entry.items()}
-
-
-def _refuse(problem: Problem, entry: Entry, what: str) -> None:
-    reason = problem(shapes_of(entry))
-    if reason:
-        raise ValueError(what + reason)
 
 
 def _finite_problem(entry: Entry, what: str) -> str:

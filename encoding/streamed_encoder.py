@@ -39,7 +39,7 @@ from ..parallel.devices import synchronize
 from ..parallel.offload.copies import NUM_SLOTS, Slot, Slots, SlotTensor, lay_out
 from ..parallel.offload.pinned import PinnedBuffer
 from ..patches.hooks import HookSet, map_tensors
-from .text_weights import Sources, Storage, layer_list, read_weights, refuse_eight_bit, weight_dtypes
+from .text_weights import Sources, Storage, find_owner, layer_list, read_weights, refuse_eight_bit, weight_dtypes
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def stream_weights(model: nn.Module, sources: Sources, storage: Storage, plan: S
 
 def _layer(model: nn.Module, prefix: str, sources: Sources, dtypes: dict[str, torch.dtype]) -> _Layer:
     names = [name for name in sources if name.startswith(prefix)]
-    owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+    owners = [find_owner(model, name) for name in names]
     absent = [getattr(owner, leaf) for owner, leaf in owners]
     pieces, size = lay_out((tensor.shape, dtypes[name]) for tensor, name in zip(absent, names, strict=True))
     tensors = [

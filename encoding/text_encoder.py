@@ -2,23 +2,19 @@
 
 chat_hidden_states (Mistral 3 for FLUX.2-dev, Qwen3 for FLUX.2-klein). hidden_states[k] is what enters layer k, so
 layers from max(k) on are not needed, nor are the vision tower, the projector and lm_head. The language model is
-therefore built with max(k) layers and without the final norm, on no device, and only its own tensors are read from the
-files, each straight to where it will compute. The result is bitwise that of the whole model: the layers left out come
-later.
+therefore built with max(k) layers and without the final norm, and only its own tensors are read from the files. The
+result is bitwise that of the whole model: the layers left out come later.
 
 last_hidden_state (T5 for FLUX.1, UMT5 for Wan) and pooled (CLIP) use the whole encoder. With `zero_padding` a text is
 handled as WanPipeline does: cleaned first, padding masked in the encoder and zero afterwards. Without it, as
-FluxPipeline does: the text as it is, and no mask, so that the padding is encoded too. All
-are read tensor by tensor; parts that the class wants in float32 are held so.
+FluxPipeline does: the text as it is, and no mask, so that the padding is encoded too.
 
 Texts are computed one by one. In a batch, matrix products of another size would round differently, and what is cached
 for a caption would depend on which captions happened to be missing beside it. Nor would a CPU be faster: one core made
 97 GFLOP/s in bfloat16 products of 512 tokens with a weight of Mistral 3's width, and 92 in those of 2048. An encoder
-whose layers are streamed (streamed_encoder.py) takes many texts per pass of its layers; inside them these go one by
-one, too.
+whose layers are streamed (streamed_encoder.py) takes many texts per pass, which go through a layer one by one, too.
 
-Hidden states are taken from the layers by hooks, which does not change from one version of transformers to the next
-as its own way of recording them does.
+Hidden states are taken from the layers by hooks: transformers' own way of recording them changes with its versions.
 
 Shape legend: B captions in a pass, S tokens (the spec's max_length), D width, L number of layers kept.
 """
@@ -26,7 +22,6 @@ Shape legend: B captions in a pass, S tokens (the spec's max_length), D width, L
 from __future__ import annotations
 
 import html
-import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,7 +38,6 @@ from ..system.json_file import expect, read_json_object
 from .streamed_encoder import StreamedLayers, StreamPlan, stream_weights
 from .text_weights import (
     WHAT_WORKS,
-    Sources,
     Storage,
     TextScheme,
     applied_scheme,
@@ -55,7 +49,6 @@ from .text_weights import (
 
 logger = logging.getLogger(__name__)
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _PROBE = "a caption to try the chat template with"
 
 
@@ -77,8 +70,7 @@ class TextEncoder:
     def encode(self, text: str) -> torch.Tensor:
         """States of one prepared text, in the encoder's dtype on its device: [S, L * D], [S, D] or [D] by kind.
 
-        Raises: RuntimeError if the states are not finite, or there are none, or the installed transformers lacks an
-            argument we need.
+        Raises: RuntimeError if the states are not finite.
         """
         states = self._encode_together([text])[0]
         if problem := self.problem_of(states, text):
@@ -87,13 +79,10 @@ class TextEncoder:
 
     def encode_batch(self, texts: Sequence[str]) -> list[torch.Tensor]:
         """encode() of each text, bit by bit, unless problem_of says why not to use it; where layers are streamed, in as
-        few passes as can be.
+        few passes as can be: a batch that plan_batches made takes one.
 
-        A batch that plan_batches made takes one pass. The states of streamed encoders are on the CPU, so that a batch
-        of them does not take the room of the next pass.
+        The states of streamed encoders are on the CPU, so that a batch of them does not take the room of the next pass.
         """
-        if self.stream is None:
-            return [self._encode_together([text])[0] for text in texts]
         states: dict[str, torch.Tensor] = {}
         for batch in self.plan_batches(texts):
             states.update(zip(batch, self._encode_together(batch), strict=True))
@@ -121,7 +110,7 @@ class TextEncoder:
     def _fills_all(self, text: str) -> bool:
         """Whether no token is padding, where the encoder can tell."""
         sees_mask = self.spec.kind == "chat_hidden_states" or self.spec.zero_padding
-        return sees_mask and _count_tokens(self, _source(self, text)) >= self.spec.max_length
+        return sees_mask and _count_tokens(self, *_source(self, text)) >= self.spec.max_length
 
     def _encode_together(self, texts: Sequence[str]) -> list[torch.Tensor]:
         with torch.inference_mode():
@@ -184,7 +173,8 @@ def load_text_encoder(
     if stream is not None:
         refuse_streamed_scheme(storage.scheme)
     model, layers = make_empty_encoder(spec, folder), None
-    sources = _find_sources(spec, model, folder / spec.folder)
+    find_sources = language_model_sources if spec.kind == "chat_hidden_states" else encoder_sources
+    sources = find_sources(model, folder / spec.folder)
     if stream is None:
         read_weights(model, sources, storage)
     else:
@@ -209,26 +199,6 @@ def refuse_streamed_scheme(scheme: TextScheme) -> None:
         )
 
 
-def call_accepting(
-    function: Callable[..., Any], *, required: Mapping[str, Any], optional: Mapping[str, Any] = _NOTHING
-) -> Any:
-    """Call by keyword with every required argument and those optional ones that the installed version takes.
-
-    Raises: RuntimeError naming the required arguments that the function does not take.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    refused = [name for name in required if name not in names and not takes_any]
-    if refused:
-        raise RuntimeError(
-            f"{getattr(function, '__qualname__', function)} does not take {', '.join(refused)}, it takes "
-            f"{', '.join(sorted(names))}; another version of its library is needed"
-        )
-    taken = {name: value for name, value in optional.items() if takes_any or name in names}
-    return function(**required, **taken)
-
-
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
@@ -236,15 +206,6 @@ def _encode_chat(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.T
     """[S, L * D] each, as the encode_prompt of Flux2Pipeline and Flux2KleinPipeline."""
     states = _layer_outputs(encoder, _tokenize(encoder, texts))
     return (torch.cat([state[index] for state in states], dim=-1) for index in range(len(texts)))
-
-
-def _chat_source(encoder: TextEncoder, text: str) -> tuple[str, bool]:
-    caption = text.replace(encoder.image_placeholder, "") if encoder.image_placeholder else text
-    rendered = render_chat(encoder.tokenizer, caption, encoder.spec)
-    # Most templates write the first token themselves; PixtralProcessor tells it the same way.
-    begin = encoder.tokenizer.bos_token
-    writes_begin = bool(begin) and rendered.startswith(begin)
-    return rendered, not writes_begin
 
 
 def _layer_outputs(encoder: TextEncoder, tokens: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -262,7 +223,7 @@ def _layer_outputs(encoder: TextEncoder, tokens: Mapping[str, torch.Tensor]) -> 
     for number in set(encoder.spec.layers):
         hooks.after(layers[number - 1], keep(number))
     try:
-        output = call_accepting(encoder.model.forward, required=tokens, optional={"use_cache": False})
+        output = encoder.model.forward(**tokens, use_cache=False)
     finally:
         hooks.remove()
     if len(layers) in found:
@@ -273,25 +234,17 @@ def _layer_outputs(encoder: TextEncoder, tokens: Mapping[str, torch.Tensor]) -> 
 def _encode_last(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
     """[S, D] each; see FluxPipeline._get_t5_prompt_embeds and, with zero_padding, WanPipeline._get_t5_prompt_embeds."""
     tokens = _tokenize(encoder, texts)
-    lengths = tokens["attention_mask"].sum(dim=1)
     if not encoder.spec.zero_padding:
-        del tokens["attention_mask"]
-    states = call_accepting(encoder.model.forward, required=tokens).last_hidden_state
-    if not encoder.spec.zero_padding:
-        return iter(states)
-    return (_zero_after(state, int(length)) for state, length in zip(states, lengths, strict=True))
-
-
-def _zero_after(states: torch.Tensor, length: int) -> torch.Tensor:
-    states = states.clone()
-    states[length:] = 0
-    return states
+        return iter(encoder.model.forward(input_ids=tokens["input_ids"]).last_hidden_state)
+    states = encoder.model.forward(**tokens).last_hidden_state.clone()
+    for state, length in zip(states, tokens["attention_mask"].sum(dim=1), strict=True):
+        state[int(length) :] = 0
+    return iter(states)
 
 
 def _encode_pooled(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
     """[D] each; see FluxPipeline._get_clip_prompt_embeds."""
-    tokens = _tokenize(encoder, texts)
-    return iter(call_accepting(encoder.model.forward, required={"input_ids": tokens["input_ids"]}).pooler_output)
+    return iter(encoder.model.forward(input_ids=_tokenize(encoder, texts)["input_ids"]).pooler_output)
 
 
 _ENCODE: Mapping[str, Callable[[TextEncoder, Sequence[str]], Iterable[torch.Tensor]]] = MappingProxyType(
@@ -301,11 +254,6 @@ _ENCODE: Mapping[str, Callable[[TextEncoder, Sequence[str]], Iterable[torch.Tens
         "pooled": _encode_pooled,
     }
 )
-
-
-def _source(encoder: TextEncoder, text: str) -> tuple[str, bool]:
-    """What the tokenizer reads for a text, and whether it is to add its special tokens."""
-    return _chat_source(encoder, text) if encoder.spec.kind == "chat_hidden_states" else (text, True)
 
 
 def _tokenize(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -319,7 +267,7 @@ def _tokenize(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, torch.Ten
 def _tokenize_one(encoder: TextEncoder, text: str) -> Mapping[str, torch.Tensor]:
     spec = encoder.spec
     source, adds_special = _source(encoder, text)
-    length = _count_tokens(encoder, (source, adds_special))
+    length = _count_tokens(encoder, source, adds_special)
     if length > spec.max_length:
         message = "%s reads %d tokens and the caption %s needs %d: its end is cut off"
         logger.warning(message, spec.folder, spec.max_length, _shorten(text), length)
@@ -334,8 +282,19 @@ def _tokenize_one(encoder: TextEncoder, text: str) -> Mapping[str, torch.Tensor]
     )
 
 
-def _count_tokens(encoder: TextEncoder, source: tuple[str, bool]) -> int:
-    return len(encoder.tokenizer(source[0], add_special_tokens=source[1], verbose=False)["input_ids"])
+def _count_tokens(encoder: TextEncoder, source: str, adds_special: bool) -> int:
+    return len(encoder.tokenizer(source, add_special_tokens=adds_special, verbose=False)["input_ids"])
+
+
+def _source(encoder: TextEncoder, text: str) -> tuple[str, bool]:
+    """What the tokenizer reads for a text, and whether it is to add its special tokens."""
+    if encoder.spec.kind != "chat_hidden_states":
+        return text, True
+    caption = text.replace(encoder.image_placeholder, "") if encoder.image_placeholder else text
+    rendered = render_chat(encoder.tokenizer, caption, encoder.spec)
+    # Most templates write the first token themselves; PixtralProcessor tells it the same way.
+    begin = encoder.tokenizer.bos_token
+    return rendered, not (begin and rendered.startswith(begin))
 
 
 def render_chat(tokenizer: Any, caption: str, spec: TextEncoderSpec) -> str:
@@ -346,31 +305,27 @@ def render_chat(tokenizer: Any, caption: str, spec: TextEncoderSpec) -> str:
 
     Raises: ValueError if neither form works with this template.
     """
-    for make_content in (_as_parts, _as_string):
-        probe = _render(tokenizer, _PROBE, spec, make_content)
-        expected = [_PROBE] if spec.system_prompt is None else [_PROBE, spec.system_prompt]
+    expected = [_PROBE] if spec.system_prompt is None else [_PROBE, spec.system_prompt]
+    for has_parts in (True, False):
+        probe = _render(tokenizer, _PROBE, spec, has_parts)
         if all(text in probe for text in expected) and "'type'" not in probe:
-            return _render(tokenizer, caption, spec, make_content)
+            return _render(tokenizer, caption, spec, has_parts)
     raise ValueError(
         f"the chat template of {spec.tokenizer_folder} leaves out the caption or the system prompt; "
         "use the tokenizer folder published with the model"
     )
 
 
-def _as_parts(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}]
-
-
-def _as_string(text: str) -> str:
-    return text
-
-
-def _render(tokenizer: Any, caption: str, spec: TextEncoderSpec, make_content: Callable[[str], Any]) -> str:
+def _render(tokenizer: Any, caption: str, spec: TextEncoderSpec, has_parts: bool) -> str:
     """The rendered conversation, or "" where the template cannot take this form of content."""
     from jinja2 import TemplateError
 
-    messages = [] if spec.system_prompt is None else [{"role": "system", "content": make_content(spec.system_prompt)}]
-    messages.append({"role": "user", "content": make_content(caption)})
+    said = [("system", spec.system_prompt), ("user", caption)]
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
+        for role, text in said
+        if text is not None
+    ]
     options = {"add_generation_prompt": False, **spec.template_options}
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
@@ -416,74 +371,53 @@ def _image_placeholder(config: Mapping[str, Any], tokenizer: Any) -> str:
     return token or ""
 
 
-def _architecture(folder: Path, config: Mapping[str, Any]) -> str:
-    """The class that a folder's config names first; "none" without one."""
-    names = expect(config.get("architectures") or ["none"], list, f"{folder / 'config.json'}: architectures")
-    return expect(names[0], str, f"{folder / 'config.json'}: the first of its architectures")
-
-
-def _encoder_class(folder: Path, config: Mapping[str, Any]) -> Any:
-    """The class that a folder's config names; of T5-like models the encoder half."""
-    import transformers
-
-    name = _architecture(folder, config).replace("ForConditionalGeneration", "EncoderModel")
-    if not hasattr(transformers, name):
-        raise ValueError(f"{folder} asks for a {name}, which transformers {transformers.__version__} does not have")
-    return getattr(transformers, name)
-
-
-def _check_kind(spec: TextEncoderSpec, folder: Path) -> None:
-    """Raises: ValueError if the folder's config describes an encoder that does not give what the spec keeps."""
-    found = _architecture(folder / spec.folder, _read_config(folder / spec.folder))
-    if spec.kind == "pooled" and found.endswith("WithProjection"):
-        raise ValueError(
-            f"{folder / spec.folder} holds a {found}, and a CLIPTextModel was expected; use the folder published with "
-            "the model"
-        )
-
-
 def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
     """The encoder as `spec` needs it, with weights on no device; buffers that no file holds are on the CPU.
 
     Raises: ValueError if its folder does not describe such an encoder.
     """
-    if spec.kind == "chat_hidden_states":
-        return _make_empty_language_model(folder / spec.folder, spec.layers)
-    _check_kind(spec, folder)
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig
-
-    encoder_class = _encoder_class(folder / spec.folder, _read_config(folder / spec.folder))
-    settings = AutoConfig.from_pretrained(str(folder / spec.folder), local_files_only=True)
-    with init_empty_weights(include_buffers=False):
-        return encoder_class(settings)
-
-
-def _make_empty_language_model(folder: Path, layers: tuple[int, ...]) -> torch.nn.Module:
-    """The language model up to the last hidden state in `layers`."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModel
 
-    _read_config(folder)
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True).get_text_config()
-    num_layers = _num_layers_needed(folder, layers, config.num_hidden_layers)
-    needs_norm = num_layers == config.num_hidden_layers  # the last hidden state of the whole model is behind the norm
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:num_layers]
-    config.num_hidden_layers = num_layers
+    folder = folder / spec.folder
+    described = _read_config(folder)
+    make = AutoModel.from_config if spec.kind == "chat_hidden_states" else _encoder_class(spec, folder, described)
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    needs_norm = True
+    if spec.kind == "chat_hidden_states":
+        config = config.get_text_config()
+        needs_norm = _leave_out_layers(config, spec.layers, folder)
     with init_empty_weights(include_buffers=False):  # rotary frequencies are buffers that no file holds
-        model = AutoModel.from_config(config)
+        model = make(config)
     if not needs_norm:
         model.norm = torch.nn.Identity()
     return model
 
 
-def _find_sources(spec: TextEncoderSpec, model: torch.nn.Module, folder: Path) -> Sources:
-    find = language_model_sources if spec.kind == "chat_hidden_states" else encoder_sources
-    return find(model, folder)
+def _encoder_class(spec: TextEncoderSpec, folder: Path, config: Mapping[str, Any]) -> Any:
+    """The class that a folder's config names first; of T5-like models the encoder half."""
+    import transformers
+
+    file = folder / "config.json"
+    names = expect(config.get("architectures") or ["none"], list, f"{file}: architectures")
+    found = expect(names[0], str, f"{file}: the first of its architectures")
+    if spec.kind == "pooled" and found.endswith("WithProjection"):
+        raise ValueError(
+            f"{folder} holds a {found}, and a CLIPTextModel was expected; use the folder published with the model"
+        )
+    name = found.replace("ForConditionalGeneration", "EncoderModel")
+    if not hasattr(transformers, name):
+        raise ValueError(f"{folder} asks for a {name}, which transformers {transformers.__version__} does not have")
+    return getattr(transformers, name)
 
 
-def _num_layers_needed(folder: Path, layers: tuple[int, ...], num_layers: int) -> int:
+def _leave_out_layers(config: Any, layers: tuple[int, ...], folder: Path) -> bool:
+    """Let a language model end with the last of the hidden states asked for; returns whether its norm is needed, since
+    the last hidden state of the whole model is behind the norm."""
+    num_layers = config.num_hidden_layers
     if not layers or min(layers) < 1 or max(layers) > num_layers:
         raise ValueError(f"hidden states {list(layers)} were asked of {folder}, which has 1 to {num_layers}")
-    return max(layers)
+    config.num_hidden_layers = max(layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: max(layers)]
+    return max(layers) == num_layers

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import torch
 
 from ..config.job import JobConfig
+from ..data.image import ImageRequest
 from ..data.samples import Sample
 from ..encoding.encode import (
     NONE_OUTDATED,
     FolderLatents,
-    ImageRequest,
     fill_images,
     fill_texts,
     folder_texts,

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from devicebridge.encoding.encode import FolderLatents, ImageRequest, fill_images, fill_texts, folder_texts
+from devicebridge.data.image import ImageRequest
+from devicebridge.encoding.encode import FolderLatents, fill_images, fill_texts, folder_texts
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.spec import ModelFamily, TextEncoderSpec, Variant
 

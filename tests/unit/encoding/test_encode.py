@@ -15,13 +15,14 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from devicebridge.data.image import read_pixels
+from devicebridge.data.image import ImageRequest, read_pixels
 from devicebridge.encoding import encode
-from devicebridge.encoding.encode import ImageRequest, Stopped, load_vae
+from devicebridge.encoding.encode import Stopped
 from devicebridge.encoding.store import CacheStore
 from devicebridge.encoding.streamed_encoder import StreamPlan
 from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder, prepare_text
 from devicebridge.encoding.text_place import TextPlace, open_text_encoder
+from devicebridge.encoding.vae import load_vae
 from devicebridge.families.spec import (
     BlockList,
     LatentSpec,
@@ -526,7 +527,7 @@ def test_the_log_says_what_is_held_before_with_and_after_each_model(
             "freed text encoder text_encoder_2; 1.00",
             "loading the VAE for up to 10 images; 1.00",
             "loaded the VAE; 6.00",
-            "freed VAE; 1.00",
+            "freed the VAE; 1.00",
         )
     ]
 
