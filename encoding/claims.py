@@ -193,18 +193,13 @@ def take_claim(path: Path) -> Claim | None:
     """
     for _ in range(_NUM_TRIES):
         was_left = path.exists()
-        file = _open(path)
-        try:
-            is_locked = try_lock(file)
-        except NoLocks:
-            file.close()
-            raise
-        if not is_locked:
-            file.close()
-            return None
-        if _still_has_name(file, path):
-            return Claim(path, file, was_left)
-        file.close()
+        with contextlib.ExitStack() as closing:
+            file = closing.enter_context(_open(path))
+            if not try_lock(file):
+                return None
+            if _still_has_name(file, path):
+                closing.pop_all()
+                return Claim(path, file, was_left)
     raise NoLocks(errno.EOPNOTSUPP, "an open file is not told by its number")
 
 

@@ -2,8 +2,8 @@
 
 Both fill functions do the same: name every result by its content, see what the store already has, and only if something
 is missing load the model, encode one thing after the other, and free the model before the next is loaded. Each result
-is stored as soon as it is there, so stopping loses at most the one in hand. Who computes is a source's matter: here are
-those of the model's own encoders, in sources.py those of encoders that ComfyUI holds.
+is stored as soon as it is there, so stopping loses at most the one in hand. Who computes is a source's matter
+(sources.py).
 
 Any number of processes may do this at once for one store, on any devices: each claims an entry before it computes it
 (see claims.py), and a model is loaded only by those that got something to compute. Progress counts what is done by
@@ -12,13 +12,11 @@ whomever.
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -26,15 +24,10 @@ import torch
 
 from ..data.image import ImageRequest
 from ..data.video import media_fingerprint, read_frames
-from ..families.spec import ModelFamily, TextEncoderSpec, Variant
 from .claims import Claims, Shared
-from .key import LatentSettings, folder_fingerprint, joint_key, latent_key, text_key
-from .sources import LatentSource, Source, TextSource
+from .key import joint_key
+from .sources import LatentSource, TextSource
 from .store import CacheStore, Stamp
-from .text_encoder import TextEncoder, prepare_text
-from .text_place import TextPlace, open_text_encoder, plan_text_place
-from .text_weights import TextScheme, applied_scheme
-from .vae import load_vae, vae_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +106,7 @@ class _Fill:
 
 
 @contextmanager
-def _in_use(source: Source, what: str, on_begin: Callable[[], None]) -> Iterator[Callable[[], None]]:
+def _in_use(source: TextSource | LatentSource, what: str, on_begin: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Inside, a function that loads the source unless it is loaded; the source is freed at the end."""
     is_loaded = False
 
@@ -132,94 +125,6 @@ def _in_use(source: Source, what: str, on_begin: Callable[[], None]) -> Iterator
         source.close()
         _free(source.device)
         _log_memory(f"freed {source.name}", source.device)
-
-
-# --- captions --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class FolderTexts:
-    """What one of the model's own text encoders makes, from its folder; a TextSource.
-
-    Args:
-        text_device: where it runs, or a setting that text_place.py turns into such a place.
-        dtype: the encoder computes in it, and the states are stored in it.
-        quantize: what the encoder's linears are rounded to as they are read.
-        window_bytes: the most a streamed encoder may take on its card; 0 for what is free. Captions that share a pass
-            are claimed, and lost by a kill, together.
-    """
-
-    spec: TextEncoderSpec
-    folder: Path
-    text_device: torch.device | str
-    dtype: torch.dtype
-    quantize: TextScheme = "none"
-    window_bytes: int = 0
-    place: TextPlace | None = None
-    encoder: TextEncoder | None = None
-
-    @property
-    def name(self) -> str:
-        return f"text encoder {self.spec.folder}"
-
-    @property
-    def device(self) -> torch.device:
-        assert self.place is not None
-        return self.place.device
-
-    @property
-    def batch_size(self) -> int:
-        assert self.place is not None
-        return self.place.captions_per_batch
-
-    @functools.cached_property
-    def _fingerprints(self) -> dict[str, str]:
-        return {
-            "encoder_fingerprint": folder_fingerprint(self.folder / self.spec.folder),
-            "tokenizer_fingerprint": folder_fingerprint(self.folder / self.spec.tokenizer_folder),
-        }
-
-    def text_of(self, caption: str) -> str:
-        return prepare_text(caption, self.spec)
-
-    def key_of(self, text: str) -> str:
-        scheme = applied_scheme(self.spec, self.quantize)
-        return text_key(text, self.spec, **self._fingerprints, dtype=self.dtype, quantize=scheme)
-
-    def plan(self, num_missing: int) -> None:
-        settings = self.spec, self.folder, self.dtype, self.quantize, self.window_bytes
-        self.place = plan_text_place(self.text_device, *settings)
-
-    def load(self) -> None:
-        assert self.place is not None
-        self.encoder = open_text_encoder(self.spec, self.folder, self.place, self.dtype, self.quantize)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[dict[str, torch.Tensor]]:
-        assert self.encoder is not None
-        return [{self.spec.output: states} for states in self.encoder.encode_batch(texts)]
-
-    def problem_of(self, entry: Mapping[str, torch.Tensor], text: str) -> str:
-        assert self.encoder is not None
-        return self.encoder.problem_of(entry[self.spec.output], text)
-
-    def close(self) -> None:
-        if self.encoder is not None:
-            self.encoder.close()
-        self.encoder = None
-
-
-def folder_texts(
-    specs: Sequence[TextEncoderSpec],
-    encoders_folder: str | Path,
-    text_device: torch.device | str,
-    dtype: torch.dtype,
-    quantize: TextScheme = "none",
-    window_bytes: int = 0,
-) -> list[FolderTexts]:
-    """All of the model's own text encoders as sources; arguments as of FolderTexts."""
-    outputs = [spec.output for spec in specs]
-    assert len(set(outputs)) == len(outputs) > 0, f"text encoders need distinct outputs, not {outputs}"
-    return [FolderTexts(spec, Path(encoders_folder), text_device, dtype, quantize, window_bytes) for spec in specs]
 
 
 def fill_texts(
@@ -295,64 +200,6 @@ def _encode_texts(missing: Mapping[str, str], source: TextSource, fill: _Fill, o
                     fill.put(key, entry)
             if problems:
                 raise RuntimeError("\n".join([*problems, "all captions encoded until then are kept"]))
-
-
-# --- images ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class FolderLatents:
-    """What the model's own VAE makes, from a folder or file; a LatentSource. Latents are normalised."""
-
-    family: ModelFamily
-    variant: Variant
-    path: str | Path
-    device: torch.device | str
-    dtype: torch.dtype
-    vae: Any = None
-    name: str = "the VAE"
-
-    @functools.cached_property
-    def _settings(self) -> LatentSettings:
-        return LatentSettings(
-            self.family.name,
-            self.family.latent_of(self.variant).normalisation_version,
-            vae_fingerprint(self.family, self.variant, self.path),
-            self.dtype,
-            self.variant.condition if self.variant.encodes_condition else "none",
-        )
-
-    def key_of(self, request: ImageRequest, image_fingerprint: str) -> str:
-        return latent_key(image_fingerprint, request, self._settings)
-
-    def check(self, missing: Sequence[ImageRequest]) -> None:
-        pass
-
-    def load(self) -> None:
-        self.vae = load_vae(self.family, self.variant, self.path, self.dtype).to(self.device)
-
-    def encode(self, pixels: torch.Tensor, path: str) -> dict[str, torch.Tensor]:
-        family, variant = self.family, self.variant
-        batch = pixels[None].to(device=self.device, dtype=self.dtype)  # [B=1, 3, F, H, W]
-        with torch.inference_mode():
-            tensors = {"latents": family.encode_latents(self.vae, batch)[0].to(torch.float32)}
-            if variant.encodes_condition:
-                assert family.encode_condition is not None
-                tensors["image_condition"] = family.encode_condition(self.vae, batch)[0].to(torch.float32)
-        if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
-            raise RuntimeError(
-                f'the latents of {path} are not finite in {self.dtype}; set cache.dtype to "bfloat16" or "float32"'
-            )
-        num_frames = pixels.shape[1]
-        found, expected = tensors["latents"].shape[1], family.latent_of(variant).num_latent_frames(num_frames)
-        if found != expected:  # a VAE that leaves frames out would train a clip that is shorter than its caption says
-            raise RuntimeError(
-                f"the VAE made {found} latent frames of {num_frames} frames of {path}; {variant.name} needs {expected}"
-            )
-        return tensors
-
-    def close(self) -> None:
-        self.vae = None
 
 
 def fill_images(

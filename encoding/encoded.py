@@ -60,16 +60,13 @@ def save_encoded(
         raise ValueError("the dataset has no samples; give lists of at least one latent and conditioning")
     content = {"version": _VERSION, "samples": [vars(pair) for pair in listed]}
     path = store.folder / _FOLDER / f"{settings_fingerprint(content)[:_DIGITS]}.json"
-    _write_unless_there(path, json.dumps(content).encode("ascii"))
-    return path
-
-
-def _write_unless_there(path: Path, data: bytes) -> None:
+    data = json.dumps(content).encode("ascii")
     try:
         if not path.is_file() or path.read_bytes() != data:  # a complete folder may be read-only
             write_atomically(path, data)
     except OSError as error:
         raise unwritable(path, error) from error
+    return path
 
 
 def _keep(entry: Mapping[str, torch.Tensor], store: CacheStore) -> str:

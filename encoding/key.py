@@ -45,7 +45,7 @@ ROUNDING_VERSION = 1  # of text encoders in 8 bits
 _WHOLE_FILE_BYTES = 512 * 2**20
 _SAMPLE_BYTES = 4096
 _CHUNK_BYTES = 2**20
-_SETTINGS_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken"})
+_SUFFIXES = frozenset({".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken"})
 
 
 def text_key(
@@ -69,7 +69,7 @@ def text_key(
     described = {field.name: getattr(spec, field.name) for field in fields(spec)}
     kept = described.pop("keep_full_precision")
     rounding = {} if quantize == "none" else {"quantize": quantize, "kept": kept, "rounding": ROUNDING_VERSION}
-    return _digest(
+    return settings_fingerprint(
         {
             "what": "text",
             "version": TEXT_VERSION,
@@ -85,7 +85,7 @@ def text_key(
 
 def joint_key(parts: list[str]) -> str:
     """Key of the entry that holds several encoders' results for one caption."""
-    return _digest({"what": "joint", "parts": parts})
+    return settings_fingerprint({"what": "joint", "parts": parts})
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def latent_key(image_fingerprint: str, request: ImageRequest, settings: LatentSe
         image_fingerprint: hash of the file's bytes, or those of a clip's images; name and place are not in the key.
         request: a clip's frame rate and window are in the key by the frames that they choose.
     """
-    return _digest(
+    return settings_fingerprint(
         {
             "what": "latents",
             "version": IMAGE_VERSION,
@@ -134,12 +134,12 @@ def _request_facts(image_fingerprint: str, request: ImageRequest) -> dict[str, A
 
 def stock_text_key(text: str, fingerprint: str) -> str:
     """Key of what a stock CLIP makes of one text; its fingerprint covers all but the text."""
-    return _digest({"what": "stock text", "version": STOCK_VERSION, "text": text, "clip": fingerprint})
+    return settings_fingerprint({"what": "stock text", "version": STOCK_VERSION, "text": text, "clip": fingerprint})
 
 
 def stock_latent_key(image_fingerprint: str, request: ImageRequest, fingerprint: str) -> str:
     """Key of what a stock VAE makes of one image or clip; the model's family has no say in it."""
-    return _digest(
+    return settings_fingerprint(
         {
             "what": "stock latents",
             "version": (STOCK_VERSION, IMAGE_VERSION),
@@ -151,7 +151,7 @@ def stock_latent_key(image_fingerprint: str, request: ImageRequest, fingerprint:
 
 def content_key(tensors: Mapping[str, torch.Tensor]) -> str:
     """Key of tensors that are known by nothing but their content: names, types, shapes and all bytes."""
-    return _digest({"what": "content", "tensors": _tensor_facts(tensors, math.inf)})
+    return settings_fingerprint({"what": "content", "tensors": _tensor_facts(tensors, math.inf)})
 
 
 def tensors_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -160,7 +160,7 @@ def tensors_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
     Raises: ValueError naming a tensor that does not show its bytes.
     """
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return _digest(_tensor_facts(tensors, math.inf if num_bytes <= _WHOLE_FILE_BYTES else _SAMPLE_BYTES))
+    return settings_fingerprint(_tensor_facts(tensors, math.inf if num_bytes <= _WHOLE_FILE_BYTES else _SAMPLE_BYTES))
 
 
 def _tensor_facts(tensors: Mapping[str, torch.Tensor], sample_bytes: float) -> dict[str, Any]:
@@ -190,11 +190,6 @@ def _hash_bytes(name: str, tensor: torch.Tensor, sample_bytes: float) -> str:
     return digest.hexdigest()
 
 
-def settings_fingerprint(settings: Any) -> str:
-    """Hash of plain values, mappings and dataclasses, whatever the order of their keys."""
-    return _digest(settings)
-
-
 def file_fingerprint(path: str | Path) -> str:
     """Hash of a file's bytes: all of them, or a sample for large safetensors (see the top of this file).
 
@@ -221,15 +216,11 @@ def folder_fingerprint(path: str | Path) -> str:
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder; give one with config and safetensors files")
-    files = [f for f in sorted(path.iterdir()) if f.is_file() and _counts(f)]
+    counts = [f for f in path.iterdir() if f.suffix in _SUFFIXES and not f.name.startswith(".")]
+    files = sorted(file for file in counts if file.is_file())
     if not files:
         raise ValueError(f"{path} holds neither safetensors nor config files")
-    return _digest({file.name: file_fingerprint(file) for file in files})
-
-
-def _counts(file: Path) -> bool:
-    is_known = file.suffix in _SETTINGS_SUFFIXES or file.suffix == ".safetensors"
-    return is_known and not file.name.startswith(".")
+    return settings_fingerprint({file.name: file_fingerprint(file) for file in files})
 
 
 def _sample(file: BinaryIO, size: int) -> str:
@@ -244,8 +235,9 @@ def _sample(file: BinaryIO, size: int) -> str:
     return digest.hexdigest()
 
 
-def _digest(value: Any) -> str:
-    text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+def settings_fingerprint(settings: Any) -> str:
+    """Hash of plain values, mappings and dataclasses, whatever the order of their keys."""
+    text = json.dumps(_plain(settings), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 

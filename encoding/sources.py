@@ -1,9 +1,9 @@
 """Who makes the states of a caption and the latents of an image: our own encoders, or somebody else's.
 
 The cache is filled in one way (encode.py), whoever computes: a source says what each result is called, loads when the
-first is missing, encodes, and frees. encode.py has the sources that read folders. Here are those for encoders that
-somebody else holds: a stock CLIP or VAE that ComfyUI has loaded. What these make is kept as ComfyUI hands it on, and is
-made fit for the model when it is read (families/comfy/inputs.py).
+first is missing, encodes, and frees. FolderTexts and FolderLatents read folders and files. StockTexts and StockLatents
+ask a CLIP or VAE that ComfyUI has loaded. What these make is kept as ComfyUI hands it on, and is made fit for the model
+when it is read (families/comfy/inputs.py).
 
 Somebody else's encoder exists in his process only. What it made has a name that anybody can write down: the source's
 fingerprint, in a job's cache.text_source and cache.latent_source. Without the encoder such a source finds its entries
@@ -12,76 +12,178 @@ and computes none.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
 
 from ..data.image import ImageRequest
+from ..families.spec import ModelFamily, TextEncoderSpec, Variant
 from .comfy_data import read_conditioning, read_samples
-from .key import stock_latent_key, stock_text_key
+from .key import LatentSettings, folder_fingerprint, latent_key, stock_latent_key, stock_text_key, text_key
+from .text_encoder import TextEncoder, prepare_text
+from .text_place import TextPlace, open_text_encoder, plan_text_place
+from .text_weights import TextScheme, applied_scheme
+from .vae import load_vae, vae_fingerprint
 
-if TYPE_CHECKING:
-    import torch
-
-Entry = Mapping[str, "torch.Tensor"]
+Entry = Mapping[str, torch.Tensor]
 
 
-class Source(Protocol):
-    """What makes entries. load takes it into memory; close frees it, and does nothing twice. name: for the log."""
+# --- the model's own encoders ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class FolderTexts:
+    """What one of the model's own text encoders makes, from its folder; a TextSource.
+
+    Args:
+        text_device: where it runs, or a setting that text_place.py turns into such a place.
+        dtype: the encoder computes in it, and the states are stored in it.
+        quantize: what the encoder's linears are rounded to as they are read.
+        window_bytes: the most a streamed encoder may take on its card; 0 for what is free. Captions that share a pass
+            are claimed, and lost by a kill, together.
+    """
+
+    spec: TextEncoderSpec
+    folder: Path
+    text_device: torch.device | str
+    dtype: torch.dtype
+    quantize: TextScheme = "none"
+    window_bytes: int = 0
+    place: TextPlace | None = None
+    encoder: TextEncoder | None = None
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        return f"text encoder {self.spec.folder}"
 
     @property
-    def device(self) -> torch.device | str: ...
-
-    def load(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TextSource(Source, Protocol):
-    """One text encoder, by what it makes."""
+    def device(self) -> torch.device:
+        assert self.place is not None
+        return self.place.device
 
     @property
     def batch_size(self) -> int:
-        """How many texts are best encoded together."""
-        ...
+        assert self.place is not None
+        return self.place.captions_per_batch
+
+    @functools.cached_property
+    def _fingerprints(self) -> dict[str, str]:
+        return {
+            "encoder_fingerprint": folder_fingerprint(self.folder / self.spec.folder),
+            "tokenizer_fingerprint": folder_fingerprint(self.folder / self.spec.tokenizer_folder),
+        }
 
     def text_of(self, caption: str) -> str:
         """The caption as the tokenizer gets it."""
-        ...
+        return prepare_text(caption, self.spec)
 
-    def key_of(self, text: str) -> str: ...
+    def key_of(self, text: str) -> str:
+        scheme = applied_scheme(self.spec, self.quantize)
+        return text_key(text, self.spec, **self._fingerprints, dtype=self.dtype, quantize=scheme)
 
     def plan(self, num_missing: int) -> None:
         """Decide where it runs; device and batch_size are known from here on. Raises: ValueError if it cannot run."""
-        ...
+        settings = self.spec, self.folder, self.dtype, self.quantize, self.window_bytes
+        self.place = plan_text_place(self.text_device, *settings)
+
+    def load(self) -> None:
+        assert self.place is not None
+        self.encoder = open_text_encoder(self.spec, self.folder, self.place, self.dtype, self.quantize)
 
     def encode_batch(self, texts: Sequence[str]) -> Sequence[Entry]:
         """One entry per text, to be kept unless problem_of says why not."""
-        ...
+        assert self.encoder is not None
+        return [{self.spec.output: states} for states in self.encoder.encode_batch(texts)]
 
     def problem_of(self, entry: Entry, text: str) -> str:
         """Why what encode_batch made of this text must not be kept, and what would help; "" if it may be."""
-        ...
+        assert self.encoder is not None
+        return self.encoder.problem_of(entry[self.spec.output], text)
+
+    def close(self) -> None:
+        if self.encoder is not None:
+            self.encoder.close()
+        self.encoder = None
 
 
-class LatentSource(Source, Protocol):
-    """One VAE, by what it makes."""
+def folder_texts(
+    specs: Sequence[TextEncoderSpec],
+    encoders_folder: str | Path,
+    text_device: torch.device | str,
+    dtype: torch.dtype,
+    quantize: TextScheme = "none",
+    window_bytes: int = 0,
+) -> list[FolderTexts]:
+    """All of the model's own text encoders as sources; arguments as of FolderTexts."""
+    outputs = [spec.output for spec in specs]
+    assert len(set(outputs)) == len(outputs) > 0, f"text encoders need distinct outputs, not {outputs}"
+    return [FolderTexts(spec, Path(encoders_folder), text_device, dtype, quantize, window_bytes) for spec in specs]
 
-    def key_of(self, request: ImageRequest, image_fingerprint: str) -> str: ...
+
+@dataclass
+class FolderLatents:
+    """What the model's own VAE makes, from a folder or file; a LatentSource. Latents are normalised."""
+
+    family: ModelFamily
+    variant: Variant
+    path: str | Path
+    device: torch.device | str
+    dtype: torch.dtype
+    vae: Any = None
+    name: str = "the VAE"
+
+    @functools.cached_property
+    def _settings(self) -> LatentSettings:
+        return LatentSettings(
+            self.family.name,
+            self.family.latent_of(self.variant).normalisation_version,
+            vae_fingerprint(self.family, self.variant, self.path),
+            self.dtype,
+            self.variant.condition if self.variant.encodes_condition else "none",
+        )
+
+    def key_of(self, request: ImageRequest, image_fingerprint: str) -> str:
+        return latent_key(image_fingerprint, request, self._settings)
 
     def check(self, missing: Sequence[ImageRequest]) -> None:
         """Raises: ValueError if it cannot be run here, or not on these."""
-        ...
+
+    def load(self) -> None:
+        self.vae = load_vae(self.family, self.variant, self.path, self.dtype).to(self.device)
 
     def encode(self, pixels: torch.Tensor, path: str) -> Entry:
         """The entry of an image or clip, [3, F, height, width], float32 in -1..1; an image is one frame.
 
-        Raises: RuntimeError naming the file if its latents are not finite.
+        Raises: RuntimeError naming the file if its latents are not finite, or fewer than its frames make.
         """
-        ...
+        family, variant = self.family, self.variant
+        batch = pixels[None].to(device=self.device, dtype=self.dtype)  # [B=1, 3, F, H, W]
+        with torch.inference_mode():
+            tensors = {"latents": family.encode_latents(self.vae, batch)[0].to(torch.float32)}
+            if variant.encodes_condition:
+                assert family.encode_condition is not None
+                tensors["image_condition"] = family.encode_condition(self.vae, batch)[0].to(torch.float32)
+        if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
+            raise RuntimeError(
+                f'the latents of {path} are not finite in {self.dtype}; set cache.dtype to "bfloat16" or "float32"'
+            )
+        num_frames = pixels.shape[1]
+        found, expected = tensors["latents"].shape[1], family.latent_of(variant).num_latent_frames(num_frames)
+        if found != expected:  # a VAE that leaves frames out would train a clip that is shorter than its caption says
+            raise RuntimeError(
+                f"the VAE made {found} latent frames of {num_frames} frames of {path}; {variant.name} needs {expected}"
+            )
+        return tensors
+
+    def close(self) -> None:
+        self.vae = None
+
+
+# --- encoders that ComfyUI holds -------------------------------------------------------------------------------------
 
 
 class StockEncoder(Protocol):
@@ -212,6 +314,10 @@ class StockLatents:
     def close(self) -> None:
         if self.vae is not None:
             self.vae.release()
+
+
+TextSource = FolderTexts | StockTexts
+LatentSource = FolderLatents | StockLatents
 
 
 def shapes_of(entry: Entry) -> dict[str, tuple[int, ...]]:

@@ -9,8 +9,7 @@ question, see claims.py.) Four defects are told apart from a whole entry:
     another entry's file      the key in the header is not the file's name: seen by `in` and by get
     a file with flipped bytes the checksum in the header does not match: seen by get, which reads everything
 
-All four are misses; the entry is computed again and written over. `check` reads everything and says which entries are
-whole. A link is an entry without tensors that names other
+All four are misses; the entry is computed again and written over. A link is an entry without tensors that names other
 entries and reads as all of their tensors together: a caption seen by two text encoders is one entry to the training
 loop, yet changing one encoder leaves the other's work in place.
 """
@@ -81,11 +80,16 @@ class CacheStore:
         """The entry's tensors on the CPU, or None for a miss. Reads the whole file and checks it."""
         path = self.path(key)
         header = _read_header(path)
-        if header is None:
-            return None
-        if parts := _parts(header):
-            return self._get_parts(parts)
-        return _read_checked(path, header)
+        if header is None or not (parts := _parts(header)):
+            return None if header is None else _read_checked(path, header)
+        together: dict[str, torch.Tensor] = {}
+        for part in parts:
+            tensors = self.get(part)
+            if tensors is None:
+                return None
+            assert not together.keys() & tensors.keys(), f"two cached parts share a name: {sorted(tensors)}"
+            together.update(tensors)
+        return together
 
     def shapes(self, key: str) -> dict[str, tuple[int, ...]]:
         """Shapes of the entry's tensors by name, from its header; {} for a miss."""
@@ -170,16 +174,6 @@ class CacheStore:
             if _KEY.fullmatch(key):
                 yield key, path
 
-    def _get_parts(self, parts: Sequence[str]) -> dict[str, torch.Tensor] | None:
-        together: dict[str, torch.Tensor] = {}
-        for part in parts:
-            tensors = self.get(part)
-            if tensors is None:
-                return None
-            assert not together.keys() & tensors.keys(), f"two cached parts share a name: {sorted(tensors)}"
-            together.update(tensors)
-        return together
-
     def _save(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         path = self.path(key)
         try:
@@ -226,19 +220,15 @@ def _is_ours(header: FileHeader, key: str) -> bool:
     return bool(header.tensors) and _CHECKSUM in metadata
 
 
-def _read_tensors(path: Path) -> dict[str, torch.Tensor] | None:
+def _read_checked(path: Path, header: Mapping[str, str]) -> dict[str, torch.Tensor] | None:
+    """The tensors of an entry if they are those that were written, else None, and the file is removed."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     try:
-        return load(path.read_bytes())
+        tensors = load(path.read_bytes())
     except (SafetensorError, FileNotFoundError):  # a flipped byte in the header; or another process deleted it just now
-        return None
-
-
-def _read_checked(path: Path, header: Mapping[str, str]) -> dict[str, torch.Tensor] | None:
-    """The tensors of an entry if they are those that were written, else None, and the file is removed."""
-    tensors = _read_tensors(path)
+        tensors = None
     if tensors is not None and _checksum(tensors, header.get(_KEY_NAME, "")) == header[_CHECKSUM]:
         return tensors
     header_now = _read_header(path)

@@ -41,9 +41,7 @@ logger = logging.getLogger(__name__)
 
 _MARGIN_BYTES = 512 * 2**20  # of a card: libraries' workspaces and what the allocator cannot use
 _USABLE = 0.9  # of what is free on a card
-_USABLE_HOST = (
-    0.6  # of the host's free memory for layers between two passes; the system's file cache is counted as free
-)
+_USABLE_HOST = 0.6  # of free host memory, which counts the system's file cache; for layers between two passes
 _MOST_CAPTIONS = 64  # per pass: more hides no more copying, and Cancel waits for the pass
 _MOST_CAPTIONS_FROM_FILES = 128  # a pass then takes as long as the disk does
 _STATES_PER_CAPTION = 4  # a layer's input and output, the batch put together, and what a norm makes of it
@@ -80,10 +78,8 @@ class TextPlace:
         if self.stream is None:
             return f"runs on {self.device}: {self.reason}"
         source = "host memory" if self.stream.keeps_host_copy else "its files"
-        return (
-            f"is streamed through {self.device} from {source}, {self.stream.captions_per_pass} captions per pass: "
-            f"{self.reason}"
-        )
+        captions = f"{self.stream.captions_per_pass} captions per pass"
+        return f"is streamed through {self.device} from {source}, {captions}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -245,13 +241,11 @@ def _plan_auto(wanted: TextDevice, size: EncoderSize, scheme: TextScheme, window
     if not _cards(wanted):
         return TextPlace(CPU, None, "there is no GPU")
     card = _emptiest_card(wanted)
-    free = _usable_bytes(card)
-    if size.resident_bytes <= free:
-        return TextPlace(card, None, f"all of it takes {_gb(size.resident_bytes)} and {_gb(free)} are free there")
+    whole, free, room = _gb(size.resident_bytes), _gb(_usable_bytes(card)), _room(card, window_bytes)
+    if size.resident_bytes <= _usable_bytes(card):
+        return TextPlace(card, None, f"all of it takes {whole} and {free} are free there")
     if scheme != "none":
-        reason = f"it takes {_gb(size.resident_bytes)}, {card} has {_gb(free)}, and 8-bit weights are not streamed"
-        return TextPlace(CPU, None, reason)
-    room = _room(card, window_bytes)
+        return TextPlace(CPU, None, f"it takes {whole}, {card} has {free}, and 8-bit weights are not streamed")
     if size.streamed_bytes() > room:
         reason = f"even streamed it takes {_gb(size.streamed_bytes())}, and {card} has {_gb(room)} for it"
         return TextPlace(CPU, None, reason)
@@ -273,10 +267,8 @@ def forecast_size(
     prefix, layers = layer_list(model)
     held = _held_bytes(model, dtype, scheme, spec.keep_full_precision)
     buffers = [_buffer_bytes(model, f"{prefix}.{index}.", dtype) for index in range(len(layers))]
-    num_heads, width = (
-        _config_number(model, "num_attention_heads", "num_heads"),
-        _config_number(model, "hidden_size", "d_model"),
-    )
+    num_heads = _config_number(model, "num_attention_heads", "num_heads")
+    width = _config_number(model, "hidden_size", "d_model")
     states = spec.max_length * width * dtype.itemsize
     return EncoderSize(
         whole=sum(held.values()),
@@ -304,15 +296,11 @@ def _held_bytes(model: nn.Module, dtype: torch.dtype, scheme: TextScheme, kept: 
     for tied in tied_names(model):
         named.pop(tied, None)
     dtypes = weight_dtypes(model, named, dtype)
-    rounded = {
-        f"{fqn}.weight" for fqn, module in model.named_modules() if scheme != "none" and is_rounded(module, fqn, kept)
-    }
-    return {
-        name: parameter.numel() + 5 * parameter.shape[0]
-        if name in rounded
-        else parameter.numel() * dtypes[name].itemsize
-        for name, parameter in named.items()
-    }
+    held = {name: parameter.numel() * dtypes[name].itemsize for name, parameter in named.items()}
+    for fqn, module in model.named_modules() if scheme != "none" else ():
+        if is_rounded(module, fqn, kept):  # values in 8 bits, and a scale per row
+            held[f"{fqn}.weight"] = module.weight.numel() + 5 * module.weight.shape[0]
+    return held
 
 
 def _buffer_bytes(model: nn.Module, prefix: str, dtype: torch.dtype) -> int:

@@ -15,16 +15,14 @@ from ..data.image import ImageRequest
 from ..data.samples import Sample
 from ..encoding.encode import (
     NONE_OUTDATED,
-    FolderLatents,
     fill_images,
     fill_texts,
-    folder_texts,
     image_keys,
     never,
     text_entries,
 )
 from ..encoding.encoded import store_of_encoded
-from ..encoding.sources import LatentSource, TextSource
+from ..encoding.sources import FolderLatents, LatentSource, TextSource, folder_texts
 from ..encoding.store import CacheStore, Stamp
 from ..events import EventLog
 from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states

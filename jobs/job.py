@@ -377,7 +377,7 @@ def _run(
     job = plan.job
     with (
         EventLog(Path(job.output.folder), on_event, tensorboard=job.output.tensorboard) as events,
-        living_run(cache_store(job)) as living,
+        living_run(cache_store(job)) as needs,
         ExitStack() as cleanup,
     ):
         try:
@@ -386,7 +386,7 @@ def _run(
             hint = "captions and latents done so far are kept; start the job again to continue"
             events.emit("stopped", hint=hint)
             return TrainingResult("stopped", 0, None, {}, [], None, None, None, hint)
-        living.needs(train_data.keys() | (eval_data.keys() if eval_data else set()))
+        needs(train_data.keys() | (eval_data.keys() if eval_data else set()))
         trainer = _make_trainer(plan, identity, train_data, eval_data, events, cleanup)
         with own_random_states(trainer.devices, job.train.seed):  # dropout draws from them
             if state is not None:

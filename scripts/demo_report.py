@@ -21,7 +21,8 @@ from devicebridge.checkpoints.checkpoint import load_transformer
 from devicebridge.cli.main import set_up_logging
 from devicebridge.config.job import load_job
 from devicebridge.data.image import read_pixels
-from devicebridge.encoding.encode import fill_texts, folder_texts
+from devicebridge.encoding.encode import fill_texts
+from devicebridge.encoding.sources import folder_texts
 from devicebridge.encoding.vae import load_vae
 from devicebridge.families.spec import ModelFamily
 from devicebridge.jobs.checked_job import JobPlan

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from devicebridge.data.image import ImageRequest
-from devicebridge.encoding.encode import FolderLatents, fill_images, fill_texts, folder_texts
+from devicebridge.encoding.encode import fill_images, fill_texts
+from devicebridge.encoding.sources import FolderLatents, folder_texts
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.spec import ModelFamily, TextEncoderSpec, Variant
 

@@ -47,7 +47,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .copies import CopyStreams
 from .pinned import BufferPool, PinnedBuffer
-from .recompute import version_of
 
 _log = logging.getLogger(__name__)
 
@@ -288,6 +287,11 @@ def _elements(buffer: PinnedBuffer, flat: torch.Tensor) -> torch.Tensor:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The elements as they lie in memory."""
     return tensor.detach().as_strided((math.prod(tensor.shape),), (1,))
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was changed in place; None for one of inference mode, which does not tell."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

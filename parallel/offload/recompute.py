@@ -17,9 +17,9 @@ Until the backward autograd keeps the arguments, or a store does (activations.py
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -29,31 +29,15 @@ from torch.autograd.function import once_differentiable
 from ...patches.hooks import map_tensors
 from ..devices import random_state, set_random_state
 from ..local.workers import autocast_of
+from .activations import ActivationOffload, version_of
 
 _local = threading.local()  # is_recomputing, of a thread that is
 _PLACE = torch.empty(0)  # stands where a tensor was
 
 
-class Handle(Protocol):
-    """Of tensors that a store keeps."""
-
-    def fetch(self, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All tensors of the call in order, for the current stream; others are those that were left to autograd."""
-
-
-class Store(Protocol):
-    """Keeps what blocks are called with until their backward."""
-
-    def keep(
-        self, tensors: Sequence[torch.Tensor], device: torch.device
-    ) -> tuple[Handle | None, Sequence[torch.Tensor]]:
-        """A handle, None if nothing is kept, and the tensors left to autograd; the block's forward has been issued."""
-
-    def say_kept_elsewhere(self, why: str) -> None:
-        """Something is not kept by it; said once."""
-
-
-def recompute(block: nn.Module, args: tuple[Any, ...], device: torch.device, store: Store | None = None) -> Any:
+def recompute(
+    block: nn.Module, args: tuple[Any, ...], device: torch.device, store: ActivationOffload | None = None
+) -> Any:
     """What block(*args) returns, its activations not kept.
 
     Args:
@@ -95,7 +79,7 @@ class _Recomputed(torch.autograd.Function):
         block: nn.Module,
         device: torch.device,
         frame: Any,
-        store: Store | None,
+        store: ActivationOffload | None,
         *tensors: torch.Tensor,
     ) -> Any:
         ctx.block, ctx.frame, ctx.device = block, frame, device
@@ -162,11 +146,6 @@ def _checked(output: Any, block: nn.Module) -> Any:
             "checkpointing needs a tensor or a tuple of tensors. Switch it off for this model"
         )
     return output
-
-
-def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place; None for one of inference mode, which does not tell."""
-    return None if tensor.is_inference() else tensor._version
 
 
 @contextmanager
