@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -123,8 +123,11 @@ def _in_use(source: TextSource | LatentSource, what: str, on_begin: Callable[[],
         yield load
     finally:
         source.close()
-        _free(source.device)
-        _log_memory(f"freed {source.name}", source.device)
+        gc.collect()
+        device = torch.device(source.device)
+        if device.type != "cpu":
+            torch.get_device_module(device).empty_cache()
+        _log_memory(f"freed {source.name}", device)
 
 
 def fill_texts(
@@ -171,11 +174,10 @@ def text_entries(captions: Sequence[str], sources: Sequence[TextSource]) -> dict
 
 def _keys_of_sources(captions: Sequence[str], sources: Sequence[TextSource]) -> list[dict[str, tuple[str, str]]]:
     """caption -> (text as tokenized, key), for every source."""
-    unique = list(dict.fromkeys(captions))
-    texts = [{caption: source.text_of(caption) for caption in unique} for source in sources]
+    unique = dict.fromkeys(captions)
     return [
-        {caption: (text, source.key_of(text)) for caption, text in text_of.items()}
-        for source, text_of in zip(sources, texts, strict=True)
+        {caption: (text, source.key_of(text)) for caption in unique for text in [source.text_of(caption)]}
+        for source in sources
     ]
 
 
@@ -212,13 +214,10 @@ def fill_images(
     outdated: Mapping[str, Stamp] = NONE_OUTDATED,
     on_begin: Callable[[], None] = _say_nothing,
 ) -> dict[ImageRequest, str]:
-    """Have what the source makes of every image and clip in the store, encoding those that are missing; equal pixels
-    once.
+    """Have what the source makes of every image and clip in the store, encoding what is missing; equal pixels once.
 
-    One that cannot be read does not keep the others from being encoded.
+    One that cannot be read does not keep the others from being encoded. Arguments as for fill_texts.
 
-    Args:
-        on_progress, outdated, on_begin: as for fill_texts.
     Returns: request -> key of its entry.
     Raises: Stopped; ValueError naming all files that cannot be read, or a VAE that does not fit; RuntimeError for
         latents that are not finite; OSError naming the file if the store cannot be written.
@@ -237,20 +236,15 @@ def image_keys(requests: Sequence[ImageRequest], source: LatentSource) -> dict[I
 
     Raises: ValueError naming all files that cannot be read.
     """
-    images = _image_fingerprints(dict.fromkeys(request.path for request in requests))
-    return {request: source.key_of(request, images[request.path]) for request in dict.fromkeys(requests)}
-
-
-def _image_fingerprints(paths: Iterable[str]) -> dict[str, str]:
     fingerprints, problems = {}, []
-    for path in paths:
+    for path in dict.fromkeys(request.path for request in requests):
         try:
             fingerprints[path] = media_fingerprint(path)
         except OSError as error:
             problems.append(f"{path} cannot be read ({error}); put it back or take it out of the dataset")
     if problems:
         raise ValueError("\n".join(problems))
-    return fingerprints
+    return {request: source.key_of(request, fingerprints[request.path]) for request in dict.fromkeys(requests)}
 
 
 def _encode_images(
@@ -269,14 +263,6 @@ def _encode_images(
             fill.put(key, source.encode(pixels, request.path))
     if problems:
         raise ValueError("\n".join([*problems, "all other images are encoded and kept"]))
-
-
-def _free(device: torch.device | str) -> None:
-    """Return what nobody refers to any more, on the device as well if it is an accelerator."""
-    gc.collect()
-    device = torch.device(device)
-    if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
 
 
 def _log_memory(what: str, device: torch.device | str) -> None:

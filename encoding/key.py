@@ -62,7 +62,6 @@ def text_key(
     Args:
         text: the caption as the tokenizer gets it, so that cleaning it differently gives another key.
         spec: all of it is in the key; keep_full_precision where something is quantized.
-        encoder_fingerprint, tokenizer_fingerprint: from folder_fingerprint.
         dtype: type the encoder computes in.
         quantize: what its linears are rounded to; "none" for an encoder that is kept in full precision anyway.
     """

@@ -52,7 +52,8 @@ def living_run(store: CacheStore) -> Iterator[Callable[[Iterable[str]], None]]:
     try:
         yield needs
     finally:
-        _remove(file)
+        with contextlib.suppress(OSError):
+            file.unlink()
         claim.release()
         with contextlib.suppress(OSError):
             folder.rmdir()  # of the last of them
@@ -82,17 +83,12 @@ def _sweep(store: CacheStore) -> list[str]:
     living = []
     for lock in sorted(folder.glob(f"*{_LOCK}")):
         claim = take_claim(lock)
-        name = lock.name.removesuffix(_LOCK)
         if claim is None:
-            living.append(name)
+            living.append(lock.stem)
             continue
-        _remove(folder / f"{name}{_LIST}")
+        with contextlib.suppress(OSError):
+            lock.with_suffix(_LIST).unlink()
         claim.release()
     if not living:
         remove_leftovers(folder)
     return living
-
-
-def _remove(file: Path) -> None:
-    with contextlib.suppress(OSError):
-        file.unlink()

@@ -54,21 +54,13 @@ class FolderTexts:
     quantize: TextScheme = "none"
     window_bytes: int = 0
     place: TextPlace | None = None
+    device: torch.device | str = "cpu"
+    batch_size: int = 1
     encoder: TextEncoder | None = None
 
     @property
     def name(self) -> str:
         return f"text encoder {self.spec.folder}"
-
-    @property
-    def device(self) -> torch.device:
-        assert self.place is not None
-        return self.place.device
-
-    @property
-    def batch_size(self) -> int:
-        assert self.place is not None
-        return self.place.captions_per_batch
 
     @functools.cached_property
     def _fingerprints(self) -> dict[str, str]:
@@ -89,6 +81,7 @@ class FolderTexts:
         """Decide where it runs; device and batch_size are known from here on. Raises: ValueError if it cannot run."""
         settings = self.spec, self.folder, self.dtype, self.quantize, self.window_bytes
         self.place = plan_text_place(self.text_device, *settings)
+        self.device, self.batch_size = self.place.device, self.place.captions_per_batch
 
     def load(self) -> None:
         assert self.place is not None
@@ -167,7 +160,7 @@ class FolderLatents:
             if variant.encodes_condition:
                 assert family.encode_condition is not None
                 tensors["image_condition"] = family.encode_condition(self.vae, batch)[0].to(torch.float32)
-        if not all(torch.isfinite(tensor).all() for tensor in tensors.values()):
+        if not _is_finite(tensors):
             raise RuntimeError(
                 f'the latents of {path} are not finite in {self.dtype}; set cache.dtype to "bfloat16" or "float32"'
             )
@@ -326,9 +319,11 @@ def shapes_of(entry: Entry) -> dict[str, tuple[int, ...]]:
 
 
 def _finite_problem(entry: Entry, what: str) -> str:
-    if all(tensor.isfinite().all() for tensor in entry.values()):
-        return ""
-    return f"{what} are not finite; load the encoder in another number type"
+    return "" if _is_finite(entry) else f"{what} are not finite; load the encoder in another number type"
+
+
+def _is_finite(entry: Entry) -> bool:
+    return all(tensor.isfinite().all() for tensor in entry.values())
 
 
 def _not_here(num_missing: int, what: str, fingerprint: str, key: str) -> str:

@@ -41,7 +41,6 @@ _CHECKSUM = "checksum"
 _KEY_NAME = "key"
 _PARTS = "parts"
 _SUFFIX = ".safetensors"
-_FOLDER_NAME = re.compile(r"[0-9a-f]{2}")
 _KEY = re.compile(r"[0-9a-f]{3,}")
 
 
@@ -65,11 +64,10 @@ class CacheStore:
 
     def keys(self) -> Iterator[str]:
         """Keys of all entries, damaged ones included; other files in the folder are not looked at."""
-        folders = self.folder.iterdir() if self.folder.is_dir() else ()
-        for folder in folders:
-            if _FOLDER_NAME.fullmatch(folder.name) and folder.is_dir():
-                names = [path.name.removesuffix(_SUFFIX) for path in folder.iterdir() if path.name.endswith(_SUFFIX)]
-                yield from (key for key in names if _KEY.fullmatch(key) and key.startswith(folder.name))
+        for path in self.folder.glob(f"??/*{_SUFFIX}"):
+            key = path.name.removesuffix(_SUFFIX)
+            if _KEY.fullmatch(key) and key.startswith(path.parent.name):
+                yield key
 
     def __contains__(self, key: str) -> bool:
         """Whether the entry, and every entry it links to, is there with its full length; reads the headers only."""
@@ -80,8 +78,11 @@ class CacheStore:
         """The entry's tensors on the CPU, or None for a miss. Reads the whole file and checks it."""
         path = self.path(key)
         header = _read_header(path)
-        if header is None or not (parts := _parts(header)):
-            return None if header is None else _read_checked(path, header)
+        if header is None:
+            return None
+        parts = _parts(header)
+        if not parts:
+            return _read_checked(path, header)
         together: dict[str, torch.Tensor] = {}
         for part in parts:
             tensors = self.get(part)

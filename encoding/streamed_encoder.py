@@ -1,9 +1,8 @@
 """A text encoder larger than the card it runs on: its layers pass through two slots there, one after the other.
 
-The equation. A pass over a batch of B captions takes max(copying all layers once, computing B captions), since the next
-layer is copied while one computes. Copying is the same for one caption as for a hundred, so batches make it vanish:
-Mistral 3 as FLUX.2-dev uses it has 33 GB in its layers, 1.3 s at 25 GB/s, and a caption takes 17 TFLOP. Memory beyond
-two slots is better spent on more captions per pass.
+A pass over B captions takes max(copying all layers once, computing B captions), since the next layer is copied while
+one computes. So batches make copying vanish: Mistral 3 as FLUX.2-dev uses it has 33 GB in its layers, 1.3 s at 25 GB/s,
+and a caption takes 17 TFLOP. Memory beyond two slots is better spent on more captions per pass.
 
 Bits. Inside a layer captions go one by one, each as a batch of one, so that every matrix product has the shape it has
 where the encoder is resident and rounds as it does there. Results are bitwise those of one caption alone, whatever
@@ -97,12 +96,8 @@ def _layer(model: nn.Module, prefix: str, sources: Sources, dtypes: dict[str, to
 
 
 class StreamedLayers:
-    """The layers of one encoder on their way through its device.
-
-    Args:
-        modules: called in their order, all of them in every forward.
-        layers: what each of them has.
-    """
+    """The layers of one encoder on their way through its device: modules, called in order in every forward, and what
+    each of them has."""
 
     def __init__(
         self, modules: nn.ModuleList, layers: Sequence[_Layer], device: torch.device, plan: StreamPlan
@@ -127,8 +122,7 @@ class StreamedLayers:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the buffers on the host."""
-        return self._host.num_bytes
+        return sum(buffer.num_bytes for buffer in list(self._host.buffers.values()))
 
     def close(self) -> None:
         """Wait for what is under way and give all buffers back; the layers are empty afterwards. Again: a no-op."""
@@ -219,23 +213,16 @@ def _joined(outputs: Sequence[Any]) -> Any:
 
 
 class _HostLayers:
-    """Layers in host memory, each read by a thread of its own before it is asked for.
-
-    Args:
-        keeps: a buffer for every layer, filled once; else NUM_SLOTS that take turns.
-    """
+    """Layers in host memory, read by a thread of its own before they are asked for: into a buffer each, which keeps
+    them, or into NUM_SLOTS that take turns."""
 
     def __init__(self, layers: Sequence[_Layer], keeps: bool, device: torch.device) -> None:
         self._layers, self._keeps, self._device = layers, keeps, device
         sizes = [layer.num_bytes for layer in layers]
         self._sizes = sizes if keeps else [max(sizes)] * NUM_SLOTS
-        self._buffers: dict[int, PinnedBuffer] = {}
+        self.buffers: dict[int, PinnedBuffer] = {}
         self._reads: dict[int, Future[PinnedBuffer]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="text-encoder-layers")
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(buffer.num_bytes for buffer in list(self._buffers.values()))
 
     def request(self, index: int) -> None:
         """Have a layer read unless it is, or is being read."""
@@ -267,15 +254,15 @@ class _HostLayers:
     def close(self) -> None:
         self._reader.shutdown(wait=True, cancel_futures=True)
         self._reads.clear()
-        for buffer in self._buffers.values():
+        for buffer in self.buffers.values():
             buffer.close()
-        self._buffers.clear()
+        self.buffers.clear()
 
     def _read(self, index: int) -> PinnedBuffer:
         number, layer = index % len(self._sizes), self._layers[index]
-        if number not in self._buffers:
-            self._buffers[number] = PinnedBuffer(self._sizes[number], self._device)
-        buffer = self._buffers[number]
+        if number not in self.buffers:
+            self.buffers[number] = PinnedBuffer(self._sizes[number], self._device)
+        buffer = self.buffers[number]
         if not self._keeps and buffer.used is not None:
             buffer.used.synchronize()
         for file in dict.fromkeys(file for file, _ in layer.sources):

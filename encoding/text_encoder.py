@@ -21,13 +21,13 @@ Shape legend: B captions in a pass, S tokens (the spec's max_length), D width, L
 
 from __future__ import annotations
 
+import contextlib
 import html
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,11 +54,7 @@ _PROBE = "a caption to try the chat template with"
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A loaded encoder with its tokenizer, both as `spec` wants them used.
-
-    Args:
-        stream: what holds the layers where they pass through the device; None where they are resident.
-    """
+    """A loaded encoder with its tokenizer; `stream` holds the layers where they pass through the device."""
 
     spec: TextEncoderSpec
     model: torch.nn.Module
@@ -89,8 +85,8 @@ class TextEncoder:
         return [states[text] for text in texts]
 
     def plan_batches(self, texts: Iterable[str]) -> list[list[str]]:
-        """The different texts in batches for encode_batch: single where the encoder is resident, else as many as one
-        pass takes, those that fill all tokens apart from those that are padded."""
+        """The different texts in batches for encode_batch: single ones where the encoder is resident, else as many as
+        one pass takes, those that fill all tokens apart from those that are padded."""
         unique = list(dict.fromkeys(texts))
         if self.stream is None:
             return [[text] for text in unique]
@@ -98,9 +94,8 @@ class TextEncoder:
         for text in unique:
             groups.setdefault(self._fills_all(text), []).append(text)
         size = self.stream.plan.captions_per_pass
-        return [
-            group[start : start + size] for _, group in sorted(groups.items()) for start in range(0, len(group), size)
-        ]
+        ordered = [group for _, group in sorted(groups.items())]
+        return [group[start : start + size] for group in ordered for start in range(0, len(group), size)]
 
     def close(self) -> None:
         """Give back what a streamed encoder holds beside its model; encode nothing afterwards."""
@@ -115,18 +110,16 @@ class TextEncoder:
     def _encode_together(self, texts: Sequence[str]) -> list[torch.Tensor]:
         with torch.inference_mode():
             found = _ENCODE[self.spec.kind](self, texts)
-            if self.stream is not None:
-                found = (states.to("cpu") for states in found)
-            return list(found)
+            return [states if self.stream is None else states.to("cpu") for states in found]
 
     def problem_of(self, states: torch.Tensor, text: str) -> str:
         """Why these states must not be used, and what would help; "" if they may be."""
-        if not torch.isfinite(states).all():
-            return (
-                f"{self.spec.folder} gave states that are not finite in {states.dtype} for {_shorten(text)}; "
-                'set cache.dtype to "bfloat16" or "float32"'
-            )
-        return ""
+        if torch.isfinite(states).all():
+            return ""
+        return (
+            f"{self.spec.folder} gave states that are not finite in {states.dtype} for {_shorten(text)}; "
+            'set cache.dtype to "bfloat16" or "float32"'
+        )
 
 
 def prepare_text(caption: str, spec: TextEncoderSpec) -> str:
@@ -136,13 +129,11 @@ def prepare_text(caption: str, spec: TextEncoderSpec) -> str:
     """
     if not spec.zero_padding:
         return caption
-    try:
+    with contextlib.suppress(ModuleNotFoundError):
         import ftfy
-    except ModuleNotFoundError:
-        repaired = caption
-    else:
-        repaired = ftfy.fix_text(caption)
-    return re.sub(r"\s+", " ", html.unescape(html.unescape(repaired))).strip()
+
+        caption = ftfy.fix_text(caption)
+    return re.sub(r"\s+", " ", html.unescape(html.unescape(caption))).strip()
 
 
 def load_text_encoder(
@@ -162,9 +153,8 @@ def load_text_encoder(
         dtype: of the computation and of what is not quantized.
         quantize: what the linears are rounded to as they are read, those in spec.keep_full_precision excepted.
         stream: let the layers pass through the device; None has all of the encoder there.
-    Raises: ValueError if a folder or file is missing, quantized, or is not the kind of encoder the spec describes, or
-        if the device cannot hold the scheme, or for a scheme that would be streamed; RuntimeError if torchao is needed
-        and missing.
+    Raises: ValueError for a folder that lacks files, is quantized or of another kind, for a scheme that the device
+        cannot hold, or one that would be streamed; RuntimeError if torchao is needed and missing.
     """
     folder, device = Path(folder), torch.device(device)
     tokenizer = _load_tokenizer(folder / spec.tokenizer_folder)
@@ -247,39 +237,22 @@ def _encode_pooled(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch
     return iter(encoder.model.forward(input_ids=_tokenize(encoder, texts)["input_ids"]).pooler_output)
 
 
-_ENCODE: Mapping[str, Callable[[TextEncoder, Sequence[str]], Iterable[torch.Tensor]]] = MappingProxyType(
-    {
-        "chat_hidden_states": _encode_chat,
-        "last_hidden_state": _encode_last,
-        "pooled": _encode_pooled,
-    }
-)
+_ENCODE = {"chat_hidden_states": _encode_chat, "last_hidden_state": _encode_last, "pooled": _encode_pooled}
 
 
 def _tokenize(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, torch.Tensor]:
     """input_ids and attention_mask [B, S] on the encoder's device; warns of each caption that does not fit."""
-    tokens = [_tokenize_one(encoder, text) for text in texts]
-    return {
-        name: torch.cat([one[name] for one in tokens]).to(encoder.device) for name in ("input_ids", "attention_mask")
-    }
-
-
-def _tokenize_one(encoder: TextEncoder, text: str) -> Mapping[str, torch.Tensor]:
-    spec = encoder.spec
-    source, adds_special = _source(encoder, text)
-    length = _count_tokens(encoder, source, adds_special)
-    if length > spec.max_length:
-        message = "%s reads %d tokens and the caption %s needs %d: its end is cut off"
-        logger.warning(message, spec.folder, spec.max_length, _shorten(text), length)
-    return encoder.tokenizer(
-        source,
-        padding="max_length",
-        max_length=spec.max_length,
-        truncation=True,
-        add_special_tokens=adds_special,
-        return_attention_mask=True,
-        return_tensors="pt",
-    )
+    spec, tokens = encoder.spec, []
+    for text in texts:
+        source, adds_special = _source(encoder, text)
+        length = _count_tokens(encoder, source, adds_special)
+        if length > spec.max_length:
+            message = "%s reads %d tokens and the caption %s needs %d: its end is cut off"
+            logger.warning(message, spec.folder, spec.max_length, _shorten(text), length)
+        options = {"padding": "max_length", "max_length": spec.max_length, "truncation": True, "return_tensors": "pt"}
+        tokens.append(encoder.tokenizer(source, add_special_tokens=adds_special, return_attention_mask=True, **options))
+    names = ("input_ids", "attention_mask")
+    return {name: torch.cat([one[name] for one in tokens]).to(encoder.device) for name in names}
 
 
 def _count_tokens(encoder: TextEncoder, source: str, adds_special: bool) -> int:

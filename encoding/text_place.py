@@ -4,8 +4,8 @@ Settings: `cpu`; `cuda:1` (all of the encoder on that card); `stream` or `stream
 card within a limit of memory, see streamed_encoder.py); `auto` or `auto:cuda:1` (with no other card than that).
 
 The forecast is arithmetic on the encoder's config; no weight is read. All of it counts as on the card: weights as they
-are held, what one caption needs inside a layer, and per caption of a pass its states before and after a layer, those
-that are kept, and its mask. It errs upwards: `auto` may stream an encoder that would just have fitted.
+are held, what one caption needs inside a layer, and what each caption of a pass needs between layers. It errs upwards:
+`auto` may stream an encoder that would just have fitted.
 
 `auto` takes, in this order: a card that holds all of it beside a margin, the emptiest one; the emptiest card to stream
 through; the CPU. 8-bit weights are not streamed, so with a scheme the CPU comes second.
@@ -54,15 +54,14 @@ class TextDevice:
     mode: Literal["resident", "stream", "auto"]
     device: torch.device | None
 
+    @property
+    def cards(self) -> list[torch.device]:
+        return available_devices() if self.device is None else [self.device]
+
 
 @dataclass(frozen=True)
 class TextPlace:
-    """Where one encoder will run, and why.
-
-    Args:
-        stream: how its layers pass through the device; None where all of it is there.
-        reason: half a sentence for the log.
-    """
+    """Where one encoder will run, how its layers are streamed if they are, and why: half a sentence for the log."""
 
     device: torch.device
     stream: StreamPlan | None
@@ -70,7 +69,7 @@ class TextPlace:
 
     @property
     def captions_per_batch(self) -> int:
-        """How many captions encode_batch should be given at a time."""
+        """For encode_batch."""
         return 1 if self.stream is None else self.stream.captions_per_pass
 
     def describe(self) -> str:
@@ -188,20 +187,15 @@ def open_text_encoder(
 
 
 def _emptiest_card(wanted: TextDevice) -> torch.device:
-    cards = _cards(wanted)
+    cards = wanted.cards
     if not cards:
         raise ValueError('cache.text_device = "stream": there is no GPU here to stream through; use "cpu"')
     return max(cards, key=_usable_bytes)
 
 
-def _cards(wanted: TextDevice) -> list[torch.device]:
-    return available_devices() if wanted.device is None else [wanted.device]
-
-
 def _usable_bytes(card: torch.device) -> int:
     """What is free less a margin; 0 where torch cannot tell."""
-    free = free_bytes(card)
-    return 0 if free is None else max(0, int(_USABLE * free) - _MARGIN_BYTES)
+    return max(0, int(_USABLE * (free_bytes(card) or 0)) - _MARGIN_BYTES)
 
 
 def _room(card: torch.device, window_bytes: int) -> int:
@@ -238,7 +232,7 @@ def _plan_passes(size: EncoderSize, room: int) -> StreamPlan:
 
 def _plan_auto(wanted: TextDevice, size: EncoderSize, scheme: TextScheme, window_bytes: int) -> TextPlace:
     """A card that holds all of it is taken whatever the window, which limits what is streamed."""
-    if not _cards(wanted):
+    if not wanted.cards:
         return TextPlace(CPU, None, "there is no GPU")
     card = _emptiest_card(wanted)
     whole, free, room = _gb(size.resident_bytes), _gb(_usable_bytes(card)), _room(card, window_bytes)

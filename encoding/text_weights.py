@@ -74,7 +74,7 @@ def check_text_encoders(
 ) -> None:
     """Refuse what loading would refuse later; reads the files' headers only.
 
-    Raises: ValueError for a single file, missing files, or weights in 8 bits; both kinds that check_scheme raises.
+    Raises: ValueError for a single file, missing files, or weights in 8 bits; as check_scheme.
     """
     folder = Path(folder)
     if folder.is_file():
@@ -123,8 +123,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = read_weight_map(index)
-        lost = [file for file in set(shards.values()) if not (folder / file).is_file()]
-        if lost:
+        if lost := [file for file in set(shards.values()) if not (folder / file).is_file()]:
             raise ValueError(f"{folder} lacks {len(lost)} of the encoder's files: {_first(lost)}; download them too")
         return {name: folder / file for name, file in shards.items()}
     file = folder / "model.safetensors"
@@ -139,8 +138,7 @@ def refuse_eight_bit(files: Mapping[str, Path]) -> None:
     for file in sorted(set(files.values())):
         with open_weights(file) as reader:
             types = {key: reader.get_slice(key).get_dtype() for key in files if files[key] == file}
-        low = sorted(key for key, dtype in types.items() if dtype in _EIGHT_BIT)
-        if low:
+        if low := sorted(key for key, dtype in types.items() if dtype in _EIGHT_BIT):
             raise ValueError(f"{file} is in 8 bits already ({low[0]} is {types[low[0]]}); {WHAT_WORKS}")
 
 
@@ -174,8 +172,7 @@ def encoder_sources(model: nn.Module, folder: Path) -> Sources:
     for name in names:
         spellings = (name, f"{_CLIP_PREFIX}{name}", name.removeprefix(_CLIP_PREFIX))
         keys[name] = next((key for key in spellings if key in files), "")
-    missing = [name for name, key in keys.items() if not key]
-    if missing:
+    if missing := [name for name, key in keys.items() if not key]:
         raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {_first(missing)}")
     return {name: (files[key], key) for name, key in keys.items()}
 
@@ -291,8 +288,7 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
 def _report(model: nn.Module, storage: Storage) -> None:
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     rounded = [module for name, module in linears.items() if is_rounded(module, name, storage.kept)]
+    full_gb = sum(linear.weight.numel() for linear in rounded) * storage.dtype.itemsize / 1e9
+    held_gb = sum(linear.weight.numel() + 4 * linear.out_features for linear in rounded) / 1e9
     message = "%d of %d linears of %s are held in %s: %.2f GB instead of %.2f"
-    full_bytes = sum(linear.weight.numel() for linear in rounded) * storage.dtype.itemsize
-    held_bytes = sum(linear.weight.numel() + 4 * linear.out_features for linear in rounded)
-    numbers = (held_bytes / 1e9, full_bytes / 1e9)
-    logger.info(message, len(rounded), len(linears), type(model).__name__, storage.scheme, *numbers)
+    logger.info(message, len(rounded), len(linears), type(model).__name__, storage.scheme, held_gb, full_gb)

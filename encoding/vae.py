@@ -24,6 +24,7 @@ from ..system.json_file import read_json_object
 from .key import file_fingerprint, folder_fingerprint, settings_fingerprint
 
 Shapes = Mapping[str, tuple[int, ...]]
+_WHAT_WORKS = "give the VAE file or folder published with the model"
 _LATENT_CHANNELS = ("latent_channels", "z_dim")  # what VAEs' configs call them
 
 
@@ -78,8 +79,7 @@ def check_vae(family: ModelFamily, variant: Variant | None, path: str | Path, sh
     found = next((config[key] for key in _LATENT_CHANNELS if key in config), channels)
     if found != channels:
         raise ValueError(
-            f"{source} makes latents of {found} channels, but this {family.title} takes {channels}; give the VAE file "
-            "or folder published with the model"
+            f"{source} makes latents of {found} channels, but this {family.title} takes {channels}; {_WHAT_WORKS}"
         )
 
 
@@ -147,18 +147,12 @@ def _from_single_file(vae_class: Any, config: Mapping[str, Any], file: Path, ten
 def _misfit(file: Path, vae_class: str, error: Exception) -> ValueError:
     # NotImplementedError is how from_single_file meets missing weights: they are still on meta and cannot be copied.
     reason = "weights are missing" if isinstance(error, NotImplementedError) else str(error).splitlines()[-1].strip()
-    return ValueError(
-        f"{file} does not hold the weights of the {vae_class} asked for ({reason}); "
-        "give the VAE file or folder published with the model"
-    )
+    return ValueError(f"{file} does not hold the weights of the {vae_class} asked for ({reason}); {_WHAT_WORKS}")
 
 
 def _refuse(source: Path, how: str, names: Sequence[str]) -> None:
     if names:
-        raise ValueError(
-            f"{source} {how} weights of the VAE: {len(names)}, e.g. {min(names)}; "
-            "give the VAE file or folder published with the model"
-        )
+        raise ValueError(f"{source} {how} weights of the VAE: {len(names)}, e.g. {min(names)}; {_WHAT_WORKS}")
 
 
 # Pattern of a latent diffusion name -> diffusers name. UP stands for the reversed index of an up block.

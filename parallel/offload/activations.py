@@ -2,14 +2,13 @@
 
 With gradient checkpointing a block keeps what it was called with until its backward: one hidden state per block and
 micro-batch in flight. For video these are the largest part of a card (Wan at 480x832, 49 frames: 208 MB a block). Here
-they go to pinned host memory while later blocks compute, and come back one block ahead of the backward. Numbers are the
-same: what comes back are the same bytes in the same strides.
+they go to pinned host memory while later blocks compute, and come back one block ahead of the backward, with the same
+bytes and strides.
 
 What goes. A tensor that two neighbouring blocks of a device are called with (modulation, rotary tables, text states
 that nobody changes) is on the card anyway and stays. So the choice for a block is made when the next one of its device
-was called: what both have in common stays, the rest goes. It is made by identity, on tensors that are both alive; a
-model that hands on a new object each time has it copied, which costs time and nothing else. Small tensors, parameters,
-and tensors with gaps between their elements stay.
+was called. It is made by identity, on tensors that are both alive; a model that hands on a new object each time has it
+copied, which costs time and nothing else. Small tensors, parameters, and tensors with gaps between their elements stay.
 
 What is on a card. `keep` is called after a block's forward. The newest block's tensors stay: they are the first that a
 backward asks for. The ones before are being copied, and those before that are dropped. So at most NUM_WAITING blocks'
@@ -24,8 +23,7 @@ the computing stream for the copy. A tensor dropped in between (an error) makes 
 The first block that a backward asks for waits for its copy unless it is the newest: the order of the micro-batches is
 the schedule's, which is not known here. That is one copy per micro-batch and device.
 
-Host memory is kept for the next step, per device. Memory that cannot be pinned is refused: copies through ordinary
-memory would hold up the host and all cards.
+Memory that cannot be pinned is refused: copies through ordinary memory would hold up the host and all cards.
 
 One backward per forward: what came back is given away. Under autocast torch's own checkpointing runs, and keeps all.
 """

@@ -39,12 +39,8 @@ class PinnedBuffer:
                 self.is_pinned = not int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
             if not self.is_pinned:
                 _forget_last_error(device)
-                _log.warning(
-                    "%.2f GB of host memory could not be pinned (is a limit on locked memory set?); copies to %s will "
-                    "be slower, results are the same",
-                    num_bytes / 1e9,
-                    device,
-                )
+                message = "%.2f GB of host memory could not be pinned (is a limit on locked memory set?); copies to %s "
+                _log.warning(message + "will be slower, results are the same", num_bytes / 1e9, device)
         if self.is_pinned and device.type == "cuda":
             self._unregister = weakref.finalize(self, _unregister, self.tensor, device)
             self._unregister.atexit = False  # the driver may be gone by then, and takes the registration with it

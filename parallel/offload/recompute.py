@@ -103,7 +103,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors if ctx.handle is None else ctx.handle.fetch(ctx.saved_tensors)
         inputs = [tensor.detach().requires_grad_(flag) for tensor, flag in zip(saved, ctx.needs_grad, strict=True)]
-        with torch.enable_grad(), _random_as_then(ctx.device, ctx.random), _marked():
+        with torch.enable_grad(), _second_forward(ctx.device, ctx.random):
             output = ctx.block(*_fill(ctx.frame, inputs))
             outputs = output if isinstance(output, tuple) else (output,)
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
@@ -149,25 +149,16 @@ def _checked(output: Any, block: nn.Module) -> Any:
 
 
 @contextmanager
-def _random_as_then(device: torch.device, state: torch.Tensor | None) -> Iterator[None]:
-    """Inside, the device's generator stands as then; outside, nothing has happened. None is a no-op."""
-    if state is None:
-        yield
-        return
-    now = random_state(device)
-    assert now is not None
-    set_random_state(device, state)
-    try:
-        yield
-    finally:
-        set_random_state(device, now)
-
-
-@contextmanager
-def _marked() -> Iterator[None]:
-    """Inside, is_recomputing."""
+def _second_forward(device: torch.device, state: torch.Tensor | None) -> Iterator[None]:
+    """Inside, is_recomputing, and the device's generator stands as then unless state is None; outside, nothing has
+    happened."""
+    now = None if state is None else random_state(device)
+    if state is not None:
+        set_random_state(device, state)
     _local.is_recomputing = True
     try:
         yield
     finally:
         _local.is_recomputing = False
+        if now is not None:
+            set_random_state(device, now)

@@ -6,8 +6,8 @@ twice), once for the forward and once for the backward, as long as these are spr
 base is frozen, so what a slot holds is dropped when another block needs the slot.
 
 Slots. Each is as large as the device's largest offloaded block. Parameters that view a slot are made once per block and
-slot, with the type, shape and strides of the weights: plain tensors, FrozenLinear8's, and torchao's tensors, which are
-taken apart and put together again. Compiled blocks read their weights through the module and are not compiled anew.
+slot, with the type, shape and strides of the weights, torchao's tensors of several parts among them. Compiled blocks
+read their weights through the module and are not compiled anew.
 
 Which block is copied when. A hook behind the bridge's own (the pipeline's turn on the stage has come) sees to it that
 the block is in a slot, and starts copying the next one of its device into the other slot: the next higher in a forward,
@@ -73,8 +73,7 @@ class OffloadsWeights(Protocol):
 class WeightOffload:
     """Handle of blocks whose weights are in host memory; made by apply_weight_offload, or before a model is loaded.
 
-    A loader that knows it hands over every layer that is final (begin, finish); apply_block_split leaves its weights
-    alone; attach() puts the slots and hooks in place.
+    A loader that knows it hands over every layer that is final (begin, finish); attach() makes slots and hooks.
 
     Args:
         places: fqn of each offloaded block -> its device, in execution order.
@@ -125,8 +124,7 @@ class WeightOffload:
         self._model = model
         self._waiting = {name: set() for name in self.places}
         for layer in layers:
-            name = self._block_of(layer)
-            if name is not None:
+            if (name := self._block_of(layer)) is not None:
                 self._waiting[name].add(layer)
 
     def finish(self, layer: str) -> None:
@@ -204,12 +202,8 @@ class WeightOffload:
             for index, block in enumerate(blocks):
                 self.move_others(block.module, device)
                 self._hooks.just_before(block.module, _make_enter(self._devices[-1], index))
-        _log.info(
-            "%d blocks stream from host memory (%.2f GB, %s)",
-            len(self._blocks),
-            self.host_bytes / 1e9,
-            "pinned" if all(block.host.is_pinned for block in self._blocks.values()) else "not pinned",
-        )
+        kind = "pinned" if all(block.host.is_pinned for block in self._blocks.values()) else "not pinned"
+        _log.info("%d blocks stream from host memory (%.2f GB, %s)", len(self._blocks), self.host_bytes / 1e9, kind)
 
     @torch.no_grad()
     def remove(self) -> None:
