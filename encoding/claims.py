@@ -114,20 +114,13 @@ class Claims:
 
 @dataclass(frozen=True)
 class Shared:
-    """Entries to compute, shared with whoever else fills the same store.
-
-    Args:
-        keys: the entries, in the order to compute them.
-        is_done: whether an entry needs no computing any more; asked while it is claimed.
-        on_found: called for every entry that turned out to be done already.
-        stop_if_asked: called before every batch and while waiting for others; raises to stop.
-    """
+    """Entries to compute, shared with whoever else fills the same store."""
 
     claims: Claims
-    keys: Iterable[str]
-    is_done: Callable[[str], bool]
-    on_found: Callable[[], None]
-    stop_if_asked: Callable[[], None]
+    keys: Iterable[str]  # the entries, in the order to compute them
+    is_done: Callable[[str], bool]  # whether an entry needs no computing any more; asked while it is claimed
+    on_found: Callable[[], None]  # called for every entry that turned out to be done already
+    stop_if_asked: Callable[[], None]  # called before every batch and while waiting for others; raises to stop
 
     def batches(self, size: int = 1) -> Generator[list[str], None, None]:
         """Entries to compute and store now, up to `size` at a time; they are claimed until the next is asked for.

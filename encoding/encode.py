@@ -52,19 +52,14 @@ def _say_nothing(*progress: Any) -> None:
 
 @dataclass
 class _Fill:
-    """A store being filled: counts what is done and asks before each step whether to go on.
-
-    Args:
-        what: is counted.
-        outdated: entries that count as missing while they have these stamps.
-    """
+    """A store being filled: counts what is done and asks before each step whether to go on."""
 
     store: CacheStore
     total: int
-    what: str
+    what: str  # is counted
     on_progress: OnProgress
     should_stop: ShouldStop
-    outdated: Mapping[str, Stamp]
+    outdated: Mapping[str, Stamp]  # entries that count as missing while they have these stamps
     done: int = 0
 
     def add(self, count: int = 1) -> None:

@@ -89,20 +89,13 @@ def joint_key(parts: list[str]) -> str:
 
 @dataclass(frozen=True)
 class LatentSettings:
-    """What decides a VAE's latents besides the image.
+    """What decides a VAE's latents besides the image."""
 
-    Args:
-        family: name; families that share a VAE normalise its latents differently.
-        normalisation_version: of the family's LatentSpec.
-        dtype: type the VAE computes in.
-        condition: what the entry holds besides the latents; see Variant.
-    """
-
-    family: str
-    normalisation_version: int
+    family: str  # families that share a VAE normalise its latents differently
+    normalisation_version: int  # of the family's LatentSpec
     vae_fingerprint: str
-    dtype: torch.dtype
-    condition: str = "none"
+    dtype: torch.dtype  # the VAE computes in it
+    condition: str = "none"  # what the entry holds besides the latents; see Variant
 
 
 def latent_key(image_fingerprint: str, request: ImageRequest, settings: LatentSettings) -> str:

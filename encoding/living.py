@@ -13,7 +13,6 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from ..system.files import remove_leftovers, write_atomically
 from ..system.json_file import expect, read_json_object

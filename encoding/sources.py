@@ -39,20 +39,15 @@ Entry = Mapping[str, torch.Tensor]
 class FolderTexts:
     """What one of the model's own text encoders makes, from its folder; a TextSource.
 
-    Args:
-        text_device: where it runs, or a setting that text_place.py turns into such a place.
-        dtype: the encoder computes in it, and the states are stored in it.
-        quantize: what the encoder's linears are rounded to as they are read.
-        window_bytes: the most a streamed encoder may take on its card; 0 for what is free. Captions that share a pass
-            are claimed, and lost by a kill, together.
+    Captions that share a pass of a streamed encoder are claimed, and lost by a kill, together.
     """
 
     spec: TextEncoderSpec
-    folder: Path
-    text_device: torch.device | str
-    dtype: torch.dtype
-    quantize: TextScheme = "none"
-    window_bytes: int = 0
+    folder: str | Path
+    text_device: torch.device | str  # where it runs, or a setting that text_place.py turns into such a place
+    dtype: torch.dtype  # the encoder computes in it, and the states are stored in it
+    quantize: TextScheme = "none"  # what the encoder's linears are rounded to as they are read
+    window_bytes: int = 0  # the most a streamed encoder may take on its card; 0 for what is free
     place: TextPlace | None = None
     device: torch.device | str = "cpu"
     batch_size: int = 1
@@ -65,8 +60,8 @@ class FolderTexts:
     @functools.cached_property
     def _fingerprints(self) -> dict[str, str]:
         return {
-            "encoder_fingerprint": folder_fingerprint(self.folder / self.spec.folder),
-            "tokenizer_fingerprint": folder_fingerprint(self.folder / self.spec.tokenizer_folder),
+            "encoder_fingerprint": folder_fingerprint(Path(self.folder, self.spec.folder)),
+            "tokenizer_fingerprint": folder_fingerprint(Path(self.folder, self.spec.tokenizer_folder)),
         }
 
     def text_of(self, caption: str) -> str:
@@ -101,20 +96,6 @@ class FolderTexts:
         if self.encoder is not None:
             self.encoder.close()
         self.encoder = None
-
-
-def folder_texts(
-    specs: Sequence[TextEncoderSpec],
-    encoders_folder: str | Path,
-    text_device: torch.device | str,
-    dtype: torch.dtype,
-    quantize: TextScheme = "none",
-    window_bytes: int = 0,
-) -> list[FolderTexts]:
-    """All of the model's own text encoders as sources; arguments as of FolderTexts."""
-    outputs = [spec.output for spec in specs]
-    assert len(set(outputs)) == len(outputs) > 0, f"text encoders need distinct outputs, not {outputs}"
-    return [FolderTexts(spec, Path(encoders_folder), text_device, dtype, quantize, window_bytes) for spec in specs]
 
 
 @dataclass
@@ -195,11 +176,8 @@ class StockClip(StockEncoder, Protocol):
 
 
 class StockVae(StockEncoder, Protocol):
-    """A VAE. encode takes pixels [F, height, width, 3] in 0..1 and gives samples with their batch.
-
-    Args:
-        takes_clips: whether it makes one sample of several frames, rather than one of each.
-    """
+    """A VAE. encode takes pixels [F, height, width, 3] in 0..1 and gives samples with their batch; with takes_clips it
+    makes one sample of several frames, rather than one of each."""
 
     @property
     def takes_clips(self) -> bool: ...
@@ -214,17 +192,11 @@ LatentsProblem = Callable[[Shapes, int], str]  # the same, for an entry of so ma
 
 @dataclass(frozen=True)
 class StockTexts:
-    """What a stock CLIP makes; a TextSource.
+    """What a stock CLIP makes; a TextSource."""
 
-    Args:
-        fingerprint: everything that decides what it makes, from the host.
-        problem: asked after each text, so that a CLIP of another model is refused at the first.
-        clip: None where only its name is known.
-    """
-
-    fingerprint: str
-    problem: Problem
-    clip: StockClip | None = None
+    fingerprint: str  # everything that decides what it makes, from the host
+    problem: Problem  # asked after each text, so that a CLIP of another model is refused at the first
+    clip: StockClip | None = None  # None where only its name is known
     name: str = "stock CLIP"
     device: str = "cpu"  # of the results; the host places the encoder itself
     batch_size: int = 1

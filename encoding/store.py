@@ -221,15 +221,19 @@ def _is_ours(header: FileHeader, key: str) -> bool:
     return bool(header.tensors) and _CHECKSUM in metadata
 
 
-def _read_checked(path: Path, header: Mapping[str, str]) -> dict[str, torch.Tensor] | None:
-    """The tensors of an entry if they are those that were written, else None, and the file is removed."""
+def _read_tensors(path: Path) -> dict[str, torch.Tensor] | None:
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     try:
-        tensors = load(path.read_bytes())
+        return load(path.read_bytes())
     except (SafetensorError, FileNotFoundError):  # a flipped byte in the header; or another process deleted it just now
-        tensors = None
+        return None
+
+
+def _read_checked(path: Path, header: Mapping[str, str]) -> dict[str, torch.Tensor] | None:
+    """The tensors of an entry if they are those that were written, else None, and the file is removed."""
+    tensors = _read_tensors(path)
     if tensors is not None and _checksum(tensors, header.get(_KEY_NAME, "")) == header[_CHECKSUM]:
         return tensors
     header_now = _read_header(path)

@@ -43,15 +43,10 @@ from .text_weights import Sources, Storage, find_owner, layer_list, read_weights
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """How an encoder passes through its card.
-
-    Args:
-        captions_per_pass: captions that share one pass of the layers.
-        keeps_host_copy: whether all layers stay in host memory between passes, or are read from the files each time.
-    """
+    """How an encoder passes through its card."""
 
     captions_per_pass: int
-    keeps_host_copy: bool = True
+    keeps_host_copy: bool = True  # whether all layers stay in host memory, or are read from the files for each pass
 
     def __post_init__(self) -> None:
         assert self.captions_per_pass > 0, self
@@ -113,7 +108,6 @@ class StreamedLayers:
         for index, module in enumerate(modules):
             self._hooks.before(module, self._make_before(index))
             self._hooks.after(module, self._make_after(index), also_on_error=True)
-        self._host.request(0)
 
     @property
     def num_copies(self) -> int:
@@ -134,7 +128,8 @@ class StreamedLayers:
     def _make_before(self, index: int) -> Callable[..., Any]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             if index == 0:
-                self._begin_pass()
+                self._slots.clear()
+                self._host.restart()
             slot = self._send(index)
             if index + 1 < len(self._layers) and self._host.is_ready(index + 1):
                 self._send(index + 1)  # else it is sent later, while what was queued here still computes
@@ -153,12 +148,6 @@ class StreamedLayers:
 
         return after
 
-    def _begin_pass(self) -> None:
-        self._slots.clear()
-        self._host.restart()
-        for index in range(NUM_SLOTS):
-            self._host.request(index)
-
     def _send(self, index: int) -> Slot:
         """Queue the copy of a layer unless it was; waits until it has been read, and not until it is copied."""
         sent = self._slots.find(index)
@@ -169,22 +158,16 @@ class StreamedLayers:
         self._slots.load(slot, index, buffer.tensor[: self._layers[index].num_bytes])
         buffer.used = slot.arrival
         self._host.release(index)
-        self._host.request(index + NUM_SLOTS)
         return slot
 
     def _run_all_but_last(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Compute every caption but the last, which goes through the call that this precedes."""
         self._finished = []
-        batch = _batch_size(args, kwargs)
+        batch = (args[0] if args else kwargs["hidden_states"]).shape[0]
         for position in range(batch - 1):
             item_args, item_kwargs = _caption(args, kwargs, position, batch)
             self._finished.append(module.forward(*item_args, **item_kwargs))
         return _caption(args, kwargs, batch - 1, batch)
-
-
-def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    states = args[0] if args else kwargs["hidden_states"]
-    return states.shape[0]
 
 
 def _caption(
@@ -223,8 +206,9 @@ class _HostLayers:
         self.buffers: dict[int, PinnedBuffer] = {}
         self._reads: dict[int, Future[PinnedBuffer]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="text-encoder-layers")
+        self._request(0)
 
-    def request(self, index: int) -> None:
+    def _request(self, index: int) -> None:
         """Have a layer read unless it is, or is being read."""
         if index < len(self._layers) and index not in self._reads:
             self._reads[index] = self._reader.submit(self._read, index)
@@ -235,21 +219,25 @@ class _HostLayers:
 
     def get(self, index: int) -> PinnedBuffer:
         """The layer's bytes; waits until they are read. Raises: what reading raised."""
-        self.request(index)
+        self._request(index)
         return self._reads[index].result()
 
     def release(self, index: int) -> None:
-        """The layer's copy to the device is queued."""
+        """The layer's copy to the device is queued; the next but one is read."""
         if not self._keeps:
             del self._reads[index]
+        self._request(index + NUM_SLOTS)
 
     def restart(self) -> None:
-        """Forget reads that failed, and those that a pass which broke off has left in buffers of another order."""
+        """Read the first layers; forget reads that failed, and those that a broken pass left in buffers of another
+        order."""
         for index, read in list(self._reads.items()):
             failed = read.done() and read.exception() is not None
             if failed or (index >= NUM_SLOTS and not self._keeps):
                 read.exception()
                 del self._reads[index]
+        for index in range(NUM_SLOTS):
+            self._request(index)
 
     def close(self) -> None:
         self._reader.shutdown(wait=True, cancel_futures=True)

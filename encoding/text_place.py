@@ -83,23 +83,14 @@ class TextPlace:
 
 @dataclass(frozen=True)
 class EncoderSize:
-    """What an encoder takes, in bytes.
+    """What an encoder takes, in bytes."""
 
-    Args:
-        whole: all weights as they are held.
-        rest: weights outside the layers, which stay on the card of a streamed encoder.
-        layer: the largest layer's buffer.
-        layers: all layers' buffers together, in host memory.
-        working: inside a layer, for one caption.
-        caption: between layers, for each caption of a pass.
-    """
-
-    whole: int
-    rest: int
-    layer: int
-    layers: int
-    working: int
-    caption: int
+    whole: int  # all weights as they are held
+    rest: int  # weights outside the layers, which stay on the card of a streamed encoder
+    layer: int  # the largest layer's buffer
+    layers: int  # all layers' buffers together, in host memory
+    working: int  # inside a layer, for one caption
+    caption: int  # between layers, for each caption of a pass
 
     @property
     def resident_bytes(self) -> int:

@@ -46,18 +46,12 @@ WHAT_WORKS = (
 
 @dataclass(frozen=True)
 class Storage:
-    """How an encoder's weights are held.
-
-    Args:
-        dtype: of the computation, and of the weights that are not quantized.
-        scheme: "none", or what the linears are rounded to.
-        kept: fnmatch patterns of linears that are not.
-    """
+    """How an encoder's weights are held."""
 
     device: torch.device
-    dtype: torch.dtype
-    scheme: TextScheme = "none"
-    kept: tuple[str, ...] = ()
+    dtype: torch.dtype  # of the computation, and of the weights that are not quantized
+    scheme: TextScheme = "none"  # what the linears are rounded to
+    kept: tuple[str, ...] = ()  # fnmatch patterns of linears that are not
 
 
 def applied_scheme(spec: TextEncoderSpec, scheme: TextScheme) -> TextScheme:

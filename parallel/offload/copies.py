@@ -85,13 +85,12 @@ class Piece:
         return buffer[self.start : self.end].view(self.dtype).view(self.shape)
 
 
-def lay_out(tensors: Iterable[tuple[torch.Size, torch.dtype]]) -> tuple[list[Piece], int]:
-    """Where tensors of these shapes and types lie in one buffer, and its size in bytes.
+def lay_out(tensors: Iterable[tuple[torch.Size, torch.dtype]], end: int = 0) -> tuple[list[Piece], int]:
+    """Where tensors of these shapes and types lie in a buffer that is taken up to `end`, and the new end in bytes.
 
     Each begins as well aligned as a tensor that has its memory for itself.
     """
     pieces: list[Piece] = []
-    end = 0
     for shape, dtype in tensors:
         pieces.append(Piece(-(-end // _ALIGNMENT) * _ALIGNMENT, shape, dtype))
         end = pieces[-1].end
@@ -103,18 +102,12 @@ def lay_out(tensors: Iterable[tuple[torch.Size, torch.dtype]]) -> tuple[list[Pie
 
 @dataclass(frozen=True)
 class SlotTensor:
-    """A module's tensor that is on the device only while it is in a slot.
-
-    Args:
-        leaf: its name in the owner.
-        absent: what the module has meanwhile.
-        pieces: of the plain tensors that it is made of.
-    """
+    """A module's tensor that is on the device only while it is in a slot."""
 
     owner: nn.Module
-    leaf: str
-    absent: torch.Tensor
-    pieces: Sequence[Piece]
+    leaf: str  # its name in the owner
+    absent: torch.Tensor  # what the module has meanwhile
+    pieces: Sequence[Piece]  # of the plain tensors that it is made of
 
     def in_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         """A tensor like the absent one that views a buffer."""
@@ -132,31 +125,18 @@ class SlotTensor:
 
 @dataclass(eq=False)
 class Slot:
-    """A buffer on the device, and what it holds.
-
-    Args:
-        index: of the part whose bytes it has, or gets; None for none.
-        arrival: the event of the last copy into it.
-        used: the event after which nothing reads what it held.
-        is_bound: whether the part's modules read their tensors here.
-        views: by part, made once.
-    """
+    """A buffer on the device, and what it holds."""
 
     buffer: torch.Tensor
-    index: int | None = None
-    arrival: Any = None
-    used: Any = None
-    is_bound: bool = False
-    views: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    index: int | None = None  # of the part whose bytes it has, or gets
+    arrival: Any = None  # the event of the last copy into it
+    used: Any = None  # the event after which nothing reads what it held
+    is_bound: bool = False  # whether the part's modules read their tensors here
+    views: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # by part, made once
 
 
 class Slots:
-    """Two buffers on a device, made once, through which the parts of a model pass.
-
-    Args:
-        parts: the tensors of each part.
-        num_bytes: of the largest part.
-    """
+    """Two buffers on a device, made once and as large as the largest part, through which the parts of a model pass."""
 
     def __init__(self, parts: Sequence[Sequence[SlotTensor]], num_bytes: int, device: torch.device) -> None:
         self.num_copies = 0

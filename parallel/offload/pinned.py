@@ -25,13 +25,11 @@ class PinnedBuffer:
 
     Args:
         is_wanted: False leaves it ordinary memory, e.g. since the last buffer could not be registered.
-    Attributes:
-        used: the event after which no copy reads or writes the bytes; for whoever copies to set and to wait for.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, *, is_wanted: bool = True) -> None:
         self.tensor, self.is_pinned = _allocate(num_bytes, device)
-        self.used: Any = None
+        self.used: Any = None  # the event after which no copy reads or writes the bytes; whoever copies sets it
         self._unregister: weakref.finalize[..., PinnedBuffer] | None = None
         if device.type == "cuda" and is_wanted and num_bytes:
             with torch.cuda.device(device):  # or the thread's first card would get a context, which takes memory there
@@ -58,11 +56,7 @@ class PinnedBuffer:
 
 
 class BufferPool:
-    """Buffers that are kept for their next use: no more than the largest uses take at once, whatever sizes come.
-
-    Args:
-        make: a new buffer of so many bytes.
-    """
+    """Buffers that are kept for their next use: no more than the largest uses take at once, whatever sizes come."""
 
     def __init__(self, make: Callable[[int], PinnedBuffer]) -> None:
         self._make = make

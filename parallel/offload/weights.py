@@ -35,7 +35,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -307,10 +306,12 @@ def _can_leave(parameter: torch.Tensor) -> bool:
 
 def _lay_out(parameters: Sequence[nn.Parameter]) -> tuple[list[list[Piece]], int]:
     """Where the parts of each parameter lie in one buffer, and its size in bytes."""
-    parts = [list(plain_parts(parameter)) for parameter in parameters]
-    pieces, size = lay_out((part.shape, part.dtype) for each in parts for part in each)
-    remaining = iter(pieces)
-    return [list(islice(remaining, len(each))) for each in parts], size
+    layouts: list[list[Piece]] = []
+    size = 0
+    for parameter in parameters:
+        pieces, size = lay_out([(part.shape, part.dtype) for part in plain_parts(parameter)], size)
+        layouts.append(pieces)
+    return layouts, size
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> nn.Parameter:
