@@ -10,7 +10,7 @@ differences that are nearly always none.
 
 Fingerprints of weights. Hashing the 48 GB of a text encoder takes minutes of disk time before every job, so large files
 are sampled: the size, the whole safetensors header (every name, type, shape and offset) and `_SAMPLE_BYTES` at the
-start, the middle and the end of every tensor. Fine-tuning, merging, quantizing or exchanging a tensor changes it nearly
+start, the middle and the end of every tensor. Fine-tuning, merging, quantizing or swapping a tensor changes it nearly
 everywhere, so three samples per tensor see it. What they can miss is an edit by hand of single numbers in between.
 Files up to `_WHOLE_FILE_BYTES`, which includes most VAEs and the CLIP encoders, are hashed in full.
 Encoders that ComfyUI holds in memory have no file to ask; their weights are sampled in the same way.
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 TEXT_VERSION = 1
 IMAGE_VERSION = 1
 CLIP_VERSION = 1  # of how frames are decoded and turned, over and above IMAGE_VERSION
-STOCK_VERSION = 1  # how ComfyUI's own encoders are asked, and how their weights are hashed
+COMFY_VERSION = 1  # how ComfyUI's own encoders are asked, and how their weights are hashed
 ROUNDING_VERSION = 1  # of text encoders in 8 bits
 
 _WHOLE_FILE_BYTES = 512 * 2**20
 _SAMPLE_BYTES = 4096
 _CHUNK_BYTES = 2**20
-_SUFFIXES = frozenset({".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken"})
+_SETTINGS_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken"})
 
 
 def text_key(
@@ -124,17 +124,17 @@ def _request_facts(image_fingerprint: str, request: ImageRequest) -> dict[str, A
     return {"image": image_fingerprint, "resize": request.resize, "crop": request.crop, **clip}
 
 
-def stock_text_key(text: str, fingerprint: str) -> str:
-    """Key of what a stock CLIP makes of one text; its fingerprint covers all but the text."""
-    return settings_fingerprint({"what": "stock text", "version": STOCK_VERSION, "text": text, "clip": fingerprint})
+def comfy_text_key(text: str, fingerprint: str) -> str:
+    """Key of what ComfyUI's CLIP makes of one text; its fingerprint covers all but the text."""
+    return settings_fingerprint({"what": "stock text", "version": COMFY_VERSION, "text": text, "clip": fingerprint})
 
 
-def stock_latent_key(image_fingerprint: str, request: ImageRequest, fingerprint: str) -> str:
-    """Key of what a stock VAE makes of one image or clip; the model's family has no say in it."""
+def comfy_latent_key(image_fingerprint: str, request: ImageRequest, fingerprint: str) -> str:
+    """Key of what ComfyUI's VAE makes of one image or clip; the model's family has no say in it."""
     return settings_fingerprint(
         {
             "what": "stock latents",
-            "version": (STOCK_VERSION, IMAGE_VERSION),
+            "version": (COMFY_VERSION, IMAGE_VERSION),
             **_request_facts(image_fingerprint, request),
             "vae": fingerprint,
         }
@@ -143,7 +143,7 @@ def stock_latent_key(image_fingerprint: str, request: ImageRequest, fingerprint:
 
 def content_key(tensors: Mapping[str, torch.Tensor]) -> str:
     """Key of tensors that are known by nothing but their content: names, types, shapes and all bytes."""
-    return settings_fingerprint({"what": "content", "tensors": _tensor_facts(tensors, math.inf)})
+    return _digest({"what": "content", "tensors": _tensor_facts(tensors, math.inf)})
 
 
 def tensors_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -152,7 +152,7 @@ def tensors_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
     Raises: ValueError naming a tensor that does not show its bytes.
     """
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return settings_fingerprint(_tensor_facts(tensors, math.inf if num_bytes <= _WHOLE_FILE_BYTES else _SAMPLE_BYTES))
+    return _digest(_tensor_facts(tensors, math.inf if num_bytes <= _WHOLE_FILE_BYTES else _SAMPLE_BYTES))
 
 
 def _tensor_facts(tensors: Mapping[str, torch.Tensor], sample_bytes: float) -> dict[str, Any]:
@@ -182,6 +182,11 @@ def _hash_bytes(name: str, tensor: torch.Tensor, sample_bytes: float) -> str:
     return digest.hexdigest()
 
 
+def settings_fingerprint(settings: Any) -> str:
+    """Hash of plain values, mappings and dataclasses, whatever the order of their keys."""
+    return _digest(settings)
+
+
 def file_fingerprint(path: str | Path) -> str:
     """Hash of a file's bytes: all of them, or a sample for large safetensors (see the top of this file).
 
@@ -208,11 +213,15 @@ def folder_fingerprint(path: str | Path) -> str:
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder; give one with config and safetensors files")
-    counts = [f for f in path.iterdir() if f.suffix in _SUFFIXES and not f.name.startswith(".")]
-    files = sorted(file for file in counts if file.is_file())
+    files = [f for f in sorted(path.iterdir()) if f.is_file() and _counts(f)]
     if not files:
         raise ValueError(f"{path} holds neither safetensors nor config files")
-    return settings_fingerprint({file.name: file_fingerprint(file) for file in files})
+    return _digest({file.name: file_fingerprint(file) for file in files})
+
+
+def _counts(file: Path) -> bool:
+    is_known = file.suffix in _SETTINGS_SUFFIXES or file.suffix == ".safetensors"
+    return is_known and not file.name.startswith(".")
 
 
 def _sample(file: BinaryIO, size: int) -> str:
@@ -227,9 +236,8 @@ def _sample(file: BinaryIO, size: int) -> str:
     return digest.hexdigest()
 
 
-def settings_fingerprint(settings: Any) -> str:
-    """Hash of plain values, mappings and dataclasses, whatever the order of their keys."""
-    text = json.dumps(_plain(settings), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+def _digest(value: Any) -> str:
+    text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 

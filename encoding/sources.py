@@ -1,7 +1,7 @@
 """Who makes the states of a caption and the latents of an image: our own encoders, or somebody else's.
 
 The cache is filled in one way (encode.py), whoever computes: a source says what each result is called, loads when the
-first is missing, encodes, and frees. FolderTexts and FolderLatents read folders and files. StockTexts and StockLatents
+first is missing, encodes, and frees. FolderTexts and FolderLatents read folders and files. ComfyTexts and ComfyLatents
 ask a CLIP or VAE that ComfyUI has loaded. What these make is kept as ComfyUI hands it on, and is made fit for the model
 when it is read (families/comfy/inputs.py).
 
@@ -23,7 +23,7 @@ import torch
 from ..data.image import ImageRequest
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
 from .comfy_data import read_conditioning, read_samples
-from .key import LatentSettings, folder_fingerprint, latent_key, stock_latent_key, stock_text_key, text_key
+from .key import LatentSettings, comfy_latent_key, comfy_text_key, folder_fingerprint, latent_key, text_key
 from .text_encoder import TextEncoder, prepare_text
 from .text_place import TextPlace, open_text_encoder, plan_text_place
 from .text_weights import TextScheme, applied_scheme
@@ -160,7 +160,7 @@ class FolderLatents:
 # --- encoders that ComfyUI holds -------------------------------------------------------------------------------------
 
 
-class StockEncoder(Protocol):
+class ComfyEncoder(Protocol):
     """An encoder that somebody else holds; release makes room."""
 
     @property
@@ -169,13 +169,13 @@ class StockEncoder(Protocol):
     def release(self) -> None: ...
 
 
-class StockClip(StockEncoder, Protocol):
+class ComfyClip(ComfyEncoder, Protocol):
     """A text encoder. encode gives what ComfyUI calls a CONDITIONING."""
 
     def encode(self, text: str) -> Any: ...
 
 
-class StockVae(StockEncoder, Protocol):
+class ComfyVae(ComfyEncoder, Protocol):
     """A VAE. encode takes pixels [F, height, width, 3] in 0..1 and gives samples with their batch; with takes_clips it
     makes one sample of several frames, rather than one of each."""
 
@@ -191,12 +191,12 @@ LatentsProblem = Callable[[Shapes, int], str]  # the same, for an entry of so ma
 
 
 @dataclass(frozen=True)
-class StockTexts:
-    """What a stock CLIP makes; a TextSource."""
+class ComfyTexts:
+    """What ComfyUI's CLIP makes; a TextSource."""
 
     fingerprint: str  # everything that decides what it makes, from the host
     problem: Problem  # asked after each text, so that a CLIP of another model is refused at the first
-    clip: StockClip | None = None  # None where only its name is known
+    clip: ComfyClip | None = None  # None where only its name is known
     name: str = "stock CLIP"
     device: str = "cpu"  # of the results; the host places the encoder itself
     batch_size: int = 1
@@ -211,7 +211,7 @@ class StockTexts:
                 f"the caption {text!r} names a textual inversion (embedding:), whose file is not part of the cache's "
                 "key; write it without, or leave stock_clip unconnected"
             )
-        return stock_text_key(text, self.fingerprint)
+        return comfy_text_key(text, self.fingerprint)
 
     def plan(self, num_missing: int) -> None:
         if self.clip is None:
@@ -239,17 +239,17 @@ class StockTexts:
 
 
 @dataclass(frozen=True)
-class StockLatents:
-    """What a stock VAE makes; a LatentSource. Arguments as for StockTexts."""
+class ComfyLatents:
+    """What ComfyUI's VAE makes; a LatentSource. Arguments as for ComfyTexts."""
 
     fingerprint: str
     problem: LatentsProblem
-    vae: StockVae | None = None
+    vae: ComfyVae | None = None
     name: str = "the stock VAE"
     device: str = "cpu"
 
     def key_of(self, request: ImageRequest, image_fingerprint: str) -> str:
-        return stock_latent_key(image_fingerprint, request, self.fingerprint)
+        return comfy_latent_key(image_fingerprint, request, self.fingerprint)
 
     def check(self, missing: Sequence[ImageRequest]) -> None:
         if self.vae is None:
@@ -281,8 +281,8 @@ class StockLatents:
             self.vae.release()
 
 
-TextSource = FolderTexts | StockTexts
-LatentSource = FolderLatents | StockLatents
+TextSource = FolderTexts | ComfyTexts
+LatentSource = FolderLatents | ComfyLatents
 
 
 def shapes_of(entry: Entry) -> dict[str, tuple[int, ...]]:

@@ -60,7 +60,7 @@ class TextEncoder:
     model: torch.nn.Module
     tokenizer: Any
     device: torch.device
-    image_placeholder: str = ""
+    image_placeholder: str = ""  # the token that stands for an image, which a caption must not contain
     stream: StreamedLayers | None = None
 
     def encode(self, text: str) -> torch.Tensor:
@@ -159,6 +159,7 @@ def load_text_encoder(
     folder, device = Path(folder), torch.device(device)
     tokenizer = _load_tokenizer(folder / spec.tokenizer_folder)
     config = _read_config(folder / spec.folder)
+    image_token = config.get("image_token_index", config.get("image_token_id"))
     storage = Storage(device, dtype, applied_scheme(spec, quantize), spec.keep_full_precision)
     if stream is not None:
         refuse_streamed_scheme(storage.scheme)
@@ -174,7 +175,7 @@ def load_text_encoder(
         model=model.requires_grad_(False).eval(),
         tokenizer=tokenizer,
         device=device,
-        image_placeholder=_image_placeholder(config, tokenizer),
+        image_placeholder="" if image_token is None else tokenizer.convert_ids_to_tokens(image_token) or "",
         stream=layers,
     )
 
@@ -335,13 +336,6 @@ def _load_tokenizer(folder: Path) -> Any:
         found = read_json_object(processor_template).get("chat_template")
         tokenizer.chat_template = expect(found, str, f"{processor_template}: chat_template")
     return tokenizer
-
-
-def _image_placeholder(config: Mapping[str, Any], tokenizer: Any) -> str:
-    """The token that stands for an image, which a caption must not contain; "" for encoders that read text only."""
-    index = config.get("image_token_index", config.get("image_token_id"))
-    token = None if index is None else tokenizer.convert_ids_to_tokens(index)
-    return token or ""
 
 
 def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:

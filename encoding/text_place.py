@@ -54,10 +54,6 @@ class TextDevice:
     mode: Literal["resident", "stream", "auto"]
     device: torch.device | None
 
-    @property
-    def cards(self) -> list[torch.device]:
-        return available_devices() if self.device is None else [self.device]
-
 
 @dataclass(frozen=True)
 class TextPlace:
@@ -178,10 +174,14 @@ def open_text_encoder(
 
 
 def _emptiest_card(wanted: TextDevice) -> torch.device:
-    cards = wanted.cards
+    cards = _cards(wanted)
     if not cards:
         raise ValueError('cache.text_device = "stream": there is no GPU here to stream through; use "cpu"')
     return max(cards, key=_usable_bytes)
+
+
+def _cards(wanted: TextDevice) -> list[torch.device]:
+    return available_devices() if wanted.device is None else [wanted.device]
 
 
 def _usable_bytes(card: torch.device) -> int:
@@ -223,7 +223,7 @@ def _plan_passes(size: EncoderSize, room: int) -> StreamPlan:
 
 def _plan_auto(wanted: TextDevice, size: EncoderSize, scheme: TextScheme, window_bytes: int) -> TextPlace:
     """A card that holds all of it is taken whatever the window, which limits what is streamed."""
-    if not wanted.cards:
+    if not _cards(wanted):
         return TextPlace(CPU, None, "there is no GPU")
     card = _emptiest_card(wanted)
     whole, free, room = _gb(size.resident_bytes), _gb(_usable_bytes(card)), _room(card, window_bytes)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..encoding.encoded import EncodedPair, load_encoded
-from ..encoding.sources import Shapes, StockClip, StockLatents, StockTexts, StockVae
+from ..encoding.sources import ComfyClip, ComfyLatents, ComfyTexts, ComfyVae, Shapes
 from ..families.comfy.inputs import SAMPLES, latents_problem, num_tokens, read_latents, read_text, text_problem
 from ..families.spec import ComfyInputs, LatentSpec, ModelFamily, Variant
 
@@ -31,8 +31,8 @@ _MAX_NAMES = 5  # problems spelt out in a message
 class StockEncoders:
     """Encoders that ComfyUI holds in this process; None where it is asked for none."""
 
-    clip: StockClip | None = None
-    vae: StockVae | None = None
+    clip: ComfyClip | None = None
+    vae: ComfyVae | None = None
 
 
 NO_ENCODERS = StockEncoders()
@@ -88,22 +88,22 @@ def refuse_condition(variant: Variant) -> None:
         )
 
 
-def stock_texts(settings: CacheConfig, reader: StockReader, encoders: StockEncoders) -> StockTexts:
+def stock_texts(settings: CacheConfig, reader: StockReader, encoders: StockEncoders) -> ComfyTexts:
     """The source that settings.text_source names.
 
     Raises: ValueError if another CLIP is given than is named.
     """
     _refuse_other(settings.text_source, encoders.clip, "text_source")
-    return StockTexts(settings.text_source, reader.text_problem, encoders.clip)
+    return ComfyTexts(settings.text_source, reader.text_problem, encoders.clip)
 
 
-def stock_latents(settings: CacheConfig, reader: StockReader, encoders: StockEncoders) -> StockLatents:
+def stock_latents(settings: CacheConfig, reader: StockReader, encoders: StockEncoders) -> ComfyLatents:
     """As stock_texts, for settings.latent_source."""
     _refuse_other(settings.latent_source, encoders.vae, "latent_source")
-    return StockLatents(settings.latent_source, reader.latents_problem, encoders.vae)
+    return ComfyLatents(settings.latent_source, reader.latents_problem, encoders.vae)
 
 
-def _refuse_other(named: str, given: StockClip | StockVae | None, key: str) -> None:
+def _refuse_other(named: str, given: ComfyClip | ComfyVae | None, key: str) -> None:
     if given is not None and given.fingerprint != named:
         raise ValueError(f"cache.{key} names {named!r}, but the encoder given is {given.fingerprint!r}; give that one")
 

@@ -299,22 +299,22 @@ def check_budgets(
             )
 
 
-def spread_offloaded(num_blocks: int, num_kept: int, num_swapped: int) -> tuple[int, ...]:
+def spread_offloaded(num_blocks: int, num_kept: int, num_offloaded: int) -> tuple[int, ...]:
     """Which of a device's blocks stream from host memory: spread evenly over those that do not keep their activations.
 
     While the blocks between two of them compute, the next one is copied, so gaps of one width hide the most. The last
     num_kept blocks keep their activations.
 
-    Returns: indices within the device's blocks, rising. [num_swapped]
+    Returns: indices within the device's blocks, rising. [num_offloaded]
     Raises: ValueError if there are fewer blocks.
     """
     candidates = num_blocks - num_kept
-    if not 0 <= num_swapped <= candidates:
+    if not 0 <= num_offloaded <= candidates:
         raise ValueError(
-            f"{num_swapped} of {num_blocks} blocks are to stream from host memory, but {num_kept} keep their "
+            f"{num_offloaded} of {num_blocks} blocks are to stream from host memory, but {num_kept} keep their "
             f"activations and cannot; at most {max(0, candidates)} are left"
         )
-    return tuple((2 * index + 1) * candidates // (2 * num_swapped) for index in range(num_swapped))
+    return tuple((2 * index + 1) * candidates // (2 * num_offloaded) for index in range(num_offloaded))
 
 
 def place_offloaded(
@@ -328,9 +328,9 @@ def place_offloaded(
     """
     places: dict[str, torch.device] = {}
     devices = placement.used_devices
-    for kept, swapped, device in zip(kept_blocks or (0,) * len(devices), swapped_blocks, devices, strict=True):
+    for kept, count, device in zip(kept_blocks or (0,) * len(devices), swapped_blocks, devices, strict=True):
         names = [name for name, place in zip(placement.blocks, placement.devices, strict=True) if place == device]
-        places |= {names[index]: device for index in spread_offloaded(len(names), kept, swapped)}
+        places |= {names[index]: device for index in spread_offloaded(len(names), kept, count)}
     return places
 
 

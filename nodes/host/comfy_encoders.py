@@ -44,7 +44,7 @@ _PATHS = frozenset({"embedding_directory"})  # files in it are asked for by capt
 
 
 class HostClip:
-    """A CLIP socket's value; see StockClip in encoding/sources.py.
+    """A CLIP socket's value; see ComfyClip in encoding/sources.py.
 
     Raises: ValueError if it has no name.
     """
@@ -73,7 +73,7 @@ class HostClip:
 
 
 class HostVae:
-    """A VAE socket's value; see StockVae in encoding/sources.py.
+    """A VAE socket's value; see ComfyVae in encoding/sources.py.
 
     Raises: ValueError if it has no name.
     """

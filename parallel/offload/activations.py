@@ -145,8 +145,6 @@ class Handle:
             before._bring_back()
         return found
 
-    # ---- for the device that it is queued on
-
     @property
     def is_over(self) -> bool:
         return self._inputs is _OVER
@@ -172,8 +170,6 @@ class Handle:
                 each.checked()
                 self._device.streams.wait(each.host.used)
                 each.card = None
-
-    # ----
 
     def _on_card(self) -> list[_Input]:
         return [each for each in self._inputs if each is not None and each.card is not None]

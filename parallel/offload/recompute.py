@@ -150,8 +150,7 @@ def _checked(output: Any, block: nn.Module) -> Any:
 
 @contextmanager
 def _second_forward(device: torch.device, state: torch.Tensor | None) -> Iterator[None]:
-    """Inside, is_recomputing, and the device's generator stands as then unless state is None; outside, nothing has
-    happened."""
+    """Inside, is_recomputing, and the device's generator has this state, if any; outside, nothing has happened."""
     now = None if state is None else random_state(device)
     if state is not None:
         set_random_state(device, state)

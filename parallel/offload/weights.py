@@ -1,9 +1,8 @@
 """Weight offload: blocks that do not fit their card keep their weights in host memory and pass them through two slots.
 
-The equation. A micro-batch on a device with n offloaded blocks takes max(computing all its blocks, copying n blocks
-twice), once for the forward and once for the backward, as long as these are spread evenly among the others
-(placement.py): while the blocks between two of them compute, the next one is copied. Copies go to the card only. The
-base is frozen, so what a slot holds is dropped when another block needs the slot.
+A micro-batch on a device with n offloaded blocks takes max(computing all its blocks, copying n blocks twice), once for
+the forward and once for the backward, as long as these are spread evenly (placement.py): while the blocks between two
+of them compute, the next one is copied. The base is frozen, so nothing is copied back.
 
 Slots. Each is as large as the device's largest offloaded block. Parameters that view a slot are made once per block and
 slot, with the type, shape and strides of the weights, torchao's tensors of several parts among them. Compiled blocks
@@ -54,11 +53,11 @@ SMALLEST_BYTES = 2**16  # of a weight in host memory: below, a copy costs more t
 
 @dataclass(frozen=True)
 class _Block:
-    """An offloaded block. found_on: where its weights were; host: their bytes, as a slot has them."""
+    """An offloaded block."""
 
     module: nn.Module
-    found_on: torch.device
-    host: PinnedBuffer
+    found_on: torch.device  # where its weights were
+    host: PinnedBuffer  # their bytes, as a slot has them
     weights: list[SlotTensor]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.data.image import ImageRequest
-from devicebridge.encoding.key import file_fingerprint, stock_latent_key, stock_text_key
+from devicebridge.encoding.key import comfy_latent_key, comfy_text_key, file_fingerprint
 from devicebridge.encoding.store import CacheStore
 from devicebridge.headless import run as headless
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Server
@@ -138,12 +138,12 @@ def test_the_cache_holds_what_cores_nodes_make(
     clip, vae = metadata["devicebridge_text_source"], metadata["devicebridge_latent_source"]
     assert clip.startswith("comfyui ") and " CLIP " in clip and " VAE " in vae
 
-    text = store.get(stock_text_key(caption, clip))
+    text = store.get(comfy_text_key(caption, clip))
     core = load_file(tmp_path / "text.st")
     assert text.keys() == core.keys() == ({"cond", "pooled_output"} if family == "flux1" else {"cond"})
     assert all(torch.equal(text[name], core[name][0]) for name in core)
     image = file_fingerprint(images / "1.png")
-    latent = store.get(stock_latent_key(image, ImageRequest("", (SIDE, SIDE), (0, 0, SIDE, SIDE)), vae))
+    latent = store.get(comfy_latent_key(image, ImageRequest("", (SIDE, SIDE), (0, 0, SIDE, SIDE)), vae))
     assert torch.equal(latent["samples"], load_file(tmp_path / "latent.st")["samples"][0])
 
 

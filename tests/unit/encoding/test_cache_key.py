@@ -15,13 +15,13 @@ from devicebridge.data.image import ImageRequest
 from devicebridge.encoding import key as key_module
 from devicebridge.encoding.key import (
     LatentSettings,
+    comfy_latent_key,
+    comfy_text_key,
     content_key,
     file_fingerprint,
     folder_fingerprint,
     joint_key,
     latent_key,
-    stock_latent_key,
-    stock_text_key,
     tensors_fingerprint,
     text_key,
 )
@@ -137,8 +137,8 @@ def test_caches_of_images_and_clips_stay_valid():
         latent_key(
             "i", dataclasses.replace(IMAGE, frames=(3,)), LatentSettings("wan", 1, "v", torch.bfloat16, "first_frame")
         ),
-        stock_latent_key("i", dataclasses.replace(IMAGE, frames=(1, 2)), "v"),
-        stock_text_key("a", "b"),
+        comfy_latent_key("i", dataclasses.replace(IMAGE, frames=(1, 2)), "v"),
+        comfy_text_key("a", "b"),
     ] == [
         "9cad649011a9ac8d9ce298c45331af9e9f14bb8bc3511ce885d1572ef5f168a1",
         "b1ba44687929fb0358d806b684d38b8d4ade2e6f63b06c5ca76d50a1c2c7bd02",
@@ -185,15 +185,15 @@ def test_a_key_is_the_same_in_another_process():
 
 
 def test_what_stock_encoders_make_has_keys_of_its_own(monkeypatch):
-    keys = {stock_text_key("a", "clip"), stock_text_key("b", "clip"), stock_text_key("a", "clip 2")}
-    keys |= {stock_latent_key("i", IMAGE, "vae"), stock_latent_key("j", IMAGE, "vae")}
-    keys.add(stock_latent_key("i", IMAGE, "vae 2"))
-    keys.add(stock_latent_key("i", dataclasses.replace(IMAGE, resize=(64, 97)), "vae"))
-    keys.add(stock_latent_key("i", dataclasses.replace(IMAGE, crop=(0, 17, 64, 64)), "vae"))
+    keys = {comfy_text_key("a", "clip"), comfy_text_key("b", "clip"), comfy_text_key("a", "clip 2")}
+    keys |= {comfy_latent_key("i", IMAGE, "vae"), comfy_latent_key("j", IMAGE, "vae")}
+    keys.add(comfy_latent_key("i", IMAGE, "vae 2"))
+    keys.add(comfy_latent_key("i", dataclasses.replace(IMAGE, resize=(64, 97)), "vae"))
+    keys.add(comfy_latent_key("i", dataclasses.replace(IMAGE, crop=(0, 17, 64, 64)), "vae"))
     monkeypatch.setattr(key_module, "IMAGE_VERSION", 99)
-    keys.add(stock_latent_key("i", IMAGE, "vae"))
-    monkeypatch.setattr(key_module, "STOCK_VERSION", 99)
-    keys |= {stock_latent_key("i", IMAGE, "vae"), stock_text_key("a", "clip")}
+    keys.add(comfy_latent_key("i", IMAGE, "vae"))
+    monkeypatch.setattr(key_module, "COMFY_VERSION", 99)
+    keys |= {comfy_latent_key("i", IMAGE, "vae"), comfy_text_key("a", "clip")}
     assert len(keys) == 11
 
 

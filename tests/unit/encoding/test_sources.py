@@ -11,7 +11,7 @@ import torch
 from devicebridge.data.image import ImageRequest
 from devicebridge.encoding.claims import Claims
 from devicebridge.encoding.encode import Stopped, fill_images, fill_texts, text_entries
-from devicebridge.encoding.sources import StockLatents, StockTexts
+from devicebridge.encoding.sources import ComfyLatents, ComfyTexts
 from devicebridge.encoding.store import CacheStore
 from PIL import Image
 
@@ -69,7 +69,7 @@ def _fits(shapes, num_frames=0):
 
 
 def _texts(clip, problem=_fits, name=NAME):
-    return [StockTexts(name, problem, clip)]
+    return [ComfyTexts(name, problem, clip)]
 
 
 def test_texts_are_kept_as_they_came_and_encoded_once(tmp_path):
@@ -139,7 +139,7 @@ def test_states_that_are_not_finite_cost_the_others_of_their_batch_nothing(tmp_p
     store, clip, encode = CacheStore(tmp_path), StubClip(), StubClip.encode
     clip.encode = lambda text: [[encode(clip, text)[0][0] / (text != "a dog"), {}]]
     with pytest.raises(RuntimeError, match="^the states of 'a dog' are not finite.*\nall captions .* are kept$"):
-        fill_texts(CAPTIONS, [StockTexts(NAME, _fits, clip, batch_size=4)], store)
+        fill_texts(CAPTIONS, [ComfyTexts(NAME, _fits, clip, batch_size=4)], store)
     assert len(list(store.keys())) == 3 and clip.released == 1
 
 
@@ -165,7 +165,7 @@ def test_images_reach_the_vae_as_the_hosts_image_loader_makes_them(requests, tmp
     Image.fromarray(levels).save(tmp_path / "levels.png")
     store, vae = CacheStore(tmp_path / "cache"), StubVae()
     every_level = ImageRequest(str(tmp_path / "levels.png"), (16, 16), (0, 0, 16, 16))
-    keys = fill_images([*requests, every_level], StockLatents(vae.fingerprint, _fits, vae), store)
+    keys = fill_images([*requests, every_level], ComfyLatents(vae.fingerprint, _fits, vae), store)
     for request, pixels in zip([*requests, every_level], vae.pixels, strict=True):
         top, left, height, width = request.crop
         loaded = np.array(Image.open(request.path)).astype(np.float32) / 255.0
@@ -177,19 +177,19 @@ def test_images_reach_the_vae_as_the_hosts_image_loader_makes_them(requests, tmp
 
 def test_a_known_vae_finds_its_latents_and_computes_none(requests, tmp_path):
     store, vae = CacheStore(tmp_path / "cache"), StubVae()
-    keys = fill_images(requests[:2], StockLatents(vae.fingerprint, _fits, vae), store)
-    known = StockLatents(vae.fingerprint, _fits)
+    keys = fill_images(requests[:2], ComfyLatents(vae.fingerprint, _fits, vae), store)
+    known = ComfyLatents(vae.fingerprint, _fits)
     assert fill_images(requests[:2], known, store) == keys
     with pytest.raises(ValueError, match="1 images are not in the cache, and cache.latent_source says"):
         fill_images(requests, known, store)
-    other = StockLatents("another", _fits, StubVae())
+    other = ComfyLatents("another", _fits, StubVae())
     assert not set(fill_images(requests, other, store).values()) & set(keys.values())
 
 
 def test_a_vae_of_another_model_is_refused_at_its_first_image(requests, tmp_path):
     store, vae = CacheStore(tmp_path / "cache"), StubVae()
     with pytest.raises(ValueError, match=r"the stock VAE does not fit: of .*0\.png, no"):
-        fill_images(requests, StockLatents(vae.fingerprint, lambda shapes, num_frames: "no", vae), store)
+        fill_images(requests, ComfyLatents(vae.fingerprint, lambda shapes, num_frames: "no", vae), store)
     assert len(vae.pixels) == 1 and not list(store.keys()) and vae.released == 1
 
 
@@ -213,7 +213,7 @@ def test_clips_reach_the_vae_as_a_batch_of_frames_and_other_frames_are_another_e
         asked.append((shapes["samples"], num_frames))
         return ""
 
-    source = StockLatents(vae.fingerprint, problem, vae)
+    source = ComfyLatents(vae.fingerprint, problem, vae)
     keys = fill_images([requests[0], *clips], source, store)
     assert len(set(keys.values())) == 3
     assert asked == [((3, 1, 4, 4), 1), ((3, 3, 4, 4), 9), ((3, 2, 4, 4), 5)]
@@ -227,9 +227,9 @@ def test_clips_reach_the_vae_as_a_batch_of_frames_and_other_frames_are_another_e
 def test_a_vae_of_single_images_is_refused_before_a_clip_is_encoded(requests, clips, tmp_path):
     store, vae = CacheStore(tmp_path / "cache"), StubVae()
     with pytest.raises(ValueError, match="encodes every frame for itself, but 2 clips are to be .*, such as .*clip"):
-        fill_images([requests[0], *clips], StockLatents(vae.fingerprint, _fits, vae), store)
+        fill_images([requests[0], *clips], ComfyLatents(vae.fingerprint, _fits, vae), store)
     assert not vae.pixels and not list(store.keys())
     vae.takes_clips = True  # which it claims wrongly
     with pytest.raises(ValueError, match="it made 9 samples, not one"):
-        fill_images(clips, StockLatents(vae.fingerprint, _fits, vae), store)
+        fill_images(clips, ComfyLatents(vae.fingerprint, _fits, vae), store)
     assert not list(store.keys())
