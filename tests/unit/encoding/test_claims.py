@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[3]
 _HOLD = """
 import runpy, sys, time
 runpy.run_path(sys.argv[1])["load_pack"]()
-from devicebridge.caching.claims import Claims
-from devicebridge.caching.store import CacheStore
+from devicebridge.encoding.claims import Claims
+from devicebridge.encoding.store import CacheStore
 claim = Claims(CacheStore(sys.argv[2])).take(sys.argv[3])
 print(claim is not None, flush=True)
 time.sleep(600)

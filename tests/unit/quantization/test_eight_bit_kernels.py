@@ -240,7 +240,7 @@ def test_importing_touches_no_device_and_needs_no_triton():
         "import sys, runpy, torch\n"
         "sys.modules['triton'] = None\n"
         "runpy.run_path(sys.argv[1])['load_pack']()\n"
-        "from devicebridge.patches import eight_bit, eight_bit_kernels as kernels\n"
+        "from devicebridge.quantization import eight_bit, eight_bit_kernels as kernels\n"
         "assert not torch.cuda.is_initialized() and not kernels.is_interpreted()\n"
         "fault = kernels.fault(torch.device('cuda:0'))\n"
         "assert fault.startswith('Triton is not installed'), fault\n"
