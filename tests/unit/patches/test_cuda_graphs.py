@@ -556,8 +556,8 @@ def test_devices_that_cannot(monkeypatch, caplog):
 
 # ---- whole jobs
 
-TRAIN = {"steps": 3, "batch_size": 1, "accumulation": 4, "seed": 3, "cuda_graphs": "auto"}
-SPLIT = {"devices": ["lazy:0", "lazy:1"], "kept_blocks": [1, 2]}
+TRAIN = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 4, "seed": 3, "cuda_graphs": "auto"}
+SPLIT = {"devices": ["lazy:0", "lazy:1"], "blocks_without_checkpointing": [1, 2]}
 
 
 def _job(tmp_path, folder, **sections):
@@ -635,9 +635,9 @@ def _planned(tmp_path, **sections):
 @pytest.mark.parametrize(
     ("sections", "line"),
     [
-        ({"pipeline": {"schedule": "1f1b"}}, "CUDA graphs: the last 2 + 2 blocks are replayed"),
+        ({"parallel": {"strategy": "pipeline"}}, "CUDA graphs: the last 2 + 2 blocks are replayed"),
         ({"train": {**TRAIN, "gradient_checkpointing": False}}, "CUDA graphs: all blocks are replayed"),
-        ({"split": {"kept_blocks": [0, 0]}}, "CUDA graphs: not used, no block keeps its activations"),
+        ({"split": {"blocks_without_checkpointing": [0, 0]}}, "CUDA graphs: not used, no block keeps its activations"),
         ({"lora": {"dropout": 0.3}}, "CUDA graphs: not used, lora.dropout draws random numbers"),
         ({"data": {"resolutions": [32, 64]}}, "CUDA graphs: not used, samples come in 3 sizes"),
         ({"train": {**TRAIN, "cuda_graphs": "off"}}, None),
