@@ -16,8 +16,8 @@ from .families.spec import ModelFamily
 from .parallel.devices import CPU
 from .parallel.local.block_split import BlockSplit, apply_block_split
 from .parallel.local.data_parallel import copy_model
-from .parallel.offload.weights import BlockSwap
-from .parallel.placement import Placement, place_swapped
+from .parallel.offload.weights import WeightOffload
+from .parallel.placement import Placement, place_offloaded
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible, remove_compiled
 from .patches.cuda_graphs import GraphedBlocks, graph_if_possible
 from .quantization.quantize import Quantizer, QuantizeReport
@@ -30,7 +30,7 @@ AttachAdapter = Callable[[nn.Module], object]
 class Assembled:
     """A model ready to train. split.remove() takes the bridge off; the blocks stay where the loader put them.
 
-    Where blocks are swapped, swap.remove() must be called before the model is dropped: it lets go of pinned memory.
+    weight_offload.remove() must be called before the model is dropped: it lets go of pinned memory.
 
     Args:
         replicas: the same on further devices, as the placement says.
@@ -41,7 +41,7 @@ class Assembled:
     adapter: object
     quantized: QuantizeReport | None = None
     compiled: CompiledBlocks | None = None
-    swap: BlockSwap | None = None
+    weight_offload: WeightOffload | None = None
     graphs: GraphedBlocks | None = None
     replicas: tuple[Assembled, ...] = ()
 
@@ -72,15 +72,15 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
     # 1. Every tensor goes from the file to its device; loading first and splitting later would need one device, or the
     #    host, to hold the whole model. A layer is quantized before the next is read, else the devices would have to
     #    hold the model in full precision first; and before LoRA exists, so that no LoRA weight can be caught by it.
-    #    What will rest in host memory leaves its card layer by layer, too, or never sees it if nothing is rounded.
+    #    What will be in host memory leaves its card layer by layer, too, or never sees it if nothing is rounded.
     quantizer = Quantizer(info.family, plan.quantize) if plan.quantize is not None else None
-    swap = None
+    offload = None
     if any(plan.swapped_blocks):
-        swap = BlockSwap(place_swapped(placement, plan.kept_blocks, plan.swapped_blocks), is_on_host=True)
+        offload = WeightOffload(place_offloaded(placement, plan.kept_blocks, plan.swapped_blocks), is_on_host=True)
     if quantizer is None:
-        model = load_transformer(info, _first_places(info, placement, swap, plan.dtype), plan.dtype, keeper=swap)
+        model = load_transformer(info, _first_places(info, placement, offload, plan.dtype), plan.dtype, keeper=offload)
     else:
-        model = load_through_cache(plan.quantized_cache, info, placement.device_of, plan.dtype, quantizer, swap)
+        model = load_through_cache(plan.quantized_cache, info, placement.device_of, plan.dtype, quantizer, offload)
     quantized = quantizer.close(model).report if quantizer is not None else None
     #    Replicas are copied from card to card, 8-bit weights as they are; later, hooks and LoRA would be copied too.
     models = [model, *(copy_model(model, device) for device in placement.replicas[1:])]
@@ -90,7 +90,7 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
     finished: list[Assembled] = []
     try:
         for each, own in zip(models, plans, strict=True):
-            finished.append(_finish(each, info.family, own, placement.used_devices, swap, quantized, attach_adapter))
+            finished.append(_finish(each, info.family, own, placement.used_devices, offload, quantized, attach_adapter))
     except BaseException:
         remove_compiled(_compiled_of(finished))
         raise
@@ -108,13 +108,13 @@ def _finish(
     family: ModelFamily,
     plan: ExecutionPlan,
     all_devices: Sequence[torch.device],
-    swap: BlockSwap | None,
+    offload: WeightOffload | None,
     quantized: QuantizeReport | None,
     attach_adapter: AttachAdapter,
 ) -> Assembled:
     """What every replica goes through once its weights are in place; all_devices: of all of them."""
     # 2. The bridge comes before everything that may call the model or look at devices.
-    split = apply_block_split(model, family, plan.placement, swap)
+    split = apply_block_split(model, family, plan.placement, offload)
     # 3. LoRA goes onto the final base layers: PEFT picks its layer class, device and dtype from what it finds there.
     adapter = attach_adapter(model)
     # 4. Checkpointing wraps whole blocks, LoRA included, and needs the split to save the right random states.
@@ -126,9 +126,9 @@ def _finish(
         if plan.offloads:
             split.offload_inputs()
     # 5. The hooks that bring weights come behind the bridge's, whose turn on the stage they need. LoRA is there now,
-    #    and moves to the card that its resting layers compute on.
-    if swap is not None:
-        swap.attach(split)
+    #    and moves to the card that its offloaded layers compute on.
+    if offload is not None:
+        offload.attach(split)
     # 6. Only a block's own forward is compiled, with the LoRA in it: hooks and recomputation around it stay Python.
     #    Replicas share their blocks' code and with it torch's limit of graphs.
     compiled = None
@@ -136,21 +136,21 @@ def _finish(
         compiled = compile_if_possible(model, family, all_devices, plan.compiled_shapes)
     # 7. A graph is of what a block's forward has become by now, and a block that is computed again has none.
     graphs = graph_if_possible(split.kept_blocks) if plan.has_graphs else None
-    return Assembled(model, split, adapter, quantized, compiled, swap, graphs)
+    return Assembled(model, split, adapter, quantized, compiled, offload, graphs)
 
 
 def _first_places(
-    info: CheckpointInfo, placement: Placement, swap: BlockSwap | None, dtype: torch.dtype
+    info: CheckpointInfo, placement: Placement, offload: WeightOffload | None, dtype: torch.dtype
 ) -> Callable[[str], torch.device]:
-    """Where each tensor goes from the file: its device, or the host at once if it is to rest there.
+    """Where each tensor goes from the file: its device, or the host at once if it is to stay there.
 
-    What the file has in 8 bits is dequantized on its card, as without swapping, for the same bits.
+    What the file has in 8 bits is dequantized on its card, as without weight offload, for the same bits.
     """
 
     def place(name: str) -> torch.device:
         record = info.tensors.get(name)
-        if swap is None or record is None or record.is_quantized:
+        if offload is None or record is None or record.is_quantized:
             return placement.device_of(name)
-        return CPU if swap.will_rest(name, prod(record.shape) * dtype.itemsize) else placement.device_of(name)
+        return CPU if offload.takes(name, prod(record.shape) * dtype.itemsize) else placement.device_of(name)
 
     return place

@@ -33,8 +33,8 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 import torch  # noqa: E402
 from devicebridge.parallel.devices import available_devices, reset_peaks, synchronize  # noqa: E402
 from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
-from devicebridge.parallel.offload.weights import BlockSwap  # noqa: E402
-from devicebridge.parallel.placement import place_swapped  # noqa: E402
+from devicebridge.parallel.offload.weights import WeightOffload  # noqa: E402
+from devicebridge.parallel.placement import place_offloaded  # noqa: E402
 from devicebridge.patches.cuda_graphs import apply_cuda_graphs  # noqa: E402
 from devicebridge.planning import planner as planner_module  # noqa: E402
 from devicebridge.planning.dry_run import Kernels  # noqa: E402
@@ -133,9 +133,9 @@ def train(options: argparse.Namespace, config: Any, plan: TrainingPlan, side: in
     reset_peaks(options.devices)
     with watched(options) as peaks:
         scheme = "bf16" if plan.job.model.quantize == "none" else plan.job.model.quantize
-        places = place_swapped(plan.placement, plan.kept_blocks, plan.swapped_blocks)
-        swap = BlockSwap(places, is_on_host=True) if places else None
-        built = make_random_model(config, plan.placement, scheme, swap=swap)
+        places = place_offloaded(plan.placement, plan.kept_blocks, plan.swapped_blocks)
+        offload = WeightOffload(places, is_on_host=True) if places else None
+        built = make_random_model(config, plan.placement, scheme, offload=offload)
         plain = replace(plan.job.train, gradient_checkpointing=False, offload_activations="off")
         job = replace(plan.job, train=plain)
         lora = attach_lora(built, job)
@@ -144,8 +144,8 @@ def train(options: argparse.Namespace, config: Any, plan: TrainingPlan, side: in
             built.model.enable_gradient_checkpointing(built.split.checkpoint)
         if plan.setting.offloads:
             built.split.offload_inputs(min_bytes=planner_module.MIN_BYTES)
-        if swap is not None:
-            swap.attach(built.split)
+        if offload is not None:
+            offload.attach(built.split)
         trainer = make_trainer(built, lora, plan.job, make_picture_samples(config, side, is_tiny=options.tiny))
         if plan.setting.schedule == "1f1b":
             trainer.runner = Pipeline(built.split.bridge, ahead=plan.setting.ahead)
@@ -160,9 +160,9 @@ def train(options: argparse.Namespace, config: Any, plan: TrainingPlan, side: in
             graphs.remove()
         found = {str(device): peak_of(device, peaks) for device in options.devices}
         built.split.stop_offload()
-        if swap is not None:
-            swap.remove()
-    del trainer, lora, built, swap, graphs
+        if offload is not None:
+            offload.remove()
+    del trainer, lora, built, offload, graphs
     release()
     return found
 

@@ -24,7 +24,7 @@ from devicebridge.families.spec import ModelFamily, Variant
 from devicebridge.parallel.devices import available_devices
 from devicebridge.parallel.local.block_split import BlockSplit, apply_block_split
 from devicebridge.parallel.local.pipeline import Runner
-from devicebridge.parallel.offload.weights import BlockSwap
+from devicebridge.parallel.offload.weights import WeightOffload
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement
 from devicebridge.patches.lora_linear import FusedLora
 from devicebridge.planning.cards import Card, cards_of
@@ -112,33 +112,33 @@ def make_random_model(
     seed: int = 0,
     fill: Fill = fill_normal,
     family: ModelFamily = FAMILY,
-    swap: BlockSwap | None = None,
+    offload: WeightOffload | None = None,
 ) -> RandomModel:
     """Draw each layer on its device and quantize it before the next one exists; then split the model.
 
     The weights before rounding depend on seed and fill alone, so all schemes round the same model.
 
     Args:
-        swap: takes the layers of its blocks to the host as they are done; to be attached when the LoRA is.
+        offload: takes the layers of its blocks to the host as they are done; to be attached when the LoRA is.
     """
     with init_empty_weights(include_buffers=False):  # Wan's rotary tables are computed in the constructor
         model = getattr(diffusers, family.transformer_class)(**config)
     quantizer = None if scheme == "bf16" else Quantizer(family, QuantizeSettings(scheme))  # type: ignore[arg-type]
     seeds = {name: seed * 100_003 + index for index, (name, _) in enumerate(model.named_parameters())}
-    if swap is not None:
-        swap.begin(model, [fqn for fqn, module in model.named_modules() if module._parameters])
+    if offload is not None:
+        offload.begin(model, [fqn for fqn, module in model.named_modules() if module._parameters])
     for fqn in [fqn for fqn, _ in model.named_modules()]:  # names: the modules would be held, and their weights
         module = model.get_submodule(fqn)
         _materialize(fqn, module, placement.device_of(fqn), seeds, fill)
         if quantizer is not None and quantizer.is_wanted(fqn, module):
             replace_module(model, fqn, quantizer.finish(fqn, module))
-        if swap is not None and module._parameters:
-            swap.finish(fqn)
+        if offload is not None and module._parameters:
+            offload.finish(fqn)
     for name, buffer in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._buffers[leaf] = buffer.to(placement.device_of(name))
     report = quantizer.close(model).report if quantizer is not None else None
-    split = apply_block_split(model.requires_grad_(False), family, placement, swap)
+    split = apply_block_split(model.requires_grad_(False), family, placement, offload)
     return RandomModel(scheme, model, split, report, family)
 
 

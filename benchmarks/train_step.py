@@ -48,7 +48,7 @@ from devicebridge.families.spec import ModelFamily, Variant  # noqa: E402
 from devicebridge.parallel.devices import synchronize  # noqa: E402
 from devicebridge.parallel.local.data_parallel import Replica, Replicas  # noqa: E402
 from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
-from devicebridge.parallel.offload.activations import Offload  # noqa: E402
+from devicebridge.parallel.offload.activations import ActivationOffload  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names, estimate_block_flops, plan_placement  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile, remove_compiled  # noqa: E402
 from devicebridge.patches.cuda_graphs import GraphedBlocks, apply_cuda_graphs  # noqa: E402
@@ -208,7 +208,7 @@ class Contestant:
     replicas: Replicas | None = None
     compiled: list[Any] = field(default_factory=list)  # handles, and for any size or not
     any_size: bool = False
-    offload: Offload | None = None  # with the host memory it took, for the next turn
+    offload: ActivationOffload | None = None  # with the host memory it took, for the next turn
     graphs: GraphedBlocks | None = None
     graphed: tuple[Any, ...] = ()  # what it was made for
 
@@ -327,7 +327,7 @@ def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer
         each.compile(way.compiled, way.any_size)
         each.replay(way, kept)
         if way.offloads and each.offload is None:
-            each.offload = Offload() if each.devices[0].type == "cuda" else Offload(min_bytes=1)
+            each.offload = ActivationOffload() if each.devices[0].type == "cuda" else ActivationOffload(min_bytes=1)
         each.built.split.offload = each.offload if way.offloads else None
         trainer.compiled = tuple(each.compiled) if way.compiled else ()
     yield trainer

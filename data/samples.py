@@ -45,7 +45,7 @@ from .video import CLIP_SUFFIXES, ClipInfo, is_clip, media_fingerprint, probe_cl
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
 
-    from ..encoding.encode import ImageRequest
+    from .image import ImageRequest
 
 _log = logging.getLogger(__name__)
 _S = TypeVar("_S")
@@ -107,7 +107,7 @@ class Sample:
 
     def image_request(self) -> ImageRequest:
         """The pixels to encode; equal for samples that differ in caption or mask only."""
-        from ..encoding.encode import ImageRequest
+        from .image import ImageRequest
 
         return ImageRequest(self.path, self.resize, self.crop, self.frames)
 

@@ -1,12 +1,9 @@
 """Who computes which entry, while several processes fill one store.
 
 A claim is an operating system's lock on a file named after the entry. One process at a time has it, and the system
-takes it back when that process ends, however it ends. So there is no time-out to choose, no heartbeat and no server:
-what a killed process had claimed is free at once, and whoever finds it free computes it.
-
-`Shared.batches` hands out what this process should compute. What others have claimed is left for later; when nothing
-else remains it is looked at again and again, until it is in the store or its claim is free. An entry is therefore
-computed once, and a second time only if whoever computed it was killed before it was stored.
+takes it back when that process ends, however it ends. So there is no time-out, no heartbeat and no server: what a
+killed process had claimed is free at once. An entry is computed a second time only if whoever computed it was killed
+before it was stored.
 
 The lock file goes when its entry is done. A holder that was killed leaves its file, and perhaps a temporary file of
 the store beside the entry; the next one to claim that entry removes both, and so does pruning. Between opening a file
@@ -50,8 +47,7 @@ class NoLocks(OSError):
 
 @dataclass
 class Claim:
-    """The right to do what the file stands for, such as to compute one entry, until it is released or its process
-    ends."""
+    """The right to do what the file stands for, until it is released or its process ends."""
 
     path: Path
     file: IO[bytes]
@@ -96,7 +92,7 @@ class Claims:
     def remove_left(self) -> None:
         """Remove what killed processes have left: lock files nobody holds, and temporary files of their entries."""
         locks = {path.name.removesuffix(_SUFFIX) for path in self.folder.glob(f"*{_SUFFIX}")}
-        old = self._old_temporary_keys()
+        old = {key for key, path in self._store.temporary_files() if _is_old(path)}
         for key in locks | old:
             claim = self.take(key)
             if claim is None:
@@ -104,15 +100,6 @@ class Claims:
             if self._has_locks or key in old:  # without locks a claim does not tell that nobody is writing
                 self._store.remove_leftovers(key)
             claim.release()
-
-    def _old_temporary_keys(self) -> set[str]:
-        """Entries with temporary files too old for a writer without a claim: writing takes a moment."""
-        found = set()
-        for key, path in self._store.temporary_files():
-            with contextlib.suppress(FileNotFoundError):  # it has got its name just now
-                if time.time() - path.stat().st_mtime > _OLD_S:
-                    found.add(key)
-        return found
 
     def _say_no_locks(self, error: OSError) -> None:
         if self._has_locks:
@@ -127,20 +114,13 @@ class Claims:
 
 @dataclass(frozen=True)
 class Shared:
-    """Entries to compute, shared with whoever else fills the same store.
-
-    Args:
-        keys: the entries, in the order to compute them.
-        is_done: whether an entry needs no computing any more; asked while it is claimed.
-        on_found: called for every entry that turned out to be done already.
-        stop_if_asked: called before every batch and while waiting for others; raises to stop.
-    """
+    """Entries to compute, shared with whoever else fills the same store."""
 
     claims: Claims
-    keys: Iterable[str]
-    is_done: Callable[[str], bool]
-    on_found: Callable[[], None]
-    stop_if_asked: Callable[[], None]
+    keys: Iterable[str]  # the entries, in the order to compute them
+    is_done: Callable[[str], bool]  # whether an entry needs no computing any more; asked while it is claimed
+    on_found: Callable[[], None]  # called for every entry that turned out to be done already
+    stop_if_asked: Callable[[], None]  # called before every batch and while waiting for others; raises to stop
 
     def batches(self, size: int = 1) -> Generator[list[str], None, None]:
         """Entries to compute and store now, up to `size` at a time; they are claimed until the next is asked for.
@@ -150,9 +130,7 @@ class Shared:
         remaining = list(self.keys)
         num_told = 0
         while remaining:
-            queue = iter(remaining)
-            remaining = []
-            has_worked = False
+            queue, remaining, has_worked = iter(remaining), [], False
             while batch := self._claim(queue, size, remaining):
                 has_worked = True
                 try:
@@ -193,18 +171,13 @@ def take_claim(path: Path) -> Claim | None:
     """
     for _ in range(_NUM_TRIES):
         was_left = path.exists()
-        file = _open(path)
-        try:
-            is_locked = try_lock(file)
-        except NoLocks:
-            file.close()
-            raise
-        if not is_locked:
-            file.close()
-            return None
-        if _still_has_name(file, path):
-            return Claim(path, file, was_left)
-        file.close()
+        with contextlib.ExitStack() as closing:
+            file = closing.enter_context(_open(path))
+            if not try_lock(file):
+                return None
+            if _still_has_name(file, path):
+                closing.pop_all()
+                return Claim(path, file, was_left)
     raise NoLocks(errno.EOPNOTSUPP, "an open file is not told by its number")
 
 
@@ -249,6 +222,13 @@ def _still_has_name(file: IO[bytes], path: Path) -> bool:
         if error.errno not in _GONE:
             raise
         return False
+
+
+def _is_old(temporary: Path) -> bool:
+    """Whether no writer without a claim can be at work on a file: writing takes a moment."""
+    with contextlib.suppress(FileNotFoundError):  # it has got its name just now
+        return time.time() - temporary.stat().st_mtime > _OLD_S
+    return False
 
 
 def _release(claims: dict[str, Claim]) -> None:

@@ -46,21 +46,17 @@ def read_conditioning(conditioning: Any, what: str) -> Entry:
 
 def _read_item(item: Any, what: str) -> Entry:
     is_pair = isinstance(item, (list, tuple)) and len(item) == 2 and isinstance(item[1], Mapping)
-    if not is_pair or not _is_states(item[0]):
+    states = item[0] if is_pair else None
+    if not isinstance(states, torch.Tensor) or states.ndim != 3 or states.shape[0] != 1 or not states.numel():
         raise ValueError(f"{what}: a CONDITIONING is a list of [states [1, S, D], options], found {_describe(item)}")
-    states, options = item
-    _refuse_options(options, what)
+    _refuse_options(item[1], what)
     entry = {COND: states[0]}
-    pooled = options.get(POOLED)
+    pooled = item[1].get(POOLED)
     if pooled is not None:
         if not isinstance(pooled, torch.Tensor) or pooled.ndim != 2 or pooled.shape[0] != 1:
             raise ValueError(f"{what}: pooled_output is a tensor [1, D], found {_describe(pooled)}")
         entry[POOLED] = pooled[0]
     return entry
-
-
-def _is_states(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim == 3 and value.shape[0] == 1 and value.numel() > 0
 
 
 def _refuse_options(options: Mapping[str, Any], what: str) -> None:
@@ -98,14 +94,10 @@ def read_pairs(latents: Sequence[Any], conditioning: Sequence[Any]) -> Iterator[
             )
         for sample, item in zip(samples, texts, strict=True):
             text = _read_item(item, what)
-            _refuse_broken(sample | text, what)
+            if broken := [name for name, tensor in (sample | text).items() if not tensor.isfinite().all()]:
+                names = ", ".join(broken)
+                raise ValueError(f"{what}: {names} holds NaN or infinity; encode it again, in another number type")
             yield sample, text
-
-
-def _refuse_broken(entry: Entry, what: str) -> None:
-    broken = [name for name, tensor in entry.items() if not tensor.isfinite().all()]
-    if broken:
-        raise ValueError(f"{what}: {', '.join(broken)} holds NaN or infinity; encode it again, in another number type")
 
 
 def _read_latent(latent: Any, what: str) -> list[Entry]:

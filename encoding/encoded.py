@@ -12,18 +12,13 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..system.files import write_atomically
 from ..system.json_file import expect, read_json_object
 from .key import content_key, settings_fingerprint
-from .sources import shapes_of
+from .sources import Entry, Shapes, shapes_of
 from .store import CacheStore, unwritable
-
-if TYPE_CHECKING:
-    import torch
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 _FOLDER = "datasets"
 _VERSION = 1
@@ -41,7 +36,7 @@ class EncodedPair:
 
 
 def save_encoded(
-    pairs: Iterable[tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]],
+    pairs: Iterable[tuple[Entry, Entry]],
     store: CacheStore,
     on_saved: Callable[[int], None] = lambda count: None,
 ) -> Path:
@@ -60,19 +55,16 @@ def save_encoded(
         raise ValueError("the dataset has no samples; give lists of at least one latent and conditioning")
     content = {"version": _VERSION, "samples": [vars(pair) for pair in listed]}
     path = store.folder / _FOLDER / f"{settings_fingerprint(content)[:_DIGITS]}.json"
-    _write_unless_there(path, json.dumps(content).encode("ascii"))
-    return path
-
-
-def _write_unless_there(path: Path, data: bytes) -> None:
+    data = json.dumps(content).encode("ascii")
     try:
         if not path.is_file() or path.read_bytes() != data:  # a complete folder may be read-only
             write_atomically(path, data)
     except OSError as error:
         raise unwritable(path, error) from error
+    return path
 
 
-def _keep(entry: Mapping[str, torch.Tensor], store: CacheStore) -> str:
+def _keep(entry: Entry, store: CacheStore) -> str:
     plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in entry.items()}
     key = content_key(plain)
     if key not in store:

@@ -1,20 +1,16 @@
 """What a cache entry is called: a hash of everything that decides its content, and of nothing else.
 
-Same inputs, same key: a renamed image, a moved encoder folder, another device or a second run find their entries
-again. Changed inputs, new key: a caption, a setting of the text encoder, a weight, the resize or crop, the type, or
-our own code where it changes a result (`TEXT_VERSION`, `IMAGE_VERSION`, `CLIP_VERSION`, the family's
-`normalisation_version`).
-
-An encoder held in 8 bits makes other states than in full precision: the scheme is in the key. Without one nothing is
-said about schemes, so keys of full precision are what they were before there were any.
+A renamed image, a moved encoder folder, another device or a second run find their entries again. A changed caption,
+setting, weight, resize, crop or type gets a new key, and so does our own code where it changes a result: raise a
+version below. What an option adds is in the key only where the option is used, so that older keys stay valid.
 
 The device is left out on purpose: the same encoder on a CPU and a GPU rounds differently but computes the same thing.
 So are the versions of torch, transformers, diffusers, Pillow and PyAV: an update would throw away every cache, for
-differences that are nearly always none. Where an update does matter to our code, raise a version below.
+differences that are nearly always none.
 
 Fingerprints of weights. Hashing the 48 GB of a text encoder takes minutes of disk time before every job, so large files
 are sampled: the size, the whole safetensors header (every name, type, shape and offset) and `_SAMPLE_BYTES` at the
-start, the middle and the end of every tensor. Fine-tuning, merging, quantizing or swapping a tensor changes it nearly
+start, the middle and the end of every tensor. Fine-tuning, merging, quantizing or exchanging a tensor changes it nearly
 everywhere, so three samples per tensor see it. What they can miss is an edit by hand of single numbers in between.
 Files up to `_WHOLE_FILE_BYTES`, which includes most VAEs and the CLIP encoders, are hashed in full.
 Encoders that ComfyUI holds in memory have no file to ask; their weights are sampled in the same way.
@@ -26,16 +22,18 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ..checkpoints.file_header import read_file_header
-from ..families.spec import LatentSpec, TextEncoderSpec
+from ..families.spec import TextEncoderSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from ..data.image import ImageRequest
 
 # Raise when our own code changes what it computes from the same inputs.
 TEXT_VERSION = 1
@@ -47,7 +45,7 @@ ROUNDING_VERSION = 1  # of text encoders in 8 bits
 _WHOLE_FILE_BYTES = 512 * 2**20
 _SAMPLE_BYTES = 4096
 _CHUNK_BYTES = 2**20
-_SETTINGS_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken"})
+_SUFFIXES = frozenset({".safetensors", ".json", ".jinja", ".model", ".txt", ".tiktoken"})
 
 
 def text_key(
@@ -64,14 +62,13 @@ def text_key(
     Args:
         text: the caption as the tokenizer gets it, so that cleaning it differently gives another key.
         spec: all of it is in the key; keep_full_precision where something is quantized.
-        encoder_fingerprint, tokenizer_fingerprint: from folder_fingerprint.
         dtype: type the encoder computes in.
         quantize: what its linears are rounded to; "none" for an encoder that is kept in full precision anyway.
     """
     described = {field.name: getattr(spec, field.name) for field in fields(spec)}
     kept = described.pop("keep_full_precision")
     rounding = {} if quantize == "none" else {"quantize": quantize, "kept": kept, "rounding": ROUNDING_VERSION}
-    return _digest(
+    return settings_fingerprint(
         {
             "what": "text",
             "version": TEXT_VERSION,
@@ -87,87 +84,66 @@ def text_key(
 
 def joint_key(parts: list[str]) -> str:
     """Key of the entry that holds several encoders' results for one caption."""
-    return _digest({"what": "joint", "parts": parts})
+    return settings_fingerprint({"what": "joint", "parts": parts})
 
 
-def latent_key(
-    image_fingerprint: str,
-    resize: tuple[int, int],
-    crop: tuple[int, int, int, int],
-    *,
-    family: str,
-    latent: LatentSpec,
-    vae_fingerprint: str,
-    dtype: torch.dtype,
-    frames: Sequence[int] = (),
-    condition: str = "none",
-) -> str:
+@dataclass(frozen=True)
+class LatentSettings:
+    """What decides a VAE's latents besides the image."""
+
+    family: str  # families that share a VAE normalise its latents differently
+    normalisation_version: int  # of the family's LatentSpec
+    vae_fingerprint: str
+    dtype: torch.dtype  # the VAE computes in it
+    condition: str = "none"  # what the entry holds besides the latents; see Variant
+
+
+def latent_key(image_fingerprint: str, request: ImageRequest, settings: LatentSettings) -> str:
     """Key of the latents of one image or clip, resized and cropped.
 
     Args:
         image_fingerprint: hash of the file's bytes, or those of a clip's images; name and place are not in the key.
-        resize: (height, width) in pixels. crop: (top, left, height, width) in pixels.
-        family: name; families that share a VAE normalise its latents differently.
-        latent: only normalisation_version matters.
-        dtype: type the VAE computes in.
-        frames: of a clip, which of its frames; so frame rate and window are in the key by what they choose.
-        condition: what the entry holds besides the latents; see Variant.
+        request: a clip's frame rate and window are in the key by the frames that they choose.
     """
-    conditioned = {"condition": condition} if condition != "none" else {}
-    return _digest(
+    return settings_fingerprint(
         {
             "what": "latents",
             "version": IMAGE_VERSION,
-            "image": image_fingerprint,
-            "resize": resize,
-            "crop": crop,
-            "family": family,
-            "normalisation_version": latent.normalisation_version,
-            "vae": vae_fingerprint,
-            "dtype": str(dtype),
-            **_clip_facts(frames),
-            **conditioned,
+            **_request_facts(image_fingerprint, request),
+            "family": settings.family,
+            "normalisation_version": settings.normalisation_version,
+            "vae": settings.vae_fingerprint,
+            "dtype": str(settings.dtype),
+            **({"condition": settings.condition} if settings.condition != "none" else {}),
         }
     )
 
 
-def _clip_facts(frames: Sequence[int]) -> dict[str, Any]:
-    """Said only where there is something to say: keys of images are what they were before there were clips."""
-    return {"frames": list(frames), "clip_version": CLIP_VERSION} if frames else {}
+def _request_facts(image_fingerprint: str, request: ImageRequest) -> dict[str, Any]:
+    clip = {"frames": request.frames, "clip_version": CLIP_VERSION} if request.frames else {}
+    return {"image": image_fingerprint, "resize": request.resize, "crop": request.crop, **clip}
 
 
 def stock_text_key(text: str, fingerprint: str) -> str:
     """Key of what a stock CLIP makes of one text; its fingerprint covers all but the text."""
-    return _digest({"what": "stock text", "version": STOCK_VERSION, "text": text, "clip": fingerprint})
+    return settings_fingerprint({"what": "stock text", "version": STOCK_VERSION, "text": text, "clip": fingerprint})
 
 
-def stock_latent_key(
-    image_fingerprint: str,
-    resize: tuple[int, int],
-    crop: tuple[int, int, int, int],
-    fingerprint: str,
-    frames: Sequence[int] = (),
-) -> str:
-    """Key of what a stock VAE makes of one image or clip. What the model's family makes of it is done when it is read.
-
-    frames: as for latent_key.
-    """
-    return _digest(
+def stock_latent_key(image_fingerprint: str, request: ImageRequest, fingerprint: str) -> str:
+    """Key of what a stock VAE makes of one image or clip; the model's family has no say in it."""
+    return settings_fingerprint(
         {
             "what": "stock latents",
             "version": (STOCK_VERSION, IMAGE_VERSION),
-            "image": image_fingerprint,
-            "resize": resize,
-            "crop": crop,
+            **_request_facts(image_fingerprint, request),
             "vae": fingerprint,
-            **_clip_facts(frames),
         }
     )
 
 
 def content_key(tensors: Mapping[str, torch.Tensor]) -> str:
     """Key of tensors that are known by nothing but their content: names, types, shapes and all bytes."""
-    return _digest({"what": "content", "tensors": _tensor_facts(tensors, math.inf)})
+    return settings_fingerprint({"what": "content", "tensors": _tensor_facts(tensors, math.inf)})
 
 
 def tensors_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -176,7 +152,7 @@ def tensors_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
     Raises: ValueError naming a tensor that does not show its bytes.
     """
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return _digest(_tensor_facts(tensors, math.inf if num_bytes <= _WHOLE_FILE_BYTES else _SAMPLE_BYTES))
+    return settings_fingerprint(_tensor_facts(tensors, math.inf if num_bytes <= _WHOLE_FILE_BYTES else _SAMPLE_BYTES))
 
 
 def _tensor_facts(tensors: Mapping[str, torch.Tensor], sample_bytes: float) -> dict[str, Any]:
@@ -206,11 +182,6 @@ def _hash_bytes(name: str, tensor: torch.Tensor, sample_bytes: float) -> str:
     return digest.hexdigest()
 
 
-def settings_fingerprint(settings: Any) -> str:
-    """Hash of plain values, mappings and dataclasses, whatever the order of their keys."""
-    return _digest(settings)
-
-
 def file_fingerprint(path: str | Path) -> str:
     """Hash of a file's bytes: all of them, or a sample for large safetensors (see the top of this file).
 
@@ -237,15 +208,11 @@ def folder_fingerprint(path: str | Path) -> str:
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder; give one with config and safetensors files")
-    files = [f for f in sorted(path.iterdir()) if f.is_file() and _counts(f)]
+    counts = [f for f in path.iterdir() if f.suffix in _SUFFIXES and not f.name.startswith(".")]
+    files = sorted(file for file in counts if file.is_file())
     if not files:
         raise ValueError(f"{path} holds neither safetensors nor config files")
-    return _digest({file.name: file_fingerprint(file) for file in files})
-
-
-def _counts(file: Path) -> bool:
-    is_known = file.suffix in _SETTINGS_SUFFIXES or file.suffix == ".safetensors"
-    return is_known and not file.name.startswith(".")
+    return settings_fingerprint({file.name: file_fingerprint(file) for file in files})
 
 
 def _sample(file: BinaryIO, size: int) -> str:
@@ -260,8 +227,9 @@ def _sample(file: BinaryIO, size: int) -> str:
     return digest.hexdigest()
 
 
-def _digest(value: Any) -> str:
-    text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+def settings_fingerprint(settings: Any) -> str:
+    """Hash of plain values, mappings and dataclasses, whatever the order of their keys."""
+    text = json.dumps(_plain(settings), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 

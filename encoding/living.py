@@ -11,9 +11,8 @@ import contextlib
 import json
 import logging
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from ..system.files import remove_leftovers, write_atomically
 from ..system.json_file import expect, read_json_object
@@ -24,25 +23,12 @@ _log = logging.getLogger(__name__)
 _FOLDER, _LOCK, _LIST = ".runs", ".lock", ".json"
 
 
-class Living:
-    """A run that reads from a store."""
-
-    def __init__(self, file: Path | None) -> None:
-        self._file = file
-
-    def needs(self, keys: Iterable[str]) -> None:
-        """Say which entries it reads; until then all are spared."""
-        if self._file is None:
-            return
-        try:
-            write_atomically(self._file, json.dumps({"keys": sorted(keys)}).encode())
-        except OSError as error:
-            _log.warning("all cache entries are kept from pruning while this runs: %s", error)
-
-
 @contextmanager
-def living_run(store: CacheStore) -> Iterator[Living]:
-    """Keep pruning from the store's entries inside; what killed runs have left in the store is deleted first."""
+def living_run(store: CacheStore) -> Iterator[Callable[[Iterable[str]], None]]:
+    """Keep pruning from the store's entries inside; what killed runs have left in the store is deleted first.
+
+    Yields: a function to say which entries the run reads; until then all are spared.
+    """
     name = uuid.uuid4().hex
     folder = store.folder / _FOLDER
     try:
@@ -52,13 +38,21 @@ def living_run(store: CacheStore) -> Iterator[Living]:
         _log.debug("runs are not listed in %s: %s", store.folder, error)
         claim = None
     if claim is None:
-        yield Living(None)
+        yield lambda keys: None
         return
     file = folder / f"{name}{_LIST}"
+
+    def needs(keys: Iterable[str]) -> None:
+        try:
+            write_atomically(file, json.dumps({"keys": sorted(keys)}).encode())
+        except OSError as error:
+            _log.warning("all cache entries are kept from pruning while this runs: %s", error)
+
     try:
-        yield Living(file)
+        yield needs
     finally:
-        _remove(file)
+        with contextlib.suppress(OSError):
+            file.unlink()
         claim.release()
         with contextlib.suppress(OSError):
             folder.rmdir()  # of the last of them
@@ -88,17 +82,12 @@ def _sweep(store: CacheStore) -> list[str]:
     living = []
     for lock in sorted(folder.glob(f"*{_LOCK}")):
         claim = take_claim(lock)
-        name = lock.name.removesuffix(_LOCK)
         if claim is None:
-            living.append(name)
+            living.append(lock.stem)
             continue
-        _remove(folder / f"{name}{_LIST}")
+        with contextlib.suppress(OSError):
+            lock.with_suffix(_LIST).unlink()
         claim.release()
     if not living:
         remove_leftovers(folder)
     return living
-
-
-def _remove(file: Path) -> None:
-    with contextlib.suppress(OSError):
-        file.unlink()

@@ -9,8 +9,7 @@ question, see claims.py.) Four defects are told apart from a whole entry:
     another entry's file      the key in the header is not the file's name: seen by `in` and by get
     a file with flipped bytes the checksum in the header does not match: seen by get, which reads everything
 
-All four are misses; the entry is computed again and written over. `check` reads everything and says which entries are
-whole. A link is an entry without tensors that names other
+All four are misses; the entry is computed again and written over. A link is an entry without tensors that names other
 entries and reads as all of their tensors together: a caption seen by two text encoders is one entry to the training
 loop, yet changing one encoder leaves the other's work in place.
 """
@@ -42,7 +41,6 @@ _CHECKSUM = "checksum"
 _KEY_NAME = "key"
 _PARTS = "parts"
 _SUFFIX = ".safetensors"
-_FOLDER_NAME = re.compile(r"[0-9a-f]{2}")
 _KEY = re.compile(r"[0-9a-f]{3,}")
 
 
@@ -66,11 +64,10 @@ class CacheStore:
 
     def keys(self) -> Iterator[str]:
         """Keys of all entries, damaged ones included; other files in the folder are not looked at."""
-        folders = self.folder.iterdir() if self.folder.is_dir() else ()
-        for folder in folders:
-            if _FOLDER_NAME.fullmatch(folder.name) and folder.is_dir():
-                names = [path.name.removesuffix(_SUFFIX) for path in folder.iterdir() if path.name.endswith(_SUFFIX)]
-                yield from (key for key in names if _KEY.fullmatch(key) and key.startswith(folder.name))
+        for path in self.folder.glob(f"??/*{_SUFFIX}"):
+            key = path.name.removesuffix(_SUFFIX)
+            if _KEY.fullmatch(key) and key.startswith(path.parent.name):
+                yield key
 
     def __contains__(self, key: str) -> bool:
         """Whether the entry, and every entry it links to, is there with its full length; reads the headers only."""
@@ -83,9 +80,17 @@ class CacheStore:
         header = _read_header(path)
         if header is None:
             return None
-        if parts := _parts(header):
-            return self._get_parts(parts)
-        return _read_checked(path, header)
+        parts = _parts(header)
+        if not parts:
+            return _read_checked(path, header)
+        together: dict[str, torch.Tensor] = {}
+        for part in parts:
+            tensors = self.get(part)
+            if tensors is None:
+                return None
+            assert not together.keys() & tensors.keys(), f"two cached parts share a name: {sorted(tensors)}"
+            together.update(tensors)
+        return together
 
     def shapes(self, key: str) -> dict[str, tuple[int, ...]]:
         """Shapes of the entry's tensors by name, from its header; {} for a miss."""
@@ -169,16 +174,6 @@ class CacheStore:
             key = path.name[1:].partition(".")[0]
             if _KEY.fullmatch(key):
                 yield key, path
-
-    def _get_parts(self, parts: Sequence[str]) -> dict[str, torch.Tensor] | None:
-        together: dict[str, torch.Tensor] = {}
-        for part in parts:
-            tensors = self.get(part)
-            if tensors is None:
-                return None
-            assert not together.keys() & tensors.keys(), f"two cached parts share a name: {sorted(tensors)}"
-            together.update(tensors)
-        return together
 
     def _save(self, key: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
         path = self.path(key)

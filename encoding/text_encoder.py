@@ -2,37 +2,32 @@
 
 chat_hidden_states (Mistral 3 for FLUX.2-dev, Qwen3 for FLUX.2-klein). hidden_states[k] is what enters layer k, so
 layers from max(k) on are not needed, nor are the vision tower, the projector and lm_head. The language model is
-therefore built with max(k) layers and without the final norm, on no device, and only its own tensors are read from the
-files, each straight to where it will compute. The result is bitwise that of the whole model: the layers left out come
-later.
+therefore built with max(k) layers and without the final norm, and only its own tensors are read from the files. The
+result is bitwise that of the whole model: the layers left out come later.
 
 last_hidden_state (T5 for FLUX.1, UMT5 for Wan) and pooled (CLIP) use the whole encoder. With `zero_padding` a text is
 handled as WanPipeline does: cleaned first, padding masked in the encoder and zero afterwards. Without it, as
-FluxPipeline does: the text as it is, and no mask, so that the padding is encoded too. All
-are read tensor by tensor; parts that the class wants in float32 are held so.
+FluxPipeline does: the text as it is, and no mask, so that the padding is encoded too.
 
 Texts are computed one by one. In a batch, matrix products of another size would round differently, and what is cached
 for a caption would depend on which captions happened to be missing beside it. Nor would a CPU be faster: one core made
 97 GFLOP/s in bfloat16 products of 512 tokens with a weight of Mistral 3's width, and 92 in those of 2048. An encoder
-whose layers are streamed (streamed_encoder.py) takes many texts per pass of its layers; inside them these go one by
-one, too.
+whose layers are streamed (streamed_encoder.py) takes many texts per pass, which go through a layer one by one, too.
 
-Hidden states are taken from the layers by hooks, which does not change from one version of transformers to the next
-as its own way of recording them does.
+Hidden states are taken from the layers by hooks: transformers' own way of recording them changes with its versions.
 
 Shape legend: B captions in a pass, S tokens (the spec's max_length), D width, L number of layers kept.
 """
 
 from __future__ import annotations
 
+import contextlib
 import html
-import inspect
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,7 +38,6 @@ from ..system.json_file import expect, read_json_object
 from .streamed_encoder import StreamedLayers, StreamPlan, stream_weights
 from .text_weights import (
     WHAT_WORKS,
-    Sources,
     Storage,
     TextScheme,
     applied_scheme,
@@ -55,17 +49,12 @@ from .text_weights import (
 
 logger = logging.getLogger(__name__)
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
 _PROBE = "a caption to try the chat template with"
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A loaded encoder with its tokenizer, both as `spec` wants them used.
-
-    Args:
-        stream: what holds the layers where they pass through the device; None where they are resident.
-    """
+    """A loaded encoder with its tokenizer; `stream` holds the layers where they pass through the device."""
 
     spec: TextEncoderSpec
     model: torch.nn.Module
@@ -77,8 +66,7 @@ class TextEncoder:
     def encode(self, text: str) -> torch.Tensor:
         """States of one prepared text, in the encoder's dtype on its device: [S, L * D], [S, D] or [D] by kind.
 
-        Raises: RuntimeError if the states are not finite, or there are none, or the installed transformers lacks an
-            argument we need.
+        Raises: RuntimeError if the states are not finite.
         """
         states = self._encode_together([text])[0]
         if problem := self.problem_of(states, text):
@@ -87,21 +75,18 @@ class TextEncoder:
 
     def encode_batch(self, texts: Sequence[str]) -> list[torch.Tensor]:
         """encode() of each text, bit by bit, unless problem_of says why not to use it; where layers are streamed, in as
-        few passes as can be.
+        few passes as can be: a batch that plan_batches made takes one.
 
-        A batch that plan_batches made takes one pass. The states of streamed encoders are on the CPU, so that a batch
-        of them does not take the room of the next pass.
+        The states of streamed encoders are on the CPU, so that a batch of them does not take the room of the next pass.
         """
-        if self.stream is None:
-            return [self._encode_together([text])[0] for text in texts]
         states: dict[str, torch.Tensor] = {}
         for batch in self.plan_batches(texts):
             states.update(zip(batch, self._encode_together(batch), strict=True))
         return [states[text] for text in texts]
 
     def plan_batches(self, texts: Iterable[str]) -> list[list[str]]:
-        """The different texts in batches for encode_batch: single where the encoder is resident, else as many as one
-        pass takes, those that fill all tokens apart from those that are padded."""
+        """The different texts in batches for encode_batch: single ones where the encoder is resident, else as many as
+        one pass takes, those that fill all tokens apart from those that are padded."""
         unique = list(dict.fromkeys(texts))
         if self.stream is None:
             return [[text] for text in unique]
@@ -109,9 +94,8 @@ class TextEncoder:
         for text in unique:
             groups.setdefault(self._fills_all(text), []).append(text)
         size = self.stream.plan.captions_per_pass
-        return [
-            group[start : start + size] for _, group in sorted(groups.items()) for start in range(0, len(group), size)
-        ]
+        ordered = [group for _, group in sorted(groups.items())]
+        return [group[start : start + size] for group in ordered for start in range(0, len(group), size)]
 
     def close(self) -> None:
         """Give back what a streamed encoder holds beside its model; encode nothing afterwards."""
@@ -121,23 +105,21 @@ class TextEncoder:
     def _fills_all(self, text: str) -> bool:
         """Whether no token is padding, where the encoder can tell."""
         sees_mask = self.spec.kind == "chat_hidden_states" or self.spec.zero_padding
-        return sees_mask and _count_tokens(self, _source(self, text)) >= self.spec.max_length
+        return sees_mask and _count_tokens(self, *_source(self, text)) >= self.spec.max_length
 
     def _encode_together(self, texts: Sequence[str]) -> list[torch.Tensor]:
         with torch.inference_mode():
             found = _ENCODE[self.spec.kind](self, texts)
-            if self.stream is not None:
-                found = (states.to("cpu") for states in found)
-            return list(found)
+            return [states if self.stream is None else states.to("cpu") for states in found]
 
     def problem_of(self, states: torch.Tensor, text: str) -> str:
         """Why these states must not be used, and what would help; "" if they may be."""
-        if not torch.isfinite(states).all():
-            return (
-                f"{self.spec.folder} gave states that are not finite in {states.dtype} for {_shorten(text)}; "
-                'set cache.dtype to "bfloat16" or "float32"'
-            )
-        return ""
+        if torch.isfinite(states).all():
+            return ""
+        return (
+            f"{self.spec.folder} gave states that are not finite in {states.dtype} for {_shorten(text)}; "
+            'set cache.dtype to "bfloat16" or "float32"'
+        )
 
 
 def prepare_text(caption: str, spec: TextEncoderSpec) -> str:
@@ -147,13 +129,11 @@ def prepare_text(caption: str, spec: TextEncoderSpec) -> str:
     """
     if not spec.zero_padding:
         return caption
-    try:
+    with contextlib.suppress(ModuleNotFoundError):
         import ftfy
-    except ModuleNotFoundError:
-        repaired = caption
-    else:
-        repaired = ftfy.fix_text(caption)
-    return re.sub(r"\s+", " ", html.unescape(html.unescape(repaired))).strip()
+
+        caption = ftfy.fix_text(caption)
+    return re.sub(r"\s+", " ", html.unescape(html.unescape(caption))).strip()
 
 
 def load_text_encoder(
@@ -173,9 +153,8 @@ def load_text_encoder(
         dtype: of the computation and of what is not quantized.
         quantize: what the linears are rounded to as they are read, those in spec.keep_full_precision excepted.
         stream: let the layers pass through the device; None has all of the encoder there.
-    Raises: ValueError if a folder or file is missing, quantized, or is not the kind of encoder the spec describes, or
-        if the device cannot hold the scheme, or for a scheme that would be streamed; RuntimeError if torchao is needed
-        and missing.
+    Raises: ValueError for a folder that lacks files, is quantized or of another kind, for a scheme that the device
+        cannot hold, or one that would be streamed; RuntimeError if torchao is needed and missing.
     """
     folder, device = Path(folder), torch.device(device)
     tokenizer = _load_tokenizer(folder / spec.tokenizer_folder)
@@ -184,7 +163,8 @@ def load_text_encoder(
     if stream is not None:
         refuse_streamed_scheme(storage.scheme)
     model, layers = make_empty_encoder(spec, folder), None
-    sources = _find_sources(spec, model, folder / spec.folder)
+    find_sources = language_model_sources if spec.kind == "chat_hidden_states" else encoder_sources
+    sources = find_sources(model, folder / spec.folder)
     if stream is None:
         read_weights(model, sources, storage)
     else:
@@ -209,26 +189,6 @@ def refuse_streamed_scheme(scheme: TextScheme) -> None:
         )
 
 
-def call_accepting(
-    function: Callable[..., Any], *, required: Mapping[str, Any], optional: Mapping[str, Any] = _NOTHING
-) -> Any:
-    """Call by keyword with every required argument and those optional ones that the installed version takes.
-
-    Raises: RuntimeError naming the required arguments that the function does not take.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    refused = [name for name in required if name not in names and not takes_any]
-    if refused:
-        raise RuntimeError(
-            f"{getattr(function, '__qualname__', function)} does not take {', '.join(refused)}, it takes "
-            f"{', '.join(sorted(names))}; another version of its library is needed"
-        )
-    taken = {name: value for name, value in optional.items() if takes_any or name in names}
-    return function(**required, **taken)
-
-
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
@@ -236,15 +196,6 @@ def _encode_chat(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.T
     """[S, L * D] each, as the encode_prompt of Flux2Pipeline and Flux2KleinPipeline."""
     states = _layer_outputs(encoder, _tokenize(encoder, texts))
     return (torch.cat([state[index] for state in states], dim=-1) for index in range(len(texts)))
-
-
-def _chat_source(encoder: TextEncoder, text: str) -> tuple[str, bool]:
-    caption = text.replace(encoder.image_placeholder, "") if encoder.image_placeholder else text
-    rendered = render_chat(encoder.tokenizer, caption, encoder.spec)
-    # Most templates write the first token themselves; PixtralProcessor tells it the same way.
-    begin = encoder.tokenizer.bos_token
-    writes_begin = bool(begin) and rendered.startswith(begin)
-    return rendered, not writes_begin
 
 
 def _layer_outputs(encoder: TextEncoder, tokens: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -262,7 +213,7 @@ def _layer_outputs(encoder: TextEncoder, tokens: Mapping[str, torch.Tensor]) -> 
     for number in set(encoder.spec.layers):
         hooks.after(layers[number - 1], keep(number))
     try:
-        output = call_accepting(encoder.model.forward, required=tokens, optional={"use_cache": False})
+        output = encoder.model.forward(**tokens, use_cache=False)
     finally:
         hooks.remove()
     if len(layers) in found:
@@ -273,69 +224,50 @@ def _layer_outputs(encoder: TextEncoder, tokens: Mapping[str, torch.Tensor]) -> 
 def _encode_last(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
     """[S, D] each; see FluxPipeline._get_t5_prompt_embeds and, with zero_padding, WanPipeline._get_t5_prompt_embeds."""
     tokens = _tokenize(encoder, texts)
-    lengths = tokens["attention_mask"].sum(dim=1)
     if not encoder.spec.zero_padding:
-        del tokens["attention_mask"]
-    states = call_accepting(encoder.model.forward, required=tokens).last_hidden_state
-    if not encoder.spec.zero_padding:
-        return iter(states)
-    return (_zero_after(state, int(length)) for state, length in zip(states, lengths, strict=True))
-
-
-def _zero_after(states: torch.Tensor, length: int) -> torch.Tensor:
-    states = states.clone()
-    states[length:] = 0
-    return states
+        return iter(encoder.model.forward(input_ids=tokens["input_ids"]).last_hidden_state)
+    states = encoder.model.forward(**tokens).last_hidden_state.clone()
+    for state, length in zip(states, tokens["attention_mask"].sum(dim=1), strict=True):
+        state[int(length) :] = 0
+    return iter(states)
 
 
 def _encode_pooled(encoder: TextEncoder, texts: Sequence[str]) -> Iterable[torch.Tensor]:
     """[D] each; see FluxPipeline._get_clip_prompt_embeds."""
-    tokens = _tokenize(encoder, texts)
-    return iter(call_accepting(encoder.model.forward, required={"input_ids": tokens["input_ids"]}).pooler_output)
+    return iter(encoder.model.forward(input_ids=_tokenize(encoder, texts)["input_ids"]).pooler_output)
 
 
-_ENCODE: Mapping[str, Callable[[TextEncoder, Sequence[str]], Iterable[torch.Tensor]]] = MappingProxyType(
-    {
-        "chat_hidden_states": _encode_chat,
-        "last_hidden_state": _encode_last,
-        "pooled": _encode_pooled,
-    }
-)
-
-
-def _source(encoder: TextEncoder, text: str) -> tuple[str, bool]:
-    """What the tokenizer reads for a text, and whether it is to add its special tokens."""
-    return _chat_source(encoder, text) if encoder.spec.kind == "chat_hidden_states" else (text, True)
+_ENCODE = {"chat_hidden_states": _encode_chat, "last_hidden_state": _encode_last, "pooled": _encode_pooled}
 
 
 def _tokenize(encoder: TextEncoder, texts: Sequence[str]) -> dict[str, torch.Tensor]:
     """input_ids and attention_mask [B, S] on the encoder's device; warns of each caption that does not fit."""
-    tokens = [_tokenize_one(encoder, text) for text in texts]
-    return {
-        name: torch.cat([one[name] for one in tokens]).to(encoder.device) for name in ("input_ids", "attention_mask")
-    }
+    spec, tokens = encoder.spec, []
+    for text in texts:
+        source, adds_special = _source(encoder, text)
+        length = _count_tokens(encoder, source, adds_special)
+        if length > spec.max_length:
+            message = "%s reads %d tokens and the caption %s needs %d: its end is cut off"
+            logger.warning(message, spec.folder, spec.max_length, _shorten(text), length)
+        options = {"padding": "max_length", "max_length": spec.max_length, "truncation": True, "return_tensors": "pt"}
+        tokens.append(encoder.tokenizer(source, add_special_tokens=adds_special, return_attention_mask=True, **options))
+    names = ("input_ids", "attention_mask")
+    return {name: torch.cat([one[name] for one in tokens]).to(encoder.device) for name in names}
 
 
-def _tokenize_one(encoder: TextEncoder, text: str) -> Mapping[str, torch.Tensor]:
-    spec = encoder.spec
-    source, adds_special = _source(encoder, text)
-    length = _count_tokens(encoder, (source, adds_special))
-    if length > spec.max_length:
-        message = "%s reads %d tokens and the caption %s needs %d: its end is cut off"
-        logger.warning(message, spec.folder, spec.max_length, _shorten(text), length)
-    return encoder.tokenizer(
-        source,
-        padding="max_length",
-        max_length=spec.max_length,
-        truncation=True,
-        add_special_tokens=adds_special,
-        return_attention_mask=True,
-        return_tensors="pt",
-    )
+def _count_tokens(encoder: TextEncoder, source: str, adds_special: bool) -> int:
+    return len(encoder.tokenizer(source, add_special_tokens=adds_special, verbose=False)["input_ids"])
 
 
-def _count_tokens(encoder: TextEncoder, source: tuple[str, bool]) -> int:
-    return len(encoder.tokenizer(source[0], add_special_tokens=source[1], verbose=False)["input_ids"])
+def _source(encoder: TextEncoder, text: str) -> tuple[str, bool]:
+    """What the tokenizer reads for a text, and whether it is to add its special tokens."""
+    if encoder.spec.kind != "chat_hidden_states":
+        return text, True
+    caption = text.replace(encoder.image_placeholder, "") if encoder.image_placeholder else text
+    rendered = render_chat(encoder.tokenizer, caption, encoder.spec)
+    # Most templates write the first token themselves; PixtralProcessor tells it the same way.
+    begin = encoder.tokenizer.bos_token
+    return rendered, not (begin and rendered.startswith(begin))
 
 
 def render_chat(tokenizer: Any, caption: str, spec: TextEncoderSpec) -> str:
@@ -346,31 +278,27 @@ def render_chat(tokenizer: Any, caption: str, spec: TextEncoderSpec) -> str:
 
     Raises: ValueError if neither form works with this template.
     """
-    for make_content in (_as_parts, _as_string):
-        probe = _render(tokenizer, _PROBE, spec, make_content)
-        expected = [_PROBE] if spec.system_prompt is None else [_PROBE, spec.system_prompt]
+    expected = [_PROBE] if spec.system_prompt is None else [_PROBE, spec.system_prompt]
+    for has_parts in (True, False):
+        probe = _render(tokenizer, _PROBE, spec, has_parts)
         if all(text in probe for text in expected) and "'type'" not in probe:
-            return _render(tokenizer, caption, spec, make_content)
+            return _render(tokenizer, caption, spec, has_parts)
     raise ValueError(
         f"the chat template of {spec.tokenizer_folder} leaves out the caption or the system prompt; "
         "use the tokenizer folder published with the model"
     )
 
 
-def _as_parts(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}]
-
-
-def _as_string(text: str) -> str:
-    return text
-
-
-def _render(tokenizer: Any, caption: str, spec: TextEncoderSpec, make_content: Callable[[str], Any]) -> str:
+def _render(tokenizer: Any, caption: str, spec: TextEncoderSpec, has_parts: bool) -> str:
     """The rendered conversation, or "" where the template cannot take this form of content."""
     from jinja2 import TemplateError
 
-    messages = [] if spec.system_prompt is None else [{"role": "system", "content": make_content(spec.system_prompt)}]
-    messages.append({"role": "user", "content": make_content(caption)})
+    said = [("system", spec.system_prompt), ("user", caption)]
+    messages = [
+        {"role": role, "content": [{"type": "text", "text": text}] if has_parts else text}
+        for role, text in said
+        if text is not None
+    ]
     options = {"add_generation_prompt": False, **spec.template_options}
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **options)
@@ -416,74 +344,53 @@ def _image_placeholder(config: Mapping[str, Any], tokenizer: Any) -> str:
     return token or ""
 
 
-def _architecture(folder: Path, config: Mapping[str, Any]) -> str:
-    """The class that a folder's config names first; "none" without one."""
-    names = expect(config.get("architectures") or ["none"], list, f"{folder / 'config.json'}: architectures")
-    return expect(names[0], str, f"{folder / 'config.json'}: the first of its architectures")
-
-
-def _encoder_class(folder: Path, config: Mapping[str, Any]) -> Any:
-    """The class that a folder's config names; of T5-like models the encoder half."""
-    import transformers
-
-    name = _architecture(folder, config).replace("ForConditionalGeneration", "EncoderModel")
-    if not hasattr(transformers, name):
-        raise ValueError(f"{folder} asks for a {name}, which transformers {transformers.__version__} does not have")
-    return getattr(transformers, name)
-
-
-def _check_kind(spec: TextEncoderSpec, folder: Path) -> None:
-    """Raises: ValueError if the folder's config describes an encoder that does not give what the spec keeps."""
-    found = _architecture(folder / spec.folder, _read_config(folder / spec.folder))
-    if spec.kind == "pooled" and found.endswith("WithProjection"):
-        raise ValueError(
-            f"{folder / spec.folder} holds a {found}, and a CLIPTextModel was expected; use the folder published with "
-            "the model"
-        )
-
-
 def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
     """The encoder as `spec` needs it, with weights on no device; buffers that no file holds are on the CPU.
 
     Raises: ValueError if its folder does not describe such an encoder.
     """
-    if spec.kind == "chat_hidden_states":
-        return _make_empty_language_model(folder / spec.folder, spec.layers)
-    _check_kind(spec, folder)
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig
-
-    encoder_class = _encoder_class(folder / spec.folder, _read_config(folder / spec.folder))
-    settings = AutoConfig.from_pretrained(str(folder / spec.folder), local_files_only=True)
-    with init_empty_weights(include_buffers=False):
-        return encoder_class(settings)
-
-
-def _make_empty_language_model(folder: Path, layers: tuple[int, ...]) -> torch.nn.Module:
-    """The language model up to the last hidden state in `layers`."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModel
 
-    _read_config(folder)
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True).get_text_config()
-    num_layers = _num_layers_needed(folder, layers, config.num_hidden_layers)
-    needs_norm = num_layers == config.num_hidden_layers  # the last hidden state of the whole model is behind the norm
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:num_layers]
-    config.num_hidden_layers = num_layers
+    folder = folder / spec.folder
+    described = _read_config(folder)
+    make = AutoModel.from_config if spec.kind == "chat_hidden_states" else _encoder_class(spec, folder, described)
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    needs_norm = True
+    if spec.kind == "chat_hidden_states":
+        config = config.get_text_config()
+        needs_norm = _leave_out_layers(config, spec.layers, folder)
     with init_empty_weights(include_buffers=False):  # rotary frequencies are buffers that no file holds
-        model = AutoModel.from_config(config)
+        model = make(config)
     if not needs_norm:
         model.norm = torch.nn.Identity()
     return model
 
 
-def _find_sources(spec: TextEncoderSpec, model: torch.nn.Module, folder: Path) -> Sources:
-    find = language_model_sources if spec.kind == "chat_hidden_states" else encoder_sources
-    return find(model, folder)
+def _encoder_class(spec: TextEncoderSpec, folder: Path, config: Mapping[str, Any]) -> Any:
+    """The class that a folder's config names first; of T5-like models the encoder half."""
+    import transformers
+
+    file = folder / "config.json"
+    names = expect(config.get("architectures") or ["none"], list, f"{file}: architectures")
+    found = expect(names[0], str, f"{file}: the first of its architectures")
+    if spec.kind == "pooled" and found.endswith("WithProjection"):
+        raise ValueError(
+            f"{folder} holds a {found}, and a CLIPTextModel was expected; use the folder published with the model"
+        )
+    name = found.replace("ForConditionalGeneration", "EncoderModel")
+    if not hasattr(transformers, name):
+        raise ValueError(f"{folder} asks for a {name}, which transformers {transformers.__version__} does not have")
+    return getattr(transformers, name)
 
 
-def _num_layers_needed(folder: Path, layers: tuple[int, ...], num_layers: int) -> int:
+def _leave_out_layers(config: Any, layers: tuple[int, ...], folder: Path) -> bool:
+    """Let a language model end with the last of the hidden states asked for; returns whether its norm is needed, since
+    the last hidden state of the whole model is behind the norm."""
+    num_layers = config.num_hidden_layers
     if not layers or min(layers) < 1 or max(layers) > num_layers:
         raise ValueError(f"hidden states {list(layers)} were asked of {folder}, which has 1 to {num_layers}")
-    return max(layers)
+    config.num_hidden_layers = max(layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: max(layers)]
+    return max(layers) == num_layers

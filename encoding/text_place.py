@@ -4,8 +4,8 @@ Settings: `cpu`; `cuda:1` (all of the encoder on that card); `stream` or `stream
 card within a limit of memory, see streamed_encoder.py); `auto` or `auto:cuda:1` (with no other card than that).
 
 The forecast is arithmetic on the encoder's config; no weight is read. All of it counts as on the card: weights as they
-are held, what one caption needs inside a layer, and per caption of a pass its states before and after a layer, those
-that are kept, and its mask. It errs upwards: `auto` may stream an encoder that would just have fitted.
+are held, what one caption needs inside a layer, and what each caption of a pass needs between layers. It errs upwards:
+`auto` may stream an encoder that would just have fitted.
 
 `auto` takes, in this order: a card that holds all of it beside a margin, the emptiest one; the emptiest card to stream
 through; the CPU. 8-bit weights are not streamed, so with a scheme the CPU comes second.
@@ -24,7 +24,8 @@ from torch import nn
 
 from ..families.spec import TextEncoderSpec
 from ..parallel.devices import CPU, available_devices, find_device, free_bytes
-from .streamed_encoder import NUM_BUFFERS, StreamPlan, layer_buffer_bytes
+from ..parallel.offload.copies import NUM_SLOTS, lay_out
+from .streamed_encoder import StreamPlan
 from .text_encoder import TextEncoder, load_text_encoder, make_empty_encoder, refuse_streamed_scheme
 from .text_weights import (
     TextScheme,
@@ -40,9 +41,7 @@ logger = logging.getLogger(__name__)
 
 _MARGIN_BYTES = 512 * 2**20  # of a card: libraries' workspaces and what the allocator cannot use
 _USABLE = 0.9  # of what is free on a card
-_USABLE_HOST = (
-    0.6  # of the host's free memory for layers between two passes; the system's file cache is counted as free
-)
+_USABLE_HOST = 0.6  # of free host memory, which counts the system's file cache; for layers between two passes
 _MOST_CAPTIONS = 64  # per pass: more hides no more copying, and Cancel waits for the pass
 _MOST_CAPTIONS_FROM_FILES = 128  # a pass then takes as long as the disk does
 _STATES_PER_CAPTION = 4  # a layer's input and output, the batch put together, and what a norm makes of it
@@ -55,15 +54,14 @@ class TextDevice:
     mode: Literal["resident", "stream", "auto"]
     device: torch.device | None
 
+    @property
+    def cards(self) -> list[torch.device]:
+        return available_devices() if self.device is None else [self.device]
+
 
 @dataclass(frozen=True)
 class TextPlace:
-    """Where one encoder will run, and why.
-
-    Args:
-        stream: how its layers pass through the device; None where all of it is there.
-        reason: half a sentence for the log.
-    """
+    """Where one encoder will run, how its layers are streamed if they are, and why: half a sentence for the log."""
 
     device: torch.device
     stream: StreamPlan | None
@@ -71,7 +69,7 @@ class TextPlace:
 
     @property
     def captions_per_batch(self) -> int:
-        """How many captions encode_batch should be given at a time."""
+        """For encode_batch."""
         return 1 if self.stream is None else self.stream.captions_per_pass
 
     def describe(self) -> str:
@@ -79,31 +77,20 @@ class TextPlace:
         if self.stream is None:
             return f"runs on {self.device}: {self.reason}"
         source = "host memory" if self.stream.keeps_host_copy else "its files"
-        return (
-            f"is streamed through {self.device} from {source}, {self.stream.captions_per_pass} captions per pass: "
-            f"{self.reason}"
-        )
+        captions = f"{self.stream.captions_per_pass} captions per pass"
+        return f"is streamed through {self.device} from {source}, {captions}: {self.reason}"
 
 
 @dataclass(frozen=True)
 class EncoderSize:
-    """What an encoder takes, in bytes.
+    """What an encoder takes, in bytes."""
 
-    Args:
-        whole: all weights as they are held.
-        rest: weights outside the layers, which stay on the card of a streamed encoder.
-        layer: the largest layer's buffer.
-        layers: all layers' buffers together, in host memory.
-        working: inside a layer, for one caption.
-        caption: between layers, for each caption of a pass.
-    """
-
-    whole: int
-    rest: int
-    layer: int
-    layers: int
-    working: int
-    caption: int
+    whole: int  # all weights as they are held
+    rest: int  # weights outside the layers, which stay on the card of a streamed encoder
+    layer: int  # the largest layer's buffer
+    layers: int  # all layers' buffers together, in host memory
+    working: int  # inside a layer, for one caption
+    caption: int  # between layers, for each caption of a pass
 
     @property
     def resident_bytes(self) -> int:
@@ -112,7 +99,7 @@ class EncoderSize:
 
     def streamed_bytes(self, num_captions: int = 1) -> int:
         """On a card it is streamed through."""
-        return self.rest + NUM_BUFFERS * self.layer + self.working + num_captions * self.caption
+        return self.rest + NUM_SLOTS * self.layer + self.working + num_captions * self.caption
 
 
 def parse_text_device(setting: str | torch.device) -> TextDevice:
@@ -191,20 +178,15 @@ def open_text_encoder(
 
 
 def _emptiest_card(wanted: TextDevice) -> torch.device:
-    cards = _cards(wanted)
+    cards = wanted.cards
     if not cards:
         raise ValueError('cache.text_device = "stream": there is no GPU here to stream through; use "cpu"')
     return max(cards, key=_usable_bytes)
 
 
-def _cards(wanted: TextDevice) -> list[torch.device]:
-    return available_devices() if wanted.device is None else [wanted.device]
-
-
 def _usable_bytes(card: torch.device) -> int:
     """What is free less a margin; 0 where torch cannot tell."""
-    free = free_bytes(card)
-    return 0 if free is None else max(0, int(_USABLE * free) - _MARGIN_BYTES)
+    return max(0, int(_USABLE * (free_bytes(card) or 0)) - _MARGIN_BYTES)
 
 
 def _room(card: torch.device, window_bytes: int) -> int:
@@ -241,16 +223,14 @@ def _plan_passes(size: EncoderSize, room: int) -> StreamPlan:
 
 def _plan_auto(wanted: TextDevice, size: EncoderSize, scheme: TextScheme, window_bytes: int) -> TextPlace:
     """A card that holds all of it is taken whatever the window, which limits what is streamed."""
-    if not _cards(wanted):
+    if not wanted.cards:
         return TextPlace(CPU, None, "there is no GPU")
     card = _emptiest_card(wanted)
-    free = _usable_bytes(card)
-    if size.resident_bytes <= free:
-        return TextPlace(card, None, f"all of it takes {_gb(size.resident_bytes)} and {_gb(free)} are free there")
+    whole, free, room = _gb(size.resident_bytes), _gb(_usable_bytes(card)), _room(card, window_bytes)
+    if size.resident_bytes <= _usable_bytes(card):
+        return TextPlace(card, None, f"all of it takes {whole} and {free} are free there")
     if scheme != "none":
-        reason = f"it takes {_gb(size.resident_bytes)}, {card} has {_gb(free)}, and 8-bit weights are not streamed"
-        return TextPlace(CPU, None, reason)
-    room = _room(card, window_bytes)
+        return TextPlace(CPU, None, f"it takes {whole}, {card} has {free}, and 8-bit weights are not streamed")
     if size.streamed_bytes() > room:
         reason = f"even streamed it takes {_gb(size.streamed_bytes())}, and {card} has {_gb(room)} for it"
         return TextPlace(CPU, None, reason)
@@ -272,10 +252,8 @@ def forecast_size(
     prefix, layers = layer_list(model)
     held = _held_bytes(model, dtype, scheme, spec.keep_full_precision)
     buffers = [_buffer_bytes(model, f"{prefix}.{index}.", dtype) for index in range(len(layers))]
-    num_heads, width = (
-        _config_number(model, "num_attention_heads", "num_heads"),
-        _config_number(model, "hidden_size", "d_model"),
-    )
+    num_heads = _config_number(model, "num_attention_heads", "num_heads")
+    width = _config_number(model, "hidden_size", "d_model")
     states = spec.max_length * width * dtype.itemsize
     return EncoderSize(
         whole=sum(held.values()),
@@ -303,21 +281,17 @@ def _held_bytes(model: nn.Module, dtype: torch.dtype, scheme: TextScheme, kept: 
     for tied in tied_names(model):
         named.pop(tied, None)
     dtypes = weight_dtypes(model, named, dtype)
-    rounded = {
-        f"{fqn}.weight" for fqn, module in model.named_modules() if scheme != "none" and is_rounded(module, fqn, kept)
-    }
-    return {
-        name: parameter.numel() + 5 * parameter.shape[0]
-        if name in rounded
-        else parameter.numel() * dtypes[name].itemsize
-        for name, parameter in named.items()
-    }
+    held = {name: parameter.numel() * dtypes[name].itemsize for name, parameter in named.items()}
+    for fqn, module in model.named_modules() if scheme != "none" else ():
+        if is_rounded(module, fqn, kept):  # values in 8 bits, and a scale per row
+            held[f"{fqn}.weight"] = module.weight.numel() + 5 * module.weight.shape[0]
+    return held
 
 
 def _buffer_bytes(model: nn.Module, prefix: str, dtype: torch.dtype) -> int:
     names = {name: tensor.shape for name, tensor in model.state_dict().items() if name.startswith(prefix)}
     dtypes = weight_dtypes(model, names, dtype)
-    return layer_buffer_bytes((shape, dtypes[name]) for name, shape in names.items())
+    return lay_out((shape, dtypes[name]) for name, shape in names.items())[1]
 
 
 def _mask_bytes(spec: TextEncoderSpec, num_heads: int, dtype: torch.dtype) -> int:

@@ -1,14 +1,12 @@
 """A text encoder's weights: which tensors of which files, each read straight to where it computes, in 8 bits if asked.
 
 Quantizing. A linear is rounded to 8 bits (quantization/weight_only.py) as soon as its own tensors are there, before the
-next is read. In full precision there is then one linear at a time beside what stays so, on the device and in host
-memory, besides what the system keeps of the files. Products are computed in the encoder's dtype from weights written
-out anew at every call: this buys room, not speed.
+next is read: one linear at a time is there in full precision beside what stays so. Products are computed in the
+encoder's dtype from weights written out anew at every call: this buys room, not speed.
 
-What stays in full precision: embeddings, norms and biases, which are no linear weights (the tables of relative
-positions are embeddings, too), and what the spec names in keep_full_precision. lm_head, vision tower, projector and
-decoder are not read at all. Every other linear of these encoders is inside a residual block, where its rounding is one
-of many small independent errors.
+What stays in full precision: embeddings (the tables of relative positions among them), norms and biases, and what the
+spec names in keep_full_precision. Every other linear of these encoders is inside a residual block, where its rounding
+is one of many small independent errors.
 
 Files whose weights are in 8 bits already are refused: there are several ways to lay their scales out, and none keeps
 them under the names and in the folders that the encoders' classes read.
@@ -44,23 +42,16 @@ WHAT_WORKS = (
     'use one in bfloat16, float16 or float32, and cache.text_quantize = "int8" or "fp8" to hold it in 8 bits: it is '
     "rounded as it is read"
 )
-_NUM_NAMED = 3  # names an error message gives
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How an encoder's weights are held.
-
-    Args:
-        dtype: of the computation, and of the weights that are not quantized.
-        scheme: "none", or what the linears are rounded to.
-        kept: fnmatch patterns of linears that are not.
-    """
+    """How an encoder's weights are held."""
 
     device: torch.device
-    dtype: torch.dtype
-    scheme: TextScheme = "none"
-    kept: tuple[str, ...] = ()
+    dtype: torch.dtype  # of the computation, and of the weights that are not quantized
+    scheme: TextScheme = "none"  # what the linears are rounded to
+    kept: tuple[str, ...] = ()  # fnmatch patterns of linears that are not
 
 
 def applied_scheme(spec: TextEncoderSpec, scheme: TextScheme) -> TextScheme:
@@ -77,7 +68,7 @@ def check_text_encoders(
 ) -> None:
     """Refuse what loading would refuse later; reads the files' headers only.
 
-    Raises: ValueError for a single file, missing files, or weights in 8 bits; both kinds that check_scheme raises.
+    Raises: ValueError for a single file, missing files, or weights in 8 bits; as check_scheme.
     """
     folder = Path(folder)
     if folder.is_file():
@@ -126,11 +117,8 @@ def weight_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = read_weight_map(index)
-        lost = [file for file in set(shards.values()) if not (folder / file).is_file()]
-        if lost:
-            raise ValueError(
-                f"{folder} lacks {len(lost)} of the encoder's files: {first_names(lost)}; download them too"
-            )
+        if lost := [file for file in set(shards.values()) if not (folder / file).is_file()]:
+            raise ValueError(f"{folder} lacks {len(lost)} of the encoder's files: {_first(lost)}; download them too")
         return {name: folder / file for name, file in shards.items()}
     file = folder / "model.safetensors"
     if not file.is_file():
@@ -144,52 +132,43 @@ def refuse_eight_bit(files: Mapping[str, Path]) -> None:
     for file in sorted(set(files.values())):
         with open_weights(file) as reader:
             types = {key: reader.get_slice(key).get_dtype() for key in files if files[key] == file}
-        low = sorted(key for key, dtype in types.items() if dtype in _EIGHT_BIT)
-        if low:
+        if low := sorted(key for key, dtype in types.items() if dtype in _EIGHT_BIT):
             raise ValueError(f"{file} is in 8 bits already ({low[0]} is {types[low[0]]}); {WHAT_WORKS}")
 
 
 def language_model_sources(model: nn.Module, folder: Path) -> Sources:
     """Where a language model's tensors are, whatever model the files wrap it in.
 
+    What stands before its names depends on that model and on the version that saved it.
+
     Raises: ValueError if one is missing.
     """
     files, names = weight_files(folder), list(model.state_dict())
-    prefix = _find_prefix(folder, names, files)
-    return {name: (files[prefix + name], prefix + name) for name in names}
-
-
-def _find_prefix(folder: Path, names: list[str], available: Iterable[str]) -> str:
-    """What stands before the language model's names; it depends on the wrapping model and the version that saved it."""
-    available = set(available)
-    prefixes = sorted(key.removesuffix(_EMBEDDING) for key in available if key.endswith(_EMBEDDING))
     missing = names
-    for prefix in prefixes:
-        missing = [name for name in names if prefix + name not in available]
+    for prefix in sorted(key.removesuffix(_EMBEDDING) for key in files if key.endswith(_EMBEDDING)):
+        missing = [name for name in names if prefix + name not in files]
         if not missing:
-            return prefix
-    raise ValueError(f"{folder} does not hold the language model its config describes; missing {first_names(missing)}")
+            return {name: (files[prefix + name], prefix + name) for name in names}
+    raise ValueError(f"{folder} does not hold the language model its config describes; missing {_first(missing)}")
 
 
 def encoder_sources(model: nn.Module, folder: Path) -> Sources:
     """Where the tensors of a model are that was saved under its own names; of tied ones only one is listed.
+
+    transformers 5 leaves out what stood before CLIP's names.
 
     Raises: ValueError if one is missing.
     """
     files, names = weight_files(folder), dict.fromkeys(model.state_dict())
     for tied, twin in tied_names(model).items():
         names.pop(twin if tied in files else tied, None)
-    keys = {name: _key_of(name, files) for name in names}
-    missing = [name for name, key in keys.items() if not key]
-    if missing:
-        raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {first_names(missing)}")
+    keys = {}
+    for name in names:
+        spellings = (name, f"{_CLIP_PREFIX}{name}", name.removeprefix(_CLIP_PREFIX))
+        keys[name] = next((key for key in spellings if key in files), "")
+    if missing := [name for name, key in keys.items() if not key]:
+        raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {_first(missing)}")
     return {name: (files[key], key) for name, key in keys.items()}
-
-
-def _key_of(name: str, files: Mapping[str, Path]) -> str:
-    """A tensor's name in the files, "" if none fits: transformers 5 leaves out what stood before CLIP's names."""
-    spellings = (name, f"{_CLIP_PREFIX}{name}", name.removeprefix(_CLIP_PREFIX))
-    return next((key for key in spellings if key in files), "")
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -197,23 +176,19 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
     transformers before 5 lists the names without their twin, which for encoders is the embedding of the input.
     """
-    declared: Any = getattr(model, "_tied_weights_keys", None) or ()
-    names = model.state_dict().keys()
+    declared: Any = getattr(model, "_tied_weights_keys", None) or {}
     if not isinstance(declared, Mapping):
-        declared = dict.fromkeys(declared, f"{_input_embedding(model)}.weight" if declared else "")
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
+        twin = next(name for name, module in model.named_modules() if module is embedding)
+        declared = dict.fromkeys(declared, f"{twin}.weight")
+    names = model.state_dict().keys()
     return {tied: twin for tied, twin in declared.items() if tied != twin and tied in names and twin in names}
 
 
-def _input_embedding(model: Any) -> str:
-    embedding = model.get_input_embeddings()
-    return next(name for name, module in model.named_modules() if module is embedding)
-
-
-def first_names(names: Iterable[str]) -> str:
-    """The first names in order, and how many more there are."""
+def _first(names: Iterable[str]) -> str:
+    """The first three names in order, and how many more there are."""
     names = sorted(names)
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return ", ".join(names[:_NUM_NAMED]) + more
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -228,28 +203,38 @@ def read_weights(model: nn.Module, sources: Sources, storage: Storage) -> None:
     """
     check_scheme(storage.scheme, storage.device, storage.dtype)
     refuse_eight_bit({key: file for file, key in sources.values()})
-    waiting = Counter(_owner(name) for name in sources)
+    waiting = Counter(name.rpartition(".")[0] for name in sources)
     dtypes = weight_dtypes(model, sources, storage.dtype)
     for file in sorted({file for file, _ in sources.values()}):
         with open_weights(file) as reader:
             for name, key in [(name, key) for name, (place, key) in sources.items() if place == file]:
                 _place(model, name, reader.get_tensor(key), storage, dtypes[name])
-                waiting[_owner(name)] -= 1
-                if not waiting[_owner(name)]:
-                    _finish(model, _owner(name), storage)
+                owner = name.rpartition(".")[0]
+                waiting[owner] -= 1
+                if not waiting[owner]:
+                    _finish(model, owner, storage)
     for tied, twin in tied_names(model).items():
-        _tie(model, *((tied, twin) if tied in sources else (twin, tied)))
+        read, other = (tied, twin) if tied in sources else (twin, tied)
+        module, leaf = find_owner(model, other)
+        module._parameters[leaf] = model.get_parameter(read)
     for name, buffer in list(model.named_buffers()):
-        model.get_submodule(_owner(name))._buffers[name.rpartition(".")[2]] = buffer.to(storage.device)
+        module, leaf = find_owner(model, name)
+        module._buffers[leaf] = buffer.to(storage.device)
     if storage.scheme != "none":
         _report(model, storage)
+
+
+def find_owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that has the tensor of this name, and its name there."""
+    owner, _, leaf = name.rpartition(".")
+    return model.get_submodule(owner), leaf
 
 
 def _place(model: nn.Module, name: str, tensor: torch.Tensor, storage: Storage, dtype: torch.dtype) -> None:
     """The only reference to the tensor is the model's once this returns."""
     # A tensor that shares the file's memory would keep the whole file mapped beside the 8-bit weights.
     tensor = tensor.to(storage.device, dtype, copy=storage.scheme != "none")
-    owner, leaf = model.get_submodule(_owner(name)), name.rpartition(".")[2]
+    owner, leaf = find_owner(model, name)
     if leaf in owner._parameters:
         owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
     else:
@@ -269,9 +254,17 @@ def is_rounded(module: nn.Module, fqn: str, kept: Sequence[str]) -> TypeGuard[nn
 
 
 def weight_dtypes(model: nn.Module, names: Iterable[str], dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The type each tensor is held in where nothing is rounded."""
-    in_float32 = _float32_parts(model, dtype)
-    return {name: dtype if in_float32.isdisjoint(name.split(".")) else torch.float32 for name in names}
+    """The type each tensor is held in where nothing is rounded.
+
+    Some parts the class wants in float32, by from_pretrained's rule: some in float16, some in bfloat16 too. T5's wo is
+    one in float16, whose range its activations exceed.
+    """
+    wanted: list[str] = []
+    if dtype == torch.float16:
+        wanted += getattr(model, "_keep_in_fp32_modules", None) or ()
+    if dtype in (torch.float16, torch.bfloat16):
+        wanted += getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return {name: dtype if set(wanted).isdisjoint(name.split(".")) else torch.float32 for name in names}
 
 
 def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -286,34 +279,10 @@ def layer_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
     return name, lists[name]
 
 
-def _float32_parts(model: nn.Module, dtype: torch.dtype) -> set[str]:
-    """Parts of names that the class wants in float32, by from_pretrained's rule: some in float16, some in bfloat16 too.
-
-    T5's wo is one in float16, whose range its activations exceed.
-    """
-    parts: set[str] = set()
-    if dtype == torch.float16:
-        parts |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    if dtype in (torch.float16, torch.bfloat16):
-        parts |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    return parts
-
-
-def _tie(model: nn.Module, name: str, twin: str) -> None:
-    """Let `twin` be the parameter called `name`."""
-    parameter = model.get_parameter(name)
-    model.get_submodule(_owner(twin))._parameters[twin.rpartition(".")[2]] = parameter
-
-
-def _owner(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _report(model: nn.Module, storage: Storage) -> None:
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     rounded = [module for name, module in linears.items() if is_rounded(module, name, storage.kept)]
+    full_gb = sum(linear.weight.numel() for linear in rounded) * storage.dtype.itemsize / 1e9
+    held_gb = sum(linear.weight.numel() + 4 * linear.out_features for linear in rounded) / 1e9
     message = "%d of %d linears of %s are held in %s: %.2f GB instead of %.2f"
-    full_bytes = sum(linear.weight.numel() for linear in rounded) * storage.dtype.itemsize
-    held_bytes = sum(linear.weight.numel() + 4 * linear.out_features for linear in rounded)
-    numbers = (held_bytes / 1e9, full_bytes / 1e9)
-    logger.info(message, len(rounded), len(linears), type(model).__name__, storage.scheme, *numbers)
+    logger.info(message, len(rounded), len(linears), type(model).__name__, storage.scheme, held_gb, full_gb)

@@ -1,11 +1,10 @@
 """Loading a family's VAE from a diffusers folder or from the single files that ComfyUI uses, offline and completely.
 
 A single file carries the names its makers gave. Those of latent diffusion VAEs (FLUX.1, FLUX.2) are translated here,
-because diffusers has no conversion for AutoencoderKLFlux2 (checked in 0.42.1); they have three habits of their own:
-the up blocks count from the last one run, attention layers are 1x1 convolutions, and FLUX.2 keeps the quantization
+because diffusers has no conversion for AutoencoderKLFlux2 (checked in 0.42.1). They have three habits of their own: up
+blocks count from the last one run, attention layers are 1x1 convolutions, and FLUX.2 keeps the quantization
 convolutions inside encoder and decoder. All others go through diffusers' from_single_file, which would download a
-config unless it gets a folder with one; we write it from the variant's `vae_config`. A file that fits only in part is
-refused.
+config unless it gets a folder with one; we write it from the variant's `vae_config`.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from ..system.json_file import read_json_object
 from .key import file_fingerprint, folder_fingerprint, settings_fingerprint
 
 Shapes = Mapping[str, tuple[int, ...]]
+_WHAT_WORKS = "give the VAE file or folder published with the model"
 _LATENT_CHANNELS = ("latent_channels", "z_dim")  # what VAEs' configs call them
 
 
@@ -38,7 +38,8 @@ def load_vae(family: ModelFamily, variant: Variant | None, path: str | Path, dty
     Raises: ValueError if the path holds no VAE of this family's class, or not all of its weights.
     """
     source = find_vae(path)
-    vae = _load_folder(family, source) if source.is_dir() else _load_file(family, variant, source)
+    is_folder = source.is_dir()
+    vae = _load_folder(family, source) if is_folder else _load_tensors(family, variant, source, load_tensors(source))
     for parameter in vae.parameters():
         parameter.data = parameter.data.to(dtype)
     return vae.requires_grad_(False).eval()
@@ -54,7 +55,7 @@ def find_vae(path: str | Path) -> Path:
         return path
     for folder in (path, path / "vae"):
         config = folder / "config.json"
-        if config.is_file() and str(_class_name(config)).startswith("Autoencoder"):
+        if config.is_file() and str(read_json_object(config).get("_class_name")).startswith("Autoencoder"):
             return folder
     raise ValueError(
         f"{path} is no VAE; give a diffusers VAE folder, a pipeline folder with one, or a .safetensors file"
@@ -73,18 +74,13 @@ def check_vae(family: ModelFamily, variant: Variant | None, path: str | Path, sh
     if source.is_dir():
         config = _folder_config(family, source)
     else:
-        config = _load_tensors(family, variant, source, _stand_ins(shapes)).config
+        stand_ins = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}  # of one number each
+        config = _load_tensors(family, variant, source, stand_ins).config
     found = next((config[key] for key in _LATENT_CHANNELS if key in config), channels)
     if found != channels:
         raise ValueError(
-            f"{source} makes latents of {found} channels, but this {family.title} takes {channels}; give the VAE file "
-            "or folder published with the model"
+            f"{source} makes latents of {found} channels, but this {family.title} takes {channels}; {_WHAT_WORKS}"
         )
-
-
-def _stand_ins(shapes: Shapes) -> dict[str, torch.Tensor]:
-    """Tensors of these shapes that take no memory: one number each, seen everywhere."""
-    return {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}
 
 
 def vae_fingerprint(family: ModelFamily, variant: Variant | None, path: str | Path) -> str:
@@ -97,10 +93,6 @@ def vae_fingerprint(family: ModelFamily, variant: Variant | None, path: str | Pa
 
 def _config_of(family: ModelFamily, variant: Variant | None) -> Mapping[str, Any]:
     return (variant or family.variants[0]).vae_config
-
-
-def _class_name(config: Path) -> str | None:
-    return read_json_object(config).get("_class_name")
 
 
 def _folder_config(family: ModelFamily, folder: Path) -> dict[str, Any]:
@@ -120,11 +112,6 @@ def _load_folder(family: ModelFamily, folder: Path) -> Any:
     )
     _refuse(folder, "lacks", report["missing_keys"])
     return vae
-
-
-def _load_file(family: ModelFamily, variant: Variant | None, file: Path) -> Any:
-
-    return _load_tensors(family, variant, file, load_tensors(file))
 
 
 def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tensors: dict[str, torch.Tensor]) -> Any:
@@ -160,18 +147,12 @@ def _from_single_file(vae_class: Any, config: Mapping[str, Any], file: Path, ten
 def _misfit(file: Path, vae_class: str, error: Exception) -> ValueError:
     # NotImplementedError is how from_single_file meets missing weights: they are still on meta and cannot be copied.
     reason = "weights are missing" if isinstance(error, NotImplementedError) else str(error).splitlines()[-1].strip()
-    return ValueError(
-        f"{file} does not hold the weights of the {vae_class} asked for ({reason}); "
-        "give the VAE file or folder published with the model"
-    )
+    return ValueError(f"{file} does not hold the weights of the {vae_class} asked for ({reason}); {_WHAT_WORKS}")
 
 
 def _refuse(source: Path, how: str, names: Sequence[str]) -> None:
     if names:
-        raise ValueError(
-            f"{source} {how} weights of the VAE: {len(names)}, e.g. {min(names)}; "
-            "give the VAE file or folder published with the model"
-        )
+        raise ValueError(f"{source} {how} weights of the VAE: {len(names)}, e.g. {min(names)}; {_WHAT_WORKS}")
 
 
 # Pattern of a latent diffusion name -> diffusers name. UP stands for the reversed index of an up block.

@@ -11,20 +11,18 @@ from typing import Any, Literal
 import torch
 
 from ..config.job import JobConfig
+from ..data.image import ImageRequest
 from ..data.samples import Sample
 from ..encoding.encode import (
     NONE_OUTDATED,
-    FolderLatents,
-    ImageRequest,
     fill_images,
     fill_texts,
-    folder_texts,
     image_keys,
     never,
     text_entries,
 )
 from ..encoding.encoded import store_of_encoded
-from ..encoding.sources import LatentSource, TextSource
+from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, TextSource
 from ..encoding.store import CacheStore, Stamp
 from ..events import EventLog
 from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
@@ -217,14 +215,12 @@ def _text_sources(plan: JobPlan, encoders: StockEncoders = NO_ENCODERS) -> Seque
     settings = plan.job.cache
     if settings.text_source:
         return [stock_texts(settings, stock_reader(plan), encoders)]
-    return folder_texts(
-        plan.variant.text_encoders,
-        component_folder(plan, settings.text_encoders, "text_encoders"),
-        settings.text_device,
-        getattr(torch, settings.dtype),
-        settings.text_quantize,
-        int(settings.text_window_gb * 1e9),
-    )
+    folder = component_folder(plan, settings.text_encoders, "text_encoders")
+    dtype, window_bytes = getattr(torch, settings.dtype), int(settings.text_window_gb * 1e9)
+    return [
+        FolderTexts(spec, folder, settings.text_device, dtype, settings.text_quantize, window_bytes)
+        for spec in plan.variant.text_encoders
+    ]
 
 
 def _latent_source(plan: JobPlan, encoders: StockEncoders = NO_ENCODERS) -> LatentSource:

@@ -30,7 +30,7 @@ from ..families.spec import LatentSpec, Variant
 from ..parallel.devices import CPU, find_device, memory_in_use, own_random_states, reset_peaks
 from ..parallel.local.data_parallel import Replica, Replicas
 from ..parallel.local.pipeline import Pipeline, Runner
-from ..parallel.placement import Placement, check_kept_blocks, check_swapped_blocks
+from ..parallel.placement import Placement, check_kept_blocks, check_offloaded_blocks
 from ..patches.compile_blocks import remove_compiled
 from ..patches.lora import resolve_targets
 from ..planning.calibration import CalibratedPlanner
@@ -125,7 +125,7 @@ def _settle(
         targets=read.targets,
     )
     check_kept_blocks(plan.job.split.blocks_without_checkpointing, plan.placement)
-    check_swapped_blocks(plan.job.split.offloaded_blocks, plan.job.split.blocks_without_checkpointing, plan.placement)
+    check_offloaded_blocks(plan.job.split.offloaded_blocks, plan.job.split.blocks_without_checkpointing, plan.placement)
     _refuse_offload_of_host(plan)
     _check_tools(plan)
     if is_to_train:
@@ -377,7 +377,7 @@ def _run(
     job = plan.job
     with (
         EventLog(Path(job.output.folder), on_event, tensorboard=job.output.tensorboard) as events,
-        living_run(cache_store(job)) as living,
+        living_run(cache_store(job)) as needs,
         ExitStack() as cleanup,
     ):
         try:
@@ -386,7 +386,7 @@ def _run(
             hint = "captions and latents done so far are kept; start the job again to continue"
             events.emit("stopped", hint=hint)
             return TrainingResult("stopped", 0, None, {}, [], None, None, None, hint)
-        living.needs(train_data.keys() | (eval_data.keys() if eval_data else set()))
+        needs(train_data.keys() | (eval_data.keys() if eval_data else set()))
         trainer = _make_trainer(plan, identity, train_data, eval_data, events, cleanup)
         with own_random_states(trainer.devices, job.train.seed):  # dropout draws from them
             if state is not None:
@@ -417,8 +417,8 @@ def _make_trainer(
     cleanup.callback(remove_compiled, assembled.all_compiled)
     for graphs in assembled.all_graphs:
         cleanup.callback(graphs.remove)  # before what they are of
-    if assembled.swap is not None:
-        cleanup.callback(assembled.swap.remove)  # it holds pinned memory
+    if assembled.weight_offload is not None:
+        cleanup.callback(assembled.weight_offload.remove)  # it holds pinned memory
     if assembled.quantized is not None:
         report = assembled.quantized
         events.emit("quantized", summary=report.summary(), weight_snr_db=dict(report.weight_snr_db))

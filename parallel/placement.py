@@ -101,7 +101,7 @@ def check_kept_blocks(kept_blocks: Sequence[int], placement: Placement) -> None:
             )
 
 
-def check_swapped_blocks(swapped_blocks: Sequence[int], kept_blocks: Sequence[int], placement: Placement) -> None:
+def check_offloaded_blocks(swapped_blocks: Sequence[int], kept_blocks: Sequence[int], placement: Placement) -> None:
     """Raises: ValueError for blocks that shall stream from host memory and that the devices do not have, or not so."""
     devices = placement.used_devices
     check_one_each("split.offloaded_blocks", swapped_blocks, devices)
@@ -301,7 +301,7 @@ def check_budgets(
             )
 
 
-def spread_swapped(num_blocks: int, num_kept: int, num_swapped: int) -> tuple[int, ...]:
+def spread_offloaded(num_blocks: int, num_kept: int, num_swapped: int) -> tuple[int, ...]:
     """Which of a device's blocks stream from host memory: spread evenly over those that do not keep their activations.
 
     While the blocks between two of them compute, the next one is copied, so gaps of one width hide the most. The last
@@ -319,7 +319,7 @@ def spread_swapped(num_blocks: int, num_kept: int, num_swapped: int) -> tuple[in
     return tuple((2 * index + 1) * candidates // (2 * num_swapped) for index in range(num_swapped))
 
 
-def place_swapped(
+def place_offloaded(
     placement: Placement, kept_blocks: Sequence[int], swapped_blocks: Sequence[int]
 ) -> dict[str, torch.device]:
     """The blocks that stream from host memory, with their devices, in execution order.
@@ -332,7 +332,7 @@ def place_swapped(
     devices = placement.used_devices
     for kept, swapped, device in zip(kept_blocks or (0,) * len(devices), swapped_blocks, devices, strict=True):
         names = [name for name, place in zip(placement.blocks, placement.devices, strict=True) if place == device]
-        places |= {names[index]: device for index in spread_swapped(len(names), kept, swapped)}
+        places |= {names[index]: device for index in spread_offloaded(len(names), kept, swapped)}
     return places
 
 

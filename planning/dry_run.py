@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..config.job import LoraSettings
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
 from ..parallel.offload.recompute import HandOut
-from ..parallel.offload.weights import resting_bytes
+from ..parallel.offload.weights import host_bytes_of
 from ..parallel.placement import block_names
 from ..patches.hooks import tensors_of
 from ..patches.lora import resolve_targets
@@ -585,7 +585,7 @@ def _cost(module: nn.Module, found: _Activations) -> BlockCost:
         forward_kept=found.forward_kept,
         recompute=found.recompute,
         backward=found.backward,
-        staying=weights - resting_bytes(module),
+        staying=weights - host_bytes_of(module),
         input_sizes=found.input_sizes,
     )
 

@@ -28,8 +28,8 @@ from typing import Literal
 
 from ..parallel.local.schedule import num_held
 from ..parallel.offload.activations import NUM_WAITING
-from ..parallel.offload.weights import NUM_SLOTS
-from ..parallel.placement import spread_swapped
+from ..parallel.offload.copies import NUM_SLOTS
+from ..parallel.placement import spread_offloaded
 from .dry_run import BlockCost, Rehearsal
 
 CONTEXT_BYTES = 500_000_000  # the driver's own, per card, once CUDA has started; read off nvidia-smi, differs by card
@@ -285,7 +285,7 @@ class Forecaster:
     def _swapped_sizes(self, plan: StagePlan) -> list[int]:
         """Bytes of each swapped block that rest in host memory."""
         num_kept = plan.end - self._first_kept(plan)
-        chosen = spread_swapped(plan.end - plan.start, num_kept, plan.num_swapped) if plan.num_swapped else ()
+        chosen = spread_offloaded(plan.end - plan.start, num_kept, plan.num_swapped) if plan.num_swapped else ()
         return [self.rehearsal.blocks[plan.start + index].streaming for index in chosen]
 
     def streamed_bytes(self, plan: StagePlan) -> int:

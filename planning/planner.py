@@ -37,7 +37,7 @@ from ..data.samples import Sample
 from ..families.spec import ModelFamily, Variant
 from ..parallel.local.data_parallel import num_dealt
 from ..parallel.offload.activations import MIN_BYTES
-from ..parallel.offload.weights import NUM_SLOTS
+from ..parallel.offload.copies import NUM_SLOTS
 from ..parallel.placement import Placement, block_names, check_one_each, estimate_block_flops, plan_manual
 from ..quantization.eight_bit import kernels_of
 from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages
@@ -66,7 +66,7 @@ _log = logging.getLogger(__name__)
 HOST_GAIN = 1.1
 PINNED_SHARE = 0.8  # of free host memory that may be pinned; the system needs some that it can move
 # Share of streaming, or of what is computed beside it if that is shorter, that is not hidden: 0 to 0.45 were
-# measured by benchmarks/block_swap.py on an H200 (docs/internals/experiments.md, 2026-11-22).
+# measured by benchmarks/weight_offload.py on an H200 (docs/internals/experiments.md, 2026-11-22).
 UNHIDDEN = 0.3
 HEADROOM = 0.05  # of a card, left free by what the planner chooses to keep; the forecast may be off by as much
 HOST_SHARE = 0.9  # of free host memory, for blocks that stream from there: it is pinned and cannot be swapped out

@@ -21,7 +21,8 @@ from devicebridge.checkpoints.checkpoint import load_transformer
 from devicebridge.cli.main import set_up_logging
 from devicebridge.config.job import load_job
 from devicebridge.data.image import read_pixels
-from devicebridge.encoding.encode import fill_texts, folder_texts
+from devicebridge.encoding.encode import fill_texts
+from devicebridge.encoding.sources import FolderTexts
 from devicebridge.encoding.vae import load_vae
 from devicebridge.families.spec import ModelFamily
 from devicebridge.jobs.checked_job import JobPlan
@@ -139,7 +140,8 @@ def read_text(plan: JobPlan, caption: str) -> dict[str, torch.Tensor]:
     folder = Path(settings.text_encoders) if settings.text_encoders else plan.info.pipeline_folder
     assert folder is not None
     dtype = getattr(torch, settings.dtype)
-    keys = fill_texts([caption], folder_texts(plan.variant.text_encoders, folder, CPU, dtype), store)
+    sources = [FolderTexts(spec, folder, CPU, dtype) for spec in plan.variant.text_encoders]
+    keys = fill_texts([caption], sources, store)
     entry = store.get(keys[caption])
     assert entry is not None
     return {name: states[None] for name, states in entry.items()}

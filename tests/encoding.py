@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from devicebridge.encoding.encode import FolderLatents, ImageRequest, fill_images, fill_texts, folder_texts
+from devicebridge.data.image import ImageRequest
+from devicebridge.encoding.encode import fill_images, fill_texts
+from devicebridge.encoding.sources import FolderLatents, FolderTexts
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.spec import ModelFamily, TextEncoderSpec, Variant
 
@@ -24,7 +26,7 @@ def encode_captions(
     window_bytes: int = 0,
     **options: Any,
 ) -> dict[str, str]:
-    sources = folder_texts(specs, folder, device, dtype, quantize, window_bytes)
+    sources = [FolderTexts(spec, folder, device, dtype, quantize, window_bytes) for spec in specs]
     return fill_texts(captions, sources, store, *progress, **options)
 
 

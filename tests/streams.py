@@ -110,7 +110,7 @@ class Clock(TorchDispatchMode):
         tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, EmulatedTensor)]
         if not tensors or not isinstance(out, EmulatedTensor):
             return out
-        if _is_view(func) and out.device == tensors[0].device:  # no kernel; aten.to may be a view, too, or a copy
+        if is_view(func) and out.device == tensors[0].device:  # no kernel; aten.to may be a view, too, or a copy
             self.ready[out] = self.ready.get(tensors[0], 0.0)
             return out
         source, target = tensors[0].device, out.device
@@ -124,6 +124,6 @@ class Clock(TorchDispatchMode):
         return out
 
 
-def _is_view(func):
+def is_view(func):
     returns = func._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write

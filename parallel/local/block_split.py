@@ -23,9 +23,9 @@ from torch import nn
 from ...families.spec import ModelFamily
 from ...patches.hooks import AfterHook, HookSet
 from ...patches.lora import is_lora_name, place_lora_with_base
-from ..offload.activations import MIN_BYTES, Offload
+from ..offload.activations import MIN_BYTES, ActivationOffload
 from ..offload.recompute import recompute
-from ..offload.weights import BlockSwap
+from ..offload.weights import WeightOffload
 from ..placement import Placement, block_names, check_kept_blocks
 from .bridge import Bridge
 
@@ -36,11 +36,11 @@ class BlockSplit:
     """Handle of a model split over devices; made by apply_block_split."""
 
     def __init__(
-        self, model: nn.Module, family: ModelFamily, placement: Placement, swap: BlockSwap | None = None
+        self, model: nn.Module, family: ModelFamily, placement: Placement, weights: WeightOffload | None = None
     ) -> None:
         self.placement = placement
         self.model = model
-        self._swap = swap
+        self._weights = weights
         blocks = {
             model.get_submodule(name): device for name, device in zip(placement.blocks, placement.devices, strict=True)
         }
@@ -52,7 +52,7 @@ class BlockSplit:
         self._placing = threading.Lock()
         self._checked_in_run = -1
         self._kept: frozenset[nn.Module] = frozenset()
-        self.offload: Offload | None = None
+        self.offload: ActivationOffload | None = None
         self._hooks = HookSet()
 
     @property
@@ -62,8 +62,8 @@ class BlockSplit:
     def attach(self) -> None:
         """Move every module to its device and register the hooks."""
         for module, device in self._residents:
-            if self._swap is not None and module in self._swap.modules:
-                self._swap.move_rest(module, device)
+            if self._weights is not None and module in self._weights.modules:
+                self._weights.move_others(module, device)
             else:
                 _move_module(module, device)
         self._hooks.before(self.model, self._start)
@@ -77,8 +77,8 @@ class BlockSplit:
         """Take the hooks off and move every module back to where it was found; a second call is a no-op."""
         if not self._hooks:
             return
-        if self._swap is not None:
-            self._swap.remove()
+        if self._weights is not None:
+            self._weights.remove()
         self._hooks.remove()
         self.bridge.remove()
         self.bridge.end()
@@ -96,9 +96,9 @@ class BlockSplit:
         return block(*moved) if block in self._kept else recompute(block, moved, device, self.offload)
 
     def offload_inputs(self, *, min_bytes: int = MIN_BYTES) -> None:
-        """Let what recomputed blocks keep wait in host memory, from the next forward on; see offload.py."""
+        """Let what recomputed blocks keep wait in host memory, from the next forward on; see activations.py."""
         self.stop_offload()
-        self.offload = Offload(min_bytes=min_bytes)
+        self.offload = ActivationOffload(min_bytes=min_bytes)
 
     def stop_offload(self) -> None:
         """Let it wait on the cards again, and free the host memory; a second call is a no-op."""
@@ -113,10 +113,10 @@ class BlockSplit:
 
         Args:
             num_blocks: one per device, in order; () keeps none. [num_devices]
-        Raises: ValueError for another number of devices, more blocks than a device has, or blocks that are swapped.
+        Raises: ValueError for another number of devices, more blocks than a device has, or blocks with weight offload.
         """
         kept = frozenset(self._last_blocks(num_blocks or [0] * len(self.bridge.devices)))
-        _refuse_both(kept, self._swap.modules if self._swap is not None else ())
+        _refuse_both(kept, self._weights.modules if self._weights is not None else ())
         self._kept = kept
 
     @property
@@ -125,17 +125,17 @@ class BlockSplit:
         is_recomputing = getattr(self.model, "is_gradient_checkpointing", False)
         return {block: d for block, d in self.bridge.blocks.items() if block in self._kept or not is_recomputing}
 
-    def take_swap(self, swap: BlockSwap | None) -> None:
-        """Leave the weights that rest in host memory where they are; None when they are back.
+    def take_weight_offload(self, offload: WeightOffload | None) -> None:
+        """Leave weights in host memory where they are; None when they are back.
 
-        Raises: ValueError if one of the swapped blocks keeps its activations.
+        Raises: ValueError if one of the offloaded blocks keeps its activations.
         """
-        _refuse_both(self._kept, swap.modules if swap is not None else ())
-        self._swap = swap
+        _refuse_both(self._kept, offload.modules if offload is not None else ())
+        self._weights = offload
 
     def _found(self, module: nn.Module) -> torch.device | None:
-        swapped_on = None if self._swap is None else self._swap.found_on(module)
-        return swapped_on or _device_of(module)
+        offloaded_from = None if self._weights is None else self._weights.found_on(module)
+        return offloaded_from or _device_of(module)
 
     def _last_blocks(self, num_blocks: Sequence[int]) -> Iterator[nn.Module]:
         check_kept_blocks(num_blocks, self.placement)
@@ -174,17 +174,17 @@ class BlockSplit:
 
         Raises: RuntimeError if a weight of the base is not where the placement put it.
         """
-        is_resting = (lambda parameter: False) if self._swap is None else self._swap.holds
+        is_on_host = (lambda parameter: False) if self._weights is None else self._weights.holds
         residents = ((p, device) for module, device in self._residents for p in module.parameters())
-        if all(p.device == device or is_resting(p) for p, device in residents):
+        if all(p.device == device or is_on_host(p) for p, device in residents):
             return
         with self._placing:
-            if self._swap is None:  # else the layer they adapt may rest in host memory
+            if self._weights is None:  # else the layer they adapt may be in host memory
                 moved = place_lora_with_base(self.model)
                 _log.info("moved %d LoRA modules to the device of the layer they adapt", moved)
             for name, parameter in self.model.named_parameters():
                 expected = self.placement.device_of(name)
-                if is_resting(parameter):
+                if is_on_host(parameter):
                     continue
                 if parameter.device != expected and is_lora_name(name):
                     parameter.data = parameter.data.to(expected)
@@ -196,7 +196,7 @@ class BlockSplit:
 
 
 def apply_block_split(
-    model: nn.Module, family: ModelFamily, placement: Placement, swap: BlockSwap | None = None
+    model: nn.Module, family: ModelFamily, placement: Placement, weights: WeightOffload | None = None
 ) -> BlockSplit:
     """Put each block on its device, everything else at home, and hook the model so that one forward runs over all.
 
@@ -205,7 +205,7 @@ def apply_block_split(
     no_grad, and from several threads at once. handle.remove() restores the model as it was found, places included.
 
     Args:
-        swap: holds weights that were brought to host memory already and stay there; attach it afterwards.
+        weights: holds those that were brought to host memory already and stay there; attach it afterwards.
     Raises: ValueError if the placement names other blocks than the model has.
     """
     expected = block_names(model, family)
@@ -214,13 +214,13 @@ def apply_block_split(
             f"the placement is for {len(placement.blocks)} blocks ({placement.blocks[0]} ...), this "
             f"{type(model).__name__} has {len(expected)} ({expected[0]} ...); plan it for this model"
         )
-    split = BlockSplit(model, family, placement, swap)
+    split = BlockSplit(model, family, placement, weights)
     split.attach()
     return split
 
 
-def apply_block_swap(split: BlockSplit, blocks: Sequence[str]) -> BlockSwap:
-    """Let the weights of these blocks rest in host memory, and pass through two slots per device when they compute.
+def apply_weight_offload(split: BlockSplit, blocks: Sequence[str]) -> WeightOffload:
+    """Keep the weights of these blocks in host memory; they pass through two slots per device when they compute.
 
     The model computes the same numbers, in training with gradient checkpointing (BlockSplit.checkpoint) and without
     gradients, through a pipeline as well. Its LoRA is attached before. handle.remove() brings the weights back.
@@ -230,20 +230,20 @@ def apply_block_swap(split: BlockSplit, blocks: Sequence[str]) -> BlockSwap:
     Raises: ValueError if one of them keeps its activations.
     """
     devices = dict(zip(split.placement.blocks, split.placement.devices, strict=True))
-    swap = BlockSwap({name: devices[name] for name in split.placement.blocks if name in set(blocks)})
-    swap.begin(split.model, ())
+    offload = WeightOffload({name: devices[name] for name in split.placement.blocks if name in set(blocks)})
+    offload.begin(split.model, ())
     try:
-        swap.pack_all()
-        swap.attach(split)
+        offload.pack_all()
+        offload.attach(split)
     except BaseException:
-        swap.remove()
+        offload.remove()
         raise
-    return swap
+    return offload
 
 
-def _refuse_both(kept: frozenset[nn.Module], swapped: Collection[nn.Module]) -> None:
+def _refuse_both(kept: frozenset[nn.Module], offloaded: Collection[nn.Module]) -> None:
     """The graph of a kept block would hold weights that go."""
-    both = kept & frozenset(swapped)
+    both = kept & frozenset(offloaded)
     if both:
         raise ValueError(
             f"{len(both)} blocks are to keep their activations and to stream from host memory; lower kept_blocks or "

@@ -1,42 +1,36 @@
-"""What recomputed blocks keep is held in host memory meanwhile, instead of on their cards.
+"""Activation offload: what recomputed blocks keep is in host memory until their backward, instead of on their cards.
 
 With gradient checkpointing a block keeps what it was called with until its backward: one hidden state per block and
 micro-batch in flight. For video these are the largest part of a card (Wan at 480x832, 49 frames: 208 MB a block). Here
-they go to pinned host memory while later blocks compute, and come back one block ahead of the backward. Numbers are the
-same: what comes back are the same bytes in the same strides.
+they go to pinned host memory while later blocks compute, and come back one block ahead of the backward, with the same
+bytes and strides.
 
 What goes. A tensor that two neighbouring blocks of a device are called with (modulation, rotary tables, text states
 that nobody changes) is on the card anyway and stays. So the choice for a block is made when the next one of its device
-was called: what both have in common stays, the rest goes. It is made by identity, on tensors that are both alive; a
-model that hands on a new object each time has it copied, which costs time and nothing else. Small tensors, parameters,
-and tensors with gaps between their elements stay.
+was called. It is made by identity, on tensors that are both alive; a model that hands on a new object each time has it
+copied, which costs time and nothing else. Small tensors, parameters, and tensors with gaps between their elements stay.
 
 What is on a card. `keep` is called after a block's forward. The newest block's tensors stay: they are the first that a
 backward asks for. The ones before are being copied, and those before that are dropped. So at most NUM_WAITING blocks'
 tensors are there besides those of the block at work, however many micro-batches the device holds: a later one pushes
 out the last blocks of the one before. In a backward there is the block at work and one that arrives.
 
-Streams. Every device has one for copies to the host and one for copies back. A copy out waits for the block that used
-the tensor. The host runs far ahead of the card; so the tensor is not recorded on the copy's stream, which would leave
-its memory unusable until the allocator sees the copy's end and let tensors pile up. Instead, one block later the
-compute stream (not the host) waits for the copy, then the reference is dropped: whatever gets the memory next comes
-later on the compute stream. For the way back memory is taken on the compute stream, too; the copy waits for the point
-that stream has reached then, and the compute stream for the copy. A tensor dropped in between (an error) makes the
-compute stream wait first.
+Order (see copies.py). A copy out waits for the block that used the tensor. One block later the computing stream waits
+for the copy, then the reference is dropped: whatever gets the memory next comes later on the computing stream. For the
+way back memory is taken on the computing stream, too; the copy waits for the point that stream has reached then, and
+the computing stream for the copy. A tensor dropped in between (an error) makes the computing stream wait first.
 
 The first block that a backward asks for waits for its copy unless it is the newest: the order of the micro-batches is
 the schedule's, which is not known here. That is one copy per micro-batch and device.
 
-Host memory. Buffers are kept for the next step, per device: as many as were needed at once. A smaller batch uses those
-of a larger one, and those that have become too small are freed for a larger one. They are ordinary memory that is
-registered with CUDA (pinned.py). Memory that cannot be pinned is refused: copies through ordinary memory would hold up
-the host and all cards. After `close`, buffers are freed as soon as nothing uses them.
+Memory that cannot be pinned is refused: copies through ordinary memory would hold up the host and all cards.
 
 One backward per forward: what came back is given away. Under autocast torch's own checkpointing runs, and keeps all.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import sys
@@ -49,8 +43,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..local.workers import module_with_streams
-from .pinned import PinnedBuffer
+from .copies import CopyStreams
+from .pinned import BufferPool, PinnedBuffer
 
 _log = logging.getLogger(__name__)
 
@@ -58,8 +52,8 @@ MIN_BYTES = 2**20  # below, a copy costs more in launches than it frees
 NUM_WAITING = 2  # blocks whose tensors are on a card besides those of the block at work: the newest, one on its way
 
 
-class Offload:
-    """Keeps the tensors of one split model's recomputed blocks; see recompute.py.
+class ActivationOffload:
+    """A store for the inputs of one split model's recomputed blocks; see recompute.py.
 
     Args:
         min_bytes: smaller tensors stay where they are.
@@ -73,43 +67,43 @@ class Offload:
 
     def keep(
         self, tensors: Sequence[torch.Tensor], device: torch.device
-    ) -> tuple[Ticket | None, Sequence[torch.Tensor]]:
-        """A ticket for the tensors that may leave the device, and the others, in order, which are the caller's to keep.
+    ) -> tuple[Handle | None, Sequence[torch.Tensor]]:
+        """A handle of the tensors that may leave the device, and the others, in order, which are the caller's to keep.
 
         Args:
             tensors: what a block of the device was called with; its forward has been issued.
         """
-        parts = [_Part(tensor) if self._may_leave(tensor, device) else None for tensor in tensors]
-        if not any(parts):
+        inputs = [_Input(tensor) if self._may_leave(tensor, device) else None for tensor in tensors]
+        if not any(inputs):
             return None, tensors
-        store = self._of(device)
-        ticket = Ticket(parts, store)
-        store.queue(ticket)
-        return ticket, [tensor for tensor, part in zip(tensors, parts, strict=True) if part is None]
+        on_device = self._of(device)
+        handle = Handle(inputs, on_device)
+        on_device.queue(handle)
+        return handle, [tensor for tensor, each in zip(tensors, inputs, strict=True) if each is None]
 
-    def pass_over(self, why: str) -> None:
+    def say_kept_elsewhere(self, why: str) -> None:
         """Say once that something stays on its card."""
         if not self._has_said:
             _log.warning("block inputs stay on their cards: %s", why)
         self._has_said = True
 
     def close(self) -> None:
-        """Free the buffers, those in use as soon as they are not; later ones are not kept either."""
+        """Free the host memory, what is in use as soon as it is not; later buffers are not kept either."""
         self._is_closed = True
         for device in self._devices.values():
-            device.buffers.close()
+            device.pool.close()
 
     @property
     def host_bytes(self) -> int:
         """Held in host memory now, in use or not."""
-        return sum(device.buffers.num_bytes for device in self._devices.values())
+        return sum(device.pool.num_bytes for device in self._devices.values())
 
     def _of(self, device: torch.device) -> _Device:
         with self._making:
             if device not in self._devices:
                 self._devices[device] = _Device(device)
                 if self._is_closed:
-                    self._devices[device].buffers.close()
+                    self._devices[device].pool.close()
             return self._devices[device]
 
     def _may_leave(self, tensor: torch.Tensor, device: torch.device) -> bool:
@@ -120,272 +114,181 @@ class Offload:
         return tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor) and _is_dense(tensor)
 
 
-class Ticket:
+class Handle:
     """What one call of a block was given: on its card, on the way, or in host memory."""
 
-    def __init__(self, parts: list[_Part | None], device: _Device) -> None:
-        self._parts = parts
+    def __init__(self, inputs: list[_Input | None], device: _Device) -> None:
+        self._inputs = inputs
         self._device = device
-        self._compute = device.streams.compute()
+        self._computing = device.streams.computing()
         self._ready = device.streams.now()
-        self._before: weakref.ref[Ticket] | None = None
+        self._before: weakref.ref[Handle] | None = None
 
-    def bring(self, rest: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All tensors in order, ready for the compute stream; those of the block before start their way.
+    def fetch(self, others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """All tensors in order, ready for the computing stream; those of the block before start their way back.
 
         Args:
-            rest: what keep left to the caller.
+            others: what keep left to the caller.
         Raises: RuntimeError for the second time, and if one was changed in place since keep.
         """
-        if self._parts is _GONE:
+        if self.is_over:
             raise RuntimeError(
                 "this block's inputs came back from host memory for a backward that is over; run every backward once, "
                 "without retain_graph, or train without offload_activations"
             )
-        self._fetch()
-        remaining = iter(rest)
-        found = [next(remaining) if part is None else self._checked(part) for part in self._parts]
+        self._bring_back()
+        remaining = iter(others)
+        found = [next(remaining) if each is None else each.checked() for each in self._inputs]
         self._let_go()
         before = None if self._before is None else self._before()
         if before is not None:
-            before._fetch()
+            before._bring_back()
         return found
 
     # ---- for the device that it is queued on
 
     @property
     def is_over(self) -> bool:
-        return self._parts is _GONE
+        return self._inputs is _OVER
 
-    def follow(self, before: Ticket) -> None:
+    def follow(self, before: Handle) -> None:
         """What both hold is on the card anyway."""
         self._before = weakref.ref(before)
-        for part in self._present():
-            for other in before._present():
-                if part.card is other.card:
-                    part.stays = other.stays = True
+        for each in self._on_card():
+            for other in before._on_card():
+                if each.card is other.card:
+                    each.stays = other.stays = True
 
     def leave(self) -> None:
         """Start copying what goes to the host."""
-        for part in self._present():
-            if not part.stays and part.host is None:
-                part.check()
-                part.host = self._device.copy_out(part.flat(), self._ready)
+        for each in self._on_card():
+            if not each.stays and each.host is None:
+                each.host = self._device.copy_out(_flat(each.checked()), self._ready)
 
     def drop(self) -> None:
         """Let what was copied go from the card, once the copies are done."""
-        for part in self._present():
-            if part.host is not None:
-                part.check()
-                self._device.streams.wait(part.host.used)
-                part.card = None
+        for each in self._on_card():
+            if each.host is not None:
+                each.checked()
+                self._device.streams.wait(each.host.used)
+                each.card = None
 
     # ----
 
-    def _present(self) -> list[_Part]:
-        return [part for part in self._parts if part is not None and part.card is not None]
+    def _on_card(self) -> list[_Input]:
+        return [each for each in self._inputs if each is not None and each.card is not None]
 
-    def _fetch(self) -> None:
-        for part in self._parts:
-            if part is not None and part.card is None:
-                assert part.host is not None
-                self._device.copy_back(part, part.host)
-
-    def _checked(self, part: _Part) -> torch.Tensor:
-        assert part.card is not None
-        part.check()
-        return part.card
+    def _bring_back(self) -> None:
+        for each in self._inputs:
+            if each is not None and each.card is None:
+                self._device.copy_back(each)
 
     def _let_go(self) -> None:
-        """Give everything away; the compute stream waits for copies from and to the card's memory.
+        """Give everything away; the computing stream waits for copies from and to the card's memory.
 
         autograd runs a backward on the stream of its forward, so that is the stream which goes on with the tensors.
         """
-        parts, self._parts = self._parts, _GONE
-        for part in parts:
-            if part is not None and part.host is not None:
-                if part.card is not None and self._compute is not None:
-                    self._compute.wait_event(part.host.used)
-                self._device.buffers.give(part.host)
+        inputs, self._inputs = self._inputs, _OVER
+        for each in inputs:
+            if each is not None and each.host is not None:
+                if each.card is not None and self._computing is not None:
+                    self._computing.wait_event(each.host.used)
+                self._device.pool.give_back(each.host)
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
             self._let_go()
 
 
-_GONE: list[_Part | None] = []
+_OVER: list[_Input | None] = []
 
 
-class _Part:
-    """One tensor of a ticket.
+class _Input:
+    """One tensor of a handle.
 
     card: the tensor where it is on its card. host: the buffer that has a copy, or gets one.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.card: torch.Tensor | None = tensor
-        self.host: _Buffer | None = None
+        self.host: PinnedBuffer | None = None
         self.stays = False
         self.size, self.stride, self.dtype = tensor.shape, tensor.stride(), tensor.dtype
-        self._version = _version(tensor)
+        self.card: torch.Tensor | None
+        self.arrive(tensor)
 
     def arrive(self, tensor: torch.Tensor) -> None:
-        """It is on the card again once host.used has come."""
-        self.card, self._version = tensor, _version(tensor)
+        """It is on the card, if it was copied once host.used has come."""
+        self.card, self._version = tensor, version_of(tensor)
 
-    def flat(self) -> torch.Tensor:
-        """The elements as they lie in memory."""
+    def checked(self) -> torch.Tensor:
+        """The tensor on the card. Raises: RuntimeError if it is not what it was."""
         assert self.card is not None
-        return self.card.detach().as_strided((math.prod(self.size),), (1,))
-
-    def check(self) -> None:
-        """Raises: RuntimeError if the tensor on the card is not what it was."""
-        assert self.card is not None
-        if _version(self.card) != self._version:
+        if version_of(self.card) != self._version:
             raise RuntimeError(
                 f"a tensor {list(self.size)} that a block was called with was modified in place afterwards, so the "
                 "block cannot be computed again; switch gradient checkpointing off for this model"
             )
+        return self.card
 
 
 class _Device:
-    """Streams, buffers and the tickets that have something on the card and no copy or an unfinished one."""
+    """Streams, host memory, and the handles that have something on the card and no copy or an unfinished one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.streams = _Streams(device)
-        self.buffers = _Buffers(device)
-        self._queued: list[weakref.ref[Ticket]] = []
+        self.streams = CopyStreams(device)
+        self.pool = BufferPool(functools.partial(_make_buffer, device=device))
+        self._queued: list[weakref.ref[Handle]] = []
 
-    def queue(self, ticket: Ticket) -> None:
+    def queue(self, handle: Handle) -> None:
         """Take in the newest: the one before starts to leave, those before that leave the card."""
         alive = [each for each in (ref() for ref in self._queued) if each is not None and not each.is_over]
         for old in alive[:-1]:
             old.drop()
         if alive:
-            ticket.follow(alive[-1])
+            handle.follow(alive[-1])
             alive[-1].leave()
-        self._queued = [weakref.ref(each) for each in (*alive[-1:], ticket)]
+        self._queued = [weakref.ref(each) for each in (*alive[-1:], handle)]
 
-    def copy_out(self, flat: torch.Tensor, ready: Any) -> _Buffer:
+    def copy_out(self, flat: torch.Tensor, ready: Any) -> PinnedBuffer:
         """A buffer that gets the elements, after `ready`."""
-        buffer = self.buffers.take(flat.numel() * flat.element_size())
-        target = buffer.view(flat.numel(), flat.dtype)
-        buffer.used = self.streams.copy(self.streams.leaving, target, flat, (ready, buffer.used))
+        buffer = self.pool.take(flat.numel() * flat.element_size())
+        buffer.used = self.streams.copy(_elements(buffer, flat), flat, ready, buffer.used)
         return buffer
 
-    def copy_back(self, part: _Part, buffer: _Buffer) -> None:
-        """The tensor on the card again."""
-        tensor = torch.empty_strided(part.size, part.stride, dtype=part.dtype, device=self.device)
-        flat = tensor.as_strided((math.prod(part.size),), (1,))
-        after = self.streams.now(), buffer.used  # the memory may be in use until now
-        buffer.used = self.streams.copy(self.streams.arriving, flat, buffer.view(flat.numel(), part.dtype), after)
-        part.arrive(tensor)
+    def copy_back(self, each: _Input) -> None:
+        """Have the tensor on the card again."""
+        buffer = each.host
+        assert buffer is not None
+        tensor = torch.empty_strided(each.size, each.stride, dtype=each.dtype, device=self.device)
+        flat = _flat(tensor)
+        now = self.streams.now()  # until then its memory may be in use
+        buffer.used = self.streams.copy(flat, _elements(buffer, flat), now, buffer.used)
+        each.arrive(tensor)
 
 
-class _Streams:
-    """The copy streams of a device and its compute stream, the current one; without streams all is done at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._module = module_with_streams(device, device)
-        self.leaving, self.arriving = (self._module.Stream(device) if self._module else None for _ in range(2))
-
-    def compute(self) -> Any:
-        return None if self._module is None else self._module.current_stream(self._device)
-
-    def now(self) -> Any:
-        """An event: what the compute stream has been given so far."""
-        return None if self._module is None else self.compute().record_event()
-
-    def wait(self, event: Any) -> None:
-        """Have the compute stream wait."""
-        if event is not None:
-            self.compute().wait_event(event)
-
-    def copy(self, stream: Any, target: torch.Tensor, source: torch.Tensor, after: Sequence[Any]) -> Any:
-        """Copy on a stream after these events; returns the event of its end."""
-        if self._module is None:
-            target.copy_(source)
-            return None
-        for event in after:
-            if event is not None:
-                stream.wait_event(event)
-        with self._module.stream(stream):
-            target.copy_(source, non_blocking=True)
-        return stream.record_event()
+def _make_buffer(num_bytes: int, device: torch.device) -> PinnedBuffer:
+    buffer = PinnedBuffer(num_bytes, device)
+    if device.type == "cuda" and not buffer.is_pinned:
+        raise RuntimeError(
+            f"offload_activations needs {num_bytes / 1e6:.0f} MB more of pinned host memory, and the driver gave "
+            'none; free host memory, or set train.offload_activations to "off"'
+        )
+    return buffer
 
 
-class _Buffers:
-    """Host memory for copies of one device, kept for the next step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: list[_Buffer] = []
-        self._all: weakref.WeakSet[_Buffer] = weakref.WeakSet()
-        self._is_closed = False
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(buffer.num_bytes for buffer in self._all)
-
-    def take(self, num_bytes: int) -> _Buffer:
-        """The smallest free one of at least so many bytes, else a new one in place of as many bytes that are too small.
-
-        So no more is held than the largest batches take at once, in whatever order sizes come.
-        """
-        free = sorted(self._free, key=lambda buffer: buffer.num_bytes)
-        found = next((each for each in free if each.num_bytes >= num_bytes), None)
-        if found is not None:
-            self._free.remove(found)
-            return found
-        num_closed = 0
-        while free and num_closed < num_bytes:
-            too_small = free.pop()
-            self._free.remove(too_small)
-            num_closed += too_small.num_bytes
-            too_small.close()
-            self._all.discard(too_small)
-        made = _Buffer(num_bytes, self._device)
-        self._all.add(made)
-        return made
-
-    def give(self, buffer: _Buffer) -> None:
-        """Free for the next copy."""
-        if not self._is_closed:
-            self._free.append(buffer)
-
-    def close(self) -> None:
-        self._is_closed = True
-        while self._free:
-            self._free.pop().close()
+def _elements(buffer: PinnedBuffer, flat: torch.Tensor) -> torch.Tensor:
+    """The buffer's bytes as elements like these."""
+    return buffer.tensor[: flat.numel() * flat.element_size()].view(flat.dtype)
 
 
-class _Buffer:
-    """Pinned bytes. used: the event after which nobody reads or writes them."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.num_bytes = num_bytes
-        self.used: Any = None
-        self._pinned = PinnedBuffer(num_bytes, device)
-        if device.type == "cuda" and not self._pinned.is_pinned:
-            raise RuntimeError(
-                f"offload_activations needs {num_bytes / 1e6:.0f} MB more of pinned host memory, and the driver gave "
-                'none; free host memory, or set train.offload_activations to "off"'
-            )
-
-    def view(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._pinned.tensor[: count * dtype.itemsize].view(dtype)
-
-    def close(self) -> None:
-        """Wait for its last copy and free it; a second call is a no-op."""
-        if self.used is not None:
-            self.used.synchronize()
-            self.used = None
-        self._pinned.close()
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as they lie in memory."""
+    return tensor.detach().as_strided((math.prod(tensor.shape),), (1,))
 
 
-def _version(tensor: torch.Tensor) -> int | None:
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was changed in place; None for one of inference mode, which does not tell."""
     return None if tensor.is_inference() else tensor._version
 
 

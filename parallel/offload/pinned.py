@@ -1,4 +1,4 @@
-"""Host memory that a card copies from by itself, beside what it computes.
+"""Host memory that a card copies from and to by itself, beside what it computes.
 
 torch's own pinned memory is rounded up to powers of two and kept after it is freed: blocks of 0.7 GB would take 1 GB
 each. So ordinary memory is registered with the driver. It must be unregistered before it is freed, else the driver
@@ -10,17 +10,18 @@ from __future__ import annotations
 import logging
 import mmap
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 _log = logging.getLogger(__name__)
-_ALIGNMENT = 256  # bytes; what torch's allocator gives a tensor of its own
 _PAGE = mmap.PAGESIZE
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every card
 
 
 class PinnedBuffer:
-    """Host memory that a card copies from and to by itself; ordinary memory for others, or where that fails.
+    """Pinned bytes; ordinary memory for devices other than accelerators, or where pinning fails.
 
     Args:
         is_wanted: False leaves it ordinary memory, e.g. since the last buffer could not be registered.
@@ -28,6 +29,7 @@ class PinnedBuffer:
 
     def __init__(self, num_bytes: int, device: torch.device, *, is_wanted: bool = True) -> None:
         self.tensor, self.is_pinned = _allocate(num_bytes, device)
+        self.used: Any = None  # the event after which no copy reads or writes the bytes; whoever copies sets it
         self._unregister: weakref.finalize[..., PinnedBuffer] | None = None
         if device.type == "cuda" and is_wanted and num_bytes:
             with torch.cuda.device(device):  # or the thread's first card would get a context, which takes memory there
@@ -35,15 +37,15 @@ class PinnedBuffer:
                 self.is_pinned = not int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE))
             if not self.is_pinned:
                 _forget_last_error(device)
-                _log.warning(
-                    "%.2f GB of host memory could not be pinned (is a limit on locked memory set?); copies to %s will "
-                    "be slower, results are the same",
-                    num_bytes / 1e9,
-                    device,
-                )
+                message = "%.2f GB of host memory could not be pinned (is a limit on locked memory set?); copies to %s "
+                _log.warning(message + "will be slower, results are the same", num_bytes / 1e9, device)
         if self.is_pinned and device.type == "cuda":
             self._unregister = weakref.finalize(self, _unregister, self.tensor, device)
             self._unregister.atexit = False  # the driver may be gone by then, and takes the registration with it
+
+    @property
+    def num_bytes(self) -> int:
+        return self.tensor.nbytes
 
     def close(self) -> None:
         """Let go of the memory; views of it stay what they are, no longer pinned. A second call is a no-op."""
@@ -53,9 +55,47 @@ class PinnedBuffer:
         self.tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-def aligned(position: int) -> int:
-    """The next place in a buffer where a tensor may begin, as well aligned as one that has its memory for itself."""
-    return -(-position // _ALIGNMENT) * _ALIGNMENT
+class BufferPool:
+    """Buffers that are kept for their next use: no more than the largest uses take at once, whatever sizes come."""
+
+    def __init__(self, make: Callable[[int], PinnedBuffer]) -> None:
+        self._make = make
+        self._free: list[PinnedBuffer] = []
+        self._all: weakref.WeakSet[PinnedBuffer] = weakref.WeakSet()
+        self._is_closed = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all buffers, in use or not."""
+        return sum(buffer.num_bytes for buffer in self._all)
+
+    def take(self, num_bytes: int) -> PinnedBuffer:
+        """The smallest free one of at least so many bytes, else a new one in place of as many that are too small."""
+        free = sorted(self._free, key=lambda buffer: buffer.num_bytes)
+        found = next((each for each in free if each.num_bytes >= num_bytes), None)
+        if found is not None:
+            self._free.remove(found)
+            return found
+        num_closed = 0
+        while free and num_closed < num_bytes:
+            too_small = free.pop()
+            self._free.remove(too_small)
+            num_closed += too_small.num_bytes
+            too_small.close()
+        made = self._make(num_bytes)
+        self._all.add(made)
+        return made
+
+    def give_back(self, buffer: PinnedBuffer) -> None:
+        """Free for the next use, or freed after close."""
+        if not self._is_closed:
+            self._free.append(buffer)
+
+    def close(self) -> None:
+        """Free the buffers, those in use as soon as nobody refers to them."""
+        self._is_closed = True
+        while self._free:
+            self._free.pop().close()
 
 
 def _allocate(num_bytes: int, device: torch.device) -> tuple[torch.Tensor, bool]:

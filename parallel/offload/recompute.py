@@ -11,16 +11,15 @@ and another stage of a pipeline, or the host, may draw from it meanwhile.
 A block that changes an argument in place is refused: the second forward would start from the changed one.
 
 Only tensors among the positional arguments get gradients, at any depth; outputs are a tensor or a tuple of tensors.
-
-Where the arguments wait for the backward may be somebody else's matter: a keeper's (offload.py).
+Until the backward autograd keeps the arguments, or a store does (activations.py).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -30,57 +29,41 @@ from torch.autograd.function import once_differentiable
 from ...patches.hooks import map_tensors
 from ..devices import random_state, set_random_state
 from ..local.workers import autocast_of
+from .activations import ActivationOffload, version_of
 
 _local = threading.local()  # is_recomputing, of a thread that is
-_SEAT = torch.empty(0)  # stands where a tensor was
+_PLACE = torch.empty(0)  # stands where a tensor was
 
 
-class Ticket(Protocol):
-    """For tensors that somebody keeps."""
-
-    def bring(self, rest: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All tensors of the call in order, for the current stream; rest are those that were left to autograd."""
-
-
-class Keeper(Protocol):
-    """Keeps what blocks are called with until their backward."""
-
-    def keep(
-        self, tensors: Sequence[torch.Tensor], device: torch.device
-    ) -> tuple[Ticket | None, Sequence[torch.Tensor]]:
-        """A ticket, None if nothing is kept, and the tensors left to autograd; the block's forward has been issued."""
-
-    def pass_over(self, why: str) -> None:
-        """Something is not kept by it; said once."""
-
-
-def recompute(block: nn.Module, args: tuple[Any, ...], device: torch.device, keeper: Keeper | None = None) -> Any:
+def recompute(
+    block: nn.Module, args: tuple[Any, ...], device: torch.device, store: ActivationOffload | None = None
+) -> Any:
     """What block(*args) returns, its activations not kept.
 
     Args:
         device: of the block and of all tensors in args.
-        keeper: of args until the backward; None for autograd.
+        store: keeps args until the backward; None for autograd.
     Raises: TypeError if the block returns something else than a tensor or a tuple of tensors.
     """
     if not torch.is_grad_enabled():
         return block(*args)
     if autocast_of(device.type) is not None:
-        if keeper is not None:
-            keeper.pass_over("autocast is on")
+        if store is not None:
+            store.say_kept_elsewhere("autocast is on")
         return torch.utils.checkpoint.checkpoint(block.__call__, *args, use_reentrant=False)
     tensors: list[torch.Tensor] = []
 
-    def seat(tensor: torch.Tensor) -> torch.Tensor:
+    def take(tensor: torch.Tensor) -> torch.Tensor:
         tensors.append(tensor)
-        return _SEAT
+        return _PLACE
 
-    seats = map_tensors(args, seat)
+    frame = map_tensors(args, take)
     anchor = None
     if not any(tensor.requires_grad for tensor in tensors):
         if not any(parameter.requires_grad for parameter in block.parameters()):
             return block(*args)
         anchor = torch.empty(0, device=device, requires_grad=True)  # else autograd would see nothing to do
-    return _Recomputed.apply(anchor, block, device, seats, keeper, *tensors)
+    return _Recomputed.apply(anchor, block, device, frame, store, *tensors)
 
 
 def is_recomputing() -> bool:
@@ -95,22 +78,22 @@ class _Recomputed(torch.autograd.Function):
         anchor: torch.Tensor | None,
         block: nn.Module,
         device: torch.device,
-        seats: Any,
-        keeper: Keeper | None,
+        frame: Any,
+        store: ActivationOffload | None,
         *tensors: torch.Tensor,
     ) -> Any:
-        ctx.block, ctx.seats, ctx.device = block, seats, device
+        ctx.block, ctx.frame, ctx.device = block, frame, device
         ctx.set_materialize_grads(False)
-        before, versions = random_state(device), [_version(tensor) for tensor in tensors]
-        output = block(*_fill(seats, tensors))
-        if versions != [_version(tensor) for tensor in tensors]:
+        before, versions = random_state(device), [version_of(tensor) for tensor in tensors]
+        output = block(*_fill(frame, tensors))
+        if versions != [version_of(tensor) for tensor in tensors]:
             raise RuntimeError(
                 f"{type(block).__name__} changes what it is called with in place, so it cannot be computed again; "
                 "switch gradient checkpointing off for this model"
             )
         ctx.needs_grad = [tensor.requires_grad for tensor in tensors]
-        ctx.ticket, rest = (None, tensors) if keeper is None else keeper.keep(tensors, device)
-        ctx.save_for_backward(*rest)
+        ctx.handle, others = (None, tensors) if store is None else store.keep(tensors, device)
+        ctx.save_for_backward(*others)
         after = random_state(device)
         ctx.random = None if before is None or after is None or torch.equal(before, after) else before
         return _checked(output, block)
@@ -118,10 +101,10 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors if ctx.ticket is None else ctx.ticket.bring(ctx.saved_tensors)
+        saved = ctx.saved_tensors if ctx.handle is None else ctx.handle.fetch(ctx.saved_tensors)
         inputs = [tensor.detach().requires_grad_(flag) for tensor, flag in zip(saved, ctx.needs_grad, strict=True)]
-        with torch.enable_grad(), _replayed(ctx.device, ctx.random), _marked():
-            output = ctx.block(*_fill(ctx.seats, inputs))
+        with torch.enable_grad(), _second_forward(ctx.device, ctx.random):
+            output = ctx.block(*_fill(ctx.frame, inputs))
             outputs = output if isinstance(output, tuple) else (output,)
             pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
             seed = HandOut.apply([g for _, g in pairs], *(o for o, _ in pairs)) if pairs else None
@@ -149,10 +132,10 @@ class HandOut(torch.autograd.Function):
         return None, *handed
 
 
-def _fill(seats: Any, tensors: Any) -> Any:
-    """The arguments, with these tensors in their seats."""
+def _fill(frame: Any, tensors: Any) -> Any:
+    """The arguments, with these tensors in their places."""
     remaining = iter(tensors)
-    return map_tensors(seats, lambda seat: next(remaining))
+    return map_tensors(frame, lambda place: next(remaining))
 
 
 def _checked(output: Any, block: nn.Module) -> Any:
@@ -165,30 +148,17 @@ def _checked(output: Any, block: nn.Module) -> Any:
     return output
 
 
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
 @contextmanager
-def _replayed(device: torch.device, state: torch.Tensor | None) -> Iterator[None]:
-    """Inside, the device's generator stands as then; outside, nothing has happened. None is a no-op."""
-    if state is None:
-        yield
-        return
-    now = random_state(device)
-    assert now is not None
-    set_random_state(device, state)
-    try:
-        yield
-    finally:
-        set_random_state(device, now)
-
-
-@contextmanager
-def _marked() -> Iterator[None]:
-    """Inside, is_recomputing."""
+def _second_forward(device: torch.device, state: torch.Tensor | None) -> Iterator[None]:
+    """Inside, is_recomputing, and the device's generator stands as then unless state is None; outside, nothing has
+    happened."""
+    now = None if state is None else random_state(device)
+    if state is not None:
+        set_random_state(device, state)
     _local.is_recomputing = True
     try:
         yield
     finally:
         _local.is_recomputing = False
+        if now is not None:
+            set_random_state(device, now)

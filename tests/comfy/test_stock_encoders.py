@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from devicebridge.data.image import ImageRequest
 from devicebridge.encoding.key import file_fingerprint, stock_latent_key, stock_text_key
 from devicebridge.encoding.store import CacheStore
 from devicebridge.headless import run as headless
@@ -142,7 +143,7 @@ def test_the_cache_holds_what_cores_nodes_make(
     assert text.keys() == core.keys() == ({"cond", "pooled_output"} if family == "flux1" else {"cond"})
     assert all(torch.equal(text[name], core[name][0]) for name in core)
     image = file_fingerprint(images / "1.png")
-    latent = store.get(stock_latent_key(image, (SIDE, SIDE), (0, 0, SIDE, SIDE), vae))
+    latent = store.get(stock_latent_key(image, ImageRequest("", (SIDE, SIDE), (0, 0, SIDE, SIDE)), vae))
     assert torch.equal(latent["samples"], load_file(tmp_path / "latent.st")["samples"][0])
 
 

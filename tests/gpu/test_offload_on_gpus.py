@@ -8,7 +8,7 @@ import pytest
 import torch
 from devicebridge.jobs.job import run_job
 from devicebridge.parallel.local import block_split
-from devicebridge.parallel.offload.activations import NUM_WAITING, Offload
+from devicebridge.parallel.offload.activations import NUM_WAITING, ActivationOffload
 from devicebridge.parallel.offload.recompute import recompute
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from torch import nn
@@ -40,7 +40,7 @@ def deterministic_algorithms():
 
 
 def train(
-    device: torch.device, keeper: Offload | None, shape: tuple[int, ...], *, is_heavy: bool
+    device: torch.device, store: ActivationOffload | None, shape: tuple[int, ...], *, is_heavy: bool
 ) -> list[torch.Tensor]:
     """Gradients of two steps, whose forwards all come before the backwards, on the CPU."""
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def train(
         for batch in range(NUM_BATCHES):
             x = torch.linspace(-1, 1, shape[-1]).mul(batch + 1).expand(shape).contiguous().to(device)
             for block in blocks:
-                x = recompute(block, (x, table), device, keeper)
+                x = recompute(block, (x, table), device, store)
             losses.append(x.square().mean())
             del x
         for loss in losses:
@@ -63,10 +63,10 @@ def train(
 def test_gradients_are_bitwise_those_without_and_the_peak_is_lower(is_heavy):
     """Light kernels let copies lag behind, so that whatever is freed too early is overwritten."""
     device, shape = torch.device("cuda", 0), (1, 4096, 1024)
-    keeper = Offload()
+    store = ActivationOffload()
     found, peaks = {}, {}
     torch.cuda.init()
-    for name, each in (("plain", None), ("offloaded", keeper)):
+    for name, each in (("plain", None), ("offloaded", store)):
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -78,19 +78,19 @@ def test_gradients_are_bitwise_those_without_and_the_peak_is_lower(is_heavy):
     size = 4096 * 1024 * 4
     away = NUM_BATCHES * NUM_BLOCKS - (2 + 2 * NUM_WAITING)
     assert peaks["plain"] - peaks["offloaded"] > 0.8 * away * size
-    assert keeper.host_bytes <= NUM_BATCHES * NUM_BLOCKS * size
-    keeper.close()
+    assert store.host_bytes <= NUM_BATCHES * NUM_BLOCKS * size
+    store.close()
     gc.collect()
-    assert keeper.host_bytes == 0
+    assert store.host_bytes == 0
 
 
 def test_buffers_are_pinned():
-    keeper, device = Offload(), torch.device("cuda", 0)
-    kept = [keeper.keep([torch.ones(2**19, device=device)], device)[0] for _ in range(4)]
-    (buffers,) = (store.buffers for store in keeper._devices.values())
-    assert all(buffer._pinned.is_pinned for buffer in buffers._all) and len(buffers._all) == 3
-    assert all(torch.equal(ticket.bring([])[0].cpu(), torch.ones(2**19)) for ticket in reversed(kept))
-    keeper.close()
+    store, device = ActivationOffload(), torch.device("cuda", 0)
+    kept = [store.keep([torch.ones(2**19, device=device)], device)[0] for _ in range(4)]
+    (pool,) = (each.pool for each in store._devices.values())
+    assert all(buffer.is_pinned for buffer in pool._all) and len(pool._all) == 3
+    assert all(torch.equal(handle.fetch([])[0].cpu(), torch.ones(2**19)) for handle in reversed(kept))
+    store.close()
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two GPUs; torch sees {NUM_GPUS} here")
@@ -98,11 +98,11 @@ def test_buffers_are_pinned():
 def test_jobs_over_two_gpus_are_those_without_bit_for_bit(name, tmp_path, monkeypatch):
     """With dropout, in every schedule."""
 
-    class All(Offload):
+    class All(ActivationOffload):
         def __init__(self, *, min_bytes: int) -> None:
             super().__init__(min_bytes=1)
 
-    monkeypatch.setattr(block_split, "Offload", All)
+    monkeypatch.setattr(block_split, "ActivationOffload", All)
     train = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 4, "seed": 3}
     results = []
     for strategy, asked in (("none", "off"), ("none", "on"), ("pipeline", "on")):

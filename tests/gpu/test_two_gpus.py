@@ -8,8 +8,8 @@ import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs.job import run_job
-from devicebridge.parallel.local.block_split import apply_block_split, apply_block_swap
-from devicebridge.parallel.offload import weights as swap_module
+from devicebridge.parallel.local.block_split import apply_block_split, apply_weight_offload
+from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.unit.parallel.test_weight_offload import CHAIN, Chain
@@ -122,7 +122,7 @@ def test_blocks_compiled_for_any_number_of_tokens_train_in_a_pipeline(tmp_path, 
 )
 def test_streamed_blocks_train_as_resident_ones_bit_for_bit(quantize, strategy, compile, tmp_path, monkeypatch):
     """Losses and LoRA of whole jobs, with dropout; three blocks of the second card pass through its two slots."""
-    monkeypatch.setattr(swap_module, "SMALLEST_BYTES", 1024)
+    monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
     results = []
     for swapped in ([0, 0], [0, 3]):
         torch._dynamo.reset()
@@ -164,7 +164,7 @@ def test_copies_and_kernels_of_large_blocks_wait_for_each_other():
         return gradients
 
     expected = steps()
-    swap = apply_block_swap(split, list(split.placement.blocks[::2]))
+    swap = apply_weight_offload(split, list(split.placement.blocks[::2]))
     assert all(block.host.is_pinned for block in swap._blocks.values())
     found = steps()
     assert all(torch.equal(a, b) and a.abs().sum() > 0 for a, b in zip(found, expected, strict=True))

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from devicebridge.data.image import ImageRequest
 from devicebridge.encoding import key as key_module
 from devicebridge.encoding.key import (
+    LatentSettings,
     content_key,
     file_fingerprint,
     folder_fingerprint,
@@ -24,7 +26,7 @@ from devicebridge.encoding.key import (
     text_key,
 )
 from devicebridge.families.registry import FAMILIES
-from devicebridge.families.spec import LatentSpec, TextEncoderSpec
+from devicebridge.families.spec import TextEncoderSpec
 from safetensors.torch import load_file, save_file
 
 SPEC = TextEncoderSpec(
@@ -38,7 +40,9 @@ SPEC = TextEncoderSpec(
     template_options={"add_generation_prompt": False, "other": [1, 2]},
 )
 TEXT = {"encoder_fingerprint": "e", "tokenizer_fingerprint": "t", "dtype": torch.bfloat16}
-LATENT = {"family": "example", "latent": LatentSpec(16, 8), "vae_fingerprint": "v", "dtype": torch.bfloat16}
+LATENT = LatentSettings("example", 1, "v", torch.bfloat16)
+IMAGE = ImageRequest("a.png", (64, 96), (0, 16, 64, 64))
+CLIP = dataclasses.replace(IMAGE, frames=(0, 2, 4))
 
 SPEC_CHANGES = {
     "kind": "pooled",
@@ -104,28 +108,44 @@ def test_the_order_in_which_options_were_written_does_not_matter():
 
 
 def test_everything_about_an_image_is_in_the_latent_key(monkeypatch):
-    plan = ("i", (64, 96), (0, 16, 64, 64))
-    keys = {latent_key(*plan, **LATENT), latent_key("j", *plan[1:], **LATENT)}
-    keys.add(latent_key("i", (64, 97), plan[2], **LATENT))
-    keys.add(latent_key("i", plan[1], (0, 17, 64, 64), **LATENT))
-    for change in (
-        {"family": "other"},
-        {"latent": LatentSpec(16, 8, normalisation_version=2)},
-        {"vae_fingerprint": "x"},
-        {"dtype": torch.float32},
-        {"frames": (0,)},
-        {"frames": (0, 1)},
-        {"frames": (1, 0)},
-        {"condition": "first_frame"},
+    keys = {latent_key("i", IMAGE, LATENT), latent_key("j", IMAGE, LATENT)}
+    for change in ({"resize": (64, 97)}, {"crop": (0, 17, 64, 64)}, {"frames": (0,)}, {"frames": (0, 1)}):
+        keys.add(latent_key("i", dataclasses.replace(IMAGE, **change), LATENT))
+    keys.add(latent_key("i", dataclasses.replace(IMAGE, frames=(1, 0)), LATENT))
+    for field, value in (
+        ("family", "other"),
+        ("normalisation_version", 2),
+        ("vae_fingerprint", "x"),
+        ("dtype", torch.float32),
+        ("condition", "first_frame"),
     ):
-        keys.add(latent_key(*plan, **{**LATENT, **change}))
+        keys.add(latent_key("i", IMAGE, dataclasses.replace(LATENT, **{field: value})))
+    assert latent_key("i", dataclasses.replace(IMAGE, path="b.png"), LATENT) in keys
     monkeypatch.setattr(key_module, "CLIP_VERSION", 99)
-    keys.add(latent_key(*plan, **LATENT, frames=(0,)))
-    image = latent_key(*plan, **LATENT)
-    assert image in keys  # clips have no say in an image's key
+    keys.add(latent_key("i", dataclasses.replace(IMAGE, frames=(0,)), LATENT))
+    assert latent_key("i", IMAGE, LATENT) in keys  # clips have no say in an image's key
     monkeypatch.setattr(key_module, "IMAGE_VERSION", 99)
-    keys.add(latent_key(*plan, **LATENT))
+    keys.add(latent_key("i", IMAGE, LATENT))
     assert len(keys) == 14
+
+
+def test_caches_of_images_and_clips_stay_valid():
+    """Names under which caches hold entries."""
+    assert [
+        latent_key("i", IMAGE, LatentSettings("flux2", 1, "v", torch.bfloat16)),
+        latent_key("i", CLIP, LatentSettings("wan", 1, "v", torch.bfloat16)),
+        latent_key(
+            "i", dataclasses.replace(IMAGE, frames=(3,)), LatentSettings("wan", 1, "v", torch.bfloat16, "first_frame")
+        ),
+        stock_latent_key("i", dataclasses.replace(IMAGE, frames=(1, 2)), "v"),
+        stock_text_key("a", "b"),
+    ] == [
+        "9cad649011a9ac8d9ce298c45331af9e9f14bb8bc3511ce885d1572ef5f168a1",
+        "b1ba44687929fb0358d806b684d38b8d4ade2e6f63b06c5ca76d50a1c2c7bd02",
+        "be3911de04677f241a37f908bc706b766c32c00e6b028e6b20a66b60a3923e42",
+        "3de9f6a5fd0a48969ab91c06f860db5a1650a610cd5315d9780d944499e80f78",
+        "807bfe6cb5caecc4dbc820a0c6d20bee5222f3f10e79fd4fa22a59b2071937f5",
+    ]
 
 
 def test_joint_keys_tell_parts_and_their_order():
@@ -165,15 +185,15 @@ def test_a_key_is_the_same_in_another_process():
 
 
 def test_what_stock_encoders_make_has_keys_of_its_own(monkeypatch):
-    plan = ("i", (64, 96), (0, 16, 64, 64))
     keys = {stock_text_key("a", "clip"), stock_text_key("b", "clip"), stock_text_key("a", "clip 2")}
-    keys |= {stock_latent_key(*plan, "vae"), stock_latent_key("j", *plan[1:], "vae"), stock_latent_key(*plan, "vae 2")}
-    keys.add(stock_latent_key("i", (64, 97), plan[2], "vae"))
-    keys.add(stock_latent_key("i", plan[1], (0, 17, 64, 64), "vae"))
+    keys |= {stock_latent_key("i", IMAGE, "vae"), stock_latent_key("j", IMAGE, "vae")}
+    keys.add(stock_latent_key("i", IMAGE, "vae 2"))
+    keys.add(stock_latent_key("i", dataclasses.replace(IMAGE, resize=(64, 97)), "vae"))
+    keys.add(stock_latent_key("i", dataclasses.replace(IMAGE, crop=(0, 17, 64, 64)), "vae"))
     monkeypatch.setattr(key_module, "IMAGE_VERSION", 99)
-    keys.add(stock_latent_key(*plan, "vae"))
+    keys.add(stock_latent_key("i", IMAGE, "vae"))
     monkeypatch.setattr(key_module, "STOCK_VERSION", 99)
-    keys |= {stock_latent_key(*plan, "vae"), stock_text_key("a", "clip")}
+    keys |= {stock_latent_key("i", IMAGE, "vae"), stock_text_key("a", "clip")}
     assert len(keys) == 11
 
 

@@ -15,13 +15,14 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from devicebridge.data.image import read_pixels
-from devicebridge.encoding import encode
-from devicebridge.encoding.encode import ImageRequest, Stopped, load_vae
+from devicebridge.data.image import ImageRequest, read_pixels
+from devicebridge.encoding import encode, sources
+from devicebridge.encoding.encode import Stopped
 from devicebridge.encoding.store import CacheStore
 from devicebridge.encoding.streamed_encoder import StreamPlan
 from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder, prepare_text
 from devicebridge.encoding.text_place import TextPlace, open_text_encoder
+from devicebridge.encoding.vae import load_vae
 from devicebridge.families.spec import (
     BlockList,
     LatentSpec,
@@ -79,8 +80,8 @@ def loads(monkeypatch):
         remember("vae", vae)
         return vae
 
-    monkeypatch.setattr(encode, "open_text_encoder", open_encoder_and_tell)
-    monkeypatch.setattr(encode, "load_vae", load_vae_and_tell)
+    monkeypatch.setattr(sources, "open_text_encoder", open_encoder_and_tell)
+    monkeypatch.setattr(sources, "load_vae", load_vae_and_tell)
     return loaded
 
 
@@ -182,7 +183,7 @@ def test_streamed_captions_go_many_at_a_time_and_are_those_of_a_resident_encoder
         TextEncoder, "encode_batch", lambda self, texts: sizes.append(len(texts)) or encode_batch(self, texts)
     )
     place = TextPlace(torch.device("cpu"), StreamPlan(4, keeps_host_copy=True), "for a test")
-    monkeypatch.setattr(encode, "plan_text_place", lambda *args: place)
+    monkeypatch.setattr(sources, "plan_text_place", lambda *args: place)
     keys, computed = _encode(CAPTIONS, encoders, CacheStore(tmp_path / "streamed"), specs=(QWEN3,))
     monkeypatch.undo()
     assert computed == 10 and sizes == [4, 4, 2]
@@ -480,7 +481,7 @@ def test_captions_that_give_no_finite_states_are_named_and_the_others_of_their_p
 
     monkeypatch.setattr(TextEncoder, "_encode_together", spoil)
     place = TextPlace(torch.device("cpu"), StreamPlan(5), "for this test")
-    monkeypatch.setattr(encode, "plan_text_place", lambda *args: place)
+    monkeypatch.setattr(sources, "plan_text_place", lambda *args: place)
     with pytest.raises(RuntimeError, match=r"(?s)not finite in.*'a picture of 1.*'a picture of 2.*are kept"):
         encode_captions(CAPTIONS[:5], [T5], encoders, "cpu", torch.float32, store)
     assert len(list(store.keys())) == 3
@@ -508,8 +509,8 @@ def test_the_log_says_what_is_held_before_with_and_after_each_model(
         alive = sum(reference() is not None for reference in models)
         return types.SimpleNamespace(rss=(1 + 5 * alive) * 10**9)
 
-    monkeypatch.setattr(encode, "open_text_encoder", open_and_remember)
-    monkeypatch.setattr(encode, "load_vae", lambda *args: remember(load(*args)))
+    monkeypatch.setattr(sources, "open_text_encoder", open_and_remember)
+    monkeypatch.setattr(sources, "load_vae", lambda *args: remember(load(*args)))
     monkeypatch.setattr("psutil.Process", lambda: types.SimpleNamespace(memory_info=memory_info))
     store = CacheStore(tmp_path / "cache")
     with caplog.at_level(logging.INFO, logger=encode.logger.name):
@@ -526,7 +527,7 @@ def test_the_log_says_what_is_held_before_with_and_after_each_model(
             "freed text encoder text_encoder_2; 1.00",
             "loading the VAE for up to 10 images; 1.00",
             "loaded the VAE; 6.00",
-            "freed VAE; 1.00",
+            "freed the VAE; 1.00",
         )
     ]
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from devicebridge.data.image import ImageRequest
 from devicebridge.encoding.claims import Claims
-from devicebridge.encoding.encode import ImageRequest, Stopped, fill_images, fill_texts, text_entries
+from devicebridge.encoding.encode import Stopped, fill_images, fill_texts, text_entries
 from devicebridge.encoding.sources import StockLatents, StockTexts
 from devicebridge.encoding.store import CacheStore
 from PIL import Image

@@ -14,11 +14,12 @@ import torch
 from devicebridge.encoding import streamed_encoder
 from devicebridge.encoding.encode import Stopped
 from devicebridge.encoding.store import CacheStore
-from devicebridge.encoding.streamed_encoder import NUM_BUFFERS, StreamPlan
+from devicebridge.encoding.streamed_encoder import StreamPlan
 from devicebridge.encoding.text_encoder import TextEncoder, load_text_encoder
 from devicebridge.encoding.text_place import forecast_size
 from devicebridge.encoding.text_weights import layer_list
-from devicebridge.parallel.offload import pinned
+from devicebridge.parallel.offload import copies, pinned
+from devicebridge.parallel.offload.copies import NUM_SLOTS, CopyStreams
 from devicebridge.patches.hooks import HookSet
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
 from devicebridge.tests.encoding import encode_captions
@@ -180,7 +181,7 @@ def test_a_card_holds_two_layers_and_each_crosses_once_per_pass(
         assert live_bytes(CARDS[0]) == 0
         encoder = _stream(folders[kind], kind, StreamPlan(len(PADDED), keeps_host_copy), CARDS[0])
         num_layers = len(layer_list(encoder.model)[1])
-        window = size.rest + NUM_BUFFERS * size.layer
+        window = size.rest + NUM_SLOTS * size.layer
         assert window <= live_bytes(CARDS[0]) <= window + 4096  # and rotary frequencies
         hooks = _watch_inside(encoder, lambda: held.append(live_bytes(CARDS[0])))
         for number in (1, 2):
@@ -207,36 +208,56 @@ def test_a_card_holds_two_layers_and_each_crosses_once_per_pass(
 def test_an_encoder_that_is_all_there_would_break_the_bound(folders: dict[str, Path]) -> None:
     """So that the test above can fail."""
     size = forecast_size(SPECS["t5"], folders["t5"], torch.float32)
-    assert size.whole - size.rest > 3 * NUM_BUFFERS * size.layer / 2
+    assert size.whole - size.rest > 3 * NUM_SLOTS * size.layer / 2
 
 
-class _Recorder(streamed_encoder._PlainCopier):
+class _Event:
+    """Of a copy into a slot, whose end somebody on the host may wait for."""
+
+    def __init__(self, steps: list[tuple[str, int]], slot: int) -> None:
+        self._steps, self._slot = steps, slot
+
+    def synchronize(self) -> None:
+        self._steps.append(("wait", self._slot))
+
+
+class _Recorder(CopyStreams):
     """What the order of things on a card would be."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self.steps: list[tuple[str, int]] = []
+        self.slots: list[int] = []  # their addresses
+        _RECORDERS.append(self)
 
-    def copy(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, *after: Any) -> Any:
+        super().copy(target, source)
+        if target.data_ptr() not in self.slots:
+            self.slots.append(target.data_ptr())
+        slot = self.slots.index(target.data_ptr())
+        assert after[0] is None or after[0] == "used"  # the slot's last reader
         self.steps.append(("copy", slot))
-        target.copy_(source)
+        return _Event(self.steps, slot)
 
-    def await_copy(self, slot: int) -> None:
-        self.steps.append(("await", slot))
+    def wait(self, event: _Event) -> None:
+        self.steps.append(("await", event._slot))
 
-    def mark_used(self, slot: int) -> None:
-        self.steps.append(("used", slot))
+    def now(self) -> Any:
+        self.steps.append(("used", -1))
+        return "used"
 
-    def wait_for_copy(self, slot: int) -> None:
-        self.steps.append(("wait", slot))
+
+_RECORDERS: list[_Recorder] = []
 
 
 @pytest.mark.parametrize("keeps_host_copy", [True, False])
 def test_the_next_layer_is_copied_while_one_computes_and_never_over_it(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, keeps_host_copy: bool
 ) -> None:
-    recorder = _Recorder()
-    monkeypatch.setattr(streamed_encoder, "_make_copier", lambda device: recorder)
+    monkeypatch.setattr(copies, "CopyStreams", _Recorder)
     encoder = _stream(folders["t5"], "t5", StreamPlan(2, keeps_host_copy))
+    recorder = _RECORDERS.pop()
+    recorder.steps.clear()  # when the slots were made
     encoder.encode_batch(["a", "b"])
     encoder.encode_batch(["c"])
     encoder.close()
@@ -245,8 +266,8 @@ def test_the_next_layer_is_copied_while_one_computes_and_never_over_it(
     for number in range(2 * NUM_LAYERS):
         place = {kind: _nth(on_card, kind, number) for kind in ("copy", "await", "used")}
         assert place["copy"] < place["await"] < place["used"]
-        if number >= NUM_BUFFERS:  # a buffer is copied into after the layer it held has computed
-            assert place["copy"] > _nth(on_card, "used", number - NUM_BUFFERS)
+        if number >= NUM_SLOTS:  # a slot is copied into after the layer it held has computed
+            assert place["copy"] > _nth(on_card, "used", number - NUM_SLOTS)
         if keeps_host_copy and number > NUM_LAYERS:  # what is read already is queued before the layer ahead of it
             assert place["copy"] < _nth(on_card, "used", number - 1)
     assert (("wait", 0) in recorder.steps) is not keeps_host_copy
@@ -261,7 +282,7 @@ def _nth(steps: list[tuple[str, int]], kind: str, number: int) -> int:
 
 def test_host_memory_holds_all_layers_or_two(folders: dict[str, Path]) -> None:
     size = forecast_size(SPECS["t5"], folders["t5"], torch.float32)
-    for keeps, expected in ((True, size.layers), (False, NUM_BUFFERS * size.layer)):
+    for keeps, expected in ((True, size.layers), (False, NUM_SLOTS * size.layer)):
         encoder = _stream(folders["t5"], "t5", StreamPlan(2, keeps))
         encoder.encode_batch(["a", "b"])
         assert encoder.stream is not None and encoder.stream.host_bytes == expected
@@ -279,7 +300,7 @@ def test_files_are_read_once_or_every_pass(folders: dict[str, Path], monkeypatch
         encoder = _stream(folders["t5"], "t5", StreamPlan(2, keeps))
         for _ in range(3):
             encoder.encode_batch(["a", "b"])
-        assert expected <= len(opened) <= expected + NUM_BUFFERS  # two may be read ahead
+        assert expected <= len(opened) <= expected + NUM_SLOTS  # two may be read ahead
         encoder.close()
 
 

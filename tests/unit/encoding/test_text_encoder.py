@@ -13,7 +13,7 @@ import torch
 import transformers
 from devicebridge.encoding import text_encoder
 from devicebridge.encoding.streamed_encoder import StreamPlan
-from devicebridge.encoding.text_encoder import call_accepting, load_text_encoder, prepare_text, render_chat
+from devicebridge.encoding.text_encoder import load_text_encoder, prepare_text, render_chat
 from devicebridge.families.spec import TextEncoderSpec
 from devicebridge.tests.toy_encoders import save_tiny_text_encoder
 from packaging.version import Version
@@ -340,18 +340,3 @@ def test_texts_are_cleaned_where_the_padding_is_zeroed_only(monkeypatch):
     ftfy.fix_text = lambda text: text.replace("Ã¤", "ä")
     monkeypatch.setitem(sys.modules, "ftfy", ftfy)
     assert prepare_text("Ã¤", UMT5) == "ä"
-
-
-def test_call_accepting_never_drops_what_is_required():
-    def plain(a, *, b=0):
-        return (a, b)
-
-    def open_ended(a, **rest):
-        return (a, rest)
-
-    assert call_accepting(plain, required={"a": 1}, optional={"b": 2, "c": 3}) == (1, 2)
-    assert call_accepting(open_ended, required={"a": 1, "d": 4}, optional={"c": 3}) == (1, {"d": 4, "c": 3})
-    with pytest.raises(RuntimeError, match=r"plain does not take c, it takes a, b"):
-        call_accepting(plain, required={"a": 1, "c": 3})
-    with pytest.raises(RuntimeError, match="does not take a,"):
-        call_accepting(lambda a, /: a, required={"a": 1})

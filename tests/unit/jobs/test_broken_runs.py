@@ -135,7 +135,7 @@ def test_an_entry_that_cannot_be_computed_again_ends_the_run_after_saving(straig
     def spoil():
         for key in _entries(job)["latents"]:
             CacheStore(job.cache.folder).path(key).unlink()
-        monkeypatch.setattr("devicebridge.encoding.encode.load_vae", lambda *args: _raise(RuntimeError("no room")))
+        monkeypatch.setattr("devicebridge.encoding.sources.load_vae", lambda *args: _raise(RuntimeError("no room")))
 
     message = r"cache entry .*\.safetensors of .*image_\d\.png was deleted .*computed again now: no room\n.*step-000002"
     with monkeypatch.context(), pytest.raises(RuntimeError, match=message):

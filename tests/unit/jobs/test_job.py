@@ -412,8 +412,8 @@ def test_bad_loss_stops_before_the_weights_are_touched(tmp_path, monkeypatch):
 
 def test_captions_are_encoded_once_for_two_jobs(tmp_path, monkeypatch):
     run_job(make_tiny_job(tmp_path, train={"steps": 1}))
-    monkeypatch.setattr("devicebridge.encoding.encode.open_text_encoder", None)
-    monkeypatch.setattr("devicebridge.encoding.encode.load_vae", None)
+    monkeypatch.setattr("devicebridge.encoding.sources.open_text_encoder", None)
+    monkeypatch.setattr("devicebridge.encoding.sources.load_vae", None)
     second = run_job(make_tiny_job(tmp_path, train={"steps": 1}, output={"folder": str(tmp_path / "second")}))
     assert second.status == "finished"
 

@@ -10,7 +10,7 @@ import torch
 from devicebridge.config.job import ParallelConfig
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.parallel.local import block_split
-from devicebridge.parallel.offload.activations import Offload
+from devicebridge.parallel.offload.activations import ActivationOffload
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 
@@ -66,12 +66,12 @@ def test_offloaded_inputs_change_nothing_but_memory(tmp_path, monkeypatch):
     """Whole runs, stopped with and resumed without; every buffer is freed at the end."""
     made = []
 
-    class Watched(Offload):
+    class Watched(ActivationOffload):
         def __init__(self, *, min_bytes):
             super().__init__(min_bytes=1)
             made.append(self)
 
-    monkeypatch.setattr(block_split, "Offload", Watched)
+    monkeypatch.setattr(block_split, "ActivationOffload", Watched)
     train = {**TRAIN, "steps": 2}
     plain = _run(_job(tmp_path, "plain", train={**train, "offload_activations": "off"}))
     assert made == []

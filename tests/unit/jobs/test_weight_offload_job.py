@@ -14,7 +14,7 @@ from devicebridge.config.job import LoraSettings
 from devicebridge.execution import ExecutionPlan
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.parallel.offload import weights as swap_module
+from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.planning.cards import Card
 from devicebridge.quantization import eight_bit, quantize
@@ -30,8 +30,8 @@ _PIECE = 512
 
 
 @pytest.fixture(autouse=True)
-def tiny_weights_rest(monkeypatch):
-    monkeypatch.setattr(swap_module, "SMALLEST_BYTES", 1024)
+def tiny_weights_leave(monkeypatch):
+    monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
 
 
 # ---- loading
@@ -97,7 +97,7 @@ def _bytes(model):
 
 
 @pytest.mark.parametrize("scheme", [None, "int8", "fp8-compute"])
-def test_swapped_blocks_are_never_on_their_card_together(info, scheme, monkeypatch, tmp_path):
+def test_offloaded_blocks_are_never_on_their_card_together(info, scheme, monkeypatch, tmp_path):
     monkeypatch.setattr(eight_bit, "_PIECE", _PIECE)  # as small beside these layers as the real ones beside FLUX.2's
     monkeypatch.setattr(quantize, "_NUM_SAMPLED_ROWS", 4)
     with emulated_cards(2):
@@ -112,19 +112,19 @@ def test_swapped_blocks_are_never_on_their_card_together(info, scheme, monkeypat
             assert found.keys() == expected.keys()
             equal = {n: all(map(torch.equal, parts, found[n])) for n, parts in expected.items()}
             assert all(equal.values()), [name for name, is_equal in equal.items() if not is_equal]
-            slots = 2 * max(block.host.tensor.nbytes for block in built.swap._blocks.values())
+            slots = 2 * max(block.host.tensor.nbytes for block in built.weight_offload._blocks.values())
             second = CARDS[1]
             # a layer, the same in 8 bits, and pieces of it; torchao's pieces are larger than these layers
             rounding = {None: 0, "fp8-compute": 1.5 * layer + 32 * _PIECE, "int8": 1.5 * layer + 16 * layer}[scheme]
             assert final[CARDS[0]] == resident[CARDS[0]]
             assert peaks[second] <= final[second] - slots + rounding  # LoRA came later, and weighs little
-            assert resident[second] - final[second] >= 0.5 * built.swap.host_bytes
-            assert built.swap.host_bytes <= 1.1 * (resident[second] - (final[second] - slots))
-            assert len(built.swap.modules) == 5
+            assert resident[second] - final[second] >= 0.5 * built.weight_offload.host_bytes
+            assert built.weight_offload.host_bytes <= 1.1 * (resident[second] - (final[second] - slots))
+            assert len(built.weight_offload.modules) == 5
             lora = [p for n, p in built.model.named_parameters() if "lora" in n]
             assert lora and all(p.device in CARDS and p.requires_grad for p in lora)
-            built.swap.remove()
-            assert all(p.device == CPU for m in built.swap.modules for p in m.parameters())
+            built.weight_offload.remove()
+            assert all(p.device == CPU for m in built.weight_offload.modules for p in m.parameters())
             del built, found, lora
 
 
@@ -148,13 +148,13 @@ def _job(tmp_path, folder, swapped=None, *, family="flux2", **sections):
 def test_a_whole_job_streams_and_resumes_with_other_blocks(tmp_path, monkeypatch):
     """The files of a run without; stopped, and resumed with no block in host memory."""
     copies = []
-    ordinary = swap_module.BlockSwap.remove
+    ordinary = weights_module.WeightOffload.remove
 
-    def remove(swap):
-        copies.append((len(swap.modules), swap.num_copies))
-        ordinary(swap)
+    def remove(offload):
+        copies.append((len(offload.modules), offload.num_copies))
+        ordinary(offload)
 
-    monkeypatch.setattr(swap_module.BlockSwap, "remove", remove)
+    monkeypatch.setattr(weights_module.WeightOffload, "remove", remove)
     with emulated_cards(2):
         plain = run_job(_job(tmp_path, "plain"))
         assert plain.status == "finished" and not copies

@@ -10,9 +10,8 @@ import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.local.pipeline import Pipeline
-from devicebridge.parallel.offload import activations as offload_module
-from devicebridge.parallel.offload import pinned
-from devicebridge.parallel.offload.activations import Offload
+from devicebridge.parallel.offload import activations, pinned
+from devicebridge.parallel.offload.activations import ActivationOffload
 from devicebridge.parallel.offload.recompute import recompute
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.streams import Clock, SimulatedMachine
@@ -98,12 +97,12 @@ def _inputs():
     return torch.randn(16, 8).to(HOME).requires_grad_(), torch.randn(16, 8).to(HOME)
 
 
-def _forward(blocks, keeper, inputs=()):
+def _forward(blocks, store, inputs=()):
     x, table = inputs or _inputs()
     if isinstance(inputs, list):
         inputs.clear()  # nobody else holds them
     for block in blocks:
-        x = recompute(block, (x, table), HOME, keeper)
+        x = recompute(block, (x, table), HOME, store)
     return x.square().sum()
 
 
@@ -117,11 +116,11 @@ def _out_and_back(machine):
 def test_a_forward_and_backward_copies_the_stream_and_never_what_blocks_share(num_blocks):
     """When the backward begins the last two blocks' inputs are on the card: one was not sent, one is there yet."""
     with emulated_cards(1) as machine:
-        blocks, keeper = _blocks(num_blocks), Offload(min_bytes=1)
+        blocks, store = _blocks(num_blocks), ActivationOffload(min_bytes=1)
         for _ in range(2):
             inputs = _inputs()
             machine.copies.clear()
-            _forward(blocks, keeper, inputs).backward()
+            _forward(blocks, store, inputs).backward()
             out, back = _out_and_back(machine)
             assert out == [STREAM] * (num_blocks - 1) and back == [STREAM] * (num_blocks - 2)
 
@@ -129,10 +128,10 @@ def test_a_forward_and_backward_copies_the_stream_and_never_what_blocks_share(nu
 def test_micro_batches_in_flight_push_each_other_out():
     """All forwards first: of all blocks of all micro-batches only the very last input is never sent."""
     with emulated_cards(1) as machine:
-        blocks, keeper = _blocks(5), Offload(min_bytes=1)
+        blocks, store = _blocks(5), ActivationOffload(min_bytes=1)
         batches = [_inputs() for _ in range(4)]
         machine.copies.clear()
-        losses = [_forward(blocks, keeper, inputs) for inputs in batches]
+        losses = [_forward(blocks, store, inputs) for inputs in batches]
         for loss in losses:
             loss.backward()
         out, back = _out_and_back(machine)
@@ -158,13 +157,13 @@ def test_a_model_of_every_device_sends_its_hidden_states_only():
 def test_the_card_holds_as_many_inputs_as_promised():
     """In a forward the block's own and two more; in a backward its own and the next to come."""
     with emulated_cards(1):
-        blocks, keeper, held = _blocks(8), Offload(min_bytes=1), []
+        blocks, store, held = _blocks(8), ActivationOffload(min_bytes=1), []
         for block in blocks:
             block.requires_grad_(False).register_forward_pre_hook(lambda *_: held.append(live_bytes(HOME)))
         leaf, table = _inputs()
         gc.collect()
         base = live_bytes(HOME)
-        loss = _forward(blocks, keeper, [leaf * 1, table])
+        loss = _forward(blocks, store, [leaf * 1, table])
         assert [(each - base) / STREAM for each in held] == [1, 2, 3, 3, 3, 3, 3, 3]
         held.clear()
         loss.backward()
@@ -176,67 +175,67 @@ def test_the_card_holds_as_many_inputs_as_promised():
 def test_tensors_come_back_as_they_were():
     """Strides of any order, flags, types; what has gaps, is small, a parameter or elsewhere stays."""
     with emulated_cards(2):
-        keeper = Offload(min_bytes=64)
+        store = ActivationOffload(min_bytes=64)
         dense = torch.randn(4, 6, 5).to(HOME).permute(2, 0, 1)
         half = torch.randn(4, 16).to(HOME).bfloat16()
         gaps, small = torch.randn(8, 8).to(HOME)[:, ::2], torch.randn(4).to(HOME)
         parameter, expanded = nn.Parameter(torch.randn(8, 8).to(HOME)), torch.randn(1, 8).to(HOME).expand(9, 8)
         given = [gaps, dense, small, half, parameter, expanded]
         expected = [on_cpu(tensor).clone() for tensor in given]
-        ticket, rest = keeper.keep(given, HOME)
-        assert [a is b for a, b in zip(rest, [gaps, small, parameter, expanded], strict=True)] == [True] * 4
+        handle, others = store.keep(given, HOME)
+        assert [a is b for a, b in zip(others, [gaps, small, parameter, expanded], strict=True)] == [True] * 4
         gone = weakref.ref(dense)
         strides = [tensor.stride() for tensor in given]
         del dense, half, given
-        others = [keeper.keep([torch.randn(8, 8).to(HOME)], HOME)[0] for _ in range(3)]
+        later = [store.keep([torch.randn(8, 8).to(HOME)], HOME)[0] for _ in range(3)]
         assert gone() is None
-        found = ticket.bring(rest)
+        found = handle.fetch(others)
         for tensor, value, stride in zip(found, expected, strides, strict=True):
             assert torch.equal(on_cpu(tensor), value) and tensor.dtype == value.dtype and tensor.stride() == stride
         with pytest.raises(RuntimeError, match="run every backward once"):
-            ticket.bring(rest)
-        del others
-        assert Offload().keep([torch.randn(64, 64)], CPU)[0] is None
+            handle.fetch(others)
+        del later
+        assert ActivationOffload().keep([torch.randn(64, 64)], CPU)[0] is None
 
 
 def test_buffers_serve_the_next_step_and_are_freed():
     with emulated_cards(1):
-        blocks, keeper = _blocks(6), Offload(min_bytes=1)
-        _forward(blocks, keeper).backward()
-        held = keeper.host_bytes
+        blocks, store = _blocks(6), ActivationOffload(min_bytes=1)
+        _forward(blocks, store).backward()
+        held = store.host_bytes
         assert held == 5 * STREAM
         for _ in range(3):
-            _forward(blocks, keeper).backward()
-        assert keeper.host_bytes == held
-        loss = _forward(blocks, keeper)
-        keeper.close()
+            _forward(blocks, store).backward()
+        assert store.host_bytes == held
+        loss = _forward(blocks, store)
+        store.close()
         loss.backward()  # what is in use still comes back
         del loss
         gc.collect()
-        assert keeper.host_bytes == 0
+        assert store.host_bytes == 0
 
 
 def test_a_little_larger_pictures_replace_buffers():
     """As many buffers as were needed at once, whatever sizes come."""
     with emulated_cards(1):
-        blocks, keeper = _blocks(6), Offload(min_bytes=1)
+        blocks, store = _blocks(6), ActivationOffload(min_bytes=1)
         for rows in (16, 17, 18, 16, 20, 19):
             inputs = torch.randn(rows, 8).to(HOME).requires_grad_(), torch.randn(rows, 8).to(HOME)
-            _forward(blocks, keeper, inputs).backward()
-        assert keeper.host_bytes == 5 * 20 * 8 * 4
+            _forward(blocks, store, inputs).backward()
+        assert store.host_bytes == 5 * 20 * 8 * 4
 
 
 def test_an_error_or_a_loss_that_is_dropped_gives_everything_back():
     with emulated_cards(1):
-        blocks, keeper = _blocks(6), Offload(min_bytes=1)
+        blocks, store = _blocks(6), ActivationOffload(min_bytes=1)
         gc.collect()
         before = live_bytes(HOME)
-        loss = _forward(blocks, keeper)
+        loss = _forward(blocks, store)
         del loss
         assert live_bytes(HOME) == before
         blocks[3].linear.register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            _forward(blocks, keeper)
+            _forward(blocks, store)
         gc.collect()
         assert live_bytes(HOME) == before
 
@@ -245,12 +244,12 @@ def test_an_input_that_is_changed_later_is_refused():
     """On its card or in host memory: a copy taken too late would be another tensor."""
     with emulated_cards(1):
         for late in (1, 2):
-            blocks, keeper = _blocks(4), Offload(min_bytes=1)
+            blocks, store = _blocks(4), ActivationOffload(min_bytes=1)
             x, table = torch.randn(16, 8).to(HOME), torch.randn(16, 8).to(HOME)
             first = x
             with pytest.raises(RuntimeError, match="modified in place"):
                 for number, block in enumerate(blocks):
-                    x = recompute(block, (x, table), HOME, keeper)
+                    x = recompute(block, (x, table), HOME, store)
                     if number == late - 1:
                         first.add_(1)
                 x.sum().backward()
@@ -258,19 +257,19 @@ def test_an_input_that_is_changed_later_is_refused():
 
 def test_a_forward_without_gradients_keeps_nothing():
     with emulated_cards(1) as machine, torch.no_grad():
-        blocks, keeper = _blocks(4), Offload(min_bytes=1)
+        blocks, store = _blocks(4), ActivationOffload(min_bytes=1)
         inputs = _inputs()
         machine.copies.clear()
-        _forward(blocks, keeper, inputs)
-        assert machine.copies == [] and keeper.host_bytes == 0
+        _forward(blocks, store, inputs)
+        assert machine.copies == [] and store.host_bytes == 0
 
 
 def test_under_autocast_all_stays_and_that_is_said_once(caplog):
-    keeper = Offload(min_bytes=1)
+    store = ActivationOffload(min_bytes=1)
     x, table = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for _ in range(3):
-            x = recompute(_Block(), (x, table), CPU, keeper)
+            x = recompute(_Block(), (x, table), CPU, store)
     x.sum().backward()
     assert caplog.text.count("autocast is on") == 1
 
@@ -290,7 +289,7 @@ def test_memory_that_cannot_be_pinned_is_refused(monkeypatch, no_driver):
 
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
     with pytest.raises(RuntimeError, match="pinned host memory"):
-        offload_module._Buffer(5000, torch.device("cuda:0"))
+        activations._make_buffer(5000, torch.device("cuda:0"))
 
 
 def test_pinned_memory_is_whole_pages_and_unregistered_once(monkeypatch, no_driver):
@@ -306,8 +305,8 @@ def test_pinned_memory_is_whole_pages_and_unregistered_once(monkeypatch, no_driv
             return 0
 
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
-    buffer = offload_module._Buffer(5000, torch.device("cuda:0"))
-    buffer.view(1000, torch.float32).fill_(1.0)
+    buffer = pinned.PinnedBuffer(5000, torch.device("cuda:0"))
+    buffer.tensor.view(torch.float32).fill_(1.0)
     buffer.close()
     del buffer
     assert calls == [(calls[1], 8192), calls[1]]
@@ -362,14 +361,14 @@ def _place(tensor):
     return tensor.data_on_cpu.untyped_storage().data_ptr()
 
 
-def _simulated(copy_cost, *, num_blocks=8, keeper=True, batches=1):
+def _simulated(copy_cost, *, num_blocks=8, store=True, batches=1):
     machine = SimulatedMachine(1)
     with emulated_cards(1), machine.installed():
         blocks = _blocks(num_blocks)
         inputs = [_inputs() for _ in range(batches)]
-        keeper = Offload(min_bytes=1) if keeper else None
+        store = ActivationOffload(min_bytes=1) if store else None
         with _Watch(machine, copy_cost) as clock:
-            losses = [_forward(blocks, keeper, each) for each in inputs]
+            losses = [_forward(blocks, store, each) for each in inputs]
             for loss in losses:
                 loss.backward()
             losses.clear()
@@ -384,7 +383,7 @@ def records_streams(monkeypatch):
 
 def test_copies_run_beside_the_kernels(records_streams):
     """As long as a copy takes no longer than a block's forward; the compute stream waits for none."""
-    plain, clock = _simulated(0.0, keeper=False)
+    plain, clock = _simulated(0.0, store=False)
     assert clock.races == 0
     found, clock = _simulated(0.9)
     assert (clock.races, clock.unsafe) == (0, 0) and found == plain
@@ -392,14 +391,14 @@ def test_copies_run_beside_the_kernels(records_streams):
 
 def test_slow_copies_hold_up_the_card_and_not_the_numbers(records_streams):
     """What is in flight is bounded: the compute stream waits."""
-    plain, _ = _simulated(0.0, keeper=False)
+    plain, _ = _simulated(0.0, store=False)
     found, clock = _simulated(10.0)
     assert (clock.races, clock.unsafe) == (0, 0) and found > plain + 8 * 10
 
 
 def test_the_first_of_a_later_micro_batch_waits_for_one_copy(records_streams):
     """The order of micro-batches is not known here; all other copies are hidden."""
-    plain, _ = _simulated(0.0, keeper=False, batches=3)
+    plain, _ = _simulated(0.0, store=False, batches=3)
     found, clock = _simulated(0.9, batches=3)
     assert (clock.races, clock.unsafe) == (0, 0) and plain < found <= plain + 3 * 0.9
 
@@ -407,10 +406,10 @@ def test_the_first_of_a_later_micro_batch_waits_for_one_copy(records_streams):
 def test_what_is_dropped_on_its_way_waits_for_the_copy(records_streams):
     machine = SimulatedMachine(1)
     with emulated_cards(1), machine.installed():
-        blocks, keeper = _blocks(4), Offload(min_bytes=1)
+        blocks, store = _blocks(4), ActivationOffload(min_bytes=1)
         inputs = _inputs()
         with _Watch(machine, 50.0) as clock:
-            loss = _forward(blocks, keeper, inputs)
+            loss = _forward(blocks, store, inputs)
             del loss, inputs
             gc.collect()
         assert clock.unsafe == 0 and machine.default[HOME].busy_until >= 50
@@ -419,11 +418,11 @@ def test_what_is_dropped_on_its_way_waits_for_the_copy(records_streams):
 def test_buffers_of_several_sizes_take_no_more_than_the_largest_at_once():
     """In whatever order sizes come: what is too small makes room for what is larger, which serves the small."""
     for sizes in ((100, 25, 60, 100, 10), (10, 25, 60, 100, 45), (25, 100, 25, 60)):
-        buffers = offload_module._Buffers(CPU)
+        buffers = pinned.BufferPool(lambda num_bytes: pinned.PinnedBuffer(num_bytes, CPU))
         for size in sizes:
             held = [buffers.take(size * 1000) for _ in range(4)]
-            assert all(buffer.view(size * 1000, torch.uint8).nbytes == size * 1000 for buffer in held)
+            assert all(buffer.num_bytes >= size * 1000 for buffer in held)
             for buffer in held:
-                buffers.give(buffer)
+                buffers.give_back(buffer)
         assert 4 * 1000 * max(sizes) <= buffers.num_bytes <= 4 * 1000 * max(sizes)
         buffers.close()

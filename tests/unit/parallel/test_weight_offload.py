@@ -11,15 +11,16 @@ import pytest
 import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local.block_split import apply_block_split, apply_block_swap
+from devicebridge.parallel.local.block_split import apply_block_split, apply_weight_offload
 from devicebridge.parallel.local.pipeline import Pipeline
-from devicebridge.parallel.offload import weights as swap_module
-from devicebridge.parallel.placement import block_names, place_swapped, plan_manual, spread_swapped
+from devicebridge.parallel.offload import weights as weights_module
+from devicebridge.parallel.offload.copies import CopyStreams
+from devicebridge.parallel.placement import block_names, place_offloaded, plan_manual, spread_offloaded
 from devicebridge.patches.compile_blocks import apply_compile
 from devicebridge.quantization.eight_bit import FrozenLinear8
 from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
-from devicebridge.tests.streams import SimulatedMachine
+from devicebridge.tests.streams import SimulatedMachine, is_view
 from devicebridge.tests.tiny_split import make_micro_batches, make_tiny_split
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
@@ -33,8 +34,8 @@ LAYERS = {"flux2": {"num_layers": 2, "num_single_layers": 4}, "flux1": {}, "wan"
 
 
 @pytest.fixture(autouse=True)
-def tiny_weights_rest(monkeypatch):
-    monkeypatch.setattr(swap_module, "SMALLEST_BYTES", 1024)
+def tiny_weights_leave(monkeypatch):
+    monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
 
 
 @dataclasses.dataclass
@@ -42,10 +43,10 @@ class _Built:
     model: nn.Module
     split: object
     lora: object
-    swap: object = None
+    offload: object = None
 
 
-def _build(name, cards, *, swapped=(), kept=(), cuts=None, scheme=None, dropout=0.0, dora=False, checkpointing=True):
+def _build(name, cards, *, offloaded=(), kept=(), cuts=None, scheme=None, dropout=0.0, dora=False, checkpointing=True):
     """A tiny model over cards with a LoRA that is not zero, its tail on the last card."""
     model, split, lora = make_tiny_split(
         name,
@@ -59,8 +60,8 @@ def _build(name, cards, *, swapped=(), kept=(), cuts=None, scheme=None, dropout=
         dora=dora,
     )
     built = _Built(model, split, lora)
-    if any(swapped):
-        built.swap = apply_block_swap(split, list(place_swapped(split.placement, kept, swapped)))
+    if any(offloaded):
+        built.offload = apply_weight_offload(split, list(place_offloaded(split.placement, kept, offloaded)))
     return built
 
 
@@ -120,22 +121,22 @@ def _assert_equal(found, expected):
 # ---- which blocks
 
 
-def test_swapped_blocks_are_spread_over_those_that_are_recomputed():
-    assert spread_swapped(8, 0, 8) == tuple(range(8)) and spread_swapped(8, 2, 0) == ()
-    assert spread_swapped(9, 0, 3) == (1, 4, 7) and spread_swapped(12, 3, 3) == (1, 4, 7)
+def test_offloaded_blocks_are_spread_over_those_that_are_recomputed():
+    assert spread_offloaded(8, 0, 8) == tuple(range(8)) and spread_offloaded(8, 2, 0) == ()
+    assert spread_offloaded(9, 0, 3) == (1, 4, 7) and spread_offloaded(12, 3, 3) == (1, 4, 7)
     for num_blocks in range(1, 14):
-        for num_swapped in range(1, num_blocks + 1):
-            chosen = spread_swapped(num_blocks, 0, num_swapped)
+        for num_offloaded in range(1, num_blocks + 1):
+            chosen = spread_offloaded(num_blocks, 0, num_offloaded)
             gaps = [b - a for a, b in zip(chosen, chosen[1:], strict=False)]
-            assert len(set(chosen)) == num_swapped and min(chosen) >= 0 and max(chosen) < num_blocks
+            assert len(set(chosen)) == num_offloaded and min(chosen) >= 0 and max(chosen) < num_blocks
             assert not gaps or max(gaps) - min(gaps) <= 1 and min(gaps) >= 1
     with pytest.raises(ValueError, match="at most 2 are left"):
-        spread_swapped(5, 3, 3)
+        spread_offloaded(5, 3, 3)
 
 
 def test_each_device_has_its_own():
     placement = plan_manual(tuple(f"blocks.{i}" for i in range(7)), [HOME, NEXT], [3])
-    places = place_swapped(placement, (1, 0), (1, 4))
+    places = place_offloaded(placement, (1, 0), (1, 4))
     assert places == {"blocks.1": HOME, **{f"blocks.{i}": NEXT for i in (3, 4, 5, 6)}}
 
 
@@ -145,14 +146,14 @@ def test_each_device_has_its_own():
 @pytest.mark.parametrize(
     ("name", "cards", "kind", "settings"),
     [
-        ("flux2", 1, None, {"swapped": (6,)}),
-        ("flux2", 1, None, {"swapped": (3,), "kept": (2,)}),
-        ("flux2", 2, None, {"swapped": (3, 2), "dropout": 0.5}),
-        ("flux2", 2, "1f1b", {"swapped": (3, 2), "dropout": 0.5}),
-        ("flux2", 2, "1f1b", {"swapped": (0, 4), "kept": (1, 0), "cuts": [2]}),
-        ("flux2", 3, "1f1b", {"swapped": (1, 0, 3), "cuts": [1, 3]}),
-        ("wan", 2, "1f1b", {"swapped": (3, 3)}),
-        ("flux1", 1, None, {"swapped": (4,)}),
+        ("flux2", 1, None, {"offloaded": (6,)}),
+        ("flux2", 1, None, {"offloaded": (3,), "kept": (2,)}),
+        ("flux2", 2, None, {"offloaded": (3, 2), "dropout": 0.5}),
+        ("flux2", 2, "1f1b", {"offloaded": (3, 2), "dropout": 0.5}),
+        ("flux2", 2, "1f1b", {"offloaded": (0, 4), "kept": (1, 0), "cuts": [2]}),
+        ("flux2", 3, "1f1b", {"offloaded": (1, 0, 3), "cuts": [1, 3]}),
+        ("wan", 2, "1f1b", {"offloaded": (3, 3)}),
+        ("flux1", 1, None, {"offloaded": (4,)}),
     ],
 )
 def test_losses_and_gradients_are_those_of_resident_blocks_bit_for_bit(name, cards, kind, settings):
@@ -165,27 +166,27 @@ def test_losses_and_gradients_are_those_of_resident_blocks_bit_for_bit(name, car
 @pytest.mark.parametrize("scheme", ["fp8-compute", "int8-compute"])
 def test_8_bit_linears_stream(scheme):
     expected = _resident("flux2", CARDS[:2], scheme=scheme)
-    _assert_equal(_step("flux2", CARDS[:2], kind="1f1b", swapped=(3, 3), scheme=scheme), expected)
+    _assert_equal(_step("flux2", CARDS[:2], kind="1f1b", offloaded=(3, 3), scheme=scheme), expected)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
 def test_torchaos_tensors_stream(scheme):
     """On the CPU, where their products are known; slots of raw bytes all the same."""
     found = []
-    for swapped in ((), (6,)):
-        built = _build("flux2", [CPU], scheme=scheme, swapped=swapped)
+    for offloaded in ((), (6,)):
+        built = _build("flux2", [CPU], scheme=scheme, offloaded=offloaded)
         found.append((_run(built, "flux2", 2) + _evaluate(built, "flux2"), _gradients(built), []))
     _assert_equal(found[1], found[0])
-    assert built.swap.num_copies > 8
-    rest = [type(p).__name__ for p in built.model.parameters() if built.swap.holds(p)]
+    assert built.offload.num_copies > 8
+    rest = [type(p).__name__ for p in built.model.parameters() if built.offload.holds(p)]
     assert any("Tensor" in name and name != "Tensor" for name in rest), collections.Counter(rest)
 
 
-def test_dora_is_exported_from_weights_at_rest():
+def test_dora_is_exported_from_weights_in_host_memory():
     exported = []
-    for swapped in ((), (2, 3)):
+    for offloaded in ((), (2, 3)):
         with emulated_cards(2):
-            built = _build("flux2", CARDS[:2], dora=True, scheme="int8-compute", swapped=swapped)
+            built = _build("flux2", CARDS[:2], dora=True, scheme="int8-compute", offloaded=offloaded)
             _run(built, "flux2", 1)
             exported.append({n: on_cpu(t) for n, t in built.lora.tensors_for_comfyui().items()})
     assert exported[0].keys() == exported[1].keys() and any("dora_scale" in name for name in exported[0])
@@ -210,31 +211,31 @@ def _fewest(accesses):
 def test_copies_are_those_of_theory(kind, stage, turns):
     """A forward and a backward together copy 2 (n - 2) blocks: those at the turns are there already."""
     with emulated_cards(2) as cards:
-        built = _build("flux2", CARDS[:2], swapped=((4, 0), (0, 4))[stage], cuts=[(4, 2)[stage]])
+        built = _build("flux2", CARDS[:2], offloaded=((4, 0), (0, 4))[stage], cuts=[(4, 2)[stage]])
         before = len(cards.copies)
         _run(built, "flux2", 3, kind)
         accesses = [i for turn in turns for i in (range(4) if turn == "f" else reversed(range(4)))]
-        assert built.swap.num_copies == _fewest(accesses)
-        sizes = {block.host.tensor.nbytes for block in built.swap._blocks.values()}
+        assert built.offload.num_copies == _fewest(accesses)
+        sizes = {block.host.tensor.nbytes for block in built.offload._blocks.values()}
         seen = [copy for copy in cards.copies[before:] if copy.num_bytes in sizes and len(copy.shape) == 1]
-        assert len(seen) == built.swap.num_copies
+        assert len(seen) == built.offload.num_copies
         assert {(copy.source, copy.target) for copy in seen} == {(CPU, CARDS[stage])}  # nothing comes back
         if kind is None:
-            already = built.swap.num_copies
+            already = built.offload.num_copies
             _run(built, "flux2", 1)
-            assert built.swap.num_copies - already == 2 * (4 - 2)
+            assert built.offload.num_copies - already == 2 * (4 - 2)
 
 
 def test_what_is_there_already_is_not_evicted_for_what_is_missing():
     """Where a forward broke off and the next one begins."""
     with emulated_cards(1):
-        _, _, swap = _chain(4, 4)
-        (device,) = swap._devices
+        _, _, offload = _chain(4, 4)
+        (device,) = offload._devices
         device.enter(1, is_backward=False)
         device.enter(0, is_backward=False)
-        assert swap.num_copies == 3 and {slot.index for slot in device._slots} == {0, 1}
+        assert offload.num_copies == 3 and {slot.index for slot in device.slots.slots} == {0, 1}
         device.enter(3, is_backward=True)
-        assert swap.num_copies == 5 and {slot.index for slot in device._slots} == {2, 3}
+        assert offload.num_copies == 5 and {slot.index for slot in device.slots.slots} == {2, 3}
 
 
 def test_a_card_holds_two_slots_and_what_stays():
@@ -244,15 +245,15 @@ def test_a_card_holds_two_slots_and_what_stays():
         gc.collect()
         before = live_bytes(HOME)
         names = [f"single_transformer_blocks.{i}" for i in range(4)]
-        swap = apply_block_swap(built.split, names)
+        offload = apply_weight_offload(built.split, names)
         gc.collect()
-        size = {block.host.tensor.nbytes for block in swap._blocks.values()}
-        assert len(size) == 1 and swap.host_bytes == 4 * min(size)
+        size = {block.host.tensor.nbytes for block in offload._blocks.values()}
+        assert len(size) == 1 and offload.host_bytes == 4 * min(size)
         freed = before - live_bytes(HOME)
         assert 2 * min(size) - 4 * 32 * 256 <= freed <= 2 * min(size)  # less the gaps between pieces
-        swap.remove()
+        offload.remove()
         gc.collect()
-        assert live_bytes(HOME) == before and swap.host_bytes == 0
+        assert live_bytes(HOME) == before and offload.host_bytes == 0
 
 
 class _Timed(TorchDispatchMode):
@@ -270,7 +271,7 @@ class _Timed(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, EmulatedTensor)]
-        if not tensors:
+        if not tensors or is_view(func):  # a view reads nothing
             return out
         stream = self.machine.current_stream(tensors[0].device)
         keys = [tensor.data_on_cpu.untyped_storage().data_ptr() for tensor in tensors]
@@ -304,18 +305,18 @@ CHAIN = dataclasses.replace(
 )
 
 
-def _chain(count, swapped):
+def _chain(count, offloaded):
     model = Chain(count).requires_grad_(False)
     placement = plan_manual(block_names(model, CHAIN), [HOME], [])
     split = apply_block_split(model, CHAIN, placement)
-    return model, split, apply_block_swap(split, list(place_swapped(placement, (), (swapped,))))
+    return model, split, apply_weight_offload(split, list(place_offloaded(placement, (), (offloaded,))))
 
 
-def _time_of_a_step(cost, count=12, swapped=6):
+def _time_of_a_step(cost, count=12, offloaded=6):
     """After a first one, of a forward and a backward, and of a forward alone -> time, races."""
     machine = SimulatedMachine(1)
     with emulated_cards(1), machine.installed():
-        model, split, _ = _chain(count, swapped)
+        model, split, _ = _chain(count, offloaded)
         with _Timed(machine, cost) as timed:
             for _ in range(2):
                 start = max(stream.busy_until for stream in [*machine.default.values(), *machine.streams_made])
@@ -334,16 +335,11 @@ def test_copies_run_beside_the_computation():
     assert races == 0 and alone < waiting <= alone + 8 * 6
 
 
-@pytest.mark.parametrize("broken", ["copy", "await_copy"])
+@pytest.mark.parametrize("broken", ["copy", "wait"])
 def test_the_simulation_sees_a_wait_that_is_missing(broken, monkeypatch):
-    copier = swap_module._StreamCopier
-
-    def copy(self, target, source):
-        with self._module.stream(self._stream):
-            target.copy_(source)
-        return self._stream.record_event()
-
-    monkeypatch.setattr(copier, broken, copy if broken == "copy" else lambda self, arrival: None)
+    plain = CopyStreams.copy
+    stand_in = {"copy": lambda self, *tensors_and_events: plain(self, *tensors_and_events[:2]), "wait": lambda *_: None}
+    monkeypatch.setattr(CopyStreams, broken, stand_in[broken])
     assert _time_of_a_step(6.0)[1] > 0
 
 
@@ -355,19 +351,19 @@ def test_a_block_keeps_its_activations_or_streams():
         built = _build("flux2", CARDS[:1], kept=(2,))
         last = built.split.placement.blocks[-1]
         with pytest.raises(ValueError, match="each block can do one of the two"):
-            apply_block_swap(built.split, [last])
+            apply_weight_offload(built.split, [last])
         assert all(p.device == HOME for p in built.model.parameters())
-        swap = apply_block_swap(built.split, list(built.split.placement.blocks[:4]))
+        offload = apply_weight_offload(built.split, list(built.split.placement.blocks[:4]))
         with pytest.raises(ValueError, match="each block can do one of the two"):
             built.split.keep_activations([3])
         assert len(built.split._kept) == 2
-        swap.remove()
+        offload.remove()
         built.split.keep_activations([3])
 
 
 @pytest.mark.parametrize("how", ["no checkpointing", "autocast"])
 def test_a_graph_that_would_hold_weights_is_refused(how):
-    built = _build("flux2", [CPU], swapped=(4,), checkpointing=how == "autocast")
+    built = _build("flux2", [CPU], offloaded=(4,), checkpointing=how == "autocast")
     autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast")
     with autocast, pytest.raises(RuntimeError, match="was called with gradients"):
         _run(built, "flux2", 1)
@@ -377,9 +373,9 @@ def test_a_graph_that_would_hold_weights_is_refused(how):
 
 @pytest.mark.parametrize("scheme", [None, "int8-compute"])
 def test_even_then_a_backward_with_evicted_weights_raises(scheme, monkeypatch):
-    monkeypatch.setattr(swap_module, "_has_graph", lambda *args: False)
+    monkeypatch.setattr(weights_module, "_has_graph", lambda *args: False)
     with emulated_cards(1):
-        built = _build("flux2", CARDS[:1], swapped=(6,), scheme=scheme, checkpointing=False)
+        built = _build("flux2", CARDS[:1], offloaded=(6,), scheme=scheme, checkpointing=False)
         for layer in built.model.modules():  # without LoRA's fused layers, which look the weight up at the backward
             if hasattr(layer, "base_layer"):
                 layer.enable_adapters(False)
@@ -402,7 +398,7 @@ def test_a_call_that_passes_by_the_hook_raises():
 @pytest.mark.parametrize("at", ["forward", "backward", "copy"])
 def test_after_an_error_the_next_step_is_right(at, monkeypatch):
     with emulated_cards(1):
-        built = _build("flux2", CARDS[:1], swapped=(6,))
+        built = _build("flux2", CARDS[:1], offloaded=(6,))
         expected = _run(built, "flux2", 1), _gradients(built)
         for parameter in built.lora.parameters().values():
             parameter.grad = None
@@ -416,11 +412,11 @@ def test_after_an_error_the_next_step_is_right(at, monkeypatch):
 
         with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
             if at == "copy":
-                plain = swap_module._Copier.copy
-                patch.setattr(swap_module._Copier, "copy", fail)
+                plain = CopyStreams.copy
+                patch.setattr(CopyStreams, "copy", fail)
             else:
                 plain = lambda *args: None  # noqa: E731
-                for name in built.swap.places:
+                for name in built.offload.places:
                     handle = built.model.get_submodule(name).register_forward_hook(fail)
                     stack.callback(handle.remove)
             with pytest.raises(RuntimeError, match="out of memory"):
@@ -434,18 +430,18 @@ def test_after_an_error_the_next_step_is_right(at, monkeypatch):
 def test_memory_that_cannot_be_pinned_is_asked_for_once(monkeypatch):
     asked = []
 
-    class Refusing(swap_module.PinnedBuffer):
+    class Refusing(weights_module.PinnedBuffer):
         def __init__(self, num_bytes, device, *, is_wanted=True):
             asked.append(is_wanted)
             super().__init__(num_bytes, CPU)
 
-    monkeypatch.setattr(swap_module, "PinnedBuffer", Refusing)
-    swap = swap_module.BlockSwap({f"blocks.{i}": torch.device("cuda:0") for i in range(3)})
+    monkeypatch.setattr(weights_module, "PinnedBuffer", Refusing)
+    offload = weights_module.WeightOffload({f"blocks.{i}": torch.device("cuda:0") for i in range(3)})
     model = nn.Module()
     model.blocks = nn.ModuleList([nn.Linear(32, 32).requires_grad_(False) for _ in range(3)])
-    swap.begin(model, [f"blocks.{i}" for i in range(3)])
+    offload.begin(model, [f"blocks.{i}" for i in range(3)])
     for index in range(3):
-        swap.finish(f"blocks.{index}")
+        offload.finish(f"blocks.{index}")
     assert asked == [True, False, False]
 
 
@@ -457,23 +453,23 @@ def test_remove_leaves_the_model_as_it_was():
         built = _build("flux2", CARDS[:2])
         before = {name: (p.device, on_cpu(p).clone()) for name, p in built.model.named_parameters()}
         expected = _evaluate(built, "flux2")
-        swap = apply_block_swap(built.split, list(place_swapped(built.split.placement, (), (3, 3))))
+        offload = apply_weight_offload(built.split, list(place_offloaded(built.split.placement, (), (3, 3))))
         assert all(torch.equal(a, b) for a, b in zip(_evaluate(built, "flux2"), expected, strict=True))
-        swap.remove()
-        swap.remove()
+        offload.remove()
+        offload.remove()
         after = {name: (p.device, on_cpu(p)) for name, p in built.model.named_parameters()}
         assert list(after) == list(before)
         assert all(after[n][0] == d and torch.equal(after[n][1], values) for n, (d, values) in before.items())
         assert all(torch.equal(a, b) for a, b in zip(_evaluate(built, "flux2"), expected, strict=True))
-        apply_block_swap(built.split, [built.split.placement.blocks[0]])
-        built.split.remove()  # takes the swap off first
+        apply_weight_offload(built.split, [built.split.placement.blocks[0]])
+        built.split.remove()  # ends the offload first
         assert all(not module._forward_pre_hooks for module in built.model.modules())
         assert all(p.device == CPU for n, p in built.model.named_parameters() if "lora" not in n)
 
 
-def test_weights_at_rest_are_where_they_belong_and_others_are_not():
+def test_weights_in_host_memory_are_where_they_belong_and_others_are_not():
     with emulated_cards(1):
-        built = _build("flux2", CARDS[:1], swapped=(6,))
+        built = _build("flux2", CARDS[:1], offloaded=(6,))
         _evaluate(built, "flux2")
         built.model.proj_out.to("cpu")
         with pytest.raises(RuntimeError, match="proj_out.* the model was moved after"):
@@ -501,7 +497,7 @@ def test_compiled_blocks_are_compiled_no_more_often(scheme):
         counts[-1] += 1
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    for swapped in (0, 5):
+    for offloaded in (0, 5):
         torch._dynamo.reset()
         torch.manual_seed(0)
         counts.append(0)
@@ -511,7 +507,7 @@ def test_compiled_blocks_are_compiled_no_more_often(scheme):
         if scheme is not None:
             apply_quantization(model, CHAIN, QuantizeSettings(scheme))
         lora = apply_lora(model, CHAIN, LoraSettings(rank=2, targets=("*.to_q", "*.to_out")), seed=0)
-        swap = apply_block_swap(split, list(split.placement.blocks)) if swapped else None
+        offload = apply_weight_offload(split, list(split.placement.blocks)) if offloaded else None
         handle = apply_compile(model, CHAIN, backend=compile_counted)
         x = torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(1))
         losses = []
@@ -524,12 +520,12 @@ def test_compiled_blocks_are_compiled_no_more_often(scheme):
         handle.remove()
     assert counts[0] == counts[1] > 0
     _assert_equal(results[1], results[0])
-    assert swap.num_copies > 20
+    assert offload.num_copies > 20
 
 
-def test_8_bit_layers_of_a_swapped_block_rest_with_their_scales_on_the_card():
+def test_8_bit_layers_of_an_offloaded_block_have_their_scales_on_the_card():
     with emulated_cards(1):
-        built = _build("flux2", CARDS[:1], scheme="int8-compute", swapped=(6,))
+        built = _build("flux2", CARDS[:1], scheme="int8-compute", offloaded=(6,))
         layers = [m for m in built.model.transformer_blocks.modules() if isinstance(m, FrozenLinear8)]
         assert layers and all(m.weight.device == CPU and m.scale.device == HOME for m in layers)
         assert all(m.weight.dtype is torch.int8 for m in layers)

@@ -15,9 +15,9 @@ import pytest
 import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import find_family
-from devicebridge.parallel.local.block_split import apply_block_split, apply_block_swap
-from devicebridge.parallel.offload import weights as swap_module
-from devicebridge.parallel.placement import Placement, block_names, place_swapped
+from devicebridge.parallel.local.block_split import apply_block_split, apply_weight_offload
+from devicebridge.parallel.offload import weights as weights_module
+from devicebridge.parallel.placement import Placement, block_names, place_offloaded
 from devicebridge.planning.dry_run import (
     UNSEEN_CARD,
     BlockCost,
@@ -96,7 +96,7 @@ def _train(
             split.keep_activations(kept)
             model.enable_gradient_checkpointing(split.checkpoint)
         if any(swapped):
-            apply_block_swap(split, list(place_swapped(placement, kept, swapped)))
+            apply_weight_offload(split, list(place_offloaded(placement, kept, swapped)))
         if offloads:
             split.offload_inputs(min_bytes=OFFLOAD_FROM)
         optimizer = torch.optim.AdamW(lora.parameters().values(), lr=1e-4, foreach=False)
@@ -191,7 +191,7 @@ def test_forecast_is_what_emulated_cards_hold(name, cut, kept, accumulation, sch
 @pytest.mark.parametrize("scheme", ["none", "int8-compute"])
 def test_forecast_of_swapped_blocks_is_what_emulated_cards_hold(scheme, monkeypatch):
     """Of 7 single blocks on the second card 1 keeps its activations and 5 stream through two slots."""
-    monkeypatch.setattr(swap_module, "SMALLEST_BYTES", 1024)
+    monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
     config = {**TINY["flux2"].transformer_config, "num_single_layers": 8}
     tiny = dataclasses.replace(TINY["flux2"], transformer_config=config)  # with pictures so small that weights matter
     setting = 3, (0, 1), 1, scheme

@@ -1,10 +1,10 @@
 """Blocks that stream from host memory against resident ones: FLUX.2 at full width on real cards.
 
-    python benchmarks/block_swap.py [--out results.json] [--blocks 2 10] [--cards 2] [--swapped 0.5 1.0] [--compile]
-    python benchmarks/block_swap.py --full --scheme fp8-compute        # all 8 + 48 blocks; 33 GB of host memory
+    python benchmarks/weight_offload.py [--out results.json] [--blocks 2 10] [--cards 2] [--offloaded 0.5 1.0]
+    python benchmarks/weight_offload.py --full --scheme fp8-compute        # all 8 + 48 blocks; 33 GB of host memory
 
 Random weights, batch 1, LoRA rank 32 in float32, AdamW, 512 text tokens, by the pack's own loop. One model per scheme;
-its blocks are swapped and brought back between measurements, so that all ways share weights, LoRA and cards:
+its blocks are offloaded and brought back between measurements, so that all ways share weights, LoRA and cards:
 
     equal          LoRA gradients of a step, bit for bit those of the resident blocks (deterministic algorithms)
     s_per_sample   fastest of --rounds rounds of --steps steps; the ways take turns in every round
@@ -12,8 +12,8 @@ its blocks are swapped and brought back between measurements, so that all ways s
     hidden         share of the copies (or of the computation, where that is shorter) that ran beside the other
     peaks          max_memory_allocated of each card against the planner's forecast
 
---swapped are shares of each card's blocks. --tiny runs the same code with toy shapes on two emulated cards on the CPU,
-where times mean nothing. Results are written after each scheme.
+--offloaded are shares of each card's blocks. --tiny runs the same code with toy shapes on two emulated cards, where
+times mean nothing. Results are written after each scheme.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
 from devicebridge.parallel.devices import available_devices, reset_peaks, synchronize  # noqa: E402
-from devicebridge.parallel.local.block_split import apply_block_swap  # noqa: E402
+from devicebridge.parallel.local.block_split import apply_weight_offload  # noqa: E402
 from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
-from devicebridge.parallel.offload import weights as swap_module  # noqa: E402
-from devicebridge.parallel.offload.weights import BlockSwap  # noqa: E402
-from devicebridge.parallel.placement import Placement, place_swapped  # noqa: E402
+from devicebridge.parallel.offload import weights as weights_module  # noqa: E402
+from devicebridge.parallel.offload.weights import WeightOffload  # noqa: E402
+from devicebridge.parallel.placement import Placement, place_offloaded  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.planning.plan_training import plan_training  # noqa: E402
 from devicebridge.planning.planner import Planner, TrainingPlan  # noqa: E402
@@ -72,9 +72,9 @@ def run_scheme(options: argparse.Namespace, scheme: str) -> dict[str, Any]:
     counts = [device.num_blocks for device in resident.forecast.devices]
     bounds = [sum(counts[:index]) for index in range(1, len(counts))]
     ways: dict[str, TrainingPlan] = {"resident": resident}
-    for share in options.swapped:
-        swapped = tuple(round(share * count) for count in counts)
-        ways[f"swapped {'+'.join(map(str, swapped))}"] = make_plan(options, config, scheme, swapped, bounds)
+    for share in options.offloaded:
+        offloaded = tuple(round(share * count) for count in counts)
+        ways[f"offloaded {'+'.join(map(str, offloaded))}"] = make_plan(options, config, scheme, offloaded, bounds)
     tail = tuple(FAMILY.tail) if options.schedule != "none" else ()
     built = make_random_model(config, replace(resident.placement, tail=tail), scheme)
     lora = attach_lora(built, resident.job)
@@ -92,7 +92,7 @@ def run_scheme(options: argparse.Namespace, scheme: str) -> dict[str, Any]:
 
 
 def make_plan(
-    options: argparse.Namespace, config: Any, scheme: str, swapped: Sequence[int] | None, cuts: Sequence[int] | None
+    options: argparse.Namespace, config: Any, scheme: str, offloaded: Sequence[int] | None, cuts: Sequence[int] | None
 ) -> TrainingPlan:
     """The planner's, every block recomputed, whatever fits; its forecast is what is compared."""
     info = make_info(config, is_tiny=options.tiny)
@@ -107,7 +107,7 @@ def make_plan(
         split={
             "memory_limit_gb": [1000.0] * len(nothing),
             "blocks_without_checkpointing": nothing,
-            "offloaded_blocks": list(swapped) if swapped is not None else nothing,
+            "offloaded_blocks": list(offloaded) if offloaded is not None else nothing,
         },
     )
     cards = find_cards(options.devices, is_tiny=options.tiny)
@@ -116,17 +116,17 @@ def make_plan(
 
 
 @contextlib.contextmanager
-def swapped_as(split: Any, plan: TrainingPlan) -> Iterator[BlockSwap | None]:
+def offloaded_as(split: Any, plan: TrainingPlan) -> Iterator[WeightOffload | None]:
     """Inside, the plan's blocks stream; None where it has none."""
     placement: Placement = split.placement
-    places = place_swapped(placement, (), plan.swapped_blocks) if any(plan.swapped_blocks) else {}
-    swap = apply_block_swap(split, list(places)) if places else None
+    places = place_offloaded(placement, (), plan.swapped_blocks) if any(plan.swapped_blocks) else {}
+    offload = apply_weight_offload(split, list(places)) if places else None
     gc.collect()
     try:
-        yield swap
+        yield offload
     finally:
-        if swap is not None:
-            swap.remove()
+        if offload is not None:
+            offload.remove()
 
 
 # ---- what is measured
@@ -137,7 +137,7 @@ def check_gradients(split: Any, trainer: Any, ways: dict[str, TrainingPlan], rep
     expected: dict[str, torch.Tensor] = {}
     with deterministic():
         for name, plan in ways.items():
-            with swapped_as(split, plan):
+            with offloaded_as(split, plan):
                 found = gradients(trainer)
             expected = expected or found
             differing = [key for key, gradient in found.items() if not torch.equal(gradient, expected[key])]
@@ -178,11 +178,11 @@ def measure(
     samples = options.steps * trainer.job.train.gradient_accumulation_steps
     for round_number in range(options.rounds):
         for name, plan in ways.items():
-            with swapped_as(split, plan) as swap:
+            with offloaded_as(split, plan) as offload:
                 one_step(trainer)  # fills the slots, makes the optimizer's state
                 synchronize(options.devices)
                 reset_peaks(options.devices)
-                before = [each.num_copies for each in swap._devices] if swap is not None else []
+                before = [each.slots.num_copies for each in offload._devices] if offload is not None else []
                 start = time.perf_counter()
                 for _ in range(options.steps):
                     one_step(trainer)
@@ -193,9 +193,9 @@ def measure(
                 row = report["ways"][name]
                 if not options.tiny:
                     row["peaks"] = {each.device: peaks_of(each) for each in plan.forecast.devices}
-                if swap is not None:
-                    copies = [each.num_copies - b for each, b in zip(swap._devices, before, strict=True)]
-                    row |= describe_copies(swap, [count / samples for count in copies])
+                if offload is not None:
+                    copies = [each.slots.num_copies - b for each, b in zip(offload._devices, before, strict=True)]
+                    row |= describe_copies(offload, [count / samples for count in copies])
     for name, found in times.items():
         row = report["ways"][name]
         row["s_per_sample"], row["all_s_per_sample"] = round(min(found), 4), [round(each, 4) for each in found]
@@ -215,32 +215,32 @@ def hidden(computing: float, copying: float, together: float) -> float:
     return round((computing + copying - together) / max(1e-9, min(computing, copying)), 3)
 
 
-def describe_copies(swap: BlockSwap, copies: Sequence[float]) -> dict[str, Any]:
+def describe_copies(offload: WeightOffload, copies: Sequence[float]) -> dict[str, Any]:
     """Of a sample, by card; blocks are taken for as large as their mean.
 
     Args:
         copies: of blocks, per card.
     """
-    found: dict[str, Any] = {"host_gb": round(swap.host_bytes / 1e9, 2)}
-    found["pinned"] = all(block.host.is_pinned for block in swap._blocks.values())
+    found: dict[str, Any] = {"host_gb": round(offload.host_bytes / 1e9, 2)}
+    found["pinned"] = all(block.host.is_pinned for block in offload._blocks.values())
     found |= {"copies": {}, "copied_gb": {}, "link_gb_per_s": {}, "copy_s": {}}
-    for each, count in zip(swap._devices, copies, strict=True):
-        sizes = [block.host.tensor.nbytes for block in each._blocks]
+    for each, count in zip(offload._devices, copies, strict=True):
+        sizes = [block.host.tensor.nbytes for block in each.blocks]
         size, link, name = count * sum(sizes) / len(sizes) / 1e9, link_of(each), str(each.device)
         found["copies"][name], found["copied_gb"][name] = round(count, 1), round(size, 3)
         found["link_gb_per_s"][name], found["copy_s"][name] = round(link, 2), round(size / link, 4)
     return found
 
 
-def link_of(swapped: Any) -> float:
+def link_of(device: Any) -> float:
     """GB/s of a copy into an ordinary buffer, with nothing beside it."""
-    source = swapped._blocks[0].host.tensor
-    target = torch.empty_like(source, device=swapped.device)
+    source = device.blocks[0].host.tensor
+    target = torch.empty_like(source, device=device.device)
     for _ in range(2):
-        synchronize([swapped.device])
+        synchronize([device.device])
         start = time.perf_counter()
         target.copy_(source, non_blocking=True)
-        synchronize([swapped.device])
+        synchronize([device.device])
         elapsed = time.perf_counter() - start
     return source.nbytes / 1e9 / elapsed
 
@@ -265,7 +265,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cards", type=int, default=2, help="how many GPUs at most")
     parser.add_argument("--side", type=int, default=512, help="pixels")
     parser.add_argument("--scheme", nargs="+", default=["bf16", "fp8-compute"], choices=SCHEMES)
-    parser.add_argument("--swapped", type=float, nargs="+", default=[0.5, 1.0], help="shares of each card's blocks")
+    parser.add_argument("--offloaded", type=float, nargs="+", default=[0.5, 1.0], help="shares of each card's blocks")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--accumulation", type=int, default=1)
@@ -283,7 +283,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.blocks = (VARIANT.transformer_config["num_layers"], VARIANT.transformer_config["num_single_layers"])
     if options.tiny:
         options.side, options.rank, options.steps = 64, 4, 1
-        swap_module.SMALLEST_BYTES = 1024
+        weights_module.SMALLEST_BYTES = 1024
     return options
 
 
