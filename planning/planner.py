@@ -39,7 +39,7 @@ from ..parallel.local.data_parallel import num_dealt
 from ..parallel.offload.activations import MIN_BYTES
 from ..parallel.offload.copies import NUM_SLOTS
 from ..parallel.placement import Placement, block_names, check_one_each, estimate_block_flops, plan_manual
-from ..quantization.eight_bit import kernels_of
+from ..quantization.kernel_choice import device_kernels
 from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages
 from ..training.optimizer import make_optimizer
 from .block_times import SCHEME_TIMES, BlockTimes, FlopTimes, Timing
@@ -318,7 +318,7 @@ class Planner:
         """Those of the first card; only 8-bit products ask a card for what it has, which compiles a kernel there."""
         first = self.cards[0]
         if first.eight_bit is None and first.has_context and scheme.endswith("-compute"):
-            return Kernels(kernels_of(first.device))
+            return Kernels(device_kernels(first.device))
         return Kernels(first.eight_bit or UNSEEN_CARD)
 
     def forecaster(self, setting: Setting, settings: StepSettings) -> Forecaster:

@@ -40,7 +40,7 @@ from devicebridge.planning.dry_run import BlockCost, Rehearsal, Work
 from devicebridge.planning.plan_training import plan_training
 from devicebridge.planning.planner import Planner, TrainingPlan
 from devicebridge.planning.report import describe_pace, describe_plan, plan_values
-from devicebridge.quantization.eight_bit import FrozenLinear8
+from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.system.files import user_cache_folder
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes

@@ -12,7 +12,7 @@ from devicebridge.jobs.job import run_job
 from devicebridge.parallel.devices import random_states
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.patches.lora_linear import apply_fused_lora
-from devicebridge.quantization.eight_bit import FrozenLinear8
+from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import replace_module
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
