@@ -10,7 +10,7 @@ import comfy.model_patcher
 import comfy.sd
 import torch
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
-from devicebridge.nodes.host.split_model import SplitRequest, load_split_model
+from devicebridge.nodes.host.split.model import SplitRequest, load_split_model
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, block_devices, peaks_of
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, make_weights, small_sizes

@@ -48,7 +48,7 @@ class Model(nn.Module):
 @pytest.fixture
 def model_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     comfy_stub.install(monkeypatch, tmp_path)
-    return importlib.import_module("devicebridge.nodes.host.model_copy")
+    return importlib.import_module("devicebridge.nodes.host.split.model_copy")
 
 
 @pytest.fixture

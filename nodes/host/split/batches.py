@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from ...parallel.local.interleave import Turns
-from .split_attachments import reason_against_overlap
-from .split_options import bring_controls_home
-from .split_tree import SplitTree, tree_of
-from .split_verify import explain, verified
+from ....parallel.local.interleave import Turns
+from .attachments import reason_against_overlap
+from .options import bring_controls_home
+from .tree import SplitTree, tree_of
+from .verify import explain, verified
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from ...families.spec import NativeModel
-from ...parallel.placement import Placement
+from ....families.spec import NativeModel
+from ....parallel.placement import Placement
 
 
 @dataclass(frozen=True)

@@ -12,18 +12,18 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ...families.comfy.native import find_native
-from ...families.spec import NativeModel
-from ...parallel.block_lists import execution_order, find_block_lists, followers, placed_blocks, transport_for
-from ...parallel.placement import Placement, check_budgets, native_block_flops, plan_manual, plan_placement
+from ....families.comfy.native import find_native
+from ....families.spec import NativeModel
+from ....parallel.block_lists import execution_order, find_block_lists, followers, placed_blocks, transport_for
+from ....parallel.placement import Placement, check_budgets, native_block_flops, plan_manual, plan_placement
+from .attachments import KEY, ROOT
+from .batches import run_overlapped
 from .file_weights import load_over_file
+from .forecast import log_plan, prepare_with_forecast, weight_bytes
 from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy
-from .split_attachments import KEY, ROOT
-from .split_batches import run_overlapped
-from .split_forecast import log_plan, prepare_with_forecast, weight_bytes
-from .split_patcher import become_split
-from .split_plan import SplitPlan
-from .split_tree import make_tree, tree_of
+from .patcher import become_split
+from .plan import SplitPlan
+from .tree import make_tree, tree_of
 
 _log = logging.getLogger(__name__)
 _GB = 1e9

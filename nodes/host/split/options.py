@@ -15,10 +15,10 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from ...parallel.local.bridge import Bridge, current_device
-from ...parallel.local.lend import Lent
-from .split_attachments import KEY, holds_tensors
-from .split_plan import SplitPlan
+from ....parallel.local.bridge import Bridge, current_device
+from ....parallel.local.lend import Lent
+from .attachments import KEY, holds_tensors
+from .plan import SplitPlan
 
 _PASSED_BY = ("transformer_options", "control")
 _RUNS_BETWEEN_BLOCKS = "dit"

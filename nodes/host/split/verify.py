@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .split_attachments import seen_attachments
-from .split_tree import SplitTree
+from .attachments import seen_attachments
+from .tree import SplitTree
 
 _log = logging.getLogger(__name__)
 _Compute = Callable[..., list[torch.Tensor]]

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...parallel.block_lists import BlockCalls, hooked_modules, tail_modules
-from ...parallel.local.bridge import Bridge
-from ...patches.hooks import HookSet
+from ....parallel.block_lists import BlockCalls, hooked_modules, tail_modules
+from ....parallel.local.bridge import Bridge
+from ....patches.hooks import HookSet
+from .attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
 from .model_copy import Origin
-from .split_attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
-from .split_options import guard_options, wrap_control
-from .split_plan import SplitPlan
+from .options import guard_options, wrap_control
+from .plan import SplitPlan
 
 _log = logging.getLogger(__name__)
 _ATTRIBUTE = "devicebridge_split"

@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from .attachments import KEY, is_compiled
 from .model_copy import reachable
-from .split_attachments import KEY, is_compiled
-from .split_tree import SplitTree, make_tree, tree_of
+from .tree import SplitTree, make_tree, tree_of
 
 # Mixed into the host's ModelPatcher, whose class is known only at run time.
 _Patcher: Any = object

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .split_attachments import ROOT
-from .split_plan import SplitPlan
-from .split_tree import SplitTree, tree_of
+from .attachments import ROOT
+from .plan import SplitPlan
+from .tree import SplitTree, tree_of
 
 _log = logging.getLogger(__name__)
 _GB = 1e9
