@@ -278,7 +278,8 @@ def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def split(model: Any, **settings: Any) -> Any:
-    from devicebridge.nodes.host.split.model import SplitRequest, split_model
+    from devicebridge.nodes.host.split.model import split_model
+    from devicebridge.nodes.host.split.plan import SplitRequest
 
     return split_model(model, SplitRequest(devices=CARDS, **settings))
 
@@ -605,7 +606,8 @@ def _settled() -> list[Any]:
 
 def loader(shape: Shape) -> dict[str, Any]:
     """From a file on disk: core's loader on one card against the pack's own loader node's function."""
-    from devicebridge.nodes.host.split.model import SplitRequest, load_split_model
+    from devicebridge.nodes.host.split.model import load_split_model
+    from devicebridge.nodes.host.split.plan import SplitRequest
     from safetensors.torch import save_file
 
     path = Path(os.environ.get("TMPDIR", "/tmp")) / "native_split.safetensors"

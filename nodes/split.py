@@ -12,7 +12,7 @@ from .host import io
 if TYPE_CHECKING:
     import torch
 
-    from .host.split.model import SplitRequest
+    from .host.split.plan import SplitRequest
 
 _log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ def _read_request(
     verify: bool = False,
 ) -> SplitRequest | None:
     """The request, or None where there is one GPU only and the model stays whole."""
-    from .host.split.model import SplitRequest
+    from .host.split.plan import SplitRequest
 
     chosen = _find_devices(devices)
     if len(chosen) < 2 and not read_auto(devices):

@@ -18,7 +18,8 @@ import comfy.model_management
 import comfy.sample
 import torch
 from devicebridge.nodes.host.split import batches, options, patcher, tree
-from devicebridge.nodes.host.split.model import SplitRequest, split_model
+from devicebridge.nodes.host.split.model import split_model
+from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.parallel.local import lend
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.parallel.local.lend import Lent

@@ -69,4 +69,4 @@ def load_over_file(path: Path, options: dict[str, Any]) -> tuple[Any, Origin]:
         for name, parameter in model.model.named_parameters()
         if type(parameter.data) is torch.Tensor and parameter.device.type == "cpu" and parameter.data_ptr() in addresses
     }
-    return model, Origin(in_file.get)
+    return model, in_file.get
