@@ -7,13 +7,13 @@ allowed, once, in a file that no workflow can write:
     # devicebridge.toml in ComfyUI's user folder
     allowed_folders = ["/data/images", "/mnt/models"]
 
-Links are followed before that is asked, so a link counts as what it leads to. Whatever lies elsewhere is refused before
-anything is asked about it: the message does not tell whether it is there. What is written always lies in ComfyUI's
-output folder.
+A link counts as what it leads to. A path elsewhere is refused before anything is asked about it: the message does not
+tell whether it is there. What is written always lies in ComfyUI's output folder.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -26,7 +26,7 @@ USE_PATH = "[path below]"
 
 
 def folder_in_input(name: str, what: str, ask: Callable[[], None] = go_on) -> Path:
-    """A folder to read from: a name inside the host's input folder, or the full path of one that may be read.
+    """A folder to read from: a name inside ComfyUI's input folder, or the full path of one that may be read.
 
     Args:
         ask: called while the folder is looked through; raises to stop.
@@ -38,7 +38,9 @@ def folder_in_input(name: str, what: str, ask: Callable[[], None] = go_on) -> Pa
     name = name.strip()
     if not name:
         raise ValueError(f"{what} is empty; give the name of a folder in ComfyUI's input folder, or a full path")
-    path = _path_of(name, Path(folder_paths.get_input_directory()), what)
+    path = _expanded(name, what)
+    if not path.is_absolute():
+        path = _inside(Path(folder_paths.get_input_directory()), name, what)
     _refuse_unreadable(path, name, what)
     if not path.is_dir():
         raise ValueError(f"{what} {name!r} is no folder: looked for {path}")
@@ -79,7 +81,7 @@ def find_component(kind: str, name: str) -> str:
 
 
 def folder_in_output(name: str, what: str) -> Path:
-    """A folder to write to, always inside the host's output folder; not made yet.
+    """A folder to write to, always inside ComfyUI's output folder; not made yet.
 
     Raises: ValueError for a name that leads elsewhere.
     """
@@ -108,7 +110,7 @@ def _refuse(what: str, path: Path) -> NoReturn:
     raise ValueError(
         f"{what} is not in a folder that nodes read from: those of ComfyUI (input, output, models, temp, user), and "
         f"those that you allow. Move it into one, or allow its folder once, in {settings_file()}:\n"
-        f"allowed_folders = [{_quoted(path)}]"
+        f"allowed_folders = [{json.dumps(str(path), ensure_ascii=False)}]"
     )
 
 
@@ -168,16 +170,7 @@ def _is_below(path: Path, folders: Iterable[str]) -> bool:
     return any(Path(real).is_relative_to(os.path.normcase(folder)) for folder in folders)
 
 
-def _quoted(path: Path) -> str:
-    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
 # --- names -----------------------------------------------------------------------------------------------------------
-
-
-def _path_of(name: str, base: Path, what: str) -> Path:
-    path = _expanded(name, what)
-    return path if path.is_absolute() else _inside(base, name, what)
 
 
 def _expanded(name: str, what: str) -> Path:

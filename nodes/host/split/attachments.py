@@ -33,17 +33,13 @@ _KNOWN_ENTRIES = frozenset({*_SEEN_ENTRIES, _OVERRIDE, "wrappers", "callbacks", 
 # ---- inside the modules
 
 
-def unseen_attachments(patcher: Any, diffusion_model: nn.Module, own_hooks: set[int]) -> tuple[str, ...]:
+def unseen_attachments(patcher: Any, diffusion_model: nn.Module, own_hooks: set[int]) -> Iterator[str]:
     """What was attached inside the diffusion model and runs without being seen, in words for the user.
 
     Args:
         patcher: the MODEL as it is loaded now, object patches and injections applied.
         own_hooks: ids of the hooks that belong to the split.
     """
-    return tuple(_unseen(patcher, diffusion_model, own_hooks))
-
-
-def _unseen(patcher: Any, diffusion_model: nn.Module, own_hooks: set[int]) -> Iterator[str]:
     for key, value in patcher.object_patches.items():
         if key.startswith(f"{ROOT}.") and not is_compiled(value):
             yield f"the object patch of {key}"

@@ -29,27 +29,21 @@ def weight_bytes(base: nn.Module, plan: SplitPlan) -> dict[torch.device, int]:
     return sizes
 
 
+def describe_cards(base: nn.Module, plan: SplitPlan) -> list[str]:
+    """One line per card: how much of the model it holds."""
+    sizes = weight_bytes(base, plan)
+    counts = {device: len(plan.blocks_on(device)) for device in sizes}
+    return [f"{device} gets {counts[device]} blocks, {sizes[device] / GB:.2f} GB of weights" for device in sizes]
+
+
 def log_plan(base: nn.Module, plan: SplitPlan) -> None:
     """What was decided, in one line, and one line per card."""
     runs = groupby(enumerate(plan.placement.devices), key=lambda each: each[1])
     numbers = [(device, [index for index, _ in run]) for device, run in runs]
     where = ", ".join(f"{indices[0]}-{indices[-1]} on {device}" for device, indices in numbers)
-    _log.info(
-        "split: %s, %d blocks: %s; %s; overlap %s",
-        plan.layout.class_name,
-        len(plan.placement.blocks),
-        where,
-        plan.transport,
-        "on" if plan.overlap else "off",
-    )
-    for device, size in weight_bytes(base, plan).items():
-        count, limit = len(plan.blocks_on(device)), _limit(plan, device)
-        _log.info("split: %s gets %d blocks, %.2f GB of weights (limit %s)", device, count, size / GB, limit)
-
-
-def _limit(plan: SplitPlan, device: torch.device) -> str:
-    limit = plan.limit_bytes.get(device)
-    return "none" if limit is None else f"{limit / GB:.2f} GB"
+    what = f"{plan.layout.class_name}, {len(plan.placement.blocks)} blocks: {where}; {plan.transport}"
+    for line in (f"{what}; overlap {'on' if plan.overlap else 'off'}", *describe_cards(base, plan)):
+        _log.info("split: %s", line)
 
 
 def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
@@ -77,26 +71,18 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
     for device, size in sizes.items():
         total, free = get_total_memory(device), get_free_memory(device)
         streamed = _largest_layer(model.model, plan, device)
-        _log.info(
-            "split: %s weights %.2f GB, activations about %.2f GB, free %.2f of %.2f GB, limit %s",
-            device,
-            size / GB,
-            activations / GB,
-            free / GB,
-            total / GB,
-            _limit(plan, device),
-        )
+        limit = f"{plan.limit_bytes[device] / GB:.2f} GB" if device in plan.limit_bytes else "none"
+        room = f"free {free / GB:.2f} of {total / GB:.2f} GB, limit {limit}"
+        needs = f"weights {size / GB:.2f} GB, activations about {activations / GB:.2f} GB"
+        _log.info("split: %s %s, %s", device, needs, room)
         if streamed + minimum > total:
             problems.append(
                 f"{device} has {total / GB:.2f} GB in all; its largest layer takes {streamed / GB:.2f} GB and "
                 f"computing at least {minimum / GB:.2f} GB"
             )
         elif activations + streamed > total:  # ComfyUI's estimate is no bound, and context windows divide it
-            _log.warning(
-                "split: %s may run out of memory: ComfyUI expects one step to need %.2f GB beside the weights",
-                device,
-                activations / GB,
-            )
+            told = f"ComfyUI expects one step to need {activations / GB:.2f} GB beside the weights"
+            _log.warning("split: %s may run out of memory: %s", device, told)
     if problems:
         raise RuntimeError(
             f"this model cannot run so, even streamed: {'; '.join(problems)}. Leave that card out of the split, use a "

@@ -13,10 +13,10 @@ from torch import nn
 from .attachments import KEY, ROOT, is_compiled
 from .batches import run_overlapped
 from .file_weights import load_over_file
-from .forecast import log_plan, prepare_with_forecast, weight_bytes
+from .forecast import describe_cards, log_plan, prepare_with_forecast
 from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy
 from .patcher import become_split
-from .plan import GB, SplitRequest, plan_split
+from .plan import SplitRequest, plan_split
 from .tree import make_tree, tree_of
 
 _WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
@@ -81,9 +81,7 @@ def describe_split(model: Any) -> str:
     tree = tree_of(model.model)
     if tree is None:
         return f"whole model on {model.load_device}"
-    sizes = weight_bytes(model.model, tree.plan).items()
-    parts = [f"{device}: {len(tree.plan.blocks_on(device))} blocks, {size / GB:.2f} GB" for device, size in sizes]
-    return f"{'; '.join(parts)} ({tree.plan.transport})"
+    return f"{'; '.join(describe_cards(model.model, tree.plan))}; {tree.plan.transport}"
 
 
 def _with_wrappers(split: Any) -> Any:

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,21 +38,41 @@ class _CardPatcher(_Patcher):
     def _tree(self) -> SplitTree:
         raise NotImplementedError
 
+    def _unhook(self) -> None:
+        """Take scheduled LoRA out: the home patcher writes it into the weights, which are about to move."""
+        raise NotImplementedError
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """While active, ComfyUI sees no other card's part."""
+        return contextlib.nullcontext()
+
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
     ) -> Any:
         """ComfyUI's own, with no more bytes than the user allows this card to hold."""
         from comfy.model_management import cuda_device_context
 
+        extra_memory = self._without_other_objects(extra_memory)
         limit = self._tree().plan.limit_bytes.get(self.load_device)
-        if limit is not None:
-            extra_memory = min(extra_memory, limit - self.loaded_size())
-        with cuda_device_context(device_to):
+        with self._alone(), cuda_device_context(device_to):
+            if limit is not None:
+                extra_memory = min(extra_memory, limit - self.loaded_size())
             loaded = super().partially_load(device_to, extra_memory, force_patch_weights=force_patch_weights)
             vbar = self._vbar_get() if limit is not None and self.is_dynamic() else None
             if vbar is not None:  # under DynamicVRAM weights arrive while they are used, into this address range
                 vbar.set_watermark_limit(limit)
         return loaded
+
+    def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
+        self._unhook()
+        with self._alone():
+            return super().partially_unload(*args, **kwargs)
+
+    def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
+        with self._alone():
+            if unpatch_weights and device_to is not None:
+                self._use_origins()
+            super().unpatch_model(device_to, unpatch_weights)
 
     def _without_other_objects(self, extra_memory: float) -> float:
         """Take the weights off the card if it was loaded with other layers in place of the model's: ComfyUI believes
@@ -115,17 +136,11 @@ class ShardMixin(_CardPatcher):
     ) -> Any:
         self._unhook()
         with self._below_injections():
-            return super().partially_load(device_to, self._without_other_objects(extra_memory), force_patch_weights)
-
-    def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
-        self._unhook()
-        return super().partially_unload(*args, **kwargs)
+            return super().partially_load(device_to, extra_memory, force_patch_weights)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
         if unpatch_weights:
             self._unhook()
-            if device_to is not None:
-                self._use_origins()
         with self._below_injections():
             super().unpatch_model(device_to, unpatch_weights)
 
@@ -143,7 +158,6 @@ class ShardMixin(_CardPatcher):
             home.inject_model()
 
     def _unhook(self) -> None:
-        """The home patcher writes scheduled LoRA into the weights: it must take it out before they move."""
         home = self._home()
         if home is not None:
             home.unpatch_hooks()
@@ -161,6 +175,12 @@ class SplitMixin(_CardPatcher):
         tree = tree_of(self.model)
         assert tree is not None, "a split patcher always has a split tree"
         return tree
+
+    def _alone(self) -> AbstractContextManager[None]:
+        return self._tree().home_only()
+
+    def _unhook(self) -> None:
+        self.unpatch_hooks()
 
     # ---- companions
 
@@ -228,7 +248,7 @@ class SplitMixin(_CardPatcher):
             return super().model_size()
 
     def load(self, *args: Any, **kwargs: Any) -> Any:
-        self.unpatch_hooks()
+        self._unhook()
         with self._tree().home_only():
             return super().load(*args, **kwargs)
 
@@ -242,25 +262,15 @@ class SplitMixin(_CardPatcher):
                 f"this MODEL is split with {home} as its first device, and a node behind the split has moved it to "
                 f"{self.load_device}; choose the devices in the split node and take that node out"
             )
-        self.unpatch_hooks()
-        extra_memory = self._without_other_objects(extra_memory)
-        with self._tree().home_only():
-            return super().partially_load(device_to, extra_memory, force_patch_weights)
-
-    def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
-        self.unpatch_hooks()
-        with self._tree().home_only():
-            return super().partially_unload(*args, **kwargs)
+        self._unhook()
+        return super().partially_load(device_to, extra_memory, force_patch_weights)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
         self.eject_model()
         if unpatch_weights:
-            self.unpatch_hooks()
+            self._unhook()
         self._restore_foreign_objects()
-        with self._tree().home_only():
-            if unpatch_weights and device_to is not None:
-                self._use_origins()
-            super().unpatch_model(device_to, unpatch_weights)
+        super().unpatch_model(device_to, unpatch_weights)
 
     def _restore_foreign_objects(self) -> None:
         """Object patches of whole blocks of other cards, which ComfyUI could not find in the home view."""

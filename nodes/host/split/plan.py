@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -72,18 +72,16 @@ class SplitPlan:
     Args:
         placement: block fqns inside the diffusion model, and their devices.
         layout: what the class is; for a class nobody described a row made from its block lists.
-        transport: how activations travel.
         limit_bytes: weights each device may hold resident; absent is unlimited.
-        overlap: whether micro-batches of a batch may use the cards at the same time.
-        verify: compute the first step of every run a second time in the plainest way, and compare.
+        transport, overlap, verify: as in SplitRequest, decided.
     """
 
     placement: Placement
     layout: NativeModel
     transport: Transport
-    limit_bytes: Mapping[torch.device, int] = field(default_factory=dict)
-    overlap: bool = True
-    verify: bool = False
+    limit_bytes: Mapping[torch.device, int]
+    overlap: bool
+    verify: bool
 
     @property
     def home(self) -> torch.device:
@@ -167,16 +165,13 @@ def _place(
     blocks = placed_blocks(diffusion_model, layout)
     sizes, home_bytes = _sizes(diffusion_model, blocks, leaders)
     budgets = _budgets(request.devices, limit_bytes)
-    if request.balance == "manual":
-        placement = plan_manual(blocks, request.devices, request.split_at)
-        try:
-            check_budgets(placement, sizes, home_bytes, budgets)
-        except ValueError as error:
-            _accept_streaming(error, request)
-        return placement
+    by_hand = plan_manual(blocks, request.devices, request.split_at) if request.balance == "manual" else None
     is_time = request.balance == "time"
 
     def plan(budget: Mapping[torch.device, int | None]) -> Placement:
+        if by_hand is not None:
+            check_budgets(by_hand, sizes, home_bytes, budget)
+            return by_hand
         return plan_placement(
             blocks,
             request.devices,
@@ -191,15 +186,10 @@ def _place(
     try:
         return plan(budgets)
     except ValueError as error:
-        _accept_streaming(error, request)
+        if not request.offload:
+            raise ValueError(f"{error}, or turn offload on") from error
+        _log.warning("split: %s; what does not fit stays in host memory and is streamed at every step", error)
         return plan({})
-
-
-def _accept_streaming(error: ValueError, request: SplitRequest) -> None:
-    """Say what does not fit and will be streamed; with offload off that is refused."""
-    if not request.offload:
-        raise ValueError(f"{error}, or turn offload on") from error
-    _log.warning("split: %s; what does not fit stays in host memory and is streamed at every step", error)
 
 
 def _sizes(diffusion_model: nn.Module, blocks: tuple[str, ...], leaders: Mapping[str, str]) -> tuple[list[int], int]:

@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -36,17 +37,14 @@ class Shard(nn.Module):
         super().__init__()
         self.__dict__["_base"] = weakref.ref(base)
         self.device: torch.device | None = None
-        for name in block_names:
-            self._adopt(f"{ROOT}.{name}", base.get_submodule(f"{ROOT}.{name}"))
-
-    def _adopt(self, fqn: str, block: nn.Module) -> None:
-        parent: nn.Module = self
-        *path, last = fqn.split(".")
-        for part in path:
-            if part not in parent._modules:
-                parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        parent.add_module(last, block)
+        for name in (f"{ROOT}.{block}" for block in block_names):
+            parent: nn.Module = self
+            *path, last = name.split(".")
+            for part in path:
+                if part not in parent._modules:
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            parent.add_module(last, base.get_submodule(name))
 
     @property
     def manual_cast_dtype(self) -> torch.dtype | None:
@@ -89,18 +87,6 @@ class SplitTree:
     # ---- views
 
     @contextmanager
-    def home_only(self) -> Iterator[None]:
-        """Blocks of other cards are out of their lists; the remaining ones keep their numbers."""
-        with self._view(is_whole=False):
-            yield
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Every block is in its list, also inside home_only."""
-        with self._view(is_whole=True):
-            yield
-
-    @contextmanager
     def _view(self, *, is_whole: bool) -> Iterator[None]:
         if self.is_whole == is_whole:
             yield
@@ -111,6 +97,9 @@ class SplitTree:
             yield
         finally:
             leave()
+
+    home_only = partialmethod(_view, is_whole=False)  # blocks of other cards are out; the others keep their numbers
+    whole = partialmethod(_view, is_whole=True)  # every block is in its list, also inside home_only
 
     @property
     def is_whole(self) -> bool:
@@ -181,7 +170,7 @@ class SplitTree:
         patcher = self._patcher()
         if self._unseen is None and patcher is not None:
             own = self.bridge.hook_ids | self._hooks.ids
-            self._unseen = unseen_attachments(patcher, self.diffusion_model, own)
+            self._unseen = tuple(unseen_attachments(patcher, self.diffusion_model, own))
         return self._unseen or ()
 
     @contextmanager
@@ -218,10 +207,8 @@ class SplitTree:
 
     def _block(self, name: str) -> nn.Module:
         container, _, child = name.rpartition(".")
-        if container and not self._is_in_place(container):
-            return self._blocks[name]
         parent = self._lists[container] if container else self.diffusion_model
-        block = parent._modules.get(child)
+        block = parent._modules.get(child) if not container or self._is_in_place(container) else None
         return self._blocks[name] if block is None else block
 
     def _is_in_place(self, name: str) -> bool:
@@ -235,7 +222,9 @@ class SplitTree:
         self._follow_compiled_blocks()
         self._decide(kwargs.get("transformer_options") or {})
         if not self._is_proven:
-            self._watch_first_forward()
+            if self._calls is not None:
+                self._calls.stop()
+            self._calls = BlockCalls(self.diffusion_model, self.plan.placement.blocks)
         self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
         self.bridge.begin()
         kwargs = dict(kwargs)
@@ -275,11 +264,6 @@ class SplitTree:
         self.bridge.remove()
         self.bridge = self._make_bridge(called)
         self.bridge.attach()
-
-    def _watch_first_forward(self) -> None:
-        if self._calls is not None:
-            self._calls.stop()
-        self._calls = BlockCalls(self.diffusion_model, self.plan.placement.blocks)
 
 
 def _containers_of(blocks: Sequence[str]) -> list[str]:
