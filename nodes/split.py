@@ -1,4 +1,4 @@
-"""Nodes: one stock MODEL over several GPUs, from a MODEL or straight from its file."""
+"""Nodes: one MODEL over several GPUs, from a MODEL or straight from its file."""
 
 from __future__ import annotations
 

@@ -25,8 +25,6 @@ from .folders import folder_in_output as folder_in_output
 if TYPE_CHECKING:
     import torch
 
-EVENT_NAME = "devicebridge.event"
-
 
 class NodeView:
     """What a running node shows on itself, and whether its user has pressed Cancel.
@@ -79,7 +77,7 @@ def send_event(data: Mapping[str, Any]) -> None:
     from server import PromptServer
 
     server = PromptServer.instance
-    server.send_sync(EVENT_NAME, dict(data), server.client_id)
+    server.send_sync("devicebridge.event", dict(data), server.client_id)
 
 
 @contextmanager

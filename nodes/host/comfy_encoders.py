@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+_PLAIN = (str, bool, int, float, type(None))
 # What SDClipModel and its like read while encoding; layer choices are in options_default, the others vary per call.
 _ENCODER_SETTINGS = (
     "options_default",
@@ -41,7 +42,6 @@ _VAE_SETTINGS = (
     "crop_input",
     "not_video",
 )
-_PATHS = frozenset({"embedding_directory"})  # files in it are asked for by captions, which are refused then
 
 
 class _Encoder:
@@ -114,9 +114,17 @@ class HostVae(_Encoder):
 
 
 def _name(kind: str, patcher: Any, settings: Mapping[str, Any]) -> str:
+    """Raises: ValueError if something was attached to the loaded weights."""
     from comfyui_version import __version__
 
-    _refuse_changes(kind, patcher)
+    attached = ("patches", "hook_patches", "weight_wrapper_patches", "injections", "additional_models")
+    found = [name for name in attached if getattr(patcher, name, None)]
+    found += [name for name in ("wrappers", "callbacks") if any(getattr(patcher, name, {}).values())]
+    if found:
+        raise ValueError(
+            f"the {kind} has {', '.join(found)} (a LoRA's, say), which no cache key can name; connect it as it comes "
+            "from its loader"
+        )
     facts = {
         "settings": settings,
         "object_patches": {name: _plain(value) for name, value in patcher.object_patches.items()},
@@ -124,18 +132,6 @@ def _name(kind: str, patcher: Any, settings: Mapping[str, Any]) -> str:
         "weights": tensors_fingerprint(_weights(patcher)),
     }
     return f"comfyui {__version__} {kind} {settings_fingerprint(facts)}"
-
-
-def _refuse_changes(kind: str, patcher: Any) -> None:
-    """Refuse what was hung onto the loaded weights."""
-    kept = ("patches", "hook_patches", "weight_wrapper_patches", "injections", "additional_models")
-    found = [name for name in kept if getattr(patcher, name, None)]
-    found += [name for name in ("wrappers", "callbacks") if any(getattr(patcher, name, {}).values())]
-    if found:
-        raise ValueError(
-            f"the {kind} has {', '.join(found)} (a LoRA's, say), which no cache key can name; connect it as it comes "
-            "from its loader"
-        )
 
 
 def _weights(patcher: Any) -> dict[str, torch.Tensor]:
@@ -183,16 +179,12 @@ def _tokenizer_facts(tokenizer: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield f"{name}.vocabulary", settings_fingerprint(tokenizer.get_vocab())
         return  # inside are the tokenizer library's own objects
     for key, value in sorted(vars(tokenizer).items()):
-        if key in _PATHS:
-            continue
+        if key == "embedding_directory":
+            continue  # captions ask for files in it, and are refused then
         if hasattr(value, "tokenize_with_weights") or hasattr(value, "get_vocab"):
             yield from _tokenizer_facts(value, f"{name}.{key}")
-        elif _is_plain(value):
+        elif isinstance(value, _PLAIN):
             yield f"{name}.{key}", _plain(value)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (str, bool, int, float))
 
 
 def _plain(value: Any) -> Any:
@@ -202,7 +194,7 @@ def _plain(value: Any) -> Any:
     """
     import torch
 
-    if _is_plain(value):
+    if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.dtype):
         return str(value)

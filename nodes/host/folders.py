@@ -21,7 +21,6 @@ from typing import NoReturn
 
 from ...system.listing import Looked, go_on
 
-SETTINGS_NAME = "devicebridge.toml"
 USE_PATH = "[path below]"
 
 
@@ -97,7 +96,7 @@ def settings_file() -> Path:
     """Where the user allows folders; it need not exist. ComfyUI's own web interface writes in sub-folders only."""
     import folder_paths
 
-    return Path(folder_paths.get_user_directory()) / SETTINGS_NAME
+    return Path(folder_paths.get_user_directory()) / "devicebridge.toml"
 
 
 def _refuse_unreadable(path: Path, name: str, what: str) -> None:

@@ -110,7 +110,7 @@ GUARDS: Mapping[str, Callable[[], Any]] = {
     "what runs unseen is looked for": _instead(tree, "unseen_attachments", lambda *args: ()),
     "an override with tensors runs at home": _instead(options, "holds_tensors", lambda function: False),
     "other layers are loaded anew": _instead(patcher._CardPatcher, "_without_other_objects", lambda self, extra: extra),
-    "object patches lie under injections": _instead(patcher.ShardMixin, "_below_injections", _nothing),
+    "object patches lie under injections": _instead(patcher.ShardMixin, "_own_part", _nothing),
     "adapters go where their layer is": _instead(patcher.SplitMixin, "_place_bypass_adapters", lambda self: None),
 }
 

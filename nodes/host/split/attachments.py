@@ -120,44 +120,48 @@ def reason_against_overlap(model: Any, unseen: tuple[str, ...], conds: list[Any]
     Args:
         model: the BaseModel. unseen: what runs inside it. conds: of this step. options: model_options of this step.
     """
+    return next(_reasons(model, unseen, conds, options), "")
+
+
+def _reasons(model: Any, unseen: tuple[str, ...], conds: list[Any], options: Mapping[str, Any]) -> Iterator[str]:
     from comfy.patcher_extension import CallbacksMP
 
     if torch.is_grad_enabled():
-        return "gradients are recorded"
+        yield "gradients are recorded"
     if unseen:
-        return f"{unseen[0]} may keep state from call to call"
-    if methods := replaced_methods(model.diffusion_model):
-        return f"another node replaced {methods[0]} of the model"
-    if function := _patched_function(model.current_patcher):
-        return f"the object patch of {function} may keep state from call to call"
+        yield f"{unseen[0]} may keep state from call to call"
+    for name in replaced_methods(model.diffusion_model):
+        yield f"another node replaced {name} of the model"
+    for key, value in model.current_patcher.object_patches.items():
+        is_known = isinstance(value, nn.Module) and _module_of(value).startswith(("comfy.", "comfy_extras."))
+        if not key.startswith(f"{ROOT}.") and callable(value) and not is_known:
+            yield f"the object patch of {key} may keep state from call to call"
     if "model_function_wrapper" in options:
-        return "a model function wrapper may keep state between them"
-    if reason := _reason_in(options.get("transformer_options", {})):
-        return reason
+        yield "a model function wrapper may keep state between them"
+    yield from _reasons_in(options.get("transformer_options", {}))
     if model.current_patcher.get_all_callbacks(CallbacksMP.ON_PREPARE_STATE):
-        return "a callback of another node counts them"
-    entries = [entry for cond in conds for entry in cond or ()]
-    return next((f"a conditioning has {name}" for name in _STATEFUL_ENTRIES if any(name in e for e in entries)), "")
+        yield "a callback of another node counts them"
+    for entry in (entry for cond in conds for entry in cond or ()):
+        yield from (f"a conditioning has {name}" for name in _STATEFUL_ENTRIES if name in entry)
 
 
-def _reason_in(options: Mapping[str, Any]) -> str:
+def _reasons_in(options: Mapping[str, Any]) -> Iterator[str]:
     """What transformer_options say against overlap."""
     for name in _SEEN_ENTRIES:
         if any(options.get(name, {}).values()):
-            return f"{name} of another node may keep state between blocks"
+            yield f"{name} of another node may keep state between blocks"
     override = options.get(_OVERRIDE)
     if override is not None and not _is_comfy_attention(override):
-        return "an attention override of another node may keep state between calls"
+        yield "an attention override of another node may keep state between calls"
     wrappers = options.get("wrappers", {})
     for kind in ("diffusion_model", "apply_model"):
         if any(wrappers.get(kind, {}).values()):
-            return f"a wrapper of another node around {kind} may keep state between them"
+            yield f"a wrapper of another node around {kind} may keep state between them"
     if any(functions for key, functions in wrappers.get("calc_cond_batch", {}).items() if key != KEY):
-        return "a wrapper of another node counts on conditionings coming together"
+        yield "a wrapper of another node counts on conditionings coming together"
     for name, value in options.items():
         if name not in _KNOWN_ENTRIES and any(callable(part) for part in _nearby(value)):
-            return f"transformer_options[{name!r}] of another node may keep state between blocks"
-    return ""
+            yield f"transformer_options[{name!r}] of another node may keep state between blocks"
 
 
 def _nearby(value: Any) -> Iterator[Any]:
@@ -166,15 +170,6 @@ def _nearby(value: Any) -> Iterator[Any]:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     for item in items:
         yield from _nearby(item)
-
-
-def _patched_function(patcher: Any) -> str:
-    """An object patch beside the diffusion model that can be called and is of no class of ComfyUI's; "" if none."""
-    for key, value in patcher.object_patches.items():
-        is_known = isinstance(value, nn.Module) and _module_of(value).startswith(("comfy.", "comfy_extras."))
-        if not key.startswith(f"{ROOT}.") and callable(value) and not is_known:
-            return key
-    return ""
 
 
 def _is_comfy_attention(override: Any) -> bool:

@@ -99,22 +99,14 @@ def _parts(
     if reason:
         tree.say_once(f"split: overlap is off: {reason}")
         return []
-    if num_images == 1 or not all(_can_cut(entry) for index in active for entry in conds[index]):
-        return [_Part(index, _only(conds, index, conds[index]), x_in, timestep) for index in active]
-    return [
-        _Part(
-            index,
-            _only(conds, index, [_cut(entry, image, num_images) for entry in conds[index]]),
-            x_in[image : image + 1],
-            timestep[image : image + 1],
-        )
-        for index in active
-        for image in range(num_images)
-    ]
-
-
-def _only(conds: list[Any], index: int, cond: list[Any]) -> list[Any]:
-    return [cond if number == index else None for number in range(len(conds))]
+    is_cut = num_images > 1 and all(_can_cut(entry) for index in active for entry in conds[index])
+    parts = []
+    for index in active:
+        for image in [slice(i, i + 1) for i in range(num_images)] if is_cut else [slice(None)]:
+            only: list[Any] = [None] * len(conds)
+            only[index] = [_cut(entry, image, num_images) for entry in conds[index]] if is_cut else conds[index]
+            parts.append(_Part(index, only, x_in[image], timestep[image]))
+    return parts
 
 
 def _can_cut(entry: Mapping[str, Any]) -> bool:
@@ -126,7 +118,7 @@ def _can_cut(entry: Mapping[str, Any]) -> bool:
     return "latent_shapes" not in values and all(type(value) in known for value in values.values())
 
 
-def _cut(entry: Mapping[str, Any], image: int, num_images: int) -> dict[str, Any]:
+def _cut(entry: Mapping[str, Any], image: slice, num_images: int) -> dict[str, Any]:
     cut = dict(entry)
     cut["model_conds"] = {name: _cut_cond(value, image, num_images) for name, value in entry["model_conds"].items()}
     mask = entry.get("mask")
@@ -135,7 +127,7 @@ def _cut(entry: Mapping[str, Any], image: int, num_images: int) -> dict[str, Any
     return cut
 
 
-def _cut_cond(cond: Any, image: int, num_images: int) -> Any:
+def _cut_cond(cond: Any, image: slice, num_images: int) -> Any:
     from comfy.conds import CONDConstant, CONDList
 
     if isinstance(cond, CONDConstant):
@@ -145,8 +137,8 @@ def _cut_cond(cond: Any, image: int, num_images: int) -> Any:
     return cond._copy_with(_one(cond.cond, image, num_images))
 
 
-def _one(value: torch.Tensor, image: int, num_images: int) -> torch.Tensor:
+def _one(value: torch.Tensor, image: slice, num_images: int) -> torch.Tensor:
     """The part of one image; shorter batches are repeated first, as ComfyUI does."""
     from comfy.utils import repeat_to_batch_size
 
-    return value if value.shape[0] == 1 else repeat_to_batch_size(value, num_images)[image : image + 1]
+    return value if value.shape[0] == 1 else repeat_to_batch_size(value, num_images)[image]

@@ -35,26 +35,27 @@ _Patcher: Any = object
 class _CardPatcher(_Patcher):
     """What home and shards share: a limit on resident weights, and weights that need no copy on their way back."""
 
-    def _tree(self) -> SplitTree:
-        raise NotImplementedError
+    _tree: Callable[[], SplitTree]
+    _home: Callable[[], SplitMixin | None]  # the home card's patcher, while there is one
 
     def _unhook(self) -> None:
-        """Take scheduled LoRA out: the home patcher writes it into the weights, which are about to move."""
+        """Have the home patcher take out scheduled LoRA, which it wrote into weights that are about to move."""
+        home = self._home()
+        if home is not None:
+            home.unpatch_hooks()
+
+    def _own_part(self) -> AbstractContextManager[None]:
+        """While active, ComfyUI sees this card's part alone, and nothing wrapped around it."""
         raise NotImplementedError
 
-    def _alone(self) -> AbstractContextManager[None]:
-        """While active, ComfyUI sees no other card's part."""
-        return contextlib.nullcontext()
-
-    def partially_load(
-        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
-    ) -> Any:
+    def partially_load(self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
         """ComfyUI's own, with no more bytes than the user allows this card to hold."""
         from comfy.model_management import cuda_device_context
 
-        extra_memory = self._without_other_objects(extra_memory)
-        limit = self._tree().plan.limit_bytes.get(self.load_device)
-        with self._alone(), cuda_device_context(device_to):
+        self._unhook()
+        with self._own_part(), cuda_device_context(device_to):
+            extra_memory = self._without_other_objects(extra_memory)
+            limit = self._tree().plan.limit_bytes.get(self.load_device)
             if limit is not None:
                 extra_memory = min(extra_memory, limit - self.loaded_size())
             loaded = super().partially_load(device_to, extra_memory, force_patch_weights=force_patch_weights)
@@ -65,11 +66,12 @@ class _CardPatcher(_Patcher):
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
         self._unhook()
-        with self._alone():
-            return super().partially_unload(*args, **kwargs)
+        return super().partially_unload(*args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
-        with self._alone():
+        if unpatch_weights:
+            self._unhook()
+        with self._own_part():
             if unpatch_weights and device_to is not None:
                 self._use_origins()
             super().unpatch_model(device_to, unpatch_weights)
@@ -131,21 +133,8 @@ class ShardMixin(_CardPatcher):
         n._tree_of_home = self._tree_of_home
         return n
 
-    def partially_load(
-        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
-    ) -> Any:
-        self._unhook()
-        with self._below_injections():
-            return super().partially_load(device_to, extra_memory, force_patch_weights)
-
-    def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
-        if unpatch_weights:
-            self._unhook()
-        with self._below_injections():
-            super().unpatch_model(device_to, unpatch_weights)
-
     @contextlib.contextmanager
-    def _below_injections(self) -> Iterator[None]:
+    def _own_part(self) -> Iterator[None]:
         """Object patches are set and taken off while the home patcher's injections, which may wrap them, are off."""
         home = self._home() if self.object_patches or self.object_patches_backup else None
         if home is None or not home.is_injected:
@@ -156,11 +145,6 @@ class ShardMixin(_CardPatcher):
             yield
         finally:
             home.inject_model()
-
-    def _unhook(self) -> None:
-        home = self._home()
-        if home is not None:
-            home.unpatch_hooks()
 
 
 class SplitMixin(_CardPatcher):
@@ -176,11 +160,11 @@ class SplitMixin(_CardPatcher):
         assert tree is not None, "a split patcher always has a split tree"
         return tree
 
-    def _alone(self) -> AbstractContextManager[None]:
+    def _own_part(self) -> AbstractContextManager[None]:
         return self._tree().home_only()
 
-    def _unhook(self) -> None:
-        self.unpatch_hooks()
+    def _home(self) -> SplitMixin:
+        return self
 
     # ---- companions
 
@@ -244,17 +228,15 @@ class SplitMixin(_CardPatcher):
     # ---- ComfyUI's code that must see the home part alone
 
     def model_size(self) -> int:
-        with self._tree().home_only():
+        with self._own_part():
             return super().model_size()
 
     def load(self, *args: Any, **kwargs: Any) -> Any:
         self._unhook()
-        with self._tree().home_only():
+        with self._own_part():
             return super().load(*args, **kwargs)
 
-    def partially_load(
-        self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
-    ) -> Any:
+    def partially_load(self, *args: Any, **kwargs: Any) -> Any:
         """Raises: RuntimeError if another node has moved the home part to another device."""
         home = self._tree().plan.home
         if self.load_device != home:  # not asked where ComfyUI lists shards: its tracker of outputs does so any time
@@ -262,8 +244,11 @@ class SplitMixin(_CardPatcher):
                 f"this MODEL is split with {home} as its first device, and a node behind the split has moved it to "
                 f"{self.load_device}; choose the devices in the split node and take that node out"
             )
-        self._unhook()
-        return super().partially_load(device_to, extra_memory, force_patch_weights)
+        return super().partially_load(*args, **kwargs)
+
+    def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
+        with self._own_part():
+            return super().partially_unload(*args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
         self.eject_model()

@@ -1,4 +1,4 @@
-"""Tensors of a mapped file that a stock load_state_dict takes over instead of copying."""
+"""Tensors of a mapped file that load_state_dict takes over instead of copying."""
 
 from __future__ import annotations
 
