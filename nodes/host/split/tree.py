@@ -75,7 +75,7 @@ class SplitTree:
         self._patcher: Callable[[], Any] = lambda: None  # who attached
         self._unseen: tuple[str, ...] | None = None
         self._is_plain = False
-        self.said: set[str] = set()  # what needs saying once
+        self._said: set[str] = set()  # what needs saying once
         self.is_to_verify = False  # the next step
         self.loaded_layers: dict[torch.device, dict[str, int]] = {}  # of object patches, by name: what each card holds
         self._is_proven = not plan.layout.is_derived
@@ -183,8 +183,8 @@ class SplitTree:
             self._is_plain = False
 
     def say_once(self, text: str) -> None:
-        if text not in self.said:
-            self.said.add(text)
+        if text not in self._said:
+            self._said.add(text)
             _log.info(text)
 
     def _make_bridge(self, called: Mapping[nn.Module, torch.device]) -> Bridge:
