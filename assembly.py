@@ -20,7 +20,8 @@ from .parallel.offload.weights import WeightOffload
 from .parallel.placement import Placement, place_offloaded
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible, remove_compiled
 from .patches.cuda_graphs import GraphedBlocks, graph_if_possible
-from .quantization.quantize import Quantizer, QuantizeReport
+from .quantization.quantize import Quantizer
+from .quantization.report import QuantizeReport
 
 # Attaches an adapter in place; training passes its own, so that this room needs nothing below it.
 AttachAdapter = Callable[[nn.Module], object]
@@ -81,7 +82,7 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
         model = load_transformer(info, _first_places(info, placement, offload, plan.dtype), plan.dtype, keeper=offload)
     else:
         model = load_through_cache(plan.quantized_cache, info, placement.device_of, plan.dtype, quantizer, offload)
-    quantized = quantizer.close(model).report if quantizer is not None else None
+    quantized = quantizer.close(model) if quantizer is not None else None
     #    Replicas are copied from card to card, 8-bit weights as they are; later, hooks and LoRA would be copied too.
     models = [model, *(copy_model(model, device) for device in placement.replicas[1:])]
     placements = [placement.on(device) for device in placement.replicas] or [placement]

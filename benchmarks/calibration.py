@@ -79,9 +79,9 @@ class Case:
             model={"quantize": self.scheme, "dtype": "bfloat16"},
             data={"resolutions": [self.side]},
             lora={"rank": self.options.rank, "alpha": float(self.options.rank), "dtype": "bfloat16"},
-            train={"steps": 1, "accumulation": accumulation},
-            pipeline={"schedule": schedule},
-            split={"kept_blocks": kept, "calibrate": "on"},
+            train={"steps": 1, "gradient_accumulation_steps": accumulation},
+            parallel={"strategy": schedule},
+            split={"blocks_without_checkpointing": kept, "calibrate": "on"},
         )
 
     def measure(self) -> MeasuredTimes:
@@ -104,7 +104,7 @@ class Case:
             plan = CalibratedPlanner(self.planner(way, kept, cuts), store=self.store).plan("always")
         except ValueError as error:
             return {"refused": str(error).splitlines()[0]}
-        per_sample = plan.step_s / plan.job.train.accumulation
+        per_sample = plan.step_s / plan.job.train.gradient_accumulation_steps
         return {"s_per_sample": round(per_sample, 4), "placement": plan.placement.describe()}
 
 

@@ -27,14 +27,13 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
 from devicebridge.quantization import eight_bit_kernels as kernels  # noqa: E402
-from devicebridge.quantization.eight_bit import (  # noqa: E402
-    SCHEMES,
-    FrozenLinear8,
-    Plan,
-    grad_input8,
-    linear8,
-    plan_for,
-    quantize_rows,
+from devicebridge.quantization.eight_bit import grad_input8, linear8, quantize_rows  # noqa: E402
+from devicebridge.quantization.frozen_linear import COMPUTE_SCHEMES, FrozenLinear8  # noqa: E402
+from devicebridge.quantization.kernel_choice import (  # noqa: E402
+    DeviceKernels,
+    KernelChoice,
+    choose_kernels,
+    using_kernels,
 )
 from provenance import describe_run, print_or_write  # noqa: E402
 from torch import nn  # noqa: E402
@@ -85,31 +84,42 @@ def make_rows(rows: int, width: int, size: float, seed: int) -> torch.Tensor:
     return torch.randn(rows, width, device=DEVICE, dtype=torch.bfloat16, generator=generator) * size
 
 
-def plans(scheme: str) -> dict[str, Plan]:
+def choices(scheme: str) -> dict[str, KernelChoice]:
     """Every way this card could compute a scheme; "chosen" is what a layer does by itself."""
-    chosen = plan_for(DEVICE, SCHEMES[scheme])  # type: ignore[index]
+    chosen = choose_kernels(DEVICE, COMPUTE_SCHEMES[scheme])  # type: ignore[index]
     ways = {"chosen": chosen}
     has_triton = not kernels.fault(DEVICE)
     if has_triton:
-        ways["triton / triton"] = Plan("triton", "triton", True)
-        ways["vendor / transpose"] = Plan("vendor", "transpose", True)
+        ways["triton / triton"] = KernelChoice("triton", "triton", True)
+        ways["vendor / transpose"] = KernelChoice("vendor", "transpose", True)
         if scheme == "fp8-compute":
-            ways["unit / transpose"] = Plan("unit", "transpose", True)
-    ways["vendor / dequantize"] = Plan("vendor", "dequantize", has_triton)
+            ways["unit / transpose"] = KernelChoice("unit", "transpose", True)
+    ways["vendor / dequantize"] = KernelChoice("vendor", "dequantize", has_triton)
     return ways
 
 
 def forward_candidates(layers: dict[str, nn.Module], x: torch.Tensor) -> Candidates:
     found: Candidates = {name: lambda layer=layer: layer(x) for name, layer in layers.items()}  # type: ignore[misc]
-    for scheme in SCHEMES:
+    for scheme in COMPUTE_SCHEMES:
         layer: Any = layers[scheme]
-        for way, plan in plans(scheme).items():
-            if way != "chosen" and plan.grad_input != "dequantize":
-                found[f"{scheme}, {plan.forward}"] = lambda layer=layer, plan=plan: linear8(  # type: ignore[misc]
-                    x, layer.weight, layer.scale, None, None, plan
-                )
+        for way, choice in choices(scheme).items():
+            if way != "chosen" and choice.grad_input != "dequantize":
+                found[f"{scheme}, {choice.forward}"] = _chosen(choice, linear8, x, layer, None)
     found |= _float8_sums(layers["fp8-compute"], x)
     return found
+
+
+def _chosen(
+    choice: KernelChoice, compute: Callable[..., Any], rows: torch.Tensor, layer: Any, *bias: None
+) -> Callable[[], Any]:
+    """linear8 or grad_input8 with these kernels, unrotated."""
+    of = DeviceKernels({layer.weight.dtype: choice})
+
+    def run() -> Any:
+        with using_kernels(of):
+            return compute(rows, layer.weight, layer.scale, *bias, None)
+
+    return run
 
 
 def _float8_sums(layer: Any, x: torch.Tensor) -> Candidates:
@@ -135,13 +145,11 @@ def grad_candidates(layers: dict[str, nn.Module], x: torch.Tensor, grad: torch.T
     for name, layer in layers.items():
         out = layer(x)
         found[name] = lambda out=out: torch.autograd.grad(out, x, grad, retain_graph=True)[0]  # type: ignore[misc]
-    for scheme in SCHEMES:
+    for scheme in COMPUTE_SCHEMES:
         layer8: Any = layers[scheme]
-        for way, plan in plans(scheme).items():
-            if way != "chosen" and plan.forward != "unit":
-                found[f"{scheme}, {plan.grad_input}"] = lambda layer=layer8, plan=plan: grad_input8(  # type: ignore[misc]
-                    grad, layer.weight, layer.scale, None, plan
-                )
+        for way, choice in choices(scheme).items():
+            if way != "chosen" and choice.forward != "unit":
+                found[f"{scheme}, {choice.grad_input}"] = _chosen(choice, grad_input8, grad, layer8)
     return found
 
 
@@ -265,6 +273,12 @@ def _single_block(cells: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
+def tuned_tiles() -> dict[str, str]:
+    """What the tuner picked so far in this process, by row class, I, J and types."""
+    tuners = kernels._tuners.items()
+    return {f"{device} {key}": str(config) for device, tuner in tuners for key, config in tuner.cache.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 512, 1536, 4608, 16384])
@@ -275,9 +289,9 @@ def main() -> None:
     found = measure(options.rows, options.rounds, options.budget_s)
     report = {"bf16_time_over_scheme": summarize(found["cells"]), **found}
     report["setup"] = {
-        "plans": {scheme: str(plan_for(DEVICE, dtype)) for scheme, dtype in SCHEMES.items()},
+        "plans": {scheme: str(choose_kernels(DEVICE, dtype)) for scheme, dtype in COMPUTE_SCHEMES.items()},
         "triton_fault": kernels.fault(DEVICE),
-        "tiles": kernels.tuned_tiles(),
+        "tiles": tuned_tiles(),
         "rounds": options.rounds,
         **describe_run("triton", "torchao"),
     }

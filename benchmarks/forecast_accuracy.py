@@ -91,12 +91,12 @@ def make_job(options: argparse.Namespace, scheme: str, side: int, mode: str) -> 
         lora={"rank": options.rank, "alpha": float(options.rank), "dtype": "float32"},
         train={
             "steps": NUM_STEPS,
-            "accumulation": options.accumulation,
+            "gradient_accumulation_steps": options.accumulation,
             "gradient_checkpointing": mode != "off",
             "offload_activations": "on" if options.offload and mode != "off" else "off",
             "cuda_graphs": "auto" if options.graphs else "off",
         },
-        pipeline={"schedule": options.schedule},
+        parallel={"strategy": options.schedule},
         split=limits_of(options, mode),
     )
 
@@ -106,7 +106,7 @@ def limits_of(options: argparse.Namespace, mode: str) -> dict[str, Any]:
     count = len(options.devices)
     if mode == "planned":
         return {}
-    return {"memory_limit_gb": [1000.0] * count, "swapped_blocks": options.swapped or [0] * count}
+    return {"memory_limit_gb": [1000.0] * count, "offloaded_blocks": options.swapped or [0] * count}
 
 
 def make_plan(options: argparse.Namespace, config: Any, job: Any, side: int, mode: str) -> TrainingPlan:
@@ -116,13 +116,13 @@ def make_plan(options: argparse.Namespace, config: Any, job: Any, side: int, mod
     assert variant is not None
     cards = find_cards(options.devices, is_tiny=options.tiny)
     if mode in ("on", "partly"):
-        job = replace(job, split=replace(job.split, kept_blocks=(0,) * len(cards)))
+        job = replace(job, split=replace(job.split, blocks_without_checkpointing=(0,) * len(cards)))
         plan = plan_training(Planner(job, info, variant, cards, (side, side)))
         if mode == "on":
             return plan
         half = tuple(device.num_blocks // 2 for device in plan.forecast.devices)
         bounds = [sum(device.num_blocks for device in plan.forecast.devices[: i + 1]) for i in range(len(cards) - 1)]
-        job = replace(job, split=replace(job.split, kept_blocks=half))
+        job = replace(job, split=replace(job.split, blocks_without_checkpointing=half))
         return plan_training(Planner(job, info, variant, cards, (side, side), cuts=bounds))
     return plan_training(Planner(job, info, variant, cards, (side, side)))
 

@@ -57,7 +57,7 @@ def make_stage(scheme: str, layers: Layers, device: torch.device, *, is_wide: bo
     config |= {"num_layers": layers[0], "num_single_layers": layers[1]}
     options = argparse.Namespace(tiny=not is_wide)
     each = make_contestant(options, subject, config, plan_devices(config, [device]), scheme, usual=False)
-    each.trainer.job = replace(each.job, train=replace(each.job.train, accumulation=NUM_BATCHES))
+    each.trainer.job = replace(each.job, train=replace(each.job.train, gradient_accumulation_steps=NUM_BATCHES))
     each.keep_activations([sum(layers)])
     if is_compiled:
         each.compiled = [apply_compile(each.built.model, each.built.family)]

@@ -278,7 +278,8 @@ def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def split(model: Any, **settings: Any) -> Any:
-    from devicebridge.nodes.host.split_model import SplitRequest, split_model
+    from devicebridge.nodes.host.split.model import split_model
+    from devicebridge.nodes.host.split.plan import SplitRequest
 
     return split_model(model, SplitRequest(devices=CARDS, **settings))
 
@@ -296,7 +297,7 @@ def split_by_the_other(model: Any) -> Any:
         assert spec is not None and spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
-    other = importlib.import_module(f"{name}.nodes.host.split_model")
+    other = importlib.import_module(f"{name}.nodes.host.split.model")
     return other.split_model(model, other.SplitRequest(devices=CARDS))
 
 
@@ -462,7 +463,7 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
 
 
 def placement(model: Any) -> str:
-    from devicebridge.nodes.host.split_tree import tree_of
+    from devicebridge.nodes.host.split.tree import tree_of
 
     tree = tree_of(model.model)
     return "not split" if tree is None else f"{tree.plan.placement.describe()}; {tree.plan.transport}"
@@ -605,7 +606,8 @@ def _settled() -> list[Any]:
 
 def loader(shape: Shape) -> dict[str, Any]:
     """From a file on disk: core's loader on one card against the pack's own loader node's function."""
-    from devicebridge.nodes.host.split_model import SplitRequest, load_split_model
+    from devicebridge.nodes.host.split.model import load_split_model
+    from devicebridge.nodes.host.split.plan import SplitRequest
     from safetensors.torch import save_file
 
     path = Path(os.environ.get("TMPDIR", "/tmp")) / "native_split.safetensors"

@@ -28,8 +28,9 @@ from devicebridge.parallel.offload.weights import WeightOffload
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement
 from devicebridge.patches.lora_linear import FusedLora
 from devicebridge.planning.cards import Card, cards_of
-from devicebridge.quantization.eight_bit import kernels_of
-from devicebridge.quantization.quantize import Quantizer, QuantizeReport, QuantizeSettings, replace_module
+from devicebridge.quantization.kernel_choice import device_kernels
+from devicebridge.quantization.quantize import Quantizer, QuantizeSettings, replace_module
+from devicebridge.quantization.report import QuantizeReport
 from devicebridge.quantization.wrapped import plain_parts
 from devicebridge.tests.emulated import CARDS
 from devicebridge.training.adapter import LoraHandle, apply_lora
@@ -137,7 +138,7 @@ def make_random_model(
     for name, buffer in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._buffers[leaf] = buffer.to(placement.device_of(name))
-    report = quantizer.close(model).report if quantizer is not None else None
+    report = quantizer.close(model) if quantizer is not None else None
     split = apply_block_split(model.requires_grad_(False), family, placement, offload)
     return RandomModel(scheme, model, split, report, family)
 
@@ -252,7 +253,7 @@ def make_info(config: Mapping[str, Any], *, is_tiny: bool) -> CheckpointInfo:
 def find_cards(devices: Sequence[torch.device], *, is_tiny: bool) -> list[Card]:
     """The devices as a planner sees them; emulated ones have 1 GB each."""
     if is_tiny:
-        return [Card(device, 10**9, 10**9, eight_bit=kernels_of(device)) for device in devices]
+        return [Card(device, 10**9, 10**9, eight_bit=device_kernels(device)) for device in devices]
     cards = cards_of(devices)
     assert cards is not None
     return cards

@@ -133,7 +133,7 @@ def train(
         train={
             "steps": options.steps,
             "batch_size": max(1, size.batch_size // NUM_BATCHES),
-            "accumulation": NUM_BATCHES,
+            "gradient_accumulation_steps": NUM_BATCHES,
         },
         optimizer={"learning_rate": options.learning_rate * way.rate, "name": way.optimizer},
         schedule={"name": "cosine", "warmup_steps": options.steps // 20},

@@ -317,7 +317,7 @@ def _make_data(subject: Subject, is_tiny: bool) -> Any:
 def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer]:
     """The contestant's trainer, set for this way."""
     trainer = each.trainer
-    trainer.job = replace(each.job, train=replace(each.job.train, accumulation=way.num_batches))
+    trainer.job = replace(each.job, train=replace(each.job.train, gradient_accumulation_steps=way.num_batches))
     if way.kind == "replicas":
         trainer.runner = each.replicas
     else:

@@ -101,13 +101,13 @@ def make_plan(
         model={"quantize": "none" if scheme == "bf16" else scheme, "dtype": "bfloat16"},
         data={"resolutions": [options.side]},
         lora={"rank": options.rank, "alpha": float(options.rank), "dtype": "float32"},
-        train={"accumulation": options.accumulation, "gradient_checkpointing": True},
-        pipeline={"schedule": options.schedule},
+        train={"gradient_accumulation_steps": options.accumulation, "gradient_checkpointing": True},
+        parallel={"strategy": options.schedule},
         optimizer={"learning_rate": 1e-6},
         split={
             "memory_limit_gb": [1000.0] * len(nothing),
-            "kept_blocks": nothing,
-            "swapped_blocks": list(offloaded) if offloaded is not None else nothing,
+            "blocks_without_checkpointing": nothing,
+            "offloaded_blocks": list(offloaded) if offloaded is not None else nothing,
         },
     )
     cards = find_cards(options.devices, is_tiny=options.tiny)
@@ -157,7 +157,7 @@ def deterministic() -> Iterator[None]:
 def gradients(trainer: Any) -> dict[str, torch.Tensor]:
     """Of the trainer's next step, which does not happen; on the CPU."""
     position = trainer.order.state_dict()
-    trainer._accumulate(trainer.job.train.accumulation)
+    trainer._accumulate(trainer.job.train.gradient_accumulation_steps)
     parameters = trainer.lora.parameters()
     found = {name: host(p.grad) for name, p in parameters.items() if p.grad is not None}
     for parameter in parameters.values():
@@ -175,7 +175,7 @@ def measure(
 ) -> None:
     """Times, copies and peaks; the ways take turns."""
     times: dict[str, list[float]] = {name: [] for name in ways}
-    samples = options.steps * trainer.job.train.accumulation
+    samples = options.steps * trainer.job.train.gradient_accumulation_steps
     for round_number in range(options.rounds):
         for name, plan in ways.items():
             with offloaded_as(split, plan) as offload:

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from ..quantization.eight_bit import make_rotation, rotate
+from ..quantization.rotation import make_rotation, rotate
 from .header import EIGHT_BIT_TYPES, FLOAT_TYPES, TensorRecord
 from .weight_file import WeightReader, open_weights
 

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import tomlkit
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from ..system.files import write_atomically
 from .ranges import PathText, Range, RequiredPath, check_file_name, problems_of
+from .setting import setting, with_todays_names
 
 if TYPE_CHECKING:
     from ..quantization.quantize import QuantizeSettings
@@ -78,32 +79,35 @@ class ModelConfig:
         return None if self.quantize == "none" else QuantizeSettings(self.quantize, self.rotation)
 
 
+_PerDevice = tuple[Annotated[int, Range(0, _MOST_BLOCKS)], ...]
+
+
 @dataclass(frozen=True, config=_STRICT)
 class SplitConfig:
     """Which devices hold the blocks.
 
     Args:
         devices: in execution order, the first is home (embedders, tail, loss); () takes every GPU, or the CPU.
-        balance: "bytes" equalises memory, "time" equalises estimated compute, "manual" cuts at split_at.
+        balance: "memory" equalises memory, "time" equalises estimated compute, "manual" cuts at split_at.
         split_at: for manual, the index of the first block of each further device, counted over all block lists.
         memory_limit_gb: per device, decimal GB for weights; () means what is free.
-        kept_blocks: with gradient checkpointing, how many blocks of each device keep their activations instead of being
-            computed again, the last ones of each; () lets the planner choose where it knows the devices' memory, and
-            keeps none elsewhere.
-        swapped_blocks: with gradient checkpointing, how many blocks of each device stream from host memory whenever
+        blocks_without_checkpointing: with gradient checkpointing, how many blocks of each device keep their
+            activations instead of being computed again, the last ones of each; () lets the planner choose where it
+            knows the devices' memory, and keeps none elsewhere.
+        offloaded_blocks: with gradient checkpointing, how many blocks of each device stream from host memory whenever
             they compute, spread evenly over those that do not keep their activations; () lets the planner choose where
-            it knows the devices' memory (none, unless the job would not fit), and swaps none elsewhere.
+            it knows the devices' memory (none, unless the job would not fit), and offloads none elsewhere.
         calibrate: where the planner knows the devices' memory, whether a training times its blocks on them first, for
             some seconds and once per kind of job: "auto" where the cut or the scheme depends on it, "on" always, "off"
             never; times are estimated from operations then.
     """
 
     devices: tuple[str, ...] = ()
-    balance: Literal["bytes", "time", "manual"] = "bytes"
+    balance: Literal["memory", "time", "manual"] = setting("memory", old_values={"bytes": "memory"})
     split_at: tuple[Annotated[int, Range(0, _MOST_BLOCKS)], ...] = ()
     memory_limit_gb: tuple[Annotated[float, Range(0, 100_000)], ...] = ()
-    kept_blocks: tuple[Annotated[int, Range(0, _MOST_BLOCKS)], ...] = ()
-    swapped_blocks: tuple[Annotated[int, Range(0, _MOST_BLOCKS)], ...] = ()
+    blocks_without_checkpointing: _PerDevice = setting((), was=("split.kept_blocks",))
+    offloaded_blocks: _PerDevice = setting((), was=("split.swapped_blocks",))
     calibrate: Literal["auto", "on", "off"] = "auto"
 
     def __post_init__(self) -> None:
@@ -126,29 +130,25 @@ class SplitConfig:
             )
 
 
-def _without_gpipe(schedule: Any) -> Any:
-    """Jobs of older versions may name a schedule that is gone."""
-    if schedule != "gpipe":
-        return schedule
-    _log.warning('pipeline.schedule = "gpipe" is gone; "1f1b" is used, which gives the same numbers in less memory')
-    return "1f1b"
-
-
 @dataclass(frozen=True, config=_STRICT)
-class PipelineConfig:
-    """How several devices share the micro-batches of a step (train.accumulation).
+class ParallelConfig:
+    """How several devices share the micro-batches of a step (train.gradient_accumulation_steps).
 
     Args:
-        schedule: "none": one micro-batch at a time, one device computing; "1f1b" keeps all devices busy, with the same
-            numbers. "replicas": every device holds the whole model
-            and computes its share of the micro-batches, the same numbers up to the order of summation, with dropout
-            masks of each device's own; a run is resumed as it began. "auto" takes what the planner finds
-            fastest, and where none plans 1f1b, if there are several devices and micro-batches.
-        ahead: micro-batches that every device but the last may hold beyond what 1f1b needs.
+        strategy: "none": one micro-batch at a time, one device computing; "pipeline" keeps all devices busy (1F1B),
+            with the same numbers. "data": every device holds the whole model and computes its share of the
+            micro-batches, the same numbers up to the order of summation, with dropout masks of each device's own; a run
+            is resumed as it began. "auto" takes what the planner finds fastest, and where none plans "pipeline", if
+            there are several devices and micro-batches.
+        microbatches_ahead: that every device of a pipeline but the last may hold beyond what 1F1B needs.
     """
 
-    schedule: Annotated[Literal["auto", "none", "1f1b", "replicas"], BeforeValidator(_without_gpipe)] = "auto"
-    ahead: Annotated[int, Range(0, 1000)] = 1
+    strategy: Literal["auto", "none", "pipeline", "data"] = setting(
+        "auto",
+        was=("pipeline.schedule",),
+        old_values={"1f1b": "pipeline", "gpipe": "pipeline", "replicas": "data"},
+    )
+    microbatches_ahead: Annotated[int, Range(0, 1000)] = setting(1, was=("pipeline.ahead",))
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -330,7 +330,8 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class LoopConfig:
-    """The loop: steps are optimizer steps; batch_size is per forward, accumulation forwards make one step.
+    """The loop: steps are optimizer steps; batch_size is per forward, gradient_accumulation_steps forwards make
+    one step.
 
     clip_norm: the largest length of a gradient, to which longer ones are shortened; 0 shortens none.
     compile: "auto" compiles each kind of transformer block once per device, where a compiler is found: for the one
@@ -347,7 +348,7 @@ class LoopConfig:
 
     steps: Annotated[int, Range(1, _MOST_STEPS)]
     batch_size: Annotated[int, Range(1, 1024)] = 1
-    accumulation: Annotated[int, Range(1, 1024)] = 1
+    gradient_accumulation_steps: Annotated[int, Range(1, 1024)] = setting(1, was=("train.accumulation",))
     clip_norm: Annotated[float, Range(1e-4, 1e6, or_zero=True)] = 1.0
     seed: Seed = 0
     gradient_checkpointing: bool = True
@@ -398,7 +399,7 @@ class JobConfig:
     train: LoopConfig
     output: OutputConfig
     split: SplitConfig = Field(default_factory=SplitConfig)
-    pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     lora: LoraSettings = Field(default_factory=LoraSettings)
     cache: CacheConfig = Field(default_factory=CacheConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
@@ -414,10 +415,10 @@ class JobConfig:
                 'split.balance = "manual" cuts one model, but model.second_expert gives each of two experts cards of '
                 "its own; remove one of the two"
             )
-        if self.pipeline.schedule == "replicas" and self.split.balance != "bytes":
+        if self.parallel.strategy == "data" and self.split.balance != "memory":
             raise ValueError(
-                f'split.balance = "{self.split.balance}" says where to cut the model, but pipeline.schedule = '
-                '"replicas" puts all of it on every device; remove one of the two'
+                f'split.balance = "{self.split.balance}" says where to cut the model, but parallel.strategy = '
+                '"data" puts all of it on every device; remove one of the two'
             )
         if self.data.encoded and (self.cache.text_source or self.cache.latent_source):
             raise ValueError("cache.text_source and latent_source are for images; data.encoded is encoded already")
@@ -437,13 +438,13 @@ FREE_ON_RESUME = frozenset(
         "cache.text_device",
         "cache.text_window_gb",
         "model.quantized_cache",
-        "pipeline.schedule",
-        "pipeline.ahead",
+        "parallel.strategy",
+        "parallel.microbatches_ahead",
         "split.calibrate",
         "train.offload_activations",
         "train.cuda_graphs",
-        "split.kept_blocks",
-        "split.swapped_blocks",
+        "split.blocks_without_checkpointing",
+        "split.offloaded_blocks",
         "split.memory_limit_gb",
     }
 )
@@ -456,6 +457,10 @@ def make_job(values: dict[str, Any]) -> JobConfig:
 
     Raises: ValueError with one line per problem, each naming its key as "section.key".
     """
+    return _make_valid(with_todays_names(JobConfig, values)[0])
+
+
+def _make_valid(values: dict[str, Any]) -> JobConfig:
     try:
         return _ADAPTER.validate_python(values)
     except ValidationError as error:
@@ -503,11 +508,15 @@ def load_job(path: str | Path) -> JobConfig:
     path = Path(path)
     try:
         values = tomlkit.parse(path.read_text(encoding="utf-8-sig")).unwrap()
-        return make_job(_anchor_paths(values, path.resolve().parent))
+        values, renamed = with_todays_names(JobConfig, values)
+        job = make_job(_anchor_paths(values, path.resolve().parent))
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give the path of a job file (TOML)") from error
     except (tomlkit.exceptions.ParseError, UnicodeDecodeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
+    for line in renamed:
+        _log.warning("%s: %s", path, line)
+    return job
 
 
 def save_job(job: JobConfig, path: str | Path) -> None:

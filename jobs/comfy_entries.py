@@ -128,8 +128,8 @@ def refuse_unfit_texts(
         longest = max(shared, key=lambda caption: (shared[caption], caption))
         raise ValueError(
             f"train.batch_size is above 1, but ComfyUI's CLIP encodes the captions to {min(shared.values())} to "
-            f"{shared[longest]} tokens, which cannot share a batch; set batch_size 1 (accumulation does the same), or "
-            f"shorten the longest, {longest[:80]!r}"
+            f"{shared[longest]} tokens, which cannot share a batch; set batch_size 1 (gradient_accumulation_steps "
+            f"does the same), or shorten the longest, {longest[:80]!r}"
         )
 
 

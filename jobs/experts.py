@@ -19,7 +19,7 @@ from ..config.job import JobConfig
 from ..families.registry import FAMILIES
 from ..families.spec import Variant
 
-_PER_DEVICE = ("memory_limit_gb", "kept_blocks", "swapped_blocks")
+_PER_DEVICE = ("memory_limit_gb", "blocks_without_checkpointing", "offloaded_blocks")
 
 
 @dataclass(frozen=True)

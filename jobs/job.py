@@ -124,8 +124,8 @@ def _settle(
         training=resolved.training,
         targets=read.targets,
     )
-    check_kept_blocks(plan.job.split.kept_blocks, plan.placement)
-    check_offloaded_blocks(plan.job.split.swapped_blocks, plan.job.split.kept_blocks, plan.placement)
+    check_kept_blocks(plan.job.split.blocks_without_checkpointing, plan.placement)
+    check_offloaded_blocks(plan.job.split.offloaded_blocks, plan.job.split.blocks_without_checkpointing, plan.placement)
     _refuse_offload_of_host(plan)
     _check_tools(plan)
     if is_to_train:

@@ -19,20 +19,15 @@ from ..parallel.devices import find_devices
 from ..parallel.placement import Placement, block_names, parameter_bytes
 from ..quantization.quantize import (
     BEST_FIRST,
-    KEPT,
-    NOT_LINEAR,
-    QUANTIZED,
-    GroupTotals,
-    LayerGroup,
     Quantizer,
     QuantizeSettings,
     Scheme,
     check_packages,
-    layer_class,
     refusal,
     stored_bytes,
     stored_linear_bytes,
 )
+from ..quantization.report import KEPT, NOT_LINEAR, QUANTIZED, GroupTotals, LayerGroup, layer_class
 from .resolve import find_machine, place_by_size
 
 _NUM_NAMED = 4

@@ -145,10 +145,11 @@ def resolve(
         home = before.devices[0]
         placement = replace(placement, devices=before.devices, home=home, tail=(), replicas=before.replicas)
     ahead = _ahead(job, placement, training)
-    if ahead is None and not placement.replicas and job.pipeline.schedule in ("1f1b", "replicas"):
+    if ahead is None and not placement.replicas and job.parallel.strategy in ("pipeline", "data"):
         _log.warning(
-            "pipeline.schedule %s needs train.accumulation above 1 and several GPUs of one kind; left out",
-            job.pipeline.schedule,
+            'parallel.strategy = "%s" needs train.gradient_accumulation_steps above 1 and several GPUs of one kind; '
+            "left out",
+            job.parallel.strategy,
         )
     tail = () if ahead is None else tuple(subject.info.family.tail)
     execution = ExecutionPlan(
@@ -158,8 +159,8 @@ def resolve(
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
         ahead=ahead,
         gradient_checkpointing=job.train.gradient_checkpointing,
-        kept_blocks=job.split.kept_blocks if training is None else training.kept_blocks,
-        swapped_blocks=job.split.swapped_blocks if training is None else training.swapped_blocks,
+        kept_blocks=job.split.blocks_without_checkpointing if training is None else training.kept_blocks,
+        swapped_blocks=job.split.offloaded_blocks if training is None else training.swapped_blocks,
         offloads=job.train.offload_activations == "on" if training is None else training.setting.offloads,
         compiled_shapes=_shapes_to_compile(job, subject) if is_to_train else None,
         has_graphs=is_to_train and _has_graphs(job, subject, placement.used_devices),
@@ -171,19 +172,19 @@ def _ahead(job: JobConfig, placement: Placement, training: TrainingPlan | None) 
     if placement.replicas:
         return None
     if training is None:
-        return job.pipeline.ahead if asked_schedule(job, placement.used_devices) == "1f1b" else None
+        return job.parallel.microbatches_ahead if asked_schedule(job, placement.used_devices) == "1f1b" else None
     return training.setting.ahead if training.setting.schedule == "1f1b" else None
 
 
 def _refuse_other_strategy(job: JobConfig, machine: Machine, before: _Earlier) -> None:
     """Raises: ValueError if the job now asks for replicas by name and the run had none, or the other way round."""
     is_copied = asked_schedule(job, machine.devices) == "replicas"
-    if job.pipeline.schedule != "auto" and bool(before.replicas) != is_copied:
-        had, asked = "replicas", "one model over all cards"
+    if job.parallel.strategy != "auto" and bool(before.replicas) != is_copied:
+        had, asked = "data parallelism", "one model over all cards"
         if is_copied:
             had, asked = asked, had
         raise ValueError(
-            f'the run in {job.output.folder} was trained with {had}, and pipeline.schedule = "{job.pipeline.schedule}" '
+            f'the run in {job.output.folder} was trained with {had}, and parallel.strategy = "{job.parallel.strategy}" '
             f'now asks for {asked}, which would not be the same run; set it to "auto" to resume, or start anew in '
             "another output folder"
         )
@@ -198,8 +199,8 @@ def _plan_on_cards(job: JobConfig, subject: Subject, machine: Machine, before: _
     if before is not None:
         machine = machine.only(list(dict.fromkeys(before.replicas or before.devices)))
         if before.replicas:  # which a cut of today's would contradict
-            split = replace(job.split, balance="bytes", split_at=())
-            job = replace(job, pipeline=replace(job.pipeline, schedule="replicas"), split=split)
+            split = replace(job.split, balance="memory", split_at=())
+            job = replace(job, parallel=replace(job.parallel, strategy="data"), split=split)
             refuse_block_settings(job)
         else:
             cuts = [i for i in range(1, len(before.devices)) if before.devices[i] != before.devices[i - 1]]
@@ -246,20 +247,20 @@ def refuse_block_settings(job: JobConfig) -> None:
             f"model.second_expert names {job.model.second_expert}, and one model is trained here; remove it, or give "
             "the job file to `devicebridge train`, which trains both experts"
         )
-    if any(job.split.swapped_blocks) and job.pipeline.schedule == "replicas":
+    if any(job.split.offloaded_blocks) and job.parallel.strategy == "data":
         raise ValueError(
-            "split.swapped_blocks asks for blocks that stream from host memory, and replicas hold the whole model on "
+            "split.offloaded_blocks asks for blocks that stream from host memory, and replicas hold the whole model on "
             "every card; remove one of the two"
         )
-    if any(job.split.swapped_blocks) and not job.train.gradient_checkpointing:
+    if any(job.split.offloaded_blocks) and not job.train.gradient_checkpointing:
         raise ValueError(
-            "split.swapped_blocks asks for blocks that stream from host memory, which must be computed again for the "
+            "split.offloaded_blocks asks for blocks that stream from host memory, which must be computed again for the "
             "backward, but train.gradient_checkpointing is false; remove one of the two"
         )
-    if job.split.kept_blocks and not job.train.gradient_checkpointing:
+    if job.split.blocks_without_checkpointing and not job.train.gradient_checkpointing:
         raise ValueError(
-            "split.kept_blocks says which blocks gradient checkpointing passes over, but train.gradient_checkpointing "
-            "is false, so all keep their activations; remove one of the two"
+            "split.blocks_without_checkpointing says which blocks gradient checkpointing passes over, but "
+            "train.gradient_checkpointing is false, so all keep their activations; remove one of the two"
         )
 
 

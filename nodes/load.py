@@ -133,7 +133,7 @@ def _read_split(devices: str, balance: str, split_at: str, memory_limit_gb: str)
     return make_part(
         SplitConfig,
         devices=names,
-        balance=balance,
+        balance="memory" if balance == "bytes" else balance,
         split_at=read_list(split_at, int, "split_at") if balance == "manual" else (),
         memory_limit_gb=read_list(memory_limit_gb, float, "memory_limit_gb"),
     )

@@ -1,4 +1,4 @@
-"""Nodes: one stock MODEL over several GPUs, from a MODEL or straight from its file."""
+"""Nodes: one MODEL over several GPUs, from a MODEL or straight from its file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .host import io
 if TYPE_CHECKING:
     import torch
 
-    from .host.split_model import SplitRequest
+    from .host.split.plan import SplitRequest
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class SplitModel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
-        from .host.split_model import describe_split, split_model
+        from .host.split.model import describe_split, split_model
 
         request = _read_request(**settings)
         if request is None:
@@ -80,7 +80,7 @@ class LoadDiffusionModelSplit(io.ComfyNode):
 
     @classmethod
     def execute(cls, unet_name: str, weight_dtype: str, **settings: Any) -> io.NodeOutput:
-        from .host.split_model import describe_split, load_split_model
+        from .host.split.model import describe_split, load_split_model
 
         path = host.find_checkpoint(unet_name)
         model = load_split_model(path, weight_dtype, _read_request(**settings))
@@ -165,7 +165,7 @@ def _read_request(
     verify: bool = False,
 ) -> SplitRequest | None:
     """The request, or None where there is one GPU only and the model stays whole."""
-    from .host.split_model import SplitRequest
+    from .host.split.plan import SplitRequest
 
     chosen = _find_devices(devices)
     if len(chosen) < 2 and not read_auto(devices):

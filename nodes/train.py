@@ -372,7 +372,8 @@ def loop_part(settings: dict[str, Any], **more: Any) -> LoopConfig:
 
     return make_part(
         LoopConfig,
-        **_pick(settings, "batch_size", "accumulation", "gradient_checkpointing"),
+        **_pick(settings, "batch_size", "gradient_checkpointing"),
+        gradient_accumulation_steps=settings["accumulation"],
         offload_activations=settings.get("offload_activations", "auto"),
         cuda_graphs=settings.get("cuda_graphs", "off"),
         **more,

@@ -91,28 +91,30 @@ def check_one_each(name: str, values: Sequence[object], devices: Sequence[object
 
 def check_kept_blocks(kept_blocks: Sequence[int], placement: Placement) -> None:
     """Raises: ValueError for blocks that shall keep their activations and that the devices do not have."""
-    check_one_each("split.kept_blocks", kept_blocks, placement.used_devices)
+    check_one_each("split.blocks_without_checkpointing", kept_blocks, placement.used_devices)
     for device, count in zip(placement.used_devices, kept_blocks, strict=False):
         there = placement.num_blocks_on(device)
         if not 0 <= count <= there:
             raise ValueError(
-                f"split.kept_blocks asks {count} blocks of {device} to keep their activations, it has {there}; give a "
-                "number up to that, or leave the setting out"
+                f"split.blocks_without_checkpointing asks {count} blocks of {device} to keep their activations, "
+                f"it has {there}; give a number up to that, or leave the setting out"
             )
 
 
 def check_offloaded_blocks(swapped_blocks: Sequence[int], kept_blocks: Sequence[int], placement: Placement) -> None:
     """Raises: ValueError for blocks that shall stream from host memory and that the devices do not have, or not so."""
     devices = placement.used_devices
-    check_one_each("split.swapped_blocks", swapped_blocks, devices)
+    check_one_each("split.offloaded_blocks", swapped_blocks, devices)
     for device, count, kept in zip(devices, swapped_blocks, kept_blocks or (0,) * len(devices), strict=False):
         there = placement.num_blocks_on(device) - kept
         if count and device.type == "cpu":
-            raise ValueError("split.swapped_blocks asks for blocks of the CPU, whose weights are in host memory anyway")
+            raise ValueError(
+                "split.offloaded_blocks asks for blocks of the CPU, whose weights are in host memory anyway"
+            )
         if not 0 <= count <= there:
             raise ValueError(
-                f"split.swapped_blocks asks {count} blocks of {device} to stream from host memory, it has {there} that "
-                "do not keep their activations; lower the number, or leave the setting out"
+                f"split.offloaded_blocks asks {count} blocks of {device} to stream from host memory, it has {there} "
+                "that do not keep their activations; lower the number, or leave the setting out"
             )
 
 

@@ -34,6 +34,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _OPERATOR = "_scaled_dot_product_cudnn_attention_backward"
 _ALIGNED_BYTES = 16  # the kernel reads so many at once
@@ -121,14 +122,8 @@ _our_kernel, _no_cudnn = _Shared(_replaced_kernel), _Shared(_without_cudnn)
 
 
 def _backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    *rest: Any,
-    scale: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *rest: Any, scale: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query [B, N, S, H], key and value [B, N, T, H]; grad is that of out, in any layout.
 
     Args:
@@ -155,7 +150,7 @@ _REFUSAL = (
 )
 
 
-def _in_layout_of(out: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def _in_layout_of(out: Tensor, grad: Tensor) -> Tensor:
     """The same values, aligned and with the strides of out."""
     is_alike = all(
         size == 1 or one == other for size, one, other in zip(out.shape, out.stride(), grad.stride(), strict=True)
@@ -165,7 +160,7 @@ def _in_layout_of(out: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(out).copy_(grad)
 
 
-def _plan_of(*tensors: torch.Tensor | None) -> Hashable:
+def _plan_of(*tensors: Tensor | None) -> Hashable:
     """What torch tells plans apart by where nothing is dropped or causal, and more: the output's layout, which torch
     takes to follow from q's. Each thread has plans of its own."""
     parts = [None if each is None else (each.shape, each.stride(), each.dtype, each.device) for each in tensors]
@@ -173,13 +168,13 @@ def _plan_of(*tensors: torch.Tensor | None) -> Hashable:
 
 
 def _is_right(
-    found: torch.Tensor,
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
+    found: Tensor,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    bias: Tensor | None,
     scale: float | None,
 ) -> bool | None:
     """Whether the gradient of some queries is the one by definition, in float32; None if they cannot tell: it is zero,

@@ -12,8 +12,7 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -59,9 +58,7 @@ class HookSet:
         self._handles.clear()
 
 
-def map_tensors(
-    value: Any, change: Callable[[torch.Tensor], torch.Tensor], passed_by: Collection[Any] = frozenset()
-) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Collection[Any] = frozenset()) -> Any:
     """Apply change to every tensor inside value and return the result; nothing is modified in place.
 
     Descends into tuples, named tuples, lists, dicts, dataclasses and objects whose only state is `__slots__` (native
@@ -69,20 +66,49 @@ def map_tensors(
     the same object, so one that a model mutates on purpose (a key-value cache) keeps its identity while it can. Other
     objects are passed through, and so is what a dict holds under the keys in passed_by.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return change(value)
     if value is None or type(value) in _PLAIN:
         return value
-    if isinstance(value, tuple):
-        return _map_tuple(value, change, passed_by)
-    if isinstance(value, list):
+    if isinstance(value, (tuple, list)):
         items = [map_tensors(item, change, passed_by) for item in value]
-        return _refill(value, items) if _any_changed(value, items) else value
-    if isinstance(value, dict):
-        return _map_dict(value, change, passed_by)
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else _refill(value, items)
+    is_dict = isinstance(value, dict)
+    parts = value if is_dict else {name: getattr(value, name, None) for name in _attributes(value)}
+    changed = {
+        key: new
+        for key, old in parts.items()
+        if not (is_dict and key in passed_by) and (new := map_tensors(old, change, passed_by)) is not old
+    }
+    if not changed:
+        return value
+    fresh = copy.copy(value)
+    for key, new in changed.items():
+        if is_dict:
+            fresh[key] = new  # diffusers' and transformers' outputs are dicts that refuse update()
+        else:
+            object.__setattr__(fresh, key, new)  # frozen dataclasses too: the copy is ours
+    return fresh
+
+
+def _refill(value: Any, items: list[Any]) -> Any:
+    if isinstance(value, tuple):
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    fresh = copy.copy(value)
+    fresh[:] = items
+    return fresh
+
+
+def _attributes(value: Any) -> Sequence[str]:
+    """Names of a dataclass's fields, or of an object's slots if it has no instance dictionary; none for others."""
     cls: Any = type(value)
-    names = _field_names(cls) or _slots(value)
-    return _map_attributes(value, names, change, passed_by) if names else value
+    if names := _field_names(cls):
+        return names
+    if isinstance(value, (str, bytes, int, float, complex, type, type(None), Mapping)) or hasattr(value, "__dict__"):
+        return ()
+    slots = [getattr(each, "__slots__", ()) for each in cls.__mro__]
+    names = tuple(name for each in slots for name in ((each,) if isinstance(each, str) else each))
+    return [name for name in names if not name.startswith("__")]
 
 
 @functools.lru_cache(maxsize=256)
@@ -91,66 +117,6 @@ def _field_names(cls: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else ()
 
 
-def _any_changed(old: Any, new: list[Any]) -> bool:
-    return any(a is not b for a, b in zip(old, new, strict=True))
-
-
-def _refill(value: list[Any], items: list[Any]) -> list[Any]:
-    fresh = copy.copy(value)
-    fresh[:] = items
-    return fresh
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
+def tensors_of(tree: Any) -> list[Tensor]:
     """Every tensor in tuples, lists and dicts, in order; other objects are not looked into."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _map_tuple(
-    value: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor], passed_by: Collection[Any]
-) -> tuple[Any, ...]:
-    items = [map_tensors(item, change, passed_by) for item in value]
-    if not _any_changed(value, items):
-        return value
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-
-
-def _map_dict(
-    value: dict[Any, Any], change: Callable[[torch.Tensor], torch.Tensor], passed_by: Collection[Any]
-) -> dict[Any, Any]:
-    items = {key: map_tensors(item, change, passed_by) for key, item in value.items() if key not in passed_by}
-    if not any(value[key] is not item for key, item in items.items()):
-        return value
-    fresh = copy.copy(value)
-    for key, item in items.items():  # diffusers' and transformers' outputs are dicts that refuse update()
-        fresh[key] = item
-    return fresh
-
-
-def _slots(value: Any) -> list[str]:
-    """Attribute names of an object that has slots and no instance dictionary; [] for anything else."""
-    if isinstance(value, (str, bytes, int, float, complex, type, type(None), Mapping)) or hasattr(value, "__dict__"):
-        return []
-    names = [name for cls in type(value).__mro__ for name in _as_tuple(getattr(cls, "__slots__", ()))]
-    return [name for name in names if not name.startswith("__")]
-
-
-def _as_tuple(slots: Any) -> tuple[str, ...]:
-    return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _map_attributes(
-    value: Any, names: Sequence[str], change: Callable[[torch.Tensor], torch.Tensor], passed_by: Collection[Any]
-) -> Any:
-    changed: dict[str, Any] = {}
-    for name in names:
-        old = getattr(value, name, None)
-        new = map_tensors(old, change, passed_by)
-        if new is not old:
-            changed[name] = new
-    if not changed:
-        return value
-    fresh = copy.copy(value)
-    for name, item in changed.items():
-        object.__setattr__(fresh, name, item)  # frozen dataclasses too: the copy is ours
-    return fresh
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # What a wrapper that adds LoRA calls the layer it wraps.
 _WRAPPED = ("base_layer", "original")
@@ -109,7 +109,7 @@ def place_lora_with_base(model: nn.Module) -> int:
     return num_moved
 
 
-def is_torchao_tensor(tensor: torch.Tensor) -> bool:
+def is_torchao_tensor(tensor: Tensor) -> bool:
     """Whether a weight is one of torchao's quantized tensors; does not import torchao, for its import is slow."""
     torchao = sys.modules.get("torchao.utils")
     return torchao is not None and isinstance(tensor, torchao.TorchAOBaseTensor)
@@ -168,7 +168,7 @@ def _move(owner: nn.Module, part: str, device: torch.device, fqn: str) -> bool:
     return True
 
 
-def _tensors(owner: nn.Module, part: str) -> Iterator[torch.Tensor]:
+def _tensors(owner: nn.Module, part: str) -> Iterator[Tensor]:
     module = owner._modules.get(part)
     if module is not None:
         yield from module.parameters()

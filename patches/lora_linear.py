@@ -24,11 +24,12 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..quantization.eight_bit import FrozenLinear8, grad_input8, is_autocasting, linear8
+from ..quantization.eight_bit import grad_input8, linear8
+from ..quantization.frozen_linear import FrozenLinear8, is_autocasting
 from .lora import TRAINABLE_DTYPES, is_torchao_tensor
 
 
@@ -69,7 +70,7 @@ def _fused_class(lora_linear: type) -> type:
     """A subclass rather than an attribute of each layer, so that a copied model calls its own layers."""
 
     class FusedLoraLinear(lora_linear):  # type: ignore[valid-type,misc]
-        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             name = None if args or kwargs else _only_adapter(self, x)
             if name is None:
                 return super().forward(x, *args, **kwargs)
@@ -85,7 +86,7 @@ def _fused_class(lora_linear: type) -> type:
     return FusedLoraLinear
 
 
-def _only_adapter(layer: Any, x: torch.Tensor) -> str | None:
+def _only_adapter(layer: Any, x: Tensor) -> str | None:
     """The one adapter to compute with; None if PEFT must decide."""
     if layer.disable_adapters or layer.merged or is_autocasting(x) or not _is_known_base(layer.base_layer):
         return None  # the base may have been quantized since
@@ -115,9 +116,7 @@ class _LoraLinear(torch.autograd.Function):
     """The equations at the head of this file."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, base: nn.Linear
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, a: Tensor, b: Tensor, scaling: float, base: nn.Linear) -> Tensor:
         low = rows @ a.to(rows.dtype).t()
         if scaling != 1:
             low *= scaling
@@ -127,7 +126,7 @@ class _LoraLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         rows, low, a, b = ctx.saved_tensors
         grad_low = g @ b.to(g.dtype)
         if ctx.scaling != 1:
@@ -142,13 +141,13 @@ class _LoraLinear(torch.autograd.Function):
         return grad_x, grad_a, grad_b, None, None
 
 
-def _base_product(rows: torch.Tensor, base: nn.Linear) -> torch.Tensor:
+def _base_product(rows: Tensor, base: nn.Linear) -> Tensor:
     if isinstance(base, FrozenLinear8):
         return linear8(rows, base.weight, base.scale, base.bias, base.rotation)
     return F.linear(rows, base.weight, base.bias)
 
 
-def _base_grad_input(grad: torch.Tensor, base: nn.Linear) -> torch.Tensor:
+def _base_grad_input(grad: Tensor, base: nn.Linear) -> Tensor:
     if isinstance(base, FrozenLinear8):
         return grad_input8(grad, base.weight, base.scale, base.rotation)
     return grad @ base.weight

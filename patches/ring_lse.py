@@ -30,12 +30,11 @@ import inspect
 import textwrap
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any, Literal
 
-import torch
+from torch import Tensor
 
 _DISPATCH = "diffusers.models.attention_dispatch"
 _RINGS = ("TemplatedRingAttention", "TemplatedRingAnythingAttention")  # the second since 0.38
@@ -47,31 +46,8 @@ _RANK_TEST = "lse.ndim == 3"
 _VERSION_TEST = "is_torch_version('<', '2.9.0')"
 
 _Test = Literal["rank", "version"]
-_Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+_Attention = Callable[..., tuple[Tensor, Tensor]]
 _ABSENT = object()
-
-
-@dataclass(frozen=True)
-class _Replacement:
-    """One attribute of someone else's class, replaced and put back."""
-
-    owner: type
-    name: str
-    new: Any
-    old: Any  # as found in the class's own dict, _ABSENT if it was inherited
-
-    def apply(self) -> None:
-        setattr(self.owner, self.name, self.new)
-
-    def remove(self) -> None:
-        if self.old is _ABSENT:
-            delattr(self.owner, self.name)
-        else:
-            setattr(self.owner, self.name, self.old)
-
-    @property
-    def is_on_top(self) -> bool:
-        return vars(self.owner).get(self.name) is self.new
 
 
 class _SharedFix:
@@ -84,14 +60,15 @@ class _SharedFix:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_holders = 0
-        self._replacements: list[_Replacement] = []
+        # class -> its "apply": ours, and what was in the class's own dict, _ABSENT if it was inherited
+        self._replaced: dict[type, tuple[Any, Any]] = {}
 
     def acquire(self, dispatch: ModuleType, places: list[str]) -> None:
         with self._lock:
             if self._num_holders == 0:
-                self._replacements = [_make_replacement(dispatch, place) for place in places]
-                for replacement in self._replacements:
-                    replacement.apply()
+                self._replaced = dict(_make_replacement(dispatch, place) for place in places)
+                for owner, (ours, _) in self._replaced.items():
+                    owner.apply = ours  # type: ignore[attr-defined]
             self._num_holders += 1
 
     def release(self) -> None:
@@ -101,15 +78,18 @@ class _SharedFix:
             self._num_holders -= 1
 
     def _take_off(self) -> None:
-        covered = [r for r in self._replacements if not r.is_on_top]
+        covered = [owner for owner, (ours, _) in self._replaced.items() if vars(owner).get("apply") is not ours]
         if covered:
             raise RuntimeError(
-                f"asked to remove the ring LSE fix, but {covered[0].owner.__name__}.{covered[0].name} was replaced "
-                "again by someone else; remove that patch first"
+                f"asked to remove the ring LSE fix, but {covered[0].__name__}.apply was replaced again by someone "
+                "else; remove that patch first"
             )
-        for replacement in self._replacements:
-            replacement.remove()
-        self._replacements = []
+        for owner, (_, before) in self._replaced.items():
+            if before is _ABSENT:
+                del owner.apply  # type: ignore[attr-defined]
+            else:
+                owner.apply = before  # type: ignore[attr-defined]
+        self._replaced = {}
 
 
 _fix = _SharedFix()
@@ -203,10 +183,10 @@ def _unknown(found: str, what: str) -> str:
     )
 
 
-def _make_replacement(dispatch: ModuleType, place: str) -> _Replacement:
+def _make_replacement(dispatch: ModuleType, place: str) -> tuple[type, tuple[Any, Any]]:
     owner = getattr(dispatch, _EXCHANGE if place == _UNIFIED else place)
     apply = _make_exchange_apply(owner) if place == _UNIFIED else _make_ring_apply(owner, dispatch)
-    return _Replacement(owner, "apply", staticmethod(apply), vars(owner).get("apply", _ABSENT))
+    return owner, (staticmethod(apply), vars(owner).get("apply", _ABSENT))
 
 
 def _make_ring_apply(ring: Any, dispatch: ModuleType) -> Callable[..., Any]:
@@ -225,7 +205,7 @@ def _make_ring_apply(ring: Any, dispatch: ModuleType) -> Callable[..., Any]:
 def _with_lse_rank(attention: _Attention, *, has_trailing_dim: bool) -> _Attention:
     """An attention op whose LSE is [B, S, N, 1], or [B, S, N] without the trailing dim, whichever attention returns."""
 
-    def normalised(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def normalised(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         out_BSNH, lse, *_ = attention(*args, **kwargs)
         lse_BSN1 = lse if lse.ndim == out_BSNH.ndim else lse.unsqueeze(-1)
         if lse_BSN1.shape != (*out_BSNH.shape[:-1], 1):
@@ -245,7 +225,7 @@ def _make_exchange_apply(exchange: Any) -> Callable[..., Any]:
     """
     original = exchange.apply
 
-    def apply(group: Any, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+    def apply(group: Any, tensor: Tensor, *args: Any) -> Tensor:
         return original(group, tensor.unsqueeze(-1) if tensor.ndim == 3 else tensor, *args)
 
     return apply

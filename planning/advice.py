@@ -25,8 +25,9 @@ def describe_refusal(planner: Planner) -> str:
         if not possible:  # kept or streamed blocks that no cut has
             split = planner.job.split
             return (
-                f"no cut of {len(planner.names)} blocks over {len(planner.cards)} cards has split.kept_blocks = "
-                f"{list(split.kept_blocks)} and split.swapped_blocks = {list(split.swapped_blocks)}: a card needs a "
+                f"no cut of {len(planner.names)} blocks over {len(planner.cards)} cards has "
+                f"split.blocks_without_checkpointing = {list(split.blocks_without_checkpointing)} and "
+                f"split.offloaded_blocks = {list(split.offloaded_blocks)}: a card needs a "
                 "block for each that it keeps or streams; give smaller numbers, or leave them out"
             )
         best = min(possible, key=lambda found: max(stage.share for stage in found.stages))
@@ -88,7 +89,7 @@ def _single_changes(planner: Planner, single: list[_Change], sizes: list[list[_C
 def _choices(planner: Planner) -> list[_Change]:
     """Settings that can be changed to one other, the cheapest for the result first."""
     job = planner.job
-    scheme, count = _smaller_scheme(planner), job.train.batch_size * job.train.accumulation
+    scheme, count = _smaller_scheme(planner), job.train.batch_size * job.train.gradient_accumulation_steps
     found: list[tuple[bool, str, str, dict[str, object]]] = [
         (
             not job.train.gradient_checkpointing,
@@ -102,18 +103,23 @@ def _choices(planner: Planner) -> list[_Change]:
             "train",
             {"offload_activations": "auto"},
         ),
-        (bool(job.split.kept_blocks), "kept_blocks = []", "split", {"kept_blocks": ()}),
-        (bool(job.split.swapped_blocks), "swapped_blocks = []", "split", {"swapped_blocks": ()}),
+        (
+            bool(job.split.blocks_without_checkpointing),
+            "blocks_without_checkpointing = []",
+            "split",
+            {"blocks_without_checkpointing": ()},
+        ),
+        (bool(job.split.offloaded_blocks), "offloaded_blocks = []", "split", {"offloaded_blocks": ()}),
         (bool(job.split.memory_limit_gb), "memory_limit_gb = []", "split", {"memory_limit_gb": ()}),
-        (job.split.balance == "manual", 'balance = "bytes"', "split", {"balance": "bytes", "split_at": ()}),
-        (job.pipeline.schedule == "replicas", 'schedule = "auto"', "pipeline", {"schedule": "auto"}),
+        (job.split.balance == "manual", 'balance = "memory"', "split", {"balance": "memory", "split_at": ()}),
+        (job.parallel.strategy == "data", 'strategy = "auto"', "parallel", {"strategy": "auto"}),
         (bool(scheme), f'quantize = "{scheme}"', "model", {"quantize": scheme}),
         (job.optimizer.name == "adamw", 'name = "adamw8bit"', "optimizer", {"name": "adamw8bit"}),
         (
             job.train.batch_size > 1,
-            f"batch_size = 1 with accumulation = {count}",
+            f"batch_size = 1 with gradient_accumulation_steps = {count}",
             "train",
-            {"batch_size": 1, "accumulation": count},
+            {"batch_size": 1, "gradient_accumulation_steps": count},
         ),
     ]
     return [(f"{section}.{text}", _setter(section, values)) for is_open, text, section, values in found if is_open]
@@ -173,7 +179,7 @@ def _smaller_scheme(planner: Planner) -> str | None:
 def _card_that_helps(planner: Planner) -> str:
     """The smallest further card with which it fits; "" if none does, or settings name a value for each card."""
     split = planner.job.split
-    if split.split_at or split.kept_blocks or split.swapped_blocks or split.memory_limit_gb:
+    if split.split_at or split.blocks_without_checkpointing or split.offloaded_blocks or split.memory_limit_gb:
         return ""
     last = planner.cards[-1]
     device = torch.device(last.device.type, max(card.device.index or 0 for card in planner.cards) + 1)

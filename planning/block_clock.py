@@ -31,7 +31,7 @@ from ..families.spec import Variant
 from ..parallel.devices import device_module, memory_in_use, own_random_states, release_cached_memory, reset_peaks
 from ..parallel.stopwatch import MakeStopwatch, Stopwatch, make_stopwatch
 from ..patches.attention import sound_attention
-from ..quantization.eight_bit import make_rotation
+from ..quantization.rotation import make_rotation
 from ..training.objective import flow_matching_loss
 from .dry_run import ShortModel, Work, make_conditions, shorten, text_shape
 

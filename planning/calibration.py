@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 _VERSION = 2  # raise it when block_clock.py measures something else
 _PACKAGES = ("diffusers", "peft", "torchao", "triton")
-_OWN_CODE = ("attention", "eight_bit", "eight_bit_kernels", "lora_linear", "weight_only")  # of patches
+_OWN_CODE = ("patches/attention.py", "patches/lora_linear.py", "quantization/*.py")
 _ATTENTION = (
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,
@@ -153,10 +153,11 @@ def describe_slot(device: torch.device) -> dict[str, Any]:
 def describe_software() -> dict[str, Any]:
     """Versions and switches that choose kernels, and a hash of our own."""
     root = Path(__file__).resolve().parent.parent
+    own_code = sorted(path for pattern in _OWN_CODE for path in root.glob(pattern))
     return {
         "calibration": _VERSION,
         "devicebridge": VERSION,
-        "kernels": settings_fingerprint([file_fingerprint(root / "patches" / f"{name}.py") for name in _OWN_CODE]),
+        "kernels": settings_fingerprint([file_fingerprint(path) for path in own_code]),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
         "rocm": torch.version.hip or "",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..parallel.devices import free_bytes, total_bytes
-from ..quantization.eight_bit import KernelsOf
+from ..quantization.kernel_choice import DeviceKernels
 from ..quantization.quantize import BEST_FIRST, QuantizeSettings, refusal
 
 _NUMBER = r"[0-9]{1,6}(?:\.[0-9]{0,6})?|\.[0-9]{1,6}"
@@ -37,7 +37,7 @@ class Card:
     total_bytes: int
     usable_bytes: int
     speed: float = 1.0
-    eight_bit: KernelsOf | None = None
+    eight_bit: DeviceKernels | None = None
     refuses: frozenset[str] = frozenset()
     has_context: bool = False
 

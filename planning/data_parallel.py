@@ -21,14 +21,17 @@ def job_of_replica(job: JobConfig, index: int, num_replicas: int) -> JobConfig:
     """What one card alone would do: its share of the micro-batches, what the user says of it, and nothing to cut."""
     split = job.split
     own = {
-        name: getattr(split, name)[index : index + 1] for name in ("memory_limit_gb", "kept_blocks", "swapped_blocks")
+        name: getattr(split, name)[index : index + 1]
+        for name in ("memory_limit_gb", "blocks_without_checkpointing", "offloaded_blocks")
     }
-    share = max(1, num_dealt(job.train.accumulation, num_replicas)[index])  # an idle one is planned all the same
+    share = max(
+        1, num_dealt(job.train.gradient_accumulation_steps, num_replicas)[index]
+    )  # an idle one is planned all the same
     return replace(
         job,
-        split=replace(split, devices=(), balance="bytes", split_at=(), **own),
-        pipeline=replace(job.pipeline, schedule="none"),
-        train=replace(job.train, accumulation=share),
+        split=replace(split, devices=(), balance="memory", split_at=(), **own),
+        parallel=replace(job.parallel, strategy="none"),
+        train=replace(job.train, gradient_accumulation_steps=share),
     )
 
 

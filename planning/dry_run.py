@@ -38,7 +38,7 @@ from ..parallel.offload.weights import host_bytes_of
 from ..parallel.placement import block_names
 from ..patches.hooks import tensors_of
 from ..patches.lora import resolve_targets
-from ..quantization.eight_bit import KernelsOf, Plan, rehearse
+from ..quantization.kernel_choice import DeviceKernels, KernelChoice, using_kernels
 from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8, replace_module
 from ..quantization.wrapped import plain_parts, tensor_bytes
 from ..training.adapter import apply_lora
@@ -51,10 +51,10 @@ _POOLED_WIDTHS = ("pooled_projection_dim",)
 
 # The kernels of a card nobody has seen: those of data-centre chips, which transpose a slice of the weight. Others do
 # without the slice, so this is the higher of the two.
-UNSEEN_CARD = KernelsOf(
+UNSEEN_CARD = DeviceKernels(
     {
-        torch.float8_e4m3fn: Plan("vendor", "transpose", has_triton=True),
-        torch.int8: Plan("triton", "transpose", has_triton=True),
+        torch.float8_e4m3fn: KernelChoice("vendor", "transpose", has_triton=True),
+        torch.int8: KernelChoice("triton", "transpose", has_triton=True),
     }
 )
 
@@ -63,7 +63,7 @@ UNSEEN_CARD = KernelsOf(
 class Kernels:
     """Which way operations take: a card's fused attention and norms, or torch's plain ones; and 8-bit products."""
 
-    eight_bit: KernelsOf = UNSEEN_CARD
+    eight_bit: DeviceKernels = UNSEEN_CARD
     has_fused: bool = True
     rounding: int = CARD_ROUNDING
 
@@ -310,7 +310,7 @@ def rehearse_training(
 @contextlib.contextmanager
 def _as_kernels(kernels: Kernels) -> Iterator[None]:
     fused: AbstractContextManager[Any] = _AsOnCards() if kernels.has_fused else contextlib.nullcontext()
-    with rehearse(kernels.eight_bit), fused:
+    with using_kernels(kernels.eight_bit), fused:
         yield
 
 

@@ -38,7 +38,9 @@ def plan_training(planner: Planner) -> TrainingPlan:
     forecast = Forecast(tuple(stage.forecast for stage in found.stages), host_bytes, found.offloaded_bytes)
     is_copied = found.setting.schedule == "replicas"
     one_model = found.stages[:1] if is_copied else found.stages
-    plain = planner.job.train.accumulation * sum(_recomputed(planner, found, stage) for stage in one_model)
+    plain = planner.job.train.gradient_accumulation_steps * sum(
+        _recomputed(planner, found, stage) for stage in one_model
+    )
     return TrainingPlan(
         job=_settled(planner.job, found.setting),
         cards=planner.cards,
@@ -107,7 +109,7 @@ def _reasons(planner: Planner, found: Found, looked_at: Sequence[tuple[Setting, 
     kept = [stage.forecast.num_kept for stage in stages]
     if not job.train.gradient_checkpointing:
         yield "activations: all are kept, as gradient_checkpointing is off"
-    elif job.split.kept_blocks:
+    elif job.split.blocks_without_checkpointing:
         yield f"activations: the last {_joined(kept)} blocks keep them: given"
     elif any(kept):
         yield f"activations: the last {_joined(kept)} blocks keep them, which saves computing those blocks again"
@@ -121,11 +123,12 @@ def _reasons(planner: Planner, found: Found, looked_at: Sequence[tuple[Setting, 
         yield f"CUDA graphs: not used, {fault}" if fault else f"CUDA graphs: {which} blocks are replayed"
     if found.is_swapping:
         yield _swap_reason(planner, found, looked_at)
-    if job.pipeline.schedule not in ("auto", "none", found.setting.schedule):
+    if job.parallel.strategy not in ("auto", "none") and found.setting.schedule == "none":
         why = why_no_schedule(job, [card.device for card in planner.cards])
-        yield f"schedule {job.pipeline.schedule}: without effect, {why}"
-    if job.pipeline.ahead > 1 and found.setting.schedule != "1f1b":
-        yield f"pipeline.ahead = {job.pipeline.ahead}: without effect, only 1f1b runs ahead"
+        yield f'parallel.strategy = "{job.parallel.strategy}": without effect, {why}'
+    if job.parallel.microbatches_ahead > 1 and found.setting.schedule != "1f1b":
+        ahead = job.parallel.microbatches_ahead
+        yield f"parallel.microbatches_ahead = {ahead}: without effect, only a pipeline runs ahead"
     if found.setting.offloads:
         is_given = job.train.offload_activations == "on"
         why = "given" if is_given else "nothing as good fits without"
@@ -158,7 +161,7 @@ def _swap_reason(planner: Planner, found: Found, looked_at: Sequence[tuple[Setti
     without += [(each, each.resident_time) for each in fitting if each.resident_time is not None]
     alike = [time for each, time in without if each.setting.offloads == found.setting.offloads]
     others = [time for each, time in without if each.setting.offloads != found.setting.offloads]
-    if planner.job.split.swapped_blocks:
+    if planner.job.split.offloaded_blocks:
         why = "given"
     elif alike:
         why = f"what fits without would take {min(alike) / found.time:.2f} times as long"
@@ -186,9 +189,9 @@ def _named(of: str, choice: str) -> str:
 def _hint_of_pipeline(planner: Planner, found: Found) -> str:
     """What several micro-batches would gain where a step of one keeps one card busy; "" for next to nothing."""
     job, devices = planner.job, [card.device for card in planner.cards]
-    if job.train.accumulation > 1 or job.pipeline.schedule not in ("auto", "1f1b"):
+    if job.train.gradient_accumulation_steps > 1 or job.parallel.strategy not in ("auto", "pipeline"):
         return ""
-    several = replace(job, train=replace(job.train, accumulation=_SEVERAL))
+    several = replace(job, train=replace(job.train, gradient_accumulation_steps=_SEVERAL))
     schedule = asked_schedule(several, devices)
     if schedule is None or schedule == "replicas":
         return ""
@@ -197,8 +200,8 @@ def _hint_of_pipeline(planner: Planner, found: Found) -> str:
     if filled is None or HOST_GAIN * filled.time > _SEVERAL * found.time:
         return ""
     return (
-        f"a step of one micro-batch keeps one card busy: with train.accumulation = {_SEVERAL} all work at once, and "
-        f"{_SEVERAL} batches would take {filled.time / found.time:.1f} times as long as this step, or less"
+        f"a step of one micro-batch keeps one card busy: with train.gradient_accumulation_steps = {_SEVERAL} all work "
+        f"at once, and {_SEVERAL} batches would take {filled.time / found.time:.1f} times as long as this step, or less"
     )
 
 

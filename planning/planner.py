@@ -39,7 +39,7 @@ from ..parallel.local.data_parallel import num_dealt
 from ..parallel.offload.activations import MIN_BYTES
 from ..parallel.offload.copies import NUM_SLOTS
 from ..parallel.placement import Placement, block_names, check_one_each, estimate_block_flops, plan_manual
-from ..quantization.eight_bit import kernels_of
+from ..quantization.kernel_choice import device_kernels
 from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages
 from ..training.optimizer import make_optimizer
 from .block_times import SCHEME_TIMES, BlockTimes, FlopTimes, Timing
@@ -182,10 +182,10 @@ def asked_schedule(job: JobConfig, devices: Sequence[torch.device]) -> Literal["
     Several micro-batches and several devices of one kind are needed, else there is none whatever is asked for. The CPU
     is left out: its random numbers are drawn from one generator by all threads.
     """
-    asked = job.pipeline.schedule
+    asked = job.parallel.strategy
     if asked == "none" or why_no_schedule(job, devices):
         return None
-    return "1f1b" if asked == "auto" else asked
+    return "replicas" if asked == "data" else "1f1b"
 
 
 def why_no_schedule(job: JobConfig, devices: Sequence[torch.device]) -> str:
@@ -193,8 +193,8 @@ def why_no_schedule(job: JobConfig, devices: Sequence[torch.device]) -> str:
     kinds = {device.type for device in devices}
     if len(devices) < 2:
         return "there is one card"
-    if job.train.accumulation < 2:
-        return "there is one micro-batch in a step (train.accumulation)"
+    if job.train.gradient_accumulation_steps < 2:
+        return "there is one micro-batch in a step (train.gradient_accumulation_steps)"
     return "the devices are not cards of one kind" if len(kinds) > 1 or "cpu" in kinds else ""
 
 
@@ -254,7 +254,7 @@ class Planner:
         other._given_times = None  # they are of this job and these cards; what fits does not depend on them
         for name in ("times", "bounds"):
             other.__dict__.pop(name, None)
-        train = replace(job.train, accumulation=self.job.train.accumulation)
+        train = replace(job.train, gradient_accumulation_steps=self.job.train.gradient_accumulation_steps)
         has_other_work = replace(job, split=self.job.split, optimizer=self.job.optimizer, train=train) != self.job
         if has_other_work or (bucket, other.frames) != (self.bucket, self.frames):  # of a micro-batch
             other._rehearsals = {}
@@ -318,7 +318,7 @@ class Planner:
         """Those of the first card; only 8-bit products ask a card for what it has, which compiles a kernel there."""
         first = self.cards[0]
         if first.eight_bit is None and first.has_context and scheme.endswith("-compute"):
-            return Kernels(kernels_of(first.device))
+            return Kernels(device_kernels(first.device))
         return Kernels(first.eight_bit or UNSEEN_CARD)
 
     def forecaster(self, setting: Setting, settings: StepSettings) -> Forecaster:
@@ -353,14 +353,20 @@ class Planner:
         job = self.job
         asked = asked_schedule(job, [card.device for card in self.cards])
         schedules: list[Schedule] = ["none" if asked is None else asked]
-        if asked is not None and job.pipeline.schedule == "auto":
-            is_split = self.bounds or any(job.split.swapped_blocks)  # a given cut asks for a split, and only it streams
+        if asked is not None and job.parallel.strategy == "auto":
+            is_split = self.bounds or any(
+                job.split.offloaded_blocks
+            )  # a given cut asks for a split, and only it streams
             schedules += ["none"] if is_split else ["none", "replicas"]
         for scheme in self._schemes():
             for optimizer in ["adamw", "adamw8bit"] if job.optimizer.name == "auto" else [job.optimizer.name]:
                 for schedule in schedules:
-                    is_free = schedule == "1f1b" and job.pipeline.schedule == "auto"
-                    for ahead in sorted({job.pipeline.ahead, 0}, reverse=True) if is_free else [job.pipeline.ahead]:
+                    is_free = schedule == "1f1b" and job.parallel.strategy == "auto"
+                    for ahead in (
+                        sorted({job.parallel.microbatches_ahead, 0}, reverse=True)
+                        if is_free
+                        else [job.parallel.microbatches_ahead]
+                    ):
                         yield Setting(scheme, optimizer, schedule, 0 if schedule != "1f1b" else ahead)
 
     def _schemes(self) -> list[str]:
@@ -413,7 +419,7 @@ class Planner:
         for setting in self.settings():
             if self._is_auto(setting) and replace(setting, offloads=False) in resident:
                 continue
-            if most > 1 and setting.schedule == "replicas" != self.job.pipeline.schedule:
+            if most > 1 and setting.schedule == "replicas" and self.job.parallel.strategy != "data":
                 continue
             found = self.fit(setting, most, best)
             looked_at.append((setting, found))
@@ -457,7 +463,7 @@ class Planner:
             if one is None:
                 return None
             found.append(one)
-        dealt = num_dealt(self.job.train.accumulation, len(self.cards))
+        dealt = num_dealt(self.job.train.gradient_accumulation_steps, len(self.cards))
         time = max(one.time for one, count in zip(found, dealt, strict=True) if count)
         offloaded = sum(one.offloaded_bytes for one in found)
         stages = tuple(one.stages[0] for one in found)
@@ -480,7 +486,7 @@ class Planner:
         blocks = range(len(self.names))
         whole = [self.recomputed_s(blocks, card, setting.scheme) for card in self.cards]
         shortest = min(whole) if setting.schedule == "none" else 1 / sum(1 / each for each in whole)
-        return self.job.train.accumulation * shortest
+        return self.job.train.gradient_accumulation_steps * shortest
 
     def is_possible(self) -> bool:
         """Whether anything fits."""
@@ -506,7 +512,7 @@ class Planner:
     @property
     def may_swap(self) -> bool:
         """Whether it is the planner's to say which blocks stream from host memory."""
-        return self.job.train.gradient_checkpointing and not self.job.split.swapped_blocks and self.replica is None
+        return self.job.train.gradient_checkpointing and not self.job.split.offloaded_blocks and self.replica is None
 
     def _swapping(self, setting: Setting, most: float) -> Found | None:
         """With as few blocks in host memory as it takes; the fastest cut, else the one that takes least of the host."""
@@ -560,7 +566,7 @@ class Planner:
         job = self.job
         settings = StepSettings(
             schedule=setting.schedule,
-            accumulation=job.train.accumulation,
+            accumulation=job.train.gradient_accumulation_steps,
             ahead=setting.ahead,
             is_checkpointing=job.train.gradient_checkpointing,
             has_graphs=job.train.cuda_graphs == "auto" and not self.graphs_fault,
@@ -595,7 +601,7 @@ class Planner:
 
 def _check_counts(planner: Planner) -> None:
     """Raises: ValueError for settings per device that are not as many as there are cards."""
-    for name in ("memory_limit_gb", "kept_blocks", "swapped_blocks"):
+    for name in ("memory_limit_gb", "blocks_without_checkpointing", "offloaded_blocks"):
         check_one_each(f"split.{name}", getattr(planner.job.split, name), [card.name for card in planner.cards])
 
 
@@ -636,7 +642,7 @@ class _Search:
         split = planner.job.split
         self._limits = split.memory_limit_gb if has_limits else ()
         _check_counts(planner)
-        self._kept, self._swapped = split.kept_blocks, split.swapped_blocks
+        self._kept, self._swapped = split.blocks_without_checkpointing, split.offloaded_blocks
         blocks = range(len(planner.names))
         self._times = [
             [tuple(map(_summable, planner.times.of(block, card, setting.scheme))) for block in blocks]

@@ -51,7 +51,8 @@ def describe_plan(plan: TrainingPlan) -> str:
     length = f", {plan.frames} frames" if plan.frames > 1 else ""
     lines = [
         f"{plan.variant}: {plan.setting.describe()}; {plan.placement.describe()}; {width}x{height} pixels{length}, "
-        f"batch {job.train.batch_size}, accumulation {job.train.accumulation}, LoRA rank {job.lora.rank}",
+        f"batch {job.train.batch_size}, accumulation {job.train.gradient_accumulation_steps}, "
+        f"LoRA rank {job.lora.rank}",
         "",
         *_table(plan),
         "",

@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from packaging.version import Version
+from torch import Tensor
 
 try:
     import triton
@@ -107,12 +108,8 @@ def widest_rotation(device: torch.device) -> int:
 
 
 def quantize_rows(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    multiplier: torch.Tensor | None = None,
-    rotation: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, dtype: torch.dtype, *, multiplier: Tensor | None = None, rotation: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Round each row of x, multiplied by a vector or rotated in blocks first, to 8 bits with a scale of its own.
 
     Args:
@@ -149,14 +146,14 @@ def quantize_rows(
 
 
 def matmul(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
     out_dtype: torch.dtype,
     *,
-    b_scale: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    b_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """(a @ b) * a_scale * b_scale + bias of two 8-bit matrices of one dtype; b may be row-major or column-major.
 
     Args:
@@ -192,9 +189,7 @@ def matmul(
     return out
 
 
-def rescale(
-    sums: torch.Tensor, a_scale: torch.Tensor, out_dtype: torch.dtype, b_scale: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def rescale(sums: Tensor, a_scale: Tensor, out_dtype: torch.dtype, b_scale: Tensor, bias: Tensor | None) -> Tensor:
     """sums * a_scale * b_scale + bias in one pass over memory.
 
     Args:
@@ -220,7 +215,7 @@ def rescale(
     return out
 
 
-def transpose(matrix: torch.Tensor) -> torch.Tensor:
+def transpose(matrix: Tensor) -> Tensor:
     """A contiguous copy of the transpose of an 8-bit matrix, any strides of which one is 1: [I, J] -> [J, I]."""
     inner, columns = matrix.shape
     out = torch.empty((columns, inner), dtype=torch.int8, device=matrix.device)
@@ -268,25 +263,10 @@ def _make_tuner() -> Any:
     return triton.autotune(configs, key=["row_class", "inner", "columns"], do_bench=do_bench)(_matmul_kernel)
 
 
-def tuned_tiles() -> dict[str, str]:
-    """What the tuner picked so far in this process, by row class, I, J and types; for reports."""
-    if _MISSING or is_interpreted():
-        return {}
-    return {f"{device} {key}": str(config) for device, tuner in _tuners.items() for key, config in tuner.cache.items()}
-
-
 if triton is not None:
 
     @triton.jit
-    def _row_tile(
-        x,
-        multiplier,
-        turn,
-        offset,
-        columns,
-        HAS_MULTIPLIER: tl.constexpr,
-        HAS_ROTATION: tl.constexpr,
-    ):
+    def _row_tile(x, multiplier, turn, offset, columns, HAS_MULTIPLIER: tl.constexpr, HAS_ROTATION: tl.constexpr):
         """A piece of a row as float32, multiplied or rotated. [HEIGHT, WIDTH]"""
         inside = offset < columns
         value = tl.load(x + offset, mask=inside, other=0.0)
@@ -400,16 +380,7 @@ if triton is not None:
         tl.store(out_at, result.to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
-    def _rescale_kernel(
-        sums,
-        out,
-        a_scale,
-        b_scale,
-        bias,
-        columns,
-        HAS_BIAS: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+    def _rescale_kernel(sums, out, a_scale, b_scale, bias, columns, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = column < columns
@@ -420,15 +391,7 @@ if triton is not None:
         tl.store(out + row * columns + column, result.to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
-    def _transpose_kernel(
-        matrix,
-        out,
-        inner,
-        columns,
-        stride_i,
-        stride_j,
-        BLOCK: tl.constexpr,
-    ):
+    def _transpose_kernel(matrix, out, inner, columns, stride_i, stride_j, BLOCK: tl.constexpr):
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         wide_i, wide_j = i.to(tl.int64), j.to(tl.int64)

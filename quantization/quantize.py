@@ -2,19 +2,18 @@
 
 The schemes, and what one linear y = x W^T becomes:
 
-    fp8, int8                    weight-only: stored in 8 bits, multiplied in full precision
-    (quantization/weight_only.py) fp8-compute, int8-compute    stored and multiplied in 8 bits, forwards and backwards
-    (quantization/eight_bit.py)
+    fp8, int8                    stored in 8 bits, multiplied in full precision (quantization/weight_only.py)
+    fp8-compute, int8-compute    stored and multiplied in 8 bits, forwards and backwards (quantization/eight_bit.py)
 
 All keep one scale per output row. What stays in full precision: LoRA, what the family names in keep_full_precision
 (norms, embedders, modulation, the last projection: few bytes, much harm), and every module that is no nn.Linear.
 
-LoRA may be attached before or after, once or several times, fresh or loaded: its parameters are never converted, moved
-or replaced, and that is checked on the finished model rather than assumed (a torchao weight accepts
-requires_grad_(True) and then has no gradient; an unfiltered quantize_ says nothing).
+LoRA may be attached before or after, once or several times, fresh or loaded. Its parameters are never converted, moved
+or replaced, and the finished model is checked for that: a torchao weight accepts requires_grad_(True) and then has no
+gradient, and an unfiltered quantize_ says nothing.
 
-Two ways in. A loader hands over each layer as it arrives (Quantizer), so that no more than one layer is ever in full
-precision beside what is kept in it; or a whole model is converted (apply_quantization). Both give the same bits.
+Two ways in. A loader hands over each layer as it arrives (Quantizer), so that only one layer at a time is in full
+precision beside what is kept in it. Or a whole model is converted (apply_quantization). Both give the same bits.
 
 Chosen not to do: convolutions and embeddings, which are few; undoing, since the rounded weights are all there is left.
 """
@@ -22,16 +21,15 @@ Chosen not to do: convolutions and embeddings, which are few; undoing, since the
 from __future__ import annotations
 
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 
 from ..families.spec import ModelFamily
 from ..patches.lora import (
@@ -43,8 +41,10 @@ from ..patches.lora import (
     matches_any,
     place_lora_with_base,
 )
-from . import eight_bit, weight_only
-from .eight_bit import ROTATIONS, FrozenLinear8
+from . import kernel_choice, weight_only
+from .frozen_linear import COMPUTE_SCHEMES, FrozenLinear8, refuse_merge
+from .report import KEPT, LORA, NOT_LINEAR, QUANTIZED, LayerGroup, QuantizeReport, decibels, layer_class, sampled_noise
+from .rotation import ROTATIONS
 from .wrapped import tensor_bytes
 
 _log = logging.getLogger(__name__)
@@ -52,15 +52,9 @@ _log = logging.getLogger(__name__)
 Scheme = Literal["fp8", "int8", "fp8-compute", "int8-compute"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 
-QUANTIZED = "quantized"
-LORA = "LoRA"
-KEPT = "kept in full precision by the family"
-NOT_LINEAR = "not a linear layer"
-
 # The fastest first; the last works wherever torch does.
 BEST_FIRST: tuple[Scheme, ...] = ("fp8-compute", "int8-compute", "fp8", "int8")
 _OLDEST_PEFT = "0.19"  # older releases create a LoRA in the base weight's type, and float8 would round it
-_NUM_SAMPLED_ROWS = 256  # of a weight, to measure its noise by
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,7 @@ class QuantizeSettings:
     @property
     def is_compute(self) -> bool:
         """Whether products are computed in 8 bits, not only weights stored."""
-        return self.scheme in eight_bit.SCHEMES
+        return self.scheme in COMPUTE_SCHEMES
 
     def rotation_of(self, in_features: int) -> int:
         """Block that rotates a layer of this width; 0 for none."""
@@ -107,78 +101,9 @@ class Stored8:
         rotation: block of the Hadamard rotation the weight was rounded after, 0 for none.
     """
 
-    weight: torch.Tensor
-    scale: torch.Tensor
+    weight: Tensor
+    scale: Tensor
     rotation: int = 0
-
-
-@dataclass(frozen=True)
-class LayerGroup:
-    """Modules treated alike: fqns of those that hold weights of their own, and the bytes of these weights."""
-
-    names: tuple[str, ...]
-    bytes_before: int
-    bytes_after: int
-
-
-class GroupTotals:
-    """Totals of what holds layers by the reason for their treatment."""
-
-    groups: Mapping[str, LayerGroup]
-
-    @property
-    def bytes_before(self) -> int:
-        return sum(group.bytes_before for group in self.groups.values())
-
-    @property
-    def bytes_after(self) -> int:
-        return sum(group.bytes_after for group in self.groups.values())
-
-
-@dataclass(frozen=True)
-class QuantizeReport(GroupTotals):
-    """What was done, by reason: QUANTIZED, LORA, KEPT and NOT_LINEAR, each present even when empty.
-
-    Args:
-        weight_snr_db: signal to noise of the rounded weights by layer class, in dB, over evenly spaced rows of every
-            layer; classes whose layers all came in 8 bits from a file are absent, what was lost there is unknown.
-        num_taken: quantized layers that a file, or the cache of an earlier run, held in 8 bits already.
-        num_unrotated: those of them that are not rotated although the scheme would have, had it rounded them.
-    """
-
-    scheme: Scheme
-    groups: Mapping[str, LayerGroup]
-    weight_snr_db: Mapping[str, float] = field(default_factory=dict)
-    num_taken: int = 0
-    num_unrotated: int = 0
-
-    @property
-    def num_quantized(self) -> int:
-        return len(self.groups[QUANTIZED].names)
-
-    def summary(self) -> str:
-        """One line for a log or a node, sizes in decimal GB."""
-        skipped = ", ".join(f"{len(g.names)} {reason}" for reason, g in self.groups.items() if reason != QUANTIZED)
-        taken = f" ({self.num_taken} as they were stored)" if self.num_taken else ""
-        unrotated = f"; {self.num_unrotated} are not rotated, as their file has them" if self.num_unrotated else ""
-        return (
-            f"{self.num_quantized} linears to {self.scheme}{taken}, {self.bytes_before / 1e9:.2f} -> "
-            f"{self.bytes_after / 1e9:.2f} GB; left alone: {skipped}{unrotated}"
-        )
-
-
-@dataclass(frozen=True)
-class QuantizeHandle:
-    """Handle of a quantized model."""
-
-    report: QuantizeReport
-
-    def remove(self) -> NoReturn:
-        """Raises: RuntimeError always: the full weights are gone."""
-        raise RuntimeError(
-            f"asked to undo {self.report.scheme} on {self.report.num_quantized} layers, but rounding has replaced "
-            'their weights; load the model again with quantize = "none"'
-        )
 
 
 def apply_quantization(
@@ -186,7 +111,7 @@ def apply_quantization(
     family: ModelFamily,
     settings: QuantizeSettings,
     where: Callable[[str], torch.device] | None = None,
-) -> QuantizeHandle:
+) -> QuantizeReport:
     """Convert the frozen linears of a model in place, one by one, each on the device it is on.
 
     LoRA may be attached already or later; its parameters stay the same objects with the same bytes. Converted weights
@@ -206,10 +131,10 @@ def apply_quantization(
         if where is not None:
             module.to(where(name))
         replace_module(model, name, quantizer.finish(name, module))
-    handle = quantizer.close(model, lora_before)
+    report = quantizer.close(model, lora_before)
     if where is not None:
         place_lora_with_base(model)  # after the check: some devices cannot keep a parameter the same object in a move
-    return handle
+    return report
 
 
 class Quantizer:
@@ -227,7 +152,7 @@ class Quantizer:
         self._family = family
         self._bytes_before: dict[str, int] = {}
         self._num_taken = self._num_unrotated = 0
-        self._noise: dict[str, list[torch.Tensor]] = defaultdict(list)  # layer class -> [signal, noise] per layer
+        self._noise: dict[str, list[Tensor]] = defaultdict(list)  # layer class -> [signal, noise] per layer
 
     def is_wanted(self, fqn: str, module: nn.Module) -> bool:
         """Whether a module is one to quantize: a linear that is neither LoRA nor kept by the family."""
@@ -243,7 +168,7 @@ class Quantizer:
         if not self.is_wanted(fqn, module):
             return module
         assert isinstance(module, nn.Linear)
-        self._bytes_before[fqn] = _num_bytes({fqn: module})
+        self._bytes_before[fqn] = _num_bytes([module])
         exact = module.weight.detach()
         done: nn.Linear
         if self.settings.is_compute:
@@ -252,7 +177,9 @@ class Quantizer:
             done.train(module.training)
         else:
             done = weight_only.convert(module, self.settings.scheme)  # type: ignore[arg-type]
-        self._noise[layer_class(fqn)].append(_sampled_noise(exact, self.store(done)))
+        stored = self.store(done)
+        noise = sampled_noise(exact, stored.weight, stored.scale, stored.rotation)
+        self._noise[layer_class(fqn)].append(noise)
         return done
 
     def can_take(self, stored_dtype: torch.dtype) -> bool:
@@ -293,7 +220,7 @@ class Quantizer:
             return Stored8(module.weight.detach(), module.scale, module.rotation_block)
         return Stored8(*weight_only.values_and_scale(module.weight))
 
-    def close(self, model: nn.Module, lora_before: _LoraState | None = None) -> QuantizeHandle:
+    def close(self, model: nn.Module, lora_before: _LoraState | None = None) -> QuantizeReport:
         """Check the whole and report.
 
         Args:
@@ -312,12 +239,12 @@ class Quantizer:
             raise RuntimeError(f"{len(missed)} layers were never quantized, {missed[0]} first; load the model again")
         self._check_base(modules[QUANTIZED])
         _check_lora(model, lora_before)
-        eight_bit.refuse_merge(model)
+        refuse_merge(model)
         groups = {reason: self._group(reason, group) for reason, group in modules.items()}
-        noise = _decibels(self._noise)
+        noise = decibels(self._noise)
         report = QuantizeReport(self.settings.scheme, groups, noise, self._num_taken, self._num_unrotated)
         _log.info("%s", report.summary())
-        return QuantizeHandle(report)
+        return report
 
     def _check_base(self, modules: Mapping[str, nn.Module]) -> None:
         for name, module in modules.items():
@@ -330,7 +257,7 @@ class Quantizer:
                 )
 
     def _group(self, reason: str, modules: Mapping[str, nn.Module]) -> LayerGroup:
-        after = _num_bytes(modules)
+        after = _num_bytes(modules.values())
         before = sum(self._bytes_before[name] for name in modules) if reason == QUANTIZED else after
         return LayerGroup(tuple(modules), before, after)
 
@@ -362,15 +289,14 @@ def refusal(settings: QuantizeSettings, devices: Iterable[torch.device]) -> str:
         fault = _device_fault(settings.scheme, device)
         if fault:
             others = [s for s in BEST_FIRST if not any(_device_fault(s, each) for each in devices)]
-            kind = "" if others[0] in eight_bit.SCHEMES else ", which only stores in 8 bits,"
+            kind = "" if others[0] in COMPUTE_SCHEMES else ", which only stores in 8 bits,"
             return f"{settings.scheme} was asked for, but {fault} ({device}); use {others[0]}{kind} instead"
     return ""
 
 
 def _device_fault(scheme: Scheme, device: torch.device) -> str:
-    if scheme in eight_bit.SCHEMES:
-        reason = eight_bit.refusal(scheme, device)  # type: ignore[arg-type]
-        return reason.partition("; use ")[0].removeprefix(f"{scheme} was asked for, but ")
+    if scheme in COMPUTE_SCHEMES:
+        return kernel_choice.fault(COMPUTE_SCHEMES[scheme], device)  # type: ignore[index]
     return "" if scheme == "int8" or weight_only.has_float8(device) else "there is no float8 to convert to and from"
 
 
@@ -399,7 +325,7 @@ def stored_linear_bytes(linear: nn.Linear, settings: QuantizeSettings) -> int:
     return linear.weight.numel() + per_row * linear.out_features + 4 * settings.rotation_of(linear.in_features) ** 2
 
 
-def full_weight(linear: nn.Module) -> torch.Tensor:
+def full_weight(linear: nn.Module) -> Tensor:
     """The weight a linear computes with, in full precision; of a plain linear the weight itself. [N, K]"""
     if isinstance(linear, FrozenLinear8):
         return linear.dequantize()
@@ -407,47 +333,19 @@ def full_weight(linear: nn.Module) -> torch.Tensor:
     return weight.dequantize() if is_torchao_tensor(weight) else weight
 
 
-def layer_class(fqn: str) -> str:
-    """The name that layers alike share: "blocks.3.attn.to_q.base_layer" -> "blocks.*.attn.to_q"."""
-    parts = fqn.removesuffix(".base_layer").split(".")
-    return ".".join("*" if part.isdecimal() else part for part in parts)
-
-
 def replace_module(model: nn.Module, fqn: str, module: nn.Module) -> None:
     """Put a module in the place of the one of this name."""
     parent, _, child = fqn.rpartition(".")
-    owner = model.get_submodule(parent)
-    if owner._modules[child] is not module:
-        owner._modules[child] = module
+    model.get_submodule(parent)._modules[child] = module
 
 
-def _refuse_nan(fqn: str, weight: torch.Tensor) -> None:
+def _refuse_nan(fqn: str, weight: Tensor) -> None:
     """Raises: ValueError if an 8-bit weight holds NaN, which float8_e4m3fn spells 0x7f and 0xff; int8 has none."""
     if weight.dtype is torch.float8_e4m3fn and weight.device.type != "meta":
         height = max(1, 2**26 // max(1, weight.shape[1]))
         bits = weight.view(torch.uint8)
         if any(((bits[start : start + height] & 0x7F) == 0x7F).any() for start in range(0, len(bits), height)):
             raise ValueError(f"the weight of {fqn} holds NaN; the checkpoint is damaged, load another")
-
-
-@torch.no_grad()
-def _sampled_noise(exact: torch.Tensor, stored: Stored8) -> torch.Tensor:
-    """Energy of a weight and of its rounding error, over evenly spaced rows; on the weight's device. [2]"""
-    step = math.ceil(exact.shape[0] / _NUM_SAMPLED_ROWS)
-    wanted = exact[::step].float()
-    found = stored.weight[::step].float() * stored.scale[::step]
-    if stored.rotation:
-        found = eight_bit.rotate(found, eight_bit.make_rotation(stored.rotation).to(found.device).t())
-    return torch.stack([wanted.square().sum(dtype=torch.float64), (found - wanted).square().sum(dtype=torch.float64)])
-
-
-def _decibels(noise: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, float]:
-    found = {}
-    for name, pairs in noise.items():
-        signal, error = torch.stack([pair.cpu() for pair in pairs]).sum(0).tolist()
-        if signal and error:  # weights of zeros, or of few values, round to themselves
-            found[name] = round(10 * math.log10(signal / error), 2)
-    return found
 
 
 def _refuse_quantized(model: nn.Module, scheme: str) -> None:
@@ -484,15 +382,13 @@ def _treatment(fqn: str, module: nn.Module, family: ModelFamily) -> str:
     return KEPT if any(matches_any(name, family.keep_full_precision) for name in lineage) else QUANTIZED
 
 
-def _num_bytes(modules: Mapping[str, nn.Module]) -> int:
-    return sum(_module_bytes(module) for module in modules.values())
-
-
-def _module_bytes(module: nn.Module) -> int:
-    held = [*module.parameters(recurse=False)]
-    if isinstance(module, FrozenLinear8):
-        held += module.buffers(recurse=False)  # type: ignore[arg-type]  # scales and rotation; others have no weights
-    return sum(tensor_bytes(tensor) for tensor in held)
+def _num_bytes(modules: Iterable[nn.Module]) -> int:
+    held: list[Any] = []
+    for module in modules:
+        held += module.parameters(recurse=False)
+        if isinstance(module, FrozenLinear8):
+            held += module.buffers(recurse=False)  # scales and rotation; those of others are no weights
+    return sum(map(tensor_bytes, held))
 
 
 _LoraParameter = tuple[nn.Parameter, int, torch.dtype, bool]

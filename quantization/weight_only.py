@@ -37,9 +37,10 @@ from typing import Any, Literal
 
 import torch
 from packaging.version import Version
-from torch import nn
+from torch import Tensor, nn
 
 from ..patches.lora import is_torchao_tensor
+from .eight_bit import refuse_broken_rows
 
 WeightOnlyScheme = Literal["fp8", "int8"]
 WEIGHT_ONLY: Mapping[WeightOnlyScheme, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -87,7 +88,7 @@ def convert(linear: nn.Linear, scheme: WeightOnlyScheme) -> nn.Linear:
     return adopt(linear, scheme, values, scale, exact.dtype)
 
 
-def _linear_of(weight: torch.Tensor) -> nn.Linear:
+def _linear_of(weight: Tensor) -> nn.Linear:
     """Around a weight; nn.Linear's own drawing of one would move the process's random numbers."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -108,15 +109,13 @@ def _convert_whole(linear: nn.Linear, scheme: WeightOnlyScheme) -> nn.Linear:
             f"torchao left a linear without {scheme} values; torchao {version('torchao')} is unknown to this pack, "
             f"use {OLDEST_TORCHAO} or newer"
         )
-    _refuse_broken_rows(weight)
+    refuse_broken_rows(weight.scale)  # an infinity or NaN has made its row's scale one, too
     if scheme == "fp8":
         _clear_zero_rows(weight)
     return linear.requires_grad_(False)
 
 
-def adopt(
-    linear: nn.Linear, scheme: WeightOnlyScheme, values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
-) -> nn.Linear:
+def adopt(linear: nn.Linear, scheme: WeightOnlyScheme, values: Tensor, scale: Tensor, dtype: torch.dtype) -> nn.Linear:
     """Give a linear an 8-bit weight that is there already, in place; inverse of values_and_scale. Returns the linear.
 
     Args:
@@ -148,19 +147,9 @@ def has_float8(device: torch.device) -> bool:
         return False
 
 
-def values_and_scale(weight: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def values_and_scale(weight: Any) -> tuple[Tensor, Tensor]:
     """The plain tensors of a converted weight, without a copy: 8-bit values [N, K] and float32 scales [N, 1]."""
     return weight.qdata, weight.scale
-
-
-def _refuse_broken_rows(weight: Any) -> None:
-    """A row with an infinity or NaN has a scale that is one, too, and would be NaN from end to end."""
-    broken = int((~weight.scale.isfinite()).sum()) if weight.device.type != "meta" else 0
-    if broken:
-        raise ValueError(
-            f"{broken} of {weight.shape[0]} rows of a weight hold infinities or NaN and cannot be rounded to 8 bits; "
-            "the checkpoint is damaged, load another"
-        )
 
 
 def _clear_zero_rows(weight: Any) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
-def plain_parts(tensor: Any) -> Iterator[torch.Tensor]:
+def plain_parts(tensor: Any) -> Iterator[Tensor]:
     """The plain tensors that a tensor is made of, detached; itself if it is one."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor.detach()
@@ -19,12 +19,12 @@ def plain_parts(tensor: Any) -> Iterator[torch.Tensor]:
         yield from plain_parts(getattr(tensor, name))
 
 
-def tensor_bytes(tensor: torch.Tensor) -> int:
+def tensor_bytes(tensor: Tensor) -> int:
     """What a tensor takes; for one made of others (values and scales) what its parts take."""
     return sum(part.numel() * part.element_size() for part in plain_parts(tensor))
 
 
-def rebuilt(tensor: Any, parts: Iterator[torch.Tensor]) -> torch.Tensor:
+def rebuilt(tensor: Any, parts: Iterator[Tensor]) -> Tensor:
     """A tensor like this one, made of the next of parts."""
     if not is_traceable_wrapper_subclass(tensor):
         return next(parts)

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..config.job import LoraSettings
 from ..families.spec import ModelFamily
 from ..patches.lora import assert_lora_intact, lora_parameters, place_lora_with_base, resolve_targets
 from ..patches.lora_linear import apply_fused_lora
-from ..quantization.eight_bit import refuse_merge
+from ..quantization.frozen_linear import refuse_merge
 from ..quantization.quantize import full_weight
 
 _ADAPTER = "default"
@@ -33,11 +33,11 @@ class LoraHandle:
         """The trained parameters by fqn, in the model's order."""
         return lora_parameters(self.model)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The adapter on the CPU: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out]."""
         return {_file_name(name): parameter.detach().cpu() for name, parameter in self.parameters().items()}
 
-    def tensors_for_comfyui(self) -> dict[str, torch.Tensor]:
+    def tensors_for_comfyui(self) -> dict[str, Tensor]:
         """As tensors(), with DoRA's magnitude restated so that ComfyUI computes the trained layer.
 
         DoRA is m (W + sBA) / |W + sBA|, row by row; ComfyUI (0.33) divides by |W| instead. m |W| / |W + sBA| in place
@@ -49,7 +49,7 @@ class LoraHandle:
             tensors[name] = (tensors[name].float() * _norm_ratio(layer).cpu()).to(tensors[name].dtype)
         return tensors
 
-    def load_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Put saved tensors back, bit for bit.
 
         Raises: ValueError if they are not exactly this adapter's; names the first difference.
@@ -76,12 +76,12 @@ class LoraHandle:
             del self.model.peft_config
 
 
-def _kind_of(tensor: torch.Tensor) -> str:
+def _kind_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 @torch.no_grad()
-def _norm_ratio(layer: Any) -> torch.Tensor:
+def _norm_ratio(layer: Any) -> Tensor:
     """|W| / |W + sBA| of each row of an adapted linear, float32. [out]"""
     a, b = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
     weight = full_weight(layer.get_base_layer()).to(a.device).float()  # of a block that streams it may be on the host

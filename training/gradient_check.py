@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..events import first_line
 from ..patches.compile_blocks import Arguments, Forward
@@ -153,7 +153,7 @@ def _compare_once(
     trained: Mapping[str, nn.Parameter],
     sizes: Sequence[torch.Size],
 ) -> Comparison | None:
-    directions: list[torch.Tensor] = []
+    directions: list[Tensor] = []
     with _blaming_the_uncompiled():
         expected = _results(plain, _with_short_streams(arguments, sizes), trained, directions)
         others = [_rounded_otherwise(each) for each in directions]
@@ -185,7 +185,7 @@ def _with_short_streams(arguments: Arguments, sizes: Sequence[torch.Size]) -> Ar
     """With what passes by scaled: of the inputs that have an output's size the first, one for each output."""
     left = Counter(sizes)
 
-    def change(tensor: torch.Tensor) -> torch.Tensor:
+    def change(tensor: Tensor) -> Tensor:
         left[tensor.shape] -= 1
         return _scaled(tensor) if left[tensor.shape] >= 0 else tensor
 
@@ -193,8 +193,8 @@ def _with_short_streams(arguments: Arguments, sizes: Sequence[torch.Size]) -> Ar
 
 
 def _results(
-    forward: Forward, arguments: Arguments, trained: Mapping[str, nn.Parameter], directions: list[torch.Tensor]
-) -> dict[str, torch.Tensor]:
+    forward: Forward, arguments: Arguments, trained: Mapping[str, nn.Parameter], directions: list[Tensor]
+) -> dict[str, Tensor]:
     """What a forward gives, and where gradients are on what its backward does, as samples by name.
 
     Args:
@@ -216,13 +216,13 @@ def _results(
     return found
 
 
-def _added(tensor: torch.Tensor, passed: list[torch.Tensor]) -> torch.Tensor:
+def _added(tensor: Tensor, passed: list[Tensor]) -> Tensor:
     """A sample of it, less the first of its size among what may have passed by."""
     by = next((each for each in passed if each.shape == tensor.shape and each.is_floating_point()), None)
     return _sample(tensor) if by is None else _sample(tensor) - _sample(by)
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
+def _sample(tensor: Tensor) -> Tensor:
     """At most so many values, in float32, of all rows and columns; a copy."""
     step, width = -(-tensor.numel() // _MOST_VALUES), tensor.shape[-1] if tensor.ndim else 1
     while math.gcd(step, width) > 1:  # it would come to the same columns again
@@ -230,7 +230,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().flatten()[::step].to(torch.float32, copy=True)
 
 
-def _scaled(tensor: torch.Tensor) -> torch.Tensor:
+def _scaled(tensor: Tensor) -> Tensor:
     """Times the power of two that brings it next to _RMS, laid out as it was; as it is if that cannot be."""
     if not tensor.is_floating_point():
         return tensor
@@ -244,7 +244,7 @@ def _scaled(tensor: torch.Tensor) -> torch.Tensor:
     return found.copy_(tensor.detach()).mul_(factor).requires_grad_(tensor.requires_grad)
 
 
-def _rounded_otherwise(tensor: torch.Tensor) -> torch.Tensor:
+def _rounded_otherwise(tensor: Tensor) -> Tensor:
     """Off by up to the distance of two neighbouring values."""
     if not tensor.is_floating_point():
         return tensor
@@ -252,7 +252,7 @@ def _rounded_otherwise(tensor: torch.Tensor) -> torch.Tensor:
     return noise.add_(1).mul_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
-def _compare(name: str, found: torch.Tensor | None, again: torch.Tensor, expected: torch.Tensor) -> Comparison | None:
+def _compare(name: str, found: Tensor | None, again: Tensor, expected: Tensor) -> Comparison | None:
     """None where nothing can be told: what is expected is not finite, or half of it is rounding."""
     found = torch.zeros_like(expected) if found is None else found
     length, noise, off = expected.norm().item(), (again - expected).norm().item(), (found - expected).norm().item()

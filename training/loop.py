@@ -188,7 +188,7 @@ class Trainer:
         self._chosen.clear()
         self._start_graphs()
         with sound_attention():
-            total = sum(loss.item() for loss in self._accumulate(settings.accumulation))
+            total = sum(loss.item() for loss in self._accumulate(settings.gradient_accumulation_steps))
         limit = settings.clip_norm or math.inf
         norm = nn.utils.clip_grad_norm_(self._parameters, limit).item()
         self._refuse_spoilt_weights()  # the host has just waited for the devices

@@ -1,10 +1,11 @@
 """ComfyUI's own CLIP and VAE as sources of the cache: what they make, and a name for everything that decides it.
 
-They are called as core's CLIPTextEncode and VAEEncode call them. The name is the host's version (its code tokenizes,
+They are called as core's CLIPTextEncode and VAEEncode call them. The name holds ComfyUI's version (its code tokenizes,
 weighs prompts and picks layers), the classes involved, their settings, the tokenizer with its vocabulary, and samples
-of the weights. Left out, as for our own encoders: the device and which attention kernel it uses. What has no such name
-is refused: LoRA patches and hooks on a CLIP (the host knows them by random ids), wrappers and replaced methods of other
-packs, weights that hide their bytes.
+of the weights. The device and its attention kernel are left out, as for our own encoders.
+
+What has no such name is refused: LoRA patches and hooks on a CLIP (ComfyUI knows them by random ids), wrappers and
+replaced methods of other packs, weights that hide their bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+_PLAIN = (str, bool, int, float, type(None))
 # What SDClipModel and its like read while encoding; layer choices are in options_default, the others vary per call.
 _ENCODER_SETTINGS = (
     "options_default",
@@ -40,51 +42,63 @@ _VAE_SETTINGS = (
     "crop_input",
     "not_video",
 )
-_PATHS = frozenset({"embedding_directory"})  # files in it are asked for by captions, which are refused then
 
 
-class HostClip:
-    """A CLIP socket's value; see ComfyClip in encoding/sources.py.
+class _Encoder:
+    """An encoder that ComfyUI has loaded. Raises: ValueError if it has no name.
 
-    Raises: ValueError if it has no name.
+    Args:
+        value: of a socket called stock_<kind>.
+        kind: its class in comfy.sd.
     """
 
-    def __init__(self, clip: Any) -> None:
+    def __init__(self, value: Any, kind: str) -> None:
         import comfy.sd
 
-        if type(clip) is not comfy.sd.CLIP:
-            raise ValueError(f"stock_clip is a {_class_name(clip)}, not ComfyUI's own CLIP; use one of its loaders")
+        if type(value) is not getattr(comfy.sd, kind):
+            raise ValueError(
+                f"stock_{kind.lower()} is a {_class_name(value)}, not ComfyUI's own {kind}; use one of its loaders"
+            )
+        _refuse_replaced(value, kind)
+
+    def release(self) -> None:
+        from comfy.model_management import soft_empty_cache, unload_all_models
+
+        unload_all_models()
+        soft_empty_cache()
+
+
+class HostClip(_Encoder):
+    """A CLIP socket's value, as encoding/sources.py asks for one."""
+
+    def __init__(self, clip: Any) -> None:
+        super().__init__(clip, "CLIP")
         if clip.patcher.forced_hooks is not None or clip.apply_hooks_to_conds is not None:
             raise ValueError("stock_clip has hooks; connect the CLIP as it comes from its loader")
-        _refuse_replaced(clip, "CLIP")
         _refuse_replaced(clip.tokenizer, "tokenizer")
         self._clip = clip
-        self.fingerprint = _name("CLIP", clip.patcher, _clip_settings(clip))
+        settings = {
+            "layer_idx": _plain(clip.layer_idx),
+            "use_clip_schedule": bool(clip.use_clip_schedule),
+            "tokenizer_options": _plain(clip.tokenizer_options),
+            "tokenizer": list(_tokenizer_facts(clip.tokenizer, "")),
+        }
+        self.fingerprint = _name("CLIP", clip.patcher, settings)
 
     def encode(self, text: str) -> Any:
         """A CONDITIONING, as CLIPTextEncode gives it."""
         import torch
 
-        with torch.inference_mode():  # as the host runs its nodes
+        with torch.inference_mode():  # as ComfyUI runs its nodes
             return self._clip.encode_from_tokens_scheduled(self._clip.tokenize(text))
 
-    def release(self) -> None:
-        _unload()
 
-
-class HostVae:
-    """A VAE socket's value; see ComfyVae in encoding/sources.py.
-
-    Raises: ValueError if it has no name.
-    """
+class HostVae(_Encoder):
+    """A VAE socket's value, as encoding/sources.py asks for one."""
 
     def __init__(self, vae: Any) -> None:
-        import comfy.sd
-
-        if type(vae) is not comfy.sd.VAE:
-            raise ValueError(f"stock_vae is a {_class_name(vae)}, not ComfyUI's own VAE; use one of its loaders")
+        super().__init__(vae, "VAE")
         vae.throw_exception_if_invalid()
-        _refuse_replaced(vae, "VAE")
         self._vae = vae
         settings = {name: _plain(getattr(vae, name)) for name in _VAE_SETTINGS}
         settings["output_dtype"] = str(vae.vae_output_dtype())
@@ -98,21 +112,19 @@ class HostVae:
         with torch.inference_mode():
             return self._vae.encode(pixels)
 
-    def release(self) -> None:
-        _unload()
-
-
-def _unload() -> None:
-    from comfy.model_management import soft_empty_cache, unload_all_models
-
-    unload_all_models()
-    soft_empty_cache()
-
 
 def _name(kind: str, patcher: Any, settings: Mapping[str, Any]) -> str:
+    """Raises: ValueError if something was attached to the loaded weights."""
     from comfyui_version import __version__
 
-    _refuse_changes(kind, patcher)
+    attached = ("patches", "hook_patches", "weight_wrapper_patches", "injections", "additional_models")
+    found = [name for name in attached if getattr(patcher, name, None)]
+    found += [name for name in ("wrappers", "callbacks") if any(getattr(patcher, name, {}).values())]
+    if found:
+        raise ValueError(
+            f"the {kind} has {', '.join(found)} (a LoRA's, say), which no cache key can name; connect it as it comes "
+            "from its loader"
+        )
     facts = {
         "settings": settings,
         "object_patches": {name: _plain(value) for name, value in patcher.object_patches.items()},
@@ -122,25 +134,11 @@ def _name(kind: str, patcher: Any, settings: Mapping[str, Any]) -> str:
     return f"comfyui {__version__} {kind} {settings_fingerprint(facts)}"
 
 
-def _refuse_changes(kind: str, patcher: Any) -> None:
-    """Refuse what was hung onto the loaded weights."""
-    kept = ("patches", "hook_patches", "weight_wrapper_patches", "injections", "additional_models")
-    found = [name for name in kept if getattr(patcher, name, None)]
-    found += [name for name in ("wrappers", "callbacks") if any(getattr(patcher, name, {}).values())]
-    if found:
-        raise ValueError(
-            f"the {kind} has {', '.join(found)} (a LoRA's, say), which no cache key can name; connect it as it comes "
-            "from its loader"
-        )
-
-
 def _weights(patcher: Any) -> dict[str, torch.Tensor]:
     """The weights as they were loaded: where a clone with a LoRA has patched the shared module, its backup counts."""
-    weights: dict[str, torch.Tensor] = dict(patcher.model.state_dict())
-    hooked: dict[str, torch.Tensor] = {name: backup[0] for name, backup in patcher.hook_backup.items()}
-    patched: dict[str, torch.Tensor] = {name: backup.weight for name, backup in patcher.backup.items()}
-    originals = {**hooked, **patched}  # hooks come on top of patches
-    return {name: originals.get(name, weight) for name, weight in weights.items()}
+    originals = {name: backup[0] for name, backup in patcher.hook_backup.items()}
+    originals |= {name: backup.weight for name, backup in patcher.backup.items()}  # hooks come on top of patches
+    return {name: originals.get(name, weight) for name, weight in patcher.model.state_dict().items()}
 
 
 def _module_facts(model: nn.Module) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
@@ -168,15 +166,6 @@ def _refuse_replaced(value: Any, name: str) -> None:
         )
 
 
-def _clip_settings(clip: Any) -> dict[str, Any]:
-    return {
-        "layer_idx": _plain(clip.layer_idx),
-        "use_clip_schedule": bool(clip.use_clip_schedule),
-        "tokenizer_options": _plain(clip.tokenizer_options),
-        "tokenizer": list(_tokenizer_facts(clip.tokenizer, "")),
-    }
-
-
 def _tokenizer_facts(tokenizer: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Class, plain settings, vocabulary and saved state of a tokenizer and of those inside it, in order of name."""
     import torch
@@ -190,16 +179,12 @@ def _tokenizer_facts(tokenizer: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield f"{name}.vocabulary", settings_fingerprint(tokenizer.get_vocab())
         return  # inside are the tokenizer library's own objects
     for key, value in sorted(vars(tokenizer).items()):
-        if key in _PATHS:
-            continue
+        if key == "embedding_directory":
+            continue  # captions ask for files in it, and are refused then
         if hasattr(value, "tokenize_with_weights") or hasattr(value, "get_vocab"):
             yield from _tokenizer_facts(value, f"{name}.{key}")
-        elif _is_plain(value):
+        elif isinstance(value, _PLAIN):
             yield f"{name}.{key}", _plain(value)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (str, bool, int, float))
 
 
 def _plain(value: Any) -> Any:
@@ -209,7 +194,7 @@ def _plain(value: Any) -> Any:
     """
     import torch
 
-    if _is_plain(value):
+    if isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.dtype):
         return str(value)

@@ -7,13 +7,13 @@ allowed, once, in a file that no workflow can write:
     # devicebridge.toml in ComfyUI's user folder
     allowed_folders = ["/data/images", "/mnt/models"]
 
-Links are followed before that is asked, so a link counts as what it leads to. Whatever lies elsewhere is refused before
-anything is asked about it: the message does not tell whether it is there. What is written always lies in ComfyUI's
-output folder.
+A link counts as what it leads to. A path elsewhere is refused before anything is asked about it: the message does not
+tell whether it is there. What is written always lies in ComfyUI's output folder.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,12 +21,11 @@ from typing import NoReturn
 
 from ...system.listing import Looked, go_on
 
-SETTINGS_NAME = "devicebridge.toml"
 USE_PATH = "[path below]"
 
 
 def folder_in_input(name: str, what: str, ask: Callable[[], None] = go_on) -> Path:
-    """A folder to read from: a name inside the host's input folder, or the full path of one that may be read.
+    """A folder to read from: a name inside ComfyUI's input folder, or the full path of one that may be read.
 
     Args:
         ask: called while the folder is looked through; raises to stop.
@@ -38,7 +37,9 @@ def folder_in_input(name: str, what: str, ask: Callable[[], None] = go_on) -> Pa
     name = name.strip()
     if not name:
         raise ValueError(f"{what} is empty; give the name of a folder in ComfyUI's input folder, or a full path")
-    path = _path_of(name, Path(folder_paths.get_input_directory()), what)
+    path = _expanded(name, what)
+    if not path.is_absolute():
+        path = _inside(Path(folder_paths.get_input_directory()), name, what)
     _refuse_unreadable(path, name, what)
     if not path.is_dir():
         raise ValueError(f"{what} {name!r} is no folder: looked for {path}")
@@ -79,13 +80,90 @@ def find_component(kind: str, name: str) -> str:
 
 
 def folder_in_output(name: str, what: str) -> Path:
-    """A folder to write to, always inside the host's output folder; not made yet.
+    """A folder to write to, always inside ComfyUI's output folder; not made yet.
 
     Raises: ValueError for a name that leads elsewhere.
     """
     import folder_paths
 
     return _inside(Path(folder_paths.get_output_directory()), name.strip(), what)
+
+
+def output_entry(path: Path) -> dict[str, str] | None:
+    """How ComfyUI's history names a file of its output folder; None for a file elsewhere."""
+    import folder_paths
+
+    base = Path(folder_paths.get_output_directory())
+    if not path.is_relative_to(base):
+        return None
+    inner = path.relative_to(base)
+    return {"filename": inner.name, "subfolder": inner.parent.as_posix().removeprefix("."), "type": "output"}
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def list_models() -> list[str]:
+    """Names of checkpoint files in models/diffusion_models and of model folders in models/diffusers, sorted."""
+    checkpoints = [name for name in list_checkpoints() if name.endswith((".safetensors", ".sft"))]
+    return checkpoints + sorted(_diffusers_folders())
+
+
+def list_checkpoints() -> list[str]:
+    """Names of all files in models/diffusion_models, sorted."""
+    import folder_paths
+
+    return sorted(folder_paths.get_filename_list("diffusion_models"))
+
+
+def find_checkpoint(name: str) -> Path:
+    """The file of a name of list_checkpoints.
+
+    Raises: ValueError if there is no such file.
+    """
+    import folder_paths
+
+    found = folder_paths.get_full_path("diffusion_models", name)
+    if found is None:
+        raise ValueError(
+            f"{name!r} is not in models/diffusion_models; found there: {', '.join(list_checkpoints()) or 'nothing'}"
+        )
+    return Path(found)
+
+
+def find_model(name: str, path: str) -> Path:
+    """The checkpoint a loader names: an entry of list_models, or a path of the user's own.
+
+    Raises: ValueError if there is no such file or folder, or nodes may not read it.
+    """
+    import folder_paths
+
+    if name == USE_PATH:
+        if not path.strip():
+            raise ValueError(
+                f"the model is {USE_PATH!r}, but path is empty; give the path of a checkpoint file or model folder"
+            )
+        return readable_path(path, "model")
+    found = folder_paths.get_full_path("diffusion_models", name) or _diffusers_folders().get(name)
+    if found is None:
+        raise ValueError(
+            f"model {name!r} is neither in models/diffusion_models nor in models/diffusers; found there: "
+            f"{', '.join(list_models()) or 'nothing'}"
+        )
+    return Path(found)
+
+
+def _diffusers_folders() -> dict[str, str]:
+    """Name -> path of every folder under models/diffusers that holds a whole diffusers model."""
+    import folder_paths
+
+    found: dict[str, str] = {}
+    for base in folder_paths.get_folder_paths("diffusers"):
+        for folder, subfolders, files in os.walk(base, followlinks=True):
+            if "model_index.json" in files:
+                found.setdefault(os.path.relpath(folder, base).replace(os.sep, "/"), folder)
+                subfolders.clear()
+    return found
 
 
 # --- where nodes may read --------------------------------------------------------------------------------------------
@@ -95,7 +173,7 @@ def settings_file() -> Path:
     """Where the user allows folders; it need not exist. ComfyUI's own web interface writes in sub-folders only."""
     import folder_paths
 
-    return Path(folder_paths.get_user_directory()) / SETTINGS_NAME
+    return Path(folder_paths.get_user_directory()) / "devicebridge.toml"
 
 
 def _refuse_unreadable(path: Path, name: str, what: str) -> None:
@@ -108,7 +186,7 @@ def _refuse(what: str, path: Path) -> NoReturn:
     raise ValueError(
         f"{what} is not in a folder that nodes read from: those of ComfyUI (input, output, models, temp, user), and "
         f"those that you allow. Move it into one, or allow its folder once, in {settings_file()}:\n"
-        f"allowed_folders = [{_quoted(path)}]"
+        f"allowed_folders = [{json.dumps(str(path), ensure_ascii=False)}]"
     )
 
 
@@ -168,16 +246,7 @@ def _is_below(path: Path, folders: Iterable[str]) -> bool:
     return any(Path(real).is_relative_to(os.path.normcase(folder)) for folder in folders)
 
 
-def _quoted(path: Path) -> str:
-    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
 # --- names -----------------------------------------------------------------------------------------------------------
-
-
-def _path_of(name: str, base: Path, what: str) -> Path:
-    path = _expanded(name, what)
-    return path if path.is_absolute() else _inside(base, name, what)
 
 
 def _expanded(name: str, what: str) -> Path:

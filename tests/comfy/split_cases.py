@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from devicebridge.nodes.host.split_model import SplitRequest, split_model
+from devicebridge.nodes.host.split.model import split_model
+from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, largest_difference
 
 CPU = torch.device("cpu")

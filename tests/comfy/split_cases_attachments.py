@@ -114,10 +114,10 @@ def _count_in_a_hook(model: Any, device: torch.device) -> None:
 
 
 def _count_in_the_sampling(model: Any, device: torch.device) -> None:
-    stock = model.get_model_object("model_sampling")
+    original = model.get_model_object("model_sampling")
     calls = itertools.count(1)
 
-    class Counting(type(stock)):  # type: ignore[misc]
+    class Counting(type(original)):  # type: ignore[misc]
         def calculate_denoised(self, *args: Any) -> torch.Tensor:
             return super().calculate_denoised(*args) * (1 + 0.01 * next(calls))
 

@@ -1,4 +1,4 @@
-"""Every family by its whole path: file, detection, split, stock sampler; bit for bit the unsplit run on the CPU."""
+"""Every family by its whole path: file, detection, split, ComfyUI's sampler; bit for bit the unsplit run on the CPU."""
 
 from __future__ import annotations
 

@@ -10,7 +10,9 @@ import comfy.model_patcher
 import comfy.sd
 import torch
 from comfy.quant_ops import QUANT_ALGOS, QuantizedTensor
-from devicebridge.nodes.host.split_model import SplitRequest, load_split_model
+from devicebridge.nodes.host.split.model import load_split_model
+from devicebridge.nodes.host.split.model_copy import original_of
+from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, block_devices, peaks_of
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, make_weights, small_sizes
@@ -49,7 +51,7 @@ def _lies_in_its_file(divided: Any) -> bool:
     """Whether every weight of a blocks' layer is the mapped tensor itself."""
     origin = divided._tree().origin
     blocks = [(name, p) for name, p in divided.model.named_parameters() if "block" in name and p.ndim > 1]
-    originals = [origin.tensor(name, parameter, CPU) for name, parameter in blocks]
+    originals = [original_of(origin, name, parameter, CPU) for name, parameter in blocks]
     return bool(blocks) and all(
         original is not None and original.data_ptr() == parameter.data_ptr()
         for (_, parameter), original in zip(blocks, originals, strict=True)

@@ -12,7 +12,7 @@ import comfy.controlnet
 import comfy.hooks
 import comfy.model_management
 import torch
-from devicebridge.nodes.host.split_tree import tree_of
+from devicebridge.nodes.host.split.tree import tree_of
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_host import (
     CAPACITY_BYTES,

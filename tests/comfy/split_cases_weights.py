@@ -163,7 +163,7 @@ def clone_of_a_split(case: Case) -> None:
     copy = divided.clone()
     case.check("is a split too", type(copy) is type(divided) and len(copy.companions) == 1, type(copy).__name__)
     case.check("of the same model", copy.is_clone(divided) and copy.model is divided.model)
-    case.check("and what stock nodes expect", isinstance(copy, type(host.load(NAME))), type(copy).__mro__)
+    case.check("and what ComfyUI's nodes expect", isinstance(copy, type(host.load(NAME))), type(copy).__mro__)
     case.equal("original", host.sample(divided, NAME), _reference(host))
     case.equal("copy", host.sample(copy, NAME), _reference(host))
     del divided

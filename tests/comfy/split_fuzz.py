@@ -17,8 +17,9 @@ from unittest import mock
 import comfy.model_management
 import comfy.sample
 import torch
-from devicebridge.nodes.host import split_batches, split_options, split_patcher, split_tree
-from devicebridge.nodes.host.split_model import SplitRequest, split_model
+from devicebridge.nodes.host.split import batches, options, patcher, tree
+from devicebridge.nodes.host.split.model import split_model
+from devicebridge.nodes.host.split.plan import SplitRequest
 from devicebridge.parallel.local import lend
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.parallel.local.lend import Lent
@@ -103,16 +104,14 @@ GUARDS: Mapping[str, Callable[[], Any]] = {
     "what blocks write is written back": _instead(Bridge, "_write_back", lambda self, module, output, goes_to: output),
     "what patches write is carried back": _instead(Lent, "settle", lambda self, back: None),
     "views are lent with their strides": _instead(lend, "_copy_in_shape", lend.copy_to),
-    "overlap looks at what is attached": _instead(split_batches, "reason_against_overlap", lambda *args: ""),
-    "replaced methods go by relay": _instead(split_tree, "replaced_methods", lambda model: []),
-    "exchanged lists go by relay": _instead(split_tree.SplitTree, "_is_in_place", lambda self, name: True),
-    "what runs unseen is looked for": _instead(split_tree, "unseen_attachments", lambda *args: ()),
-    "an override with tensors runs at home": _instead(split_options, "holds_tensors", lambda function: False),
-    "other layers are loaded anew": _instead(
-        split_patcher._Limited, "_without_other_objects", lambda self, extra: extra
-    ),
-    "object patches lie under injections": _instead(split_patcher.ShardMixin, "_below_injections", _nothing),
-    "adapters go where their layer is": _instead(split_patcher.SplitMixin, "_place_bypass_adapters", lambda self: None),
+    "overlap looks at what is attached": _instead(batches, "reason_against_overlap", lambda *args: ""),
+    "replaced methods go by relay": _instead(tree, "replaced_methods", lambda model: []),
+    "exchanged lists go by relay": _instead(tree.SplitTree, "_is_in_place", lambda self, name: True),
+    "what runs unseen is looked for": _instead(tree, "unseen_attachments", lambda *args: ()),
+    "an override with tensors runs at home": _instead(options, "holds_tensors", lambda function: False),
+    "other layers are loaded anew": _instead(patcher._CardPatcher, "_without_other_objects", lambda self, extra: extra),
+    "object patches lie under injections": _instead(patcher.ShardMixin, "_own_part", _nothing),
+    "adapters go where their layer is": _instead(patcher.SplitMixin, "_place_bypass_adapters", lambda self: None),
 }
 
 

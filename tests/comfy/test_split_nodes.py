@@ -1,4 +1,4 @@
-"""The split nodes in graphs that a running ComfyUI executes: stock loaders, LoRA, sampler and cache around them."""
+"""The split nodes in graphs that a running ComfyUI executes: ComfyUI's loaders, LoRA, sampler and cache around them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _split(kind: str, devices: Any, **inputs: Any) -> dict[str, Any]:
 
 
 def _graph(model: list[Any], prefix: str, *, is_emulated: bool = True, **nodes: dict[str, Any]) -> dict[str, Any]:
-    """A stock text-to-image graph around the node that gives the model."""
+    """A text-to-image graph around the node that gives the model."""
     graph = {
         "load": _node("UNETLoader", unet_name="tiny.safetensors", weight_dtype="default"),
         "positive": _node("TestCondition", family=FAMILY, seed=1),

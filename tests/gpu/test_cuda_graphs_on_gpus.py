@@ -144,8 +144,19 @@ def test_a_job_writes_the_same_lora(tmp_path, caplog):
                 tmp_path,
                 "flux2",
                 model={"dtype": "bfloat16"},
-                split={"devices": ["cuda:0", "cuda:1"], "balance": "manual", "split_at": [2], "kept_blocks": [1, 2]},
-                train={"steps": 4, "batch_size": 1, "accumulation": 5, "seed": 3, "cuda_graphs": setting},
+                split={
+                    "devices": ["cuda:0", "cuda:1"],
+                    "balance": "manual",
+                    "split_at": [2],
+                    "blocks_without_checkpointing": [1, 2],
+                },
+                train={
+                    "steps": 4,
+                    "batch_size": 1,
+                    "gradient_accumulation_steps": 5,
+                    "seed": 3,
+                    "cuda_graphs": setting,
+                },
                 output={"folder": str(tmp_path / setting)},
             )
             found[setting] = run_job(job)

@@ -103,17 +103,22 @@ def test_jobs_over_two_gpus_are_those_without_bit_for_bit(name, tmp_path, monkey
             super().__init__(min_bytes=1)
 
     monkeypatch.setattr(block_split, "ActivationOffload", All)
-    train = {"steps": 3, "batch_size": 1, "accumulation": 4, "seed": 3}
+    train = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 4, "seed": 3}
     results = []
-    for schedule, asked in (("none", "off"), ("none", "on"), ("1f1b", "on")):
+    for strategy, asked in (("none", "off"), ("none", "on"), ("pipeline", "on")):
         job = make_tiny_job(
             tmp_path,
             name,
-            split={"devices": ["cuda:0", "cuda:1"], "kept_blocks": [0, 0], "balance": "manual", "split_at": [1]},
+            split={
+                "devices": ["cuda:0", "cuda:1"],
+                "blocks_without_checkpointing": [0, 0],
+                "balance": "manual",
+                "split_at": [1],
+            },
             train={**train, "offload_activations": asked},
             lora={"dropout": 0.3},
-            pipeline={"schedule": schedule},
-            output={"folder": str(tmp_path / f"{schedule}-{asked}")},
+            parallel={"strategy": strategy},
+            output={"folder": str(tmp_path / f"{strategy}-{asked}")},
         )
         results.append(run_job(job))
     for found in results[1:]:

@@ -67,7 +67,7 @@ def test_a_step_repeats_itself_bit_for_bit(name):
 
 
 def _run(folder, run, **sections):
-    train = {"steps": 4, "batch_size": 1, "accumulation": 5, "seed": 3}
+    train = {"steps": 4, "batch_size": 1, "gradient_accumulation_steps": 5, "seed": 3}
     sections = {"train": train, "output": {"folder": str(folder / run)}, **sections}
     return run_job(make_tiny_job(folder, "flux2", **sections))
 
@@ -75,9 +75,9 @@ def _run(folder, run, **sections):
 @pytest.mark.parametrize("scheme", ["none", "fp8", "int8"])
 def test_a_job_on_two_gpus_is_that_of_one(tmp_path, scheme):
     model = {"dtype": "bfloat16", "quantize": scheme}
-    one = _run(tmp_path, "one", model=model, split={"devices": ["cuda:0"]}, pipeline={"schedule": "none"})
+    one = _run(tmp_path, "one", model=model, split={"devices": ["cuda:0"]}, parallel={"strategy": "none"})
     devices = {"devices": ["cuda:0", "cuda:1"], "calibrate": "off"}
-    two = _run(tmp_path, "two", model=model, split=devices, pipeline={"schedule": "replicas"})
-    again = _run(tmp_path, "again", model=model, split=devices, pipeline={"schedule": "replicas"})
+    two = _run(tmp_path, "two", model=model, split=devices, parallel={"strategy": "data"})
+    again = _run(tmp_path, "again", model=model, split=devices, parallel={"strategy": "data"})
     assert two.losses == pytest.approx(one.losses, rel=1e-3) and two.eval_before == one.eval_before
     assert again.losses == two.losses and again.lora_path.read_bytes() == two.lora_path.read_bytes()

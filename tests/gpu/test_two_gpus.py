@@ -79,17 +79,17 @@ def test_quantized_base_trains_on_two_gpus(name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pipeline_is_plain_accumulation_bit_for_bit(name, tmp_path):
     """Losses, LoRA and, by dropout, the cards' random numbers, on side streams and two backward threads."""
-    train = {"steps": 4, "batch_size": 1, "accumulation": 5, "seed": 3}
+    train = {"steps": 4, "batch_size": 1, "gradient_accumulation_steps": 5, "seed": 3}
     results = []
-    for schedule in ("none", "1f1b"):
+    for strategy in ("none", "pipeline"):
         job = make_tiny_job(
             tmp_path,
             name,
             split=_split(["cuda:0", "cuda:1"]),
             train=train,
             lora={"dropout": 0.3},
-            pipeline={"schedule": schedule},
-            output={"folder": str(tmp_path / schedule)},
+            parallel={"strategy": strategy},
+            output={"folder": str(tmp_path / strategy)},
         )
         results.append(run_job(job))
     for found in results[1:]:
@@ -107,7 +107,7 @@ def test_blocks_compiled_for_any_number_of_tokens_train_in_a_pipeline(tmp_path, 
             "flux2",
             data={"resolutions": [32, 64]},
             split=_split(["cuda:0", "cuda:1"]),
-            train={"steps": 3, "batch_size": 1, "accumulation": 4, "seed": 3, "compile": name},
+            train={"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 4, "seed": 3, "compile": name},
             output={"folder": str(tmp_path / name)},
         )
         found[name] = run_job(job)
@@ -117,10 +117,10 @@ def test_blocks_compiled_for_any_number_of_tokens_train_in_a_pipeline(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("quantize", "schedule", "compile"),
-    [("none", "none", "off"), ("none", "1f1b", "off"), ("fp8", "1f1b", "off"), ("none", "1f1b", "auto")],
+    ("quantize", "strategy", "compile"),
+    [("none", "none", "off"), ("none", "pipeline", "off"), ("fp8", "pipeline", "off"), ("none", "pipeline", "auto")],
 )
-def test_streamed_blocks_train_as_resident_ones_bit_for_bit(quantize, schedule, compile, tmp_path, monkeypatch):
+def test_streamed_blocks_train_as_resident_ones_bit_for_bit(quantize, strategy, compile, tmp_path, monkeypatch):
     """Losses and LoRA of whole jobs, with dropout; three blocks of the second card pass through its two slots."""
     monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
     results = []
@@ -134,12 +134,12 @@ def test_streamed_blocks_train_as_resident_ones_bit_for_bit(quantize, schedule, 
                 "devices": ["cuda:0", "cuda:1"],
                 "balance": "manual",
                 "split_at": [1],
-                "kept_blocks": [0, 0],
-                "swapped_blocks": swapped,
+                "blocks_without_checkpointing": [0, 0],
+                "offloaded_blocks": swapped,
             },
-            train={"steps": 3, "batch_size": 1, "accumulation": 4, "seed": 3, "compile": compile},
+            train={"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 4, "seed": 3, "compile": compile},
             lora={"dropout": 0.3},
-            pipeline={"schedule": schedule},
+            parallel={"strategy": strategy},
             output={"folder": str(tmp_path / f"swapped_{swapped[1]}")},
         )
         results.append(run_job(job))

@@ -12,8 +12,9 @@ import torch
 from devicebridge.checkpoints.checkpoint import load_transformer, make_empty_transformer, read_checkpoint
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement
-from devicebridge.quantization import eight_bit, quantize, weight_only
-from devicebridge.quantization.eight_bit import FrozenLinear8
+from devicebridge.quantization import eight_bit, weight_only
+from devicebridge.quantization import report as quantize_report
+from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import (
     SCHEMES,
     Quantizer,
@@ -51,10 +52,10 @@ def test_it_is_the_model_quantized_afterwards(name: str, scheme: Any, tmp_path: 
     info = _checkpoint(tmp_path, name)
     family, settings = FAMILIES[name], QuantizeSettings(scheme)
     afterwards = load_transformer(info, lambda _: torch.device("cpu"), torch.bfloat16)
-    expected = apply_quantization(afterwards, family, settings).report
+    expected = apply_quantization(afterwards, family, settings)
     quantizer = Quantizer(family, settings)
     streamed = load_transformer(info, lambda _: torch.device("cpu"), torch.bfloat16, quantizer)
-    report = quantizer.close(streamed).report
+    report = quantizer.close(streamed)
     assert report.groups == expected.groups and report.weight_snr_db == expected.weight_snr_db
     assert expected.num_quantized > 0
     found = {**dict(streamed.named_parameters()), **dict(streamed.named_buffers())}
@@ -114,7 +115,7 @@ def test_no_card_holds_more_than_the_result_and_one_layer(
     piece = 512
     for module in (eight_bit, weight_only):
         monkeypatch.setattr(module, "_PIECE", piece)
-    monkeypatch.setattr(quantize, "_NUM_SAMPLED_ROWS", 4)
+    monkeypatch.setattr(quantize_report, "_NUM_SAMPLED_ROWS", 4)
     info = _checkpoint(tmp_path, "flux2")
     with emulated_cards(2):
         plain_peaks, _, plain = _peaks(info, None)
@@ -137,8 +138,8 @@ def test_planned_bytes_are_those_that_are_stored(name: str, scheme: Any, tmp_pat
     sizes, home = stored_bytes(empty, info.family, blocks, 2, settings)
     quantizer = Quantizer(info.family, settings)
     model = load_transformer(info, lambda _: torch.device("cpu"), torch.bfloat16, quantizer)
-    found = [_num_bytes(dict(model.get_submodule(block).named_modules())) for block in blocks]
-    whole = _num_bytes(dict(model.named_modules()))
+    found = [_num_bytes(model.get_submodule(block).modules()) for block in blocks]
+    whole = _num_bytes(model.modules())
     in_float32 = sum(2 * p.numel() for p in model.parameters() if p.dtype == torch.float32)  # kept so by the class
     assert sum(sizes) + home == whole - in_float32
     assert all(abs(planned - real) <= 0.02 * real for planned, real in zip(sizes, found, strict=True))

@@ -16,8 +16,8 @@ from devicebridge.checkpoints.checkpoint import CheckpointInfo, load_transformer
 from devicebridge.checkpoints.header import TensorRecord
 from devicebridge.checkpoints.quantized_files import dequantize
 from devicebridge.families.registry import FAMILIES
-from devicebridge.quantization.eight_bit import make_rotation
 from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings, apply_quantization, full_weight
+from devicebridge.quantization.rotation import make_rotation
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.toy import TINY, stack_tensors
 from safetensors.torch import save_file
@@ -179,7 +179,7 @@ def test_a_layer_keeps_the_bytes_its_scheme_can_take(name: str, how: str, scheme
     quantizer = Quantizer(family, settings)
     apply_quantization(rounded, family, settings)
     model = load_transformer(info, _on_cpu, torch.bfloat16, quantizer)
-    report = quantizer.close(model).report
+    report = quantizer.close(model)
     num_taken = 0
     for fqn, module in model.named_modules():
         record = info.tensors.get(f"{fqn}.weight")
@@ -218,7 +218,7 @@ def test_kept_bytes_reach_the_device_they_belong_to(tmp_path: Path, caplog: pyte
     with emulated_cards(2), caplog.at_level(logging.INFO):
         quantizer = Quantizer(info.family, QuantizeSettings("fp8-compute"))
         model = load_transformer(info, device_of, torch.bfloat16, quantizer)
-        report = quantizer.close(model).report
+        report = quantizer.close(model)
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
             assert parameter.device == device_of(name), name
         for name, module in model.named_modules():

@@ -109,7 +109,8 @@ from devicebridge.cli import main as cli
 def wait(*args, **kwargs):
     print("waiting", flush=True)
     time.sleep(60)
-modules = {"config.job": {"load_job": lambda path: types.SimpleNamespace(model=types.SimpleNamespace(second_expert=""))}}
+job = types.SimpleNamespace(model=types.SimpleNamespace(second_expert=""))
+modules = {"config.job": {"load_job": lambda path: job}}
 modules["jobs.job"] = {"run_job": wait}
 for name, members in modules.items():
     sys.modules["devicebridge." + name] = types.SimpleNamespace(**members)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
+import tomlkit
 from devicebridge.config.job import differing_keys, job_to_dict, load_job, make_job, save_job
 
 MINIMAL = {
@@ -37,10 +38,10 @@ def test_toml_round_trip(tmp_path):
     [
         ("train", {"stpes": 3}, r"train\.stpes: there is no such key; did you mean steps\?"),
         ("optimizer", {"lr": 1.0}, r"optimizer\.lr: there is no such key$"),
-        ("pipelin", {}, r"pipelin: there is no such key; did you mean pipeline\?"),
+        ("paralel", {}, r"paralel: there is no such key; did you mean parallel\?"),
         ("data", {"folders": {"path": "a"}}, r"data\.folders: is a list of sections, \[\[data\.folders\]\]"),
         ("split", {"devices": "cuda:0"}, r"split\.devices: is a list, such as \['cuda:0'\]"),
-        ("split", {"split_at": [3]}, r'split: split_at = \[3\] belongs to balance = "manual", not "bytes"'),
+        ("split", {"split_at": [3]}, r'split: split_at = \[3\] belongs to balance = "manual", not "memory"'),
         ("split", {"balance": "manual"}, r'split: balance = "manual" needs split_at, '),
         ("lora", {"rank": 0}, r"lora\.rank: is a whole number from 1 to 1024 \(found 0\)"),
         ("model", {"quantize": "int3"}, r"model\.quantize"),
@@ -74,7 +75,7 @@ def test_a_dataset_that_arrived_encoded_needs_no_encoders(section, values):
 
 
 def test_settings_that_contradict_each_other_are_named_without_all_others():
-    job = _with("split", balance="time") | {"pipeline": {"schedule": "replicas"}}
+    job = _with("split", balance="time") | {"parallel": {"strategy": "data"}}
     for values, key in ((job, "job"), (_with("split", split_at=[3]), "split")):
         with pytest.raises(ValueError, match=rf"  {key}: .*split_at|  {key}: .*balance") as refused:
             make_job(values)
@@ -82,8 +83,8 @@ def test_settings_that_contradict_each_other_are_named_without_all_others():
 
 
 def test_a_section_is_not_a_list_of_sections():
-    with pytest.raises(ValueError, match=r"pipeline: is one section, \[pipeline\], and not a list"):
-        make_job(MINIMAL | {"pipeline": [{"schedule": "1f1b"}]})
+    with pytest.raises(ValueError, match=r"parallel: is one section, \[parallel\], and not a list"):
+        make_job(MINIMAL | {"parallel": [{"strategy": "pipeline"}]})
 
 
 def test_missing_keys_are_named():
@@ -123,11 +124,53 @@ def test_differences_that_matter_on_resume():
     assert differing_keys(old, make_job(_with("lora", rank=8))) == ["lora.rank: 16 -> 8"]
 
 
-def test_a_schedule_that_is_gone_loads_as_the_one_that_took_its_place_and_says_so(tmp_path, caplog):
-    save_job(make_job(_with("pipeline", schedule="1f1b", ahead=2)), tmp_path / "job.toml")
+RENAMED = [
+    ("train", "accumulation", 4, "train", "gradient_accumulation_steps", 4),
+    ("pipeline", "schedule", "none", "parallel", "strategy", "none"),
+    ("pipeline", "schedule", "1f1b", "parallel", "strategy", "pipeline"),
+    ("pipeline", "schedule", "gpipe", "parallel", "strategy", "pipeline"),
+    ("pipeline", "schedule", "replicas", "parallel", "strategy", "data"),
+    ("pipeline", "ahead", 2, "parallel", "microbatches_ahead", 2),
+    ("split", "kept_blocks", [2, 4], "split", "blocks_without_checkpointing", [2, 4]),
+    ("split", "swapped_blocks", [0, 3], "split", "offloaded_blocks", [0, 3]),
+]
+
+
+@pytest.mark.parametrize(("old_section", "old_key", "old", "section", "key", "value"), RENAMED)
+def test_an_older_key_means_the_same_and_is_named_once(
+    tmp_path, caplog, old_section, old_key, old, section, key, value
+):
+    expected = make_job(_with(section, **{key: value}))
+    save_job(expected, tmp_path / "job.toml")
     text = (tmp_path / "job.toml").read_text()
-    (tmp_path / "job.toml").write_text(text.replace('"1f1b"', '"gpipe"'))
-    assert load_job(tmp_path / "job.toml") == make_job(_with("pipeline", schedule="1f1b", ahead=2))
-    assert [record.getMessage() for record in caplog.records] == [
-        'pipeline.schedule = "gpipe" is gone; "1f1b" is used, which gives the same numbers in less memory'
-    ]
+    values = tomlkit.parse(text).unwrap()
+    del values[section][key]
+    values.setdefault(old_section, {})[old_key] = old
+    (tmp_path / "job.toml").write_text(tomlkit.dumps(values))
+    assert load_job(tmp_path / "job.toml") == expected
+    lines = [record.getMessage() for record in caplog.records]
+    assert len([line for line in lines if f"{old_section}.{old_key} is an older name of {section}.{key}" in line]) == 1
+    assert len(lines) == 1 + (old != value)
+    caplog.clear()
+    save_job(expected, tmp_path / "job.toml")  # today's names alone are written
+    assert load_job(tmp_path / "job.toml") == expected and not caplog.records
+
+
+def test_an_older_word_means_the_same(tmp_path, caplog):
+    assert make_job(_with("split", balance="bytes")) == make_job(MINIMAL)
+    assert not caplog.records  # said of a job file, not of a run to resume
+
+
+def test_an_older_key_beside_todays_is_refused():
+    values = _with("train", accumulation=2, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"train\.accumulation is an older name .* remove train\.accumulation"):
+        make_job(values)
+    assert values["train"]["accumulation"] == 2  # what was given is not changed
+    both = _with("parallel", strategy="none") | {"pipeline": {"schedule": "none"}}
+    with pytest.raises(ValueError, match=r"pipeline\.schedule is an older name of parallel\.strategy"):
+        make_job(both)
+
+
+def test_an_unknown_key_in_an_older_section_is_named():
+    with pytest.raises(ValueError, match="pipeline: there is no such key"):
+        make_job(MINIMAL | {"pipeline": {"schedule": "none", "depth": 3}})

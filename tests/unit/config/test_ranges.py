@@ -37,7 +37,7 @@ GARBAGE = [
     ("train.steps", 1e30, "is a whole number from 1 to 10000000"),
     ("train.steps", 2.5, "is a whole number from 1 to 10000000"),
     ("train.batch_size", 10**9, "is a whole number from 1 to 1024"),
-    ("train.accumulation", 10**9, "from 1 to 1024"),
+    ("train.gradient_accumulation_steps", 10**9, "from 1 to 1024"),
     ("train.seed", 2**70, "from 0 to 9223372036854775807"),
     ("evaluation.seed", 2**70, "from 0 to 9223372036854775807"),
     ("data.caption_dropout", 1.0, "from 0 to 0.9; to train without captions, leave out their files"),
@@ -53,7 +53,7 @@ GARBAGE = [
     ("lora.alpha", math.inf, "from 0.001 to 100000"),
     ("lora.dropout", 0.999, "from 0 to 0.99"),
     ("cache.text_window_gb", math.inf, "from 0 to 100000"),
-    ("pipeline.ahead", 10**9, "from 0 to 1000"),
+    ("parallel.microbatches_ahead", 10**9, "from 0 to 1000"),
     ("schedule.warmup_steps", 10**12, "from 0 to 10000000"),
     ("output.keep_last", 10**12, "from 1 to 10000"),
     ("data.fps", math.inf, "from 0.1 to 1000"),
@@ -73,8 +73,8 @@ LISTS = [
     ("evaluation.quantiles", 0.0, "from 0.001 to 0.999"),
     ("evaluation.quantiles", 1.0, "from 0.001 to 0.999"),
     ("split.memory_limit_gb", math.inf, "from 0 to 100000"),
-    ("split.kept_blocks", 10**9, "from 0 to 10000"),
-    ("split.swapped_blocks", -1, "from 0 to 10000"),
+    ("split.blocks_without_checkpointing", 10**9, "from 0 to 10000"),
+    ("split.offloaded_blocks", -1, "from 0 to 10000"),
 ]
 
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 from devicebridge import assembly
-from devicebridge.config.job import PipelineConfig, make_job
+from devicebridge.config.job import ParallelConfig, make_job
 from devicebridge.jobs import job as job_module
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import check_job, run_job
@@ -26,8 +26,8 @@ def _job(tmp_path, folder, name="flux2", **sections):
         "split": {"devices": ["lazy:0", "lazy:1"]},
         "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
         "lora": {"dropout": 0.3},
-        "train": {"steps": 2, "batch_size": 1, "accumulation": 3, "seed": 3},
-        "pipeline": {"schedule": "replicas"},
+        "train": {"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 3, "seed": 3},
+        "parallel": {"strategy": "data"},
         "evaluation": {"folder": ""},
         "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
     }
@@ -45,7 +45,7 @@ def test_a_job_trains_as_on_one_card(tmp_path, scheme, tolerance):
     last bit larger."""
     held_out = {"folder": str(tmp_path / "held_out"), "quantiles": [0.5]}
     sections = {"lora": {"dropout": 0.0}, "model": {"quantize": scheme}, "evaluation": held_out}
-    one = _run(_job(tmp_path, "one", **sections, split={"devices": ["lazy:0"]}, pipeline={"schedule": "none"}))
+    one = _run(_job(tmp_path, "one", **sections, split={"devices": ["lazy:0"]}, parallel={"strategy": "none"}))
     two = _run(_job(tmp_path, "two", **sections))
     assert two.losses[0] == one.losses[0] and len(set(two.losses)) == 2
     assert two.losses == pytest.approx(one.losses, rel=tolerance)
@@ -54,7 +54,7 @@ def test_a_job_trains_as_on_one_card(tmp_path, scheme, tolerance):
 
 
 def test_a_run_with_dropout_resumes_bit_for_bit(tmp_path):
-    split = {"devices": ["lazy:0", "lazy:1", "lazy:2"], "kept_blocks": [1, 0, 2]}
+    split = {"devices": ["lazy:0", "lazy:1", "lazy:2"], "blocks_without_checkpointing": [1, 0, 2]}
     seen = []
     straight = _run(_job(tmp_path, "straight", split=split), on_event=seen.append)
     loading = next(event.values for event in seen if event.values.get("name") == "loading")
@@ -64,7 +64,7 @@ def test_a_run_with_dropout_resumes_bit_for_bit(tmp_path):
     stopped = _run(job, on_event=steps.append, should_stop=lambda: any(e.kind == "step" for e in steps))
     assert stopped.step == 1
     # "auto" keeps what the run began with
-    resumed = _run(dataclasses.replace(job, pipeline=PipelineConfig(schedule="auto")), resume=True)
+    resumed = _run(dataclasses.replace(job, parallel=ParallelConfig(strategy="auto")), resume=True)
     assert resumed.losses == straight.losses
     assert resumed.lora_path.read_bytes() == straight.lora_path.read_bytes()
 
@@ -91,7 +91,7 @@ def test_the_first_of_a_shape_on_each_card_is_compiled_alone(tmp_path, monkeypat
     monkeypatch.setattr(replicas_module.Replicas, "run", count)
     monkeypatch.setattr(replicas_module, "_forward_and_backward", remember)
     monkeypatch.setattr(replicas_module._Gate, "computing", watch)
-    train = {"steps": 3, "batch_size": 1, "accumulation": 3, "compile": "auto"}
+    train = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 3, "compile": "auto"}
     _run(_job(tmp_path, "run", train=train, data={"resolutions": [32, 48]}))
     assert runs[-3:] == [3, 3, 3]
     first: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -101,13 +101,13 @@ def test_the_first_of_a_shape_on_each_card_is_compiled_alone(tmp_path, monkeypat
     assert any(len(runs) == 2 for runs in begins.values())  # a shape came to one card before the other
 
 
-@pytest.mark.parametrize(("first", "second"), [("replicas", "1f1b"), ("none", "replicas")])
+@pytest.mark.parametrize(("first", "second"), [("data", "pipeline"), ("none", "data")])
 def test_a_run_is_resumed_as_it_began_or_not_at_all(tmp_path, first, second):
-    job = _job(tmp_path, "run", pipeline={"schedule": first})
+    job = _job(tmp_path, "run", parallel={"strategy": first})
     steps = []
     _run(job, on_event=steps.append, should_stop=lambda: any(e.kind == "step" for e in steps))
     with pytest.raises(ValueError, match="would not be the same run"):
-        _run(dataclasses.replace(job, pipeline=PipelineConfig(schedule=second)), resume=True)
+        _run(dataclasses.replace(job, parallel=ParallelConfig(strategy=second)), resume=True)
 
 
 def test_what_the_planner_thinks_today_changes_no_resumed_run(tmp_path, monkeypatch):
@@ -119,10 +119,10 @@ def test_what_the_planner_thinks_today_changes_no_resumed_run(tmp_path, monkeypa
         known = lambda devices: [Card(device, size, size, speeds[str(device)]) for device in devices]  # noqa: E731
         monkeypatch.setattr(resolve_module, "cards_of", known)
 
-    train = {"steps": 2, "batch_size": 1, "accumulation": 4}
+    train = {"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 4}
     for began, today, is_copied in ((1.0, 0.02, True), (0.02, 1.0, False)):
         split = {"devices": ["lazy:0", "lazy:1"], "calibrate": "off"}
-        job = _job(tmp_path, f"{began}", pipeline={"schedule": "auto"}, train=train, split=split)
+        job = _job(tmp_path, f"{began}", parallel={"strategy": "auto"}, train=train, split=split)
         steps, placed = [], []
         with emulated_cards(2):
             see(began)
@@ -145,7 +145,9 @@ def test_what_the_planner_thinks_today_changes_no_resumed_run(tmp_path, monkeypa
     ],
 )
 def test_when_a_job_gets_replicas(tmp_path, caplog, devices, accumulation, expected):
-    job = _job(tmp_path, "run", split={"devices": devices}, train={"steps": 1, "accumulation": accumulation})
+    job = _job(
+        tmp_path, "run", split={"devices": devices}, train={"steps": 1, "gradient_accumulation_steps": accumulation}
+    )
     with emulated_cards():
         plan = check_job(job)
     assert plan.placement.replicas == tuple(expected) and plan.execution.ahead is None and plan.placement.tail == ()
@@ -154,7 +156,7 @@ def test_when_a_job_gets_replicas(tmp_path, caplog, devices, accumulation, expec
 
 def test_without_a_planner_nobody_gets_replicas_unasked(tmp_path):
     with emulated_cards():
-        assert check_job(_job(tmp_path, "run", pipeline={"schedule": "auto"})).placement.replicas == ()
+        assert check_job(_job(tmp_path, "run", parallel={"strategy": "auto"})).placement.replicas == ()
 
 
 @pytest.mark.parametrize(
@@ -162,8 +164,8 @@ def test_without_a_planner_nobody_gets_replicas_unasked(tmp_path):
     [
         ({"split": {"balance": "manual", "split_at": [2]}}, "says where to cut the model"),
         ({"split": {"balance": "time"}}, "remove one of the two"),
-        ({"split": {"kept_blocks": [1, 1, 1]}}, "give one each"),
-        ({"split": {"kept_blocks": [0, 50]}}, "asks 50 blocks of lazy:1"),
+        ({"split": {"blocks_without_checkpointing": [1, 1, 1]}}, "give one each"),
+        ({"split": {"blocks_without_checkpointing": [0, 50]}}, "asks 50 blocks of lazy:1"),
         ({"split": {"memory_limit_gb": [1.0, 1e-6]}}, "of weights on lazy:1, which may hold 0.00 GB"),
     ],
 )
@@ -174,7 +176,10 @@ def test_what_contradicts_replicas_is_refused_before_anything_is_loaded(tmp_path
 
 
 def test_lora_on_what_the_tail_reads_is_no_matter_to_replicas(tmp_path):
-    sections = {"lora": {"targets": ["*time_embedder*", "*to_q"]}, "train": {"steps": 1, "accumulation": 2}}
+    sections = {
+        "lora": {"targets": ["*time_embedder*", "*to_q"]},
+        "train": {"steps": 1, "gradient_accumulation_steps": 2},
+    }
     with emulated_cards():
         assert check_job(_job(tmp_path, "run", "wan", **sections)).placement.replicas
 
@@ -182,7 +187,7 @@ def test_lora_on_what_the_tail_reads_is_no_matter_to_replicas(tmp_path):
 def test_a_job_of_an_earlier_release_is_resumed_over_all_cards(tmp_path, monkeypatch):
     """Its checkpoints know no replicas."""
     monkeypatch.setattr(job_module, "_where", lambda placement: {"placement": [str(d) for d in placement.devices]})
-    job = _job(tmp_path, "run", pipeline={"schedule": "auto"})
+    job = _job(tmp_path, "run", parallel={"strategy": "auto"})
     steps = []
     _run(job, on_event=steps.append, should_stop=lambda: any(e.kind == "step" for e in steps))
     assert _run(job, resume=True).step == 2

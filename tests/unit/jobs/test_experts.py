@@ -233,11 +233,11 @@ def test_warnings_say_whose_they_are(tmp_path, scripted, caplog):
 
 
 def test_devices_and_what_is_said_of_them_are_divided(tmp_path):
-    split = {"devices": ["cuda:0", "cuda:1", "cuda:2"], "kept_blocks": [1, 0, 2]}
+    split = {"devices": ["cuda:0", "cuda:1", "cuda:2"], "blocks_without_checkpointing": [1, 0, 2]}
     job = _job(tmp_path, "pair", split=split)
     high, low = expert_jobs(job, split["devices"])
     assert high.job.split.devices == ("cuda:0", "cuda:1") and low.job.split.devices == ("cuda:2",)
-    assert high.job.split.kept_blocks == (1, 0) and low.job.split.kept_blocks == (2,)
+    assert high.job.split.blocks_without_checkpointing == (1, 0) and low.job.split.blocks_without_checkpointing == (2,)
     assert (high.job.model.variant, low.job.model.variant) == (HIGH, LOW)
     # either may be named first
     turned = expert_jobs(_job(tmp_path, "pair", variant=LOW, split=split), split["devices"])

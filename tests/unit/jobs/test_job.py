@@ -357,7 +357,9 @@ def test_events_are_written_and_announced(tmp_path):
 
 
 def test_accumulation_is_the_mean_over_its_batches(tmp_path):
-    result = run_job(make_tiny_job(tmp_path, train={"steps": 1, "batch_size": 1, "accumulation": 3, "seed": 3}))
+    result = run_job(
+        make_tiny_job(tmp_path, train={"steps": 1, "batch_size": 1, "gradient_accumulation_steps": 3, "seed": 3})
+    )
     assert math.isfinite(result.losses[0]) and result.step == 1
 
 

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from devicebridge.config.job import PipelineConfig
+from devicebridge.config.job import ParallelConfig
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.parallel.local import block_split
 from devicebridge.parallel.offload.activations import ActivationOffload
@@ -17,7 +17,7 @@ from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-TRAIN = {"steps": 3, "batch_size": 1, "accumulation": 3, "seed": 3}
+TRAIN = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 3, "seed": 3}
 
 
 def _job(tmp_path, folder, **sections):
@@ -38,24 +38,26 @@ def _run(job, **arguments):
 
 def test_every_schedule_writes_the_same_lora_and_resumes_any_other(tmp_path):
     """With dropout, which draws from the cards' generators; evaluation runs in between."""
-    plain = _run(_job(tmp_path, "none", pipeline={"schedule": "none"}))
+    plain = _run(_job(tmp_path, "none", parallel={"strategy": "none"}))
     assert plain.status == "finished" and len(set(plain.losses)) == 3
-    for schedule in ("auto", "1f1b"):
-        found = _run(_job(tmp_path, schedule, pipeline={"schedule": schedule}))
+    for schedule in ("auto", "pipeline"):
+        found = _run(_job(tmp_path, schedule, parallel={"strategy": schedule}))
         assert found.losses == plain.losses and found.eval_after == plain.eval_after
         assert found.lora_path.read_bytes() == plain.lora_path.read_bytes()
     seen = []
-    job = _job(tmp_path, "stopped", pipeline={"schedule": "1f1b"})
+    job = _job(tmp_path, "stopped", parallel={"strategy": "pipeline"})
     stopped = _run(job, on_event=seen.append, should_stop=lambda: any(e.kind == "step" for e in seen))
     assert (stopped.status, stopped.step) == ("stopped", 1)
-    resumed = _run(dataclasses.replace(job, pipeline=PipelineConfig(schedule="1f1b", ahead=3)), resume=True)
+    resumed = _run(
+        dataclasses.replace(job, parallel=ParallelConfig(strategy="pipeline", microbatches_ahead=3)), resume=True
+    )
     assert resumed.losses == plain.losses and resumed.eval_before == plain.eval_before
     assert resumed.lora_path.read_bytes() == plain.lora_path.read_bytes()
 
 
 def test_kept_blocks_change_nothing_but_memory(tmp_path):
-    plain = _run(_job(tmp_path, "none", pipeline={"schedule": "none"}))
-    split = {"devices": ["lazy:0", "lazy:1"], "kept_blocks": [1, 2]}
+    plain = _run(_job(tmp_path, "none", parallel={"strategy": "none"}))
+    split = {"devices": ["lazy:0", "lazy:1"], "blocks_without_checkpointing": [1, 2]}
     kept = _run(_job(tmp_path, "kept", split=split))
     assert kept.losses == plain.losses and kept.lora_path.read_bytes() == plain.lora_path.read_bytes()
 
@@ -89,12 +91,11 @@ def test_offloaded_inputs_change_nothing_but_memory(tmp_path, monkeypatch):
     ("devices", "accumulation", "schedule", "expected"),
     [
         (2, 4, "auto", 1),
-        (2, 4, "1f1b", 1),
-        (2, 4, "gpipe", 1),
+        (2, 4, "pipeline", 1),
         (2, 4, "none", None),
         (2, 1, "auto", None),
         (1, 4, "auto", None),
-        (1, 4, "1f1b", None),
+        (1, 4, "pipeline", None),
     ],
 )
 def test_which_schedule_a_job_gets(tmp_path, caplog, devices, accumulation, schedule, expected):
@@ -102,20 +103,20 @@ def test_which_schedule_a_job_gets(tmp_path, caplog, devices, accumulation, sche
         tmp_path,
         "run",
         split={"devices": [f"lazy:{index}" for index in range(devices)]},
-        train={"steps": 1, "accumulation": accumulation},
-        pipeline={"schedule": schedule},
+        train={"steps": 1, "gradient_accumulation_steps": accumulation},
+        parallel={"strategy": schedule},
     )
     with emulated_cards():
         plan = check_job(job)
         assert plan.execution.ahead == expected
         assert plan.placement.tail_device == plan.placement.used_devices[-1 if expected else 0]
-    assert ("left out" in caplog.text) == (expected is None and schedule == "1f1b")
+    assert ("left out" in caplog.text) == (expected is None and schedule == "pipeline")
 
 
 def test_a_compiled_job_is_refused_nothing_and_leaves_no_setting_behind(tmp_path, caplog):
     """Emulated cards cannot compile: the job runs as it is, and says so once."""
     plain = _run(_job(tmp_path, "none"))
-    train = {"steps": 3, "batch_size": 1, "accumulation": 3, "seed": 3, "compile": "auto"}
+    train = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 3, "seed": 3, "compile": "auto"}
     found = _run(_job(tmp_path, "auto", train=train))
     assert found.losses == plain.losses and caplog.text.count("not compiled") == 1
 
@@ -123,18 +124,24 @@ def test_a_compiled_job_is_refused_nothing_and_leaves_no_setting_behind(tmp_path
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"split": {"kept_blocks": [1, 1, 1]}}, "give one each"),
-        ({"split": {"kept_blocks": [50, 0]}}, "asks 50 blocks"),
+        ({"split": {"blocks_without_checkpointing": [1, 1, 1]}}, "give one each"),
+        ({"split": {"blocks_without_checkpointing": [50, 0]}}, "asks 50 blocks"),
         (
             {"split": {"devices": ["cpu"]}, "train": {"steps": 1, "offload_activations": "on"}},
             "the model is on the CPU",
         ),
-        ({"split": {"kept_blocks": [1, 1]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
-        ({"split": {"kept_blocks": [0, 0]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
-        ({"split": {"swapped_blocks": [1, 1]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
-        ({"split": {"swapped_blocks": [1]}}, "swapped_blocks has 1 values"),
-        ({"split": {"swapped_blocks": [3, 0], "kept_blocks": [1, 0]}}, "that do not keep"),
-        ({"split": {"devices": ["lazy:0", "cpu"], "swapped_blocks": [0, 1]}}, "in host memory anyway"),
+        (
+            {"split": {"blocks_without_checkpointing": [1, 1]}, "train": {"steps": 1, "gradient_checkpointing": False}},
+            "remove one",
+        ),
+        (
+            {"split": {"blocks_without_checkpointing": [0, 0]}, "train": {"steps": 1, "gradient_checkpointing": False}},
+            "remove one",
+        ),
+        ({"split": {"offloaded_blocks": [1, 1]}, "train": {"steps": 1, "gradient_checkpointing": False}}, "remove one"),
+        ({"split": {"offloaded_blocks": [1]}}, "offloaded_blocks has 1 values"),
+        ({"split": {"offloaded_blocks": [3, 0], "blocks_without_checkpointing": [1, 0]}}, "that do not keep"),
+        ({"split": {"devices": ["lazy:0", "cpu"], "offloaded_blocks": [0, 1]}}, "in host memory anyway"),
     ],
 )
 def test_what_blocks_cannot_do_is_refused_before_anything_is_loaded(tmp_path, sections, message):
@@ -150,13 +157,13 @@ def test_lora_on_what_the_tail_reads_past_its_modules_trains_in_a_pipeline(tmp_p
         "split": {"devices": ["lazy:0", "lazy:1"]},
         "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
         "lora": {"targets": ["*time_embedder*", "*to_q"]},
-        "train": {"steps": 2, "accumulation": 3},
+        "train": {"steps": 2, "gradient_accumulation_steps": 3},
     }
     jobs = [
         make_tiny_job(
-            tmp_path, "wan", pipeline={"schedule": schedule}, output={"folder": str(tmp_path / schedule)}, **sections
+            tmp_path, "wan", parallel={"strategy": schedule}, output={"folder": str(tmp_path / schedule)}, **sections
         )
-        for schedule in ("none", "1f1b")
+        for schedule in ("none", "pipeline")
     ]
     with emulated_cards():
         assert check_job(jobs[0]).execution.ahead is None and check_job(jobs[1]).execution.ahead is not None

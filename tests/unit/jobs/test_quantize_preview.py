@@ -16,7 +16,8 @@ from devicebridge.jobs import quantize_preview
 from devicebridge.jobs.job import check_job
 from devicebridge.jobs.quantize_preview import choose_scheme, preview_job, preview_model
 from devicebridge.quantization import weight_only
-from devicebridge.quantization.quantize import NOT_LINEAR, QUANTIZED, SCHEMES, Quantizer, QuantizeSettings, refusal
+from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings, refusal
+from devicebridge.quantization.report import NOT_LINEAR, QUANTIZED
 from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
 from safetensors.torch import load_file, save_file
 
@@ -34,7 +35,7 @@ def load(config: ModelConfig) -> Any:
     info = read_checkpoint(config.path)
     quantizer = Quantizer(info.family, config.quantize_settings)
     model = load_transformer(info, lambda name: torch.device("cpu"), getattr(torch, config.dtype), quantizer)
-    return quantizer.close(model).report
+    return quantizer.close(model)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -188,16 +188,16 @@ def test_what_is_given_reaches_the_pipeline_whose_loss_is_on_the_last_device(tmp
     _make_job(tmp_path, first_frame=first_frame)
     for file in (tmp_path / "data").glob("image_*"):
         file.unlink()
-    settings = {"data": {"frames": [5, 9]}, "train": {"steps": 2, "accumulation": 3}, "model": variant}
+    settings = {"data": {"frames": [5, 9]}, "train": {"steps": 2, "gradient_accumulation_steps": 3}, "model": variant}
 
-    def job(name, devices, schedule):
-        split, pipeline, cache = {"devices": devices}, {"schedule": schedule}, {"vae_device": "cpu"}
-        sections = {"split": split, "pipeline": pipeline, "cache": cache, "output": {"folder": str(tmp_path / name)}}
+    def job(name, devices, strategy):
+        split, parallel, cache = {"devices": devices}, {"strategy": strategy}, {"vae_device": "cpu"}
+        sections = {"split": split, "parallel": parallel, "cache": cache, "output": {"folder": str(tmp_path / name)}}
         return _make_job(tmp_path, first_frame=first_frame, **settings, **sections)
 
     one = run_job(job("one", ["cpu"], "none"))
     with emulated_cards():
-        two = job("two", ["lazy:0", "lazy:1"], "1f1b")
+        two = job("two", ["lazy:0", "lazy:1"], "pipeline")
         plan = check_job(two)
         assert plan.execution.ahead == 1 and plan.placement.tail
         found = run_job(two)

@@ -17,7 +17,7 @@ from devicebridge.jobs.job import check_job, run_job
 from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.planning.cards import Card
-from devicebridge.quantization import eight_bit, quantize
+from devicebridge.quantization import eight_bit, report
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
@@ -99,7 +99,7 @@ def _bytes(model):
 @pytest.mark.parametrize("scheme", [None, "int8", "fp8-compute"])
 def test_offloaded_blocks_are_never_on_their_card_together(info, scheme, monkeypatch, tmp_path):
     monkeypatch.setattr(eight_bit, "_PIECE", _PIECE)  # as small beside these layers as the real ones beside FLUX.2's
-    monkeypatch.setattr(quantize, "_NUM_SAMPLED_ROWS", 4)
+    monkeypatch.setattr(report, "_NUM_SAMPLED_ROWS", 4)
     with emulated_cards(2):
         plain, _, resident = _assemble(info, scheme, ())
         expected = _values(plain.model)
@@ -132,14 +132,14 @@ def test_offloaded_blocks_are_never_on_their_card_together(info, scheme, monkeyp
 
 
 def _job(tmp_path, folder, swapped=None, *, family="flux2", **sections):
-    split = {"devices": ["lazy:0", "lazy:1"]} | ({} if swapped is None else {"swapped_blocks": swapped})
+    split = {"devices": ["lazy:0", "lazy:1"]} | ({} if swapped is None else {"offloaded_blocks": swapped})
     split |= {"balance": "manual", "split_at": [1]}
     values = {
         "split": split,
         "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
         "lora": {"dropout": 0.3},
         "model": {"quantize": "int8-compute"},
-        "train": {"steps": 2, "batch_size": 1, "accumulation": 2, "seed": 3},
+        "train": {"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 2, "seed": 3},
         "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
     }
     return make_tiny_job(tmp_path, family, **{**values, **sections})
@@ -163,7 +163,7 @@ def test_a_whole_job_streams_and_resumes_with_other_blocks(tmp_path, monkeypatch
         stopped = run_job(job, on_event=seen.append, should_stop=lambda: any(e.kind == "step" for e in seen))
         assert stopped.step == 1 and copies[0][0] == 3 and copies[0][1] > 6
         resumed = run_job(
-            dataclasses.replace(job, split=dataclasses.replace(job.split, swapped_blocks=())), resume=True
+            dataclasses.replace(job, split=dataclasses.replace(job.split, offloaded_blocks=())), resume=True
         )
         assert resumed.losses == plain.losses and resumed.eval_after == plain.eval_after and len(copies) == 1
         assert resumed.lora_path.read_bytes() == plain.lora_path.read_bytes()
@@ -178,7 +178,7 @@ def test_a_job_that_does_not_fit_its_cards_streams_by_itself(tmp_path, monkeypat
         monkeypatch.setattr(resolve_module, "cards_of", cards([10**9, 10**9]))
         plan = check_job(job)
         assert plan.execution.swapped_blocks == (0, 0)
-        kept = dataclasses.replace(job, split=dataclasses.replace(job.split, kept_blocks=(0, 0)))
+        kept = dataclasses.replace(job, split=dataclasses.replace(job.split, blocks_without_checkpointing=(0, 0)))
         second = check_job(kept).training.forecast.devices[1]
         monkeypatch.setattr(resolve_module, "cards_of", cards([10**9, second.needed - 1]))
         plan = check_job(job)

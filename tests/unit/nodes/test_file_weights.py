@@ -1,4 +1,4 @@
-"""Tensors of a mapped file that a stock load_state_dict takes over instead of copying."""
+"""Tensors of a mapped file that load_state_dict takes over instead of copying."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import nn
 @pytest.fixture
 def file_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     comfy_stub.install(monkeypatch, tmp_path)
-    return importlib.import_module("devicebridge.nodes.host.file_weights")
+    return importlib.import_module("devicebridge.nodes.host.split.file_weights")
 
 
 def _mapped(path: Path, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

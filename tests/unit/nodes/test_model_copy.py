@@ -48,7 +48,7 @@ class Model(nn.Module):
 @pytest.fixture
 def model_copy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     comfy_stub.install(monkeypatch, tmp_path)
-    return importlib.import_module("devicebridge.nodes.host.model_copy")
+    return importlib.import_module("devicebridge.nodes.host.split.model_copy")
 
 
 @pytest.fixture
@@ -192,13 +192,12 @@ def test_a_function_stored_on_a_layer_that_captured_one_is_refused(model_copy: M
 
 def test_an_origin_is_used_only_where_it_is_the_same_kind_of_tensor(model_copy: ModuleType) -> None:
     weight = torch.ones(3)
-    origin = model_copy.Origin({"a": weight}.get)
-    cpu = torch.device("cpu")
-    assert origin.tensor("a", torch.zeros(3), cpu).data_ptr() == weight.data_ptr()
-    assert origin.tensor("b", torch.zeros(3), cpu) is None
-    assert origin.tensor("a", torch.zeros(4), cpu) is None
-    assert origin.tensor("a", torch.zeros(3, dtype=torch.float16), cpu) is None
-    assert origin.tensor("a", torch.zeros(3), torch.device("meta")) is None
+    original, cpu = functools.partial(model_copy.original_of, {"a": weight}.get), torch.device("cpu")
+    assert original("a", torch.zeros(3), cpu).data_ptr() == weight.data_ptr()
+    assert original("b", torch.zeros(3), cpu) is None
+    assert original("a", torch.zeros(4), cpu) is None
+    assert original("a", torch.zeros(3, dtype=torch.float16), cpu) is None
+    assert original("a", torch.zeros(3), torch.device("meta")) is None
 
 
 def test_a_partial_stored_on_a_layer_follows_it(model_copy: ModuleType, model: Model) -> None:

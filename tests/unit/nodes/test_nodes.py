@@ -144,7 +144,9 @@ def test_sockets_offer_what_the_config_accepts(nodes: ModuleType) -> None:
     for node_id, input_id, section, name in pairs:
         hint = get_type_hints(section)[name]
         assert get_origin(hint) is Literal
-        found, accepted = offered(node_id, input_id), set(get_args(hint)) - {"auto"}  # a node's own auto is ""
+        renamed = next(each for each in dataclasses.fields(section) if each.name == name).metadata.get("old_values", {})
+        found = {renamed.get(word, word) for word in offered(node_id, input_id)}
+        accepted = set(get_args(hint)) - {"auto"}  # a node's own auto is ""
         assert found in (accepted, accepted | {""}), f"{node_id}.{input_id}"  # a node may answer auto by itself
 
 
@@ -432,7 +434,7 @@ CHANGES = [
     ("rank", 3, "lora.rank", 3),
     ("alpha", 2.5, "lora.alpha", 2.5),
     ("batch_size", 5, "train.batch_size", 5),
-    ("accumulation", 6, "train.accumulation", 6),
+    ("accumulation", 6, "train.gradient_accumulation_steps", 6),
     ("random_seed", 99, "train.seed", 99),
     ("gradient_checkpointing", False, "train.gradient_checkpointing", False),
     ("optimizer", "adamw8bit", "optimizer.name", "adamw8bit"),

@@ -17,7 +17,7 @@ from devicebridge.parallel.offload import weights as weights_module
 from devicebridge.parallel.offload.copies import CopyStreams
 from devicebridge.parallel.placement import block_names, place_offloaded, plan_manual, spread_offloaded
 from devicebridge.patches.compile_blocks import apply_compile
-from devicebridge.quantization.eight_bit import FrozenLinear8
+from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.streams import SimulatedMachine, is_view

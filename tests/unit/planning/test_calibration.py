@@ -40,7 +40,7 @@ from devicebridge.planning.dry_run import BlockCost, Rehearsal, Work
 from devicebridge.planning.plan_training import plan_training
 from devicebridge.planning.planner import Planner, TrainingPlan
 from devicebridge.planning.report import describe_pace, describe_plan, plan_values
-from devicebridge.quantization.eight_bit import FrozenLinear8
+from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.system.files import user_cache_folder
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
@@ -456,7 +456,7 @@ def _counts(plan: TrainingPlan) -> list[int]:
 @pytest.mark.parametrize(
     "sections",
     [
-        {"pipeline": {"schedule": "1f1b"}, "train": {"accumulation": 6}},
+        {"parallel": {"strategy": "pipeline"}, "train": {"gradient_accumulation_steps": 6}},
         {"split": {"balance": "time"}},
     ],
 )
@@ -464,11 +464,11 @@ def _counts(plan: TrainingPlan) -> list[int]:
 def test_the_cut_follows_measured_times(made_up, tmp_path, speeds, sections):
     """Against every cut there is, by sums of its own: the second half of the blocks takes twice as long, every block
     is recomputed, the first card has the embedders, and in a pipeline the last has the tail."""
-    split = {"kept_blocks": [0, 0, 0]} | sections.get("split", {})
+    split = {"blocks_without_checkpointing": [0, 0, 0]} | sections.get("split", {})
     bench = _Bench(*((f"model {s}", s) for s in speeds), front=0.5, tail=4.0)
     planner = made_up(_cards(100, 100, 100), **sections | {"split": split})
     plan = CalibratedPlanner(planner, bench=bench, store=CalibrationStore(tmp_path)).plan()
-    is_pipeline = "pipeline" in sections
+    is_pipeline = "parallel" in sections
 
     def stages(a: int, b: int) -> list[float]:
         units = [1.0] * 5 + [2.0] * 5
@@ -490,7 +490,11 @@ def test_the_cut_follows_measured_times(made_up, tmp_path, speeds, sections):
 
 
 def test_a_card_half_as_fast_gets_fewer_blocks(made_up, tmp_path):
-    sections = {"pipeline": {"schedule": "1f1b"}, "train": {"accumulation": 8}, "split": {"kept_blocks": [0, 0]}}
+    sections = {
+        "parallel": {"strategy": "pipeline"},
+        "train": {"gradient_accumulation_steps": 8},
+        "split": {"blocks_without_checkpointing": [0, 0]},
+    }
     planner = made_up(_cards(100, 100), **sections)
     bench = _Bench(("fast", 0.1), ("slow", 0.2))
     plan = CalibratedPlanner(planner, bench=bench, store=CalibrationStore(tmp_path)).plan()
@@ -498,7 +502,7 @@ def test_a_card_half_as_fast_gets_fewer_blocks(made_up, tmp_path):
 
 
 def test_the_users_cut_wins(made_up, tmp_path):
-    split = {"balance": "manual", "split_at": [2], "calibrate": "on", "kept_blocks": [0, 8]}
+    split = {"balance": "manual", "split_at": [2], "calibrate": "on", "blocks_without_checkpointing": [0, 8]}
     planner = made_up(_cards(100, 100), split=split)
     bench = _Bench(("fast", 0.1), ("slow", 0.2), front=0.5, tail=0.25)
     plan = CalibratedPlanner(planner, bench=bench, store=CalibrationStore(tmp_path)).plan()
@@ -576,7 +580,7 @@ def test_advice_for_other_cards_uses_no_measured_times(made_up, tmp_path):
 
 
 def test_a_plan_says_where_its_times_are_from(made_up, tmp_path):
-    sections = {"train": {"compile": "auto", "accumulation": 2}}
+    sections = {"train": {"compile": "auto", "gradient_accumulation_steps": 2}}
     planner = made_up(_cards(100, 100), **sections)
     bench = _Bench(("Card A", 0.1), ("Card B", 0.2))
     plan = CalibratedPlanner(planner, bench=bench, store=CalibrationStore(tmp_path)).plan()
@@ -615,7 +619,7 @@ def _known_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_times_its_blocks_trains_and_compares(tmp_path, monkeypatch, own_cache, capsys):
     """On emulated cards, whose times are real and mean nothing; the second job finds what the first has measured."""
     sections = {
-        "split": {"devices": ["lazy:0", "lazy:1"], "kept_blocks": [0, 0]},
+        "split": {"devices": ["lazy:0", "lazy:1"], "blocks_without_checkpointing": [0, 0]},
         "cache": {"vae_device": "cpu"},
         "train": {"steps": 3, "batch_size": 1},
         "evaluation": {"folder": ""},

@@ -28,7 +28,8 @@ from devicebridge.planning.dry_run import (
     rehearse_training,
 )
 from devicebridge.planning.forecast import Backend, Forecaster, Optimizer, StagePlan, StepSettings
-from devicebridge.quantization.eight_bit import KernelsOf, grad_input8, kernels_of, rehearse
+from devicebridge.quantization.eight_bit import grad_input8
+from devicebridge.quantization.kernel_choice import DeviceKernels, device_kernels, using_kernels
 from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes
 from devicebridge.tests.toy import TINY
@@ -139,7 +140,7 @@ def _forecast(
     variant = _variant(tiny)
     quantize = None if scheme == "none" else QuantizeSettings(scheme)
     work = Work(tiny.latent_shape, 1, torch.float32, quantize, LORA)
-    kernels = Kernels(kernels_of(CARDS[0]), has_fused=False, rounding=1)
+    kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
     rehearsal = rehearse_training(model, family, variant, tiny.transformer_config, work, kernels)
     count = len(rehearsal.names)
     settings = StepSettings(
@@ -237,7 +238,7 @@ def test_forecast_is_what_two_cards_held(scheme, side):
     quantize = None if scheme == "bf16" else QuantizeSettings(scheme)
     lora = LoraSettings(rank=32, dtype="bfloat16")
     work = Work((128, 1, side // 16, side // 16), 1, torch.bfloat16, quantize, lora)
-    kernels = Kernels(KernelsOf(UNSEEN_CARD.plans, _SLICE_OF_H200))
+    kernels = Kernels(DeviceKernels(UNSEEN_CARD.choices, _SLICE_OF_H200))
     rehearsal = rehearse_training(model, family, variant, variant.transformer_config, work, kernels)
     forecaster = Forecaster(rehearsal, Optimizer(state=4, step=2), StepSettings(), backend=NO_OVERHEAD)
     found = forecaster.forecast(["cuda:0", "cuda:1"], [StagePlan(0, 2, 0, 23), StagePlan(1, 2, 23, 56)])
@@ -439,8 +440,8 @@ def test_8_bit_products_allocate_on_meta_what_the_cards_kernels_do(dtype):
     scale, grad = torch.empty(256, 1, device="meta"), torch.empty(32, 256, device="meta", dtype=torch.bfloat16)
     peaks = []
     for slice_weights in (256 * 512, 256 * 128):
-        kernels = KernelsOf(UNSEEN_CARD.plans, slice_weights)
-        with torch.inference_mode(False), rehearse(kernels), MemoryMeter(1) as meter:
+        kernels = DeviceKernels(UNSEEN_CARD.choices, slice_weights)
+        with torch.inference_mode(False), using_kernels(kernels), MemoryMeter(1) as meter:
             meter.ignore([values, scale, grad])
             found = grad_input8(grad, values, scale, None)
             assert (found.shape, found.dtype) == ((32, 512), torch.bfloat16)

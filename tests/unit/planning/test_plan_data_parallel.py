@@ -28,7 +28,7 @@ def _planner(family_name: str, cards: list[Card], times: Any = None, **sections:
         "model": {"path": "x", "quantize": "fp8-compute"},
         "data": {"folders": [{"path": "x"}], "resolutions": [512]},
         "lora": {"rank": 32},
-        "train": {"steps": 10, "accumulation": 2},
+        "train": {"steps": 10, "gradient_accumulation_steps": 2},
         "output": {"folder": "x"},
     }
     job = make_job({name: values.get(name, {}) | sections.get(name, {}) for name in values.keys() | sections.keys()})
@@ -65,20 +65,22 @@ def test_what_one_card_cannot_hold_is_split():
 
 
 def test_a_step_of_one_micro_batch_keeps_one_card_busy_and_the_plan_says_what_would_help():
-    plan = _plan("flux1", train={"accumulation": 1})
+    plan = _plan("flux1", train={"gradient_accumulation_steps": 1})
     assert plan.setting.schedule == "none"
     (hint,) = plan.hints
-    assert "train.accumulation = 4" in hint
-    several = _plan("flux1", train={"accumulation": 4})
+    assert "train.gradient_accumulation_steps = 4" in hint
+    several = _plan("flux1", train={"gradient_accumulation_steps": 4})
     assert several.setting.schedule != "none" and several.step_s < 4 * plan.step_s  # what it said is true
     assert not several.hints
 
 
 def test_running_ahead_is_for_1f1b():
-    for schedule in ("none", "replicas"):
-        plan = _plan("flux1", pipeline={"schedule": schedule, "ahead": 3})
-        assert "pipeline.ahead = 3: without effect, only 1f1b runs ahead" in plan.reasons
-    assert "without effect" not in describe_plan(_plan("flux1", pipeline={"schedule": "1f1b", "ahead": 3}))
+    for strategy in ("none", "data"):
+        plan = _plan("flux1", parallel={"strategy": strategy, "microbatches_ahead": 3})
+        assert "parallel.microbatches_ahead = 3: without effect, only a pipeline runs ahead" in plan.reasons
+    assert "without effect" not in describe_plan(
+        _plan("flux1", parallel={"strategy": "pipeline", "microbatches_ahead": 3})
+    )
 
 
 @pytest.mark.parametrize("cards", ["80GB,80GB", "48GB,48GB", "48GB,48GB,48GB"])
@@ -88,7 +90,7 @@ def test_of_cuts_that_take_equally_long_the_fullest_card_is_the_emptiest(cards):
     def fullest(plan):
         return max(device.needed for device in plan.forecast.devices)
 
-    settings = {"train": {"accumulation": 1}, "pipeline": {"schedule": "none"}}
+    settings = {"train": {"gradient_accumulation_steps": 1}, "parallel": {"strategy": "none"}}
     plan = _plan("flux1", cards, **settings)
     counts = [device.num_blocks for device in plan.forecast.devices]
     for index, shift in itertools.product(range(len(counts) - 1), (-5, -2, -1, 1, 2, 5)):
@@ -101,23 +103,23 @@ def test_of_cuts_that_take_equally_long_the_fullest_card_is_the_emptiest(cards):
 
 def test_a_longer_step_fills_a_pipeline_whose_blocks_keep_their_activations():
     """Half a model leaves room for them: by some per cent it is faster than copies that recompute."""
-    plan = _plan("flux1", train={"accumulation": 4})
+    plan = _plan("flux1", train={"gradient_accumulation_steps": 4})
     assert plan.setting.schedule == "1f1b" and sum(plan.kept_blocks) > 50
     assert any(reason.startswith("schedule 1f1b: replicas would take 1.0") for reason in plan.reasons)
 
 
 def test_the_user_overrules_it_both_ways():
-    split = _plan("flux1", pipeline={"schedule": "1f1b"})
+    split = _plan("flux1", parallel={"strategy": "pipeline"})
     assert split.setting.schedule == "1f1b"
     manual = _plan("flux1", split={"balance": "manual", "split_at": [20]})
     assert manual.setting.schedule == "1f1b"
-    forced = _plan("flux1", train={"accumulation": 8}, pipeline={"schedule": "replicas"})
+    forced = _plan("flux1", train={"gradient_accumulation_steps": 8}, parallel={"strategy": "data"})
     assert forced.setting.schedule == "replicas"
     with pytest.raises(ValueError) as refusal:
-        _plan("flux2", pipeline={"schedule": "replicas"})
+        _plan("flux2", parallel={"strategy": "data"})
     text = str(refusal.value)
     assert "cuda:1: 56 blocks" in text and text.count("are missing") == 2
-    assert 'pipeline.schedule = "auto"' in text and "another card" not in text  # which would have to hold it, too
+    assert 'parallel.strategy = "auto"' in text and "another card" not in text  # which would have to hold it, too
 
 
 def test_it_is_shown_as_it_is():
@@ -179,9 +181,9 @@ def _cards(*sizes_gb: float, speeds: tuple[float, ...] = ()) -> list[Card]:
 )
 def test_a_step_lasts_as_long_as_the_card_with_the_most_to_do(monkeypatch, accumulation, speeds, expected):
     sections = {
-        "train": {"accumulation": accumulation},
-        "pipeline": {"schedule": "replicas"},
-        "split": {"kept_blocks": [0] * len(speeds)},
+        "train": {"gradient_accumulation_steps": accumulation},
+        "parallel": {"strategy": "data"},
+        "split": {"blocks_without_checkpointing": [0] * len(speeds)},
     }
     plan = _made_up(monkeypatch, _cards(*[100] * len(speeds), speeds=speeds), **sections)
     assert plan.relative_time == pytest.approx(expected / accumulation)
@@ -189,7 +191,7 @@ def test_a_step_lasts_as_long_as_the_card_with_the_most_to_do(monkeypatch, accum
 
 
 def test_a_card_that_is_too_slow_or_too_small_is_split_with(monkeypatch):
-    four = {"train": {"accumulation": 4}}
+    four = {"train": {"gradient_accumulation_steps": 4}}
     assert _made_up(monkeypatch, _cards(100, 100), **four).setting.schedule == "replicas"
     assert _made_up(monkeypatch, _cards(100, 100, speeds=(1.0, 0.1)), **four).setting.schedule != "replicas"
     assert _made_up(monkeypatch, _cards(100, 9), **four).setting.schedule == "1f1b"
@@ -198,14 +200,22 @@ def test_a_card_that_is_too_slow_or_too_small_is_split_with(monkeypatch):
 def test_the_peak_of_a_tight_card_is_what_its_parts_are(monkeypatch):
     """By hand. Weights 10, LoRA 1, gradients 1, on home 2 of optimizer; then either the backward of the last block, or
     the sums: as much again as the gradients."""
-    sections = {"train": {"accumulation": 4}, "pipeline": {"schedule": "replicas"}, "split": {"kept_blocks": [0, 0]}}
+    sections = {
+        "train": {"gradient_accumulation_steps": 4},
+        "parallel": {"strategy": "data"},
+        "split": {"blocks_without_checkpointing": [0, 0]},
+    }
     home, other = _made_up(monkeypatch, _cards(100, 100), **sections).forecast.devices
     assert home.moment == other.moment == "optimizer step"
     assert home.allocated - home.workspace == 15 * GB and other.allocated - other.workspace == 13 * GB
 
 
 def test_limits_and_kept_blocks_are_each_cards_own(monkeypatch):
-    sections = {"train": {"accumulation": 4}, "pipeline": {"schedule": "replicas"}, "split": {"kept_blocks": [3, 7]}}
+    sections = {
+        "train": {"gradient_accumulation_steps": 4},
+        "parallel": {"strategy": "data"},
+        "split": {"blocks_without_checkpointing": [3, 7]},
+    }
     plan = _made_up(monkeypatch, _cards(100, 100), **sections)
     assert plan.kept_blocks == (3, 7) and [device.num_kept for device in plan.forecast.devices] == [3, 7]
     sections["split"] = {"memory_limit_gb": [20.0, 5.0]}
@@ -220,11 +230,11 @@ def test_limits_and_kept_blocks_are_each_cards_own(monkeypatch):
     ("cards", "accumulation", "why"),
     [("24GB,24GB", 1, "there is one micro-batch in a step"), ("80GB", 4, "there is one card")],
 )
-@pytest.mark.parametrize("schedule", ["replicas", "1f1b"])
+@pytest.mark.parametrize("strategy", ["data", "pipeline"])
 def test_a_schedule_that_has_nothing_to_do_is_said_to_be_without_effect(
-    cards: str, accumulation: int, why: str, schedule: str
+    cards: str, accumulation: int, why: str, strategy: str
 ) -> None:
-    given = {"pipeline": {"schedule": schedule}, "train": {"accumulation": accumulation}}
-    assert f"schedule {schedule}: without effect, {why}" in describe_plan(_plan("flux1", cards, **given))
-    for said in (_plan("flux1", **{**given, "train": {"accumulation": 4}}), _plan("flux1", cards)):
+    given = {"parallel": {"strategy": strategy}, "train": {"gradient_accumulation_steps": accumulation}}
+    assert f'parallel.strategy = "{strategy}": without effect, {why}' in describe_plan(_plan("flux1", cards, **given))
+    for said in (_plan("flux1", **{**given, "train": {"gradient_accumulation_steps": 4}}), _plan("flux1", cards)):
         assert "without effect" not in describe_plan(said)

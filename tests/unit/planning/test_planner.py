@@ -94,13 +94,13 @@ def test_three_cards_of_16_gb_take_it_with_every_block_recomputed():
     assert plan.kept_blocks == (0, 0, 0) and all(d.needed <= 16 * GB for d in plan.forecast.devices)
 
 
-@pytest.mark.parametrize("train", [{"accumulation": 4}, {"accumulation": 1}])
+@pytest.mark.parametrize("train", [{"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 1}])
 def test_blocks_stream_where_the_fastest_card_is_too_small_for_what_it_should_compute(train):
     """However the cards are named; the slow one alone would be the slower plan."""
     speeds = {"model": {"quantize": "int8-compute"}, "train": {"steps": 10} | train}
     for cards, fast in (("24GiB@1,24GiB@0.3", 0), ("24GiB@0.3,24GiB@1", 1)):
         plan = _plan(cards, (1024, 1024), **speeds)
-        resident = _plan(cards, (1024, 1024), **speeds, split={"swapped_blocks": [0, 0]})
+        resident = _plan(cards, (1024, 1024), **speeds, split={"offloaded_blocks": [0, 0]})
         assert plan.swapped_blocks[fast] > 0 and plan.swapped_blocks[1 - fast] == 0
         assert 1.1 * plan.step_s < resident.step_s
         (said,) = (reason for reason in plan.reasons if "stream from there" in reason)
@@ -117,7 +117,7 @@ def test_8_bit_optimizer_state_is_for_what_would_not_fit_otherwise():
 
 def test_another_card_or_more_memory_makes_no_plan_slower():
     """But for what copies from host memory must gain to be taken."""
-    train = {"steps": 10, "accumulation": 4}
+    train = {"steps": 10, "gradient_accumulation_steps": 4}
     order = (("16GB,16GB", "24GB,24GB"), ("24GB,12GB", "24GB,24GB"), ("24GB,24GB", "48GB,48GB"))
     for smaller, larger in (*order, ("24GB", "24GB,24GB@0.3")):
         before, after = (_plan(cards, (1024, 1024), train=train) for cards in (smaller, larger))
@@ -126,19 +126,23 @@ def test_another_card_or_more_memory_makes_no_plan_slower():
 
 def test_several_micro_batches_are_proposed_where_one_keeps_one_card_busy():
     (hint,) = _plan("24GB,24GB").hints
-    several = _plan("24GB,24GB", train={"steps": 10, "accumulation": 4}, pipeline={"schedule": "1f1b", "ahead": 0})
-    assert "train.accumulation = 4" in hint
+    several = _plan(
+        "24GB,24GB",
+        train={"steps": 10, "gradient_accumulation_steps": 4},
+        parallel={"strategy": "pipeline", "microbatches_ahead": 0},
+    )
+    assert "train.gradient_accumulation_steps = 4" in hint
     assert f"{several.step_s / _plan('24GB,24GB').step_s:.1f} times as long as this step" in hint
-    assert not several.hints and not _plan("24GB,24GB", pipeline={"schedule": "none"}).hints and not _plan("80GB").hints
+    assert not several.hints and not _plan("24GB,24GB", parallel={"strategy": "none"}).hints and not _plan("80GB").hints
 
 
 def test_what_does_not_fit_is_refused_with_what_would_help():
-    resident = {"split": {"swapped_blocks": [0, 0]}}
+    resident = {"split": {"offloaded_blocks": [0, 0]}}
     with pytest.raises(ValueError) as refusal:
         _plan("24GB,24GB", (1024, 1024), model={"quantize": "none"}, data={"resolutions": [1024]}, **resident)
     text = str(refusal.value)
     assert "1024x1024" in text and "weights in full precision" in text and "are missing" in text
-    assert "split.swapped_blocks = []" in text
+    assert "split.offloaded_blocks = []" in text
     assert 'model.quantize = "fp8-compute"' in text
     assert "lora.rank" not in text and "resolutions = " not in text  # 64 GB of weights: these would not do
     _plan("24GB,24GB", (1024, 1024), model={"quantize": "fp8-compute"}, **resident)  # what it said is true
@@ -146,12 +150,12 @@ def test_what_does_not_fit_is_refused_with_what_would_help():
 
 
 def test_no_more_than_three_changes_are_named():
-    split = {"swapped_blocks": [0, 0], "kept_blocks": [3, 3]}
+    split = {"offloaded_blocks": [0, 0], "blocks_without_checkpointing": [3, 3]}
     with pytest.raises(ValueError) as refusal:
         _plan("23GB,23GB", (1024, 1024), data={"resolutions": [1024]}, split=split)
     changes = str(refusal.value).partition("Each of these would make it fit:\n")[2].splitlines()
-    assert changes[0] == "  split.kept_blocks = []" and len(changes) == 3
-    _plan("23GB,23GB", (1024, 1024), data={"resolutions": [1024]}, split={**split, "kept_blocks": []})
+    assert changes[0] == "  split.blocks_without_checkpointing = []" and len(changes) == 3
+    _plan("23GB,23GB", (1024, 1024), data={"resolutions": [1024]}, split={**split, "blocks_without_checkpointing": []})
 
 
 def test_another_card_is_named_by_the_size_that_would_do():
@@ -172,10 +176,10 @@ def test_a_batch_or_a_size_that_is_too_large_is_named():
             (1024, 1024),
             train={"batch_size": 4},
             data={"resolutions": [1024]},
-            split={"swapped_blocks": [0, 0]},
+            split={"offloaded_blocks": [0, 0]},
         )
     text = str(refusal.value)
-    assert "train.batch_size = 1 with accumulation = 4" in text
+    assert "train.batch_size = 1 with gradient_accumulation_steps = 4" in text
     assert "data.resolutions = [" in text
 
 
@@ -191,27 +195,27 @@ def test_8_bit_optimizer_state_is_for_what_does_not_fit_otherwise():
     plan = _plan("19.4GB,19.4GB", optimizer={"name": "auto"})
     assert plan.job.optimizer.name == "adamw8bit"
     with pytest.raises(ValueError, match='optimizer.name = "adamw8bit"'):
-        _plan("19.4GB,19.4GB", optimizer={"name": "adamw"}, split={"swapped_blocks": [0, 0]})
+        _plan("19.4GB,19.4GB", optimizer={"name": "adamw"}, split={"offloaded_blocks": [0, 0]})
 
 
 def test_settings_of_the_user_are_kept_and_only_checked():
-    manual = {"split": {"balance": "manual", "split_at": [20], "kept_blocks": [1, 2]}}
+    manual = {"split": {"balance": "manual", "split_at": [20], "blocks_without_checkpointing": [1, 2]}}
     plan = _plan("40GB,40GB", **manual)
     assert plan.placement.devices.count(torch.device("cuda:0")) == 20 and plan.kept_blocks == (1, 2)
     assert any("given" in reason for reason in plan.reasons)
-    with pytest.raises(ValueError, match=r'split.balance = "bytes"'):
-        _plan("26GB,26GB", split={"balance": "manual", "split_at": [40], "swapped_blocks": [0, 0]})
-    with pytest.raises(ValueError, match="kept_blocks has 1 values"):
-        _plan("40GB,40GB", split={"kept_blocks": [1]})
+    with pytest.raises(ValueError, match=r'split.balance = "memory"'):
+        _plan("26GB,26GB", split={"balance": "manual", "split_at": [40], "offloaded_blocks": [0, 0]})
+    with pytest.raises(ValueError, match="blocks_without_checkpointing has 1 values"):
+        _plan("40GB,40GB", split={"blocks_without_checkpointing": [1]})
     full = _plan("80GB,80GB", train={"gradient_checkpointing": False})
     assert full.kept_blocks == tuple(device.num_blocks for device in full.forecast.devices)
 
 
 def test_limits_of_the_user_bind_weights_and_let_the_rest_be_tried():
-    plan = _plan("10GB,10GB", split={"memory_limit_gb": [20.0, 20.0], "swapped_blocks": [0, 0]})
+    plan = _plan("10GB,10GB", split={"memory_limit_gb": [20.0, 20.0], "offloaded_blocks": [0, 0]})
     assert "memory_limit_gb says to try" in plan.warning and plan.kept_blocks == (0, 0)
     with pytest.raises(ValueError, match="memory_limit_gb allows"):
-        _plan("80GB,80GB", split={"memory_limit_gb": [10.0, 10.0], "swapped_blocks": [0, 0]})
+        _plan("80GB,80GB", split={"memory_limit_gb": [10.0, 10.0], "offloaded_blocks": [0, 0]})
     plan = _plan("80GB,80GB", split={"memory_limit_gb": [10.0, 10.0]})
     assert any(plan.swapped_blocks) and all(device.weights <= 10 * GB for device in plan.forecast.devices)
 
@@ -220,21 +224,24 @@ def test_a_limit_lets_nothing_be_tried_that_needs_more_than_what_fits():
     """Copies of the whole model are the fastest where nothing is too large; they need twice the cards' memory here."""
     info, variant = _full_size("wan")
     for limit in ([], [22.0, 22.0]):
-        job = _job(train={"accumulation": 4}, split={"memory_limit_gb": limit})
+        job = _job(train={"gradient_accumulation_steps": 4}, split={"memory_limit_gb": limit})
         plan = plan_training(Planner(job, info, variant, parse_cards("24GB,24GB"), (480, 832), frames=81))
         assert plan.setting.schedule == "1f1b" and not plan.warning
         assert all(device.needed <= 24 * GB for device in plan.forecast.devices)
 
 
 def test_more_kept_or_streamed_blocks_than_there_are_is_said():
-    for split in ({"kept_blocks": [0, 99]}, {"kept_blocks": [30, 30], "swapped_blocks": [5, 5]}):
+    for split in (
+        {"blocks_without_checkpointing": [0, 99]},
+        {"blocks_without_checkpointing": [30, 30], "offloaded_blocks": [5, 5]},
+    ):
         with pytest.raises(ValueError, match="a card needs a block for each"):
             _plan("80GB,80GB", split=split)
 
 
 def test_swapped_blocks_are_forecast_where_the_user_asks():
     plain = _plan("40GB,40GB")
-    plan = _plan("24GB,24GB", split={"swapped_blocks": [10, 10], "kept_blocks": [0, 0]})
+    plan = _plan("24GB,24GB", split={"offloaded_blocks": [10, 10], "blocks_without_checkpointing": [0, 0]})
     assert plan.swapped_blocks == (10, 10)
     assert sum(d.weights for d in plan.forecast.devices) < sum(d.weights for d in plain.forecast.devices)
     assert plan.forecast.host_bytes > plain.forecast.host_bytes + 5 * GB
@@ -261,7 +268,7 @@ def test_host_memory_is_a_limit_too():
         plan_training(Planner(_job(), info, variant, cards, (512, 512), host_bytes=4 * GB))
     assert "blocks (" in str(refusal.value) and "fits" in str(refusal.value)
     plan_training(Planner(_job(), info, variant, parse_cards("24GB,24GB"), (512, 512), host_bytes=0))  # nothing swapped
-    given = _job(split={"swapped_blocks": [0, 20], "kept_blocks": [0, 0]})
+    given = _job(split={"offloaded_blocks": [0, 20], "blocks_without_checkpointing": [0, 0]})
     with pytest.raises(ValueError, match="host memory: .* 4.00 GB are free"):
         plan_training(Planner(given, info, variant, cards, (512, 512), host_bytes=4 * GB))
 
@@ -331,7 +338,10 @@ def test_a_pipeline_is_cut_where_its_slowest_stage_is_shortest(monkeypatch):
     """Against every cut there is."""
     units = [1.0, 5.0, 1.0, 1.0, 2.0, 1.0, 1.0, 3.0, 1.0, 1.0]
     cards = _cards(100, 100, 100, speeds=(1.0, 1.0, 0.5))
-    sections = {"pipeline": {"schedule": "1f1b"}, "train": {"accumulation": 8, "gradient_checkpointing": False}}
+    sections = {
+        "parallel": {"strategy": "pipeline"},
+        "train": {"gradient_accumulation_steps": 8, "gradient_checkpointing": False},
+    }
     plan = plan_training(_made_up(monkeypatch, cards, _Times(units), **sections))
 
     def slowest(a: int, b: int) -> float:
@@ -346,10 +356,10 @@ def test_a_pipeline_is_cut_where_its_slowest_stage_is_shortest(monkeypatch):
 
 def test_a_pipeline_is_chosen_by_itself(monkeypatch):
     cards, times = _cards(9, 9), _Times([1.0] * 10)  # 10 GB of weights
-    off = {"pipeline": {"schedule": "none"}, "train": {"accumulation": 4}}
+    off = {"parallel": {"strategy": "none"}, "train": {"gradient_accumulation_steps": 4}}
     one = plan_training(_made_up(monkeypatch, cards, times, **off))
     assert one.setting.schedule == "none"
-    two = plan_training(_made_up(monkeypatch, cards, times, train={"accumulation": 4}))
+    two = plan_training(_made_up(monkeypatch, cards, times, train={"gradient_accumulation_steps": 4}))
     assert (two.setting.schedule, two.setting.ahead) == ("1f1b", 1)
     assert two.relative_time < one.relative_time and [d.held for d in two.forecast.devices] == [3, 1]
     assert plan_training(_made_up(monkeypatch, cards, times)).setting.schedule == "none"  # nothing to overlap
@@ -358,8 +368,13 @@ def test_a_pipeline_is_chosen_by_itself(monkeypatch):
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_a_pipeline_of_equal_stages_takes_its_slowest_one(monkeypatch, ahead):
     cards, times = _cards(100, 100), _Times([1.0] * 10)
-    sections = {"train": {"accumulation": 4}, "pipeline": {"schedule": "1f1b", "ahead": ahead}}
-    plan = plan_training(_made_up(monkeypatch, cards, times, split={"kept_blocks": [0, 0]}, **sections))
+    sections = {
+        "train": {"gradient_accumulation_steps": 4},
+        "parallel": {"strategy": "pipeline", "microbatches_ahead": ahead},
+    }
+    plan = plan_training(
+        _made_up(monkeypatch, cards, times, split={"blocks_without_checkpointing": [0, 0]}, **sections)
+    )
     assert plan.relative_time == pytest.approx((10 + 3 * 5) / 40)
     assert [device.held for device in plan.forecast.devices] == [min(2 + ahead, 4), 1]
 
@@ -368,7 +383,7 @@ def test_without_a_pipeline_equal_cards_are_filled_evenly_and_a_faster_one_more(
     even = plan_training(_made_up(monkeypatch, _cards(6.5, 6.5), _Times([1.0] * 10)))
     assert [device.num_blocks for device in even.forecast.devices] == [5, 5]
     cards = _cards(12, 12, speeds=(1.0, 0.5))
-    sections = {"split": {"kept_blocks": [0, 0]}}
+    sections = {"split": {"blocks_without_checkpointing": [0, 0]}}
     faster = plan_training(_made_up(monkeypatch, cards, _Times([1.0] * 10), **sections))
     assert [device.num_blocks for device in faster.forecast.devices] == [9, 1]
 
@@ -427,7 +442,7 @@ def test_a_slower_scheme_in_memory_loses_against_a_faster_one_from_the_host(monk
 def _offloading(monkeypatch: pytest.MonkeyPatch, *sizes_gb: float, link: float = 1e12, **changes: Any) -> TrainingPlan:
     """Without blocks that stream from there, too."""
     times, cards = _Times([1.0] * 10, link), _cards(*sizes_gb)
-    split = {"swapped_blocks": [0] * len(cards)} | changes.pop("split", {})
+    split = {"offloaded_blocks": [0] * len(cards)} | changes.pop("split", {})
     return plan_training(_made_up(monkeypatch, cards, times, inputs=5 * 10**8, split=split, **changes))
 
 
@@ -450,7 +465,9 @@ def test_inputs_are_offloaded_where_nothing_fits_otherwise(monkeypatch):
 
 
 def test_offloading_is_the_users_to_set(monkeypatch):
-    plan = _offloading(monkeypatch, 80, train={"offload_activations": "on"}, split={"kept_blocks": [0]})
+    plan = _offloading(
+        monkeypatch, 80, train={"offload_activations": "on"}, split={"blocks_without_checkpointing": [0]}
+    )
     assert plan.setting.offloads and any(reason.endswith("pinned host memory: given") for reason in plan.reasons)
     assert plan.relative_time == pytest.approx(1.0)
     assert not _offloading(monkeypatch, 80, train={"gradient_checkpointing": False}).setting.offloads
@@ -458,7 +475,7 @@ def test_offloading_is_the_users_to_set(monkeypatch):
 
 def test_a_slow_link_counts_both_ways(monkeypatch):
     """5 GB there and back at 0.1 GB/s against 30 seconds of blocks."""
-    on = {"train": {"offload_activations": "on"}, "split": {"kept_blocks": [0]}}
+    on = {"train": {"offload_activations": "on"}, "split": {"blocks_without_checkpointing": [0]}}
     assert _offloading(monkeypatch, 80, link=1e8, **on).relative_time == pytest.approx(100 / 30)
     assert _offloading(monkeypatch, 80, link=1e9, **on).relative_time == pytest.approx(1.0)
 
@@ -466,14 +483,14 @@ def test_a_slow_link_counts_both_ways(monkeypatch):
 @pytest.mark.parametrize(("link", "expected"), [(1e12, ("1f1b", True)), (1e7, ("none", False))])
 def test_a_pipeline_that_fits_only_so_is_weighed_against_none(monkeypatch, link, expected):
     """1f1b holds two micro-batches or more on the first card, 2.5 GB each: 5 + 2.8 fits 9 GB, 5 + 5.5 does not."""
-    plan = _offloading(monkeypatch, 9, 9, link=link, train={"accumulation": 8})
+    plan = _offloading(monkeypatch, 9, 9, link=link, train={"gradient_accumulation_steps": 8})
     assert (plan.setting.schedule, plan.setting.offloads) == expected
 
 
 @pytest.mark.parametrize("asked", ["auto", "on"])
 def test_host_memory_that_is_not_there_is_not_pinned(monkeypatch, asked):
     train = {"offload_activations": asked}
-    kept = {"kept_blocks": [0]}
+    kept = {"blocks_without_checkpointing": [0]}
     assert _offloading(monkeypatch, 14, train=train, split=kept, host_bytes=7 * GB).setting.offloads
     with pytest.raises(ValueError, match="5.0 GB would be pinned for block inputs, 6.0 GB are free"):
         _offloading(monkeypatch, 14, train=train, split=kept, host_bytes=6 * GB)
@@ -484,9 +501,13 @@ def test_a_wan_of_video_size_fits_cards_with_its_inputs_in_host_memory():
     info, variant = _full_size("wan")
     plans = {}
     for asked in ("off", "on"):
-        train = {"accumulation": 8, "offload_activations": asked}
-        split = {"memory_limit_gb": [1000.0, 1000.0], "kept_blocks": [0, 0], "swapped_blocks": [0, 0]}
-        job = _job(train=train, split=split, pipeline={"schedule": "1f1b"})
+        train = {"gradient_accumulation_steps": 8, "offload_activations": asked}
+        split = {
+            "memory_limit_gb": [1000.0, 1000.0],
+            "blocks_without_checkpointing": [0, 0],
+            "offloaded_blocks": [0, 0],
+        }
+        job = _job(train=train, split=split, parallel={"strategy": "pipeline"})
         plans[asked] = plan_training(Planner(job, info, variant, parse_cards("24GB,24GB"), (480, 832), frames=49))
     first = {asked: plan.forecast.devices[0] for asked, plan in plans.items()}
     assert first["off"].held == 3
@@ -614,7 +635,7 @@ def test_kept_blocks_change_no_loss_and_a_resumed_run_keeps_its_cut(tmp_path, mo
     losses = {}
     with emulated_cards():
         for name, kept in (("none", [0, 0]), ("some", [1, 2])):
-            split = {"split": two["split"] | {"kept_blocks": kept}}
+            split = {"split": two["split"] | {"blocks_without_checkpointing": kept}}
             job = make_tiny_job(tmp_path, **two | split, train={"steps": 2}, output={"folder": str(tmp_path / name)})
             losses[name] = run_job(job).losses
         assert losses["none"] == losses["some"]

@@ -13,19 +13,12 @@ import sys
 import pytest
 import torch
 from devicebridge.patches.lora import assert_lora_intact, lora_parameters, resolve_targets
-from devicebridge.quantization import eight_bit, eight_bit_kernels
-from devicebridge.quantization.eight_bit import (
-    SCHEMES,
-    FrozenLinear8,
-    Plan,
-    grad_input8,
-    linear8,
-    make_rotation,
-    quantize_rows,
-    refusal,
-    refuse_merge,
-    rotate,
-)
+from devicebridge.quantization import eight_bit, eight_bit_kernels, kernel_choice
+from devicebridge.quantization.eight_bit import grad_input8, linear8, quantize_rows
+from devicebridge.quantization.frozen_linear import COMPUTE_SCHEMES, FrozenLinear8, refuse_merge
+from devicebridge.quantization.kernel_choice import DeviceKernels, KernelChoice, device_kernels, using_kernels
+from devicebridge.quantization.quantize import QuantizeSettings, refusal
+from devicebridge.quantization.rotation import ROTATIONS, make_rotation, rotate
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.noise import decibels, gradient
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
@@ -159,7 +152,7 @@ def test_rotation_saves_int8_from_outliers():
     assert found[INT8, 64] > found[FP8, 0]
 
 
-@pytest.mark.parametrize("block", eight_bit.ROTATIONS)
+@pytest.mark.parametrize("block", ROTATIONS)
 def test_a_rotation_is_orthogonal_exact_and_spreads_outliers_and_means(block):
     turn = make_rotation(block)
     torch.testing.assert_close(turn @ turn.T, torch.eye(block), rtol=0, atol=1e-6)
@@ -177,7 +170,7 @@ def test_a_rotation_that_cannot_work_is_refused():
     with pytest.raises(ValueError, match="float8, which gains nothing"):
         FrozenLinear8.from_linear(make_linear(64, 16), FP8, rotation=64)
     with pytest.raises(ValueError, match="blocks of 32 was asked for; use one of"):
-        FrozenLinear8(64, 16, scheme=INT8, rotation=32)
+        FrozenLinear8.from_linear(make_linear(64, 16), INT8, rotation=32)
 
 
 @EVERY_VARIANT
@@ -187,16 +180,16 @@ def test_every_way_to_compute_agrees(forward, backward, scheme, rotation):
     """Also with slices so small that weights are taken in several."""
     linear, x, grad = make_linear(256, 128), make_rows(64, 256), make_rows(64, 128, seed=2)
     layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
-    parts, plan = (layer.weight, layer.scale), Plan(forward, backward)
-    out = linear8(x, *parts, layer.bias, layer.rotation, plan)
-    found = grad_input8(grad, *parts, layer.rotation, plan)
+    parts, choices = (layer.weight, layer.scale), {layer.weight.dtype: KernelChoice(forward, backward)}
+    with using_kernels(DeviceKernels(choices)):
+        out = linear8(x, *parts, layer.bias, layer.rotation)
+        found = grad_input8(grad, *parts, layer.rotation)
     least = 28 if scheme == FP8 else 35
     assert decibels(linear(x), out) > least and decibels(grad @ linear.weight, found) > least
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, using_kernels(DeviceKernels(choices, 48 * 128)):
         patch.setattr(eight_bit, "_PIECE", 48 * 128)
-        patch.setattr(eight_bit, "_slice_of", lambda device: 48 * 128)
-        torch.testing.assert_close(linear8(x, *parts, layer.bias, layer.rotation, plan), out)
-        torch.testing.assert_close(grad_input8(grad, *parts, layer.rotation, plan), found)
+        torch.testing.assert_close(linear8(x, *parts, layer.bias, layer.rotation), out)
+        torch.testing.assert_close(grad_input8(grad, *parts, layer.rotation), found)
 
 
 @EVERY_VARIANT
@@ -217,7 +210,7 @@ def test_few_rows_and_odd_sizes_are_multiplied_plainly(shape, scheme, rotation, 
 
 def test_float64_and_sums_too_long_for_int32_are_multiplied_plainly(monkeypatch):
     monkeypatch.setattr(torch, "_int_mm", lambda *a, **k: pytest.fail("int32 could overflow"))
-    layer = FrozenLinear8(eight_bit_kernels.MAX_INT8_TERMS // 16 * 16 + 16, 16, scheme=INT8)
+    layer = FrozenLinear8.from_linear(make_linear(eight_bit_kernels.MAX_INT8_TERMS // 16 * 16 + 16, 16), INT8)
     assert layer(torch.zeros(17, layer.in_features)).shape == (17, 16)
     assert FrozenLinear8.from_linear(make_linear(32, 32), INT8)(torch.zeros(20, 32).double()).dtype is torch.float64
     assert 127 * 127 * eight_bit_kernels.MAX_INT8_TERMS < 2**31 <= 127 * 127 * (eight_bit_kernels.MAX_INT8_TERMS + 1)
@@ -249,12 +242,11 @@ def test_the_shapes_and_layouts_cuda_demands(forward, scheme, rotation, monkeypa
 
     monkeypatch.setattr(torch, "_int_mm", int_mm)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-    monkeypatch.setattr(eight_bit, "_slice_of", lambda device: 32 * 96)
-    monkeypatch.setattr(eight_bit, "plan_for", lambda device, dtype: Plan(forward, "transpose"))
     linear = make_linear(192, 96)
     layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
     x, grad = make_rows(23, 192), make_rows(23, 96, seed=2)
-    assert decibels(grad @ linear.weight, gradient(layer, x, grad)) > 27
+    with using_kernels(DeviceKernels({layer.weight.dtype: KernelChoice(forward, "transpose")}, 32 * 96)):
+        assert decibels(grad @ linear.weight, gradient(layer, x, grad)) > 27
     assert calls == [{FP8: "_scaled_mm", INT8: "_int_mm"}[scheme]] * (1 + 192 // 32)
 
 
@@ -289,7 +281,7 @@ def test_zero_rows_give_zeros_and_broken_rows_give_nan_there_alone(scheme, rotat
         assert found[[4, 6, 8]].isnan().all()
         sound = [index for index in range(24) if index not in (4, 6, 8)]
         assert found[sound].isfinite().all()
-        scale = quantize_rows(found_in, SCHEMES[scheme], rotation=None)[1].view(-1)
+        scale = quantize_rows(found_in, COMPUTE_SCHEMES[scheme], rotation=None)[1].view(-1)
         assert scale.isnan().nonzero().view(-1).tolist() == [4, 6, 8]
     assert layer(x)[:4, 5].eq(0).all()
     clean = make_rows(24, 64)
@@ -298,7 +290,7 @@ def test_zero_rows_give_zeros_and_broken_rows_give_nan_there_alone(scheme, rotat
 
 
 @pytest.mark.parametrize("size", [1e-38, 1e-33, 1e-20, 1e20, 1e36])
-@pytest.mark.parametrize("dtype", SCHEMES.values(), ids=SCHEMES)
+@pytest.mark.parametrize("dtype", COMPUTE_SCHEMES.values(), ids=COMPUTE_SCHEMES)
 def test_rows_of_any_size_are_rounded_without_overflow(dtype, size):
     values, scale = quantize_rows(torch.tensor([[1.0, -0.5, 0.25, 0.0]]) * size, dtype)
     assert scale.isfinite().all() and scale.gt(0).all() and values.float().isfinite().all()
@@ -324,7 +316,7 @@ def test_from_linear_leaves_the_linear_alone_and_halves_the_bytes(scheme, rotati
     layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
     assert torch.equal(linear.weight, before) and layer.bias is linear.bias
     assert isinstance(layer, nn.Linear) and (layer.in_features, layer.out_features) == (256, 128)
-    assert type(layer.weight) is nn.Parameter and layer.weight.dtype is SCHEMES[scheme]
+    assert type(layer.weight) is nn.Parameter and layer.weight.dtype is COMPUTE_SCHEMES[scheme]
     assert not layer.weight.requires_grad and layer.weight.is_contiguous()
     assert layer.scale.dtype is torch.float32 and layer.scale.shape == (128, 1)
     assert layer.compute_dtype is torch.bfloat16 and layer.scheme == scheme
@@ -334,11 +326,11 @@ def test_from_linear_leaves_the_linear_alone_and_halves_the_bytes(scheme, rotati
         FrozenLinear8.from_linear(layer, scheme)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", COMPUTE_SCHEMES)
 def test_weights_with_one_scale_are_taken_over_as_they_are(scheme):
     """As in files that hold one scale per tensor."""
     x = make_rows(32, 64)
-    weight = (make_linear(64, 48).weight * 8).to(SCHEMES[scheme])
+    weight = (make_linear(64, 48).weight * 8).to(COMPUTE_SCHEMES[scheme])
     layer = FrozenLinear8.from_quantized(weight, torch.tensor(0.25, dtype=torch.bfloat16))
     assert layer.weight.data_ptr() == weight.data_ptr() and layer.bias is None
     assert torch.equal(layer.scale, torch.full((48, 1), 0.25))
@@ -387,9 +379,9 @@ def test_types_change_around_the_eight_bit_parts(scheme, rotation):
         assert all(found[name].dtype is value.dtype and found[name].equal(value) for name, value in parts.items())
     layer.to("meta")
     assert {value.device.type for value in layer.state_dict().values()} == {"meta"}
-    assert layer.weight.dtype is SCHEMES[scheme]
+    assert layer.weight.dtype is COMPUTE_SCHEMES[scheme]
     layer.to_empty(device="cpu")
-    assert layer.weight.dtype is SCHEMES[scheme] and layer.scale.dtype is torch.float32
+    assert layer.weight.dtype is COMPUTE_SCHEMES[scheme] and layer.scale.dtype is torch.float32
 
 
 @EVERY_VARIANT
@@ -400,7 +392,7 @@ def test_state_survives_dict_file_and_copy(scheme, rotation, tmp_path):
     state = load_file(tmp_path / "layer.safetensors")
     assert state.keys() == {"weight", "scale", "bias"} | ({"rotation"} if rotation else set())
     for assign, device in ((False, "cpu"), (True, "meta")):
-        empty = FrozenLinear8(64, 32, device=device, scheme=scheme, rotation=rotation, compute_dtype=torch.float32)
+        empty = FrozenLinear8.from_linear(nn.Linear(64, 32, device=device), scheme, rotation=rotation)
         empty.load_state_dict(state, assign=assign)
         assert not empty.weight.requires_grad
         assert torch.equal(empty(x), expected)
@@ -419,7 +411,7 @@ def test_a_state_dict_of_another_kind_is_refused(assign):
     states = {kind: FrozenLinear8.from_linear(linear, *kind[:1], rotation=kind[1]).state_dict() for kind in VARIANTS}
     for (scheme, rotation), state in states.items():
         others = [linear.state_dict(), *(other for kind, other in states.items() if kind != (scheme, rotation))]
-        layer = FrozenLinear8(64, 32, scheme=scheme, rotation=rotation)
+        layer = FrozenLinear8.from_linear(nn.Linear(64, 32), scheme, rotation=rotation)
         for other in others:
             with pytest.raises(RuntimeError, match="in the state dict and|Missing key|Unexpected key"):
                 layer.load_state_dict(other, assign=assign)
@@ -500,7 +492,7 @@ def test_lora_trains_and_the_base_keeps_its_bytes(scheme, rotation):
 
 def test_loaded_and_wrapped_adapters_keep_their_values():
     """PEFT moves an adapter to the base's type; that must not be the 8-bit one."""
-    for scheme in SCHEMES:
+    for scheme in COMPUTE_SCHEMES:
         plain = get_peft_model(Model(torch.bfloat16), LoraConfig(r=4, target_modules=["first"]))
         found = get_peft_model(convert(Model(torch.bfloat16), scheme), LoraConfig(r=4, target_modules=["first"]))
         for name, parameter in lora_parameters(found).items():
@@ -529,12 +521,12 @@ def test_dora_sees_the_dequantized_weight(scheme, rotation):
     assert decibels(expected(x), model(x)) > 22
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", COMPUTE_SCHEMES)
 @pytest.mark.parametrize("is_safe", [False, True])
 def test_merging_is_refused_clearly(scheme, is_safe):
     model = attach(convert(Model(torch.float32), scheme))
     before = model(make_rows(20, 64))
-    assert refuse_merge(model) == 2
+    refuse_merge(model)
     for layer in (model.first, copy.deepcopy(model.first)):
         with pytest.raises(RuntimeError, match="merge a LoRA into 8-bit weights.*keep the LoRA beside the model"):
             layer.merge(safe_merge=is_safe)
@@ -664,7 +656,7 @@ def test_a_model_on_two_cards_computes_and_trains_as_on_one(scheme, rotation):
     [((7, 0), False, False), ((7, 5), False, True), ((8, 6), False, True), ((8, 9), True, True), ((12, 0), True, True)],
 )
 def test_nvidia_cards_that_lack_a_format_are_known(capability, fp8, int8):
-    faults = [eight_bit._nvidia_fault(dtype, capability) for dtype in SCHEMES.values()]
+    faults = [kernel_choice._nvidia_fault(dtype, capability) for dtype in COMPUTE_SCHEMES.values()]
     assert [fault == "" for fault in faults] == [fp8, int8]
 
 
@@ -674,20 +666,21 @@ def test_nvidia_cards_that_lack_a_format_are_known(capability, fp8, int8):
      ("gfx1201", True, True), ("gfx950", True, True)],
 )  # fmt: skip
 def test_amd_cards_that_lack_a_format_are_known(arch, fp8, int8):
-    faults = [eight_bit._amd_fault(dtype, arch) for dtype in SCHEMES.values()]
+    faults = [kernel_choice._amd_fault(dtype, arch) for dtype in COMPUTE_SCHEMES.values()]
     assert [fault == "" for fault in faults] == [fp8, int8]
 
 
 def test_a_refusal_names_what_was_found_and_what_works(monkeypatch):
-    assert refusal(FP8, torch.device("cpu")) == ""
-    assert "mps has no 8-bit products" in refusal(FP8, torch.device("mps"))
-    assert "use a weight-only scheme there" in refusal(INT8, torch.device("mps"))
+    fp8, int8 = QuantizeSettings(FP8), QuantizeSettings(INT8)
+    assert refusal(fp8, [torch.device("cpu")]) == ""
+    assert "mps has no 8-bit products" in refusal(fp8, [torch.device("mps")])
+    assert "use int8, which only stores in 8 bits, instead" in refusal(int8, [torch.device("mps")])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.version, "hip", None)
-    assert refusal(INT8, torch.device("cuda:0")) == ""
-    assert refusal(FP8, torch.device("cuda:0")) == (
-        "fp8-compute was asked for, but float8 products need compute capability 8.9 and the card has 8.6; "
-        "use int8-compute there"
+    assert refusal(int8, [torch.device("cuda:0")]) == ""
+    assert refusal(fp8, [torch.device("cuda:0")]) == (
+        "fp8-compute was asked for, but float8 products need compute capability 8.9 and the card has 8.6 (cuda:0); "
+        "use int8-compute instead"
     )
 
 
@@ -697,13 +690,13 @@ CONSUMER = [(8, 6), (8, 9), (12, 0)]
 @pytest.mark.parametrize(
     ("capability", "fault", "platform", "expected"),
     [
-        ((9, 0), "", "linux", (Plan("vendor", "transpose", True), Plan("triton", "transpose", True, 256))),
-        ((10, 0), "", "linux", (Plan("vendor", "transpose", True), Plan("triton", "transpose", True, 256))),
-        ((8, 9), "", "linux", (Plan("vendor", "triton", True), Plan("triton", "triton", True))),
-        ((8, 6), "", "linux", (Plan("dequantize", "dequantize"), Plan("triton", "triton", True))),
-        ((8, 6), "no Triton", "linux", (Plan("dequantize", "dequantize"), Plan("vendor", "dequantize"))),
-        ((12, 0), "", "win32", (Plan("unit", "triton", True), Plan("triton", "triton", True))),
-        ((12, 0), "no Triton", "win32", (Plan("unit", "dequantize"), Plan("vendor", "dequantize"))),
+        ((9, 0), "", "linux", [("vendor", "transpose", True), ("triton", "transpose", True, 256)]),
+        ((10, 0), "", "linux", [("vendor", "transpose", True), ("triton", "transpose", True, 256)]),
+        ((8, 9), "", "linux", [("vendor", "triton", True), ("triton", "triton", True)]),
+        ((8, 6), "", "linux", [("dequantize", "dequantize"), ("triton", "triton", True)]),
+        ((8, 6), "no Triton", "linux", [("dequantize", "dequantize"), ("vendor", "dequantize")]),
+        ((12, 0), "", "win32", [("unit", "triton", True), ("triton", "triton", True)]),
+        ((12, 0), "no Triton", "win32", [("unit", "dequantize"), ("vendor", "dequantize")]),
     ],
 )
 def test_each_card_gets_kernels_it_has(capability, fault, platform, expected, monkeypatch):
@@ -711,17 +704,18 @@ def test_each_card_gets_kernels_it_has(capability, fault, platform, expected, mo
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(eight_bit_kernels, "fault", lambda device: fault)
     monkeypatch.setattr(eight_bit_kernels, "widest_rotation", lambda device: 64 if capability in CONSUMER else 256)
-    monkeypatch.setattr(eight_bit.sys, "platform", platform)
-    plan_for = eight_bit.plan_for.__wrapped__  # past the cache, which is for real cards
-    assert tuple(plan_for(torch.device("cuda:0"), dtype) for dtype in SCHEMES.values()) == expected
+    monkeypatch.setattr(kernel_choice.sys, "platform", platform)
+    choose = kernel_choice.choose_kernels.__wrapped__  # past the cache, which is for real cards
+    found = [choose(torch.device("cuda:0"), dtype) for dtype in COMPUTE_SCHEMES.values()]
+    assert found == [KernelChoice(*each) for each in expected]
 
 
 def test_a_large_card_turns_larger_slices(monkeypatch):
     for memory, expected in ((8 * 2**30, 2**27), (48 * 2**30, 48 * 2**22), (144 * 2**30, 144 * 2**22)):
         card = type("Properties", (), {"total_memory": memory})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, card=card: card)
-        assert eight_bit._slice_of.__wrapped__(torch.device("cuda:0")) == expected
-    assert eight_bit._slice_of(torch.device("cpu")) == 2**27
+        assert kernel_choice.slice_of.__wrapped__(torch.device("cuda:0")) == expected
+    assert kernel_choice.slice_of(torch.device("cpu")) == 2**27
 
 
 def test_a_second_import_under_another_name_works():
@@ -732,12 +726,11 @@ def test_a_second_import_under_another_name_works():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "eight_bit_again", again)
         spec.loader.exec_module(again)
-        model = convert(Model(torch.float32), INT8)
-        other = again.FrozenLinear8.from_linear(make_linear(64, 96, decades=0.3), INT8)
-        x = make_rows(20, 64)
-        expected = other(x)
-        for layer in (other, model.first):
-            assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), expected)
+        layer, x = convert(Model(torch.float32), INT8).first, make_rows(20, 64)
+        parts = (layer.weight.detach(), layer.scale, layer.bias, layer.rotation)
+        for module in (again, eight_bit):
+            compiled = torch.compile(module.compiled_linear8, backend="aot_eager", fullgraph=True)
+            assert torch.equal(compiled(x, *parts), layer(x))
     torch._dynamo.reset()
 
 
@@ -786,9 +779,10 @@ def test_what_the_compiler_sees_is_what_eager_code_computes(monkeypatch, slice_s
     expected = eight_bit.linear8(rows, layer.weight, layer.scale, layer.bias, None)
     expected_grad = eight_bit.grad_input8(grad, layer.weight, layer.scale, None)
     monkeypatch.setattr(torch, "_scaled_mm", _rowwise_product)
-    monkeypatch.setattr(eight_bit, "_slice_of", lambda device: slice_size)
-    found = eight_bit._traced_linear8(rows, layer.weight, layer.scale, layer.bias)
-    found_grad = eight_bit._traced_grad_input8(grad, layer.weight, layer.scale)
+    monkeypatch.setattr(eight_bit, "_has_rowwise_products", lambda device, dtype: True)
+    with using_kernels(DeviceKernels(device_kernels(rows.device).choices, slice_size)):
+        found = eight_bit.compiled_linear8(rows, layer.weight, layer.scale, layer.bias, None)
+        found_grad = eight_bit.compiled_grad_input8(grad, layer.weight, layer.scale, None)
     assert found.dtype == found_grad.dtype == torch.float32
     assert decibels(expected, found) > 45  # both round their sums to bfloat16
     assert decibels(expected_grad, found_grad) > 45

@@ -16,7 +16,10 @@ import pytest
 import torch
 from devicebridge.quantization import eight_bit
 from devicebridge.quantization import eight_bit_kernels as kernels
-from devicebridge.quantization.eight_bit import FrozenLinear8, Plan, grad_input8, linear8, make_rotation
+from devicebridge.quantization.eight_bit import grad_input8, linear8
+from devicebridge.quantization.frozen_linear import FrozenLinear8
+from devicebridge.quantization.kernel_choice import DeviceKernels, KernelChoice, using_kernels
+from devicebridge.quantization.rotation import make_rotation
 
 DTYPES = [torch.float8_e4m3fn, torch.int8]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=["fp8", "int8"])
@@ -180,26 +183,27 @@ def test_rescale(sums_dtype, has_bias):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "plan",
+    "choice",
     [
-        Plan("triton", "triton", True),
-        Plan("triton", "transpose", True),
-        Plan("vendor", "transpose", True),
-        Plan("unit", "triton", True),
+        KernelChoice("triton", "triton", True),
+        KernelChoice("triton", "transpose", True),
+        KernelChoice("vendor", "transpose", True),
+        KernelChoice("unit", "triton", True),
     ],
     ids=str,
 )
 @pytest.mark.parametrize(("scheme", "rotation"), [("fp8-compute", 0), ("int8-compute", 0), ("int8-compute", 64)])
-def test_a_layer_on_these_kernels_computes_what_plain_torch_computes(plan, scheme, rotation):
+def test_a_layer_on_these_kernels_computes_what_plain_torch_computes(choice, scheme, rotation):
     torch.manual_seed(0)
     linear = torch.nn.Linear(128, 96, device=device()).requires_grad_(False)
     layer = FrozenLinear8.from_linear(linear, scheme, rotation=rotation)
     x, grad = random(24, 128), random(24, 96, seed=1)
     parts = (layer.weight, layer.scale)
-    results = [
-        (linear8(x, *parts, layer.bias, layer.rotation, p), grad_input8(grad, *parts, layer.rotation, p))
-        for p in (plan, Plan("vendor", "transpose"))
-    ]
+    results = []
+    for each in (choice, KernelChoice("vendor", "transpose")):
+        with using_kernels(DeviceKernels({layer.weight.dtype: each})):
+            out = linear8(x, *parts, layer.bias, layer.rotation)
+            results.append((out, grad_input8(grad, *parts, layer.rotation)))
     exact = (linear(x), grad @ linear.weight)
     for found, plain, reference in zip(*results, exact, strict=True):
         losses = [10 * math.log10((r - reference).square().sum() / reference.square().sum()) for r in (found, plain)]
@@ -217,10 +221,11 @@ def test_a_grad_input_by_slices_goes_through_the_forwards_product(scheme, rotati
     grad = random(24, 96, seed=1)
     parts = (layer.weight, layer.scale, layer.rotation)
     # The same rounded rows and sums as in the kernel that reads the weight as it lies.
-    expected = grad_input8(grad, *parts, Plan("triton", "triton", True))
+    with using_kernels(DeviceKernels({layer.weight.dtype: KernelChoice("triton", "triton", True)})):
+        expected = grad_input8(grad, *parts)
     for name in ("_int_mm", "_scaled_mm"):
-        monkeypatch.setattr(torch, name, lambda *a, **k: pytest.fail("the plan's forward is our kernel"))
-    monkeypatch.setattr(eight_bit, "_slice_of", lambda device: 96 * 192 // num_slices)
+        monkeypatch.setattr(torch, name, lambda *a, **k: pytest.fail("the forward is our kernel"))
+    choices = {layer.weight.dtype: KernelChoice("triton", "transpose", True)}
     calls, matmul = [], kernels.matmul
 
     def counted(a, a_scale, b, *args, **kwargs):
@@ -229,7 +234,8 @@ def test_a_grad_input_by_slices_goes_through_the_forwards_product(scheme, rotati
         return matmul(a, a_scale, b, *args, **kwargs)
 
     monkeypatch.setattr(kernels, "matmul", counted)
-    found = grad_input8(grad, *parts, Plan("triton", "transpose", True))
+    with using_kernels(DeviceKernels(choices, 96 * 192 // num_slices)):
+        found = grad_input8(grad, *parts)
     assert calls == [(96, 192 // num_slices)] * num_slices
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -240,7 +246,7 @@ def test_importing_touches_no_device_and_needs_no_triton():
         "import sys, runpy, torch\n"
         "sys.modules['triton'] = None\n"
         "runpy.run_path(sys.argv[1])['load_pack']()\n"
-        "from devicebridge.patches import eight_bit, eight_bit_kernels as kernels\n"
+        "from devicebridge.quantization import eight_bit, eight_bit_kernels as kernels\n"
         "assert not torch.cuda.is_initialized() and not kernels.is_interpreted()\n"
         "fault = kernels.fault(torch.device('cuda:0'))\n"
         "assert fault.startswith('Triton is not installed'), fault\n"
@@ -286,11 +292,11 @@ def test_a_rotation_too_wide_for_the_kernel_comes_before_it(block, widest, in_ke
 
     monkeypatch.setattr(kernels, "quantize_rows", fake)
     x, turn = torch.randn(3, 512, generator=torch.Generator().manual_seed(0)).bfloat16(), make_rotation(block)
-    plan = Plan("triton", "transpose", has_triton=True, widest_rotation=widest)
-    values, scale = eight_bit._quantize(x, torch.int8, plan, rotation=turn)
+    choice = KernelChoice("triton", "transpose", has_triton=True, widest_rotation=widest)
+    values, scale = eight_bit._quantize(x, torch.int8, choice, rotation=turn)
     expected, expected_scale = eight_bit.quantize_rows(x, torch.int8, rotation=turn)
     assert (seen[0] is not None) == in_kernel
     torch.testing.assert_close(scale, expected_scale, rtol=2**-7, atol=0)
     assert (values.int() - expected.int()).abs().max() <= 2
-    eight_bit._quantize(x.float(), torch.int8, plan, rotation=turn)
+    eight_bit._quantize(x.float(), torch.int8, choice, rotation=turn)
     assert (seen[1] is not None) == (block == 64)  # float32 takes twice the memory

@@ -26,26 +26,22 @@ from devicebridge.patches.lora import (
     lora_parameters,
     resolve_targets,
 )
-from devicebridge.quantization import eight_bit, quantize, weight_only
-from devicebridge.quantization.eight_bit import FrozenLinear8, make_rotation, rotate
+from devicebridge.quantization import quantize, weight_only
+from devicebridge.quantization.frozen_linear import FrozenLinear8, refuse_merge
 from devicebridge.quantization.quantize import (
-    KEPT,
-    LORA,
-    NOT_LINEAR,
-    QUANTIZED,
     SCHEMES,
-    QuantizeHandle,
     Quantizer,
     QuantizeSettings,
     Stored8,
     apply_quantization,
     check_packages,
     full_weight,
-    layer_class,
     refusal,
     replace_module,
     stored_bytes,
 )
+from devicebridge.quantization.report import KEPT, LORA, NOT_LINEAR, QUANTIZED, layer_class
+from devicebridge.quantization.rotation import make_rotation, rotate
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.noise import decibels
 from devicebridge.tests.toy import TINY
@@ -384,7 +380,7 @@ def test_merging_is_refused_and_changes_nothing(settings, lora_first, is_safe):
     model = Net()
     (before if lora_first else after)(model, lambda: apply_quantization(model, Family(), settings), torch.float32)
     if not lora_first:
-        eight_bit.refuse_merge(model)  # as apply_lora does
+        refuse_merge(model)  # as apply_lora does
     held = contents(model)
     with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
         model.first.merge(safe_merge=is_safe)
@@ -455,8 +451,8 @@ def test_both_orders_train_the_same_lora_and_leave_the_base_alone(settings, opti
         if lora_first:
             attach_tiny(model, **options)
         lora_before = lora_state(model)
-        handle = apply_quantization(model, FLUX2, settings)
-        assert lora_state(model) == lora_before and handle.report.num_quantized == 28
+        report = apply_quantization(model, FLUX2, settings)
+        assert lora_state(model) == lora_before and report.num_quantized == 28
         if not lora_first:
             attach_tiny(model, **options)
         assert_lora_intact(model)
@@ -680,10 +676,10 @@ def finish_all(model: nn.Module, quantizer: Quantizer, skip: str = "") -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layer_by_layer_and_all_at_once_are_the_same(settings, dtype):
     models = make_tiny(dtype), make_tiny(dtype)
-    report = apply_quantization(models[0], FLUX2, settings).report
+    report = apply_quantization(models[0], FLUX2, settings)
     quantizer = Quantizer(FLUX2, settings)
     finish_all(models[1], quantizer)
-    assert quantizer.close(models[1]).report == report
+    assert quantizer.close(models[1]) == report
     assert contents(models[0]) == contents(models[1])
 
 
@@ -692,7 +688,7 @@ def test_layer_by_layer_and_all_at_once_are_the_same(settings, dtype):
 def test_what_is_stored_is_taken_as_it_is(settings, dtype, tmp_path):
     """finish -> store -> a file -> take: the same layer, bit for bit, and the same report but for the noise."""
     first, second = Net(dtype), Net(dtype)
-    report = apply_quantization(first, Family(), settings).report
+    report = apply_quantization(first, Family(), settings)
     quantizer, tensors = Quantizer(Family(), settings), {}
     rotations = {}
     for name in TARGETS:
@@ -713,7 +709,7 @@ def test_what_is_stored_is_taken_as_it_is(settings, dtype, tmp_path):
         assert quantizer.store(taken).weight.data_ptr() == stored.weight.data_ptr()
         assert is_eight_bit(taken, settings)
         replace_module(second, name, taken)
-    found = quantizer.close(second).report
+    found = quantizer.close(second)
     assert contents(second) == contents(first)
     assert found.groups == report.groups and found.weight_snr_db == {}
     x, direction = random(48, 64).to(dtype), random(48, 32, seed=2).to(dtype)
@@ -905,7 +901,7 @@ def expected_noise(
 @EVERY_VARIANT
 def test_noise_of_every_layer_type_is_as_derived(settings):
     model, plain = make_tiny(torch.float32), make_tiny(torch.float32)
-    report = apply_quantization(model, FLUX2, settings).report
+    report = apply_quantization(model, FLUX2, settings)
     by_class: dict[str, dict[str, list[torch.Tensor]]] = {}
     for name in report.groups[QUANTIZED].names:
         layer, exact = model.get_submodule(name), plain.get_submodule(name).weight
@@ -952,7 +948,7 @@ def test_rotation_saves_the_weights_of_rows_with_outliers():
     for rotation in (0, 64):
         model = Net()
         model.first.weight[:, 5] *= 100
-        report = apply_quantization(model, Family(), QuantizeSettings("int8-compute", rotation)).report
+        report = apply_quantization(model, Family(), QuantizeSettings("int8-compute", rotation))
         found[rotation] = report.weight_snr_db
     assert found[64]["first"] > found[0]["first"] + 6
     assert abs(found[64]["second"] - found[0]["second"]) < 6
@@ -975,7 +971,7 @@ def test_layers_alike_share_a_class(fqn, expected):
 def test_weights_that_round_to_themselves_have_no_noise_to_report(settings):
     model = Net()
     model.first.weight.data.fill_(0)
-    assert "first" not in apply_quantization(model, Family(), settings).report.weight_snr_db
+    assert "first" not in apply_quantization(model, Family(), settings).weight_snr_db
 
 
 # --- bytes -----------------------------------------------------------------------------------------------------------
@@ -986,7 +982,7 @@ def test_the_report_accounts_for_every_layer_and_byte(settings):
     model = make_tiny()
     attach_tiny(model, use_dora=True)
     expected_before = num_bytes(model)
-    report = apply_quantization(model, FLUX2, settings).report
+    report = apply_quantization(model, FLUX2, settings)
     groups = report.groups
     assert list(groups) == [QUANTIZED, LORA, KEPT, NOT_LINEAR]
     assert report.bytes_before == expected_before and report.bytes_after == num_bytes(model)
@@ -1017,7 +1013,7 @@ def test_planned_bytes_are_those_of_the_quantized_model(settings, name, dtype):
     with torch.device("meta"):
         blueprint = type(model).from_config(model.config)  # as planning has it
     planned, home = stored_bytes(blueprint, family, blocks, dtype.itemsize, settings)
-    report = apply_quantization(model, family, settings).report
+    report = apply_quantization(model, family, settings)
     found = [num_bytes(model.get_submodule(block)) for block in blocks]
     assert planned == found
     assert home == num_bytes(model) - sum(found)
@@ -1045,17 +1041,9 @@ def test_flux2_at_its_real_size_takes_half(settings):
 def test_kept_layers_are_kept_under_a_wrapper_too():
     model = make_tiny()
     model.add_adapter(LoraConfig(r=2, target_modules=["proj_out", "x_embedder"]))
-    report = apply_quantization(model, FLUX2, QuantizeSettings("fp8")).report
+    report = apply_quantization(model, FLUX2, QuantizeSettings("fp8"))
     assert {"proj_out.base_layer", "x_embedder.base_layer"} <= set(report.groups[KEPT].names)
     assert model.proj_out.base_layer.weight.dtype is torch.bfloat16
-
-
-@EVERY_VARIANT
-def test_removal_is_refused_with_a_way_out(settings):
-    handle = apply_quantization(Net(), Family(), settings)
-    assert isinstance(handle, QuantizeHandle)
-    with pytest.raises(RuntimeError, match=rf'undo {settings.scheme} on 2 layers.*again with quantize = "none"'):
-        handle.remove()
 
 
 @pytest.mark.parametrize("again", SCHEMES)
@@ -1183,7 +1171,7 @@ def test_packages_a_scheme_needs_are_asked_for_before_anything_happens(monkeypat
 def test_computing_needs_no_torchao(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     for scheme in ("fp8-compute", "int8-compute"):
-        assert apply_quantization(Net(), Family(), QuantizeSettings(scheme)).report.num_quantized == 2
+        assert apply_quantization(Net(), Family(), QuantizeSettings(scheme)).num_quantized == 2
 
 
 @EVERY_VARIANT

@@ -30,7 +30,7 @@ time.sleep(60)
 STARTER = """
 import pathlib, runpy, sys, threading, time
 runpy.run_path(sys.argv[1])["load_pack"]()
-from devicebridge import processes
+from devicebridge.system import processes
 def start():
     processes.start(sys.argv[3:], orphan_timeout_s=float(sys.argv[2]))
 thread = threading.Thread(target=start)
@@ -221,8 +221,8 @@ def _shipped_files() -> list[Path]:
 def test_only_processes_py_starts_processes_and_never_through_a_shell() -> None:
     """The registry's scanner looks at every file that does; one small file is soon read."""
     guilty = [path.as_posix() for path in _shipped_files() if _starts_processes(path)]
-    assert guilty == ["processes.py"]
-    assert "shell=" not in (ROOT / "processes.py").read_text(encoding="utf-8")
+    assert guilty == ["system/processes.py"]
+    assert "shell=" not in (ROOT / "system" / "processes.py").read_text(encoding="utf-8")
 
 
 def _starts_processes(path: Path) -> bool:

@@ -12,7 +12,7 @@ from devicebridge.jobs.job import run_job
 from devicebridge.parallel.devices import random_states
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.patches.lora_linear import apply_fused_lora
-from devicebridge.quantization.eight_bit import FrozenLinear8
+from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import replace_module
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SCHEDULES = ("none", "1f1b", "replicas")
+SCHEDULES = ("none", "pipeline", "data")
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,8 @@ def job_of(shared, tmp_path):
             split={"devices": ["lazy:0", "lazy:1"]},
             cache={"folder": encoded_before(tmp_path), "vae_device": "cpu"},
             lora={"dropout": dropout},
-            train={"steps": 2, "batch_size": 1, "accumulation": 3, "seed": 3, "compile": compile},
-            pipeline={"schedule": schedule},
+            train={"steps": 2, "batch_size": 1, "gradient_accumulation_steps": 3, "seed": 3, "compile": compile},
+            parallel={"strategy": schedule},
             output={"folder": str(tmp_path / folder), "save_every_steps": 0},
         )
 
@@ -127,7 +127,7 @@ def test_right_ones_stay_and_the_comparison_leaves_no_trace(job_of, plain, monke
     handles = _instead_of_torch(monkeypatch, _then(lambda output: calls.append(output) or output))
     caplog.set_level(logging.INFO, "devicebridge")
     found = _run(job_of("compared", schedule))
-    assert calls and len(handles) == (2 if schedule == "replicas" else 1)
+    assert calls and len(handles) == (2 if schedule == "data" else 1)
     assert "off by 0, rounding explains" in caplog.text
     _check_same(found, expected)
 
@@ -148,7 +148,7 @@ def test_wrong_ones_are_given_up(job_of, plain, monkeypatch, caplog, schedule, o
 
 def test_a_resumed_run_compares_again(job_of, monkeypatch, caplog):
     _instead_of_torch(monkeypatch, _as_it_is)
-    job = job_of("run", "1f1b")
+    job = job_of("run", "pipeline")
     _run_one_step(job)
     _instead_of_torch(monkeypatch, _without_gradient)
     assert _run(job, resume=True).step == 2
@@ -180,7 +180,7 @@ def test_blocks_that_fail_uncompiled_are_not_the_compilers_fault(job_of, monkeyp
         return own(block, *arguments, **named)
 
     own = Flux2TransformerBlock.forward
-    job = job_of("run", "1f1b")
+    job = job_of("run", "pipeline")
     monkeypatch.setattr(Flux2TransformerBlock, "forward", fail)
     assert _run(job).step == 2 and handles and failing
     assert (
@@ -201,7 +201,7 @@ def test_data_that_cannot_be_read_is_not_the_compilers_fault(job_of, monkeypatch
             raise OSError("the entry is gone")
         return load(samples, *arguments)
 
-    job = job_of("run", "replicas")
+    job = job_of("run", "data")
     monkeypatch.setattr(loop.CachedSamples, "load", fail)
     with pytest.raises(RuntimeError, match="the entry is gone"):
         _run(job)
@@ -212,9 +212,9 @@ def test_a_compiler_that_fails_is_given_up(job_of, plain, monkeypatch, caplog):
     def fail(output):
         raise AssertionError("a compiler's own mistake\nand where it happened")
 
-    expected = plain("1f1b")
+    expected = plain("pipeline")
     _instead_of_torch(monkeypatch, _then(fail))
-    _check_same(_run(job_of("given up", "1f1b")), expected)
+    _check_same(_run(job_of("given up", "pipeline")), expected)
     assert "fails: a compiler's own mistake" in caplog.text and "where it happened" not in caplog.text
 
 
@@ -230,7 +230,7 @@ def test_a_full_card_ends_the_run_where_it_is_compiled(job_of, monkeypatch):
 def test_a_fault_on_the_second_card_alone_is_found(job_of, monkeypatch, caplog):
     """Whose gradients would be a part of the sum only."""
     handles = _instead_of_torch(monkeypatch, _without_gradient, only=lambda index: len(handles) == 1)
-    _run(job_of("given up", "replicas"))
+    _run(job_of("given up", "data"))
     assert len(handles) == 2 and "blocks are no longer compiled" in caplog.text
 
 

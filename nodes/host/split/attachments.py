@@ -1,9 +1,9 @@
 """What other nodes attached to a split MODEL, and what follows for the way a forward runs.
 
-Some attachments are seen whenever they run, since the host calls them through transformer_options: patches,
-replacements, wrappers, an attention override (split_options.py leads them to the right card). Others are inside the
-modules and run unseen: object patches, injections, forwards and hooks that somebody put on a layer. Methods of the
-diffusion model that were replaced, and lists of blocks that were exchanged, may do anything between two blocks.
+- ComfyUI calls some attachments through transformer_options, so each of their runs is seen: patches, replacements,
+  wrappers, an attention override. options.py leads them to the right card.
+- Others are inside the modules and run unseen: object patches, injections, forwards and hooks on a layer.
+- Replaced methods of the diffusion model and exchanged lists of blocks may do anything between two blocks.
 
 Any of them may keep state from call to call, so forwards are not interleaved beside them. ComfyUI's own bypass LoRA and
 blocks compiled one by one keep none.
@@ -23,38 +23,29 @@ from .model_copy import reachable
 ROOT = "diffusion_model"
 KEY = "devicebridge.split"
 
-_HOSTS_BYPASS = "comfy.weight_adapter.bypass"
 _STATEFUL_ENTRIES = ("control", "gligen", "hooks", "default", "additional_models")
 _SEEN_ENTRIES = ("patches", "patches_replace")
 _OVERRIDE = "optimized_attention_override"
-# Entries of transformer_options that are looked at by name, or are the host's own and plain.
+# Entries of transformer_options that are looked at by name, or are ComfyUI's own and plain.
 _KNOWN_ENTRIES = frozenset({*_SEEN_ENTRIES, _OVERRIDE, "wrappers", "callbacks", "model_patcher"})
 
 
 # ---- inside the modules
 
 
-def unseen_attachments(patcher: Any, diffusion_model: nn.Module, own_hooks: set[int]) -> tuple[str, ...]:
+def unseen_attachments(patcher: Any, diffusion_model: nn.Module, own_hooks: set[int]) -> Iterator[str]:
     """What was attached inside the diffusion model and runs without being seen, in words for the user.
 
     Args:
         patcher: the MODEL as it is loaded now, object patches and injections applied.
         own_hooks: ids of the hooks that belong to the split.
     """
-    patched = [
-        f"the object patch of {key}"
-        for key, value in patcher.object_patches.items()
-        if key.startswith(f"{ROOT}.") and not is_compiled(value)
-    ]
-    injected = [
-        f"the injection {key!r}"
-        for key, injections in patcher.injections.items()
-        if key != KEY and not all(_is_hosts_bypass(injection.inject) for injection in injections)
-    ]
-    return (*patched, *injected, *_changed_modules(diffusion_model, own_hooks))
-
-
-def _changed_modules(diffusion_model: nn.Module, own_hooks: set[int]) -> Iterator[str]:
+    for key, value in patcher.object_patches.items():
+        if key.startswith(f"{ROOT}.") and not is_compiled(value):
+            yield f"the object patch of {key}"
+    for key, injections in patcher.injections.items():
+        if key != KEY and not all(_is_comfy_bypass(injection.inject) for injection in injections):
+            yield f"the injection {key!r}"
     for name, module in diffusion_model.named_modules():
         if not name or is_compiled(module):
             continue
@@ -66,17 +57,17 @@ def _changed_modules(diffusion_model: nn.Module, own_hooks: set[int]) -> Iterato
 
 def _has_own_forward(module: nn.Module) -> bool:
     forward = module.__dict__.get("forward")
-    while _is_hosts_bypass(forward):
+    while _is_comfy_bypass(forward):
         forward = forward.__self__.original_forward  # type: ignore[union-attr]
     is_of_class = getattr(forward, "__func__", None) is type(module).forward  # put back by whoever replaced it
     return forward is not None and not is_of_class
 
 
-def _is_hosts_bypass(function: Any) -> bool:
-    return _home_of(function) == _HOSTS_BYPASS
+def _is_comfy_bypass(function: Any) -> bool:
+    return _module_of(function) == "comfy.weight_adapter.bypass"
 
 
-def _home_of(value: Any) -> str:
+def _module_of(value: Any) -> str:
     """The module whose code a function runs, whatever functools.wraps says; for any other object that of its class."""
     function = getattr(value, "__func__", value)
     if isinstance(function, types.FunctionType):
@@ -129,69 +120,59 @@ def reason_against_overlap(model: Any, unseen: tuple[str, ...], conds: list[Any]
     Args:
         model: the BaseModel. unseen: what runs inside it. conds: of this step. options: model_options of this step.
     """
+    return next(_reasons(model, unseen, conds, options), "")
+
+
+def _reasons(model: Any, unseen: tuple[str, ...], conds: list[Any], options: Mapping[str, Any]) -> Iterator[str]:
     from comfy.patcher_extension import CallbacksMP
 
     if torch.is_grad_enabled():
-        return "gradients are recorded"
+        yield "gradients are recorded"
     if unseen:
-        return f"{unseen[0]} may keep state from call to call"
-    if methods := replaced_methods(model.diffusion_model):
-        return f"another node replaced {methods[0]} of the model"
-    if function := _patched_function(model.current_patcher):
-        return f"the object patch of {function} may keep state from call to call"
+        yield f"{unseen[0]} may keep state from call to call"
+    for name in replaced_methods(model.diffusion_model):
+        yield f"another node replaced {name} of the model"
+    for key, value in model.current_patcher.object_patches.items():
+        is_known = isinstance(value, nn.Module) and _module_of(value).startswith(("comfy.", "comfy_extras."))
+        if not key.startswith(f"{ROOT}.") and callable(value) and not is_known:
+            yield f"the object patch of {key} may keep state from call to call"
     if "model_function_wrapper" in options:
-        return "a model function wrapper may keep state between them"
-    if reason := _reason_in(options.get("transformer_options", {})):
-        return reason
+        yield "a model function wrapper may keep state between them"
+    yield from _reasons_in(options.get("transformer_options", {}))
     if model.current_patcher.get_all_callbacks(CallbacksMP.ON_PREPARE_STATE):
-        return "a callback of another node counts them"
-    for cond in conds:
-        for name in _STATEFUL_ENTRIES:
-            if any(name in entry for entry in cond or []):
-                return f"a conditioning has {name}"
-    return ""
+        yield "a callback of another node counts them"
+    for entry in (entry for cond in conds for entry in cond or ()):
+        yield from (f"a conditioning has {name}" for name in _STATEFUL_ENTRIES if name in entry)
 
 
-def _reason_in(options: Mapping[str, Any]) -> str:
+def _reasons_in(options: Mapping[str, Any]) -> Iterator[str]:
     """What transformer_options say against overlap."""
     for name in _SEEN_ENTRIES:
         if any(options.get(name, {}).values()):
-            return f"{name} of another node may keep state between blocks"
+            yield f"{name} of another node may keep state between blocks"
     override = options.get(_OVERRIDE)
-    if override is not None and not _is_hosts_attention(override):
-        return "an attention override of another node may keep state between calls"
+    if override is not None and not _is_comfy_attention(override):
+        yield "an attention override of another node may keep state between calls"
     wrappers = options.get("wrappers", {})
     for kind in ("diffusion_model", "apply_model"):
         if any(wrappers.get(kind, {}).values()):
-            return f"a wrapper of another node around {kind} may keep state between them"
+            yield f"a wrapper of another node around {kind} may keep state between them"
     if any(functions for key, functions in wrappers.get("calc_cond_batch", {}).items() if key != KEY):
-        return "a wrapper of another node counts on conditionings coming together"
+        yield "a wrapper of another node counts on conditionings coming together"
     for name, value in options.items():
         if name not in _KNOWN_ENTRIES and any(callable(part) for part in _nearby(value)):
-            return f"transformer_options[{name!r}] of another node may keep state between blocks"
-    return ""
+            yield f"transformer_options[{name!r}] of another node may keep state between blocks"
 
 
 def _nearby(value: Any) -> Iterator[Any]:
     """value, and what is in it where it is a container."""
     yield value
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _nearby(item)
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    for item in items:
+        yield from _nearby(item)
 
 
-def _patched_function(patcher: Any) -> str:
-    """An object patch beside the diffusion model that can be called and is not of a class of the host; "" if none."""
-    for key, value in patcher.object_patches.items():
-        is_known = isinstance(value, nn.Module) and _home_of(value).startswith(("comfy.", "comfy_extras."))
-        if not key.startswith(f"{ROOT}.") and callable(value) and not is_known:
-            return key
-    return ""
-
-
-def _is_hosts_attention(override: Any) -> bool:
+def _is_comfy_attention(override: Any) -> bool:
     """Whether an override only chooses another of ComfyUI's own attention functions."""
     parts = [part for part in reachable(override) if callable(part) and not isinstance(part, type)]
-    return len(parts) > 1 and all(_home_of(part).startswith("comfy.") for part in parts)
+    return len(parts) > 1 and all(_module_of(part).startswith("comfy.") for part in parts)

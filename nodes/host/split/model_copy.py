@@ -1,11 +1,9 @@
 """A second module tree over the same weights: what a split works on, so that the user's own MODEL is never touched.
 
 ComfyUI keeps the load state of a model on its modules: where each weight is, which LoRA is baked in, which address of
-the dynamic memory it owns. Two patchers of one module tree therefore see each other's placement. A split gives itself a
-tree of its own: new module objects, new Parameter objects, the same storages. The two trees are loaded, patched and
-evicted independently. As long as the old tree stays in host memory the weights exist there once; if both have been on
-cards, each has its own when it comes back, as two loaded models would. The host's own MultiGPU nodes reload the file
-for the same reason.
+the dynamic memory it owns. Two patchers of one module tree therefore see each other's placement. So a split makes new
+module and Parameter objects over the same storages; the two trees are loaded, patched and evicted independently. While
+the old tree stays in host memory the weights exist there once. After both have been on cards each has its own weights.
 """
 
 from __future__ import annotations
@@ -56,6 +54,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, type,
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 ModuleMap = Mapping[int, nn.Module]  # id of a module of the old tree -> its counterpart in the new one
+# Name of a parameter -> the unpatched weight in host memory, which unloading need not copy back; None if there is none.
+Origin = Callable[[str], torch.Tensor | None]
 
 
 def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
@@ -67,14 +67,10 @@ def copy_structure(model: nn.Module) -> tuple[nn.Module, ModuleMap]:
         captured a layer; they name the module.
     """
     copies = {id(module): module.__class__.__new__(module.__class__) for module in model.modules()}
-    memo: dict[int, Any] = dict(copies)
-    for parameter in model.parameters():
-        memo[id(parameter)] = _share(parameter)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer  # a move replaces the entry of its module, never the tensor itself
-    for name in _SHARED_OBJECTS:
-        if name in model.__dict__:
-            memo[id(model.__dict__[name])] = model.__dict__[name]
+    memo: dict[int, Any] = {**copies, **{id(parameter): _share(parameter) for parameter in model.parameters()}}
+    memo |= {id(buffer): buffer for buffer in model.buffers()}  # a move replaces a module's entry, never the tensor
+    for shared in (model.__dict__[name] for name in _SHARED_OBJECTS if name in model.__dict__):
+        memo[id(shared)] = shared
     for name, module in model.named_modules():
         _fill(copies[id(module)], module, memo, name or type(model).__name__)
     copied = copies[id(model)]
@@ -96,16 +92,15 @@ def _fill(target: nn.Module, source: nn.Module, memo: dict[int, Any], name: str)
             f"cannot split this MODEL: its module {name} ({type(source).__name__}) holds something that cannot be "
             f"copied ({error}). Load the file with 'Load Diffusion Model Across GPUs' instead"
         ) from error
-    for key in ("weight_function", "bias_function"):
-        if key in target.__dict__:
-            target.__dict__[key] = []
+    target.__dict__.update({key: [] for key in ("weight_function", "bias_function") if key in target.__dict__})
 
 
 def _share(parameter: nn.Parameter) -> nn.Parameter:
     shared = nn.Parameter(parameter.detach(), requires_grad=False)
-    if shared is parameter:  # a tensor subclass whose detach() gives itself back: only a real copy is independent
-        shared = nn.Parameter(copy.deepcopy(parameter), requires_grad=False)
-    return shared
+    if shared is not parameter:
+        return shared
+    # A tensor subclass whose detach() gives itself back: only a real copy is independent.
+    return nn.Parameter(copy.deepcopy(parameter), requires_grad=False)
 
 
 def follow_copy(value: Any, copies: ModuleMap, held: Collection[int], what: str) -> Any:
@@ -115,12 +110,8 @@ def follow_copy(value: Any, copies: ModuleMap, held: Collection[int], what: str)
         held: ids of what nothing may hold on to, see check_independent.
     Raises: ValueError if value holds on to a module of the old tree where nobody can reach it.
     """
-    if isinstance(value, nn.Module):
-        if id(value) in copies:
-            return copies[id(value)]
-        for module in value.modules():
-            _refuse_held(module, held, what)
-        return value
+    if id(value) in copies:
+        return copies[id(value)]
     if isinstance(value, types.MethodType) and id(value.__self__) in copies:
         return types.MethodType(value.__func__, copies[id(value.__self__)])
     check_independent(value, held, what)
@@ -137,9 +128,13 @@ def check_independent(value: Any, held: Collection[int], what: str) -> None:
     Raises: ValueError that says which order of nodes works.
     """
     for part in reachable(value):
-        if isinstance(part, nn.Module):
-            for module in part.modules():
-                _refuse_held(module, held, what)
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            if id(module) in held:
+                raise ValueError(
+                    f"{what} was applied to the MODEL before it was split and holds on to it "
+                    f"({type(module).__name__} layer), which the split cannot follow. Put the split directly after the "
+                    "loader and that node after it"
+                )
 
 
 def reachable(value: Any) -> Iterator[Any]:
@@ -158,14 +153,6 @@ def reachable(value: Any) -> Iterator[Any]:
             waiting.extendleft((inner, depth) for inner in _parts(part))
         elif depth < _DEEPEST:
             waiting.extend((inner, depth + 1) for inner in _parts(part))
-
-
-def _refuse_held(module: nn.Module, held: Collection[int], what: str) -> None:
-    if id(module) in held:
-        raise ValueError(
-            f"{what} was applied to the MODEL before it was split and holds on to it ({type(module).__name__} layer), "
-            "which the split cannot follow. Put the split directly after the loader and that node after it"
-        )
 
 
 def _parts(value: Any) -> list[Any]:
@@ -193,19 +180,9 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
-class Origin:
-    """Where the unpatched weights of a split lie in host memory, so that unloading need not copy them back.
-
-    Args:
-        find: name of a parameter -> its tensor, or None where it is not to be had at present.
-    """
-
-    def __init__(self, find: Callable[[str], torch.Tensor | None]) -> None:
-        self._find = find
-
-    def tensor(self, name: str, like: torch.Tensor, device: torch.device) -> torch.Tensor | None:
-        """The original of a parameter if it lies on this device with the same shape and type, else None."""
-        found = self._find(name)
-        if found is None or found.device != device or found.shape != like.shape or found.dtype != like.dtype:
-            return None
-        return found.detach()
+def original_of(origin: Origin, name: str, like: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    """The original of a parameter if it lies on this device with the same shape and type, else None."""
+    found = origin(name)
+    if found is None or (found.device, found.shape, found.dtype) != (device, like.shape, like.dtype):
+        return None
+    return found.detach()

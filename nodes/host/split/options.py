@@ -1,11 +1,13 @@
 """What other nodes hang into a forward (ControlNet residuals, patches), made right for a model on several cards.
 
-Their authors wrote for one device, the one the model is loaded on. So whatever they brought along lies there, at home:
-a patch gets its tensors at home and what it returns goes back to where the block computes. A block replacement is
-different: it calls the block, so it runs on the block's card with its arguments brought there. What a patch writes into
-its arguments is carried back to where they came from (parallel/local/lend.py), and copies made before are forgotten,
-since it may have written into what they were made of. ControlNet residuals are taken out of their lists one by one
-between blocks; each travels to the card that has just computed.
+Their authors wrote for one device, the one the model is loaded on, so whatever they brought along lies there, at home:
+
+- A patch gets its tensors at home, and what it returns goes back to where the block computes.
+- A block replacement calls the block, so it runs on the block's card with its arguments brought there.
+- What either writes into its arguments is carried back to where they came from (parallel/local/lend.py). Copies made
+  before are forgotten, since it may have written into what they were made of.
+- ControlNet residuals are taken out of their lists one by one between blocks; each travels to the card that has just
+  computed.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from ...parallel.local.bridge import Bridge, current_device
-from ...parallel.local.lend import Lent
-from .split_attachments import KEY, holds_tensors
-from .split_plan import SplitPlan
+from ....parallel.local.bridge import Bridge, current_device
+from ....parallel.local.lend import Lent
+from .attachments import KEY, holds_tensors
+from .plan import SplitPlan
 
 _PASSED_BY = ("transformer_options", "control")
 _RUNS_BETWEEN_BLOCKS = "dit"
@@ -28,7 +30,9 @@ _OPTION_KEYS = ("cond_or_uncond", "sample_sigmas", "sigmas")  # by these a dict 
 class _Residuals(list[Any]):
     """A list that hands out its tensors on the card whose block ran last."""
 
-    bridge: Bridge
+    def __init__(self, values: list[Any], bridge: Bridge) -> None:
+        super().__init__(values)
+        self.bridge = bridge
 
     def __getitem__(self, index: Any) -> Any:
         return self.bridge.move(super().__getitem__(index), self.bridge.current_device)
@@ -42,34 +46,21 @@ class _Residuals(list[Any]):
 
 def wrap_control(control: dict[str, Any], bridge: Bridge) -> dict[str, Any]:
     """A control dict whose lists follow the forward from card to card; the original is not modified."""
-    return {key: _residuals(value, bridge) if isinstance(value, list) else value for key, value in control.items()}
-
-
-def _residuals(values: list[Any], bridge: Bridge) -> _Residuals:
-    residuals = _Residuals(values)
-    residuals.bridge = bridge
-    return residuals
+    return {key: _Residuals(value, bridge) if isinstance(value, list) else value for key, value in control.items()}
 
 
 def bring_controls_home(conds: list[Any], home: torch.device) -> None:
     """Copy the weights that a Control-LoRA took from other cards: it computes on the main one."""
     from comfy.controlnet import ControlLora
-
-    for cond in conds:
-        for entry in cond or ():
-            control = entry.get("control")
-            while control is not None:
-                if isinstance(control, ControlLora) and control.control_model is not None:
-                    _bring_weights(control.control_model, home)
-                control = control.previous_controlnet
-
-
-def _bring_weights(model: torch.nn.Module, home: torch.device) -> None:
     from comfy.utils import set_attr_param
 
-    for name, parameter in list(model.named_parameters()):
-        if parameter.device not in (home, torch.device("cpu")):
-            set_attr_param(model, name, parameter.detach().to(home))
+    for control in (entry.get("control") for cond in conds for entry in cond or ()):
+        while control is not None:
+            model = control.control_model if isinstance(control, ControlLora) else None
+            for name, parameter in list(model.named_parameters()) if model is not None else ():
+                if parameter.device not in (home, torch.device("cpu")):
+                    set_attr_param(model, name, parameter.detach().to(home))
+            control = control.previous_controlnet
 
 
 def guard_options(options: dict[str, Any], bridge: Bridge, plan: SplitPlan) -> dict[str, Any]:
@@ -90,21 +81,10 @@ def guard_options(options: dict[str, Any], bridge: Bridge, plan: SplitPlan) -> d
         guarded["optimized_attention_override"] = _override(guarded["optimized_attention_override"], bridge)
     around = guarded.get("wrappers", {}).get("diffusion_model")
     if around:  # a wrapper may run the forward twice: ours comes last, around each of these forwards
-        mine = {**{key: functions for key, functions in around.items() if key != KEY}, KEY: [_forgetting(bridge)]}
-        guarded["wrappers"] = {**guarded["wrappers"], "diffusion_model": mine}
+        others = {key: functions for key, functions in around.items() if key != KEY}
+        own = _forgetting(lambda executor, *args, **kwargs: executor(*args, **kwargs), bridge, begins=True)
+        guarded["wrappers"] = {**guarded["wrappers"], "diffusion_model": {**others, KEY: [own]}}
     return guarded
-
-
-def _forgetting(bridge: Bridge) -> Callable[..., Any]:
-    """A wrapper whose forward begins without the copies of the one before, and leaves none."""
-
-    def run(executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        bridge.forget()
-        output = executor(*args, **kwargs)
-        bridge.forget()
-        return output
-
-    return run
 
 
 def _patch(patch: Any, bridge: Bridge) -> Any:
@@ -116,17 +96,23 @@ def _patch(patch: Any, bridge: Bridge) -> Any:
 def _override(override: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
     """An attention override for any card: it runs where the block is, or at home if it brings tensors of its own."""
     if holds_tensors(override):
-        return _at_home(override, bridge)  # without container_function: the host then hands over the tensors themselves
-    guarded = _then_forgetting(override, bridge)
+        return _at_home(override, bridge)  # without container_function: ComfyUI then hands over the tensors themselves
+    guarded = _forgetting(override, bridge)
     if hasattr(override, "container_function"):
         guarded.container_function = override.container_function  # type: ignore[attr-defined]
     return guarded
 
 
-def _then_forgetting(function: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
-    """The function where its arguments are; copies made before are forgotten."""
+def _forgetting(function: Callable[..., Any], bridge: Bridge, *, begins: bool = False) -> Callable[..., Any]:
+    """The function where its arguments are; behind it copies made before are forgotten.
+
+    Args:
+        begins: forget those made before the call ahead of it, too.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if begins:
+            bridge.forget()
         output = function(*args, **kwargs)
         bridge.forget()
         return output
@@ -139,7 +125,7 @@ def _replacement(name: str, key: Any, patch: Callable[..., Any], bridge: Bridge,
         return _at_home(patch, bridge)  # replaces an attention inside a block
     block = _block_of_key(key, plan)
     if block is None:
-        return _then_forgetting(patch, bridge)
+        return _forgetting(patch, bridge)
     device = plan.placement.device_of(block)
     is_last = block == plan.placement.blocks[-1]
 
@@ -174,17 +160,14 @@ def _at_home(patch: Callable[..., Any], bridge: Bridge) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         device = _first_device((args, kwargs))
         if device is None or device == bridge.home:
-            output = patch(*args, **kwargs)
-        else:
-            lent = _lend([args, kwargs], bridge.home)
-            with current_device(bridge.home):
-                output = patch(*lent.value[0], **lent.value[1])
-            lent.settle(device)
-            output = lent.returned(output, device)
-        bridge.forget()
-        return output
+            return patch(*args, **kwargs)
+        lent = _lend([args, kwargs], bridge.home)
+        with current_device(bridge.home):
+            output = patch(*lent.value[0], **lent.value[1])
+        lent.settle(device)
+        return lent.returned(output, device)
 
-    return run
+    return _forgetting(run, bridge)
 
 
 def _lend(value: Any, device: torch.device) -> Lent:
@@ -201,9 +184,5 @@ def _first_device(tree: Any) -> torch.device | None:
         return tree.device
     if isinstance(tree, dict):
         tree = [] if _is_options(tree) else [value for key, value in tree.items() if key not in _PASSED_BY]
-    if isinstance(tree, (tuple, list)):
-        for item in tree:
-            found = _first_device(item)
-            if found is not None:
-                return found
-    return None
+    found = (_first_device(item) for item in tree) if isinstance(tree, (tuple, list)) else ()
+    return next((device for device in found if device is not None), None)

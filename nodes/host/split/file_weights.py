@@ -1,10 +1,9 @@
 """Loading a model over its file: weights stay in the mapped file until a card takes them.
 
-Under DynamicVRAM the host does this itself. Without it, the host copies every weight from the mapped file into the
-model, so host memory holds the model once more than any card needs. Here the tensors handed to the host's loader carry
-one wish: where the loader would copy one into a Parameter of the same shape and type, the Parameter takes the mapped
-tensor instead. Everything else the loader does with them (recognising the model, splitting, converting) sees and makes
-ordinary tensors.
+Under DynamicVRAM ComfyUI does this itself. Without it, ComfyUI copies every weight from the mapped file into the model,
+so host memory holds the model once more than any card needs. Here ComfyUI's loader gets tensors that it does not copy
+into a Parameter of the same shape and type: the Parameter takes the mapped tensor instead. Whatever else the loader
+does with them (recognising the model, splitting, converting) sees and makes ordinary tensors.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def _plain(value: Any) -> Any:
 def load_over_file(path: Path, options: dict[str, Any]) -> tuple[Any, Origin]:
     """A classic patcher of the file's diffusion model, and where its weights lie unpatched.
 
-    Raises: RuntimeError if the host does not know what the file holds.
+    Raises: RuntimeError if ComfyUI does not know what the file holds.
     """
     import comfy.sd
     import comfy.utils
@@ -69,4 +68,4 @@ def load_over_file(path: Path, options: dict[str, Any]) -> tuple[Any, Origin]:
         for name, parameter in model.model.named_parameters()
         if type(parameter.data) is torch.Tensor and parameter.device.type == "cpu" and parameter.data_ptr() in addresses
     }
-    return model, Origin(in_file.get)
+    return model, in_file.get

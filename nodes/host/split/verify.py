@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from .split_attachments import seen_attachments
-from .split_tree import SplitTree
+from .attachments import seen_attachments
+from .tree import SplitTree
 
 _log = logging.getLogger(__name__)
 _Compute = Callable[..., list[torch.Tensor]]
 
 
 def verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) -> list[torch.Tensor]:
-    """What compute() gives, after a comparison with compute(is_plain=True) over plain transport.
+    """What compute() gives, after a comparison with compute(is_plain=True) in the plain way.
 
-    A patch that keeps state from call to call computes something else the second time. Then a third computation shows
-    that, and the step is let pass with a warning.
+    A patch that keeps state from call to call computes something else the second time. A third computation shows that;
+    the step then passes with a warning.
 
     Raises: RuntimeError that says what differs, if the plain way gives the same twice and the fast way something else.
     """
@@ -56,12 +56,12 @@ def _plainly(tree: SplitTree, compute: _Compute) -> list[torch.Tensor]:
 
 def _differences(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> list[str]:
     """One line per conditioning that differs; NaN is the same as NaN."""
-    lines = []
-    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
-        if not bool(((a == b) | (a.isnan() & b.isnan())).all()):
-            largest = float((a.float() - b.float()).abs().max())
-            lines.append(f"conditioning {number} by up to {largest:.3g} at a std of {float(b.float().std()):.3g}")
-    return lines
+    return [
+        f"conditioning {number} by up to {float((a.float() - b.float()).abs().max()):.3g} at a std of "
+        f"{float(b.float().std()):.3g}"
+        for number, (a, b) in enumerate(zip(found, expected, strict=True))
+        if not bool(((a == b) | (a.isnan() & b.isnan())).all())
+    ]
 
 
 def explain(error: RuntimeError, unseen: Sequence[str], options: Mapping[str, Any]) -> None:

@@ -1,0 +1,124 @@
+"""What a split needs on each card, said before anything is loaded, and refused where it cannot work."""
+
+from __future__ import annotations
+
+import logging
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+
+from .attachments import ROOT, is_compiled
+from .plan import GB, SplitPlan
+from .tree import SplitTree, tree_of
+
+_log = logging.getLogger(__name__)
+
+
+def weight_bytes(base: nn.Module, plan: SplitPlan) -> dict[torch.device, int]:
+    """Bytes of weights per device of the plan, as stored."""
+    from comfy.model_management import module_size
+
+    root = base.get_submodule(ROOT)
+    sizes = {
+        device: sum(int(module_size(root.get_submodule(name))) for name in plan.blocks_on(device))
+        for device in plan.placement.used_devices
+    }
+    sizes[plan.home] += int(module_size(base)) - sum(sizes.values())
+    return sizes
+
+
+def describe_cards(base: nn.Module, plan: SplitPlan) -> list[str]:
+    """One line per card: how much of the model it holds."""
+    sizes = weight_bytes(base, plan)
+    counts = {device: len(plan.blocks_on(device)) for device in sizes}
+    return [f"{device} gets {counts[device]} blocks, {sizes[device] / GB:.2f} GB of weights" for device in sizes]
+
+
+def log_plan(base: nn.Module, plan: SplitPlan) -> None:
+    """What was decided, in one line, and one line per card."""
+    runs = groupby(enumerate(plan.placement.devices), key=lambda each: each[1])
+    numbers = [(device, [index for index, _ in run]) for device, run in runs]
+    where = ", ".join(f"{indices[0]}-{indices[-1]} on {device}" for device, indices in numbers)
+    what = f"{plan.layout.class_name}, {len(plan.placement.blocks)} blocks: {where}; {plan.transport}"
+    for line in (f"{what}; overlap {'on' if plan.overlap else 'off'}", *describe_cards(base, plan)):
+        _log.info("split: %s", line)
+
+
+def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wrapper around ComfyUI's loading for sampling: say what each card needs, refuse what cannot fit.
+
+    Raises: ValueError for a compiled whole model; RuntimeError with the numbers if a card cannot compute even with all
+    of its weights streamed.
+    """
+    tree = tree_of(model.model)
+    if tree is not None:
+        _refuse_whole_compile(model, tree.plan)
+        _forecast(model, tree, noise_shape, conds)
+        tree.is_to_verify = tree.plan.verify
+    return executor(model, noise_shape, conds, *args, **kwargs)
+
+
+def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None:
+    from comfy.model_management import get_free_memory, get_total_memory, minimum_inference_memory
+    from comfy.sampler_helpers import estimate_memory
+
+    plan, minimum, problems = tree.plan, minimum_inference_memory(), []
+    _, activations = estimate_memory(model, noise_shape, conds)
+    sizes = weight_bytes(model.model, plan)
+    _recommend_cfg_split(tree, sum(sizes.values()), max(activations, minimum), conds)
+    for device, size in sizes.items():
+        total, free = get_total_memory(device), get_free_memory(device)
+        streamed = _largest_layer(model.model, plan, device)
+        limit = f"{plan.limit_bytes[device] / GB:.2f} GB" if device in plan.limit_bytes else "none"
+        room = f"free {free / GB:.2f} of {total / GB:.2f} GB, limit {limit}"
+        needs = f"weights {size / GB:.2f} GB, activations about {activations / GB:.2f} GB"
+        _log.info("split: %s %s, %s", device, needs, room)
+        if streamed + minimum > total:
+            problems.append(
+                f"{device} has {total / GB:.2f} GB in all; its largest layer takes {streamed / GB:.2f} GB and "
+                f"computing at least {minimum / GB:.2f} GB"
+            )
+        elif activations + streamed > total:  # ComfyUI's estimate is no bound, and context windows divide it
+            told = f"ComfyUI expects one step to need {activations / GB:.2f} GB beside the weights"
+            _log.warning("split: %s may run out of memory: %s", device, told)
+    if problems:
+        raise RuntimeError(
+            f"this model cannot run so, even streamed: {'; '.join(problems)}. Leave that card out of the split, use a "
+            "smaller weight type, or free memory on it"
+        )
+
+
+def _recommend_cfg_split(tree: SplitTree, weights: int, working: float, conds: Any) -> None:
+    """Say that a copy per card would be faster where that is so: with CFG, if every card holds the whole model."""
+    from comfy.model_management import get_total_memory
+
+    plan = tree.plan
+    has_cfg = sum(bool(cond) for cond in conds.values()) > 1
+    has_room = all(get_total_memory(card) > weights + working for card in plan.placement.used_devices)
+    if has_cfg and has_room and not plan.limit_bytes:
+        tree.say_once(
+            f"split: the whole model ({weights / GB:.2f} GB) would fit each of these cards; for CFG, ComfyUI's "
+            "'MultiGPU CFG Split' keeps a copy on each and is faster"
+        )
+
+
+def _largest_layer(base: nn.Module, plan: SplitPlan, device: torch.device) -> int:
+    root = base.get_submodule(ROOT)
+    parameters = (each for name in plan.blocks_on(device) for each in root.get_submodule(name).parameters())
+    return max((each.numel() * each.element_size() for each in parameters), default=0)
+
+
+def _refuse_whole_compile(model: Any, plan: SplitPlan) -> None:
+    from comfy.patcher_extension import WrappersMP
+
+    keys = [key for key, value in model.object_patches.items() if is_compiled(value)]
+    for wrapper in model.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile"):
+        for cell in wrapper.__closure__ or ():
+            keys += list(cell.cell_contents) if isinstance(cell.cell_contents, dict) else []
+    if ROOT in keys:
+        raise ValueError(
+            "torch.compile of the whole model (ComfyUI's TorchCompileModel) cannot span several cards; take it out, or "
+            f"use a node that compiles single blocks (such as {ROOT}.{plan.placement.blocks[0]}) behind the split"
+        )

@@ -1,0 +1,212 @@
+"""What a user asks of a split, and what is decided from it: a device for every block, and how activations travel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ....families.comfy.native import find_native
+from ....families.spec import NativeModel, Transport
+from ....parallel.block_lists import execution_order, find_block_lists, followers, placed_blocks, transport_for
+from ....parallel.placement import Placement, check_budgets, native_block_flops, plan_manual, plan_placement
+
+_log = logging.getLogger(__name__)
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class SplitRequest:
+    """How a user wants a MODEL split.
+
+    Args:
+        devices: in execution order; the first is home, where embedders, tail and the sampler's tensors are.
+        balance: share out weights by bytes, computing time, or cut where split_at says.
+        split_at: index of the first block of each device after the first; for manual.
+        memory_limit_gb: decimal GB of weights each device may hold resident; () is as much as ComfyUI grants.
+        transport: auto takes the family's; relay is right for every model, stream for those that are known.
+        overlap: let micro-batches of a batch use the cards at the same time where that is known to be right.
+        offload: weights beyond a limit stay in host memory and are streamed at every use; else that is refused.
+        verify: compute the first step of every run twice, the second time in the plainest way, and compare.
+    """
+
+    devices: tuple[torch.device, ...]
+    balance: Literal["memory", "time", "manual"] = "memory"
+    split_at: tuple[int, ...] = ()
+    memory_limit_gb: tuple[float, ...] = ()
+    transport: Literal["auto", "stream", "relay"] = "auto"
+    overlap: bool = True
+    offload: bool = True
+    verify: bool = False
+
+    def __post_init__(self) -> None:
+        names = ", ".join(map(str, self.devices))
+        if len(self.devices) < 2 or len(set(self.devices)) != len(self.devices):
+            raise ValueError(f"a split needs two or more different devices; asked for {names or 'none'}")
+        if any(device.type == "cpu" for device in self.devices):
+            raise ValueError(
+                "a split is over GPUs, and the CPU was named too; with offload on, weights that no GPU holds stay in "
+                "host memory by themselves"
+            )
+        if self.memory_limit_gb and len(self.memory_limit_gb) != len(self.devices):
+            raise ValueError(
+                f"memory_limit_gb gives {', '.join(map(str, self.memory_limit_gb))} for {len(self.devices)} devices "
+                f"({names}); give one number per device, or none"
+            )
+        if any(limit <= 0 for limit in self.memory_limit_gb):
+            raise ValueError(f"memory_limit_gb {list(self.memory_limit_gb)}: every limit must be above 0")
+        if self.balance == "manual" and not self.split_at:
+            raise ValueError("balance manual needs split_at: the first block of each further device, such as 23")
+        if self.balance != "manual" and self.split_at:
+            raise ValueError(f"split_at {list(self.split_at)} belongs to balance manual, not {self.balance}")
+
+
+@dataclass(frozen=True)
+class SplitPlan:
+    """What was decided about a split, for any tree of the same architecture.
+
+    Args:
+        placement: block fqns inside the diffusion model, and their devices.
+        layout: what the class is; for a class nobody described a row made from its block lists.
+        limit_bytes: weights each device may hold resident; absent is unlimited.
+        transport, overlap, verify: as in SplitRequest, decided.
+    """
+
+    placement: Placement
+    layout: NativeModel
+    transport: Transport
+    limit_bytes: Mapping[torch.device, int]
+    overlap: bool
+    verify: bool
+
+    @property
+    def home(self) -> torch.device:
+        return self.placement.home
+
+    @property
+    def foreign_devices(self) -> tuple[torch.device, ...]:
+        return tuple(device for device in self.placement.used_devices if device != self.home)
+
+    def blocks_on(self, device: torch.device) -> list[str]:
+        placement = self.placement
+        return [name for name, place in zip(placement.blocks, placement.devices, strict=True) if place == device]
+
+
+def plan_split(diffusion_model: nn.Module, request: SplitRequest) -> SplitPlan:
+    """Decide where every block goes and how activations travel; reads sizes only.
+
+    Raises: ValueError if the class has no blocks that can be found, the cuts are wrong or the limits are too small.
+    """
+    layout = _layout(diffusion_model)
+    leaders = followers(diffusion_model, layout)
+    limit_bytes = {d: int(gb * GB) for d, gb in zip(request.devices, request.memory_limit_gb, strict=False)}
+    main = _place(diffusion_model, layout, leaders, request, limit_bytes)
+    order = execution_order(diffusion_model, layout)
+    transport = _transport(diffusion_model, layout, request)
+    return SplitPlan(
+        Placement(order, tuple(main.device_of(leaders.get(name, name)) for name in order), request.devices[0]),
+        layout,
+        transport,
+        limit_bytes,
+        overlap=request.overlap and transport == "stream" and layout.can_overlap,
+        verify=request.verify,
+    )
+
+
+def _layout(diffusion_model: nn.Module) -> NativeModel:
+    """The row of a described class, or one made for a class nobody described; is_derived has its forward watched."""
+    layout = find_native(type(diffusion_model))
+    if layout is not None:
+        if layout.refusal:
+            raise ValueError(f"{layout.class_name} cannot be split across GPUs: {layout.refusal}")
+        return layout
+    lists = find_block_lists(diffusion_model)
+    name = type(diffusion_model).__name__
+    _log.warning("split: %s is not a model we know; its blocks in %s are relayed", name, ", ".join(lists))
+    return NativeModel(
+        class_name=name,
+        module=type(diffusion_model).__module__,
+        block_lists=lists,
+        tail=(),
+        transport="relay",
+        note="it is not described; its blocks were found by their containers",
+        can_overlap=False,
+        is_derived=True,
+    )
+
+
+def _transport(diffusion_model: nn.Module, layout: NativeModel, request: SplitRequest) -> Transport:
+    natural = transport_for(diffusion_model, layout)
+    if request.transport == "auto" or request.transport == natural:
+        return natural
+    if request.transport == "stream":
+        raise ValueError(
+            f"transport stream would give {layout.class_name} wrong pictures or errors ({layout.note}); use auto or "
+            "relay"
+        )
+    return "relay"
+
+
+def _place(
+    diffusion_model: nn.Module,
+    layout: NativeModel,
+    leaders: Mapping[str, str],
+    request: SplitRequest,
+    limit_bytes: Mapping[torch.device, int],
+) -> Placement:
+    """The device of every block that follows no other.
+
+    Raises: ValueError for cuts that do not fit the model and, with offload off, for weights that do not fit the cards.
+    """
+    blocks = placed_blocks(diffusion_model, layout)
+    sizes, home_bytes = _sizes(diffusion_model, blocks, leaders)
+    budgets = _budgets(request.devices, limit_bytes)
+    by_hand = plan_manual(blocks, request.devices, request.split_at) if request.balance == "manual" else None
+    is_time = request.balance == "time"
+
+    def plan(budget: Mapping[torch.device, int | None]) -> Placement:
+        if by_hand is not None:
+            check_budgets(by_hand, sizes, home_bytes, budget)
+            return by_hand
+        return plan_placement(
+            blocks,
+            request.devices,
+            block_cost=native_block_flops(diffusion_model, layout, blocks) if is_time else sizes,
+            home_cost=0.0 if is_time else home_bytes,
+            block_bytes=sizes,
+            home_bytes=home_bytes,
+            budget_bytes=budget,
+            capacity=() if is_time else list(budgets.values()),
+        )
+
+    try:
+        return plan(budgets)
+    except ValueError as error:
+        if not request.offload:
+            raise ValueError(f"{error}, or turn offload on") from error
+        _log.warning("split: %s; what does not fit stays in host memory and is streamed at every step", error)
+        return plan({})
+
+
+def _sizes(diffusion_model: nn.Module, blocks: tuple[str, ...], leaders: Mapping[str, str]) -> tuple[list[int], int]:
+    """Bytes as stored of each placed block with its followers, and of everything else."""
+    from comfy.model_management import module_size
+
+    size = {name: int(module_size(diffusion_model.get_submodule(name))) for name in blocks}
+    for follower, leader in leaders.items():
+        size[leader] += int(module_size(diffusion_model.get_submodule(follower)))
+    return list(size.values()), int(module_size(diffusion_model)) - sum(size.values())
+
+
+def _budgets(
+    devices: tuple[torch.device, ...], limit_bytes: Mapping[torch.device, int]
+) -> dict[torch.device, int | None]:
+    """Bytes of weights each card can hold beside what ComfyUI keeps for computing, and within the user's limit."""
+    from comfy.model_management import get_total_memory, minimum_inference_memory
+
+    rooms = {device: int(get_total_memory(device) - minimum_inference_memory()) for device in devices}
+    return {device: min(room, limit_bytes.get(device, room)) for device, room in rooms.items()}

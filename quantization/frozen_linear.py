@@ -1,0 +1,229 @@
+"""A frozen linear in 8 bits that passes gradients on; the arithmetic is in quantization/eight_bit.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .eight_bit import compiled_grad_input8, compiled_linear8, dequantize, grad_input8, linear8, quantize_weight
+from .eight_bit_kernels import LARGEST
+from .rotation import rotate, rotation_for
+
+ComputeScheme = Literal["fp8-compute", "int8-compute"]
+COMPUTE_SCHEMES: Mapping[ComputeScheme, torch.dtype] = {
+    "fp8-compute": torch.float8_e4m3fn,
+    "int8-compute": torch.int8,
+}
+_FULL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class _Linear8(torch.autograd.Function):
+    """linear8 with grad_input8 as its backward; keeps references to the frozen weight and no activation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, rotation: Tensor | None
+    ) -> Tensor:
+        ctx.frozen = weight, scale, rotation
+        ctx.version = None if torch.compiler.is_compiling() or weight.is_inference() else weight._version
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if torch.compiler.is_compiling():
+            return compiled_linear8(x, weight, scale, bias, rotation)
+        return linear8(x, weight, scale, bias, rotation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x = grad_bias = None
+        if ctx.version is not None and ctx.version != ctx.frozen[0]._version:  # as autograd does for what it saved
+            raise RuntimeError("a frozen 8-bit weight was changed between a forward and its backward")
+        if ctx.needs_input_grad[0]:
+            grad_x = (compiled_grad_input8 if torch.compiler.is_compiling() else grad_input8)(grad, *ctx.frozen)
+        if ctx.needs_input_grad[3]:
+            grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_x, None, None, grad_bias, None
+
+
+class FrozenLinear8(nn.Linear):
+    """A frozen linear in 8 bits: takes nn.Linear's place, multiplies in 8 bits and passes gradients to its input.
+
+    An nn.Linear by class, because PEFT, family patterns and hosts find linears that way. PEFT then attaches its plain
+    LoRA layer, which takes device and dtype from weight.device and compute_dtype (PEFT 0.19 on; older releases would
+    round a LoRA to float8).
+
+    State: weight, float8_e4m3fn or int8, a plain Parameter without gradient [N, K]; scale, float32 buffer [N, 1];
+    bias [N]; rotation, float32 buffer [B, B], absent when nothing is rotated, so that a rotated state dict does not fit
+    an unrotated layer by accident. `.to(dtype)` changes compute_dtype and bias and leaves the other three as they are.
+
+    Output in x's dtype, under autocast in autocast's, as nn.Linear; float16 may overflow where it would there.
+
+    Args:
+        bias: taken over and frozen; None for none.
+        compute_dtype: type of what is attached to the layer, a LoRA for one; products follow x.
+    """
+
+    scale: Tensor
+    rotation: Tensor | None
+
+    def __init__(
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, compute_dtype: torch.dtype, rotation: Tensor | None
+    ) -> None:
+        nn.Module.__init__(self)  # nn.Linear's would allocate and draw a full weight
+        self.out_features, self.in_features = weight.shape
+        self.compute_dtype = compute_dtype
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.register_buffer("scale", scale)
+        self.register_buffer("rotation", rotation)
+        if bias is not None:
+            bias = (bias if isinstance(bias, nn.Parameter) else nn.Parameter(bias)).requires_grad_(False)
+        self.register_parameter("bias", bias)  # type: ignore[arg-type]
+
+    @classmethod
+    @torch.no_grad()
+    def from_linear(cls, linear: nn.Linear, scheme: ComputeScheme, *, rotation: int = 0) -> FrozenLinear8:
+        """Round a linear's weight, where it is; the bias stays the same Parameter, frozen. linear is not changed.
+
+        The cost is a pass over the weight with float32 copies of 128 MiB at a time.
+
+        Raises: ValueError for a weight that is 8-bit already or not finite, or a rotation that does not fit.
+        """
+        dtype, weight = COMPUTE_SCHEMES[scheme], linear.weight
+        if weight.dtype not in _FULL_DTYPES:
+            raise ValueError(
+                f"{scheme} was asked for, but the weight is {weight.dtype}; round a bfloat16, float16 or float32 "
+                "weight, or take one with its scale as it is with from_quantized"
+            )
+        matrix = rotation_for(weight, dtype, rotation)
+        values, scale = quantize_weight(weight, dtype, matrix)
+        return cls(values, scale, linear.bias, weight.dtype, matrix)
+
+    @classmethod
+    @torch.no_grad()
+    def from_quantized(
+        cls,
+        weight: Tensor,
+        scale: Tensor,
+        *,
+        bias: Tensor | None = None,
+        compute_dtype: torch.dtype = torch.bfloat16,
+        rotation: int = 0,
+    ) -> FrozenLinear8:
+        """Take an 8-bit weight as a file has it, such as ComfyUI's fp8_scaled; W = weight * scale.
+
+        Args:
+            weight: float8_e4m3fn or int8, taken over without a copy if contiguous. [N, K]
+            scale: one value for the tensor or one per row.
+            rotation: block of the rotation that was applied before weight was rounded; 0 for none.
+        Raises: ValueError for another type, a scale of another size, or a rotation that does not fit.
+        """
+        if weight.dtype not in LARGEST or weight.ndim != 2:
+            raise ValueError(
+                f"an 8-bit weight was announced and {weight.dtype} {list(weight.shape)} found; float8_e4m3fn and int8 "
+                "matrices can be taken over, load others in full precision and round them with from_linear"
+            )
+        if scale.numel() not in (1, weight.shape[0]):
+            raise ValueError(
+                f"scale has {scale.numel()} values for a weight of {weight.shape[0]} rows; 1 value or one per row fits"
+            )
+        matrix = rotation_for(weight, weight.dtype, rotation)
+        rows = scale.detach().to(weight.device, torch.float32).reshape(-1, 1).expand(weight.shape[0], 1).clone()
+        return cls(weight.detach().contiguous(), rows.contiguous(), bias, compute_dtype, matrix)
+
+    @property
+    def scheme(self) -> ComputeScheme:
+        return "int8-compute" if self.weight.dtype is torch.int8 else "fp8-compute"
+
+    @property
+    def rotation_block(self) -> int:
+        """Width of the blocks the in dim is rotated in, 0 for none."""
+        return 0 if self.rotation is None else self.rotation.shape[0]
+
+    @property
+    def W_q(self) -> Tensor:
+        """The stored weight under the name by which PEFT knows layers that it must dequantize (for DoRA's norms)."""
+        return self.weight
+
+    @torch.no_grad()
+    def dequantize(self) -> Tensor:
+        """The weight the layer computes with, in compute_dtype; the size of the whole unrounded weight. [N, K]"""
+        device = self.weight.device  # of a block that streams the weight may rest in host memory, and not the scale
+        weight = dequantize(self.weight, self.scale.to(device), self.compute_dtype)
+        return weight if self.rotation is None else rotate(weight, self.rotation.to(device).t())
+
+    def forward(self, input: Tensor) -> Tensor:  # nn.Linear's name for it, which callers may use
+        """[..., K] -> [..., N]. Raises: RuntimeError if somebody asks for a gradient of the weight."""
+        if self.weight.requires_grad:
+            raise RuntimeError(
+                f"the {self.scheme} weight of a frozen linear was set to require a gradient and has none; call "
+                "requires_grad_(False) on the model and train a LoRA on top"
+            )
+        if is_autocasting(input):
+            kind = input.device.type
+            with torch.autocast(kind, enabled=False):  # our own sums are float32 and stay so
+                return self._multiply(input.to(torch.get_autocast_dtype(kind)))
+        return self._multiply(input)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        out = _Linear8.apply(rows, self.weight, self.scale, self.bias, self.rotation)
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        rotation = f", rotation={self.rotation_block}" if self.rotation_block else ""
+        return f"{super().extra_repr()}, scheme={self.scheme}{rotation}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FrozenLinear8:
+        """Let `.to`, `.half` and the like move everything, and change the type only of what may change it."""
+        kept = [self.weight, self.scale, self.rotation]
+
+        def change(tensor: Tensor) -> Tensor:
+            if not any(tensor is other for other in kept):
+                return fn(tensor)
+            after = fn(tensor.new_empty(0))
+            return fn(tensor) if after.dtype is tensor.dtype else tensor.to(after.device)
+
+        after = fn(torch.empty(0, dtype=self.compute_dtype, device=self.weight.device))
+        if after.dtype in _FULL_DTYPES:
+            self.compute_dtype = after.dtype
+        return super()._apply(change, recurse)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Refuse a weight of another type: copying it would round it without a scale."""
+        for name, dtype in (("weight", self.weight.dtype), ("scale", torch.float32)):
+            found = state_dict.get(prefix + name)
+            if found is not None and found.dtype is not dtype:
+                args[-1].append(
+                    f"{prefix}{name} is {found.dtype} in the state dict and {dtype} in a {self.scheme} layer; load a "
+                    "state dict of the same scheme, or load the plain linear and round it with from_linear"
+                )
+                return
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def is_autocasting(x: Tensor) -> bool:
+    """Whether autocast would change a linear's input; also where the compiler traces."""
+    kind = x.device.type
+    return kind in ("cpu", "cuda", "xpu") and torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+
+
+def refuse_merge(model: nn.Module) -> None:
+    """Make every LoRA layer around a FrozenLinear8 refuse merge(), in place.
+
+    PEFT adds a merged LoRA to the stored values as if they were the weight. For float8, and for int8 by default, torch
+    raises an error about types; with safe_merge=True int8 takes it and the model is silently wrong.
+    """
+    for module in model.modules():
+        if isinstance(module._modules.get("base_layer"), FrozenLinear8):
+            module.merge = _refuse_merge  # type: ignore[assignment]
+
+
+def _refuse_merge(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raises: RuntimeError always."""
+    raise RuntimeError(
+        "asked to merge a LoRA into 8-bit weights, which are coarser than most LoRAs and would round it away; keep the "
+        "LoRA beside the model, or merge it into the bfloat16 model before quantizing"
+    )

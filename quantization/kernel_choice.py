@@ -1,0 +1,134 @@
+"""Which kernels a device multiplies 8-bit matrices with, and which devices have none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+
+from . import eight_bit_kernels as kernels
+
+_SLICE = 2**27  # weights transposed at a time at least: 128 MiB
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """Which kernels one device multiplies one 8-bit type with.
+
+    Args:
+        forward: "vendor": row-wise _scaled_mm, or _int_mm and a rescaling pass; "unit": _scaled_mm without scales and a
+            rescaling pass; "triton": one kernel; "dequantize": no 8-bit product.
+        grad_input: "triton": one kernel that reads the weight as it lies; "transpose": the forward's product with a
+            transposed slice of the weight that is dropped at once; "dequantize".
+        has_triton: whether rows are rounded, sums rescaled and slices transposed by our kernels.
+        widest_rotation: block that our kernel rotates rows with while it rounds them; wider ones go by a matmul before.
+    """
+
+    forward: Literal["vendor", "unit", "triton", "dequantize"]
+    grad_input: Literal["triton", "transpose", "dequantize"]
+    has_triton: bool = False
+    widest_rotation: int = kernels.ROTATION_OF_EVERY_CARD
+
+
+@dataclass(frozen=True)
+class DeviceKernels:
+    """What a device multiplies with: its choices by 8-bit type, and how many weights a slice has."""
+
+    choices: Mapping[torch.dtype, KernelChoice]
+    slice_weights: int = _SLICE
+
+
+_used: ContextVar[DeviceKernels | None] = ContextVar("8-bit kernels of another device", default=None)
+
+
+@contextmanager
+def using_kernels(of: DeviceKernels) -> Iterator[None]:
+    """Inside, in this thread, 8-bit products go as on the device of these kernels.
+
+    On meta they allocate what that device's would, so that a forecast can count it.
+    """
+    token = _used.set(of)
+    try:
+        yield
+    finally:
+        _used.reset(token)
+
+
+def device_kernels(device: torch.device) -> DeviceKernels:
+    """What a device that exists here multiplies with."""
+    return DeviceKernels({dtype: choose_kernels(device, dtype) for dtype in kernels.LARGEST}, slice_of(device))
+
+
+def kernels_for(tensor: torch.Tensor, dtype: torch.dtype) -> KernelChoice:
+    """What a tensor is multiplied with by weights of an 8-bit type."""
+    used = _used.get()
+    return choose_kernels(tensor.device, dtype) if used is None else used.choices[dtype]
+
+
+def slice_weights(device: torch.device) -> int:
+    """Weights to transpose at a time."""
+    used = _used.get()
+    return slice_of(device) if used is None else used.slice_weights
+
+
+@cache
+def slice_of(device: torch.device) -> int:
+    """Weights to transpose at a time: what a card hardly notices, and as few launches as that allows."""
+    if device.type != "cuda":
+        return _SLICE
+    return max(_SLICE, torch.cuda.get_device_properties(device).total_memory // 256)
+
+
+@cache
+def choose_kernels(device: torch.device, dtype: torch.dtype) -> KernelChoice:
+    """The fastest kernels for this 8-bit type that the device has; asks the device once."""
+    if device.type in ("cpu", "lazy"):  # lazy: torch's name for CPU code run later; the cards of our tests use it
+        # up to torch 2.11 at least, the CPU's float8 products know no row-wise scales
+        return KernelChoice("vendor" if dtype is torch.int8 else "unit", "transpose")
+    if device.type != "cuda" or fault(dtype, device):
+        return KernelChoice("dequantize", "dequantize")
+    has_rowwise = sys.platform != "win32"  # the Windows builds of torch have no row-wise scales
+    forward: Literal["vendor", "unit", "triton"] = "vendor" if dtype is torch.int8 or has_rowwise else "unit"
+    if kernels.fault(device):
+        return KernelChoice(forward, "dequantize")
+    widest = kernels.ROTATION_OF_EVERY_CARD
+    if dtype is torch.int8:
+        forward = "triton"  # _int_mm writes int32 sums, to be read and rescaled: 1.4 to 1.9 times slower on an H200
+        widest = kernels.widest_rotation(device)
+    # Data-centre chips since Hopper multiply bytes only with the contracted dim contiguous: turning the weight round
+    # once beats doing so in every tile. The tensor units of others are slow enough to hide it.
+    is_data_centre = torch.version.hip is None and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return KernelChoice(forward, "transpose" if is_data_centre else "triton", has_triton=True, widest_rotation=widest)
+
+
+def fault(dtype: torch.dtype, device: torch.device) -> str:
+    """Why a device has no products of this 8-bit type; "" if it has."""
+    if device.type in ("cpu", "lazy"):
+        return ""
+    if device.type != "cuda":
+        return f"{device} has no 8-bit products that this pack knows"
+    if torch.version.hip is not None:
+        return _amd_fault(dtype, torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0])
+    return _nvidia_fault(dtype, torch.cuda.get_device_capability(device))
+
+
+def _nvidia_fault(dtype: torch.dtype, capability: tuple[int, int]) -> str:
+    name, needed = ("int8", (7, 5)) if dtype is torch.int8 else ("float8", (8, 9))
+    if capability >= needed:
+        return ""
+    found, wanted = (".".join(map(str, each)) for each in (capability, needed))
+    return f"{name} products need compute capability {wanted} and the card has {found}"
+
+
+def _amd_fault(dtype: torch.dtype, arch: str) -> str:
+    """MI300 (gfx942) has float8 of another kind (e4m3fnuz), which a file in e4m3fn does not fit bit for bit."""
+    able = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12") if dtype is torch.int8 else ("gfx95", "gfx12")
+    if arch.startswith(able):
+        return ""
+    return f"{'int8' if dtype is torch.int8 else 'float8_e4m3fn'} products need {', '.join(able)}, the card is {arch}"
