@@ -30,6 +30,9 @@ class HookSet:
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
 
+    def __len__(self) -> int:
+        return len(self._handles)
+
     @property
     def ids(self) -> set[int]:
         """The numbers by which torch knows these hooks."""

@@ -106,7 +106,7 @@ def test_hook_set_is_outermost_and_leaves_no_trace():
     hooks.before(layer, lambda module, args, kwargs: (order.append("ours"), (args, kwargs))[1])
     hooks.after(layer, lambda module, args, kwargs, output: order.append("after"))
     layer(ONE)
-    assert order == ["ours", "theirs", "after"] and len(hooks.ids) == 2
+    assert order == ["ours", "theirs", "after"] and len(hooks) == 2
     hooks.remove()
     hooks.remove()
     order.clear()
