@@ -31,7 +31,7 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 import torch  # noqa: E402
 from devicebridge.parallel.devices import CPU, available_devices, release_cached_memory  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
-from devicebridge.training.gradient_check import Comparison, worst_of  # noqa: E402
+from devicebridge.training.gradient_check import BlockDifference, worst_of  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_job import SCHEMES, plan_devices  # noqa: E402
 from train_step import SUBJECTS, Contestant, in_size, make_contestant  # noqa: E402
@@ -58,7 +58,7 @@ def _compare(each: Contestant) -> dict[str, Any]:
     return {**_described(found), "is_given_up": not each.trainer.compiled, "seconds": time.perf_counter() - start}
 
 
-def _described(found: Sequence[Comparison]) -> dict[str, Any]:
+def _described(found: Sequence[BlockDifference]) -> dict[str, Any]:
     if not found:
         return {"num_compared": 0}
     excess, differences = [each.excess for each in found], [each.difference for each in found]

@@ -275,8 +275,8 @@ def _single_block(cells: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def tuned_tiles() -> dict[str, str]:
     """What the tuner picked so far in this process, by row class, I, J and types."""
-    tuners = kernels._tuners.items()
-    return {f"{device} {key}": str(config) for device, tuner in tuners for key, config in tuner.cache.items()}
+    cache = {} if kernels.fault(DEVICE) else kernels._tuned_matmul(DEVICE).cache
+    return {f"{DEVICE} {key}": str(config) for key, config in cache.items()}
 
 
 def main() -> None:

@@ -1,23 +1,20 @@
 """Gradients of cuDNN's attention made right.
 
-cuDNN plans a kernel for tensors of one layout, and torch keeps the plan for the next call that looks alike. Its list of
-what must be alike has the layouts of q, k and v, not the layout of the output's gradient. A model that calls attention
-with q, k and v alike, but whose outputs go different ways, gets the plan of one way for the gradient of the other. In
-FLUX.1 a single block joins attention's output with its MLP's, so that the gradient is a slice of wider rows; a double
-block does not. Its backward then reads wrong rows, or past the end of its tensors: an illegal memory access, or a
-gradient that has nothing to do with the right one and no word about it. So it is with compiled blocks, whose layouts
-the compiler chooses.
+cuDNN plans a kernel for tensors of one layout, and torch keeps the plan for the next call that looks alike. What must
+be alike are the layouts of q, k and v, and not that of the output's gradient. So a model that calls attention twice
+with q, k and v alike, but uses the outputs differently, gets the plan of one gradient for the other. FLUX.1 does: a
+single block joins attention's output with its MLP's, so that the gradient is a slice of wider rows, and a double block
+does not. Compiled blocks do, too. The backward then reads wrong rows, and the gradient is silently wrong, or it reads
+past the end of its tensors (an illegal memory access).
 
-Torch prefers cuDNN's attention on cards for data centres only (Hopper, Blackwell), where it takes about half of flash
-attention's time. So it stays, and while a model trains every gradient is given the layout of the output, which follows
-from that of q, before the kernel sees it. What remains is a plan that somebody else in this process left behind, for
-another layout: the first gradient of every plan that can be judged is compared with the definition, for a few queries,
-and one that is wrong ends the run. (If it led out of mapped memory, CUDA's own error did that before.)
+Torch prefers cuDNN's attention on data-centre cards (Hopper, Blackwell), where it takes half of flash attention's time.
+So it stays. While a model trains, every gradient is given the layout of the output, which follows from that of q. A
+plan that somebody else in this process left behind can still be wrong. So the first gradient of every plan is compared
+with the definition for a few queries, and a wrong one ends the run.
 
-Found with compute-sanitizer on H200 (`compute_dot_do_o_specialized`, torch 2.11.0+cu130 with cuDNN 9.19). Source of the
-cause: pytorch's aten/src/ATen/native/cudnn/MHA.cpp (MHAParams); a change that adds the layout, pull request 191576, was
-taken back in August 2026. Figures: docs/internals/experiments.md, 2026-11-22;
-benchmarks/attention_gradients.py measures.
+Found with compute-sanitizer on H200 (`compute_dot_do_o_specialized`, torch 2.11.0+cu130, cuDNN 9.19). Cause: pytorch's
+aten/src/ATen/native/cudnn/MHA.cpp (MHAParams). Pull request 191576, which adds the layout, was taken back in August
+2026. Figures: docs/internals/experiments.md, 2026-11-22, by benchmarks/attention_gradients.py.
 
 Shapes: B batch, N heads, S queries, T keys, H head dim.
 """
@@ -102,7 +99,7 @@ def _register() -> torch.library.Library:
 
 @functools.cache
 def _spend_the_warning() -> None:
-    """Torch warns once in a process of a kernel that takes another's place; later nothing need be held back."""
+    """Torch warns once per process of a kernel that takes another's place."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(?s).*overrid")
         _register()._destroy()
@@ -161,8 +158,7 @@ def _in_layout_of(out: Tensor, grad: Tensor) -> Tensor:
 
 
 def _plan_of(*tensors: Tensor | None) -> Hashable:
-    """What torch tells plans apart by where nothing is dropped or causal, and more: the output's layout, which torch
-    takes to follow from q's. Each thread has plans of its own."""
+    """What torch tells plans apart by, and the output's layout. Each thread has plans of its own."""
     parts = [None if each is None else (each.shape, each.stride(), each.dtype, each.device) for each in tensors]
     return (threading.get_ident(), *parts)
 
@@ -177,11 +173,11 @@ def _is_right(
     bias: Tensor | None,
     scale: float | None,
 ) -> bool | None:
-    """Whether the gradient of some queries is the one by definition, in float32; None if they cannot tell: it is zero,
-    not finite, or what is left where everything cancels. The host waits for it.
+    """Whether the gradient of some queries is the one by definition, in float32; None if they cannot tell, since it is
+    zero, not finite, or what is left where everything cancels. The host waits for it.
 
-    Of a head in the middle, and of those queries whose output matters most: at the ends wrong strides may lead to the
-    right numbers, and zeros are right whatever is read.
+    One head in the middle is compared, since at the ends wrong strides may lead to the right numbers; of it the queries
+    whose output matters most, since zeros are right whatever is read.
     """
     last, head = query.shape[0] - 1, query.shape[1] // 3
     head_of_key = head * key.shape[1] // query.shape[1]  # several queries' heads may share one

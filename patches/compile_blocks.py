@@ -1,14 +1,13 @@
 """Regional compilation: every kind of transformer block is compiled once and reused for all blocks of its kind.
 
-Only a block's forward is compiled, never the call around it: hooks that move activations between devices, gradient
-checkpointing and LoRA bookkeeping stay Python and cause no graph break. Weights enter the graphs as inputs, so blocks
-alike share one; torch compiles anew per device, per input shape, and once more for the first block, whose input needs
-no gradient.
+Only a block's forward is compiled, never the call around it. So hooks that move activations, gradient checkpointing and
+LoRA bookkeeping stay Python and cause no graph break. Weights enter the graphs as inputs, so blocks alike share one.
+Torch compiles anew per device, per input shape, and once more for the first block, whose input needs no gradient.
 
 A job of one shape is compiled for it alone. Where there are several, or nobody can tell, numbers of tokens are unknowns
 of the graphs, which then serve every bucket and caption. A batch of one and larger batches have graphs of their own,
-and sizes that happen to be equal when a graph is made may cost another one. Torch is given the number as its limit, so
-that a model which compiles anew for every shape after all ends with an error instead of spending its time on it.
+and sizes that happen to be equal when a graph is made may cost another one. That number is torch's limit, so that a
+model which compiles anew for every shape ends with an error instead of spending its time on it.
 """
 
 from __future__ import annotations
@@ -118,11 +117,10 @@ def apply_compile(
 ) -> CompiledBlocks:
     """Compile the forward of every block of a model, in place; the work is done at the first calls.
 
-    Where torch takes the limit of graphs for the whole process only (before 2.13), it is raised until remove().
+    Before torch 2.13 the limit of graphs is one of the process: it is raised until remove().
 
     Args:
-        max_graphs: that torch may keep per kind of block; beyond it a call raises. Torch's own limit of 8 is spent by
-            two devices and two buckets.
+        max_graphs: that torch may keep per kind of block; beyond it a call raises. Torch's own 8 are soon spent.
         is_dynamic: compile for any number of tokens instead of those that come.
         options: of torch.compile.
     """

@@ -64,7 +64,7 @@ class GraphedBlocks:
 
     @property
     def num_slots(self) -> dict[torch.device, int]:
-        """Micro-batches that were in flight at once, at most."""
+        """How many micro-batches were in flight at once, at most."""
         return {device: len(card.slots) for device, card in self._cards.items()}
 
     @property

@@ -61,10 +61,10 @@ class HookSet:
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Collection[Any] = frozenset()) -> Any:
     """Apply change to every tensor inside value and return the result; nothing is modified in place.
 
-    Descends into tuples, named tuples, lists, dicts, dataclasses and objects whose only state is `__slots__` (native
-    models pass modulation and compressed timesteps that way). A container none of whose tensors changed is returned as
-    the same object, so one that a model mutates on purpose (a key-value cache) keeps its identity while it can. Other
-    objects are passed through, and so is what a dict holds under the keys in passed_by.
+    Descends into tuples, lists, dicts, dataclasses and objects whose only state is `__slots__` (native models pass
+    modulation and compressed timesteps that way). A container none of whose tensors changed is returned as the same
+    object, since a model may mutate it on purpose (a key-value cache). Other objects are passed through, and so is what
+    a dict holds under the keys in passed_by.
     """
     if isinstance(value, Tensor):
         return change(value)

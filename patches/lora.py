@@ -2,18 +2,17 @@
 
 A LoRA weight is recognised by its name: one dotted part of its fqn begins with `lora_` (peft's lora_A, lora_B,
 lora_embedding_A, lora_magnitude_vector; diffusers' older lora_layer; kohya's lora_down, lora_up) or is `dora_scale`.
-The name survives what its class, dtype and device do not, and a name is all there is in a state dict.
+A name is all there is in a state dict.
 
-Names in this file are those of the model before LoRA: peft puts the adapted layer one level down (`to_q` becomes
-`to_q.base_layer`), other wrappers call it `original`. `resolve_targets` takes that level out again, so that a
-family's patterns mean the same layer before and after LoRA was attached.
+Names in this file are those of the model before LoRA. peft puts the adapted layer one level down (`to_q` becomes
+`to_q.base_layer`), other wrappers call it `original`, and `resolve_targets` takes that level out again.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +38,10 @@ def lora_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def resolve_targets(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The fqns of the nn.Linear modules that match a pattern, in module order.
+    """The fqns of the nn.Linear modules that match a pattern, in module order; the same before and after LoRA.
 
     Exact names, because a suffix such as "to_out" is also the name of a ModuleList in some models, which peft refuses.
-    The answer is the same before and after LoRA was attached. A `PeftModel` prefixes every name: pass its base model.
+    A `PeftModel` prefixes every name: pass its base model.
 
     Args:
         patterns: fnmatch patterns of fqns; "*" also matches dots. ModelFamily.lora_targets are such patterns.
@@ -68,8 +67,7 @@ def matches_any(fqn: str, patterns: Sequence[str]) -> bool:
 def assert_lora_intact(model: nn.Module) -> None:
     """Check that LoRA can train and that nothing else does.
 
-    There is LoRA; each of its parameters is bfloat16, float16 or float32, requires grad and is no torchao tensor (those
-    accept requires_grad_(True), run a backward and then have no gradient); every other parameter is frozen.
+    A torchao tensor cannot: it accepts requires_grad_(True), runs a backward and then has no gradient.
 
     Raises: RuntimeError naming the first offenders and the right order of steps.
     """
@@ -91,10 +89,9 @@ def assert_lora_intact(model: nn.Module) -> None:
 def place_lora_with_base(model: nn.Module) -> int:
     """Move every LoRA module to the device of the layer it adapts; returns how many were moved.
 
-    The adapted layer is the module that holds the LoRA module, and its device that of its first weight outside LoRA.
-    That covers peft, wrappers that keep the layer under another name, and LoRA hung onto the layer itself. A holder
-    without such a weight is left alone. Parameter objects, which an optimizer may hold, stay the same wherever torch
-    can exchange their data (between the CPU and real accelerators); gradients move along, optimizer state does not.
+    The adapted layer is the module that holds the LoRA module, and its device that of its first weight outside LoRA. A
+    holder without such a weight is left alone. Parameter objects, which an optimizer may hold, stay the same wherever
+    torch can exchange their data. Gradients move along, optimizer state does not.
 
     Raises: RuntimeError if either side is on meta, where moving would invent or lose weights.
     """
@@ -150,7 +147,11 @@ def _base_device(owner: nn.Module) -> torch.device | None:
 
 def _move(owner: nn.Module, part: str, device: torch.device, fqn: str) -> bool:
     """Move one LoRA module, or bare parameter, of owner; False if it was there already."""
-    stray = [tensor.device for tensor in _tensors(owner, part) if tensor.device != device]
+    # A bare parameter goes through a module, whose `to` exchanges its data where it can and replaces it where it must.
+    module = owner._modules.get(part) or nn.Module()
+    if part in owner._parameters:
+        module.register_parameter(part, owner._parameters[part])
+    stray = [each.device for each in (*module.parameters(), *module.buffers()) if each.device != device]
     if not stray:
         return False
     if device.type == "meta" or any(found.type == "meta" for found in stray):
@@ -158,20 +159,7 @@ def _move(owner: nn.Module, part: str, device: torch.device, fqn: str) -> bool:
             f"{fqn} is on {stray[0]}, the layer it adapts on {device}, and meta holds no numbers; load the weights of "
             "both before placing LoRA"
         )
-    if part in owner._modules:
-        owner.get_submodule(part).to(device)
-        return True
-    # Through a module, because its `to` exchanges the data of a Parameter where it can and replaces it where it must.
-    carrier = nn.Module()
-    carrier.register_parameter(part, owner._parameters[part])
-    owner._parameters[part] = carrier.to(device)._parameters[part]
+    module.to(device)
+    if part in owner._parameters:
+        owner._parameters[part] = module._parameters[part]
     return True
-
-
-def _tensors(owner: nn.Module, part: str) -> Iterator[Tensor]:
-    module = owner._modules.get(part)
-    if module is not None:
-        yield from module.parameters()
-        yield from module.buffers()
-    elif (parameter := owner._parameters.get(part)) is not None:
-        yield parameter

@@ -1,10 +1,10 @@
 """Makes the ring attention of diffusers 0.37 to 0.39 right with torch 2.9 and newer ("ROCm LSE fix").
 
-Ring attention merges partial results with their log-sum-exp. diffusers needs it as [B, S, N, 1] beside an output
-[B, S, N, H], and some attention kernels return [B, S, N]. Up to 0.39 it asks for the torch version instead of the rank
-and adds the missing dim for torch older than 2.9 only, because cuDNN's kernel began to return the trailing dim there.
-`_native_flash` returns [B, S, N] on every backend, ROCm and CUDA alike, so the merge broadcasts [B, S, N] against
-[B, S, N, H]: an error for most shapes, and wrong pictures without a word when S (local shard) = N = H.
+Ring attention merges partial results with their log-sum-exp (LSE). diffusers needs it as [B, S, N, 1] beside an output
+[B, S, N, H], and some attention kernels return [B, S, N]. Up to 0.39 diffusers asks for torch's version instead of the
+rank, and adds the missing dim for torch older than 2.9 only, when cuDNN's kernel did not return it yet. `_native_flash`
+returns [B, S, N] on every backend, so the merge broadcasts [B, S, N] against [B, S, N, H]. That is an error for most
+shapes, and gives wrong pictures without a word when S (local shard) = N = H.
 
 | diffusers | ring | ring anything | unified, its LSE | source |
 |---|---|---|---|---|
@@ -12,12 +12,11 @@ and adds the missing dim for torch older than 2.9 only, because cuDNN's kernel b
 | 0.38, 0.39 | rank test | version test | rank test | https://github.com/huggingface/diffusers/pull/13182 |
 | 0.40 on | rank test | rank test | rank test | https://github.com/huggingface/diffusers/pull/14274 |
 
-The fix copies nothing of diffusers. It wraps the attention op that is handed to a ring function, so that the LSE has
-the rank which the version test expects. What unified attention exchanges gets its trailing dim where it is exchanged.
+The fix copies nothing of diffusers. It wraps the attention op that a ring function is given, so that the LSE has the
+rank which the version test expects. What unified attention exchanges gets its trailing dim where it is exchanged.
 Places that test the rank are left alone. It can be deleted once the pack requires diffusers 0.40.
 
-Not fixed: the backward of ring attention before 0.40 is broken in other ways (every iteration differentiates the local
-keys and values; with `_native_flash` it mostly stops with an error about shapes). Train with diffusers 0.40 or newer.
+Not fixed: the backward of ring attention before 0.40 (every iteration differentiates the local keys and values).
 
 Legend: B batch, S tokens, N heads, H head dim.
 """
@@ -51,10 +50,9 @@ _ABSENT = object()
 
 
 class _SharedFix:
-    """What is replaced in diffusers, for as long as somebody holds a handle.
+    """What is replaced in diffusers while somebody holds a handle; one per process, as diffusers' module is.
 
-    The module that is changed is one per process, so this state is too; the lock is for threads that apply and remove
-    at once. A forward that has started keeps the functions it started with.
+    A forward that has started keeps the functions it started with.
     """
 
     def __init__(self) -> None:
@@ -96,10 +94,7 @@ _fix = _SharedFix()
 
 
 class LseFixHandle:
-    """Handle of the fix; made by apply_ring_lse_fix.
-
-    is_needed: whether the installed diffusers has the fault, so that something was changed. reason: why, in a sentence.
-    """
+    """is_needed: whether the installed diffusers has the fault, so that something was changed. reason: why."""
 
     def __init__(self, is_needed: bool, reason: str) -> None:
         self.is_needed = is_needed
@@ -119,10 +114,9 @@ class LseFixHandle:
 
 
 def apply_ring_lse_fix() -> LseFixHandle:
-    """Make diffusers' ring attention give its log-sum-exp the right rank, for the whole process, until removed.
+    """Make diffusers' ring attention give its LSE the right rank, for the whole process, until every handle is removed.
 
-    Does nothing where the installed diffusers decides by rank. Calling it again, from any thread, changes nothing more;
-    the fix stays until every handle is removed.
+    Does nothing where the installed diffusers decides by rank.
 
     Raises: RuntimeError if diffusers' code is of neither known kind; nothing is changed then.
     """
@@ -219,10 +213,8 @@ def _with_lse_rank(attention: _Attention, *, has_trailing_dim: bool) -> _Attenti
 
 
 def _make_exchange_apply(exchange: Any) -> Callable[..., Any]:
-    """The all-to-all's apply, which takes [B, S, N, H] only, with the trailing dim given to the LSE [B, S, N].
-
-    Forwards it exchanges sequence for heads, backwards the reverse. The caller takes the trailing dim off again.
-    """
+    """The all-to-all's apply, which takes [B, S, N, H] only; the LSE [B, S, N] gets a trailing dim, which the caller
+    takes off again."""
     original = exchange.apply
 
     def apply(group: Any, tensor: Tensor, *args: Any) -> Tensor:

@@ -70,7 +70,7 @@ def quantize_rows(
     """Round each row to 8 bits with a scale of its own, in plain torch; kernels.quantize_rows does it in one pass.
 
     Args:
-        x: float. [M, K]    multiplier: per column, applied first. [K]    rotation: applied first. [B, B]
+        x: float. [M, K]    multiplier: per column, applied first. [K]    rotation: the same. [B, B]
     Returns: values [M, K] and float32 scales [M, 1]; a row with an infinity or NaN has the scale NaN.
     """
     value = x.float()

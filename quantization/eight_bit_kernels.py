@@ -1,28 +1,26 @@
-"""Triton kernels of the 8-bit linears: quantize rows, multiply, transpose, rescale. quantization/eight_bit.py decides
-when.
+"""Triton kernels of the 8-bit linears: quantize rows, multiply, transpose, rescale.
+
+quantization/kernel_choice.py decides when.
 
 Legend: M rows, I the contracted dim, J columns of a product [M, I] @ [I, J]; B width of a rotated block.
 
-Memory layout is the reason for most of this file. Matrix units want both operands of an 8-bit product with the
-contracted dim contiguous (on Hopper, wgmma takes nothing else below 16 bits). A linear's forward has that: x [M, in]
-and weight [out, in]. Its grad_input does not: grad [M, out] meets the same weight [out, in] with `out` contracted. Two
-ways without a second weight that stays:
-- `matmul` reads the weight as it is; Triton turns the bytes round in every tile, once per BLOCK_M rows of grad. Nothing
-  is allocated but the result. What Triton 3.6 makes of it: up to sm_89, and on sm_120, 128 loads of a byte from shared
-  memory per thread and step beside 64 mma.sync, which such cards' tensor units are slow enough to hide; on sm_90 loads
-  of the weight that are not asynchronous and 64 stores beside 4 wgmma, which are not.
-- `transpose` writes a transposed slice of the weight at the speed of memory, and the vendor's matmul reads it: 2 bytes
-  of traffic per weight byte, once per call and independent of M, for a slice that lives a millisecond.
+Memory layout. Matrix units want both operands of an 8-bit product with the contracted dim contiguous (on Hopper, wgmma
+takes nothing else below 16 bits). A linear's forward has that: x [M, in] and weight [out, in]. Its grad_input does not:
+grad [M, out] meets the same weight with `out` contracted. There are two ways without a second weight that stays:
+- `matmul` reads the weight as it is, and Triton turns the bytes round in every tile. That takes 128 loads of a byte per
+  thread and step beside 64 mma.sync up to sm_89 and on sm_120, whose tensor units are slow enough to hide it. On sm_90
+  nothing hides it: loads that are not asynchronous, and 64 stores beside 4 wgmma (Triton 3.6).
+- `transpose` writes a transposed slice of the weight at the speed of memory, and the forward's product reads it: 2
+  bytes of traffic per weight byte, once per call and independent of M, for a slice that lives a millisecond.
 
-Reproducible: every configuration the tuner may pick adds the contracted dim in the same steps of BLOCK_I; a tile's
-height and width do not enter the sum. int8 sums are exact anyway. So which one is fastest today changes no result.
+Reproducible: every configuration the tuner may pick adds the contracted dim in the same steps of BLOCK_I, and a tile's
+height and width do not enter the sum. So which one is fastest today changes no result.
 
-float8 sums: wgmma keeps about 14 bits while it adds up, which over thousands of terms costs more than the float8
-rounding itself. `matmul` therefore moves the partial sum to float32 registers after every BLOCK_I terms.
+float8 sums: wgmma keeps about 14 bits while it adds up, which over thousands of terms costs more than rounding to
+float8. So `matmul` moves the partial sum to float32 registers after every BLOCK_I terms.
 
-Needs Triton 3.2 (torch 2.6). Importing this file is safe without Triton and touches no device. The kernels also run in
-Triton's interpreter (TRITON_INTERPRET=1) on the CPU, which is how their numbers are tested. On meta they
-allocate as elsewhere and launch nothing: a forecast of memory counts it.
+Importing this file is safe without Triton and touches no device. On the CPU the kernels run in Triton's interpreter
+(TRITON_INTERPRET=1), which tests use. On meta they allocate as elsewhere and launch nothing, for forecasts of memory.
 """
 # ruff: noqa: ANN001, ANN202  (Triton reads annotations of a kernel as its own types)
 
@@ -48,7 +46,6 @@ else:
     _MISSING = ""
 
 _log = logging.getLogger(__name__)
-_tuners: dict[torch.device, Any] = {}  # one per card: what fits and is fastest on one may not even start on another
 
 OLDEST_TRITON = "3.2"
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -61,6 +58,7 @@ _TILE_WIDTH = 64  # of that piece of a row when nothing is rotated
 # (BLOCK_M, BLOCK_J, stages, warps). Shared memory is (M + J) * 128 * stages bytes: consumer cards have 99 KB, so each
 # height has a configuration that fits there; the tuner passes over those that do not.
 _CONFIGS = ((128, 128, 3, 8), (128, 256, 3, 8), (128, 128, 4, 4), (64, 128, 3, 4), (64, 64, 5, 4))
+_INTERPRETED_TILE = {"BLOCK_M": 32, "BLOCK_J": 64}
 _ROW_CLASSES = (128, 1024)  # the tuner tells only these and more apart, so that changing resolutions do not tune on
 
 
@@ -167,8 +165,14 @@ def matmul(
     out = torch.empty((rows, columns), dtype=out_dtype, device=a.device)
     if a.device.type == "meta":
         return out
+
+    def grid(tile: dict[str, Any]) -> tuple[int]:
+        return (triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(columns, tile["BLOCK_J"]),)
+
+    # the interpreter has no clock to tune by
+    kernel, tile = (_matmul_kernel, _INTERPRETED_TILE) if is_interpreted() else (_tuned_matmul(a.device), {})
     with _on(a.device):
-        _launch_matmul(
+        kernel[grid](
             a,
             b,
             out,
@@ -179,12 +183,13 @@ def matmul(
             inner,
             columns,
             *b.stride(),
-            _row_class(rows),
+            next((most for most in _ROW_CLASSES if rows <= most), 0),
             HAS_B_SCALE=b_scale is not None,
             HAS_BIAS=bias is not None,
             IS_INT8=a.dtype is torch.int8,
             IS_EVEN=inner % _BLOCK_I == 0,
             BLOCK_I=_BLOCK_I,
+            **tile,
         )
     return out
 
@@ -234,27 +239,9 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def _row_class(rows: int) -> int:
-    return next((most for most in _ROW_CLASSES if rows <= most), 0)
-
-
-def _launch_matmul(*arguments: Any, **constants: Any) -> None:
-    def grid(meta: dict[str, Any]) -> tuple[int]:
-        return (triton.cdiv(arguments[6], meta["BLOCK_M"]) * triton.cdiv(arguments[8], meta["BLOCK_J"]),)
-
-    if is_interpreted():  # no clock to tune by
-        _matmul_kernel[grid](*arguments, **constants, BLOCK_M=32, BLOCK_J=64)
-    else:
-        _tuned_matmul(arguments[0].device)[grid](*arguments, **constants)
-
-
+@functools.cache
 def _tuned_matmul(device: torch.device) -> Any:
-    if device not in _tuners:
-        _tuners[device] = _make_tuner()
-    return _tuners[device]
-
-
-def _make_tuner() -> Any:
+    """One per card: what fits and is fastest on one may not even start on another."""
     configs = [
         triton.Config({"BLOCK_M": block_m, "BLOCK_J": block_j}, num_stages=stages, num_warps=warps)
         for block_m, block_j, stages, warps in _CONFIGS

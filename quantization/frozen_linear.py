@@ -10,14 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .eight_bit import compiled_grad_input8, compiled_linear8, dequantize, grad_input8, linear8, quantize_weight
-from .eight_bit_kernels import LARGEST
 from .rotation import rotate, rotation_for
 
 ComputeScheme = Literal["fp8-compute", "int8-compute"]
-COMPUTE_SCHEMES: Mapping[ComputeScheme, torch.dtype] = {
-    "fp8-compute": torch.float8_e4m3fn,
-    "int8-compute": torch.int8,
-}
+COMPUTE_SCHEMES: Mapping[ComputeScheme, torch.dtype] = {"fp8-compute": torch.float8_e4m3fn, "int8-compute": torch.int8}
 _FULL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -52,18 +48,15 @@ class FrozenLinear8(nn.Linear):
     """A frozen linear in 8 bits: takes nn.Linear's place, multiplies in 8 bits and passes gradients to its input.
 
     An nn.Linear by class, because PEFT, family patterns and hosts find linears that way. PEFT then attaches its plain
-    LoRA layer, which takes device and dtype from weight.device and compute_dtype (PEFT 0.19 on; older releases would
-    round a LoRA to float8).
+    LoRA layer, which takes device and dtype from weight.device and compute_dtype (from PEFT 0.19 on).
 
-    State: weight, float8_e4m3fn or int8, a plain Parameter without gradient [N, K]; scale, float32 buffer [N, 1];
-    bias [N]; rotation, float32 buffer [B, B], absent when nothing is rotated, so that a rotated state dict does not fit
-    an unrotated layer by accident. `.to(dtype)` changes compute_dtype and bias and leaves the other three as they are.
-
-    Output in x's dtype, under autocast in autocast's, as nn.Linear; float16 may overflow where it would there.
+    The output is in x's dtype, under autocast in autocast's. `.to(dtype)` changes compute_dtype and bias alone.
 
     Args:
-        bias: taken over and frozen; None for none.
+        weight: float8_e4m3fn or int8. [N, K]    scale: float32 buffer. [N, 1]    bias: taken over and frozen. [N]
         compute_dtype: type of what is attached to the layer, a LoRA for one; products follow x.
+        rotation: float32 buffer, absent when nothing is rotated, so that a rotated state dict does not fit an unrotated
+            layer by accident. [B, B]
     """
 
     scale: Tensor
@@ -87,51 +80,17 @@ class FrozenLinear8(nn.Linear):
     def from_linear(cls, linear: nn.Linear, scheme: ComputeScheme, *, rotation: int = 0) -> FrozenLinear8:
         """Round a linear's weight, where it is; the bias stays the same Parameter, frozen. linear is not changed.
 
-        The cost is a pass over the weight with float32 copies of 128 MiB at a time.
-
         Raises: ValueError for a weight that is 8-bit already or not finite, or a rotation that does not fit.
         """
         dtype, weight = COMPUTE_SCHEMES[scheme], linear.weight
         if weight.dtype not in _FULL_DTYPES:
             raise ValueError(
                 f"{scheme} was asked for, but the weight is {weight.dtype}; round a bfloat16, float16 or float32 "
-                "weight, or take one with its scale as it is with from_quantized"
+                "weight, or take one with its scale as it is"
             )
         matrix = rotation_for(weight, dtype, rotation)
         values, scale = quantize_weight(weight, dtype, matrix)
         return cls(values, scale, linear.bias, weight.dtype, matrix)
-
-    @classmethod
-    @torch.no_grad()
-    def from_quantized(
-        cls,
-        weight: Tensor,
-        scale: Tensor,
-        *,
-        bias: Tensor | None = None,
-        compute_dtype: torch.dtype = torch.bfloat16,
-        rotation: int = 0,
-    ) -> FrozenLinear8:
-        """Take an 8-bit weight as a file has it, such as ComfyUI's fp8_scaled; W = weight * scale.
-
-        Args:
-            weight: float8_e4m3fn or int8, taken over without a copy if contiguous. [N, K]
-            scale: one value for the tensor or one per row.
-            rotation: block of the rotation that was applied before weight was rounded; 0 for none.
-        Raises: ValueError for another type, a scale of another size, or a rotation that does not fit.
-        """
-        if weight.dtype not in LARGEST or weight.ndim != 2:
-            raise ValueError(
-                f"an 8-bit weight was announced and {weight.dtype} {list(weight.shape)} found; float8_e4m3fn and int8 "
-                "matrices can be taken over, load others in full precision and round them with from_linear"
-            )
-        if scale.numel() not in (1, weight.shape[0]):
-            raise ValueError(
-                f"scale has {scale.numel()} values for a weight of {weight.shape[0]} rows; 1 value or one per row fits"
-            )
-        matrix = rotation_for(weight, weight.dtype, rotation)
-        rows = scale.detach().to(weight.device, torch.float32).reshape(-1, 1).expand(weight.shape[0], 1).clone()
-        return cls(weight.detach().contiguous(), rows.contiguous(), bias, compute_dtype, matrix)
 
     @property
     def scheme(self) -> ComputeScheme:

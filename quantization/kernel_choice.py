@@ -24,8 +24,8 @@ class KernelChoice:
     Args:
         forward: "vendor": row-wise _scaled_mm, or _int_mm and a rescaling pass; "unit": _scaled_mm without scales and a
             rescaling pass; "triton": one kernel; "dequantize": no 8-bit product.
-        grad_input: "triton": one kernel that reads the weight as it lies; "transpose": the forward's product with a
-            transposed slice of the weight that is dropped at once; "dequantize".
+        grad_input: "triton": one kernel that reads the weight as it lies; "transpose": the forward's product with one
+            transposed slice of the weight after another; "dequantize".
         has_triton: whether rows are rounded, sums rescaled and slices transposed by our kernels.
         widest_rotation: block that our kernel rotates rows with while it rounds them; wider ones go by a matmul before.
     """

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, get_args
@@ -39,12 +39,11 @@ from ..patches.lora import (
     is_torchao_tensor,
     lora_parameters,
     matches_any,
-    place_lora_with_base,
 )
 from . import kernel_choice, weight_only
 from .frozen_linear import COMPUTE_SCHEMES, FrozenLinear8, refuse_merge
 from .report import KEPT, LORA, NOT_LINEAR, QUANTIZED, LayerGroup, QuantizeReport, decibels, layer_class, sampled_noise
-from .rotation import ROTATIONS
+from .rotation import ROTATIONS, rotation_for
 from .wrapped import tensor_bytes
 
 _log = logging.getLogger(__name__)
@@ -62,8 +61,8 @@ class QuantizeSettings:
     """How frozen linears are held.
 
     Args:
-        rotation: for int8-compute: widest Hadamard block that spreads outliers over a row; a layer takes the widest of
-            256, 64 and 16 that is no wider and divides its in_features. 0 for none.
+        rotation: for int8-compute: widest block that rows are rotated in (rotation.py); a layer takes the widest that
+            is no wider and divides its in_features. 0 for none.
     """
 
     scheme: Scheme
@@ -96,9 +95,8 @@ class Stored8:
     """A linear's weight in 8 bits as files hold it: W = weight * scale, its columns rotated back in blocks.
 
     Args:
-        weight: float8_e4m3fn or int8. [N, K]
-        scale: float32, on the same device. [N, 1]
-        rotation: block of the Hadamard rotation the weight was rounded after, 0 for none.
+        weight: float8_e4m3fn or int8. [N, K]    scale: float32, on the same device. [N, 1]
+        rotation: block of the rotation (rotation.py) that the weight was rounded after, 0 for none.
     """
 
     weight: Tensor
@@ -106,44 +104,24 @@ class Stored8:
     rotation: int = 0
 
 
-def apply_quantization(
-    model: nn.Module,
-    family: ModelFamily,
-    settings: QuantizeSettings,
-    where: Callable[[str], torch.device] | None = None,
-) -> QuantizeReport:
-    """Convert the frozen linears of a model in place, one by one, each on the device it is on.
+def apply_quantization(model: nn.Module, family: ModelFamily, settings: QuantizeSettings) -> QuantizeReport:
+    """Convert and freeze the linears of a model in place, one by one. LoRA may be attached already or later.
 
-    LoRA may be attached already or later; its parameters stay the same objects with the same bytes. Converted weights
-    are frozen. Patterns in family.keep_full_precision match a module or one it is inside of.
-    The cost is one pass over the weights and, for a moment, float32 copies of the largest.
-
-    Args:
-        where: from a layer's fqn to the device it is moved to before it is rounded, LoRA with it; None leaves all where
-            they are.
     Raises: ValueError if the model is quantized already, or the family leaves nothing to quantize; RuntimeError if a
-        package the scheme needs is missing or too old, or the model is not as promised afterwards.
+        package is missing or too old, or the model is not as promised afterwards.
     """
     quantizer = Quantizer(family, settings)
     _refuse_quantized(model, settings.scheme)
     lora_before = _snapshot_lora(model)
     for name, module in _sort_modules(model, family)[QUANTIZED].items():
-        if where is not None:
-            module.to(where(name))
         replace_module(model, name, quantizer.finish(name, module))
-    report = quantizer.close(model, lora_before)
-    if where is not None:
-        place_lora_with_base(model)  # after the check: some devices cannot keep a parameter the same object in a move
-    return report
+    return quantizer.close(model, lora_before)
 
 
 class Quantizer:
-    """Converts linears one at a time, so that a loader can hand over each layer as it arrives.
+    """Converts linears one at a time, as a loader hands them over.
 
-    No more than one layer is then in full precision beside what is kept in it, on the layer's own device. The result is
-    that of apply_quantization on the loaded model, bit for bit.
-
-    Raises: RuntimeError if a package the scheme needs is missing or too old.
+    Raises: RuntimeError if a package that the scheme needs is missing or too old.
     """
 
     def __init__(self, family: ModelFamily, settings: QuantizeSettings) -> None:
@@ -159,9 +137,7 @@ class Quantizer:
         return _treatment(fqn, module, self._family) == QUANTIZED
 
     def finish(self, fqn: str, module: nn.Module) -> nn.Module:
-        """Round a module whose tensors have their final values and places; returns what takes its place.
-
-        That is the module itself where nothing is to be done, or where it can be changed in place.
+        """Round a module whose tensors have their final values and places; returns it, or what takes its place.
 
         Raises: ValueError for weights that are not finite; RuntimeError if torchao did not leave the layer as promised.
         """
@@ -178,8 +154,7 @@ class Quantizer:
         else:
             done = weight_only.convert(module, self.settings.scheme)  # type: ignore[arg-type]
         stored = self.store(done)
-        noise = sampled_noise(exact, stored.weight, stored.scale, stored.rotation)
-        self._noise[layer_class(fqn)].append(noise)
+        self._noise[layer_class(fqn)].append(sampled_noise(exact, stored.weight, stored.scale, stored.rotation))
         return done
 
     def can_take(self, stored_dtype: torch.dtype) -> bool:
@@ -210,9 +185,8 @@ class Quantizer:
         if not self.settings.is_compute:
             scheme: Any = self.settings.scheme
             return weight_only.adopt(module, scheme, stored.weight, stored.scale, dtype)
-        return FrozenLinear8.from_quantized(
-            stored.weight, stored.scale, bias=module.bias, compute_dtype=dtype, rotation=stored.rotation
-        )
+        rotation = rotation_for(stored.weight, stored.weight.dtype, stored.rotation)
+        return FrozenLinear8(stored.weight.contiguous(), stored.scale, module.bias, dtype, rotation)
 
     def store(self, module: nn.Module) -> Stored8:
         """The 8-bit weight of a converted layer, without a copy; the inverse of take."""
@@ -225,8 +199,7 @@ class Quantizer:
 
         Args:
             lora_before: what LoRA was before the first layer was quantized; None if that is not known.
-        Raises: ValueError if the family leaves nothing to quantize; RuntimeError if a layer was left out or is not in 8
-            bits, or LoRA is not what it was.
+        Raises: ValueError if the family leaves nothing to quantize; RuntimeError if a layer or LoRA is not as promised.
         """
         modules = _sort_modules(model, self._family)
         if not modules[QUANTIZED]:
@@ -241,8 +214,8 @@ class Quantizer:
         _check_lora(model, lora_before)
         refuse_merge(model)
         groups = {reason: self._group(reason, group) for reason, group in modules.items()}
-        noise = decibels(self._noise)
-        report = QuantizeReport(self.settings.scheme, groups, noise, self._num_taken, self._num_unrotated)
+        counts = self._num_taken, self._num_unrotated
+        report = QuantizeReport(self.settings.scheme, groups, decibels(self._noise), *counts)
         _log.info("%s", report.summary())
         return report
 
@@ -391,25 +364,23 @@ def _num_bytes(modules: Iterable[nn.Module]) -> int:
     return sum(map(tensor_bytes, held))
 
 
-_LoraParameter = tuple[nn.Parameter, int, torch.dtype, bool]
-_LoraState = dict[str, _LoraParameter]
+_LoraState = dict[str, tuple[nn.Parameter, tuple[int, torch.dtype, bool]]]
 
 
 def _snapshot_lora(model: nn.Module) -> _LoraState:
-    """What tells that a LoRA parameter was not touched: the object, its version counter, dtype, requires_grad."""
-    return {n: (p, p._version, p.dtype, p.requires_grad) for n, p in lora_parameters(model).items()}
+    """What tells that a LoRA parameter was not touched: the object; its version counter, dtype, requires_grad."""
+    return {n: (p, (p._version, p.dtype, p.requires_grad)) for n, p in lora_parameters(model).items()}
 
 
 def _check_lora(model: nn.Module, lora_before: _LoraState | None) -> None:
     lora_after = _snapshot_lora(model)
     before = lora_after if lora_before is None else lora_before
-    touched = [name for name in before | lora_after if _differs(before.get(name), lora_after.get(name))]
-    touched += [n for n, (p, *_) in lora_after.items() if is_torchao_tensor(p) or p.dtype not in TRAINABLE_DTYPES]
+    touched = [name for name in before if name not in lora_after]
+    for name, (parameter, state) in lora_after.items():
+        is_same = name in before and before[name][0] is parameter and before[name][1] == state
+        if not is_same or is_torchao_tensor(parameter) or parameter.dtype not in TRAINABLE_DTYPES:
+            touched.append(name)
     if touched:
         raise RuntimeError(f"quantizing changed LoRA weights: {', '.join(touched[:3])}; load the model again")
-    if lora_after and all(requires_grad for *_, requires_grad in lora_after.values()):
+    if lora_after and all(parameter.requires_grad for parameter, _ in lora_after.values()):
         assert_lora_intact(model)  # else an adapter is switched off, or only run, and frozen on purpose
-
-
-def _differs(before: _LoraParameter | None, after: _LoraParameter | None) -> bool:
-    return before is None or after is None or before[0] is not after[0] or before[1:] != after[1:]

@@ -82,11 +82,7 @@ def layer_class(fqn: str) -> str:
 
 @torch.no_grad()
 def sampled_noise(exact: Tensor, values: Tensor, scale: Tensor, rotation: int) -> Tensor:
-    """Energy of a weight and of its rounding error, over evenly spaced rows; on the weight's device. [2]
-
-    Args:
-        exact: [N, K]    values, scale, rotation: the rounded weight, as Stored8 has it.
-    """
+    """Energy of a weight and of its rounding error, over evenly spaced rows; on the weight's device. [2]"""
     step = math.ceil(exact.shape[0] / _NUM_SAMPLED_ROWS)
     wanted = exact[::step].float()
     found = values[::step].float() * scale[::step]

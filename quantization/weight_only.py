@@ -1,28 +1,28 @@
 """Weight-only 8-bit storage of one frozen linear, through torchao: half of bfloat16's memory, none of its speed.
 
-The equation. A weight W [N, K] becomes q = round(W / s) with one float32 scale per output row; a forward computes
+The equation. A weight W [N, K] becomes q = round(W / s) with one float32 scale per output row. A forward computes
 x @ (q * s).T in the activations' dtype, so that gradients reach x and LoRA as if W were q * s. Every call writes the
 whole weight out in full precision first, which is why quantization/eight_bit.py exists.
 
 The formats.
-- fp8: float8_e4m3fn, s = amax(|W_row|) / 448. 1 sign, 4 exponent, 3 mantissa bits; largest 448, smallest normal 2^-6,
-  smallest subnormal 2^-9, no infinity. Rounding to 3 mantissa bits errs by up to 1/16 of a value, by 2.65 % rms over a
-  binade (error uniform over a step of 1/8, mantissas log-uniform), so a linear's output has a signal-to-noise ratio of
-  31 to 33 dB whatever the model. Weights below 3.5e-5 of a row's largest lose bits, below 2.2e-6 they become 0; neither
-  adds to the error one would notice. float8_e5m2 has range we do not need and a mantissa bit less: not offered.
+- fp8: float8_e4m3fn, s = amax(|W_row|) / 448. Largest 448, smallest normal 2^-6, smallest subnormal 2^-9, no infinity.
+  Rounding to 3 mantissa bits errs by up to 1/16 of a value, by 2.65 % rms over a binade (error uniform over a step of
+  1/8, mantissas log-uniform). So a linear's output is 31 to 33 dB above its noise, whatever the model. Weights below
+  3.5e-5 of a row's largest lose bits, below 2.2e-6 they become 0, and neither is noticed. float8_e5m2 has range that
+  nobody needs and a mantissa bit less: not offered.
 - int8: s = amax(|W_row|) / 127.5, the same step everywhere. Normal weights, whose largest of some thousands is about
   four times their rms, keep 41 dB; a row with one weight c times its rms keeps 10 log10(12 * 127.5^2 / c^2) dB.
 
-Traps this file exists for, all seen with torchao 0.18:
+Traps, all seen with torchao 0.18:
 - quantize_ without filter_fn also converts the linears inside LoRA, freezes them, and says nothing.
 - A quantized weight accepts requires_grad_(True), runs a backward without error and never gets a gradient.
-- A float8 row of zeros has scale 0, and 0 / 0 fills it with NaN. We give such rows scale 1.
-- A scale is computed in the weight's type, so that of a bfloat16 row may be 2^-8 of it off the equation above. Values
-  are rounded by the scale as it is, so all that can err more is the largest of an int8 row, by up to one step.
+- A float8 row of zeros has scale 0, and 0 / 0 fills it with NaN. Here such rows get scale 1.
+- A scale is computed in the weight's type, so that of a bfloat16 row may be 2^-8 of it off. Values are rounded by the
+  scale as it is, so only the largest of an int8 row can err more, by up to one step.
 - The configs change torch._inductor's settings for the whole process (in older releases the precision of float32
   matmuls too) unless set_inductor_config is False.
-- model.to(dtype) after quantizing: quantized weights keep their compute dtype while biases, norms and LoRA change,
-  and the next forward fails with mixed dtypes. Cast before; move with model.to(device) only.
+- After model.to(dtype) quantized weights keep their compute dtype while biases, norms and LoRA change, and the next
+  forward fails. Cast before, and afterwards move with model.to(device) only.
 - peft cannot merge a LoRA into a float8 weight; keep it unmerged, or merge before quantizing.
 - safetensors cannot write a torchao tensor: `values_and_scale` gives the plain tensors it is made of.
 """
@@ -55,23 +55,19 @@ def import_torchao() -> ModuleType:
     """
     try:
         found = version("torchao")
+        fault = f" and found {found}; update it" if Version(found) < Version(OLDEST_TORCHAO) else ""
     except PackageNotFoundError:
+        fault = ", and none is installed; install it"
+    if fault:
         raise RuntimeError(
-            f"weight-only fp8 and int8 need torchao {OLDEST_TORCHAO} or newer, and none is installed; install it, or "
-            'use quantize = "fp8-compute" or "none"'
-        ) from None
-    if Version(found) < Version(OLDEST_TORCHAO):
-        raise RuntimeError(
-            f"weight-only fp8 and int8 need torchao {OLDEST_TORCHAO} or newer and found {found}; update it, or use "
+            f"weight-only fp8 and int8 need torchao {OLDEST_TORCHAO} or newer{fault}, or use "
             'quantize = "fp8-compute" or "none"'
         )
     return importlib.import_module("torchao.quantization")
 
 
 def convert(linear: nn.Linear, scheme: WeightOnlyScheme) -> nn.Linear:
-    """Round a linear's weight where it is, in place; the weight is frozen, the bias untouched. Returns the linear.
-
-    Some rows at a time, so that beside weight and result the device holds 0.5 GB or one row.
+    """Round and freeze a linear's weight in place, some rows at a time; the bias is untouched. Returns the linear.
 
     Raises: RuntimeError if torchao is missing, too old, or did not leave the layer as promised; ValueError for a weight
         that is not finite.
@@ -153,10 +149,8 @@ def values_and_scale(weight: Any) -> tuple[Tensor, Tensor]:
 
 
 def _clear_zero_rows(weight: Any) -> None:
-    """Turn the NaN of rows whose scale is 0 into zeros, in place (torchao 0.14 to 0.18 divide 0 by 0 there).
-
-    Also serves float16 rows so small (amax below 1.4e-5) that their scale underflows: they become zeros.
-    """
+    """Turn the NaN of rows whose scale is 0 into zeros, in place: rows of zeros, and float16 rows so small (amax below
+    1.4e-5) that their scale underflows. torchao 0.14 to 0.18 divide 0 by 0 there."""
     is_zero = weight.scale == 0  # [N, 1]
     weight.qdata.view(torch.uint8).masked_fill_(is_zero, 0)
     weight.scale.masked_fill_(is_zero, 1.0)

@@ -1,17 +1,16 @@
 """Whether compiled blocks compute what uncompiled ones do: outputs, and gradients of inputs and LoRA, block by block.
 
-Equal they are not: a compiler rounds at other places, and what is then rounded to 8 bits may fall to another side.
-Through 56 blocks that grows until nothing can be told (FLUX.2 with random weights: 0.67 of a gradient's length in
-fp8-compute, docs/internals/experiments.md). So every block is compared alone: the inputs that it has in the model, the
-same random gradient of its outputs. How far rounding explains a difference is measured, too, by a second pass through
-the uncompiled block whose inputs and gradient are off by as much as their type rounds them. A block that loses a
-gradient anywhere, or passes on another one, is further off than that; by chance one may seem to be, so what is too far
-off is looked at again.
+They are not equal: a compiler rounds at other places, and what is then rounded to 8 bits may fall to another side.
+Through 56 blocks that grows until nothing can be told (FLUX.2 with random weights, fp8-compute: 0.67 of a gradient's
+length, docs/internals/experiments.md). So every block is compared alone, with the inputs that it has in the model and
+the same random gradient of its outputs. A second pass through the uncompiled block, whose inputs and gradient are off
+by as much as their type rounds them, says how far rounding explains a difference. A block that loses a gradient, or
+passes on another one, is further off. One may seem to be by chance, so what is too far off is looked at again.
 
-A block adds to what passes it by. In deep models that is many times longer: it would hide what is added, and the norm
-that a block begins with makes the gradient from its first layers as many times shorter. So the inputs that pass by are
-scaled to a sixteenth, by a power of two: behind the norm everything is as it was. And only what is added is compared.
-The half of a fresh LoRA that is zero is not, meanwhile, or the other half would have no gradient to compare.
+A block adds to what passes it by, which in deep models is many times longer and would hide what is added. The norm that
+a block begins with makes the gradient from its first layers as many times shorter. So the inputs that pass by are
+scaled to a sixteenth, by a power of two: behind the norm everything is as it was. Only what is added is compared.
+Meanwhile the half of a fresh LoRA that is zero is not, or the other half would have no gradient to compare.
 Of large tensors a part is looked at, taken evenly from all over.
 """
 
@@ -44,13 +43,11 @@ class UncompiledFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BlockDifference:
     """Of the tensor of a block that is the furthest off for what rounding explains.
 
     Args:
-        name: of the tensor.
-        difference: |compiled - plain| / |plain|; infinite for one that has values where the other has zeros, or that is
-            not finite.
+        difference: |compiled - plain| / |plain|; infinite where only one has values, or one is not finite.
         explained: what such a difference may be.
     """
 
@@ -68,16 +65,13 @@ class Comparison:
 
 
 class BlockCheck:
-    """Compares every block that is called (patches/compile_blocks.py, CompiledBlocks.watched), from any thread.
+    """Compares every block that is called (CompiledBlocks.watched), from any thread.
 
     Where memory does not suffice, or a block fails uncompiled, it compares nothing more.
-
-    Args:
-        models: that the blocks are of.
     """
 
     def __init__(self, *models: nn.Module) -> None:
-        self.found: list[Comparison] = []
+        self.found: list[BlockDifference] = []
         self.gave_up = ""  # why it compares nothing more
         self._names = {module: name for model in models for name, module in model.named_modules()}
 
@@ -97,24 +91,23 @@ class BlockCheck:
             self.found.append(replace(comparison, name=f"{self._names[block]}, {comparison.name}"))
 
     @property
-    def worst(self) -> Comparison | None:
+    def worst(self) -> BlockDifference | None:
         """None if nothing was compared."""
         return worst_of(self.found)
 
 
-def worst_of(comparisons: Sequence[Comparison]) -> Comparison | None:
+def worst_of(comparisons: Sequence[BlockDifference]) -> BlockDifference | None:
     """Which rounding explains least; None of none."""
     return max(comparisons, key=lambda each: each.excess, default=None)
 
 
 def compare_forwards(
     compiled: Forward, plain: Forward, arguments: Arguments, trained: Mapping[str, nn.Parameter]
-) -> Comparison | None:
+) -> BlockDifference | None:
     """Run a block's two forwards, and backwards where gradients are on; None where nothing can be told.
 
-    The arguments, the parameters' gradients and the caller's graph are left alone, as far as the forwards leave their
-    arguments alone; numbers are drawn from the device's generator. Beside a block at work this holds up to four tensors
-    of the size of each input that passes by.
+    Arguments, the parameters' gradients and the caller's graph are left alone; numbers are drawn from the device's
+    generator. Beside a block at work this holds up to four tensors of the size of each input that passes by.
 
     Args:
         trained: the block's parameters that train.
@@ -152,7 +145,7 @@ def _compare_once(
     arguments: Arguments,
     trained: Mapping[str, nn.Parameter],
     sizes: Sequence[torch.Size],
-) -> Comparison | None:
+) -> BlockDifference | None:
     directions: list[Tensor] = []
     with _blaming_the_uncompiled():
         expected = _results(plain, _with_short_streams(arguments, sizes), trained, directions)
@@ -252,16 +245,16 @@ def _rounded_otherwise(tensor: Tensor) -> Tensor:
     return noise.add_(1).mul_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
-def _compare(name: str, found: Tensor | None, again: Tensor, expected: Tensor) -> Comparison | None:
+def _compare(name: str, found: Tensor | None, again: Tensor, expected: Tensor) -> BlockDifference | None:
     """None where nothing can be told: what is expected is not finite, or half of it is rounding."""
     found = torch.zeros_like(expected) if found is None else found
     length, noise, off = expected.norm().item(), (again - expected).norm().item(), (found - expected).norm().item()
     if not math.isfinite(length) or not math.isfinite(noise):
         return None
     if not math.isfinite(off) or (length > noise and not found.any()) or (off and not length and not noise):
-        return Comparison(name, math.inf, _LEAST)
+        return BlockDifference(name, math.inf, _LEAST)
     if not off:
-        return Comparison(name, 0.0, _LEAST)
+        return BlockDifference(name, 0.0, _LEAST)
     if noise > length / 2:
         return None
-    return Comparison(name, off / length, _LEAST + _TIMES * noise / length)
+    return BlockDifference(name, off / length, _LEAST + _TIMES * noise / length)

@@ -30,7 +30,7 @@ from ..patches.compile_blocks import CompiledBlocks, remove_compiled
 from ..patches.cuda_graphs import GraphedBlocks
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
-from .gradient_check import BlockCheck, Comparison
+from .gradient_check import BlockCheck, BlockDifference
 from .loss_growth import describe_growth
 from .objective import NoiseSchedule, add_noise, draw_quantiles, flow_matching_loss, make_generator
 from .optimizer import learning_rate_factor, make_optimizer, set_learning_rate
@@ -239,7 +239,7 @@ class Trainer:
                 self._seen_shapes.clear()  # a micro-batch is alone while the first recordings are made
                 each.is_on = True
 
-    def compare_compiled(self) -> list[Comparison]:
+    def compare_compiled(self) -> list[BlockDifference]:
         """Go on uncompiled where compiled blocks compute something else than uncompiled ones, or the compiler fails.
 
         The next micro-batch of every copy of the model goes through the compiled blocks, each of which is compared on

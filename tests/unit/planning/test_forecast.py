@@ -450,7 +450,7 @@ def test_8_bit_products_allocate_on_meta_what_the_cards_kernels_do(dtype):
     rows = 32 * 256 + 32 * 4  # the gradient in 8 bits, its scales
     assert peaks[0] >= rows + 256 * 512 + 32 * 512 * 2 and peaks[0] < rows + 256 * 512 + 32 * 512 * 2 + 8192
     assert peaks[0] - peaks[1] >= 256 * 256  # less the pieces that are joined
-    dequantized = grad_input8(grad, values, scale, None)  # nothing is rehearsed: the way of a device without kernels
+    dequantized = grad_input8(grad, values, scale, None)  # as on a device without kernels
     assert dequantized.shape == (32, 512)
 
 

@@ -18,7 +18,7 @@ from devicebridge.quantization.eight_bit import grad_input8, linear8, quantize_r
 from devicebridge.quantization.frozen_linear import COMPUTE_SCHEMES, FrozenLinear8, refuse_merge
 from devicebridge.quantization.kernel_choice import DeviceKernels, KernelChoice, device_kernels, using_kernels
 from devicebridge.quantization.quantize import QuantizeSettings, refusal
-from devicebridge.quantization.rotation import ROTATIONS, make_rotation, rotate
+from devicebridge.quantization.rotation import ROTATIONS, make_rotation, rotate, rotation_for
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.noise import decibels, gradient
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
@@ -327,30 +327,23 @@ def test_from_linear_leaves_the_linear_alone_and_halves_the_bytes(scheme, rotati
 
 
 @pytest.mark.parametrize("scheme", COMPUTE_SCHEMES)
-def test_weights_with_one_scale_are_taken_over_as_they_are(scheme):
-    """As in files that hold one scale per tensor."""
+def test_weights_with_a_scale_are_taken_over_as_they_are(scheme):
     x = make_rows(32, 64)
     weight = (make_linear(64, 48).weight * 8).to(COMPUTE_SCHEMES[scheme])
-    layer = FrozenLinear8.from_quantized(weight, torch.tensor(0.25, dtype=torch.bfloat16))
+    layer = FrozenLinear8(weight, torch.full((48, 1), 0.25), None, torch.bfloat16, None)
     assert layer.weight.data_ptr() == weight.data_ptr() and layer.bias is None
-    assert torch.equal(layer.scale, torch.full((48, 1), 0.25))
     assert decibels(x @ (weight.double().float() * 0.25).T, layer(x)) > 30
-    rows = torch.logspace(-1, 1, 48)
-    layer = FrozenLinear8.from_quantized(weight, rows, bias=torch.ones(48), compute_dtype=torch.float16)
-    assert decibels(x @ (weight.double().float() * rows[:, None]).T + 1, layer(x)) > 30
+    rows = torch.logspace(-1, 1, 48)[:, None]
+    layer = FrozenLinear8(weight, rows, torch.ones(48), torch.float16, None)
+    assert decibels(x @ (weight.double().float() * rows).T + 1, layer(x)) > 30
     assert not layer.bias.requires_grad and layer.compute_dtype is torch.float16
-    with pytest.raises(ValueError, match="scale has 3 values for a weight of 48 rows"):
-        FrozenLinear8.from_quantized(weight, torch.ones(3))
-    with pytest.raises(ValueError, match="torch.float8_e5m2 .48, 64. found"):
-        FrozenLinear8.from_quantized(weight.float().to(torch.float8_e5m2), torch.ones(1))
 
 
 @EVERY_VARIANT
 def test_a_stored_weight_is_taken_over_with_its_rotation(scheme, rotation):
     first = FrozenLinear8.from_linear(make_linear(128, 48), scheme, rotation=rotation)
-    second = FrozenLinear8.from_quantized(
-        first.weight.data, first.scale, bias=first.bias, compute_dtype=torch.float32, rotation=rotation
-    )
+    turn = rotation_for(first.weight, first.weight.dtype, rotation)
+    second = FrozenLinear8(first.weight.data, first.scale, first.bias, torch.float32, turn)
     assert first.rotation_block == second.rotation_block == rotation and second.bias is first.bias
     assert second.state_dict().keys() == first.state_dict().keys()
     assert second.weight.data_ptr() == first.weight.data_ptr()
@@ -360,7 +353,7 @@ def test_a_stored_weight_is_taken_over_with_its_rotation(scheme, rotation):
     assert torch.equal(second.dequantize(), first.dequantize())
     wrong, message = (64, "float8, which gains nothing") if scheme == FP8 else (256, "256 does not divide 128")
     with pytest.raises(ValueError, match=message):
-        FrozenLinear8.from_quantized(first.weight.data, first.scale, rotation=wrong)
+        rotation_for(first.weight, first.weight.dtype, wrong)
 
 
 @EVERY_VARIANT

@@ -533,19 +533,16 @@ def test_our_own_adapter_may_be_attached_first(settings, dora):
 
 @EVERY_VARIANT
 @BOTH_ORDERS
-@pytest.mark.parametrize("with_where", [False, True], ids=["in place", "moved by where"])
-def test_a_split_model_is_quantized_where_it_is_and_trains_the_same(settings, lora_first, with_where):
+def test_a_split_model_is_quantized_where_it_is_and_trains_the_same(settings, lora_first):
     """On one emulated card and on two: the same numbers, bit for bit, for products and roundings are the same."""
 
     def gradients(num_cards: int) -> dict[str, torch.Tensor]:
         model = make_tiny(torch.float32)
         names = block_names(model, FLUX2)
         placement = plan_manual(names, CARDS[:num_cards], [len(names) // 2][: num_cards - 1])
-        if not with_where:
-            apply_block_split(model, FLUX2, placement)
-        where = placement.device_of if with_where else None
+        apply_block_split(model, FLUX2, placement)
         steps = [
-            lambda: apply_quantization(model, FLUX2, settings, where),
+            lambda: apply_quantization(model, FLUX2, settings),
             lambda: apply_lora(model, FLUX2, LoraSettings(rank=2), seed=1),
         ]
         for step in reversed(steps) if lora_first else steps:
@@ -557,8 +554,6 @@ def test_a_split_model_is_quantized_where_it_is_and_trains_the_same(settings, lo
                 wrapper = model.get_submodule(name.rpartition(".")[0])
                 parts += lora_parameters(wrapper).values()
                 assert {part.device for part in parts} == {placement.device_of(name)}
-        if with_where:
-            apply_block_split(model, FLUX2, placement)
         for index, parameter in enumerate(lora_parameters(model).values()):
             with torch.no_grad():  # B starts at zero, which would hide a wrong gradient of A
                 parameter.copy_(0.1 * random(*parameter.shape, seed=index))

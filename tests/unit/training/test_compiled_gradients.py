@@ -530,7 +530,7 @@ def test_an_output_without_a_gradient_where_one_should_be_is_a_fault():
     ("excess", "expected"), [((2, 0.5, 3), 0.5), ((2, 3, 0.5), 0.5), ((2, 3, 4), 2), ((2, None), None)]
 )
 def test_what_chance_may_have_done_is_looked_at_again(monkeypatch, excess, expected):
-    found = iter(None if each is None else gradient_check.Comparison("a", each, 1.0) for each in excess)
+    found = iter(None if each is None else gradient_check.BlockDifference("a", each, 1.0) for each in excess)
     monkeypatch.setattr(gradient_check, "_compare_once", lambda *arguments: next(found))
     comparison = _compare(Block(), Block())
     assert (comparison and comparison.excess) == expected
