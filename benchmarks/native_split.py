@@ -297,7 +297,8 @@ def split_by_the_other(model: Any) -> Any:
         assert spec is not None and spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
-    other = importlib.import_module(f"{name}.nodes.host.split.model")
+    has_room = (OPTIONS.against / "nodes" / "host" / "split").is_dir()  # before 2026-11-23 it was one module
+    other = importlib.import_module(f"{name}.nodes.host.{'split.model' if has_room else 'split_model'}")
     return other.split_model(model, other.SplitRequest(devices=CARDS))
 
 

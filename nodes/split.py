@@ -38,11 +38,11 @@ class SplitModel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
-        from .host.split.model import describe_split, split_model
-
         request = _read_request(**settings)
         if request is None:
             return io.NodeOutput(model)
+        from .host.split.model import describe_split, split_model
+
         split = split_model(model, request)
         host.NodeView(cls.hidden.unique_id).show_text(describe_split(split))
         return io.NodeOutput(split)
@@ -80,9 +80,9 @@ class LoadDiffusionModelSplit(io.ComfyNode):
 
     @classmethod
     def execute(cls, unet_name: str, weight_dtype: str, **settings: Any) -> io.NodeOutput:
+        path = host.find_checkpoint(unet_name)
         from .host.split.model import describe_split, load_split_model
 
-        path = host.find_checkpoint(unet_name)
         model = load_split_model(path, weight_dtype, _read_request(**settings))
         host.NodeView(cls.hidden.unique_id).show_text(describe_split(model))
         return io.NodeOutput(model)

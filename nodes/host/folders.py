@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NoReturn
 
+import folder_paths
+
 from ...system.listing import Looked, go_on
 
 USE_PATH = "[path below]"
@@ -32,8 +34,6 @@ def folder_in_input(name: str, what: str, ask: Callable[[], None] = go_on) -> Pa
     Raises: ValueError if it is no folder, if a relative name leads out of the input folder, or if it or something in
         it lies where nodes may not read.
     """
-    import folder_paths
-
     name = name.strip()
     if not name:
         raise ValueError(f"{what} is empty; give the name of a folder in ComfyUI's input folder, or a full path")
@@ -65,8 +65,6 @@ def find_component(kind: str, name: str) -> str:
 
     Raises: ValueError if there is nothing of that name, or nodes may not read it.
     """
-    import folder_paths
-
     name = name.strip()
     if not name:
         return ""
@@ -84,15 +82,11 @@ def folder_in_output(name: str, what: str) -> Path:
 
     Raises: ValueError for a name that leads elsewhere.
     """
-    import folder_paths
-
     return _inside(Path(folder_paths.get_output_directory()), name.strip(), what)
 
 
 def output_entry(path: Path) -> dict[str, str] | None:
     """How ComfyUI's history names a file of its output folder; None for a file elsewhere."""
-    import folder_paths
-
     base = Path(folder_paths.get_output_directory())
     if not path.is_relative_to(base):
         return None
@@ -111,8 +105,6 @@ def list_models() -> list[str]:
 
 def list_checkpoints() -> list[str]:
     """Names of all files in models/diffusion_models, sorted."""
-    import folder_paths
-
     return sorted(folder_paths.get_filename_list("diffusion_models"))
 
 
@@ -121,8 +113,6 @@ def find_checkpoint(name: str) -> Path:
 
     Raises: ValueError if there is no such file.
     """
-    import folder_paths
-
     found = folder_paths.get_full_path("diffusion_models", name)
     if found is None:
         raise ValueError(
@@ -136,8 +126,6 @@ def find_model(name: str, path: str) -> Path:
 
     Raises: ValueError if there is no such file or folder, or nodes may not read it.
     """
-    import folder_paths
-
     if name == USE_PATH:
         if not path.strip():
             raise ValueError(
@@ -155,8 +143,6 @@ def find_model(name: str, path: str) -> Path:
 
 def _diffusers_folders() -> dict[str, str]:
     """Name -> path of every folder under models/diffusers that holds a whole diffusers model."""
-    import folder_paths
-
     found: dict[str, str] = {}
     for base in folder_paths.get_folder_paths("diffusers"):
         for folder, subfolders, files in os.walk(base, followlinks=True):
@@ -171,8 +157,6 @@ def _diffusers_folders() -> dict[str, str]:
 
 def settings_file() -> Path:
     """Where the user allows folders; it need not exist. ComfyUI's own web interface writes in sub-folders only."""
-    import folder_paths
-
     return Path(folder_paths.get_user_directory()) / "devicebridge.toml"
 
 
@@ -203,8 +187,6 @@ def _refuse_links_outside(path: Path, what: str, ask: Callable[[], None] = go_on
 
 
 def _readable_folders() -> list[str]:
-    import folder_paths
-
     own = [
         folder_paths.get_input_directory(),
         folder_paths.get_output_directory(),

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from comfy.patcher_extension import CallbacksMP
 from torch import nn
 
 from .model_copy import reachable
@@ -124,8 +125,6 @@ def reason_against_overlap(model: Any, unseen: tuple[str, ...], conds: list[Any]
 
 
 def _reasons(model: Any, unseen: tuple[str, ...], conds: list[Any], options: Mapping[str, Any]) -> Iterator[str]:
-    from comfy.patcher_extension import CallbacksMP
-
     if torch.is_grad_enabled():
         yield "gradients are recorded"
     if unseen:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from comfy.conds import CONDConstant, CONDCrossAttn, CONDList, CONDNoiseShape, CONDRegular
+from comfy.utils import repeat_to_batch_size
 
 from ....parallel.local.interleave import Turns
 from .attachments import reason_against_overlap
@@ -111,8 +113,6 @@ def _parts(
 
 def _can_cut(entry: Mapping[str, Any]) -> bool:
     """Whether a conditioning can be taken for one image alone: only by the types whose batching is known."""
-    from comfy.conds import CONDConstant, CONDCrossAttn, CONDList, CONDNoiseShape, CONDRegular
-
     known = {CONDConstant, CONDCrossAttn, CONDList, CONDNoiseShape, CONDRegular}
     values = entry.get("model_conds", {})
     return "latent_shapes" not in values and all(type(value) in known for value in values.values())
@@ -128,8 +128,6 @@ def _cut(entry: Mapping[str, Any], image: slice, num_images: int) -> dict[str, A
 
 
 def _cut_cond(cond: Any, image: slice, num_images: int) -> Any:
-    from comfy.conds import CONDConstant, CONDList
-
     if isinstance(cond, CONDConstant):
         return cond
     if isinstance(cond, CONDList):
@@ -139,6 +137,4 @@ def _cut_cond(cond: Any, image: slice, num_images: int) -> Any:
 
 def _one(value: torch.Tensor, image: slice, num_images: int) -> torch.Tensor:
     """The part of one image; shorter batches are repeated first, as ComfyUI does."""
-    from comfy.utils import repeat_to_batch_size
-
     return value if value.shape[0] == 1 else repeat_to_batch_size(value, num_images)[image]

@@ -6,7 +6,10 @@ import logging
 from itertools import groupby
 from typing import Any
 
+import comfy.model_management as management
 import torch
+from comfy.patcher_extension import WrappersMP
+from comfy.sampler_helpers import estimate_memory
 from torch import nn
 
 from .attachments import ROOT, is_compiled
@@ -18,14 +21,12 @@ _log = logging.getLogger(__name__)
 
 def weight_bytes(base: nn.Module, plan: SplitPlan) -> dict[torch.device, int]:
     """Bytes of weights per device of the plan, as stored."""
-    from comfy.model_management import module_size
-
     root = base.get_submodule(ROOT)
     sizes = {
-        device: sum(int(module_size(root.get_submodule(name))) for name in plan.blocks_on(device))
+        device: sum(int(management.module_size(root.get_submodule(name))) for name in plan.blocks_on(device))
         for device in plan.placement.used_devices
     }
-    sizes[plan.home] += int(module_size(base)) - sum(sizes.values())
+    sizes[plan.home] += int(management.module_size(base)) - sum(sizes.values())
     return sizes
 
 
@@ -61,15 +62,12 @@ def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: An
 
 
 def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None:
-    from comfy.model_management import get_free_memory, get_total_memory, minimum_inference_memory
-    from comfy.sampler_helpers import estimate_memory
-
-    plan, minimum, problems = tree.plan, minimum_inference_memory(), []
+    plan, minimum, problems = tree.plan, management.minimum_inference_memory(), []
     _, activations = estimate_memory(model, noise_shape, conds)
     sizes = weight_bytes(model.model, plan)
     _recommend_cfg_split(tree, sum(sizes.values()), max(activations, minimum), conds)
     for device, size in sizes.items():
-        total, free = get_total_memory(device), get_free_memory(device)
+        total, free = management.get_total_memory(device), management.get_free_memory(device)
         streamed = _largest_layer(model.model, plan, device)
         limit = f"{plan.limit_bytes[device] / GB:.2f} GB" if device in plan.limit_bytes else "none"
         room = f"free {free / GB:.2f} of {total / GB:.2f} GB, limit {limit}"
@@ -92,11 +90,9 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
 
 def _recommend_cfg_split(tree: SplitTree, weights: int, working: float, conds: Any) -> None:
     """Say that a copy per card would be faster where that is so: with CFG, if every card holds the whole model."""
-    from comfy.model_management import get_total_memory
-
     plan = tree.plan
     has_cfg = sum(bool(cond) for cond in conds.values()) > 1
-    has_room = all(get_total_memory(card) > weights + working for card in plan.placement.used_devices)
+    has_room = all(management.get_total_memory(card) > weights + working for card in plan.placement.used_devices)
     if has_cfg and has_room and not plan.limit_bytes:
         tree.say_once(
             f"split: the whole model ({weights / GB:.2f} GB) would fit each of these cards; for CFG, ComfyUI's "
@@ -111,8 +107,6 @@ def _largest_layer(base: nn.Module, plan: SplitPlan, device: torch.device) -> in
 
 
 def _refuse_whole_compile(model: Any, plan: SplitPlan) -> None:
-    from comfy.patcher_extension import WrappersMP
-
     keys = [key for key, value in model.object_patches.items() if is_compiled(value)]
     for wrapper in model.get_wrappers(WrappersMP.APPLY_MODEL, "torch.compile"):
         for cell in wrapper.__closure__ or ():

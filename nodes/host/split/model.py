@@ -7,7 +7,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import comfy.memory_management
+import comfy.model_management
+import comfy.sd
 import torch
+from comfy.patcher_extension import WrappersMP
 from torch import nn
 
 from .attachments import KEY, ROOT, is_compiled
@@ -58,9 +62,6 @@ def load_split_model(path: Path, weight_dtype: str, request: SplitRequest | None
 
     Raises: ValueError or RuntimeError as split_model; RuntimeError from ComfyUI for a file it does not know.
     """
-    import comfy.memory_management
-    import comfy.sd
-
     options, origin = dict(_WEIGHT_DTYPES[weight_dtype]), None
     if request is not None:
         options["load_device"] = request.devices[0]
@@ -85,8 +86,6 @@ def describe_split(model: Any) -> str:
 
 
 def _with_wrappers(split: Any) -> Any:
-    from comfy.patcher_extension import WrappersMP
-
     for kind, wrapper in (
         (WrappersMP.PREPARE_SAMPLING, prepare_with_forecast),
         (WrappersMP.CALC_COND_BATCH, run_overlapped),
@@ -100,8 +99,6 @@ def _with_wrappers(split: Any) -> Any:
 
 
 def _check_splittable(model: Any) -> None:
-    from comfy.patcher_extension import WrappersMP
-
     base = getattr(model, "model", None)
     if not hasattr(base, "diffusion_model"):
         raise ValueError(f"this MODEL holds a {type(base).__name__}, no diffusion model")
@@ -121,14 +118,12 @@ def _check_splittable(model: Any) -> None:
 
 def _unload(model: Any) -> None:
     """Take every patcher of this model off its card, so that the weights are as they were loaded."""
-    from comfy.model_management import current_loaded_models
-
     parts = [model.model, *(companion.model for companion in getattr(model, "companions", ()))]
-    for loaded in list(current_loaded_models):
+    for loaded in list(comfy.model_management.current_loaded_models):
         patcher = loaded.model
         if patcher is not None and any(patcher.model is part for part in parts):
             loaded.model_unload()
-            current_loaded_models.remove(loaded)
+            comfy.model_management.current_loaded_models.remove(loaded)
 
 
 def _origin_of(model: Any) -> Origin:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from typing import Any, SupportsIndex
 
 import torch
+from comfy.controlnet import ControlLora
+from comfy.utils import set_attr_param
 
 from ....parallel.local.bridge import Bridge, current_device
 from ....parallel.local.lend import Lent
@@ -51,9 +53,6 @@ def wrap_control(control: dict[str, Any], bridge: Bridge) -> dict[str, Any]:
 
 def bring_controls_home(conds: list[Any], home: torch.device) -> None:
     """Copy the weights that a Control-LoRA took from other cards: it computes on the main one."""
-    from comfy.controlnet import ControlLora
-    from comfy.utils import set_attr_param
-
     for control in (entry.get("control") for cond in conds for entry in cond or ()):
         while control is not None:
             model = control.control_model if isinstance(control, ControlLora) else None

@@ -22,6 +22,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from comfy.model_management import cuda_device_context
+from comfy.patcher_extension import PatcherInjection
+from comfy.utils import get_attr, set_attr, set_attr_param
+from comfy.weight_adapter.bypass import BypassForwardHook
 from torch import nn
 
 from .attachments import KEY, is_compiled
@@ -50,8 +54,6 @@ class _CardPatcher(_Patcher):
 
     def partially_load(self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
         """ComfyUI's own, with no more bytes than the user allows this card to hold."""
-        from comfy.model_management import cuda_device_context
-
         self._unhook()
         with self._own_part(), cuda_device_context(device_to):
             extra_memory = self._without_other_objects(extra_memory)
@@ -94,8 +96,6 @@ class _CardPatcher(_Patcher):
 
     def _use_origins(self) -> None:
         """Point every unpatched weight back to its original in host memory instead of copying it from the card."""
-        import comfy.utils
-
         origin, device = self._tree().origin, self.offload_device
         if origin is None or self.is_dynamic():
             return
@@ -105,7 +105,7 @@ class _CardPatcher(_Patcher):
                 continue  # in place; an ordinary tensor in host memory may be a copy
             original = None if name in self.backup else original_of(origin, name, parameter, device)
             if original is not None:
-                comfy.utils.set_attr_param(self.model, name, original)
+                set_attr_param(self.model, name, original)
 
 
 class ShardMixin(_CardPatcher):
@@ -259,12 +259,10 @@ class SplitMixin(_CardPatcher):
 
     def _restore_foreign_objects(self) -> None:
         """Object patches of whole blocks of other cards, which ComfyUI could not find in the home view."""
-        import comfy.utils
-
         tree = self._tree()
         with tree.whole():
             for key in [key for key in self.object_patches_backup if tree.is_foreign(key)]:
-                comfy.utils.set_attr(self.model, key, self.object_patches_backup.pop(key))
+                set_attr(self.model, key, self.object_patches_backup.pop(key))
 
     # ---- code of hooks, patches and other packs: it must see every block
 
@@ -296,8 +294,6 @@ class SplitMixin(_CardPatcher):
 
     def _place_bypass_adapters(self) -> None:
         """Bring ComfyUI's bypass LoRA, which it moves to its main device, to the card of the layer it is on."""
-        from comfy.weight_adapter.bypass import BypassForwardHook
-
         tree = self._tree()
         for device in tree.plan.foreign_devices:
             for block in tree.plan.blocks_on(device):
@@ -333,11 +329,9 @@ class SplitMixin(_CardPatcher):
 
     def _unshare(self, key: str) -> None:
         """Give a weight in host memory a storage of its own: a scheduled LoRA is written into it in place."""
-        import comfy.utils
-
-        weight = comfy.utils.get_attr(self.model, key)
+        weight = get_attr(self.model, key)
         if self._tree().origin is not None and weight.device == self.offload_device and key not in self.hook_backup:
-            comfy.utils.set_attr_param(self.model, key, weight.detach().clone())
+            set_attr_param(self.model, key, weight.detach().clone())
 
     def get_all_callbacks(self, call_type: str) -> list[Callable[..., Any]]:
         callbacks = super().get_all_callbacks(call_type)
@@ -354,8 +348,6 @@ def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
 
     The class is put on again also on a clone: packs exist whose clone() sets the class itself.
     """
-    from comfy.patcher_extension import PatcherInjection
-
     tree = tree_of(patcher.model)
     assert tree is not None, "make_tree comes before become_split"
     unsplit = getattr(patcher, "unsplit_class", patcher.__class__)

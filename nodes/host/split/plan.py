@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import comfy.model_management as management
 import torch
 from torch import nn
 
@@ -194,19 +195,17 @@ def _place(
 
 def _sizes(diffusion_model: nn.Module, blocks: tuple[str, ...], leaders: Mapping[str, str]) -> tuple[list[int], int]:
     """Bytes as stored of each placed block with its followers, and of everything else."""
-    from comfy.model_management import module_size
-
-    size = {name: int(module_size(diffusion_model.get_submodule(name))) for name in blocks}
+    size = {name: int(management.module_size(diffusion_model.get_submodule(name))) for name in blocks}
     for follower, leader in leaders.items():
-        size[leader] += int(module_size(diffusion_model.get_submodule(follower)))
-    return list(size.values()), int(module_size(diffusion_model)) - sum(size.values())
+        size[leader] += int(management.module_size(diffusion_model.get_submodule(follower)))
+    return list(size.values()), int(management.module_size(diffusion_model)) - sum(size.values())
 
 
 def _budgets(
     devices: tuple[torch.device, ...], limit_bytes: Mapping[torch.device, int]
 ) -> dict[torch.device, int | None]:
     """Bytes of weights each card can hold beside what ComfyUI keeps for computing, and within the user's limit."""
-    from comfy.model_management import get_total_memory, minimum_inference_memory
-
-    rooms = {device: int(get_total_memory(device) - minimum_inference_memory()) for device in devices}
+    rooms = {
+        device: int(management.get_total_memory(device) - management.minimum_inference_memory()) for device in devices
+    }
     return {device: min(room, limit_bytes.get(device, room)) for device, room in rooms.items()}

@@ -73,6 +73,7 @@ class SplitTree:
         self.bridge = self._make_bridge(self._called_modules())
         self._calls: BlockCalls | None = None
         self._patcher: Callable[[], Any] = lambda: None  # who attached
+        self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
         self._unseen: tuple[str, ...] | None = None
         self._is_plain = False
         self._said: set[str] = set()  # what needs saying once
@@ -150,17 +151,18 @@ class SplitTree:
     def attach(self, owner: object) -> None:
         """Hook the tree for this patcher; the hooks of another are replaced, since one patcher is loaded at a time."""
         self._remove_hooks()
-        self._patcher, self._unseen = weakref.ref(owner), None
+        self._attached_by, self._patcher, self._unseen = id(owner), weakref.ref(owner), None
         self.bridge.attach()
         self._hooks.before(self.diffusion_model, self._start)
         self._hooks.after(self.diffusion_model, self._finish, also_on_error=True)
 
     def detach(self, owner: object) -> None:
         """Take off the hooks this patcher attached; those of another stay (a clone dies while its original runs)."""
-        if self._patcher() is owner:
+        if self._attached_by == id(owner):
             self._remove_hooks()
 
     def _remove_hooks(self) -> None:
+        self._attached_by = None
         self.bridge.remove()
         self._hooks.remove()
 
