@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...parallel.local.interleave import Turns
+from ...parallel.local.interleave import Interleave
 from .split_attachments import reason_against_overlap
 from .split_options import bring_controls_home
 from .split_tree import SplitTree, tree_of
@@ -54,7 +54,7 @@ def run_overlapped(
     def compute(*, is_plain: bool = False) -> list[torch.Tensor]:
         if len(parts) < 2:
             return executor(model, conds, x_in, timestep, model_options)
-        outputs = [job() for job in jobs] if is_plain else Turns(tree.bridge).run(jobs)
+        outputs = [job() for job in jobs] if is_plain else Interleave(tree.bridge).run(jobs)
         return _join(parts, outputs, conds, x_in)
 
     try:

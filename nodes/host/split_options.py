@@ -15,8 +15,9 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from ...parallel.local.bridge import Bridge, current_device
+from ...parallel.local.bridge import Bridge
 from ...parallel.local.lend import Lent
+from ...parallel.transfer import current_device
 from .split_attachments import KEY, holds_tensors
 from .split_plan import SplitPlan
 

@@ -1,7 +1,7 @@
-"""One model over several devices: every block computes where its weights are, activations travel, weights do not.
+"""One model over several devices: every block computes where its weights are.
 
-A BlockSplit keeps the weights where the placement says and starts and ends the bridge's forward around the model's own;
-how activations reach the blocks, and what is remembered of them, is the bridge's (bridge.py).
+A BlockSplit keeps the weights where the placement says, and starts and ends the bridge's forward around the model's
+own. How activations reach the blocks is the bridge's matter (bridge.py).
 
 Gradient checkpointing should go through `BlockSplit.checkpoint`, which first brings the arguments to the block's
 device. That saves the copies of the recomputation, and the recomputation (recompute.py) puts back the random state of
@@ -41,9 +41,7 @@ class BlockSplit:
         self.placement = placement
         self.model = model
         self._swap = swap
-        blocks = {
-            model.get_submodule(name): device for name, device in zip(placement.blocks, placement.devices, strict=True)
-        }
+        blocks = {model.get_submodule(name): device for name, device in placement.items()}
         tail = [model.get_submodule(name) for name in family.tail]
         self.bridge = Bridge(blocks, placement.home, tail=tail, tail_device=placement.tail_device)
         self._read_by_tail = {model.get_submodule(name): index for name, index in family.read_by_tail.items()}
@@ -135,7 +133,7 @@ class BlockSplit:
 
     def _found(self, module: nn.Module) -> torch.device | None:
         swapped_on = None if self._swap is None else self._swap.found_on(module)
-        return swapped_on or _device_of(module)
+        return swapped_on or next((tensor.device for tensor in _tensors(module)), None)
 
     def _last_blocks(self, num_blocks: Sequence[int]) -> Iterator[nn.Module]:
         check_kept_blocks(num_blocks, self.placement)
@@ -144,7 +142,7 @@ class BlockSplit:
             yield from blocks[len(blocks) - count :]
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.bridge.turns is None or self._checked_in_run != self.bridge.num_runs:
+        if self.bridge.traffic is None or self._checked_in_run != self.bridge.num_runs:
             self._checked_in_run = self.bridge.num_runs  # once for all forwards of an interleaved run
             self._check_residents()
         self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
@@ -229,8 +227,7 @@ def apply_block_swap(split: BlockSplit, blocks: Sequence[str]) -> BlockSwap:
         blocks: fqns, of the split's placement.
     Raises: ValueError if one of them keeps its activations.
     """
-    devices = dict(zip(split.placement.blocks, split.placement.devices, strict=True))
-    swap = BlockSwap({name: devices[name] for name in split.placement.blocks if name in set(blocks)})
+    swap = BlockSwap({name: device for name, device in split.placement.items() if name in set(blocks)})
     swap.begin(split.model, ())
     try:
         swap.pack_all()
@@ -252,12 +249,11 @@ def _refuse_both(kept: frozenset[nn.Module], swapped: Collection[nn.Module]) -> 
 
 
 def _residents(model: nn.Module, placement: Placement) -> list[tuple[nn.Module, torch.device]]:
-    """Modules that together hold every parameter and buffer but the model's own, each with its device."""
+    """Modules that together hold every parameter and buffer of the model, each with its device."""
     lists = {name.partition(".")[0] for name in placement.blocks}
     others = [(child, placement.device_of(name)) for name, child in model.named_children() if name not in lists]
-    blocks = [(model.get_submodule(n), d) for n, d in zip(placement.blocks, placement.devices, strict=True)]
-    own = [(_OwnTensors(model), placement.home)]
-    return [*own, *others, *blocks]
+    blocks = [(model.get_submodule(name), device) for name, device in placement.items()]
+    return [(_OwnTensors(model), placement.home), *others, *blocks]
 
 
 class _OwnTensors(nn.Module):
@@ -269,15 +265,11 @@ class _OwnTensors(nn.Module):
         self.__dict__["_buffers"] = module._buffers
 
 
-def _device_of(module: nn.Module) -> torch.device | None:
-    for tensor in itertools.chain(module.parameters(), module.buffers()):
-        return tensor.device
-    return None
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    return itertools.chain(module.parameters(), module.buffers())
 
 
 def _move_module(module: nn.Module, device: torch.device | None) -> None:
-    if device is None:
-        return
-    tensors = [*module.parameters(), *module.buffers()]
-    if any(tensor.device != device for tensor in tensors):
+    """None for a module without tensors."""
+    if device is not None and any(tensor.device != device for tensor in _tensors(module)):
         module.to(device)

@@ -49,7 +49,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..local.workers import module_with_streams
+from ..transfer import module_with_streams
 from .pinned import PinnedBuffer
 
 _log = logging.getLogger(__name__)

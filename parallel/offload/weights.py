@@ -51,7 +51,7 @@ from torch import nn
 from ...patches.hooks import HookSet, map_tensors
 from ...quantization.wrapped import plain_parts, rebuilt, tensor_bytes
 from ..devices import CPU, synchronize
-from ..local.workers import module_with_streams
+from ..transfer import module_with_streams
 from .pinned import PinnedBuffer, aligned
 from .recompute import is_recomputing
 
