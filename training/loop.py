@@ -112,7 +112,7 @@ class Trainer:
         Either way the state is saved, also where something breaks after a step that is not saved yet.
 
         Args:
-            preflight: called before the first step; what it raises is told as what a step raises.
+            preflight: called before the first step through compiled blocks.
         Raises: RuntimeError with what broke and what is saved.
         """
         self._saved_at = self.step  # a resumed run stands on disk already; at step 0 there is nothing to lose
@@ -130,7 +130,7 @@ class Trainer:
 
     def _advance(self, should_stop: Callable[[], bool], preflight: Callable[[Trainer], object]) -> None:
         last = self.job.train.steps
-        if self.step < last and not should_stop():
+        if self.compiled and self.step < last and not should_stop():
             preflight(self)
         if not should_stop():
             self._evaluate_if_due(is_end=self.step >= last)

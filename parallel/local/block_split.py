@@ -156,7 +156,7 @@ class BlockSplit:
         return self.bridge.move(output, self.bridge.tail_device)
 
     def _make_bring_to_tail(self, index: int) -> AfterHook:
-        """Without, a pipeline's last stage would run backwards through the first, whose graph is another micro-batch's
+        """Without, a pipeline's last stage would run backwards through the first, whose graph is another microbatch's
         or has been used. What needs no gradient the model's own forward brings there."""
 
         def bring(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]) -> Any:

@@ -8,14 +8,13 @@ parameters with the stream (Wan's scale_shift_table) give no module to hook befo
 for models that skip their last block. In relay transport every block hands its output home. That is right for any model
 whose forward mixes tensors of its own with the stream between two blocks, and costs two copies per foreign block.
 
-What is remembered, and for how long. One forward of one thread owns one memory of copies, dropped when the forward ends
-or raises. Inside a forward a copy is kept as long as its source lives, and no longer. The model's forward holds the
-loop constants itself, and lets go of the hidden states of a block as soon as it has those of the next. So the hidden
-states of a long video do not pile up on the cards, and an id, unique only among the living, never names two tensors.
-An entry has its source's version (a tensor changed in place is copied again) and the grad mode (a copy made under
-no_grad, as checkpointing does, must not serve a block that needs gradients). Tensors made in inference mode have no
-version; there, whatever a block returns counts as new. While gradient checkpointing recomputes a block no forward is
-running: the hooks fire, move, and remember nothing.
+What is remembered, and for how long. A copy is kept as long as its source lives, and dropped when the forward ends or
+raises. The model's forward holds the loop constants itself, and lets go of the hidden states of a block as soon as it
+has those of the next. So the hidden states of a long video do not pile up on the cards, and an id, unique only among
+the living, never names two tensors. An entry has its source's version (a tensor changed in place is copied again) and
+the grad mode (a copy made under no_grad, as checkpointing does, must not serve a block that needs gradients). Tensors
+made in inference mode have no version; there, whatever a block returns counts as new. While gradient checkpointing
+recomputes a block no forward is running: the hooks fire, move, and remember nothing.
 
 Whose code runs between and inside the blocks decides what may be assumed (`trust`). A described model's own code is
 known not to change a loop constant in place. Code of other people may. Then copies have a version in inference mode,
@@ -27,8 +26,7 @@ code cannot be seen to run, a copy serves one call of a block only.
 Hooks are not compiled: a copy kept by the compiler would be kept for all forwards. A compiled block has one graph break
 per hook. While a foreign block runs, the current device is the block's: Triton and hand-written kernels launch on the
 current device, whatever their arguments say. torch calls no hook for exceptions like KeyboardInterrupt, so the end of
-the forward restores what a block left behind. Gradients need nothing of ours: a copy between devices is an autograd
-node whose backward copies the gradient back.
+the forward restores what a block left behind.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ class Bridge:
         transport: "stream" leaves activations on a device until the next device's first block; "relay" brings every
             block's output home.
         passed_by: names of arguments and dict keys whose values are handed over as they are, the same object.
-    Raises: ValueError if there is no block or no such transport.
+    Raises: ValueError if there is no block.
     """
 
     def __init__(
@@ -94,8 +92,6 @@ class Bridge:
     ) -> None:
         if not blocks:
             raise ValueError("a bridge needs at least one block; the model has none")
-        if transport not in ("stream", "relay"):
-            raise ValueError(f"transport {transport!r} does not exist; use 'stream' or 'relay'")
         self.blocks = dict(blocks)
         self.home = home
         self.tail = tuple(tail)

@@ -1,8 +1,9 @@
 """Data parallel in one process: every device holds a copy of the whole model, and the microbatches are dealt out.
 
 Where a model fits each card alone nothing needs to cross between cards while they compute, so this beats every split.
-A step deals its microbatches round robin. Each device has one worker, which takes its microbatches in their order,
-forwards and backwards, into gradients of its own. When all are done, the first replica's device (home) adds up:
+Each device has one worker, which takes its share of a step's microbatches, forwards and backwards, into gradients of
+its own. One more worker prepares the microbatches in order, one ahead of each device. When all are done, the first
+replica's device (home) adds up:
 
     gradient = ((home's sum + second's sum) + third's sum) + ...        one flat copy per device
 
@@ -10,11 +11,9 @@ clips, and steps the optimizer, which exists there only; sync() then copies the 
 is trained, so both copies are small.
 
 Equal numbers. Which replica has which microbatch, and every order of summation, are fixed, so a run repeats itself bit
-for bit on kernels that do, whatever the threads' timing. Against plain accumulation on one device the sums of some
-microbatches are made before they are added: the same up to the order of summation. Dropout is drawn from each device's
-own generator, so masks are others than one device, or another number of them, would draw; all generators are saved.
-
-One more worker prepares the microbatches in order, one ahead of each device.
+for bit on kernels that do. Against plain accumulation on one device the gradients are the same up to the order of
+summation. Dropout is drawn from each device's own generator, so masks are others than another number of devices would
+draw; all generators are saved.
 
 Left for later: dealing by measured speed instead of round robin (replica_for() would say), and replicas that are
 pipelines over several cards each (a Replica would have a Pipeline to hand its microbatches to).

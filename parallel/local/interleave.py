@@ -1,23 +1,22 @@
 """Several forwards in flight over one split model: while one computes on the second card, the next is on the first.
 
-One forward is sequential over the cards; each waits while another works. m forwards of equal cost over n equal cards
-take (m + n - 1) / n of one forward's time when they follow each other through the cards, instead of m. Inference only.
+m forwards of equal cost over n equal cards take (m + n - 1) / n of one forward's time when they follow each other
+through the cards, instead of m. Inference only.
 
 Threads without concurrency. Every forward (a job) has a worker of its own, since the model's code is not ours and only
-a thread can be halted in the middle of it. But one baton goes round and only its holder runs. So patches and wrappers
-never meet each other, and kernels are issued in the same order each time. The baton is handed on at every block, to the
+a thread can be halted in the middle of it. But one token goes round and only its holder runs. So patches and wrappers
+never meet each other, and kernels are issued in the same order each time. The token is handed on at every block, to the
 next job in order that can run. Handing it on only at borders would not do: a card's launch queue takes about a thousand
 kernels, then the host stands still, and with it the feeding of the other card.
 
-Devices are held. Besides the baton a job needs the device it computes on: it gets home in the order of the jobs, and at
-a border it lets go of one device and queues for the next, first come first served. So the kernels of one forward never
+Devices are held. A job needs the token and the device it computes on. It gets home in the order of the jobs; at a
+border it lets go of one device and queues for the next, first come first served. So the kernels of one forward never
 stand in a card's queue in front of those of a forward that came before. There is no deadlock: a job that waits for a
-device holds none, so each device waited for is held by a job that can run, and each running job hands the baton on.
+device holds none, so each device waited for is held by a job that can run, and each running job hands the token on.
 
 Copies travel beside the kernels (transfer.py): at a border a copy is issued while the source is still held, and so
-waits for this forward's own kernels only; the target's current stream waits for it once the device is held.
-
-When a job raises, the others are stopped where they next enter a block, still one at a time.
+waits for this forward's own kernels only. When a job raises, the others are stopped where they next enter a block,
+still one at a time.
 """
 
 from __future__ import annotations
@@ -66,23 +65,20 @@ class Interleave:
             if len(jobs) < 2:
                 return [job() for job in jobs]
             run = Coordinator(self.bridge.pool, self.bridge.devices)
-            turns = [_Turn(index, self.bridge.home) for index in range(len(jobs))]
-            baton = Baton(run, turns)
+            states = [_JobState(index, self.bridge.home) for index in range(len(jobs))]
+            policy = RoundRobin(run, states)
             results: dict[int, T] = {}
 
-            def work(turn: _Turn, job: Callable[[], T]) -> None:
-                self._local.turn, self._local.baton = turn, baton
+            def work(state: _JobState, job: Callable[[], T]) -> None:
+                self._local.state, self._local.policy = state, policy
                 try:
-                    baton.take(turn)
-                    results[turn.index] = job()
-                except BaseException as error:
-                    run.fail(error)  # before the baton goes on
+                    policy.begin(state)
+                    results[state.index] = job()
                 finally:
                     self.bridge.end()  # whatever the job left
-                    self._local.turn = self._local.baton = None
-                    baton.leave(turn)
+                    self._local.state = self._local.policy = None
 
-            run.run([partial(work, turn, job) for turn, job in zip(turns, jobs, strict=True)])
+            run.run([partial(work, state, job) for state, job in zip(states, jobs, strict=True)], policy.leave)
             return [results[index] for index in range(len(jobs))]
 
     # ---- what the bridge asks where a forward crosses
@@ -92,27 +88,28 @@ class Interleave:
 
         For a thread that is no job's this is a no-op. Raises: Stopped if the run is to end.
         """
-        turn, baton = self._local.turn, self._local.baton
-        if turn is None or baton is None:
+        state, policy = self._local.state, self._local.policy
+        if state is None or policy is None:
             return
-        baton.pass_on(turn, device)
+        policy.pass_on(state, device)
         if self.trace is not None:
-            self.trace.append((turn.index, device))
-        settle(turn.arrivals)
+            self.trace.append((state.index, device))
+        settle(state.arrivals)
 
     def copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A copy on device which its current stream must not use before the next arrive or settle."""
-        turn = self._local.turn
-        return copy_to(tensor, device) if turn is None else self.bridge.side_streams.copy(tensor, device, turn.arrivals)
+        if self._local.state is None:
+            return copy_to(tensor, device)
+        return self.bridge.side_streams.copy(tensor, device, self._local.state.arrivals)
 
     def settle(self) -> None:
         """Have the current streams wait for the copies this job has under way."""
-        if self._local.turn is not None:
-            settle(self._local.turn.arrivals)
+        if self._local.state is not None:
+            settle(self._local.state.arrivals)
 
 
 @dataclass(eq=False)
-class _Turn:
+class _JobState:
     """Args: device: held or queued for; None when the job is done."""
 
     index: int
@@ -121,49 +118,51 @@ class _Turn:
 
 
 class _Local(threading.local):
-    turn: _Turn | None = None
-    baton: Baton | None = None
+    state: _JobState | None = None
+    policy: RoundRobin | None = None
 
 
-class Baton:
+class RoundRobin:
     """Who runs, and who holds which device."""
 
-    def __init__(self, run: Coordinator, turns: Sequence[_Turn]) -> None:
+    def __init__(self, run: Coordinator, states: Sequence[_JobState]) -> None:
         self._run = run
-        self._turns = turns
-        self._holder: _Turn | None = turns[0]
-        self._queues: defaultdict[torch.device | None, deque[_Turn]] = defaultdict(deque)  # the first holds the device
-        for turn in turns:
-            self._queues[turn.device].append(turn)
+        self._states = states
+        self._holder: _JobState | None = states[0]
+        # The first in a device's queue holds the device.
+        self._queues: defaultdict[torch.device | None, deque[_JobState]] = defaultdict(deque)
+        for state in states:
+            self._queues[state.device].append(state)
 
-    def take(self, turn: _Turn) -> None:
-        """Wait for the baton the first time. Raises: Stopped if the run is to end, then possibly without it."""
-        with self._run.when(lambda: self._holder is turn):
+    def begin(self, state: _JobState) -> None:
+        """Wait for the token the first time. Raises: Stopped if the run is to end, then possibly without it."""
+        with self._run.when(lambda: self._holder is state):
             pass
 
-    def pass_on(self, turn: _Turn, device: torch.device) -> None:
-        """Let go of another device, hand the baton on, and return with it and with device held.
+    def pass_on(self, state: _JobState, device: torch.device) -> None:
+        """Let go of another device, hand the token on, and return with it and with device held.
 
-        Raises: Stopped, with the baton, if the run is to end.
+        Raises: Stopped, with the token, if the run is to end.
         """
         with self._run.when():
-            if turn.device != device:
-                self._queues[turn.device].remove(turn)
-                turn.device = device
-                self._queues[device].append(turn)
-            self._hand_on(turn)
-            self._run.wait(lambda: self._holder is turn)
+            if state.device != device:
+                self._queues[state.device].remove(state)
+                state.device = device
+                self._queues[device].append(state)
+            self._hand_on(state)
+            self._run.wait(lambda: self._holder is state)
 
-    def leave(self, turn: _Turn) -> None:
+    def leave(self, index: int) -> None:
         """Let go of everything for good."""
+        state = self._states[index]
         with self._run.changing():
-            self._queues[turn.device].remove(turn)
-            turn.device = None
-            if self._holder is turn:
-                self._hand_on(turn)
+            self._queues[state.device].remove(state)
+            state.device = None
+            if self._holder is state:
+                self._hand_on(state)
 
-    def _hand_on(self, turn: _Turn) -> None:
+    def _hand_on(self, state: _JobState) -> None:
         """To the first job after this one that holds its device, this one being the last to be asked."""
-        in_order = (*self._turns[turn.index + 1 :], *self._turns[: turn.index + 1])
+        in_order = (*self._states[state.index + 1 :], *self._states[: state.index + 1])
         ready = (each for each in in_order if each.device is not None and self._queues[each.device][0] is each)
         self._holder = next(ready, None)

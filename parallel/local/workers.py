@@ -1,8 +1,8 @@
 """Threads that work on one run together: how they wait for each other, and how the run ends.
 
 A run is a pipeline's step, a data-parallel step, or a batch of interleaved forwards. Each of its workers is a function
-with a thread of its own. What a worker may do when, a policy says (StageOrder, Prefetch, Baton): it keeps plain data,
-which is read and changed only inside `when` or `changing`. The Coordinator has everything else, once:
+with a thread of its own. A policy says what a worker may do when (StageOrder, Prefetch, RoundRobin). It keeps plain
+data, which is read and changed only inside `when` or `changing`. The Coordinator has everything else, once:
 
 - A worker waits for a condition of its own. Whoever changes something wakes those whose condition has become true, and
   nobody else.
@@ -51,13 +51,17 @@ class Coordinator:
         self._lock = threading.Lock()
         self._waiting: dict[threading.Condition, Callable[[], bool]] = {}
 
-    def run(self, workers: Sequence[Callable[[], None]]) -> None:
+    def run(self, workers: Sequence[Callable[[], None]], at_end: Callable[[int], None] = lambda index: None) -> None:
         """Return when all workers have ended.
 
+        Args:
+            at_end: called in a worker's thread when it has ended or will not begin, and its error is known.
         Raises: the first exception of a worker; RuntimeError if no thread can be had.
         """
         name = "devicebridge-worker-{}"
-        tasks = [self._pool.task(name.format(index), self._carry, work) for index, work in enumerate(workers)]
+        tasks = [
+            self._pool.task(name.format(index), self._carry, index, work, at_end) for index, work in enumerate(workers)
+        ]
         try:
             for task in tasks:
                 task.start()
@@ -86,7 +90,7 @@ class Coordinator:
             except KeyboardInterrupt:
                 continue
 
-    def _carry(self, work: Callable[[], None]) -> None:
+    def _carry(self, index: int, work: Callable[[], None], at_end: Callable[[int], None]) -> None:
         try:
             with self._state.taken_over():
                 with self.when(lambda: self._is_open):
@@ -94,6 +98,8 @@ class Coordinator:
                 work()
         except BaseException as error:
             self.fail(error)
+        finally:
+            at_end(index)
 
     def fail(self, error: BaseException | None) -> None:
         """End the run; the first error is what it raises."""

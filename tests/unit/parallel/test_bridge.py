@@ -507,8 +507,6 @@ def _num_hooks(model):
 def test_what_makes_no_bridge_is_refused():
     with pytest.raises(ValueError, match="at least one block"):
         Bridge({}, HOME)
-    with pytest.raises(ValueError, match=r"transport 'teleport'.*'stream' or 'relay'"):
-        Bridge({nn.Identity(): HOME}, HOME, transport="teleport")
     assert isinstance(types.MappingProxyType({}), collections.abc.Mapping)
     block = nn.Identity()
     assert Bridge(types.MappingProxyType({block: NEXT}), HOME).devices == (HOME, NEXT)

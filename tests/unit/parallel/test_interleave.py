@@ -269,7 +269,7 @@ def test_what_a_stopped_job_raises_does_not_hide_the_cause():
 
 
 def test_a_job_that_runs_the_model_again_while_it_is_stopped_is_stopped_again():
-    """And does not hand on the baton: the next job is unwound when this one is."""
+    """And does not hand on the token: the next job is unwound when this one is."""
     with emulated_cards(), torch.inference_mode():
         model, bridge = _make(HALVES)
         events = []
