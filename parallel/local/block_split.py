@@ -113,9 +113,13 @@ class BlockSplit:
             num_blocks: one per device, in order; () keeps none. [num_devices]
         Raises: ValueError for another number of devices, more blocks than a device has, or blocks that are swapped.
         """
-        kept = frozenset(self._last_blocks(num_blocks or [0] * len(self.bridge.devices)))
-        _refuse_both(kept, self._swap.modules if self._swap is not None else ())
-        self._kept = kept
+        check_kept_blocks(num_blocks, self.placement)
+        kept: list[nn.Module] = []
+        for device, count in zip(self.bridge.devices, num_blocks, strict=bool(num_blocks)):
+            blocks = [block for block, place in self.bridge.blocks.items() if place == device]
+            kept += blocks[len(blocks) - count :]
+        _refuse_both(frozenset(kept), self._swap.modules if self._swap is not None else ())
+        self._kept = frozenset(kept)
 
     @property
     def kept_blocks(self) -> dict[nn.Module, torch.device]:
@@ -134,12 +138,6 @@ class BlockSplit:
     def _found(self, module: nn.Module) -> torch.device | None:
         swapped_on = None if self._swap is None else self._swap.found_on(module)
         return swapped_on or next((tensor.device for tensor in _tensors(module)), None)
-
-    def _last_blocks(self, num_blocks: Sequence[int]) -> Iterator[nn.Module]:
-        check_kept_blocks(num_blocks, self.placement)
-        for device, count in zip(self.bridge.devices, num_blocks, strict=True):
-            blocks = [block for block, place in self.bridge.blocks.items() if place == device]
-            yield from blocks[len(blocks) - count :]
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.bridge.traffic is None or self._checked_in_run != self.bridge.num_runs:
@@ -198,9 +196,9 @@ def apply_block_split(
 ) -> BlockSplit:
     """Put each block on its device, everything else at home, and hook the model so that one forward runs over all.
 
-    Modules already in place are not moved. The model is used as before, from home or any other device; its output is
-    on the placement's tail device, home unless it says otherwise. Works under autograd, gradient checkpointing and
-    no_grad, and from several threads at once. handle.remove() restores the model as it was found, places included.
+    The model is used as before, from home or any other device; its output is on the placement's tail device. Works
+    under autograd, gradient checkpointing and no_grad, and from several threads at once. handle.remove() restores the
+    model as it was found, places included.
 
     Args:
         swap: holds weights that were brought to host memory already and stay there; attach it afterwards.

@@ -35,7 +35,7 @@ import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -141,7 +141,7 @@ class Bridge:
             self._hooks.before(block, self._make_enter(block, device))
             self._hooks.after(block, self._make_leave(is_last=block is last))
             if device != self.home:
-                self._hooks.after(block, _uncompiled(self._restore_device), also_on_error=True)
+                self._hooks.after(block, torch.compiler.disable(self._restore_device), also_on_error=True)
         for module in self.tail:
             self._hooks.before(module, self._make_enter(module, self.tail_device, is_block=False))
 
@@ -251,7 +251,7 @@ class Bridge:
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             local = self._local
             if is_block and self.trust != "model" and local.copies is not None:
-                local.calls.append(_Call(module))
+                local.calls.append(_Call(module, []))
                 if self.trust == "nobody":
                     local.copies.clear()
             if change_device is not None:
@@ -263,7 +263,7 @@ class Bridge:
             self._go_on(device)
             return rest, named
 
-        return _uncompiled(enter)
+        return torch.compiler.disable(enter)
 
     def _make_leave(self, *, is_last: bool) -> AfterHook:
         def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -275,7 +275,7 @@ class Bridge:
                 local.copies.forget(output)
             return output if goes_to is None else self.bring(output, goes_to)
 
-        return _uncompiled(leave)
+        return torch.compiler.disable(leave)
 
     def _write_back(self, module: nn.Module, output: Any, goes_to: torch.device | None) -> Any:
         """Write what the block wrote into copies of its arguments into what they are copies of.
@@ -317,12 +317,11 @@ class _Handed(NamedTuple):
     version: int
 
 
-class _Call:
+class _Call(NamedTuple):
     """One call of a block by a forward that is watched."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.copies: list[_Handed] = []
+    module: nn.Module
+    copies: list[_Handed]
 
 
 class _Known(NamedTuple):
@@ -392,10 +391,6 @@ class _Local(threading.local):
         self.device = torch.device("cpu")  # read while a forward runs only, begin() sets it
         self.guards: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
         self.calls: list[_Call] = []  # of blocks, innermost last; none where only the model's own code runs
-
-
-def _uncompiled(hook: Callable[..., T]) -> Callable[..., T]:
-    return torch.compiler.disable(hook)
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -144,15 +144,10 @@ class DataParallel:
         """Add the gradients of the others to those of the first, one device after the other."""
         home, *others = self._replicas
         for replica in others:
-            with_gradient = [index for index, each in enumerate(replica.parameters) if each.grad is not None]
-            if not with_gradient:
-                continue
-            gradients = [replica.parameters[index].grad for index in with_gradient]
-            flat = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None]).to(home.device)
-            del gradients
-            for index in with_gradient:
-                replica.parameters[index].grad = None
-            _for_each_part(flat, [home.parameters[index] for index in with_gradient], _add_gradient)
+            gradients = {index: each.grad for index, each in enumerate(replica.parameters) if each.grad is not None}
+            if gradients:
+                flat = torch.cat([gradient.flatten() for gradient in gradients.values()]).to(home.device)
+                _for_each_part(flat, [home.parameters[index] for index in gradients], _add_gradient)
 
 
 def num_dealt(num_microbatches: int, num_replicas: int) -> list[int]:

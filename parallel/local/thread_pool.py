@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -31,18 +32,16 @@ class ThreadPool:
 
     def task(self, name: str, work: Callable[..., None], *args: Any) -> Task:
         """work(*args) for one of the threads, in the context of the thread that asks; not begun."""
-        return Task(name, contextvars.copy_context(), work, args, self._idle)
+        return Task(name, partial(contextvars.copy_context().run, work, *args), self._idle)
 
 
 class Task:
     """Work for a thread, to be started once; as a threading.Thread is."""
 
-    def __init__(
-        self, name: str, context: contextvars.Context, work: Callable[..., None], args: tuple[Any, ...], idle: _Idle
-    ) -> None:
-        self.name, self.is_started = name, False
+    def __init__(self, name: str, call: Callable[[], None], idle: _Idle) -> None:
+        self.is_started = False
+        self._name, self._call, self._idle = name, call, idle
         self._owner: dict[str, str] = {}  # who came first: a thread to do it, or who withdraws it
-        self._context, self._work, self._args, self._idle = context, work, args, idle
         self._done = threading.Event()
 
     def start(self) -> None:
@@ -62,12 +61,12 @@ class Task:
 
     def run(self) -> None:
         """In this thread."""
-        threading.current_thread().name = self.name
+        threading.current_thread().name = self._name
         try:
             if self._owner.setdefault("it", "begun") == "begun":
-                self._context.run(self._work, *self._args)
+                self._call()
         finally:
-            del self._context, self._work, self._args
+            del self._call
 
     def finish(self) -> None:
         """The thread holds nothing of it any more."""

@@ -16,6 +16,7 @@ import weakref
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel.local import workers as workers_module
 from devicebridge.parallel.local.block_split import apply_block_split
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.parallel.local.interleave import Interleave
@@ -215,6 +216,26 @@ def test_an_error_of_one_job_ends_the_run(kind, failing, block, devices):
             interleave.run(broken)
         assert caught.value is error and bridge.traffic is None
         assert all(torch.equal(on_cpu(a), b) for a, b in zip(interleave.run(jobs), expected, strict=True))
+
+
+def test_a_job_whose_thread_comes_late_to_a_run_that_has_failed_holds_up_nobody(monkeypatch):
+    """It is in the queue for home before its thread runs; the others still get the token."""
+    plain = workers_module.ThreadState.taken_over
+
+    @contextlib.contextmanager
+    def late(state):
+        if threading.current_thread().name.endswith("-3"):
+            time.sleep(0.1)
+        with plain(state):
+            yield
+
+    monkeypatch.setattr(workers_module.ThreadState, "taken_over", late)
+    with emulated_cards(), torch.inference_mode():
+        model, bridge = _make(HALVES)
+        jobs = _jobs(model, bridge, 4)
+        jobs[1] = _failing(KeyError("at once"), model, bridge, 1, None)
+        with pytest.raises(KeyError, match="at once"):
+            Interleave(bridge).run(jobs)
 
 
 def test_the_others_are_stopped_at_their_next_border_and_unwind_one_at_a_time():
