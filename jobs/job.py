@@ -311,8 +311,7 @@ def _check_encoders(plan: JobPlan) -> None:
 
 
 def _identity(read: _Read) -> dict[str, Any]:
-    """Plain facts that a resumed run must share with the one it continues, beyond the config. Reads every image and
-    samples of the weights."""
+    """Facts beyond the config that a resumed run must share with the earlier one. Reads all images and some weights."""
     return {
         "dataset": _dataset_identity(read),
         "evaluation": dataset_fingerprint(read.eval_samples) if read.eval_samples else "",
