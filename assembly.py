@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -48,17 +48,13 @@ class Assembled:
 
     @property
     def all_graphs(self) -> tuple[GraphedBlocks, ...]:
-        """Of this and its replicas; () if blocks are not replayed."""
+        """Of this and its replicas; () if no block has a CUDA graph."""
         return tuple(each.graphs for each in (self, *self.replicas) if each.graphs is not None)
 
     @property
     def all_compiled(self) -> tuple[CompiledBlocks, ...]:
         """Of this and its replicas, in the order they were made in; () if blocks are not compiled."""
-        return _compiled_of((self, *self.replicas))
-
-
-def _compiled_of(assembled: Iterable[Assembled]) -> tuple[CompiledBlocks, ...]:
-    return tuple(each.compiled for each in assembled if each.compiled is not None)
+        return tuple(each.compiled for each in (self, *self.replicas) if each.compiled is not None)
 
 
 def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter: AttachAdapter) -> Assembled:
@@ -91,11 +87,11 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
     finished: list[Assembled] = []
     try:
         for each, own in zip(models, plans, strict=True):
-            finished.append(_finish(each, info.family, own, placement.used_devices, offload, quantized, attach_adapter))
+            finished.append(_finish(each, info.family, own, placement.used_devices, offload, attach_adapter))
     except BaseException:
-        remove_compiled(_compiled_of(finished))
+        remove_compiled([each.compiled for each in finished if each.compiled is not None])
         raise
-    return replace(finished[0], replicas=tuple(finished[1:]))
+    return replace(finished[0], quantized=quantized, replicas=tuple(finished[1:]))
 
 
 def _of_one(plan: ExecutionPlan, index: int, placement: Placement) -> ExecutionPlan:
@@ -110,7 +106,6 @@ def _finish(
     plan: ExecutionPlan,
     all_devices: Sequence[torch.device],
     offload: WeightOffload | None,
-    quantized: QuantizeReport | None,
     attach_adapter: AttachAdapter,
 ) -> Assembled:
     """What every replica goes through once its weights are in place; all_devices: of all of them."""
@@ -137,7 +132,7 @@ def _finish(
         compiled = compile_if_possible(model, family, all_devices, plan.compiled_shapes)
     # 7. A graph is of what a block's forward has become by now, and a block that is computed again has none.
     graphs = graph_if_possible(split.kept_blocks) if plan.has_graphs else None
-    return Assembled(model, split, adapter, quantized, compiled, offload, graphs)
+    return Assembled(model, split, adapter, compiled=compiled, weight_offload=offload, graphs=graphs)
 
 
 def _first_places(

@@ -27,7 +27,7 @@ class ExecutionPlan:
         offloads: then, whether inputs of blocks wait in host memory.
         compiled_shapes: shapes of batches that blocks are compiled for, 0 if their number is unknown; None compiles
             nothing.
-        has_graphs: whether blocks that keep their activations are replayed as CUDA graphs.
+        has_graphs: whether blocks that keep their activations are launched as CUDA graphs.
     """
 
     placement: Placement

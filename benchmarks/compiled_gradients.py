@@ -32,6 +32,7 @@ import torch  # noqa: E402
 from devicebridge.parallel.devices import CPU, available_devices, release_cached_memory  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.training.gradient_check import BlockDifference, worst_of  # noqa: E402
+from devicebridge.training.preflight import check_compiled  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
 from random_job import SCHEMES, plan_devices  # noqa: E402
 from train_step import SUBJECTS, Contestant, in_size, make_contestant  # noqa: E402
@@ -54,7 +55,7 @@ def measure(options: argparse.Namespace, scheme: str) -> dict[str, Any]:
 def _compare(each: Contestant) -> dict[str, Any]:
     start = time.perf_counter()
     each.trainer.compiled = tuple(each.compiled)
-    found = each.trainer.compare_compiled()
+    found = check_compiled(each.trainer)
     return {**_described(found), "is_given_up": not each.trainer.compiled, "seconds": time.perf_counter() - start}
 
 

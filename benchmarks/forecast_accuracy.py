@@ -148,7 +148,7 @@ def train(options: argparse.Namespace, config: Any, plan: TrainingPlan, side: in
             offload.attach(built.split)
         trainer = make_trainer(built, lora, plan.job, make_picture_samples(config, side, is_tiny=options.tiny))
         if plan.setting.schedule == "1f1b":
-            trainer.runner = Pipeline(built.split.bridge, ahead=plan.setting.ahead)
+            trainer.runner = Pipeline(built.model, built.split.bridge, ahead=plan.setting.ahead)
         graphs = apply_cuda_graphs(built.split.kept_blocks) if options.graphs else None
         trainer.graphs = (graphs,) if graphs is not None else ()
         for _ in range(NUM_STEPS):

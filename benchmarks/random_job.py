@@ -23,9 +23,9 @@ from devicebridge.families.registry import find_family
 from devicebridge.families.spec import ModelFamily, Variant
 from devicebridge.parallel.devices import available_devices
 from devicebridge.parallel.local.block_split import BlockSplit, apply_block_split
-from devicebridge.parallel.local.pipeline import Runner
 from devicebridge.parallel.offload.weights import WeightOffload
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement
+from devicebridge.parallel.runner import PlainAccumulation, Runner
 from devicebridge.patches.lora_linear import FusedLora
 from devicebridge.planning.cards import Card, cards_of
 from devicebridge.quantization.kernel_choice import device_kernels
@@ -39,6 +39,7 @@ from devicebridge.training.gradient_check import worst_of
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import make_noise_schedule
 from devicebridge.training.optimizer import learning_rate_factor
+from devicebridge.training.preflight import check_compiled
 from peft.tuners.lora import Linear as LoraLinear
 from provenance import say
 from torch import nn
@@ -297,7 +298,7 @@ def make_trainer(
         job=job,
         family=built.family,
         variant=variant,
-        model=built.model,
+        runner=runner or PlainAccumulation(built.model, built.split.home),
         lora=lora,
         schedule=make_noise_schedule(job.objective, built.family, variant),
         train_data=train_data,
@@ -307,7 +308,6 @@ def make_trainer(
         devices=built.devices,
         events=None,  # type: ignore[arg-type]
         save_lora=_refuse_to_save,
-        runner=runner,
     )
 
 
@@ -317,7 +317,7 @@ def demand_right_gradients(trainer: Trainer) -> None:
     Raises: RuntimeError if they are others than of uncompiled ones: how fast they are means nothing then.
     """
     if trainer.compiled:
-        found = trainer.compare_compiled()
+        found = check_compiled(trainer)
         if not found or not trainer.compiled:
             raise RuntimeError("compiled blocks were not compared with uncompiled ones, or are wrong: see above")
         say(f"compiled blocks against uncompiled ones: {worst_of(found)}")

@@ -33,9 +33,10 @@ from devicebridge.config.job import JobConfig  # noqa: E402
 from devicebridge.events import first_line  # noqa: E402
 from devicebridge.parallel.devices import release_cached_memory  # noqa: E402
 from devicebridge.parallel.local.block_split import apply_weight_offload  # noqa: E402
-from devicebridge.parallel.local.data_parallel import Replica, Replicas  # noqa: E402
-from devicebridge.parallel.local.pipeline import Pipeline, Runner  # noqa: E402
+from devicebridge.parallel.local.data_parallel import DataParallel, Replica  # noqa: E402
+from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.placement import place_offloaded  # noqa: E402
+from devicebridge.parallel.runner import Runner  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.training.batches import CachedSamples  # noqa: E402
@@ -187,14 +188,14 @@ def make_run(
         each.split.keep_activations([round(way.kept_share * count) for count in counts])
     runner: Runner | None = None
     if is_copied:
-        runner = Replicas(
+        runner = DataParallel(
             [
                 Replica(each.model, each.devices[0], tuple(lora.parameters().values()))
                 for each, lora in zip(models, loras, strict=True)
             ]
         )
     elif way.kind is not None:
-        runner = Pipeline(models[0].split.bridge, ahead=way.ahead)
+        runner = Pipeline(models[0].model, models[0].split.bridge, ahead=way.ahead)
     return models[0], make_trainer(models[0], loras[0], job, train_data, eval_data, runner=runner)
 
 

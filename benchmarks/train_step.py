@@ -46,10 +46,11 @@ from devicebridge.events import first_line  # noqa: E402
 from devicebridge.families.registry import find_family  # noqa: E402
 from devicebridge.families.spec import ModelFamily, Variant  # noqa: E402
 from devicebridge.parallel.devices import synchronize  # noqa: E402
-from devicebridge.parallel.local.data_parallel import Replica, Replicas  # noqa: E402
+from devicebridge.parallel.local.data_parallel import DataParallel, Replica  # noqa: E402
 from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.offload.activations import ActivationOffload  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names, estimate_block_flops, plan_placement  # noqa: E402
+from devicebridge.parallel.runner import PlainAccumulation, Runner  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile, remove_compiled  # noqa: E402
 from devicebridge.patches.cuda_graphs import GraphedBlocks, apply_cuda_graphs  # noqa: E402
 from devicebridge.patches.hooks import map_tensors  # noqa: E402
@@ -205,7 +206,7 @@ class Contestant:
     trainer: Trainer
     job: Any
     copies: tuple[RandomModel, ...] = ()  # on further devices
-    replicas: Replicas | None = None
+    data_parallel: DataParallel | None = None
     compiled: list[Any] = field(default_factory=list)  # handles, and for any size or not
     any_size: bool = False
     offload: ActivationOffload | None = None  # with the host memory it took, for the next turn
@@ -296,7 +297,7 @@ def make_replicas(
         for device in options.devices
     )
     trained = [Replica(e.built.model, e.built.devices[0], tuple(e.trainer._parameters)) for e in (first, *others)]
-    return replace(first, copies=tuple(each.built for each in others), replicas=Replicas(trained))
+    return replace(first, copies=tuple(each.built for each in others), data_parallel=DataParallel(trained))
 
 
 def _make_data(subject: Subject, is_tiny: bool) -> Any:
@@ -313,15 +314,20 @@ def _make_data(subject: Subject, is_tiny: bool) -> Any:
 # ---- steps
 
 
+def _runner_of(each: Contestant, way: Way) -> Runner:
+    model, split = each.built.model, each.built.split
+    if way.kind == "replicas":
+        assert each.data_parallel is not None
+        return each.data_parallel
+    return PlainAccumulation(model, split.home) if way.kind is None else Pipeline(model, split.bridge)
+
+
 @contextlib.contextmanager
 def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer]:
     """The contestant's trainer, set for this way."""
     trainer = each.trainer
-    trainer.job = replace(each.job, train=replace(each.job.train, gradient_accumulation_steps=way.num_batches))
-    if way.kind == "replicas":
-        trainer.runner = each.replicas
-    else:
-        trainer.runner = None if way.kind is None else Pipeline(each.built.split.bridge)
+    trainer.job = replace(each.job, train=replace(each.job.train, accumulation=way.num_batches))
+    trainer.runner = _runner_of(each, way)
     if way.name not in (USUAL.name, ONE_GPU.name):
         each.keep_activations(kept)
         each.compile(way.compiled, way.any_size)

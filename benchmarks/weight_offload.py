@@ -79,7 +79,7 @@ def run_scheme(options: argparse.Namespace, scheme: str) -> dict[str, Any]:
     built = make_random_model(config, replace(resident.placement, tail=tail), scheme)
     lora = attach_lora(built, resident.job)
     built.model.enable_gradient_checkpointing(built.split.checkpoint)
-    pipeline = Pipeline(built.split.bridge) if tail else None
+    pipeline = Pipeline(built.model, built.split.bridge) if tail else None
     data = make_picture_samples(config, options.side, is_tiny=options.tiny)
     trainer = make_trainer(built, lora, resident.job, data, runner=pipeline)
     compiled = apply_compile(built.model, FAMILY) if options.compile else None
@@ -156,14 +156,9 @@ def deterministic() -> Iterator[None]:
 
 def gradients(trainer: Any) -> dict[str, torch.Tensor]:
     """Of the trainer's next step, which does not happen; on the CPU."""
-    position = trainer.order.state_dict()
-    trainer._accumulate(trainer.job.train.gradient_accumulation_steps)
-    parameters = trainer.lora.parameters()
-    found = {name: host(p.grad) for name, p in parameters.items() if p.grad is not None}
-    for parameter in parameters.values():
-        parameter.grad = None
-    trainer.order.load_state_dict(position)
-    return found
+    with trainer.trial():
+        trainer.accumulate(trainer.job.train.gradient_accumulation_steps)
+        return {name: host(p.grad) for name, p in trainer.lora.parameters().items() if p.grad is not None}
 
 
 def host(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,9 +28,10 @@ from ..encoding.text_place import check_text_device
 from ..events import EventLog, Listener
 from ..families.spec import LatentSpec, Variant
 from ..parallel.devices import CPU, find_device, memory_in_use, own_random_states, reset_peaks
-from ..parallel.local.data_parallel import Replica, Replicas
-from ..parallel.local.pipeline import Pipeline, Runner
+from ..parallel.local.data_parallel import DataParallel, Replica
+from ..parallel.local.pipeline import Pipeline
 from ..parallel.placement import Placement, check_kept_blocks, check_offloaded_blocks
+from ..parallel.runner import PlainAccumulation, Runner
 from ..patches.compile_blocks import remove_compiled
 from ..patches.lora import resolve_targets
 from ..planning.calibration import CalibratedPlanner
@@ -45,6 +46,7 @@ from ..training.batches import CachedSamples
 from ..training.loop import Trainer, checkpoint_folder
 from ..training.objective import make_noise_schedule
 from ..training.optimizer import make_optimizer
+from ..training.preflight import check_compiled
 from ..training.state import TrainingState, list_checkpoints
 from .cautions import give_cautions
 from .checked_job import JobPlan, component_folder, stock_reader
@@ -309,8 +311,7 @@ def _check_encoders(plan: JobPlan) -> None:
 
 
 def _identity(read: _Read) -> dict[str, Any]:
-    """Plain facts that a resumed run must share with the one it continues, beyond the config. Reads every image and
-    samples of the weights."""
+    """Facts beyond the config that a resumed run must share with the earlier one. Reads all images and some weights."""
     return {
         "dataset": _dataset_identity(read),
         "evaluation": dataset_fingerprint(read.eval_samples) if read.eval_samples else "",
@@ -392,7 +393,7 @@ def _run(
             if state is not None:
                 trainer.restore(state)
             events.emit("phase", name="training")
-            is_finished = trainer.run(should_stop)
+            is_finished = trainer.run(should_stop, check_compiled)
         return _conclude(plan, trainer, is_finished)
 
 
@@ -426,7 +427,7 @@ def _make_trainer(
         job=job,
         family=plan.family,
         variant=plan.variant,
-        model=assembled.model,
+        runner=_make_runner(plan, assembled),
         lora=lora,
         schedule=plan.schedule,
         train_data=train_data,
@@ -441,18 +442,17 @@ def _make_trainer(
         devices=plan.placement.used_devices,
         events=events,
         save_lora=lambda path: save_lora(plan, lora, path),
-        runner=_make_runner(plan, assembled),
         compiled=assembled.all_compiled,
         graphs=assembled.all_graphs,
     )
 
 
-def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner | None:
+def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner:
     if assembled.replicas:
-        return Replicas([_replica_of(each) for each in (assembled, *assembled.replicas)])
+        return DataParallel([_replica_of(each) for each in (assembled, *assembled.replicas)])
     if plan.execution.ahead is None:
-        return None
-    return Pipeline(assembled.split.bridge, ahead=plan.execution.ahead)
+        return PlainAccumulation(assembled.model, assembled.split.home)
+    return Pipeline(assembled.model, assembled.split.bridge, ahead=plan.execution.ahead)
 
 
 def _replica_of(assembled: Assembled) -> Replica:

@@ -1,23 +1,22 @@
 """Where the blocks of a native model are: by its description, or by looking for them in a model nobody described.
 
-A described model (families/comfy/native.py) says which lists it has and in which order they run. An unknown one is
-searched: relay transport with a hook on each block is right for any model whose blocks are called as modules and return
-what they compute, so it is enough to find containers of alike modules that hold the weights. What cannot be seen from
-outside is whether the model really calls them; `BlockCalls` watches that during one forward.
+Relay transport with a hook on each block is right for any model whose blocks are called as modules and return what they
+compute. So in an unknown model it is enough to find containers of alike modules that hold the weights. Whether the
+model really calls them cannot be seen from outside; `BlockCalls` watches that during one forward.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
 
 from ..families.spec import NativeModel, Transport
-from ..patches.hooks import BeforeHook, HookSet
+from ..patches.hooks import HookSet
 
 # Lists below this share of a model's bytes are embedders and the like: moving them saves nothing and costs two copies.
 _MIN_SHARE = 0.05
@@ -104,37 +103,24 @@ def find_block_lists(model: nn.Module) -> tuple[str, ...]:
 
     Raises: ValueError that says what was looked for and what is there.
     """
-    name, module = "", model
+    name, module, total = "", model, max(_num_bytes(model), 1)
     while True:
-        found = _lists_of(module, _num_bytes(model))
+        shares = {child: _num_bytes(part) / total for child, part in module.named_children()}
+        found = [child for child, part in module.named_children() if _looks_like_blocks(part, shares[child])]
         if found:
             return tuple(name + child for child in found)
-        main = _main_child(module, _num_bytes(model))
-        if main is None:
+        main = max(shares, key=lambda child: shares[child], default="")
+        if not main or shares[main] <= _MAIN_SHARE:
             raise ValueError(_nothing_found(model))
         name, module = f"{name}{main}.", module.get_submodule(main)
 
 
-def _lists_of(module: nn.Module, total_bytes: int) -> list[str]:
-    return [
-        name
-        for name, child in module.named_children()
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) and _looks_like_blocks(child, total_bytes)
-    ]
-
-
-def _looks_like_blocks(container: nn.ModuleList | nn.ModuleDict, total_bytes: int) -> bool:
-    share = _num_bytes(container) / max(total_bytes, 1)
-    classes = Counter(type(entry) for entry in container._modules.values() if entry is not None)
+def _looks_like_blocks(module: nn.Module, share: float) -> bool:
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    classes = Counter(type(entry) for entry in module._modules.values() if entry is not None)
     are_alike = max(classes.values(), default=0) >= 2
     return share > _MAIN_SHARE or (are_alike and share >= _MIN_SHARE)
-
-
-def _main_child(module: nn.Module, total_bytes: int) -> str | None:
-    """The child that holds most of the bytes, if one does."""
-    sizes = {name: _num_bytes(child) for name, child in module.named_children()}
-    largest = max(sizes, key=lambda name: sizes[name], default=None)
-    return largest if largest is not None and sizes[largest] > _MAIN_SHARE * total_bytes else None
 
 
 def _nothing_found(model: nn.Module) -> str:
@@ -172,14 +158,10 @@ class BlockCalls:
         self._calls = dict.fromkeys(blocks, 0)
         self._hooks = HookSet()
         for name in blocks:
-            self._hooks.before(model.get_submodule(name), self._counter(name))
+            self._hooks.just_before(model.get_submodule(name), partial(self._count, name))
 
-    def _counter(self, name: str) -> BeforeHook:
-        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            self._calls[name] += 1
-            return args, kwargs
-
-        return count
+    def _count(self, name: str, *call: object) -> None:
+        self._calls[name] += 1
 
     def stop(self) -> None:
         """Take the hooks off; a second call is a no-op."""

@@ -61,10 +61,8 @@ def find_device(name: str) -> torch.device:
 
 
 def _device_count(device: torch.device) -> int:
-    module = getattr(torch, device.type, None)
-    if module is None or not hasattr(module, "device_count"):
-        return 0
-    return module.device_count() if module.is_available() else 0
+    module: Any = getattr(torch, device.type, None)
+    return module.device_count() if hasattr(module, "device_count") and module.is_available() else 0
 
 
 def _existing() -> str:
@@ -116,32 +114,33 @@ def _cgroup_bytes(folder: Path) -> int | None:
 def memory_in_use(devices: Iterable[torch.device]) -> dict[str, dict[str, float]]:
     """Decimal GB per accelerator, peaks since reset_peaks: {"cuda:0": {"allocated": 12.3, "peak": 14.0, "reserved":
     14.5}}; reserved is the allocator's peak. The CPU is left out."""
-    report = {}
-    for device in devices:
-        module = device_module(device)
-        if module is not None and hasattr(module, "max_memory_allocated"):
-            allocated, peak = module.memory_allocated(device), module.max_memory_allocated(device)
-            reserved = module.max_memory_reserved(device)
-            report[str(device)] = {"allocated": allocated / 1e9, "peak": peak / 1e9, "reserved": reserved / 1e9}
-    return report
+    modules: dict[torch.device, Any] = {device: device_module(device) for device in devices}
+    return {
+        str(device): {
+            "allocated": module.memory_allocated(device) / 1e9,
+            "peak": module.max_memory_allocated(device) / 1e9,
+            "reserved": module.max_memory_reserved(device) / 1e9,
+        }
+        for device, module in modules.items()
+        if hasattr(module, "max_memory_allocated")
+    }
 
 
 def reset_peaks(devices: Iterable[torch.device]) -> None:
     """Let the peaks of memory_in_use start from what is held now."""
     for device in devices:
-        module = device_module(device)
-        if module is not None and hasattr(module, "reset_peak_memory_stats"):
+        module: Any = device_module(device)
+        if hasattr(module, "reset_peak_memory_stats"):
             module.reset_peak_memory_stats(device)
 
 
 def release_cached_memory() -> None:
     """Collect garbage and hand cached blocks back to the accelerator's driver; changes no tensor."""
     gc.collect()
-    for device in available_devices():
-        module = device_module(device)
-        if module is not None and hasattr(module, "empty_cache"):
+    for device in available_devices()[:1]:  # all are of one kind
+        module: Any = device_module(device)
+        if hasattr(module, "empty_cache"):
             module.empty_cache()
-            return
 
 
 def synchronize(devices: Iterable[torch.device]) -> None:
@@ -171,8 +170,8 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
 
 def random_states(devices: Iterable[torch.device]) -> dict[str, torch.Tensor]:
     """random_state of the CPU and of every device named."""
-    states = {str(device): random_state(device) for device in (CPU, *devices)}
-    return {name: state for name, state in states.items() if state is not None}
+    states = ((str(device), random_state(device)) for device in (CPU, *devices))
+    return {name: state for name, state in states if state is not None}
 
 
 def restore_random_states(states: dict[str, torch.Tensor]) -> None:

@@ -1,14 +1,15 @@
 """Which block lives on which device: pure arithmetic, no GPU and no weights needed.
 
-Blocks keep their execution order and each device holds one consecutive run of them, so activations cross a border at
-most num_devices - 1 times per forward. The first device is home: it also holds the embedders and the tail.
+Each device holds one consecutive run of blocks, so activations cross a border at most num_devices - 1 times per
+forward. The first device is home: it also holds the embedders and the tail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -41,10 +42,13 @@ class Placement:
             raise ValueError(f"{len(self.blocks)} blocks and {len(self.devices)} devices; give one device per block")
         assert not self.replicas or {self.home, *self.devices} == {self.replicas[0]} and not self.tail
 
+    def items(self) -> list[tuple[str, torch.device]]:
+        """Every block with its device."""
+        return list(zip(self.blocks, self.devices, strict=True))
+
     @cached_property
     def _device_by_block(self) -> dict[str, torch.device]:
-        tail = dict.fromkeys(self.tail, self.tail_device)
-        return {**dict(zip(self.blocks, self.devices, strict=True)), **tail}
+        return dict(self.items()) | dict.fromkeys(self.tail, self.tail_device)
 
     @property
     def tail_device(self) -> torch.device:
@@ -170,8 +174,7 @@ def plan_placement(
     cuts = _best_cuts(list(block_cost), sizes, limits, float(home_cost), home_bytes, shares)
     if cuts is None:
         raise ValueError(_does_not_fit(used, limits, sizes, home_bytes))
-    placed = [device for device, (start, end) in zip(used, cuts, strict=True) for _ in range(start, end)]
-    return Placement(tuple(blocks), tuple(placed), used[0])
+    return _cut(blocks, used, cuts)
 
 
 def _best_cuts(
@@ -188,8 +191,7 @@ def _best_cuts(
     the later one wins: home holds activations of front and tail as well, so it is not given more than it must.
     """
     num_blocks = len(cost)
-    cost_before = _prefix_sums(cost)
-    bytes_before = _prefix_sums(sizes)
+    cost_before, bytes_before = list(accumulate(cost, initial=0.0)), list(accumulate(sizes, initial=0))
 
     def load(stage: int, start: int, end: int) -> float | None:
         size = bytes_before[end] - bytes_before[start] + (home_bytes if stage == 0 else 0)
@@ -218,13 +220,6 @@ def _best_cuts(
         cuts.append((start, end))
         end = start
     return cuts[::-1]
-
-
-def _prefix_sums(values: Sequence[float]) -> list[float]:
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums
 
 
 def _does_not_fit(devices: list[torch.device], limits: list[int | None], sizes: list[int], home_bytes: int) -> str:
@@ -271,12 +266,17 @@ def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at
             "less than there are devices"
         )
     bounds = [0, *split_at, len(blocks)]
-    if any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(bounds)):
         raise ValueError(
             f"split_at {list(split_at)} leaves a device without blocks; the model has {len(blocks)} blocks, so "
             f"the cuts must rise and lie between 1 and {len(blocks) - 1}"
         )
-    placed = [d for d, a, b in zip(devices, bounds, bounds[1:], strict=False) for _ in range(a, b)]
+    return _cut(blocks, devices, pairwise(bounds))
+
+
+def _cut(blocks: Sequence[str], devices: Sequence[torch.device], cuts: Iterable[tuple[int, int]]) -> Placement:
+    """A run [start, end) of blocks for each device, home first."""
+    placed = [device for device, (start, end) in zip(devices, cuts, strict=True) for _ in range(start, end)]
     return Placement(tuple(blocks), tuple(placed), devices[0])
 
 
@@ -330,9 +330,9 @@ def place_offloaded(
     """
     places: dict[str, torch.device] = {}
     devices = placement.used_devices
-    for kept, count, device in zip(kept_blocks or (0,) * len(devices), swapped_blocks, devices, strict=True):
-        names = [name for name, place in zip(placement.blocks, placement.devices, strict=True) if place == device]
-        places |= {names[index]: device for index in spread_offloaded(len(names), kept, count)}
+    for kept, swapped, device in zip(kept_blocks or (0,) * len(devices), swapped_blocks, devices, strict=True):
+        names = [name for name, place in placement.items() if place == device]
+        places |= {names[index]: device for index in spread_offloaded(len(names), kept, swapped)}
     return places
 
 
@@ -354,11 +354,11 @@ def estimate_block_flops(
     Linears cost 2 * weights * tokens they see; attention over all tokens is counted alike for every block (4 S² D),
     which is exact for joint attention and only shifts all blocks equally elsewhere.
     """
-    flops: list[float] = []
-    for block_list in family.block_lists:
-        for block in getattr(model, block_list.name):
-            flops.append(_block_flops(block, block_list, num_image_tokens, num_text_tokens))
-    return flops
+    return [
+        _block_flops(block, block_list, num_image_tokens, num_text_tokens)
+        for block_list in family.block_lists
+        for block in getattr(model, block_list.name)
+    ]
 
 
 def native_block_flops(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -24,11 +24,9 @@ class Stopwatch(Protocol):
 
     def mark(self) -> Any:
         """This moment: after all that was queued so far."""
-        ...
 
     def between(self, start: Any, end: Any) -> float:
         """Seconds from one moment to a later one, once both have passed."""
-        ...
 
 
 MakeStopwatch = Callable[[torch.device], Stopwatch]
@@ -75,7 +73,8 @@ def link_speed(source: torch.device, target: torch.device, stopwatch: Stopwatch 
     Takes up to 64 MiB on both sides, and some milliseconds.
     """
     watch = stopwatch or WaitingStopwatch(source, target)
-    size = _size((source, target))
+    quarters = [free // 4 for free in map(free_bytes, (source, target)) if free is not None]
+    size = max(2**20, min([_PIECE_BYTES, *quarters]))
     held = torch.ones(size, dtype=torch.uint8, device=source)
     if source == CPU and target.type == "cuda":
         held = held.pin_memory()
@@ -87,8 +86,3 @@ def link_speed(source: torch.device, target: torch.device, stopwatch: Stopwatch 
             there.copy_(held, non_blocking=True)
         seconds.append(watch.between(start, watch.mark()))
     return _NUM_COPIES * size / statistics.median(seconds[1:])  # the first sets up what the others use
-
-
-def _size(devices: Sequence[torch.device]) -> int:
-    free = [free_bytes(device) for device in devices]
-    return max(2**20, min([_PIECE_BYTES, *(each // 4 for each in free if each is not None)]))

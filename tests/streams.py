@@ -11,8 +11,8 @@ import threading
 from unittest import mock
 
 import torch
-from devicebridge.parallel.local import bridge as bridge_module
-from devicebridge.parallel.local import workers as lanes_module
+from devicebridge.parallel import transfer as transfer_module
+from devicebridge.parallel.local import workers as workers_module
 from devicebridge.tests.emulated import CARDS, EmulatedTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -84,8 +84,8 @@ class SimulatedMachine:
     def installed(self):
         """The module of the emulated cards, as far as our code asks for it; torch remembers its own answer."""
         with (
-            mock.patch.object(lanes_module, "device_module", lambda device: self),
-            mock.patch.object(bridge_module, "device_module", lambda device: self),
+            mock.patch.object(workers_module, "device_module", lambda device: self),
+            mock.patch.object(transfer_module, "device_module", lambda device: self),
         ):
             yield
 

@@ -9,8 +9,8 @@ import torch
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.local.block_split import BlockSplit, apply_block_split
-from devicebridge.parallel.local.pipeline import MicroBatch
 from devicebridge.parallel.placement import Placement, block_names, plan_manual
+from devicebridge.parallel.runner import MicroBatch
 from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization
 from devicebridge.tests.emulated import CARDS
 from devicebridge.tests.toy import TINY
@@ -55,15 +55,15 @@ def make_tiny_split(
     return model, split, handle
 
 
-def make_seated_batches(
-    seat: Callable[[int], tuple[Any, torch.device]], name: str, count: int
+def make_batches_for(
+    replica_for: Callable[[int], tuple[Any, torch.device]], name: str, count: int
 ) -> list[MicroBatch[dict[str, Any]]]:
-    """So many micro-batches of a step, each with inputs of its own; seat: from an index to the model it goes through
-    and its home."""
+    """So many micro-batches of a step, each with inputs of its own; replica_for: from an index to the model it goes
+    through and its home."""
     family, tiny = FAMILIES[name], TINY[name]
 
     def make(index: int) -> MicroBatch[dict[str, Any]]:
-        model, home = seat(index)
+        model, home = replica_for(index)
 
         def forward(inputs: dict[str, Any]) -> torch.Tensor:
             inputs = {k: v.to(home) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
@@ -79,7 +79,7 @@ def make_micro_batches(
     model: torch.nn.Module, name: str, count: int, home: torch.device = CARDS[0]
 ) -> list[MicroBatch[dict[str, Any]]]:
     """All through one model."""
-    return make_seated_batches(lambda index: (model, home), name, count)
+    return make_batches_for(lambda index: (model, home), name, count)
 
 
 class BrokenBackward(torch.autograd.Function):

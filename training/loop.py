@@ -1,18 +1,17 @@
 """The training loop: what one step does, when the state is saved, and how a run ends.
 
-The loop knows no devices but the model's home: batches are made on the CPU and moved there, the split and the runner
-(a pipeline, or replicas, which say which copy of the model each micro-batch goes through) do the rest.
+Batches are made on the CPU and moved to the model's home; the runner (parallel/runner.py) knows the other devices.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,13 @@ from ..config.job import JobConfig, job_to_dict
 from ..data.samples import Batch, BatchOrder
 from ..events import EventLog, first_line
 from ..families.spec import ModelFamily, Variant
-from ..parallel.devices import memory_in_use, random_states, release_cached_memory, reset_peaks, restore_random_states
-from ..parallel.local.pipeline import MicroBatch, Runner
+from ..parallel.devices import memory_in_use, random_states, restore_random_states
+from ..parallel.runner import MicroBatch, Runner
 from ..patches.attention import sound_attention
-from ..patches.compile_blocks import CompiledBlocks, remove_compiled
+from ..patches.compile_blocks import CompiledBlocks
 from ..patches.cuda_graphs import GraphedBlocks
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
-from .gradient_check import BlockCheck, BlockDifference
 from .loss_growth import describe_growth
 from .objective import NoiseSchedule, add_noise, draw_quantiles, flow_matching_loss, make_generator
 from .optimizer import learning_rate_factor, make_optimizer, set_learning_rate
@@ -61,22 +59,19 @@ class Trainer:
     """One run: a model with a LoRA, its data, and where it stands.
 
     Args:
-        model: split or not; its inputs may be anywhere.
         train_data, eval_data: cached samples; eval_data None evaluates nothing.
         identity: plain facts about model, data and placement, kept in checkpoints so that no other run continues them.
         devices: every device the model uses, home first.
         save_lora: writes the LoRA file for users into a folder and returns its path.
-        runner: of the model, to keep several devices busy; None for one batch at a time.
+        runner: computes the microbatches, and knows the model and its copies.
         compiled: the blocks of the model and its copies, if they are; torch compiles at the first batch of each shape.
-            () once compare_compiled has found them wrong.
-        graphs: of blocks that keep their activations, recorded in the first step and replayed from then on; () once
-            what they were made of is found wrong.
+        graphs: of blocks that keep their activations, recorded in the first step and replayed from then on.
     """
 
     job: JobConfig
     family: ModelFamily
     variant: Variant
-    model: nn.Module
+    runner: Runner
     lora: LoraHandle
     schedule: NoiseSchedule
     train_data: CachedSamples
@@ -86,7 +81,6 @@ class Trainer:
     devices: tuple[torch.device, ...]
     events: EventLog
     save_lora: Callable[[Path], Path]
-    runner: Runner | None = None
     compiled: tuple[CompiledBlocks, ...] = ()
     graphs: tuple[GraphedBlocks, ...] = ()
     step: int = 0
@@ -101,8 +95,8 @@ class Trainer:
             self._by_device.setdefault(parameter.device, []).append(parameter)
         self._optimizer = make_optimizer(self._parameters, self.job.optimizer)
         self._dtype = getattr(torch, self.job.model.dtype)
-        self._home = self.devices[0]
-        self._seen_shapes: set[Any] = set()
+        self._num_runs = 0  # of the runner
+        self._first_run: dict[Any, int] = {}  # in which a shape was computed first
         self._chosen: list[Batch] = []  # of the step in hand
         self._begun: tuple[dict[str, int], dict[str, torch.Tensor]] | None = None  # where it began
         self._largest_weights: list[torch.Tensor] = []  # after the last step, of every device
@@ -110,16 +104,20 @@ class Trainer:
         self._is_sound = True  # weights and counts belong together, and may be saved
         self._has_warned = False
 
-    def run(self, should_stop: Callable[[], bool]) -> bool:
+    def run(
+        self, should_stop: Callable[[], bool], preflight: Callable[[Trainer], object] = lambda trainer: None
+    ) -> bool:
         """Train until the last step or until should_stop() is true between two steps; True if all steps are done.
 
         Either way the state is saved, also where something breaks after a step that is not saved yet.
 
+        Args:
+            preflight: called before the first step through compiled blocks.
         Raises: RuntimeError with what broke and what is saved.
         """
         self._saved_at = self.step  # a resumed run stands on disk already; at step 0 there is nothing to lose
         try:
-            self._advance(should_stop)
+            self._advance(should_stop, preflight)
             if self._saved_at != self.step:
                 self.save()
         except Exception as error:
@@ -130,10 +128,10 @@ class Trainer:
             raise RuntimeError(f"{error}\n{kept}") from error
         return self.step >= self.job.train.steps
 
-    def _advance(self, should_stop: Callable[[], bool]) -> None:
+    def _advance(self, should_stop: Callable[[], bool], preflight: Callable[[Trainer], object]) -> None:
         last = self.job.train.steps
         if self.compiled and self.step < last and not should_stop():
-            self.compare_compiled()
+            preflight(self)
         if not should_stop():
             self._evaluate_if_due(is_end=self.step >= last)
         while self.step < last and not should_stop():
@@ -188,7 +186,7 @@ class Trainer:
         self._chosen.clear()
         self._start_graphs()
         with sound_attention():
-            total = sum(loss.item() for loss in self._accumulate(settings.gradient_accumulation_steps))
+            total = sum(loss.item() for loss in self.accumulate(settings.gradient_accumulation_steps))
         limit = settings.clip_norm or math.inf
         norm = nn.utils.clip_grad_norm_(self._parameters, limit).item()
         self._refuse_spoilt_weights()  # the host has just waited for the devices
@@ -199,8 +197,7 @@ class Trainer:
         self._optimizer.step()
         self._largest_weights = [nn.utils.get_total_norm(group, math.inf) for group in self._by_device.values()]
         self._optimizer.zero_grad(set_to_none=True)
-        if self.runner is not None:
-            self.runner.sync()
+        self.runner.sync()
         return total
 
     def _why_not_finite(self, loss: float, norm: float) -> str:
@@ -236,61 +233,12 @@ class Trainer:
         for each in self.graphs:
             each.start_step()
             if not each.is_on:
-                self._seen_shapes.clear()  # a micro-batch is alone while the first recordings are made
+                self._first_run.clear()  # a microbatch is alone while the first recordings are made
                 each.is_on = True
 
-    def compare_compiled(self) -> list[BlockDifference]:
-        """Go on uncompiled where compiled blocks compute something else than uncompiled ones, or the compiler fails.
-
-        The next micro-batch of every copy of the model goes through the compiled blocks, each of which is compared on
-        the way with what it is uncompiled (gradient_check.py). Nothing is changed by that but peaks of memory, which
-        start anew. With dropout, which draws other numbers in compiled blocks, nothing is compared, and without the
-        memory for both not all; a line in the log says so. Other shapes of batches are not looked at.
-
-        Returns: a comparison of every block and call that could be told apart from rounding.
-        """
-        count = next(index for index in itertools.count(1) if self._seat(index)[0] is self._seat(0)[0])
-        with self._put_back():
-            for index in range(count):
-                self._micro_batch(index, count).prepare()  # what is wrong with the data is not the compiler's fault
-        check = BlockCheck(*(self._seat(index)[0] for index in range(count)))
-        fault = self._fault_of_compiled(check, count)
-        if fault:
-            _log.warning("blocks are no longer compiled: %s", fault)
-            for each in self.graphs:
-                each.remove()  # they are of compiled blocks
-            self.graphs = ()
-            remove_compiled(self.compiled)
-            self.compiled = ()
-        elif check.found and not check.gave_up:
-            _log.info("compiled blocks compute what uncompiled ones do; %s", check.worst)
-        release_cached_memory()
-        reset_peaks(self.devices)
-        return check.found
-
-    def _fault_of_compiled(self, check: BlockCheck, count: int) -> str:
-        """What is wrong with compiled blocks, which so many micro-batches go through; "" for nothing."""
-        by = f"torch {torch.__version__}"
-        try:
-            with self._put_back(), sound_attention(), ExitStack() as stack:
-                if self.job.lora.dropout:
-                    _log.warning("compiled blocks are not compared with uncompiled ones: dropout draws other numbers")
-                else:
-                    for each in self.compiled:
-                        stack.enter_context(each.watched(check))
-                self._accumulate(count)
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a compiler raises; what is not its own comes again without it
-            _log.debug("compiled blocks failed", exc_info=True)
-            return f"{by} fails: {first_line(error)}"
-        if check.gave_up:
-            _log.warning("not all compiled blocks are compared with uncompiled ones: %s", check.gave_up)
-        worst = check.worst
-        return f"as {by} compiles them they are wrong: {worst}" if worst is not None and worst.excess > 1 else ""
-
     @contextmanager
-    def _put_back(self) -> Iterator[None]:
+    def trial(self) -> Iterator[None]:
+        """Afterwards the run stands where it stood: next batch, random states, no gradients."""
         position, states = self.order.state_dict(), random_states(self.devices)
         try:
             yield
@@ -299,29 +247,19 @@ class Trainer:
             self.order.load_state_dict(position)
             restore_random_states(states)
 
-    def _accumulate(self, num_batches: int) -> list[torch.Tensor]:
+    def accumulate(self, num_batches: int) -> list[torch.Tensor]:
         """Forward and backward of so many batches; their losses, each divided by their number."""
-        batches = [self._micro_batch(index, num_batches) for index in range(num_batches)]
-        if self.runner is not None:
-            new_shapes: set[Any] = set()
-            batches = [
-                replace(batch, is_alone=self._watch_shapes(self._seat(index)[1], new_shapes))
-                for index, batch in enumerate(batches)
-            ]
-            detached = self.runner.run(batches)
-            self._seen_shapes |= new_shapes
-            return detached
-        losses = []
-        for batch in batches:
-            loss = batch.forward(batch.prepare())
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
+        self._num_runs += 1
+        return self.runner.run(self.microbatches(num_batches))
 
-    def _micro_batch(self, index: int, num_batches: int) -> MicroBatch[NoisyBatch]:
+    def microbatches(self, count: int) -> list[MicroBatch[NoisyBatch]]:
+        """The next so many batches of this step."""
+        return [self._microbatch(index, count) for index in range(count)]
+
+    def _microbatch(self, index: int, count: int) -> MicroBatch[NoisyBatch]:
         chosen, step = self.order.next(), self.step
         self._chosen.append(chosen)
-        model, home = self._seat(index)
+        model, home = self.runner.replica_for(index)
 
         def prepare() -> NoisyBatch:
             batch = self.train_data.load(chosen.indices, chosen.captions_dropped)
@@ -329,25 +267,18 @@ class Trainer:
             quantiles = draw_quantiles(len(chosen.indices), generator)
             return self._noisy(batch, quantiles, generator)
 
-        return MicroBatch(prepare, lambda batch: self._loss(batch, model, home) / num_batches)
+        def forward(batch: NoisyBatch) -> torch.Tensor:
+            return self._loss(batch, model, home) / count
 
-    def _seat(self, index: int) -> tuple[nn.Module, torch.device]:
-        """The model that a step's micro-batch of this index goes through, and its home."""
-        seat = None if self.runner is None else self.runner.seat(index)
-        return seat or (self.model, self._home)
+        return MicroBatch(prepare, forward, partial(self._is_new, home, self._num_runs))
 
-    def _watch_shapes(self, home: torch.device, new_shapes: set[Any]) -> Callable[[NoisyBatch], bool]:
-        """Whether a batch is the first of its shape through the compiled blocks of the model with this home; such
-        shapes are added to new_shapes."""
-
-        def is_new(batch: NoisyBatch) -> bool:
-            shapes = (home, batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
-            if not (self.compiled or self.graphs) or shapes in self._seen_shapes:
-                return False
-            new_shapes.add(shapes)
-            return True
-
-        return is_new
+    def _is_new(self, home: torch.device, run: int, batch: NoisyBatch) -> bool:
+        """Whether no batch of this shape was computed by the model with this home before this run of the runner; only
+        compiled and recorded blocks care."""
+        if not (self.compiled or self.graphs):
+            return False
+        shapes = (home, batch.noisy.shape, *sorted((name, states.shape) for name, states in batch.text.items()))
+        return self._first_run.setdefault(shapes, run) == run
 
     def _noisy(self, batch: LoadedBatch, quantiles: torch.Tensor, generator: torch.Generator) -> NoisyBatch:
         """One batch at these quantiles, with noise from the generator; still on the host."""
@@ -366,7 +297,7 @@ class Trainer:
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """In memory that a GPU reads by itself, so that the host need not wait for it."""
-        return tensor.pin_memory() if self._home.type == "cuda" else tensor
+        return tensor.pin_memory() if self.devices[0].type == "cuda" else tensor
 
     def _loss(self, batch: NoisyBatch, model: nn.Module, home: torch.device) -> torch.Tensor:
         """Loss of one batch; a scalar on the device of the model's output, float32."""
@@ -389,15 +320,16 @@ class Trainer:
         """Mean loss over the held-out samples at fixed quantiles with fixed noise: comparable between runs."""
         assert self.eval_data is not None
         settings = self.job.evaluation
-        self.model.eval()
+        model, home = self.runner.replica_for(0)
+        model.eval()
         losses = []
         for index in range(len(self.eval_data.samples)):
             batch = self.eval_data.load([index], [False])
             for quantile in settings.quantiles:
                 generator = make_generator(settings.seed, "eval", index, quantile)
                 noisy = self._noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
-                losses.append(self._loss(noisy, self.model, self._home).item())
-        self.model.train()
+                losses.append(self._loss(noisy, model, home).item())
+        model.train()
         return math.fsum(losses) / len(losses)
 
     def _evaluate_if_due(self, *, is_end: bool) -> None:
@@ -460,7 +392,6 @@ class Trainer:
                 load()
             except (ValueError, RuntimeError, TypeError) as error:
                 raise ValueError(f"{state.path}/{name} is not of this run: {first_line(error)}") from error
-        if self.runner is not None:
-            self.runner.sync()
+        self.runner.sync()
         if state.path is not None:
             self.save_lora(state.path)

@@ -1,7 +1,7 @@
-"""One model over several devices: every block computes where its weights are, activations travel, weights do not.
+"""One model over several devices: every block computes where its weights are.
 
-A BlockSplit keeps the weights where the placement says and starts and ends the bridge's forward around the model's own;
-how activations reach the blocks, and what is remembered of them, is the bridge's (bridge.py).
+A BlockSplit keeps the weights where the placement says, and starts and ends the bridge's forward around the model's
+own. How activations reach the blocks is the bridge's matter (bridge.py).
 
 Gradient checkpointing should go through `BlockSplit.checkpoint`, which first brings the arguments to the block's
 device. That saves the copies of the recomputation, and the recomputation (recompute.py) puts back the random state of
@@ -41,9 +41,7 @@ class BlockSplit:
         self.placement = placement
         self.model = model
         self._weights = weights
-        blocks = {
-            model.get_submodule(name): device for name, device in zip(placement.blocks, placement.devices, strict=True)
-        }
+        blocks = {model.get_submodule(name): device for name, device in placement.items()}
         tail = [model.get_submodule(name) for name in family.tail]
         self.bridge = Bridge(blocks, placement.home, tail=tail, tail_device=placement.tail_device)
         self._read_by_tail = {model.get_submodule(name): index for name, index in family.read_by_tail.items()}
@@ -115,9 +113,13 @@ class BlockSplit:
             num_blocks: one per device, in order; () keeps none. [num_devices]
         Raises: ValueError for another number of devices, more blocks than a device has, or blocks with weight offload.
         """
-        kept = frozenset(self._last_blocks(num_blocks or [0] * len(self.bridge.devices)))
-        _refuse_both(kept, self._weights.modules if self._weights is not None else ())
-        self._kept = kept
+        check_kept_blocks(num_blocks, self.placement)
+        kept: list[nn.Module] = []
+        for device, count in zip(self.bridge.devices, num_blocks, strict=bool(num_blocks)):
+            blocks = [block for block, place in self.bridge.blocks.items() if place == device]
+            kept += blocks[len(blocks) - count :]
+        _refuse_both(frozenset(kept), self._weights.modules if self._weights is not None else ())
+        self._kept = frozenset(kept)
 
     @property
     def kept_blocks(self) -> dict[nn.Module, torch.device]:
@@ -135,16 +137,10 @@ class BlockSplit:
 
     def _found(self, module: nn.Module) -> torch.device | None:
         offloaded_from = None if self._weights is None else self._weights.found_on(module)
-        return offloaded_from or _device_of(module)
-
-    def _last_blocks(self, num_blocks: Sequence[int]) -> Iterator[nn.Module]:
-        check_kept_blocks(num_blocks, self.placement)
-        for device, count in zip(self.bridge.devices, num_blocks, strict=True):
-            blocks = [block for block, place in self.bridge.blocks.items() if place == device]
-            yield from blocks[len(blocks) - count :]
+        return offloaded_from or next((tensor.device for tensor in _tensors(module)), None)
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.bridge.turns is None or self._checked_in_run != self.bridge.num_runs:
+        if self.bridge.traffic is None or self._checked_in_run != self.bridge.num_runs:
             self._checked_in_run = self.bridge.num_runs  # once for all forwards of an interleaved run
             self._check_residents()
         self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
@@ -158,7 +154,7 @@ class BlockSplit:
         return self.bridge.move(output, self.bridge.tail_device)
 
     def _make_bring_to_tail(self, index: int) -> AfterHook:
-        """Without, a pipeline's last stage would run backwards through the first, whose graph is another micro-batch's
+        """Without, a pipeline's last stage would run backwards through the first, whose graph is another microbatch's
         or has been used. What needs no gradient the model's own forward brings there."""
 
         def bring(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[Any, ...]) -> Any:
@@ -200,9 +196,9 @@ def apply_block_split(
 ) -> BlockSplit:
     """Put each block on its device, everything else at home, and hook the model so that one forward runs over all.
 
-    Modules already in place are not moved. The model is used as before, from home or any other device; its output is
-    on the placement's tail device, home unless it says otherwise. Works under autograd, gradient checkpointing and
-    no_grad, and from several threads at once. handle.remove() restores the model as it was found, places included.
+    The model is used as before, from home or any other device; its output is on the placement's tail device. Works
+    under autograd, gradient checkpointing and no_grad, and from several threads at once. handle.remove() restores the
+    model as it was found, places included.
 
     Args:
         weights: holds those that were brought to host memory already and stay there; attach it afterwards.
@@ -229,8 +225,7 @@ def apply_weight_offload(split: BlockSplit, blocks: Sequence[str]) -> WeightOffl
         blocks: fqns, of the split's placement.
     Raises: ValueError if one of them keeps its activations.
     """
-    devices = dict(zip(split.placement.blocks, split.placement.devices, strict=True))
-    offload = WeightOffload({name: devices[name] for name in split.placement.blocks if name in set(blocks)})
+    offload = WeightOffload({name: device for name, device in split.placement.items() if name in set(blocks)})
     offload.begin(split.model, ())
     try:
         offload.pack_all()
@@ -252,12 +247,11 @@ def _refuse_both(kept: frozenset[nn.Module], offloaded: Collection[nn.Module]) -
 
 
 def _residents(model: nn.Module, placement: Placement) -> list[tuple[nn.Module, torch.device]]:
-    """Modules that together hold every parameter and buffer but the model's own, each with its device."""
+    """Modules that together hold every parameter and buffer of the model, each with its device."""
     lists = {name.partition(".")[0] for name in placement.blocks}
     others = [(child, placement.device_of(name)) for name, child in model.named_children() if name not in lists]
-    blocks = [(model.get_submodule(n), d) for n, d in zip(placement.blocks, placement.devices, strict=True)]
-    own = [(_OwnTensors(model), placement.home)]
-    return [*own, *others, *blocks]
+    blocks = [(model.get_submodule(name), device) for name, device in placement.items()]
+    return [(_OwnTensors(model), placement.home), *others, *blocks]
 
 
 class _OwnTensors(nn.Module):
@@ -269,15 +263,11 @@ class _OwnTensors(nn.Module):
         self.__dict__["_buffers"] = module._buffers
 
 
-def _device_of(module: nn.Module) -> torch.device | None:
-    for tensor in itertools.chain(module.parameters(), module.buffers()):
-        return tensor.device
-    return None
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    return itertools.chain(module.parameters(), module.buffers())
 
 
 def _move_module(module: nn.Module, device: torch.device | None) -> None:
-    if device is None:
-        return
-    tensors = [*module.parameters(), *module.buffers()]
-    if any(tensor.device != device for tensor in tensors):
+    """None for a module without tensors."""
+    if device is not None and any(tensor.device != device for tensor in _tensors(module)):
         module.to(device)

@@ -1,57 +1,50 @@
 """Activations travel, weights do not: hooks that bring what a block is called with to the device of the block.
 
 How a forward runs. The model's own forward computes embeddings, modulation, rotary tables and context once, at home,
-and passes them into every block. So every block, not only the first of a device, gets a pre-hook that brings its
+and passes them into every block. So every block, not only the first of a device, has a pre-hook that brings its
 arguments to its device. Copies are remembered for the length of one forward, so a loop constant crosses once per device
 and not once per block. In stream transport the last block hands its output home in a post-hook: tails that mix free
-parameters with the stream (Wan's scale_shift_table) give no module to hook before. The tail's own pre-hook stays for
-models that skip their last block. In relay transport every block hands its output home, which is right for any model
+parameters with the stream (Wan's scale_shift_table) give no module to hook before. The tail has a pre-hook of its own
+for models that skip their last block. In relay transport every block hands its output home. That is right for any model
 whose forward mixes tensors of its own with the stream between two blocks, and costs two copies per foreign block.
 
-What is remembered and for how long. One forward of one thread owns one memory of copies, dropped when the forward ends
-or raises. Inside a forward a copy is kept as long as its source lives, and no longer: the model's forward itself holds
-the loop constants, and lets go of the hidden states of a block as soon as it has those of the next. So the hidden
-states of a long video do not pile up on the cards, and an id, unique only among the living, never names two tensors.
-An entry carries its source's version (a tensor changed in place is copied again) and the grad mode (a copy made under
-no_grad, as checkpointing does, must not serve a block that needs gradients). Tensors made in inference mode
-have no version; there, whatever a block returns counts as new.
+What is remembered, and for how long. A copy is kept as long as its source lives, and dropped when the forward ends or
+raises. The model's forward holds the loop constants itself, and lets go of the hidden states of a block as soon as it
+has those of the next. So the hidden states of a long video do not pile up on the cards, and an id, unique only among
+the living, never names two tensors. An entry has its source's version (a tensor changed in place is copied again) and
+the grad mode (a copy made under no_grad, as checkpointing does, must not serve a block that needs gradients). Tensors
+made in inference mode have no version; there, whatever a block returns counts as new. While gradient checkpointing
+recomputes a block no forward is running: the hooks fire, move, and remember nothing.
 
 Whose code runs between and inside the blocks decides what may be assumed (`trust`). A described model's own code is
-known not to change a loop constant in place. Code of other people may, so a careful bridge makes copies that have a
-version in inference mode, too. When a block ends, what was written into a copy is written into its source. A described
-block that returns the very tensor it wrote to is excepted: its model goes on with what it returns. A source that was
+known not to change a loop constant in place. Code of other people may. Then copies have a version in inference mode,
+too, and what a block has written into a copy is written into its source when the block ends. A block that returns the
+very tensor it wrote to is excepted where callers are known: its model goes on with what it returns. A source that was
 written at home shows nowhere in inference mode: whoever runs other people's code calls `forget` behind it. Where such
 code cannot be seen to run, a copy serves one call of a block only.
 
-When gradient checkpointing recomputes a block, no forward is running: the hooks fire, move, and remember nothing.
-
 Hooks are not compiled: a copy kept by the compiler would be kept for all forwards. A compiled block has one graph break
-per hook.
-
-While a foreign block runs, the current device is the block's: Triton and hand-written kernels launch on the current
-device, whatever their arguments say. torch does not call hooks for exceptions like KeyboardInterrupt, so the end of the
-forward restores what a block left behind.
-
-Gradients need nothing of ours: a copy between devices is an autograd node whose backward copies the gradient back.
+per hook. While a foreign block runs, the current device is the block's: Triton and hand-written kernels launch on the
+current device, whatever their arguments say. torch calls no hook for exceptions like KeyboardInterrupt, so the end of
+the forward restores what a block left behind.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from ...patches.hooks import AfterHook, BeforeHook, HookSet, map_tensors, tensors_of
-from ..devices import device_module
-from .thread_pool import Crew
+from ..transfer import SideStreams, copy_to, device_switch, versioned
+from .thread_pool import ThreadPool
 
 T = TypeVar("T")
 Transport = Literal["stream", "relay"]
@@ -61,7 +54,7 @@ Trust = Literal["model", "callers", "nobody"]
 
 
 class Traffic(Protocol):
-    """Decides when a bridge's forwards may go on; the bridge asks wherever they cross."""
+    """Decides when each of several forwards may go on; the bridge asks wherever they cross."""
 
     def arrive(self, device: torch.device) -> None:
         """Return when this thread's forward may compute on device, with its copies ready for use there."""
@@ -84,7 +77,7 @@ class Bridge:
         transport: "stream" leaves activations on a device until the next device's first block; "relay" brings every
             block's output home.
         passed_by: names of arguments and dict keys whose values are handed over as they are, the same object.
-    Raises: ValueError if there is no block or no such transport.
+    Raises: ValueError if there is no block.
     """
 
     def __init__(
@@ -99,8 +92,6 @@ class Bridge:
     ) -> None:
         if not blocks:
             raise ValueError("a bridge needs at least one block; the model has none")
-        if transport not in ("stream", "relay"):
-            raise ValueError(f"transport {transport!r} does not exist; use 'stream' or 'relay'")
         self.blocks = dict(blocks)
         self.home = home
         self.tail = tuple(tail)
@@ -108,12 +99,11 @@ class Bridge:
         self.transport = transport
         self.passed_by = frozenset(passed_by)
         self.trust: Trust = "model"
-        self.turns: Traffic | None = None
-        # Side streams of interleaved runs, by (source, target). Kept here since they outlive a run: memory freed on one
-        # stream is only handed out again on the same stream.
-        self.num_runs = 0  # interleaved ones so far
-        self.side_streams: dict[tuple[torch.device, torch.device], Any] = {}
-        self.crew = Crew()  # of interleaved runs, too
+        # Of interleaved runs:
+        self.traffic: Traffic | None = None
+        self.num_runs = 0
+        self.side_streams = SideStreams()
+        self.pool = ThreadPool()
         self._hooks = HookSet()
         self._local = _Local()
         self._interleaving = threading.Lock()
@@ -122,10 +112,6 @@ class Bridge:
     def devices(self) -> tuple[torch.device, ...]:
         """Home first, then the others in the order they are reached."""
         return tuple(dict.fromkeys((self.home, *self.blocks.values())))
-
-    @property
-    def is_attached(self) -> bool:
-        return bool(self._hooks)
 
     @property
     def hook_ids(self) -> set[int]:
@@ -155,7 +141,7 @@ class Bridge:
             self._hooks.before(block, self._make_enter(block, device))
             self._hooks.after(block, self._make_leave(is_last=block is last))
             if device != self.home:
-                self._hooks.after(block, _uncompiled(self._restore_device), also_on_error=True)
+                self._hooks.after(block, torch.compiler.disable(self._restore_device), also_on_error=True)
         for module in self.tail:
             self._hooks.before(module, self._make_enter(module, self.tail_device, is_block=False))
 
@@ -200,50 +186,47 @@ class Bridge:
             self.end()
 
     @contextmanager
-    def interleaved(self, turns: Traffic) -> Iterator[None]:
-        """Let the forwards inside take turns on the devices.
+    def interleaved(self, traffic: Traffic) -> Iterator[None]:
+        """Let several threads have a forward each inside, which go on as traffic says.
 
         Raises: RuntimeError if a run is interleaved on this bridge already.
         """
         if not self._interleaving.acquire(blocking=False):
             raise RuntimeError("this model runs interleaved forwards already; wait for them, runs do not nest")
         try:
-            self.turns = turns
+            self.traffic = traffic
             self.num_runs += 1
             yield
         finally:
-            self.turns = None
+            self.traffic = None
             self._interleaving.release()
 
     def move(self, value: T, device: torch.device) -> T:
         """Value with every tensor on device: itself, this forward's earlier copy, or a new one."""
-        moved = self._map(value, device)
-        if self.turns is not None:
-            self.turns.settle()
+        moved = self.send(value, device)
+        if self.traffic is not None:
+            self.traffic.settle()
         return moved
 
     def send(self, value: T, device: torch.device) -> T:
         """As move, for use after this thread's forward has gone on to device: until then nothing there waits for it."""
-        return self._map(value, device)
+        return map_tensors(value, functools.partial(self._copy, device), self.passed_by)
 
     def bring(self, value: T, device: torch.device) -> T:
         """As move, and this thread's forward goes on there."""
-        moved = self._map(value, device)
-        if self.turns is not None:
-            self.turns.arrive(device)
-        self._local.device = device
+        moved = self.send(value, device)
+        self._go_on(device)
         return moved
 
-    def _map(self, value: Any, device: torch.device) -> Any:
-        def change(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor if tensor.device == device else self._copy(tensor, device)
+    def _go_on(self, device: torch.device) -> None:
+        if self.traffic is not None:
+            self.traffic.arrive(device)
+        self._local.device = device
 
-        return map_tensors(value, change, self.passed_by)
-
-    def _copy(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _copy(self, device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor on device; backward returns the gradient."""
-        if tensor.device.type == "cpu" and tensor.ndim == 0:
-            return tensor  # mixes with every device
+        if tensor.device == device or (tensor.device.type == "cpu" and tensor.ndim == 0):
+            return tensor  # the latter mixes with every device
         copies = self._local.copies
         if copies is None:
             return self._transfer(tensor, device)
@@ -255,38 +238,32 @@ class Bridge:
         return copy
 
     def _transfer(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        with versioned() if self.trust != "model" else contextlib.nullcontext():
-            return copy_to(tensor, device) if self.turns is None else self.turns.copy(tensor, device)
+        with versioned() if self.trust != "model" else nullcontext():
+            return copy_to(tensor, device) if self.traffic is None else self.traffic.copy(tensor, device)
 
     def _make_enter(self, block: nn.Module, device: torch.device, *, is_block: bool = True) -> BeforeHook:
         change_device = device_switch(device) if device != self.home else None
         kept = _positions(block, self.passed_by)
+        change = functools.partial(self._copy, device)
 
         def enter(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             local = self._local
             if is_block and self.trust != "model" and local.copies is not None:
-                local.calls.append(_Call(module))
+                local.calls.append(_Call(module, []))
                 if self.trust == "nobody":
                     local.copies.clear()
             if change_device is not None:
                 guard = change_device()
                 guard.__enter__()
                 local.guards.append((module, guard))
-            moved = self._map((args, kwargs), device) if not kept else self._map_call(args, kwargs, device, kept)
-            if self.turns is not None:
-                self.turns.arrive(device)
-            local.device = device
-            return moved
+            rest = tuple(a if i in kept else map_tensors(a, change, self.passed_by) for i, a in enumerate(args))
+            named = map_tensors(kwargs, change, self.passed_by)
+            self._go_on(device)
+            return rest, named
 
-        return _uncompiled(enter)
-
-    def _map_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, kept: frozenset[int]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        moved = tuple(arg if index in kept else self._map(arg, device) for index, arg in enumerate(args))
-        return moved, self._map(kwargs, device)
+        return torch.compiler.disable(enter)
 
     def _make_leave(self, *, is_last: bool) -> AfterHook:
         def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -298,7 +275,7 @@ class Bridge:
                 local.copies.forget(output)
             return output if goes_to is None else self.bring(output, goes_to)
 
-        return _uncompiled(leave)
+        return torch.compiler.disable(leave)
 
     def _write_back(self, module: nn.Module, output: Any, goes_to: torch.device | None) -> Any:
         """Write what the block wrote into copies of its arguments into what they are copies of.
@@ -340,12 +317,11 @@ class _Handed(NamedTuple):
     version: int
 
 
-class _Call:
+class _Call(NamedTuple):
     """One call of a block by a forward that is watched."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.copies: list[_Handed] = []
+    module: nn.Module
+    copies: list[_Handed]
 
 
 class _Known(NamedTuple):
@@ -417,40 +393,8 @@ class _Local(threading.local):
         self.calls: list[_Call] = []  # of blocks, innermost last; none where only the model's own code runs
 
 
-@contextmanager
-def versioned() -> Iterator[None]:
-    """What is made inside has a version that says whether it was written to; in inference mode tensors have none."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
-def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on device, ordered on the current streams of both devices."""
-    # Between accelerators of one kind the copy is ordered on both streams; to the host it would not be.
-    return tensor.to(device, non_blocking=tensor.device.type == device.type != "cpu")
-
-
-def _uncompiled(hook: Callable[..., T]) -> Callable[..., T]:
-    return torch.compiler.disable(hook)
-
-
 def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
-
-
-def device_switch(device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
-    """Makes the context in which device is the current one; None for kinds without a current device."""
-    switch = getattr(device_module(device), "device", None)
-    return None if switch is None else functools.partial(switch, device.index)
-
-
-def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """While active device is the current one, where its kind has such a thing."""
-    switch = device_switch(device)
-    return contextlib.nullcontext() if switch is None else switch()
 
 
 def _positions(block: nn.Module, names: Collection[str]) -> frozenset[int]:

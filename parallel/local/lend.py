@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...patches.hooks import map_tensors
-from .bridge import copy_to, versioned
+from ..transfer import copy_to, versioned
 
 
 class Lent:

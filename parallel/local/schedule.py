@@ -1,21 +1,26 @@
-"""Which micro-batch a pipeline's stage works on when: plain lists, no devices and no models.
+"""Which microbatch a stage works on when: the plans, and the policies that make workers keep to them.
 
-A step has m micro-batches, each of which goes forwards through n stages (F) and backwards through them (B). Every
-stage has a fixed order; each entry waits for its input only: F for the same micro-batch's F one stage earlier, B for
-its B one stage later (on the last stage: its F).
+Pipeline (1f1b). A step has m microbatches, each of which goes forwards through n stages (F) and backwards through them
+(B). Every stage has a fixed order; each entry waits for its input only: F for the same microbatch's F one stage
+earlier, B for its B one stage later (on the last stage: its F). A stage takes as many F as it may hold, then B and F
+alternately, then the remaining B. The last stage takes every B at once and holds one; stage k holds n - k, or `ahead`
+more, which fills the gaps that uneven stages leave.
 
-The order is 1f1b: a stage takes as many F as it may hold, then B and F in turns, then the remaining B. The last stage
-takes every B at once and holds one; stage k holds n - k, or `ahead` more, which fills the gaps that uneven stages
-leave.
-
-The B of a stage follow each other as the micro-batches do, so a parameter's gradient is summed in the order of plain
+The B of a stage follow each other as the microbatches do, so a parameter's gradient is summed in the order of plain
 accumulation. It takes (m + n - 1) / m of the time of a full pipeline when stages are equally fast. All F before all B
 (GPipe, arXiv 1811.06965) would take as long and hold all m. Source: PipeDream-Flush in Megatron-LM, arXiv 2104.04473.
+
+Data parallel. The microbatches are dealt round robin; a stage is a device with a whole copy of the model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from ..runner import MicroBatch
+from .workers import Coordinator
 
 
 @dataclass(frozen=True)
@@ -26,11 +31,14 @@ class Work:
     microbatch: int
 
 
+Trace = list[tuple[int, Work]]  # stage, what it worked on; in the order in which work began
+
+
 def num_held(num_stages: int, num_microbatches: int, ahead: int = 0) -> list[int]:
-    """How many micro-batches each stage holds at once, between their F and their B. [num_stages]
+    """How many microbatches each stage holds at once, between their F and their B. [num_stages]
 
     Args:
-        ahead: micro-batches that every stage but the last may hold beyond what 1f1b needs.
+        ahead: microbatches that every stage but the last may hold beyond what 1f1b needs.
     """
     last = num_stages - 1
     held = [num_stages - stage + (ahead if stage < last else 0) for stage in range(num_stages)]
@@ -38,7 +46,7 @@ def num_held(num_stages: int, num_microbatches: int, ahead: int = 0) -> list[int
 
 
 def plan_order(num_stages: int, num_microbatches: int, ahead: int = 0) -> list[list[Work]]:
-    """Every stage's order. [num_stages][2 * num_microbatches]"""
+    """Every stage's order in a pipeline. [num_stages][2 * num_microbatches]"""
     return [_order(held, num_microbatches) for held in num_held(num_stages, num_microbatches, ahead)]
 
 
@@ -49,3 +57,78 @@ def _order(held: int, num_microbatches: int) -> list[Work]:
         if held + index < num_microbatches:
             order.append(Work(False, held + index))
     return order
+
+
+class StageOrder:
+    """Lets every stage's work begin in its order, and one that must be alone when no stage works.
+
+    A waiting worker is on no stage, so there is no deadlock as long as the orders of the stages agree.
+    """
+
+    def __init__(self, run: Coordinator, orders: Sequence[Sequence[Work]], trace: Trace | None = None) -> None:
+        self._run = run
+        self._orders = orders
+        self._position = [0] * len(orders)
+        self._busy: set[int] = set()
+        self._is_exclusive = False
+        self._num_forwards = [0] * len(orders)
+        self._trace = trace
+
+    def begin(self, stage: int, work: Work, is_alone: bool) -> None:
+        """Wait until this work is next on the stage, and with is_alone until no stage works; none begins meanwhile.
+
+        Raises: Stopped if the run is to end.
+        """
+        with self._run.when(lambda: self._is_next(stage, work, is_alone)):
+            self._busy.add(stage)
+            self._is_exclusive = is_alone
+            self._num_forwards[stage] += not work.is_backward
+            if self._trace is not None:
+                self._trace.append((stage, work))
+
+    def finish(self, stage: int) -> None:
+        """The stage's work in hand is issued."""
+        with self._run.changing():
+            self._busy.remove(stage)
+            self._is_exclusive = False
+            self._position[stage] += 1
+
+    def num_forwards(self, stage: int) -> int:
+        """How many have begun on this stage."""
+        return self._num_forwards[stage]
+
+    def _is_next(self, stage: int, work: Work, is_alone: bool) -> bool:
+        is_free = not self._busy if is_alone else not (stage in self._busy or self._is_exclusive)
+        return is_free and self._orders[stage][self._position[stage]] == work
+
+
+class Prefetch:
+    """Prepares the microbatches of a step in order, ahead of the workers that take them.
+
+    Args:
+        may_prepare: whether a microbatch is near enough to its forward; prepared ones take the host's memory.
+    """
+
+    def __init__(
+        self, run: Coordinator, microbatches: Sequence[MicroBatch[Any]], may_prepare: Callable[[int], bool]
+    ) -> None:
+        self._run, self._microbatches, self._may_prepare = run, microbatches, may_prepare
+        self._prepared: dict[int, Any] = {}
+
+    def work(self) -> None:
+        """For a worker."""
+        for index, microbatch in enumerate(self._microbatches):
+            with self._run.when(lambda index=index: self._may_prepare(index)):  # type: ignore[misc]
+                pass
+            prepared = microbatch.prepare()
+            with self._run.when():
+                self._prepared[index] = prepared
+            del prepared
+
+    def take(self, index: int) -> Any:
+        """What prepare returned, to be asked for once.
+
+        Raises: Stopped if the run is to end.
+        """
+        with self._run.when(lambda: index in self._prepared):
+            return self._prepared.pop(index)

@@ -1,8 +1,9 @@
 """Threads that are kept from one run to the next.
 
 Libraries plan kernels for every thread anew: cuDNN takes 35 ms on an H200 to plan attention in a thread that has not
-called it before (docs/internals/experiments.md), longer than a micro-batch may take. So threads that carried something
-wait for the next that is to be carried, holding nothing, and end when their crew is no longer needed.
+called it before (docs/internals/experiments.md), longer than a microbatch may take. So a thread that has done its task
+waits for the next one, holding nothing, and ends when its pool is no longer needed. They are daemons, unlike those of
+concurrent.futures: the process may exit while one sleeps or works.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -21,27 +23,25 @@ Tasks = SimpleQueue["Task | None"]  # None ends a thread
 _IDLE = "devicebridge-idle"
 
 
-class Crew:
-    """Some threads; they end when this is collected."""
+class ThreadPool:
+    """As many threads as there are tasks at once; they end when this is collected."""
 
     def __init__(self) -> None:
         self._idle = _Idle()
-        weakref.finalize(self, self._idle.dismiss).atexit = False  # they are daemons, and may sleep through the exit
+        weakref.finalize(self, self._idle.dismiss).atexit = False
 
     def task(self, name: str, work: Callable[..., None], *args: Any) -> Task:
         """work(*args) for one of the threads, in the context of the thread that asks; not begun."""
-        return Task(name, contextvars.copy_context(), work, args, self._idle)
+        return Task(name, partial(contextvars.copy_context().run, work, *args), self._idle)
 
 
 class Task:
     """Work for a thread, to be started once; as a threading.Thread is."""
 
-    def __init__(
-        self, name: str, context: contextvars.Context, work: Callable[..., None], args: tuple[Any, ...], idle: _Idle
-    ) -> None:
-        self.name, self.is_started = name, False
+    def __init__(self, name: str, call: Callable[[], None], idle: _Idle) -> None:
+        self.is_started = False
+        self._name, self._call, self._idle = name, call, idle
         self._owner: dict[str, str] = {}  # who came first: a thread to do it, or who withdraws it
-        self._context, self._work, self._args, self._idle = context, work, args, idle
         self._done = threading.Event()
 
     def start(self) -> None:
@@ -55,16 +55,18 @@ class Task:
 
     def join(self) -> None:
         """Wait until the thread has let go of it."""
-        self._done.wait()
+        # With a limit: an interrupt just before a wait, or on Windows during one, is noticed when the wait ends.
+        while not self._done.wait(timeout=0.2):
+            pass
 
     def run(self) -> None:
         """In this thread."""
-        threading.current_thread().name = self.name
+        threading.current_thread().name = self._name
         try:
             if self._owner.setdefault("it", "begun") == "begun":
-                self._context.run(self._work, *self._args)
+                self._call()
         finally:
-            del self._context, self._work, self._args
+            del self._call
 
     def finish(self) -> None:
         """The thread holds nothing of it any more."""
@@ -72,7 +74,7 @@ class Task:
 
 
 class _Idle:
-    """The threads of a crew that have nothing to do, the last one to have become idle at the end.
+    """The threads of a pool that have nothing to do, the last one to have become idle at the end.
 
     Without locks: the collector may dismiss them in the middle of anything that Python does.
     """

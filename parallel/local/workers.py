@@ -1,13 +1,18 @@
-"""Host threads that each carry one forward through a split model, and copies that travel beside the kernels.
+"""Threads that work on one run together: how they wait for each other, and how the run ends.
 
-What turns.py (inference: one baton) and pipeline.py (training: one thread per device) have in common.
+A run is a pipeline's step, a data-parallel step, or a batch of interleaved forwards. Each of its workers is a function
+with a thread of its own. A policy says what a worker may do when (StageOrder, Prefetch, RoundRobin). It keeps plain
+data, which is read and changed only inside `when` or `changing`. The Coordinator has everything else, once:
 
-torch keeps grad mode, autocast, dispatch modes, current device and streams per thread; a lane takes over those of the
-thread that starts it. torch's own copy between cards runs on the source's current stream and first waits for all that
-the target's current stream has been given, there possibly another forward's kernels. So copies between cards run on a
-pair of side streams: they wait for the source's kernels so far, and the target's current stream waits for them once the
-lane goes on there. Both tensors are recorded on the streams that use them, lest the caching allocator hand out their
-memory early. Devices without streams, and copies from or to the host, take the ordinary way.
+- A worker waits for a condition of its own. Whoever changes something wakes those whose condition has become true, and
+  nobody else.
+- No worker begins before every thread could be had.
+- The first error ends the run. The others are unwound where they next wait, by `Stopped`; what they raise meanwhile is
+  a consequence, and is dropped.
+- The caller's wait is open to KeyboardInterrupt, which ends the run as well.
+- No thread works on when `run` returns or raises, and nothing of the run is held by the threads.
+
+torch keeps grad mode, autocast, dispatch modes, current device and streams per thread; workers take over the caller's.
 """
 
 from __future__ import annotations
@@ -15,134 +20,137 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import overrides
 from torch.utils import _python_dispatch
 
 from ..devices import device_module
-from .bridge import copy_to
-from .thread_pool import Crew, Task
-
-Pair = tuple[torch.device, torch.device]  # source, target
+from ..transfer import module_with_streams
+from .thread_pool import Task, ThreadPool
 
 
 class Stopped(BaseException):
-    """Unwinds a lane of a run that is to end; no Exception, so that no `except Exception` of a model keeps it."""
+    """Unwinds a worker of a run that is to end; no Exception, so that no `except Exception` of a model keeps it."""
 
 
-class Lane(Protocol):
-    """What a thread carries."""
+class Coordinator:
+    """The workers of one run.
 
-    index: int
-    ended: threading.Event
-
-
-def make_task(crew: Crew, work: Callable[..., None], lane: Lane, *args: Any) -> Task:
-    """work(lane, *args) for a thread of the crew."""
-    return crew.task(f"devicebridge-forward-{lane.index}", work, lane, *args)
-
-
-def wait_for(lanes: Sequence[Lane], tasks: Sequence[Task]) -> None:
-    """Wait for the tasks that were started, and let no others start; open to interrupts.
-
-    An interrupt that comes just before a wait without a limit, or on Windows during one, is noticed when it ends, hence
-    the limit.
+    Args:
+        pool: whose threads they take.
+        devices: which the run uses.
     """
-    pairs = zip(lanes, tasks, strict=True)
-    started = [(lane, task) for lane, task in pairs if task.is_started or not task.withdraw()]
-    for lane, _ in started:
-        while not lane.ended.wait(timeout=0.2):
-            pass
-    for _, task in started:
-        task.join()
 
+    def __init__(self, pool: ThreadPool, devices: Sequence[torch.device]) -> None:
+        self.is_stopping = False
+        self._pool, self._state = pool, ThreadState(devices)
+        self._error: BaseException | None = None
+        self._is_open = False
+        self._lock = threading.Lock()
+        self._waiting: dict[threading.Condition, Callable[[], bool]] = {}
 
-def stop_and_wait(stop: Callable[[], None], lanes: Sequence[Lane], tasks: Sequence[Task]) -> None:
-    """Stop a run and wait for its end, however often the user interrupts."""
-    while True:
+    def run(self, workers: Sequence[Callable[[], None]], at_end: Callable[[int], None] = lambda index: None) -> None:
+        """Return when all workers have ended.
+
+        Args:
+            at_end: called in a worker's thread when it has ended or will not begin, and its error is known.
+        Raises: the first exception of a worker; RuntimeError if no thread can be had.
+        """
+        name = "devicebridge-worker-{}"
+        tasks = [
+            self._pool.task(name.format(index), self._carry, index, work, at_end) for index, work in enumerate(workers)
+        ]
         try:
-            stop()
-            return wait_for(lanes, tasks)
-        except KeyboardInterrupt:
-            continue
+            for task in tasks:
+                task.start()
+            with self._lock:
+                self._is_open = True
+                self._wake()
+            wait_for(tasks)
+        except BaseException:  # KeyboardInterrupt while waiting, or no thread to be had
+            self._stop_and_wait(tasks)
+            raise
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame: memory would wait for the garbage collector
+
+    def _stop_and_wait(self, tasks: Sequence[Task]) -> None:
+        """However often the user interrupts."""
+        while True:
+            try:
+                self.fail(None)
+                wait_for(tasks)
+                self._error = None
+                return
+            except KeyboardInterrupt:
+                continue
+
+    def _carry(self, index: int, work: Callable[[], None], at_end: Callable[[int], None]) -> None:
+        try:
+            with self._state.taken_over():
+                with self.when(lambda: self._is_open):
+                    pass
+                work()
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            at_end(index)
+
+    def fail(self, error: BaseException | None) -> None:
+        """End the run; the first error is what it raises."""
+        # Not by `changing`: an interrupt of the caller may come between the lock and the inside of a generator's with.
+        with self._lock:
+            if not self.is_stopping:
+                self._error = error
+            self.is_stopping = True
+            self._wake()
+
+    @contextlib.contextmanager
+    def when(self, is_ready: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Begin when is_ready(). Inside, no other worker is inside.
+
+        Raises: Stopped if the run is to end.
+        """
+        with self.changing():
+            self.wait(lambda: self.is_stopping or is_ready())
+            yield
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """As when, at once and without raising, for what is done while the run ends."""
+        with self._lock:
+            yield
+            self._wake()
+
+    def wait(self, is_ready: Callable[[], bool]) -> None:
+        """Inside when: let others be inside until is_ready().
+
+        Raises: Stopped then, if the run is to end.
+        """
+        if not is_ready():
+            self._wake()
+            woken = threading.Condition(self._lock)
+            self._waiting[woken] = is_ready
+            woken.wait_for(is_ready)
+            del self._waiting[woken]
+        if self.is_stopping:
+            raise Stopped
+
+    def _wake(self) -> None:
+        for woken, is_ready in self._waiting.items():
+            if is_ready():
+                woken.notify()
 
 
-class Ended(Protocol):
-    """A run that is over; error is what ended it early."""
-
-    error: BaseException | None
-
-
-def raise_error_of(run: Ended) -> None:
-    """Raise what ended a run early, if anything did; the run forgets it."""
-    error, run.error = run.error, None
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error  # its traceback holds this frame: memory would wait for the garbage collector
-
-
-class SideStreams:
-    """The two streams on which copies from source to target run, beside the kernels of both."""
-
-    def __init__(self, module: Any, source: torch.device, target: torch.device) -> None:
-        self.module = module
-        self.source, self.target = source, target
-        self.leaving, self.arriving = module.Stream(source), module.Stream(target)
-
-    def copy(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A copy on target and the event of its arrival."""
-        self.leaving.wait_stream(self.module.current_stream(self.source))
-        # torch runs the copy on the source's current stream and has it wait for the target's: both must be ours.
-        with self.module.stream(self.leaving), self.module.stream(self.arriving):
-            copy = tensor.to(self.target, non_blocking=True)
-        tensor.record_stream(self.leaving)
-        copy.record_stream(self.module.current_stream(self.target))
-        return copy, self.arriving.record_event()
-
-
-def copy_beside(
-    side_streams: dict[Pair, Any], tensor: torch.Tensor, device: torch.device, arrivals: dict[Pair, Any] | None
-) -> torch.Tensor:
-    """A copy on device which its current stream must not use before settle(arrivals); an ordinary one without them.
-
-    Args:
-        side_streams: made once per pair and kept by the caller: memory freed on one stream is only handed out again on
-            the same stream.
-    """
-    module = module_with_streams(tensor.device, device)
-    if arrivals is None or module is None:
-        return copy_to(tensor, device)
-    pair = (tensor.device, device)
-    streams = side_streams.get(pair)
-    if streams is None:
-        streams = side_streams[pair] = SideStreams(module, *pair)
-    copy, arrivals[pair] = streams.copy(tensor)
-    return copy
-
-
-def settle(arrivals: dict[Pair, Any], device: torch.device | None = None) -> None:
-    """Have the targets' current streams wait for the copies under way, and forget these.
-
-    Args:
-        device: the only target to do so for; None for all.
-    """
-    for pair in [pair for pair in arrivals if device is None or pair[1] == device]:
-        module = device_module(pair[1])
-        assert module is not None
-        module.current_stream(pair[1]).wait_event(arrivals.pop(pair))
-
-
-def module_with_streams(source: torch.device, target: torch.device) -> Any:
-    """torch.cuda or its like if both devices are of it and it has streams; else None."""
-    if source.type != target.type:
-        return None
-    module = device_module(source)
-    needs = ("Stream", "stream", "current_stream", "set_stream")
-    return module if all(hasattr(module, name) for name in needs) else None
+def wait_for(tasks: Sequence[Task]) -> None:
+    """Wait for the tasks that were started, and let no others start; open to interrupts."""
+    for task in [task for task in tasks if task.is_started or not task.withdraw()]:
+        task.join()
 
 
 class ThreadState:
@@ -153,10 +161,10 @@ class ThreadState:
         self._autocast = [autocast_of(kind) for kind in {"cpu", *(device.type for device in devices)}]
         self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
         self._function_modes = overrides._get_current_function_mode_stack()
-        module = device_module(devices[0])
+        module: Any = device_module(devices[0])
         has_streams = module_with_streams(devices[0], devices[0]) is not None
-        self._streams = [module.current_stream(device) for device in devices if has_streams and module is not None]
-        self._device = module.current_device() if module is not None and hasattr(module, "set_device") else None
+        self._streams = [module.current_stream(device) for device in devices if has_streams]
+        self._device = module.current_device() if hasattr(module, "set_device") else None
         self._module = module
 
     @contextlib.contextmanager
@@ -173,16 +181,12 @@ class ThreadState:
             for mode in self._dispatch_modes:
                 _python_dispatch._push_mode(mode)
                 stack.callback(_python_dispatch._pop_mode)
-            self._take_over_device()
+            # Neither is put back: the thread has no other use, and its next task takes over another state.
+            for stream in self._streams:
+                self._module.set_stream(stream)
+            if self._device is not None:
+                self._module.set_device(self._device)  # last, since choosing a stream chooses its device
             yield
-
-    def _take_over_device(self) -> None:
-        """Nothing is put back: the thread has no other use, and its next job takes over another state."""
-        module: Any = self._module
-        for stream in self._streams:
-            module.set_stream(stream)
-        if self._device is not None:
-            module.set_device(self._device)  # last, since choosing a stream chooses its device
 
 
 def autocast_of(kind: str) -> tuple[str, torch.dtype, bool] | None:

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ...quantization.wrapped import rebuilt
-from ..local.workers import module_with_streams
+from ..transfer import module_with_streams
 
 NUM_SLOTS = 2
 _ALIGNMENT = 256  # bytes; what torch's allocator gives a tensor of its own

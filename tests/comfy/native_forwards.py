@@ -292,7 +292,7 @@ class _Runs:
 
     def overlapped(self) -> str:
         """Two different forwards in flight, each with options of its own, against one after the other on one card."""
-        from devicebridge.parallel.local.interleave import Turns
+        from devicebridge.parallel.local.interleave import Interleave
         from devicebridge.tests.emulated import emulated_cards, factories_on_cards
 
         with emulated_cards(2), factories_on_cards():
@@ -309,7 +309,7 @@ class _Runs:
                 return forward
 
             trace: list[tuple[int, torch.device]] = []
-            outputs = Turns(split.bridge, trace=trace).run([job(inputs) for inputs in self._two_inputs()])
+            outputs = Interleave(split.bridge, trace=trace).run([job(inputs) for inputs in self._two_inputs()])
         first_of_second = [index for index, _ in trace].index(1)
         assert any(index == 0 for index, _ in trace[first_of_second:]), "the two ran one after the other"
         return _same([*outputs[0], *outputs[1]], [*expected[0], *expected[1]])

@@ -8,8 +8,9 @@ from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs.job import run_job
 from devicebridge.parallel.local.block_split import apply_block_split
-from devicebridge.parallel.local.pipeline import MicroBatch, Pipeline
+from devicebridge.parallel.local.pipeline import Pipeline
 from devicebridge.parallel.placement import Placement, block_names, plan_manual
+from devicebridge.parallel.runner import MicroBatch
 from devicebridge.patches.attention import sound_attention
 from devicebridge.patches.compile_blocks import apply_compile
 from devicebridge.patches.cuda_graphs import apply_cuda_graphs
@@ -80,7 +81,7 @@ def _steps(name, scheme, is_compiled, has_graphs, num_steps=3, count=5):
     handle = None
     found = []
     with sound_attention():
-        Pipeline(split.bridge).run(_batches(model, name, 1))  # compiles
+        Pipeline(model, split.bridge).run(_batches(model, name, 1))  # compiles
         for parameter in lora.parameters().values():
             parameter.grad = None
         if has_graphs:
@@ -89,7 +90,7 @@ def _steps(name, scheme, is_compiled, has_graphs, num_steps=3, count=5):
         for _ in range(num_steps):
             if handle is not None:
                 handle.start_step()
-            losses = Pipeline(split.bridge).run(_batches(model, name, count))
+            losses = Pipeline(model, split.bridge).run(_batches(model, name, count))
             found.append(([loss.item() for loss in losses], [p.grad.cpu() for p in lora.parameters().values()]))
             for index, parameter in enumerate(lora.parameters().values()):
                 with torch.no_grad():

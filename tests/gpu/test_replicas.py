@@ -6,10 +6,10 @@ import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs.job import run_job
-from devicebridge.parallel.local.data_parallel import Replicas
+from devicebridge.parallel.local.data_parallel import DataParallel
 from devicebridge.tests.replica_cases import make_replicas
 from devicebridge.tests.tiny_pipeline import make_tiny_job
-from devicebridge.tests.tiny_split import make_seated_batches
+from devicebridge.tests.tiny_split import make_batches_for
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,8 +33,8 @@ def deterministic_algorithms():
 
 def _copied(name, count, **settings):
     made = make_replicas(name, CARDS, **settings)
-    replicas = Replicas(made)
-    losses = [loss.cpu() for loss in replicas.run(make_seated_batches(replicas.seat, name, count))]
+    replicas = DataParallel(made)
+    losses = [loss.cpu() for loss in replicas.run(make_batches_for(replicas.replica_for, name, count))]
     return losses, [parameter.grad.cpu() for parameter in made[0].parameters]
 
 
@@ -43,7 +43,7 @@ def _copied(name, count, **settings):
 def test_gradients_are_those_of_one_gpu_up_to_the_order_of_summation(name, count):
     (one,) = make_replicas(name, CARDS[:1])
     expected = []
-    for batch in make_seated_batches(lambda index: (one.model, one.device), name, count):
+    for batch in make_batches_for(lambda index: (one.model, one.device), name, count):
         loss = batch.forward(batch.prepare())
         loss.backward()
         expected.append(loss.detach().cpu())

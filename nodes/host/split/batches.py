@@ -19,7 +19,7 @@ import torch
 from comfy.conds import CONDConstant, CONDCrossAttn, CONDList, CONDNoiseShape, CONDRegular
 from comfy.utils import repeat_to_batch_size
 
-from ....parallel.local.interleave import Turns
+from ....parallel.local.interleave import Interleave
 from .attachments import reason_against_overlap
 from .options import bring_controls_home
 from .tree import SplitTree, tree_of
@@ -60,7 +60,7 @@ def run_overlapped(
     def compute(*, is_plain: bool = False) -> list[torch.Tensor]:
         if len(parts) < 2:
             return executor(model, conds, x_in, timestep, model_options)
-        outputs = [run() for run in jobs] if is_plain else Turns(tree.bridge).run(jobs)
+        outputs = [run() for run in jobs] if is_plain else Interleave(tree.bridge).run(jobs)
         return _join(parts, outputs, conds, x_in)
 
     try:

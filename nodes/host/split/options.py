@@ -19,8 +19,9 @@ import torch
 from comfy.controlnet import ControlLora
 from comfy.utils import set_attr_param
 
-from ....parallel.local.bridge import Bridge, current_device
+from ....parallel.local.bridge import Bridge
 from ....parallel.local.lend import Lent
+from ....parallel.transfer import current_device
 from .attachments import KEY, holds_tensors
 from .plan import SplitPlan
 

@@ -12,7 +12,8 @@ from devicebridge.config.job import ParallelConfig, make_job
 from devicebridge.jobs import job as job_module
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import check_job, run_job
-from devicebridge.parallel.local import data_parallel as replicas_module
+from devicebridge.parallel.local import schedule
+from devicebridge.parallel.local.data_parallel import DataParallel
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.planning.cards import Card
 from devicebridge.tests.emulated import CARDS, emulated_cards
@@ -72,31 +73,32 @@ def test_a_run_with_dropout_resumes_bit_for_bit(tmp_path):
 def test_the_first_of_a_shape_on_each_card_is_compiled_alone(tmp_path, monkeypatch):
     """As if blocks were compiled: every card has graphs of its own, and torch compiles for one thread at a time."""
     monkeypatch.setattr(assembly, "compile_if_possible", lambda *arguments: CompiledBlocks([], ExitStack()))
-    plain_step, plain_gate = replicas_module._forward_and_backward, replicas_module._Gate.computing
-    plain_run, runs = replicas_module.Replicas.run, []  # one before the first step compares gradients
+    plain_take, plain_begin = schedule.Prefetch.take, schedule.StageOrder.begin
+    plain_run, runs = DataParallel.run, []  # one before the first step compares gradients
     at, seen = threading.local(), []
 
     def count(replicas, microbatches):
         runs.append(len(microbatches))
         return plain_run(replicas, microbatches)
 
-    def remember(microbatch, prepared, gate):
+    def remember(prefetch, index):
+        prepared = plain_take(prefetch, index)
         at.shape = tuple(prepared.noisy.shape)
-        return plain_step(microbatch, prepared, gate)
+        return prepared
 
-    def watch(gate, is_alone):
-        seen.append((threading.current_thread().name, at.shape, len(runs), is_alone))
-        return plain_gate(gate, is_alone)
+    def watch(order, stage, work, is_alone):
+        seen.append((stage, at.shape, len(runs), is_alone))
+        plain_begin(order, stage, work, is_alone)
 
-    monkeypatch.setattr(replicas_module.Replicas, "run", count)
-    monkeypatch.setattr(replicas_module, "_forward_and_backward", remember)
-    monkeypatch.setattr(replicas_module._Gate, "computing", watch)
+    monkeypatch.setattr(DataParallel, "run", count)
+    monkeypatch.setattr(schedule.Prefetch, "take", remember)
+    monkeypatch.setattr(schedule.StageOrder, "begin", watch)
     train = {"steps": 3, "batch_size": 1, "gradient_accumulation_steps": 3, "compile": "auto"}
     _run(_job(tmp_path, "run", train=train, data={"resolutions": [32, 48]}))
     assert runs[-3:] == [3, 3, 3]
-    first: dict[tuple[str, tuple[int, ...]], int] = {}
-    for thread, shape, run, is_alone in seen:
-        assert is_alone == (first.setdefault((thread, shape), run) == run)
+    first: dict[tuple[int, tuple[int, ...]], int] = {}
+    for stage, shape, run, is_alone in seen:
+        assert is_alone == (first.setdefault((stage, shape), run) == run)
     begins = {shape: {run for (_, other), run in first.items() if other == shape} for _, shape in first}
     assert any(len(runs) == 2 for runs in begins.values())  # a shape came to one card before the other
 

@@ -32,7 +32,7 @@ def _make(name, cards, *, offload, dropout=0.3, kept=()):
 
 def _train(split, batches, kind):
     if kind is not None:
-        return Pipeline(split.bridge, ahead=1).run(batches)
+        return Pipeline(split.model, split.bridge, ahead=1).run(batches)
     losses = []
     for batch in batches:
         loss = batch.forward(batch.prepare())

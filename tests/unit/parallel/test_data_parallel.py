@@ -10,12 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local import data_parallel as replicas_module
-from devicebridge.parallel.local.data_parallel import Replica, Replicas, copy_model, num_dealt
-from devicebridge.parallel.local.pipeline import MicroBatch
+from devicebridge.parallel.local import data_parallel as data_parallel_module
+from devicebridge.parallel.local import workers as workers_module
+from devicebridge.parallel.local.data_parallel import DataParallel, Replica, copy_model, num_dealt
+from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.replica_cases import make_replica, make_replicas, quantized
-from devicebridge.tests.tiny_split import BrokenBackward, make_seated_batches
+from devicebridge.tests.tiny_split import BrokenBackward, make_batches_for
 from devicebridge.tests.toy import TINY
 from torch import nn
 
@@ -27,11 +28,8 @@ def _plainly(name, count, **settings):
     """Losses and gradients of plain accumulation on one card, its replica never told of others."""
     with emulated_cards(4):
         (one,) = make_replicas(name, CARDS[:1], **settings)
-        losses = []
-        for batch in make_seated_batches(lambda index: (one.model, one.device), name, count):
-            loss = batch.forward(batch.prepare())
-            loss.backward()
-            losses.append(on_cpu(loss))
+        plain = PlainAccumulation(one.model, one.device)
+        losses = [on_cpu(loss) for loss in plain.run(make_batches_for(plain.replica_for, name, count))]
         return losses, [on_cpu(parameter.grad) for parameter in one.parameters]
 
 
@@ -39,8 +37,8 @@ def _copied(name, num_cards, count, **settings):
     """Losses and gradients over replicas, and the cards' random states after."""
     with emulated_cards(4):
         made = make_replicas(name, CARDS[:num_cards], **settings)
-        replicas = Replicas(made)
-        losses = [on_cpu(loss) for loss in replicas.run(make_seated_batches(replicas.seat, name, count))]
+        replicas = DataParallel(made)
+        losses = [on_cpu(loss) for loss in replicas.run(make_batches_for(replicas.replica_for, name, count))]
         assert all(parameter.grad is None for other in made[1:] for parameter in other.parameters)
         gradients = [on_cpu(parameter.grad).clone() for parameter in made[0].parameters]
         return losses, gradients, [torch.lazy.get_rng_state(card) for card in CARDS[:num_cards]]
@@ -77,7 +75,7 @@ def test_sums_are_added_in_the_order_of_the_devices():
     """By hand: each replica's micro-batches first, then replica after replica, the very same bits."""
     with emulated_cards(4):
         (one,) = make_replicas("flux2", CARDS[:1])
-        batches = make_seated_batches(lambda index: (one.model, one.device), "flux2", 4)
+        batches = make_batches_for(lambda index: (one.model, one.device), "flux2", 4)
         expected = None
         for share in range(3):
             for batch in batches[share::3]:
@@ -92,14 +90,14 @@ def test_sums_are_added_in_the_order_of_the_devices():
 def test_it_repeats_itself_bit_for_bit_whatever_the_timing(monkeypatch):
     """With dropout, once with each thread held up in turn."""
     first = _copied("flux2", 2, 3, dropout=0.5)
-    plain = replicas_module._forward_and_backward
+    plain = data_parallel_module._forward_and_backward
 
-    def slow(microbatch, prepared, gate):
+    def slow(microbatch, prepared):
         if threading.current_thread().name.endswith("-0"):
             time.sleep(0.02)
-        return plain(microbatch, prepared, gate)
+        return plain(microbatch, prepared)
 
-    monkeypatch.setattr(replicas_module, "_forward_and_backward", slow)
+    monkeypatch.setattr(data_parallel_module, "_forward_and_backward", slow)
     second = _copied("flux2", 2, 3, dropout=0.5)
     for a, b in zip(first, second, strict=True):
         assert all(map(torch.equal, a, b))
@@ -112,7 +110,7 @@ def test_trained_values_are_made_equal_at_once_and_by_sync():
         model = TINY["flux2"].make_model(seed=0).to(HOME)
         other = copy_model(model, NEXT)
         pair = [make_replica(model, "flux2", HOME), make_replica(other, "flux2", NEXT, seed=5)]
-        replicas = Replicas(pair)
+        replicas = DataParallel(pair)
         for _ in range(2):
             for a, b in zip(*(replica.parameters for replica in pair), strict=True):
                 assert a.device == HOME and b.device == NEXT and torch.equal(on_cpu(a), on_cpu(b))
@@ -152,7 +150,7 @@ def _linear(card):
 
 def _batches(replicas, count, inside=lambda index: None, prepare=lambda index: None):
     def make(index):
-        model, device = replicas.seat(index)
+        model, device = replicas.replica_for(index)
 
         def forward(x):
             inside(index)
@@ -171,7 +169,7 @@ def test_two_cards_compute_at_the_same_time():
         started.set() if index else waited.append(started.wait(timeout=20))
 
     with emulated_cards(2):
-        replicas = Replicas([_linear(HOME), _linear(NEXT)])
+        replicas = DataParallel([_linear(HOME), _linear(NEXT)])
         replicas.run(_batches(replicas, 2, inside))
     assert waited == [True]
 
@@ -184,7 +182,7 @@ def test_batches_are_prepared_in_order_and_one_ahead():
         waiting.append(len(prepared) - len(begun))
 
     with emulated_cards(2):
-        replicas = Replicas([_linear(HOME), _linear(NEXT)])
+        replicas = DataParallel([_linear(HOME), _linear(NEXT)])
         assert len(replicas.run(_batches(replicas, 30, begun.append, prepare))) == 30
     assert prepared == list(range(30)) and max(waiting) <= 5
 
@@ -202,7 +200,7 @@ def test_a_micro_batch_that_must_be_alone_is():
             inside.remove(index)
 
     with emulated_cards(3):
-        replicas = Replicas([_linear(card) for card in CARDS[:3]])
+        replicas = DataParallel([_linear(card) for card in CARDS[:3]])
         batches = _batches(replicas, 9, enter)
         replicas.run([replace(each, is_alone=lambda x, i=i: i in (0, 1, 5)) for i, each in enumerate(batches)])
     assert most[0] == most[1] == most[5] == 1 and max(most.values()) > 1
@@ -216,7 +214,7 @@ def test_the_first_error_is_raised_and_nothing_is_left(where):
 
     with emulated_cards(2):
         pair = [_linear(HOME), _linear(NEXT)]
-        replicas = Replicas(pair)
+        replicas = DataParallel(pair)
         hook = pair[1].model.register_forward_hook(
             lambda *a: BrokenBackward.apply(a[2]) if where == "backward" else None
         )
@@ -231,23 +229,18 @@ def test_the_first_error_is_raised_and_nothing_is_left(where):
 def test_an_interrupt_stops_all_threads(monkeypatch):
     begun = []
 
-    def interrupted(lanes, microbatches, gate):
+    def interrupted(tasks):
         while not begun:
             time.sleep(0.001)
+        monkeypatch.undo()
         raise KeyboardInterrupt
 
     with emulated_cards(2):
-        replicas = Replicas([_linear(HOME), _linear(NEXT)])
-        plain = replicas_module._deal
-
-        def deal_some(lanes, microbatches, gate):
-            plain(lanes, microbatches[:2], gate)
-            interrupted(lanes, microbatches, gate)
-
-        monkeypatch.setattr(replicas_module, "_deal", deal_some)
+        replicas = DataParallel([_linear(HOME), _linear(NEXT)])
+        monkeypatch.setattr(workers_module, "wait_for", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            replicas.run(_batches(replicas, 4, begun.append))
-        monkeypatch.undo()
+            replicas.run(_batches(replicas, 100, lambda index: begun.append(index) or time.sleep(0.01)))
+        assert 0 < len(begun) < 100
         assert len(replicas.run(_batches(replicas, 4))) == 4
 
 
@@ -258,7 +251,7 @@ def test_parameters_that_got_no_gradient_keep_none():
         for replica in pair:
             replica.model.unused = nn.Linear(1, 1).to(replica.device)
         pair = [replace(each, parameters=tuple(each.model.parameters())) for each in pair]
-        replicas = Replicas(pair)
+        replicas = DataParallel(pair)
         replicas.run(_batches(replicas, 1))
         once = on_cpu(pair[0].model.weight.grad).clone()
         replicas.run(_batches(replicas, 2))
@@ -270,12 +263,12 @@ def test_what_cannot_be_replicas_is_refused():
     with emulated_cards(2):
         first = _linear(HOME)
         with pytest.raises(ValueError, match="a GPU of its own"):
-            Replicas([first, first])
+            DataParallel([first, first])
         with pytest.raises(ValueError, match="a GPU of its own"):
-            Replicas([first, _linear(torch.device("cpu"))])
+            DataParallel([first, _linear(torch.device("cpu"))])
         with pytest.raises(ValueError, match="same parameters"):
-            Replicas([first, replace(_linear(NEXT), parameters=first.parameters[:1])])
-        replicas = Replicas([first, _linear(NEXT)])
+            DataParallel([first, replace(_linear(NEXT), parameters=first.parameters[:1])])
+        replicas = DataParallel([first, _linear(NEXT)])
         with torch.no_grad(), pytest.raises(RuntimeError, match="for training"):
             replicas.run(_batches(replicas, 2))
         with pytest.raises(RuntimeError, match="do not nest"):
@@ -285,10 +278,10 @@ def test_what_cannot_be_replicas_is_refused():
 def test_memory_is_given_back():
     with emulated_cards(2):
         pair = make_replicas("flux2", CARDS[:2], checkpointing=False)
-        replicas = Replicas(pair)
+        replicas = DataParallel(pair)
         gc.collect()
         before = [live_bytes(card) for card in CARDS[:2]]
-        losses = replicas.run(make_seated_batches(replicas.seat, "flux2", 4))
+        losses = replicas.run(make_batches_for(replicas.replica_for, "flux2", 4))
         pair[0].model.zero_grad(set_to_none=True)
         del losses
         gc.collect()

@@ -16,9 +16,10 @@ import weakref
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel.local import workers as workers_module
 from devicebridge.parallel.local.block_split import apply_block_split
 from devicebridge.parallel.local.bridge import Bridge
-from devicebridge.parallel.local.interleave import Turns
+from devicebridge.parallel.local.interleave import Interleave
 from devicebridge.parallel.placement import block_names, plan_manual
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
 from devicebridge.tests.streams import Clock, SimulatedMachine
@@ -93,11 +94,11 @@ def test_results_are_those_of_one_forward_after_the_other(devices, transport, co
     with emulated_cards(4), torch.inference_mode():
         model, bridge = _make(devices, transport=transport)
         expected = [on_cpu(job()) for job in _jobs(model, bridge, count)]
-        turns = Turns(bridge)
+        interleave = Interleave(bridge)
         for _ in range(2):
-            results = turns.run(_jobs(model, bridge, count))
+            results = interleave.run(_jobs(model, bridge, count))
             assert all(torch.equal(on_cpu(a), b) for a, b in zip(results, expected, strict=True))
-            assert len(results) == count and bridge.turns is None and not bridge.is_running
+            assert len(results) == count and bridge.traffic is None and not bridge.is_running
 
 
 def test_a_block_split_is_interleaved_by_its_bridge():
@@ -115,13 +116,13 @@ def test_a_block_split_is_interleaved_by_its_bridge():
 
         jobs = [make_job(seed) for seed in range(3)]
         expected = [on_cpu(job()) for job in jobs]
-        results = Turns(split.bridge).run(jobs)
+        results = Interleave(split.bridge).run(jobs)
     assert all(torch.equal(on_cpu(a), b) for a, b in zip(results, expected, strict=True))
 
 
 def test_no_job_gives_no_result():
     with torch.no_grad():
-        assert Turns(Bridge({nn.Identity(): HOME}, HOME)).run([]) == []
+        assert Interleave(Bridge({nn.Identity(): HOME}, HOME)).run([]) == []
 
 
 def test_order_of_issue_is_the_pipeline():
@@ -129,7 +130,7 @@ def test_order_of_issue_is_the_pipeline():
     with emulated_cards(), torch.inference_mode():
         model, bridge = _make(HALVES)
         trace = []
-        Turns(bridge, trace=trace).run(_jobs(model, bridge, 3))
+        Interleave(bridge, trace=trace).run(_jobs(model, bridge, 3))
     # per job: blocks 0 and 1 at home, 2 and 3 on the second card, the output home, the tail
     assert trace == [
         *[(0, HOME), (0, HOME)],
@@ -146,7 +147,7 @@ def test_the_first_of_many_jobs_does_not_wait_for_the_last(count):
     with emulated_cards(4), torch.inference_mode():
         model, bridge = _make(THIRDS)
         trace = []
-        Turns(bridge, trace=trace).run(_jobs(model, bridge, count))
+        Interleave(bridge, trace=trace).run(_jobs(model, bridge, count))
     for job in range(count - 1):
         assert trace.index((job, NEXT)) < trace.index((job + 1, NEXT)) < len(trace)
         assert trace.index((job, NEXT)) < max(i for i, entry in enumerate(trace) if entry == (job + 1, HOME))
@@ -166,7 +167,7 @@ def test_only_one_job_runs_at_any_moment():
 
         for block in model.blocks:
             block.register_forward_pre_hook(before)
-        Turns(bridge).run(_jobs(model, bridge, 4))
+        Interleave(bridge).run(_jobs(model, bridge, 4))
     assert len(most) == 16 and max(most) == 1
 
 
@@ -210,11 +211,31 @@ def test_an_error_of_one_job_ends_the_run(kind, failing, block, devices):
         expected = [on_cpu(job()) for job in jobs]
         broken = list(jobs)
         broken[failing] = _failing(error, model, bridge, failing, block)
-        turns = Turns(bridge)
+        interleave = Interleave(bridge)
         with pytest.raises(kind) as caught:
-            turns.run(broken)
-        assert caught.value is error and bridge.turns is None
-        assert all(torch.equal(on_cpu(a), b) for a, b in zip(turns.run(jobs), expected, strict=True))
+            interleave.run(broken)
+        assert caught.value is error and bridge.traffic is None
+        assert all(torch.equal(on_cpu(a), b) for a, b in zip(interleave.run(jobs), expected, strict=True))
+
+
+def test_a_job_whose_thread_comes_late_to_a_run_that_has_failed_holds_up_nobody(monkeypatch):
+    """It is in the queue for home before its thread runs; the others still get the token."""
+    plain = workers_module.ThreadState.taken_over
+
+    @contextlib.contextmanager
+    def late(state):
+        if threading.current_thread().name.endswith("-3"):
+            time.sleep(0.1)
+        with plain(state):
+            yield
+
+    monkeypatch.setattr(workers_module.ThreadState, "taken_over", late)
+    with emulated_cards(), torch.inference_mode():
+        model, bridge = _make(HALVES)
+        jobs = _jobs(model, bridge, 4)
+        jobs[1] = _failing(KeyError("at once"), model, bridge, 1, None)
+        with pytest.raises(KeyError, match="at once"):
+            Interleave(bridge).run(jobs)
 
 
 def test_the_others_are_stopped_at_their_next_border_and_unwind_one_at_a_time():
@@ -246,7 +267,7 @@ def test_the_others_are_stopped_at_their_next_border_and_unwind_one_at_a_time():
         for index, block in enumerate(model.blocks):
             block.register_forward_pre_hook(lambda module, args, i=index: ran.append(i))  # behind ours
         with pytest.raises(KeyError, match="first block"):
-            Turns(bridge).run(jobs)
+            Interleave(bridge).run(jobs)
     # job 0 entered its third block, job 1 its first and raised, so job 0 did not enter its fourth;
     # jobs 2 and 3 waited for home, which job 1 held: they never began
     assert ran == [0, 1, 2, 0]
@@ -265,11 +286,11 @@ def test_what_a_stopped_job_raises_does_not_hide_the_cause():
                 raise ValueError("while cleaning up")
 
         with pytest.raises(KeyError, match="the cause"):
-            Turns(bridge).run([clumsy, _failing(KeyError("the cause"), model, bridge, 1, 0)])
+            Interleave(bridge).run([clumsy, _failing(KeyError("the cause"), model, bridge, 1, 0)])
 
 
 def test_a_job_that_runs_the_model_again_while_it_is_stopped_is_stopped_again():
-    """And does not hand on the baton: the next job is unwound when this one is."""
+    """And does not hand on the token: the next job is unwound when this one is."""
     with emulated_cards(), torch.inference_mode():
         model, bridge = _make(HALVES)
         events = []
@@ -287,7 +308,7 @@ def test_a_job_that_runs_the_model_again_while_it_is_stopped_is_stopped_again():
             return job
 
         with pytest.raises(KeyError):
-            Turns(bridge).run([stubborn(0), stubborn(1), _failing(KeyError(), model, bridge, 2, 0)])
+            Interleave(bridge).run([stubborn(0), stubborn(1), _failing(KeyError(), model, bridge, 2, 0)])
     assert events == [(0, "stopped")] * 3 + [(1, "stopped")] * 3
 
 
@@ -304,12 +325,12 @@ def test_an_error_holds_no_memory_once_it_is_handled():
                 model(x)
                 raise MemoryError
 
-        turns = Turns(bridge)
+        interleave = Interleave(bridge)
         gc.collect()
         gc.disable()
         try:
             with contextlib.suppress(MemoryError):
-                turns.run([job, job, job])
+                interleave.run([job, job, job])
             assert len(held) == 3 and [ref() for ref in held] == [None] * 3
         finally:
             gc.enable()
@@ -328,7 +349,7 @@ def test_what_a_job_did_not_end_is_ended():
         gc.collect()
         gc.disable()
         try:
-            Turns(bridge).run([job, job])
+            Interleave(bridge).run([job, job])
             assert len(held) == 2 and [ref() for ref in held] == [None, None]
         finally:
             gc.enable()
@@ -344,7 +365,7 @@ def test_a_job_that_never_crosses_and_one_that_never_calls_the_model():
             with bridge.forward():
                 return model.blocks[0](torch.ones(2, WIDTH).to(HOME), torch.ones(()))
 
-        results = Turns(bridge).run([lambda: "nothing", real[0], at_home, real[1], lambda: "nothing"])
+        results = Interleave(bridge).run([lambda: "nothing", real[0], at_home, real[1], lambda: "nothing"])
     assert results[0] == results[4] == "nothing" and results[2].device == HOME
     assert torch.equal(on_cpu(results[1]), expected[0]) and torch.equal(on_cpu(results[3]), expected[1])
 
@@ -353,17 +374,17 @@ def test_a_job_that_never_crosses_and_one_that_never_calls_the_model():
 def test_runs_do_not_nest(count):
     with emulated_cards(), torch.inference_mode():
         model, bridge = _make(HALVES)
-        turns = Turns(bridge)
+        interleave = Interleave(bridge)
         with pytest.raises(RuntimeError, match="do not nest"):
-            turns.run([lambda: Turns(bridge).run(_jobs(model, bridge, 2))] * count)
-        assert len(turns.run(_jobs(model, bridge, 2))) == 2
+            interleave.run([lambda: Interleave(bridge).run(_jobs(model, bridge, 2))] * count)
+        assert len(interleave.run(_jobs(model, bridge, 2))) == 2
 
 
 def test_autograd_is_refused():
     with emulated_cards():
         model, bridge = _make(HALVES)
         with pytest.raises(RuntimeError, match="for inference"):
-            Turns(bridge).run(_jobs(model, bridge, 2))
+            Interleave(bridge).run(_jobs(model, bridge, 2))
 
 
 def test_a_thread_that_cannot_start_ends_the_run(monkeypatch):
@@ -380,10 +401,10 @@ def test_a_thread_that_cannot_start_ends_the_run(monkeypatch):
 
         monkeypatch.setattr(threading.Thread, "start", failing_start)
         with pytest.raises(RuntimeError, match="can't start"):
-            Turns(bridge).run([lambda: begun.append(1)] * 4)
+            Interleave(bridge).run([lambda: begun.append(1)] * 4)
         assert len(started) == 2 and begun == []
         monkeypatch.undo()
-        assert len(Turns(bridge).run(_jobs(model, bridge, 4))) == 4
+        assert len(Interleave(bridge).run(_jobs(model, bridge, 4))) == 4
 
 
 @pytest.fixture
@@ -420,9 +441,9 @@ def test_an_interrupt_of_the_waiting_caller_ends_the_run(interrupts, times):
 
         inner = _job(model, bridge, 0)
         with pytest.raises(KeyboardInterrupt):
-            Turns(bridge).run([interrupting, *_jobs(model, bridge, 3)])
-        assert passed == [] and len(interrupts) == times and bridge.turns is None
-        assert len(Turns(bridge).run(_jobs(model, bridge, 4))) == 4
+            Interleave(bridge).run([interrupting, *_jobs(model, bridge, 3)])
+        assert passed == [] and len(interrupts) == times and bridge.traffic is None
+        assert len(Interleave(bridge).run(_jobs(model, bridge, 4))) == 4
 
 
 class _Watch(TorchDispatchMode):
@@ -463,7 +484,7 @@ def test_jobs_see_what_torch_keeps_per_thread(mode, autocast):
             handle = block.register_forward_pre_hook(lambda module, args: seen.append(_thread_state()))
             with torch.autocast("cpu", enabled=False):
                 jobs = _jobs(model, bridge, 3)
-            Turns(bridge).run(jobs)
+            Interleave(bridge).run(jobs)
             handle.remove()
             assert len(before["modes"]) == 3 and seen == [before] * 3 and _thread_state() == before
     finally:
@@ -489,7 +510,7 @@ def _makespan(machine, devices, count, *, interleave, copy_cost=0.0):
         model.front, model.tail = nn.Sigmoid(), nn.Identity()  # only blocks take time
         jobs = _jobs(model, bridge, count)
         with Clock(machine, copy_cost) as clock:
-            results = Turns(bridge).run(jobs) if interleave else [job() for job in jobs]
+            results = Interleave(bridge).run(jobs) if interleave else [job() for job in jobs]
         end = max(stream.busy_until for stream in machine.default.values())
         return end, clock.races, [on_cpu(result) for result in results], bridge
 
@@ -512,7 +533,7 @@ def test_three_cards_and_slow_copies(machine):
 
 def test_copies_on_the_main_streams_would_wait_for_other_forwards(machine, monkeypatch):
     """The simulation can tell: torch's plain copy has the forwards wait for each other."""
-    monkeypatch.setattr(Turns, "copy", lambda turns, tensor, device: tensor.to(device))
+    monkeypatch.setattr(Interleave, "copy", lambda runner, tensor, device: tensor.to(device))
     together, races, _, _ = _makespan(machine, HALVES, 4, interleave=True)
     assert races == 0 and together > 16 * 5 / 8
 
@@ -530,14 +551,14 @@ def test_what_the_host_moves_inside_a_block_may_be_used_at_once(machine):
             block.register_forward_pre_hook(add)
         expected = [on_cpu(job()) for job in jobs]
         with Clock(machine, copy_cost=0.5) as clock:
-            results = Turns(bridge).run(jobs)
+            results = Interleave(bridge).run(jobs)
         assert clock.races == 0
         assert all(torch.equal(on_cpu(a), b) for a, b in zip(results, expected, strict=True))
 
 
 def test_side_streams_are_made_once_and_tensors_recorded_on_them(machine):
     _, _, _, bridge = _makespan(machine, HALVES, 4, interleave=True)
-    assert set(bridge.side_streams) == {(HOME, NEXT), (NEXT, HOME)} and len(machine.streams_made) == 4
+    assert set(bridge.side_streams.pairs) == {(HOME, NEXT), (NEXT, HOME)} and len(machine.streams_made) == 4
     made = {id(stream): stream for stream in machine.streams_made}
     for tensor, stream in machine.used_on:
         # a source on the side stream of its own card, a copy on the main stream of its own card
@@ -556,7 +577,7 @@ def test_jobs_use_the_callers_streams_and_device(machine):
         machine.set_device(3)
         model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(_current(machine)))
         model.blocks[2].register_forward_pre_hook(lambda module, args: seen.append(_current(machine)))
-        Turns(bridge).run(jobs)
+        Interleave(bridge).run(jobs)
         assert seen[0] == (3, *mine) and (1, *mine) in seen  # on the foreign block its own card is current
         assert sorted(device for device, *_ in seen) == [1, 1, 3, 3] and all(entry[1:] == tuple(mine) for entry in seen)
         assert _current(machine) == (3, *mine)

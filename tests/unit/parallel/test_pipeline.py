@@ -11,11 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local import workers as lanes_module
+from devicebridge.parallel import transfer as transfer_module
+from devicebridge.parallel.local import workers as workers_module
 from devicebridge.parallel.local.bridge import Bridge
-from devicebridge.parallel.local.pipeline import MicroBatch, Pipeline
+from devicebridge.parallel.local.pipeline import Pipeline
 from devicebridge.parallel.local.schedule import Work, plan_order
 from devicebridge.parallel.offload.recompute import recompute
+from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes, on_cpu
 from devicebridge.tests.streams import Clock, SimulatedMachine
 from devicebridge.tests.tiny_split import BrokenBackward, make_micro_batches, make_tiny_split
@@ -24,15 +26,6 @@ from torch import nn
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 FAMILY_NAMES = sorted(FAMILIES)
 HOME, NEXT, THIRD = CARDS[:3]
-
-
-def _plainly(batches):
-    losses = []
-    for batch in batches:
-        loss = batch.forward(batch.prepare())
-        loss.backward()
-        losses.append(loss.detach())
-    return losses
 
 
 def _gradients(lora):
@@ -44,7 +37,8 @@ def _step(name, cards, count, *, piped=False, ahead=0, **settings):
     with emulated_cards(4):
         model, split, lora = make_tiny_split(name, cards, **settings)
         batches = make_micro_batches(model, name, count)
-        losses = Pipeline(split.bridge, ahead=ahead).run(batches) if piped else _plainly(batches)
+        runner = Pipeline(model, split.bridge, ahead=ahead) if piped else PlainAccumulation(model, cards[0])
+        losses = runner.run(batches)
         states = [torch.lazy.get_rng_state(card) for card in cards]
         return [on_cpu(loss) for loss in losses], _gradients(lora), states
 
@@ -124,11 +118,11 @@ def test_gradients_equal_one_ordinary_card():
 
 
 def test_the_stages_follow_the_plan_and_two_work_at_once():
-    """Each lane leaves a stage for the next to enter: with 1f1b the second card is never ahead of its input."""
+    """Each microbatch leaves a stage for the next to enter: with 1f1b the second card is never ahead of its input."""
     with emulated_cards(4):
         model, split, _ = make_tiny_split("flux2", CARDS[:2])
         trace = []
-        Pipeline(split.bridge, ahead=0, trace=trace).run(make_micro_batches(model, "flux2", 4))
+        Pipeline(model, split.bridge, ahead=0, trace=trace).run(make_micro_batches(model, "flux2", 4))
     plan = plan_order(2, 4, 0)
     for stage in (0, 1):
         assert [work for at, work in trace if at == stage] == plan[stage]
@@ -138,31 +132,37 @@ def test_a_micro_batch_that_must_be_alone_is():
     """Nobody else computes while it does, forwards or backwards; the numbers are the same."""
     with emulated_cards(2):
         model, bridge = _chain([HOME, NEXT])
-        inside, most = [], {}
+        inside, most, at = [], {}, threading.local()
         lock = threading.Lock()
 
         def enter(module, args):
             with lock:
-                inside.append(threading.current_thread().name)
-                for thread in inside:
-                    most[thread] = max(most.get(thread, 0), len(set(inside)))
+                inside.append(at.index)
+                for index in inside:
+                    most[index] = max(most.get(index, 0), len(set(inside)))
             time.sleep(0.01)
 
         def leave(module, args, output):
             with lock:
-                inside.remove(threading.current_thread().name)
+                inside.remove(at.index)
+
+        def named(index, batch):
+            def forward(x):
+                at.index = index
+                return batch.forward(x)
+
+            return replace(batch, forward=forward)
 
         for block in model.blocks:
             block.register_forward_pre_hook(enter)
             block.register_forward_hook(leave)
-        batches = [replace(batch, is_alone=lambda x: True) for batch in _chain_batches(model, bridge, 6)]
-        Pipeline(bridge).run(batches)
+        batches = [named(index, batch) for index, batch in enumerate(_chain_batches(model, bridge, 6))]
+        Pipeline(model, bridge).run([replace(batch, is_alone=lambda x: True) for batch in batches])
         assert set(most.values()) == {1}
         most.clear()
         mixed = [replace(batch, is_alone=lambda x, i=i: i == 2) for i, batch in enumerate(batches)]
-        Pipeline(bridge).run(mixed)
-        assert [count for thread, count in most.items() if thread.endswith("-2")] == [1]
-        assert max(most.values()) == 2
+        Pipeline(model, bridge).run(mixed)
+        assert most[2] == 1 and max(most.values()) == 2
 
 
 def test_micro_batches_are_prepared_one_ahead_and_threads_are_few():
@@ -180,7 +180,7 @@ def test_micro_batches_are_prepared_one_ahead_and_threads_are_few():
         model.blocks[0].register_forward_pre_hook(lambda module, args: begun.append(1))
         batches = [replace(batch, prepare=prepare) for batch in _chain_batches(model, bridge, 40)]
         before = threading.active_count()
-        losses = Pipeline(bridge, ahead=0).run(batches)
+        losses = Pipeline(model, bridge, ahead=0).run(batches)
         assert len(losses) == 40 and max(waiting) <= 3 and max(alive) - before <= 3 + 3
 
 
@@ -261,7 +261,7 @@ def test_two_cards_compute_at_the_same_time():
         model, bridge = _chain([HOME, NEXT])
         model.blocks[0].register_forward_pre_hook(start)
         handle = model.blocks[1].register_forward_pre_hook(lambda *_: waited.append(started[1].wait(timeout=20)))
-        Pipeline(bridge).run(_chain_batches(model, bridge, 2))
+        Pipeline(model, bridge).run(_chain_batches(model, bridge, 2))
         handle.remove()
     assert waited == [True, True]
 
@@ -283,7 +283,8 @@ def _makespan(machine, devices, count, *, pipelined, copy_cost=0.0, reads=None):
             model.reads = lambda x: reads(bridge, x, devices[-1])
         batches = _chain_batches(model, bridge, count)
         with Clock(machine, copy_cost) as clock:
-            Pipeline(bridge, ahead=0).run(batches) if pipelined else _plainly(batches)
+            runner = Pipeline(model, bridge, ahead=0) if pipelined else PlainAccumulation(model, HOME)
+            runner.run(batches)
         return max(stream.busy_until for stream in machine.default.values()), clock.races
 
 
@@ -295,9 +296,9 @@ def test_a_step_takes_the_time_of_a_pipeline(machine, count):
     assert races == 0 and together == 2 + 6 * count + 3  # first in, the slower card all the time, last out
 
 
-def test_copies_on_the_main_streams_would_wait_for_other_lanes(machine, monkeypatch):
+def test_copies_on_the_main_streams_would_wait_for_other_workers(machine, monkeypatch):
     """The simulation can tell: torch's plain copy has the stages wait for each other."""
-    monkeypatch.setattr(lanes_module, "module_with_streams", lambda source, target: None)
+    monkeypatch.setattr(transfer_module, "module_with_streams", lambda source, target: None)
     together, races = _makespan(machine, [HOME, HOME, NEXT, NEXT], 8, pipelined=True)
     assert races == 0 and together > 6 * 9 + 3
 
@@ -315,13 +316,13 @@ def test_what_is_sent_to_the_tail_is_there_in_time_and_holds_up_no_card(machine)
     assert races == more_races == 0 and sent == without
 
 
-def test_an_error_of_one_lane_is_raised_and_nothing_is_left():
+def test_an_error_of_one_worker_is_raised_and_nothing_is_left():
     with emulated_cards(2):
         model, bridge = _chain([HOME, NEXT])
         with pytest.raises(ZeroDivisionError):
-            Pipeline(bridge).run(_chain_batches(model, bridge, 4, fail_at=ZeroDivisionError()))
-        assert bridge.turns is None and not bridge.is_running
-        Pipeline(bridge).run(_chain_batches(model, bridge, 4))  # and it can be used again
+            Pipeline(model, bridge).run(_chain_batches(model, bridge, 4, fail_at=ZeroDivisionError()))
+        assert bridge.traffic is None and not bridge.is_running
+        Pipeline(model, bridge).run(_chain_batches(model, bridge, 4))  # and it can be used again
 
 
 @pytest.mark.parametrize("where", ["prepare", "backward"])
@@ -334,40 +335,38 @@ def test_an_error_elsewhere_is_raised_too(where):
         else:
             model.blocks[0].register_forward_hook(lambda module, args, output: BrokenBackward.apply(output))
         with pytest.raises(ArithmeticError):
-            Pipeline(bridge).run(batches)
+            Pipeline(model, bridge).run(batches)
 
 
-def test_an_interrupt_stops_all_lanes(monkeypatch):
-    from devicebridge.parallel.local import pipeline as pipeline_module
-
-    def interrupted(lanes, threads):
+def test_an_interrupt_stops_all_workers(monkeypatch):
+    def interrupted(tasks):
         monkeypatch.undo()
         raise KeyboardInterrupt
 
     with emulated_cards(2):
         model, bridge = _chain([HOME, NEXT])
-        monkeypatch.setattr(pipeline_module, "wait_for", interrupted)
+        monkeypatch.setattr(workers_module, "wait_for", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            Pipeline(bridge).run(_chain_batches(model, bridge, 4))
-        assert bridge.turns is None
+            Pipeline(model, bridge).run(_chain_batches(model, bridge, 4))
+        assert bridge.traffic is None
 
 
 def test_a_model_that_comes_back_to_a_device_is_refused():
     with emulated_cards(2):
         model, bridge = _chain([HOME, NEXT, HOME, NEXT])
         with pytest.raises(RuntimeError, match="every device follows the one before it"):
-            Pipeline(bridge).run(_chain_batches(model, bridge, 2))
+            Pipeline(model, bridge).run(_chain_batches(model, bridge, 2))
 
 
 def test_a_tail_at_home_and_a_run_without_gradients_are_refused():
     with emulated_cards(2):
         model, split, _ = make_tiny_split("flux2", CARDS[:2])
-        pipeline = Pipeline(split.bridge)
+        pipeline = Pipeline(model, split.bridge)
         with torch.no_grad(), pytest.raises(RuntimeError, match="for training"):
             pipeline.run(make_micro_batches(model, "flux2", 2))
         bridge = Bridge({nn.Linear(1, 1): HOME, nn.Linear(1, 1): NEXT}, HOME)
         with pytest.raises(ValueError, match="on the last device"):
-            Pipeline(bridge)
+            Pipeline(model, bridge)
 
 
 def test_memory_is_given_back_and_held_as_the_schedule_says():
@@ -382,7 +381,7 @@ def test_memory_is_given_back_and_held_as_the_schedule_says():
             refs.append(weakref.ref(output[0] if isinstance(output, tuple) else output))
 
         handle = next(iter(split.bridge.blocks)).register_forward_hook(watch, with_kwargs=True)
-        losses = Pipeline(split.bridge, ahead=0).run(make_micro_batches(model, "flux2", 6))
+        losses = Pipeline(model, split.bridge, ahead=0).run(make_micro_batches(model, "flux2", 6))
         handle.remove()
         model.zero_grad(set_to_none=True)
         del losses

@@ -1,4 +1,4 @@
-"""Threads that are kept: reused, in the asker's context, holding nothing, and gone with their crew."""
+"""Threads that are kept: reused, in the asker's context, holding nothing, and gone with their pool."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ import threading
 import weakref
 
 import pytest
-from devicebridge.parallel.local.thread_pool import Crew
+from devicebridge.parallel.local.thread_pool import ThreadPool
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 
 
-def _run(crew, work, *args):
-    task = crew.task("some-work", work, *args)
+def _run(pool, work, *args):
+    task = pool.task("some-work", work, *args)
     task.start()
     task.join()
 
 
 def test_one_thread_does_one_thing_after_another():
-    crew, seen = Crew(), []
+    pool, seen = ThreadPool(), []
     for _ in range(3):
-        _run(crew, lambda: seen.append((threading.get_ident(), threading.current_thread().name)))
+        _run(pool, lambda: seen.append((threading.get_ident(), threading.current_thread().name)))
     assert len(set(seen)) == 1 and seen[0][1] == "some-work" and seen[0][0] != threading.get_ident()
 
 
 def test_as_many_threads_as_there_is_work_at_once():
-    crew, barrier, seen = Crew(), threading.Barrier(3), []
+    pool, barrier, seen = ThreadPool(), threading.Barrier(3), []
 
     def work():
         barrier.wait(timeout=10)
         seen.append(threading.get_ident())
 
     for _ in range(2):
-        tasks = [crew.task("some-work", work) for _ in range(3)]
+        tasks = [pool.task("some-work", work) for _ in range(3)]
         for task in tasks:
             task.start()
         for task in tasks:
@@ -43,10 +43,10 @@ def test_as_many_threads_as_there_is_work_at_once():
 
 
 def test_work_runs_in_the_context_of_who_asks():
-    crew, variable, seen = Crew(), contextvars.ContextVar("variable"), []
+    pool, variable, seen = ThreadPool(), contextvars.ContextVar("variable"), []
     for value in (1, 2):
         variable.set(value)
-        task = crew.task("some-work", lambda: seen.append(variable.get()))
+        task = pool.task("some-work", lambda: seen.append(variable.get()))
         variable.set(0)
         task.start()
         task.join()
@@ -57,9 +57,9 @@ def test_nothing_is_held_when_join_returns():
     class Thing:
         pass
 
-    crew, thing = Crew(), Thing()
+    pool, thing = ThreadPool(), Thing()
     watch = weakref.ref(thing)
-    task = crew.task("some-work", lambda each: None, thing)
+    task = pool.task("some-work", lambda each: None, thing)
     task.start()
     task.join()
     del thing
@@ -67,11 +67,11 @@ def test_nothing_is_held_when_join_returns():
 
 
 def test_threads_end_with_their_crew_even_one_that_is_at_work():
-    crew, go, done = Crew(), threading.Event(), []
-    task = crew.task("some-work", lambda: (go.wait(10), done.append(threading.current_thread())))
+    pool, go, done = ThreadPool(), threading.Event(), []
+    task = pool.task("some-work", lambda: (go.wait(10), done.append(threading.current_thread())))
     task.start()
-    _run(crew, lambda: done.append(threading.current_thread()))
-    del crew
+    _run(pool, lambda: done.append(threading.current_thread()))
+    del pool
     gc.collect()
     go.set()
     task.join()
@@ -81,29 +81,29 @@ def test_threads_end_with_their_crew_even_one_that_is_at_work():
 
 
 def test_work_that_raises_is_reported_and_ends(monkeypatch):
-    crew, seen = Crew(), []
+    pool, seen = ThreadPool(), []
     monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_type))
 
     def work():
         raise ZeroDivisionError
 
     for _ in range(2):
-        _run(crew, work)
+        _run(pool, work)
     assert seen == [ZeroDivisionError] * 2
 
 
 def test_after_an_interrupt_a_task_that_has_begun_is_waited_for(monkeypatch):
     """It may come right after it was handed over."""
-    crew, seen, has_begun, go = Crew(), [], threading.Event(), threading.Event()
-    give = type(crew._idle).give
+    pool, seen, has_begun, go = ThreadPool(), [], threading.Event(), threading.Event()
+    give = type(pool._idle).give
 
     def interrupted(self, task):
         give(self, task)
         has_begun.wait(10)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(type(crew._idle), "give", interrupted)
-    task = crew.task("some-work", lambda: (has_begun.set(), go.wait(10), seen.append(1)))
+    monkeypatch.setattr(type(pool._idle), "give", interrupted)
+    task = pool.task("some-work", lambda: (has_begun.set(), go.wait(10), seen.append(1)))
     with pytest.raises(KeyboardInterrupt):
         task.start()
     assert not task.is_started and not task.withdraw() and not task.withdraw()
@@ -113,8 +113,8 @@ def test_after_an_interrupt_a_task_that_has_begun_is_waited_for(monkeypatch):
 
 
 def test_a_task_that_was_withdrawn_never_runs():
-    crew, seen = Crew(), []
-    task = crew.task("some-work", lambda: seen.append(1))
+    pool, seen = ThreadPool(), []
+    task = pool.task("some-work", lambda: seen.append(1))
     assert task.withdraw() and task.withdraw()
     task.start()
     task.join()

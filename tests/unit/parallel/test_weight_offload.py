@@ -69,7 +69,7 @@ def _run(built, name, count, kind=None):
     """Losses of a step; gradients are added up."""
     batches = make_micro_batches(built.model, name, count, built.split.home)
     if kind is not None:
-        return [on_cpu(loss) for loss in Pipeline(built.split.bridge, ahead=1).run(batches)]
+        return [on_cpu(loss) for loss in Pipeline(built.model, built.split.bridge, ahead=1).run(batches)]
     losses = []
     for batch in batches:
         loss = batch.forward(batch.prepare())

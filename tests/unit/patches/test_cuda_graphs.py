@@ -72,7 +72,7 @@ def _steps(name, cards, count, *, kind=None, graphs=False, num_steps=3, **settin
                     losses.append(batch.forward(batch.prepare()))
                     losses[-1].backward()
             else:
-                losses = Pipeline(split.bridge).run(batches)
+                losses = Pipeline(model, split.bridge).run(batches)
             gradients = {key: on_cpu(parameter.grad) for key, parameter in lora.parameters().items()}
             found.append(([on_cpu(loss.detach()) for loss in losses], gradients))
             for parameter in lora.parameters().values():

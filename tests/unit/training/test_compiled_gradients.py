@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from devicebridge import assembly
+from devicebridge.jobs import job as job_module
 from devicebridge.jobs.job import run_job
 from devicebridge.parallel.devices import random_states
 from devicebridge.patches.compile_blocks import CompiledBlocks
@@ -268,7 +269,7 @@ def test_gradients_lost_inside_of_blocks_are_found(job_of, monkeypatch, caplog, 
 def test_states_are_put_back_and_a_finished_run_compares_nothing(job_of, monkeypatch):
     """Also where somebody interrupts."""
     seen = []
-    plain = loop.Trainer.compare_compiled
+    plain = job_module.check_compiled
 
     def watched(trainer):
         before = trainer.order.state_dict(), random_states(trainer.devices)
@@ -289,7 +290,7 @@ def test_states_are_put_back_and_a_finished_run_compares_nothing(job_of, monkeyp
         torch.rand(1)
         return output
 
-    monkeypatch.setattr(loop.Trainer, "compare_compiled", watched)
+    monkeypatch.setattr(job_module, "check_compiled", watched)
     _instead_of_torch(monkeypatch, _then(draw))
     job = job_of("run", "none")
     assert _run(job).step == 2 and len(seen) == 1 and seen[0]

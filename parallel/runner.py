@@ -1,0 +1,81 @@
+"""What computes the microbatches of a training step. Every parallel strategy for training is a Runner.
+
+The training loop asks the runner which copy of the model a microbatch goes through, and hands it the microbatches of a
+step. It knows nothing else of devices. `PlainAccumulation` below is what a single device needs; `parallel/local` has
+the strategies of one process, Pipeline and DataParallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MicroBatch(Generic[T]):
+    """One microbatch of a step.
+
+    Args:
+        prepare: work of the host alone, such as reading files; called in order, ahead of time.
+        forward: one forward through the model, given what prepare returned -> the loss, a scalar on the model's last
+            device, already divided by the number of microbatches.
+        is_alone: given what prepare returned, whether no other microbatch may compute while this one does. For the
+            first of its shape through compiled blocks: while torch compiles, it intercepts the modules of all threads.
+    """
+
+    prepare: Callable[[], T]
+    forward: Callable[[T], torch.Tensor]
+    is_alone: Callable[[T], bool] = lambda prepared: False
+
+
+class Runner(Protocol):
+    """Computes the microbatches of a step."""
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the model; those of the first so many microbatches of a step all differ."""
+
+    def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:
+        """Which copy of the model the microbatch of this index must go through, and the device of its inputs."""
+
+    def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
+        """Forward and backward of every microbatch, gradients added to the first copy's; the losses in order, detached.
+
+        Raises: the first exception of a microbatch. The step is lost then: drop the gradients.
+        """
+
+    def sync(self) -> None:
+        """To be called whenever the first copy's trained values have changed."""
+
+
+class OneModel:
+    """What all runners of a single copy of the model have in common."""
+
+    num_replicas = 1
+
+    def __init__(self, model: nn.Module, home: torch.device) -> None:
+        self._replica = model, home
+
+    def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:
+        return self._replica
+
+    def sync(self) -> None:
+        """There is nothing to make equal."""
+
+
+class PlainAccumulation(OneModel):
+    """One microbatch after the other in the calling thread. Of a model split over devices, one computes at a time."""
+
+    def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
+        losses = []
+        for microbatch in microbatches:
+            loss = microbatch.forward(microbatch.prepare())
+            loss.backward()
+            losses.append(loss.detach())
+        return losses

@@ -1,0 +1,98 @@
+"""How a tensor gets to another device, and which device is the current one.
+
+torch's own copy between cards runs on the source's current stream and first waits for all work of the target's current
+stream. Where several forwards are in flight, that work may be another forward's. `SideStreams` copies beside the
+kernels: the copy waits for the source's kernels so far, and the target waits for the copy when `settle` is called.
+Both tensors are recorded on the streams that use them, lest the caching allocator hand out their memory early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from .devices import device_module
+
+Pair = tuple[torch.device, torch.device]  # source, target
+Arrivals = dict[Pair, Any]  # copies under way: the event of the last one
+
+
+def copy_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on device, ordered on the current streams of both devices."""
+    # Between accelerators of one kind the copy is ordered on both streams; to the host it would not be.
+    return tensor.to(device, non_blocking=tensor.device.type == device.type != "cpu")
+
+
+class SideStreams:
+    """A pair of streams for the copies from each card to each other one.
+
+    To be kept from run to run: memory that was freed on a stream is only handed out again on the same stream.
+    """
+
+    def __init__(self) -> None:
+        self.pairs: dict[Pair, tuple[Any, Any]] = {}
+
+    def copy(self, tensor: torch.Tensor, device: torch.device, arrivals: Arrivals) -> torch.Tensor:
+        """A copy on device, which its current stream must not use before settle(arrivals).
+
+        Devices without streams, and copies from or to the host, take the ordinary way.
+        """
+        pair = tensor.device, device
+        module = module_with_streams(*pair)
+        if module is None:
+            return copy_to(tensor, device)
+        if pair not in self.pairs:
+            self.pairs[pair] = module.Stream(pair[0]), module.Stream(device)
+        leaving, arriving = self.pairs[pair]
+        leaving.wait_stream(module.current_stream(pair[0]))
+        # torch runs the copy on the source's current stream and has it wait for the target's: both must be ours.
+        with module.stream(leaving), module.stream(arriving):
+            copy = tensor.to(device, non_blocking=True)
+        tensor.record_stream(leaving)
+        copy.record_stream(module.current_stream(device))
+        arrivals[pair] = arriving.record_event()
+        return copy
+
+
+def settle(arrivals: Arrivals, device: torch.device | None = None) -> None:
+    """Have the current stream of device (None: of every target) wait for the copies under way, and forget these."""
+    for pair in [pair for pair in arrivals if device is None or pair[1] == device]:
+        module = device_module(pair[1])
+        assert module is not None
+        module.current_stream(pair[1]).wait_event(arrivals.pop(pair))
+
+
+def module_with_streams(source: torch.device, target: torch.device) -> Any:
+    """torch.cuda or its like if both devices are of it and it has streams; else None."""
+    if source.type != target.type:
+        return None
+    module = device_module(source)
+    needs = ("Stream", "stream", "current_stream", "set_stream")
+    return module if all(hasattr(module, name) for name in needs) else None
+
+
+@contextlib.contextmanager
+def versioned() -> Iterator[None]:
+    """What is made inside has a version that says whether it was written to; in inference mode tensors have none."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def device_switch(device: torch.device) -> Callable[[], AbstractContextManager[Any]] | None:
+    """Makes the context in which device is the current one; None for kinds without a current device."""
+    switch = getattr(device_module(device), "device", None)
+    return None if switch is None else functools.partial(switch, device.index)
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """While active device is the current one, where its kind has such a thing."""
+    switch = device_switch(device)
+    return contextlib.nullcontext() if switch is None else switch()
