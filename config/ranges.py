@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, GetCoreSchemaHandler, ValidationError, ValidatorFunctionWrapHandler
+from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, ValidationError, ValidatorFunctionWrapHandler
 from pydantic_core import CoreSchema, core_schema
 
+# Schemas are built when a section is first used: nodes read its fields while ComfyUI starts.
+STRICT = ConfigDict(extra="forbid", defer_build=True)
+MOST_STEPS = 10_000_000
 LONGEST_PART = 255  # bytes of a file's or folder's name on Linux, macOS and, in characters, Windows
 # What we add to a name: an expert's, the ending, and while it is written a dot before and ".<32 digits>.tmp" behind.
 _ROOM_FOR_ENDINGS = len("." + "_high_noise" + ".safetensors" + "." + "0" * 32 + ".tmp")
@@ -114,3 +117,5 @@ def check_file_name(text: str) -> str:
 
 PathText = Annotated[str, AfterValidator(check_path)]
 RequiredPath = Annotated[PathText, AfterValidator(_refuse_empty)]
+StepCount = Annotated[int, Range(0, MOST_STEPS)]
+Seed = Annotated[int, Range(0, 2**63 - 1)]

@@ -6,8 +6,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from . import host
-from .fields import AUTO, read_auto, read_list
 from .host import io
+from .sockets import AUTO, read_auto, read_list
 
 if TYPE_CHECKING:
     import torch
