@@ -17,6 +17,71 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+_INPUTS = (
+    io.String.Input(
+        "devices",
+        default=AUTO,
+        tooltip="GPUs that hold the blocks, in order, such as cuda:0,cuda:1. The first also holds the embeddings, "
+        "the last layers and what the sampler works on. auto takes every GPU, and on a machine with one leaves "
+        "the model as it is; a device named here must exist.",
+    ),
+    io.Combo.Input(
+        "balance",
+        options=["memory", "time", "manual"],
+        default="memory",
+        tooltip="How the blocks are shared out: by memory, in proportion to what each GPU has; by equal computing "
+        "time, best with CFG or batches on equal GPUs; or cut where split_at says.",
+    ),
+    io.String.Input(
+        "split_at",
+        default="",
+        placeholder="12, 30",
+        advanced=True,
+        tooltip="Index of the first block of each GPU after the first, counted from 0 over all blocks, such as "
+        "12, 30 for three GPUs. Only for balance manual.",
+    ),
+    io.String.Input(
+        "memory_limit_gb",
+        default="",
+        placeholder="20, 14",
+        advanced=True,
+        tooltip="Memory the weights may take on each GPU, in decimal GB, such as 20, 14. Empty leaves it to "
+        "ComfyUI. Set it when another program needs some of a GPU.",
+    ),
+    io.Combo.Input(
+        "transport",
+        options=["auto", "stream", "relay"],
+        default="auto",
+        advanced=True,
+        tooltip="How activations travel. stream: once per GPU border, for models that are known. relay: home after "
+        "every block of another GPU, right for every model. auto chooses.",
+    ),
+    io.Boolean.Input(
+        "overlap",
+        default=True,
+        advanced=True,
+        tooltip="Compute cond and uncond, and the pictures of a batch, one after the other but on both GPUs at the "
+        "same time. Matters with CFG above 1 or a batch. Like the size of a batch it may change the last bits of a "
+        "picture; off computes one batch, GPU after GPU, with the very bits of one GPU.",
+    ),
+    io.Boolean.Input(
+        "offload",
+        default=True,
+        advanced=True,
+        tooltip="Weights beyond a GPU's limit stay in host memory and are streamed at every step. Off refuses a "
+        "model that does not fit.",
+    ),
+    io.Boolean.Input(
+        "verify",
+        default=False,
+        optional=True,
+        advanced=True,
+        tooltip="Compute the first step of every run twice, the second time without overlap and by relay, and stop "
+        "with what differs. For the first run of a new graph; costs one slow step.",
+    ),
+)
+
+
 class SplitModel(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -30,7 +95,7 @@ class SplitModel(io.ComfyNode):
             search_aliases=["multi gpu", "two gpus", "model parallel", "distorch", "layer split", "pipeline"],
             inputs=[
                 io.Model.Input("model", tooltip="Any MODEL whose blocks are known or can be found. It is not changed."),
-                *_split_inputs(),
+                *_INPUTS,
             ],
             outputs=[io.Model.Output("split", display_name="model", tooltip="The same model over several GPUs.")],
             hidden=[io.Hidden.unique_id],
@@ -72,7 +137,7 @@ class LoadDiffusionModelSplit(io.ComfyNode):
                     tooltip="Number type of the weights. default keeps what the file holds; the fp8 types halve the "
                     "memory of a 16-bit file at a small loss.",
                 ),
-                *_split_inputs(),
+                *_INPUTS,
             ],
             outputs=[io.Model.Output("model", tooltip="The model over several GPUs.")],
             hidden=[io.Hidden.unique_id],
@@ -86,72 +151,6 @@ class LoadDiffusionModelSplit(io.ComfyNode):
         model = load_split_model(path, weight_dtype, _read_request(**settings))
         host.NodeView(cls.hidden.unique_id).show_text(describe_split(model))
         return io.NodeOutput(model)
-
-
-def _split_inputs() -> list[Any]:
-    return [
-        io.String.Input(
-            "devices",
-            default=AUTO,
-            tooltip="GPUs that hold the blocks, in order, such as cuda:0,cuda:1. The first also holds the embeddings, "
-            "the last layers and what the sampler works on. auto takes every GPU, and on a machine with one leaves "
-            "the model as it is; a device named here must exist.",
-        ),
-        io.Combo.Input(
-            "balance",
-            options=["memory", "time", "manual"],
-            default="memory",
-            tooltip="How the blocks are shared out: by memory, in proportion to what each GPU has; by equal computing "
-            "time, best with CFG or batches on equal GPUs; or cut where split_at says.",
-        ),
-        io.String.Input(
-            "split_at",
-            default="",
-            placeholder="12, 30",
-            advanced=True,
-            tooltip="Index of the first block of each GPU after the first, counted from 0 over all blocks, such as "
-            "12, 30 for three GPUs. Only for balance manual.",
-        ),
-        io.String.Input(
-            "memory_limit_gb",
-            default="",
-            placeholder="20, 14",
-            advanced=True,
-            tooltip="Memory the weights may take on each GPU, in decimal GB, such as 20, 14. Empty leaves it to "
-            "ComfyUI. Set it when another program needs some of a GPU.",
-        ),
-        io.Combo.Input(
-            "transport",
-            options=["auto", "stream", "relay"],
-            default="auto",
-            advanced=True,
-            tooltip="How activations travel. stream: once per GPU border, for models that are known. relay: home after "
-            "every block of another GPU, right for every model. auto chooses.",
-        ),
-        io.Boolean.Input(
-            "overlap",
-            default=True,
-            advanced=True,
-            tooltip="Compute cond and uncond, and the pictures of a batch, one after the other but on both GPUs at the "
-            "same time. Matters with CFG above 1 or a batch. Like the size of a batch it may change the last bits of a "
-            "picture; off computes one batch, GPU after GPU, with the very bits of one GPU.",
-        ),
-        io.Boolean.Input(
-            "offload",
-            default=True,
-            advanced=True,
-            tooltip="Weights beyond a GPU's limit stay in host memory and are streamed at every step. Off refuses a "
-            "model that does not fit.",
-        ),
-        io.Boolean.Input(
-            "verify",
-            default=False,
-            optional=True,
-            advanced=True,
-            tooltip="Compute the first step of every run twice, the second time without overlap and by relay, and stop "
-            "with what differs. For the first run of a new graph; costs one slow step.",
-        ),
-    ]
 
 
 def _read_request(
