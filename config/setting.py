@@ -91,8 +91,9 @@ def keys_of(kind: type, section: str) -> Iterator[Key]:
         default = each.default if each.default_factory is MISSING else each.default_factory()
         yield Key(kind, section, each.name, texts[each.name], plain[each.name], parts, default, **each.metadata)
     for name, each in full.items():
-        for inner in filter(dataclasses.is_dataclass, get_args(each)):
-            yield from keys_of(inner, f"{section}.{name}")
+        for inner in get_args(each):
+            if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+                yield from keys_of(inner, f"{section}.{name}")
 
 
 def _texts(kind: type) -> dict[str, str]:

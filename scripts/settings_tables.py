@@ -95,7 +95,7 @@ def _takes(key: Any) -> str:
     if key.limits:
         low, high = _plain(key.limits.low), _plain(key.limits.high)
         parts.append(f"{'0 or ' if key.limits.or_zero else ''}{low} to {high}")
-    if any(map(dataclasses.is_dataclass, key.parts[1:2])):
+    if key.path == "data.folders":
         return "sections"
     kind = "list, each " if str(key.kind).startswith("tuple") else ""
     return kind + (", ".join(parts) or ("path" if key.is_path else "text"))
