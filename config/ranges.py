@@ -66,12 +66,8 @@ def _converted(value: Any, convert: ValidatorFunctionWrapHandler) -> Any:
 def problems_of(error: ValidationError) -> list[Any]:
     """What is wrong, without a list's complaint that values which are refused themselves are missing from it."""
     problems = error.errors()
-    places = [problem["loc"] for problem in problems]
-    return [each for each in problems if each["type"] != "too_short" or not _has_inner(each["loc"], places)]
-
-
-def _has_inner(place: tuple[Any, ...], places: list[tuple[Any, ...]]) -> bool:
-    return any(len(other) > len(place) and other[: len(place)] == place for other in places)
+    outer = {each["loc"][:length] for each in problems for length in range(len(each["loc"]))}
+    return [each for each in problems if each["type"] != "too_short" or each["loc"] not in outer]
 
 
 def _spelt(number: float) -> str:

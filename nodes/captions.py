@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ..config.job import CacheConfig, JobConfig, LoopConfig, OutputConfig
+from ..config.job import CacheConfig, LoopConfig, OutputConfig
 from . import host
 from .host import io
 from .sockets import Socket, make_inputs, read_section
@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 DEFAULT_FOLDER = "devicebridge/cache"
 
 
+_WHERE = "It is inside ComfyUI's output folder."
+CACHE_FOLDER = Socket("cache_folder", "cache.folder", _WHERE, default=DEFAULT_FOLDER, advanced=True)
 _IN_MODELS = "A name in models/{}, or a full path."
 _INPUTS = (
     ModelSocket.Input("model", tooltip="The model that will be trained; it decides what is encoded how."),
@@ -36,9 +38,7 @@ _INPUTS = (
     Socket("text_device", "cache.text_device", read=lambda text: text.strip() or "cpu"),
     Socket("vae_device", "cache.vae_device"),
     Socket("dtype", "cache.dtype", advanced=True),
-    Socket(
-        "cache_folder", "cache.folder", "It is inside ComfyUI's output folder.", default=DEFAULT_FOLDER, advanced=True
-    ),
+    CACHE_FOLDER,
     Socket("text_quantize", "cache.text_quantize", optional=True, advanced=True),
     Socket("text_window_gb", "cache.text_window_gb", max=1000.0, step=0.5, optional=True, advanced=True),
     io.Clip.Input(
@@ -94,15 +94,8 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         folder = host.folder_in_output(sockets["cache_folder"], "cache_folder")
         encoders = _stock_encoders(sockets)
         cache = read_section(CacheConfig, _INPUTS, sockets, folder=str(folder), **_who_encodes(encoders, sockets))
-        job = JobConfig(
-            model=model.model,
-            split=model.split,
-            data=dataset.data,
-            evaluation=dataset.evaluation,
-            cache=cache,
-            train=LoopConfig(steps=1),
-            output=OutputConfig(folder=str(folder)),
-        )
+        output = OutputConfig(folder=str(folder))
+        job = model.job(dataset, evaluation=dataset.evaluation, cache=cache, train=LoopConfig(steps=1), output=output)
         view = JobView(cls.hidden.unique_id)
         with host.training_allowed(), host.host_memory_freed(), EventLog(folder, view) as events:
             try:
@@ -134,10 +127,8 @@ def _stock_encoders(sockets: dict[str, Any]) -> StockEncoders:
 def _who_encodes(encoders: StockEncoders, sockets: dict[str, Any]) -> dict[str, str]:
     """The part of the cache's settings that names the encoders; says which sockets have no effect."""
     settings = {"text_quantize": "none"} if encoders.clip else {}
-    for socket, encoder, source in (
-        ("text_encoders", encoders.clip, "text_source"),
-        ("vae", encoders.vae, "latent_source"),
-    ):
+    sources = {"text_encoders": (encoders.clip, "text_source"), "vae": (encoders.vae, "latent_source")}
+    for socket, (encoder, source) in sources.items():
         name = sockets[socket].strip()
         settings |= {source: encoder.fingerprint} if encoder else {}
         settings[socket] = "" if encoder else host.find_component(socket, name)
@@ -148,7 +139,6 @@ def _who_encodes(encoders: StockEncoders, sockets: dict[str, Any]) -> dict[str, 
 
 def _describe(num_samples: int, cache: CacheConfig) -> str:
     """With what a job file needs to find the entries of stock encoders."""
-    lines = [f"{num_samples} samples are encoded"]
-    lines += [f'text_source = "{cache.text_source}"'] if cache.text_source else []
-    lines += [f'latent_source = "{cache.latent_source}"'] if cache.latent_source else []
-    return "\n".join(lines)
+    sources = {"text_source": cache.text_source, "latent_source": cache.latent_source}
+    lines = (f'{name} = "{source}"' for name, source in sources.items() if source)
+    return "\n".join([f"{num_samples} samples are encoded", *lines])

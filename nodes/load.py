@@ -12,7 +12,7 @@ from .sockets import AUTO, Socket, make_inputs, read_section
 from .types import ModelSocket, TrainingModel
 
 if TYPE_CHECKING:
-    from ..checkpoints.checkpoint import CheckpointInfo
+    import torch
 
 _log = logging.getLogger(__name__)
 
@@ -36,11 +36,13 @@ class LoadModelForTraining(io.ComfyNode):
     def execute(cls, model: str, path: str, **sockets: Any) -> io.NodeOutput:
         from ..checkpoints.checkpoint import read_checkpoint
 
-        split = _read_split(sockets)
+        split, devices = _read_split(sockets)
         checkpoint = host.find_model(model, path)
         config = read_section(ModelConfig, _inputs(), sockets, path=str(checkpoint))
         info = read_checkpoint(checkpoint, variant=config.variant)
-        host.NodeView(cls.hidden.unique_id).show_text(_describe(info, split))
+        name = info.variant.name if info.variant else f"{info.family.title} of its own size"
+        text = f"{name}, {len(info.tensors)} tensors, on {', '.join(map(str, devices))}"
+        host.NodeView(cls.hidden.unique_id).show_text(text)
         return io.NodeOutput(TrainingModel(config, split))
 
 
@@ -74,18 +76,13 @@ def _inputs() -> list[Socket | io.Input]:
     ]
 
 
-def _read_split(sockets: dict[str, Any]) -> SplitConfig:
+def _read_split(sockets: dict[str, Any]) -> tuple[SplitConfig, list[torch.device]]:
+    """What is asked for, and the devices that it means."""
     from ..parallel.devices import find_devices
 
     cuts = {} if sockets["balance"] == "manual" else {"split_at": ()}  # which are left there for another time
     split = read_section(SplitConfig, _inputs(), sockets, **cuts)
-    if find_devices(split.devices)[0].type == "cpu" and not split.devices:
+    found = find_devices(split.devices)
+    if found[0].type == "cpu" and not split.devices:
         _log.warning("no GPU was found: the model will be trained on the CPU, which takes very long")
-    return split
-
-
-def _describe(info: CheckpointInfo, split: SplitConfig) -> str:
-    from ..parallel.devices import find_devices
-
-    name = info.variant.name if info.variant else f"{info.family.title} of its own size"
-    return f"{name}, {len(info.tensors)} tensors, on {', '.join(map(str, find_devices(split.devices)))}"
+    return split, found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..config.job import JobConfig, LoopConfig, LoraSettings, OptimizerConfig, OutputConfig
+from ..config.job import LoopConfig, LoraSettings, OptimizerConfig, OutputConfig
 from . import host
 from .host import io
 from .sockets import make_inputs, read_section
@@ -58,10 +58,8 @@ class PlanTraining(io.ComfyNode):
         from ..planning.cards import parse_cards
         from ..planning.report import describe_plan, picture_of
 
-        job = JobConfig(
-            model=model.model,
-            split=model.split,
-            data=dataset.data,
+        job = model.job(
+            dataset,
             train=read_section(LoopConfig, _SOCKETS, sockets, steps=1),
             lora=read_section(LoraSettings, _SOCKETS, sockets),
             optimizer=read_section(OptimizerConfig, _SOCKETS, sockets),

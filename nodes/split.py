@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import host
 from .host import io
-from .sockets import AUTO, read_auto, read_list
+from .sockets import AUTO, Socket, make_inputs, read_auto, read_list
 
 if TYPE_CHECKING:
     import torch
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from .host.split_model import SplitRequest
 
 _log = logging.getLogger(__name__)
-
-
 _INPUTS = (
     io.String.Input(
         "devices",
@@ -32,14 +30,7 @@ _INPUTS = (
         tooltip="How the blocks are shared out: by memory, in proportion to what each GPU has; by equal computing "
         "time, best with CFG or batches on equal GPUs; or cut where split_at says.",
     ),
-    io.String.Input(
-        "split_at",
-        default="",
-        placeholder="12, 30",
-        advanced=True,
-        tooltip="Index of the first block of each GPU after the first, counted from 0 over all blocks, such as "
-        "12, 30 for three GPUs. Only for balance manual.",
-    ),
+    Socket("split_at", "split.split_at", placeholder="12, 30", advanced=True),
     io.String.Input(
         "memory_limit_gb",
         default="",
@@ -95,17 +86,17 @@ class SplitModel(io.ComfyNode):
             search_aliases=["multi gpu", "two gpus", "model parallel", "distorch", "layer split", "pipeline"],
             inputs=[
                 io.Model.Input("model", tooltip="Any MODEL whose blocks are known or can be found. It is not changed."),
-                *_INPUTS,
+                *make_inputs(_INPUTS),
             ],
             outputs=[io.Model.Output("split", display_name="model", tooltip="The same model over several GPUs.")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
+    def execute(cls, model: Any, **sockets: Any) -> io.NodeOutput:
         from .host.split_model import describe_split, split_model
 
-        request = _read_request(**settings)
+        request = _read_request(sockets)
         if request is None:
             return io.NodeOutput(model)
         split = split_model(model, request)
@@ -137,51 +128,39 @@ class LoadDiffusionModelSplit(io.ComfyNode):
                     tooltip="Number type of the weights. default keeps what the file holds; the fp8 types halve the "
                     "memory of a 16-bit file at a small loss.",
                 ),
-                *_INPUTS,
+                *make_inputs(_INPUTS),
             ],
             outputs=[io.Model.Output("model", tooltip="The model over several GPUs.")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, unet_name: str, weight_dtype: str, **settings: Any) -> io.NodeOutput:
+    def execute(cls, unet_name: str, weight_dtype: str, **sockets: Any) -> io.NodeOutput:
         from .host.split_model import describe_split, load_split_model
 
         path = host.find_checkpoint(unet_name)
-        model = load_split_model(path, weight_dtype, _read_request(**settings))
+        model = load_split_model(path, weight_dtype, _read_request(sockets))
         host.NodeView(cls.hidden.unique_id).show_text(describe_split(model))
         return io.NodeOutput(model)
 
 
-def _read_request(
-    devices: str,
-    balance: str,
-    split_at: str,
-    memory_limit_gb: str,
-    transport: str,
-    overlap: bool,
-    offload: bool,
-    verify: bool = False,
-) -> SplitRequest | None:
+def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
     """The request, or None where there is one GPU only and the model stays whole."""
     from .host.split_model import SplitRequest
 
-    chosen = _find_devices(devices)
-    if len(chosen) < 2 and not read_auto(devices):
+    chosen, cuts = _find_devices(sockets["devices"]), read_list(sockets["split_at"], int, "split_at")
+    if len(chosen) < 2 and not read_auto(sockets["devices"]):
         _log.warning("split: this machine has %s; the model stays whole", f"only {chosen[0]}" if chosen else "no GPU")
         return None
-    if split_at.strip() and balance != "manual":
-        _log.warning("split: split_at %s is ignored with balance %s; it is for manual", split_at.strip(), balance)
-    return SplitRequest(
-        devices=chosen,
-        balance=balance,  # type: ignore[arg-type]
-        split_at=read_list(split_at, int, "split_at") if balance == "manual" else (),
-        memory_limit_gb=read_list(memory_limit_gb, float, "memory_limit_gb"),
-        transport=transport,  # type: ignore[arg-type]
-        overlap=overlap,
-        offload=offload,
-        verify=verify,
-    )
+    if cuts and sockets["balance"] != "manual":
+        text = ", ".join(map(str, cuts))
+        _log.warning("split: split_at %s is ignored with balance %s; it is for manual", text, sockets["balance"])
+        cuts = ()
+    limits = read_list(sockets["memory_limit_gb"], float, "memory_limit_gb")
+    others = {
+        name: sockets[name] for name in ("balance", "transport", "overlap", "offload", "verify") if name in sockets
+    }
+    return SplitRequest(devices=chosen, split_at=cuts, memory_limit_gb=limits, **others)
 
 
 def _find_devices(text: str) -> tuple[torch.device, ...]:

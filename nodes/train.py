@@ -137,10 +137,8 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
     """
     folder = host.folder_in_output(f"devicebridge/{sockets['name'].strip()}", "name")
     read = partial(read_section, entries=_INPUTS, given=sockets)
-    return JobConfig(
-        model=model.model,
-        split=model.split,
-        data=dataset.data,
+    return model.job(
+        dataset,
         evaluation=dataset.evaluation,
         cache=dataset.cache or CacheConfig(folder=str(host.folder_in_output(DEFAULT_FOLDER, "cache"))),
         train=read(LoopConfig),

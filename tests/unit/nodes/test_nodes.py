@@ -236,7 +236,7 @@ def test_a_model_that_is_not_there_is_named_with_what_is(nodes: ModuleType, host
 
 def _split(nodes: ModuleType, devices: str, balance: str, split_at: str, memory_limit_gb: str) -> Any:
     sockets = {"devices": devices, "balance": balance, "split_at": split_at, "memory_limit_gb": memory_limit_gb}
-    return nodes.load._read_split(sockets)
+    return nodes.load._read_split(sockets)[0]
 
 
 def test_a_device_that_is_not_there_is_refused_with_what_is(nodes: ModuleType) -> None:
