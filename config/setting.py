@@ -89,7 +89,7 @@ def keys_of(kind: type, section: str) -> Iterator[Key]:
     for each in dataclasses.fields(kind):
         parts = tuple(_parts(full[each.name]))
         default = each.default if each.default_factory is MISSING else each.default_factory()
-        yield Key(kind, section, each.name, texts[each.name], plain[each.name], parts, default, **each.metadata)
+        yield Key(kind, section, each.name, texts.get(each.name, ""), plain[each.name], parts, default, **each.metadata)
     for name, each in full.items():
         for inner in get_args(each):
             if isinstance(inner, type) and dataclasses.is_dataclass(inner):
@@ -117,12 +117,10 @@ def with_todays_names(keys: Mapping[str, Key], values: Mapping[str, Any]) -> tup
     lines = [line for key in keys.values() for old in key.was for line in _move(today, old, key)]
     for key in keys.values():
         section = today.get(key.section)
-        found = section.get(key.name) if isinstance(section, dict) else None
-        if isinstance(found, str) and found in key.old_words:
-            section[key.name] = key.old_words[found]
-            lines.append(f'{key.path} = "{found}" is an older word for "{section[key.name]}"; both mean the same')
-    older = {old.split(".")[0] for key in keys.values() for old in key.was}
-    gone = older - {key.section for key in keys.values()}
+        if isinstance(section, dict) and isinstance(old := section.get(key.name), str) and old in key.old_words:
+            section[key.name] = key.old_words[old]
+            lines.append(f'{key.path} = "{old}" is an older word for "{key.old_words[old]}"; both mean the same')
+    gone = {old.split(".")[0] for key in keys.values() for old in key.was} - {key.section for key in keys.values()}
     return {name: each for name, each in today.items() if each != {} or name not in gone}, lines
 
 

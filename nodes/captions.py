@@ -19,22 +19,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 DEFAULT_FOLDER = "devicebridge/cache"
-
-
 _WHERE = "It is inside ComfyUI's output folder."
 CACHE_FOLDER = Socket("cache_folder", "cache.folder", _WHERE, default=DEFAULT_FOLDER, advanced=True)
+_HERE = "in the model folder"
 _IN_MODELS = "A name in models/{}, or a full path."
 _INPUTS = (
     ModelSocket.Input("model", tooltip="The model that will be trained; it decides what is encoded how."),
     DatasetSocket.Input("dataset", tooltip="The images and captions."),
-    Socket(
-        "text_encoders",
-        "cache.text_encoders",
-        _IN_MODELS.format("text_encoders"),
-        default="",
-        placeholder="in the model folder",
-    ),
-    Socket("vae", "cache.vae", _IN_MODELS.format("vae"), default="", placeholder="in the model folder"),
+    Socket("text_encoders", "cache.text_encoders", _IN_MODELS.format("text_encoders"), default="", placeholder=_HERE),
+    Socket("vae", "cache.vae", _IN_MODELS.format("vae"), default="", placeholder=_HERE),
     Socket("text_device", "cache.text_device", read=lambda text: text.strip() or "cpu"),
     Socket("vae_device", "cache.vae_device"),
     Socket("dtype", "cache.dtype", advanced=True),

@@ -81,7 +81,9 @@ class TrainingDatasetNode(io.ComfyNode):
             raise ValueError("previous is a dataset that arrived encoded, which folders of images cannot be added to")
         earlier = previous.data.folders if previous else ()
         try:
-            place, held_out = (_find(sockets, each) for each in ("folder", "evaluation_folder"))
+            place = str(host.folder_in_input(sockets["folder"], "folder", _ask))
+            name = sockets["evaluation_folder"]
+            held_out = str(host.folder_in_input(name, "evaluation_folder", _ask)) if name else ""
         except _Cancelled:
             host.cancel()
         read = partial(read_section, entries=_INPUTS, given=sockets)
@@ -101,12 +103,6 @@ class _Cancelled(Exception):
 def _ask() -> None:
     if host.is_cancelled():
         raise _Cancelled("cancelled")
-
-
-def _find(sockets: dict[str, Any], id: str) -> str:
-    """The folder that a socket names; none may be named for evaluation."""
-    name = sockets[id]
-    return str(host.folder_in_input(name, id, _ask)) if name or id == "folder" else ""
 
 
 def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
@@ -131,9 +127,7 @@ def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
 def folder_state(folder: Path, ask: Callable[[], None]) -> list[tuple[str, int, int]]:
     """Name, size in bytes and time of change of every file of a dataset folder, sorted: equal while nothing changed.
 
-    Args:
-        ask: called now and then; raises to stop.
-    Raises: ValueError for a folder that holds far more than a dataset.
+    ask is called now and then, and raises to stop. Raises: ValueError for a folder of far more than a dataset.
     """
     looked = Looked(ask)
     entries = looked.entries(folder)

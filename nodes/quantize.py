@@ -12,23 +12,11 @@ from .host import io
 from .sockets import AUTO, Socket, make_inputs, read_section
 from .types import ModelSocket, TrainingModel
 
+_SCHEMES = [AUTO, "fp8-compute", "int8-compute", "fp8", "int8", "none"]
 _INPUTS = (
     ModelSocket.Input("model", tooltip="The model to train, from Load Model for Training Across GPUs."),
-    Socket(
-        "quantize",
-        "model.quantize",
-        options=[AUTO, "fp8-compute", "int8-compute", "fp8", "int8", "none"],
-        default=AUTO,
-    ),
-    Socket(
-        "rotation",
-        "model.rotation",
-        read=int,
-        options=["64", "0", "16", "256"],
-        default="64",
-        optional=True,
-        advanced=True,
-    ),
+    Socket("quantize", "model.quantize", options=_SCHEMES, default=AUTO),
+    Socket("rotation", "model.rotation", optional=True, advanced=True),
     io.Boolean.Input(
         "cache",
         default=False,
@@ -64,14 +52,11 @@ class Quantize(io.ComfyNode):
         from ..jobs.quantize_preview import choose_scheme, preview_model
         from ..parallel.devices import find_devices
 
-        config = read_section(ModelConfig, _INPUTS, sockets, path=model.model.path)
+        own = read_section(ModelConfig, _INPUTS, sockets, path=model.model.path)
+        scheme = choose_scheme(find_devices(model.split.devices)) if own.quantize == AUTO else own.quantize
         folder = host.folder_in_output(f"{DEFAULT_FOLDER}/quantized", "cache") if sockets.get("cache") else ""
-        scheme = config.quantize
-        if scheme == AUTO:
-            scheme = choose_scheme(find_devices(model.split.devices))  # type: ignore[assignment]
-        config = dataclasses.replace(
-            model.model, quantize=scheme, rotation=config.rotation, quantized_cache=str(folder)
-        )
+        changes: Any = {"quantize": scheme, "rotation": own.rotation, "quantized_cache": str(folder)}
+        config = dataclasses.replace(model.model, **changes)
         report = preview_model(config, model.split).table()
         host.NodeView(cls.hidden.unique_id).show_text(report)
         return io.NodeOutput(dataclasses.replace(model, model=config), report)

@@ -63,21 +63,21 @@ class Socket:
         if not isinstance(value, str):
             return value
         value = read_auto(value) if shown == AUTO and AUTO not in key.choices else value.strip()
-        return key.old_words.get(value, value)
+        return key.old_words.get(value) or next((each for each in key.choices if str(each) == value), value)
 
 
 def _options_of(key: Key) -> tuple[Any, dict[str, Any]]:
     """Type of the socket and its options, as far as the setting says them."""
     default = AUTO if key.default == "" and key.has_empty else key.default
     if get_origin(key.kind) is Literal:
-        return io.Combo, {"options": [each or AUTO for each in key.choices], "default": default or AUTO}
-    kinds = [each for each in (key.kind, *get_args(key.kind)) if each in _KINDS and key.kind in (each, each | None)]
-    if not kinds:
+        return io.Combo, {"options": [str(each) or AUTO for each in key.choices], "default": str(default)}
+    kind = get_args(key.kind)[0] if key.default is None else key.kind  # float, of "float | None"
+    if kind not in _KINDS:
         return io.String, {"default": default if isinstance(default, str) else ""}
     options = {"default": default}
     if key.limits:
         options |= {"min": 0 if key.limits.or_zero else key.limits.low, "max": key.limits.high}
-    return _KINDS[kinds[0]], options
+    return _KINDS[kind], options
 
 
 def make_inputs(entries: Iterable[Socket | io.Input]) -> list[io.Input]:
@@ -99,14 +99,14 @@ def read_section(kind: type[T], entries: Sequence[Socket | io.Input], given: Map
     try:
         return kind(**{name: socket.read(given) for name, socket in sockets.items()}, **more)
     except ValidationError as error:
-        lines = []
-        for problem in problems_of(error):
-            name, *inner = problem["loc"] or ("",)
-            name = sockets[name].id if name in sockets else name
-            place = ".".join(map(str, (name, *inner)))
-            found = f"{place} {problem['input']!r}: " if place else ""
-            lines.append(found + problem["msg"].removeprefix("Value error, "))
-        raise ValueError("\n".join(lines)) from error
+        names = {name: socket.id for name, socket in sockets.items()}
+        raise ValueError("\n".join(_explain(problem, names) for problem in problems_of(error))) from error
+
+
+def _explain(problem: Any, names: Mapping[str, str]) -> str:
+    """What is refused, under the name that the socket has."""
+    place = ".".join(names.get(part, str(part)) for part in problem["loc"])
+    return (f"{place} {problem['input']!r}: " if place else "") + problem["msg"].removeprefix("Value error, ")
 
 
 # ---- what is typed into text fields

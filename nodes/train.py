@@ -7,16 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..config.job import (
-    CacheConfig,
-    JobConfig,
-    LoopConfig,
-    LoraSettings,
-    ObjectiveConfig,
-    OptimizerConfig,
-    OutputConfig,
-    ScheduleConfig,
-)
+from ..config import job as config
 from . import host
 from .captions import DEFAULT_FOLDER
 from .host import io
@@ -28,16 +19,12 @@ if TYPE_CHECKING:
     from ..jobs.job import TrainingResult
 
 _MOST_STEPS = 1_000_000
+_RUN_FOLDER = "The run folder is devicebridge/<name> in ComfyUI's output folder; another name starts another run."
 # A socket added after a release goes at the end, with optional=True: workflows saved before do not know it.
 _INPUTS = (
     ModelSocket.Input("model", tooltip="The model to train, from Load Model for Training Across GPUs."),
     DatasetSocket.Input("dataset", tooltip="The images; encoded first if they are not yet."),
-    Socket(
-        "name",
-        "output.name",
-        "The run folder is devicebridge/<name> in ComfyUI's output folder; another name starts another run.",
-        default="my_lora",
-    ),
+    Socket("name", "output.name", _RUN_FOLDER, default="my_lora"),
     Socket("steps", "train.steps", default=1000, max=_MOST_STEPS),
     Socket("learning_rate", "optimizer.learning_rate", min=1e-8, step=1e-6, round=1e-9),
     Socket("rank", "lora.rank"),
@@ -130,7 +117,7 @@ def training_sockets(*ids: str) -> list[Socket]:
     return [known[each] for each in ids]
 
 
-def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[str, Any]) -> JobConfig:
+def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[str, Any]) -> config.JobConfig:
     """The job that these sockets describe.
 
     Raises: ValueError for a setting that is refused, or a name that leads out of the output folder.
@@ -140,13 +127,13 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
     return model.job(
         dataset,
         evaluation=dataset.evaluation,
-        cache=dataset.cache or CacheConfig(folder=str(host.folder_in_output(DEFAULT_FOLDER, "cache"))),
-        train=read(LoopConfig),
-        lora=read(LoraSettings),
-        objective=read(ObjectiveConfig),
-        optimizer=read(OptimizerConfig),
-        schedule=read(ScheduleConfig),
-        output=read(OutputConfig, folder=str(folder)),
+        cache=dataset.cache or config.CacheConfig(folder=str(host.folder_in_output(DEFAULT_FOLDER, "cache"))),
+        train=read(config.LoopConfig),
+        lora=read(config.LoraSettings),
+        objective=read(config.ObjectiveConfig),
+        optimizer=read(config.OptimizerConfig),
+        schedule=read(config.ScheduleConfig),
+        output=read(config.OutputConfig, folder=str(folder)),
     )
 
 
