@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, GetCoreSchemaHandler, ValidationError, ValidatorFunctionWrapHandler
+from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, ValidationError, ValidatorFunctionWrapHandler
 from pydantic_core import CoreSchema, core_schema
 
+# Schemas are built when a section is first used: nodes read its fields while ComfyUI starts.
+STRICT = ConfigDict(extra="forbid", defer_build=True)
+MOST_STEPS = 10_000_000
 LONGEST_PART = 255  # bytes of a file's or folder's name on Linux, macOS and, in characters, Windows
 # What we add to a name: an expert's, the ending, and while it is written a dot before and ".<32 digits>.tmp" behind.
 _ROOM_FOR_ENDINGS = len("." + "_high_noise" + ".safetensors" + "." + "0" * 32 + ".tmp")
@@ -63,12 +66,8 @@ def _converted(value: Any, convert: ValidatorFunctionWrapHandler) -> Any:
 def problems_of(error: ValidationError) -> list[Any]:
     """What is wrong, without a list's complaint that values which are refused themselves are missing from it."""
     problems = error.errors()
-    places = [problem["loc"] for problem in problems]
-    return [each for each in problems if each["type"] != "too_short" or not _has_inner(each["loc"], places)]
-
-
-def _has_inner(place: tuple[Any, ...], places: list[tuple[Any, ...]]) -> bool:
-    return any(len(other) > len(place) and other[: len(place)] == place for other in places)
+    outer = {each["loc"][:length] for each in problems for length in range(len(each["loc"]))}
+    return [each for each in problems if each["type"] != "too_short" or each["loc"] not in outer]
 
 
 def _spelt(number: float) -> str:
@@ -114,3 +113,5 @@ def check_file_name(text: str) -> str:
 
 PathText = Annotated[str, AfterValidator(check_path)]
 RequiredPath = Annotated[PathText, AfterValidator(_refuse_empty)]
+StepCount = Annotated[int, Range(0, MOST_STEPS)]
+Seed = Annotated[int, Range(0, 2**63 - 1)]

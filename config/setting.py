@@ -1,62 +1,135 @@
-"""A setting of the job file beside its type: the names it had in older versions."""
+"""What is known of a setting: its type, its text, whether a resumed run may change it, and its older names.
+
+Node sockets, help pages, comments of the examples and the reference of keys are made of this. A setting's text stands
+in the docstring of its section: first what it is, in one sentence, then what to choose and when it matters. There
+"Left out: ..." says what its empty value ("", (), None or 0) takes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any, get_type_hints
+from dataclasses import MISSING, dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from pydantic import AfterValidator
+
+from .ranges import Range, check_path
+
+_UNSET = re.compile(r" ?Left out: (.+?)\.(?= |$)")
 
 
-def setting(default: Any, *, was: tuple[str, ...] = (), old_values: Mapping[str, str] | None = None) -> Any:
-    """A field of a section.
+def setting(
+    default: Any, *, is_free: bool = False, was: tuple[str, ...] = (), old_words: Mapping[str, str] | None = None
+) -> Any:
+    """A dataclass field.
 
     Args:
-        was: "section.key" in older versions, which still load.
-        old_values: words of older versions -> today's.
+        is_free: whether a resumed run may change it: it decides neither what is trained nor in which order.
+        was: keys of older versions, "section.key", which still load.
+        old_words: values of older versions -> today's.
     """
-    return dataclasses.field(default=default, metadata={"was": was, "old_values": old_values or {}})
+    return dataclasses.field(default=default, metadata={"is_free": is_free, "was": was, "old_words": old_words or {}})
 
 
-def settings_of(job: type) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Section, key and metadata of every setting."""
-    for section, kind in get_type_hints(job).items():
-        for each in dataclasses.fields(kind):
-            yield section, each.name, each.metadata
+@dataclass(frozen=True)
+class Key:
+    """A key of the job file.
+
+    Args:
+        owner: class of its section.
+        text: all that is said of it.
+        kind: its type; parts: all that the type is made of, ranges too.
+        default: MISSING if it must be given.
+        is_free, was, old_words: see setting.
+    """
+
+    owner: type
+    section: str
+    name: str
+    text: str
+    kind: Any
+    parts: tuple[Any, ...]
+    default: Any
+    is_free: bool = False
+    was: tuple[str, ...] = ()
+    old_words: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        return f"{self.section}.{self.name}"
+
+    @property
+    def limits(self) -> Range | None:
+        return next((each for each in self.parts if isinstance(each, Range)), None)
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        return next((get_args(each) for each in self.parts if get_origin(each) is Literal), ())
+
+    @property
+    def is_path(self) -> bool:
+        return AfterValidator(check_path) in self.parts
+
+    @property
+    def has_empty(self) -> bool:
+        """Whether an empty value stands for something else."""
+        return bool(_UNSET.search(self.text))
+
+    def text_where(self, empty: str) -> str:
+        """Its text for a place where the empty value is called so: "auto", "0"; "" where there is none."""
+        return _UNSET.sub(lambda found: f" {empty} takes {found[1]}." if empty else "", self.text).strip()
 
 
-def with_todays_names(job: type, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The same job under today's keys and words, and a line about each that is of an older version.
+def keys_of(kind: type, section: str) -> Iterator[Key]:
+    """All keys of a section, and of the sections inside it."""
+    plain, full, texts = get_type_hints(kind), get_type_hints(kind, include_extras=True), _texts(kind)
+    for each in dataclasses.fields(kind):
+        parts = tuple(_parts(full[each.name]))
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        yield Key(kind, section, each.name, texts.get(each.name, ""), plain[each.name], parts, default, **each.metadata)
+    for name, each in full.items():
+        for inner in get_args(each):
+            if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+                yield from keys_of(inner, f"{section}.{name}")
+
+
+def _texts(kind: type) -> dict[str, str]:
+    _, _, listed = inspect.cleandoc(kind.__doc__ or "").partition("Args:\n")
+    parts = re.split(r"^    (\w+): ", listed, flags=re.MULTILINE)[1:]
+    return {name: " ".join(text.split()) for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def _parts(kind: Any) -> Iterator[Any]:
+    yield kind
+    for each in get_args(kind):
+        yield from _parts(each)
+
+
+def with_todays_names(keys: Mapping[str, Key], values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A job's values under today's keys and words, and a line about each that is of an older version.
 
     Raises: ValueError for a setting that is given under its old and its new key.
     """
     today = {name: dict(each) if isinstance(each, dict) else each for name, each in values.items()}
-    lines = []
-    for section, key, about in settings_of(job):
-        path = f"{section}.{key}"
-        for old in about.get("was", ()):
-            lines += _move(today, old, path)
-            if not today.get(gone := old.split(".")[0], True) and gone not in get_type_hints(job):
-                del today[gone]
-        found = today.get(section)
-        if isinstance(found, dict) and (word := _word(about, found.get(key))) is not None:
-            lines.append(f'{path} = "{found[key]}" is an older word for "{word}"; both mean the same')
-            found[key] = word
-    return today, lines
+    lines = [line for key in keys.values() for old in key.was for line in _move(today, old, key)]
+    for key in keys.values():
+        section = today.get(key.section)
+        if isinstance(section, dict) and isinstance(old := section.get(key.name), str) and old in key.old_words:
+            section[key.name] = key.old_words[old]
+            lines.append(f'{key.path} = "{old}" is an older word for "{key.old_words[old]}"; both mean the same')
+    gone = {old.split(".")[0] for key in keys.values() for old in key.was} - {key.section for key in keys.values()}
+    return {name: each for name, each in today.items() if each != {} or name not in gone}, lines
 
 
-def _word(about: Mapping[str, Any], value: Any) -> str | None:
-    return about.get("old_values", {}).get(value) if isinstance(value, str) else None
-
-
-def _move(values: dict[str, Any], old: str, new: str) -> list[str]:
-    (old_section, old_key), (section, key) = old.split("."), new.split(".")
-    source = values.get(old_section)
-    if not isinstance(source, dict) or old_key not in source:
-        return []
-    target = values.setdefault(section, {})
-    if not isinstance(target, dict):
-        return []  # which is refused as what it is
-    if key in target:
-        raise ValueError(f"{old} is an older name of {new}, and the job has both; remove {old}")
-    target[key] = source.pop(old_key)
-    return [f"{old} is an older name of {new}; both mean the same"]
+def _move(values: dict[str, Any], old: str, new: Key) -> Iterator[str]:
+    section, name = old.split(".")
+    source, target = values.get(section), values.get(new.section, {})
+    if not isinstance(source, dict) or name not in source or not isinstance(target, dict):
+        return  # nothing to move, or refused as what it is
+    if new.name in target:
+        raise ValueError(f"{old} is an older name of {new.path}, and the job has both; remove {old}")
+    values[new.section] = target | {new.name: source.pop(name)}
+    yield f"{old} is an older name of {new.path}; both mean the same"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..config.job import CacheConfig, DataConfig, EvaluationConfig
 from . import host
-from .captions import DEFAULT_FOLDER
+from .captions import CACHE_FOLDER
 from .host import io
 from .types import DatasetSocket, TrainingDataset
 
@@ -32,13 +33,7 @@ class DatasetFromLatents(io.ComfyNode):
                     "conditioning",
                     tooltip="List of conditionings in the order of the latents; for a batch, one item per sample.",
                 ),
-                io.String.Input(
-                    "cache_folder",
-                    default=DEFAULT_FOLDER,
-                    advanced=True,
-                    tooltip="Where they are kept, inside ComfyUI's output folder. One folder may serve any number of "
-                    "datasets.",
-                ),
+                CACHE_FOLDER.make_input(),
             ],
             outputs=[DatasetSocket.Output("dataset", tooltip="The dataset, for the training node.")],
             hidden=[io.Hidden.unique_id],
@@ -51,7 +46,6 @@ class DatasetFromLatents(io.ComfyNode):
 
     @classmethod
     def execute(cls, latents: list[Any], conditioning: list[Any], cache_folder: list[str]) -> io.NodeOutput:
-        from ..config.job import CacheConfig, DataConfig, EvaluationConfig
         from ..encoding.comfy_data import read_pairs
         from ..encoding.encoded import save_encoded
         from ..encoding.store import CacheStore

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..config.job import LoopConfig, LoraSettings, OptimizerConfig, OutputConfig
 from . import host
-from .fields import make_part
 from .host import io
-from .train import loop_part, lora_part, training_inputs
+from .sockets import make_inputs, read_section
+from .train import training_sockets
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 
 # What decides about memory and time.
-_AS_IN_TRAINING = (
-    "rank",
-    "batch_size",
-    "accumulation",
-    "gradient_checkpointing",
-    "optimizer",
-    "dora",
-    "targets",
-    "training_dtype",
-    "offload_activations",
-    "cuda_graphs",
+_SOCKETS = training_sockets(
+    *("rank", "batch_size", "accumulation", "gradient_checkpointing", "optimizer", "dora", "targets"),
+    *("training_dtype", "offload_activations", "cuda_graphs"),
 )
 
 
@@ -47,7 +40,7 @@ class PlanTraining(io.ComfyNode):
                     tooltip="Plan for these cards instead of this machine's, in decimal GB, in order; with relative "
                     "speeds 2x24GB@1, 12GB@0.5. Empty takes the model's devices as they are once ComfyUI has let go.",
                 ),
-                *training_inputs(*_AS_IN_TRAINING),
+                *make_inputs(_SOCKETS),
             ],
             outputs=[
                 io.String.Output("text", tooltip="The plan: a line per card, and the reasons."),
@@ -57,23 +50,20 @@ class PlanTraining(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: TrainingModel, dataset: TrainingDataset, cards: str, **settings: Any) -> io.NodeOutput:
+    def execute(cls, model: TrainingModel, dataset: TrainingDataset, cards: str, **sockets: Any) -> io.NodeOutput:
         from contextlib import nullcontext
 
-        from ..config import job as config
         from ..encoding.encode import Stopped
         from ..jobs.job import plan_job
         from ..planning.cards import parse_cards
         from ..planning.report import describe_plan, picture_of
 
-        job = config.JobConfig(
-            model=model.model,
-            split=model.split,
-            data=dataset.data,
-            train=loop_part(settings, steps=1),
-            lora=lora_part(settings),
-            optimizer=make_part(config.OptimizerConfig, name=settings["optimizer"]),
-            output=make_part(config.OutputConfig, folder=str(host.folder_in_output("devicebridge/plan", "plan"))),
+        job = model.job(
+            dataset,
+            train=read_section(LoopConfig, _SOCKETS, sockets, steps=1),
+            lora=read_section(LoraSettings, _SOCKETS, sockets),
+            optimizer=read_section(OptimizerConfig, _SOCKETS, sockets),
+            output=OutputConfig(folder=str(host.folder_in_output("devicebridge/plan", "plan"))),
         )
         known = parse_cards(cards) if cards.strip() else []
         with nullcontext() if known else host.host_memory_freed():

@@ -6,8 +6,8 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from . import host
-from .fields import AUTO, read_auto, read_list
 from .host import io
+from .sockets import AUTO, Socket, make_inputs, read_auto, read_list
 
 if TYPE_CHECKING:
     import torch
@@ -15,6 +15,62 @@ if TYPE_CHECKING:
     from .host.split.plan import SplitRequest
 
 _log = logging.getLogger(__name__)
+_INPUTS = (
+    io.String.Input(
+        "devices",
+        default=AUTO,
+        tooltip="GPUs that hold the blocks, in order, such as cuda:0,cuda:1. The first also holds the embeddings, "
+        "the last layers and what the sampler works on. auto takes every GPU, and on a machine with one leaves "
+        "the model as it is; a device named here must exist.",
+    ),
+    io.Combo.Input(
+        "balance",
+        options=["memory", "time", "manual"],
+        default="memory",
+        tooltip="How the blocks are shared out: by memory, in proportion to what each GPU has; by equal computing "
+        "time, best with CFG or batches on equal GPUs; or cut where split_at says.",
+    ),
+    Socket("split_at", "split.split_at", placeholder="12, 30", advanced=True),
+    io.String.Input(
+        "memory_limit_gb",
+        default="",
+        placeholder="20, 14",
+        advanced=True,
+        tooltip="Memory the weights may take on each GPU, in decimal GB, such as 20, 14. Empty leaves it to "
+        "ComfyUI. Set it when another program needs some of a GPU.",
+    ),
+    io.Combo.Input(
+        "transport",
+        options=["auto", "stream", "relay"],
+        default="auto",
+        advanced=True,
+        tooltip="How activations travel. stream: once per GPU border, for models that are known. relay: home after "
+        "every block of another GPU, right for every model. auto chooses.",
+    ),
+    io.Boolean.Input(
+        "overlap",
+        default=True,
+        advanced=True,
+        tooltip="Compute cond and uncond, and the pictures of a batch, one after the other but on both GPUs at the "
+        "same time. Matters with CFG above 1 or a batch. Like the size of a batch it may change the last bits of a "
+        "picture; off computes one batch, GPU after GPU, with the very bits of one GPU.",
+    ),
+    io.Boolean.Input(
+        "offload",
+        default=True,
+        advanced=True,
+        tooltip="Weights beyond a GPU's limit stay in host memory and are streamed at every step. Off refuses a "
+        "model that does not fit.",
+    ),
+    io.Boolean.Input(
+        "verify",
+        default=False,
+        optional=True,
+        advanced=True,
+        tooltip="Compute the first step of every run twice, the second time without overlap and by relay, and stop "
+        "with what differs. For the first run of a new graph; costs one slow step.",
+    ),
+)
 
 
 class SplitModel(io.ComfyNode):
@@ -30,15 +86,15 @@ class SplitModel(io.ComfyNode):
             search_aliases=["multi gpu", "two gpus", "model parallel", "distorch", "layer split", "pipeline"],
             inputs=[
                 io.Model.Input("model", tooltip="Any MODEL whose blocks are known or can be found. It is not changed."),
-                *_split_inputs(),
+                *make_inputs(_INPUTS),
             ],
             outputs=[io.Model.Output("split", display_name="model", tooltip="The same model over several GPUs.")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, model: Any, **settings: Any) -> io.NodeOutput:
-        request = _read_request(**settings)
+    def execute(cls, model: Any, **sockets: Any) -> io.NodeOutput:
+        request = _read_request(sockets)
         if request is None:
             return io.NodeOutput(model)
         from .host.split.model import describe_split, split_model
@@ -72,117 +128,39 @@ class LoadDiffusionModelSplit(io.ComfyNode):
                     tooltip="Number type of the weights. default keeps what the file holds; the fp8 types halve the "
                     "memory of a 16-bit file at a small loss.",
                 ),
-                *_split_inputs(),
+                *make_inputs(_INPUTS),
             ],
             outputs=[io.Model.Output("model", tooltip="The model over several GPUs.")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, unet_name: str, weight_dtype: str, **settings: Any) -> io.NodeOutput:
+    def execute(cls, unet_name: str, weight_dtype: str, **sockets: Any) -> io.NodeOutput:
         path = host.find_checkpoint(unet_name)
         from .host.split.model import describe_split, load_split_model
 
-        model = load_split_model(path, weight_dtype, _read_request(**settings))
+        model = load_split_model(path, weight_dtype, _read_request(sockets))
         host.NodeView(cls.hidden.unique_id).show_text(describe_split(model))
         return io.NodeOutput(model)
 
 
-def _split_inputs() -> list[Any]:
-    return [
-        io.String.Input(
-            "devices",
-            default=AUTO,
-            tooltip="GPUs that hold the blocks, in order, such as cuda:0,cuda:1. The first also holds the embeddings, "
-            "the last layers and what the sampler works on. auto takes every GPU, and on a machine with one leaves "
-            "the model as it is; a device named here must exist.",
-        ),
-        io.Combo.Input(
-            "balance",
-            options=["memory", "time", "manual"],
-            default="memory",
-            tooltip="How the blocks are shared out: by memory, in proportion to what each GPU has; by equal computing "
-            "time, best with CFG or batches on equal GPUs; or cut where split_at says.",
-        ),
-        io.String.Input(
-            "split_at",
-            default="",
-            placeholder="12, 30",
-            advanced=True,
-            tooltip="Index of the first block of each GPU after the first, counted from 0 over all blocks, such as "
-            "12, 30 for three GPUs. Only for balance manual.",
-        ),
-        io.String.Input(
-            "memory_limit_gb",
-            default="",
-            placeholder="20, 14",
-            advanced=True,
-            tooltip="Memory the weights may take on each GPU, in decimal GB, such as 20, 14. Empty leaves it to "
-            "ComfyUI. Set it when another program needs some of a GPU.",
-        ),
-        io.Combo.Input(
-            "transport",
-            options=["auto", "stream", "relay"],
-            default="auto",
-            advanced=True,
-            tooltip="How activations travel. stream: once per GPU border, for models that are known. relay: home after "
-            "every block of another GPU, right for every model. auto chooses.",
-        ),
-        io.Boolean.Input(
-            "overlap",
-            default=True,
-            advanced=True,
-            tooltip="Compute cond and uncond, and the pictures of a batch, one after the other but on both GPUs at the "
-            "same time. Matters with CFG above 1 or a batch. Like the size of a batch it may change the last bits of a "
-            "picture; off computes one batch, GPU after GPU, with the very bits of one GPU.",
-        ),
-        io.Boolean.Input(
-            "offload",
-            default=True,
-            advanced=True,
-            tooltip="Weights beyond a GPU's limit stay in host memory and are streamed at every step. Off refuses a "
-            "model that does not fit.",
-        ),
-        io.Boolean.Input(
-            "verify",
-            default=False,
-            optional=True,
-            advanced=True,
-            tooltip="Compute the first step of every run twice, the second time without overlap and by relay, and stop "
-            "with what differs. For the first run of a new graph; costs one slow step.",
-        ),
-    ]
-
-
-def _read_request(
-    devices: str,
-    balance: str,
-    split_at: str,
-    memory_limit_gb: str,
-    transport: str,
-    overlap: bool,
-    offload: bool,
-    verify: bool = False,
-) -> SplitRequest | None:
+def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
     """The request, or None where there is one GPU only and the model stays whole."""
     from .host.split.plan import SplitRequest
 
-    chosen = _find_devices(devices)
-    if len(chosen) < 2 and not read_auto(devices):
+    chosen, cuts = _find_devices(sockets["devices"]), read_list(sockets["split_at"], int, "split_at")
+    if len(chosen) < 2 and not read_auto(sockets["devices"]):
         _log.warning("split: this machine has %s; the model stays whole", f"only {chosen[0]}" if chosen else "no GPU")
         return None
-    if split_at.strip() and balance != "manual":
-        _log.warning("split: split_at %s is ignored with balance %s; it is for manual", split_at.strip(), balance)
-    return SplitRequest(
-        devices=chosen,
-        balance=balance,  # type: ignore[arg-type]
-        split_at=read_list(split_at, int, "split_at") if balance == "manual" else (),
-        memory_limit_gb=read_list(memory_limit_gb, float, "memory_limit_gb"),
-        transport=transport,  # type: ignore[arg-type]
-        overlap=overlap,
-        offload=offload,
-        verify=verify,
-    )
+    if cuts and sockets["balance"] != "manual":
+        text = ", ".join(map(str, cuts))
+        _log.warning("split: split_at %s is ignored with balance %s; it is for manual", text, sockets["balance"])
+        cuts = ()
+    limits = read_list(sockets["memory_limit_gb"], float, "memory_limit_gb")
+    others = {
+        name: sockets[name] for name in ("balance", "transport", "overlap", "offload", "verify") if name in sockets
+    }
+    return SplitRequest(devices=chosen, split_at=cuts, memory_limit_gb=limits, **others)
 
 
 def _find_devices(text: str) -> tuple[torch.device, ...]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
+from ..config.job import CacheConfig, DataConfig, EvaluationConfig, JobConfig, ModelConfig, SplitConfig
 from .host import io
-
-if TYPE_CHECKING:
-    from ..config.job import CacheConfig, DataConfig, EvaluationConfig, ModelConfig, SplitConfig
 
 ModelSocket = io.Custom("DEVICEBRIDGE_MODEL")
 DatasetSocket = io.Custom("DEVICEBRIDGE_DATASET")
@@ -20,6 +18,9 @@ class TrainingModel:
 
     model: ModelConfig
     split: SplitConfig
+
+    def job(self, dataset: TrainingDataset, **sections: Any) -> JobConfig:
+        return JobConfig(model=self.model, split=self.split, data=dataset.data, **sections)
 
 
 @dataclass(frozen=True)

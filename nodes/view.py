@@ -71,12 +71,10 @@ class JobView(host.NodeView):
 
     def _step_line(self, step: int, total: int, loss: float, elapsed_s: float) -> str:
         """The speed is smoothed over about ten steps, so that the time left does not jump."""
-        self._seconds_per_step = elapsed_s if not self._seconds_per_step else self._smoothed(elapsed_s)
+        before = self._seconds_per_step or elapsed_s
+        self._seconds_per_step = 0.9 * before + 0.1 * elapsed_s
         left_s = (total - step) * self._seconds_per_step
         return (
             f"Step {step}/{total}: loss {loss:.5f}, {self._seconds_per_step:.2f} s/step, "
             f"about {describe_duration(left_s)} left"
         )
-
-    def _smoothed(self, elapsed_s: float) -> float:
-        return 0.9 * self._seconds_per_step + 0.1 * elapsed_s

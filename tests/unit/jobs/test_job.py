@@ -11,15 +11,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import diffusers
 import peft
 import pytest
 import torch
-from devicebridge.config.job import differing_keys, save_job
+from devicebridge.config.job import differing_keys, job_to_dict, save_job
 from devicebridge.data.samples import BatchOrder
 from devicebridge.events import EventLog
 from devicebridge.families.registry import FAMILIES
+from devicebridge.jobs import resume
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.tests.emulated import emulated_cards
@@ -191,6 +193,23 @@ def test_resume_refuses_other_settings_and_names_them(tmp_path):
     other = make_tiny_job(tmp_path, train={"steps": 2, "batch_size": 1, "seed": 3}, lora={"rank": 8})
     with pytest.raises(ValueError, match=r"(?s)lora\.rank: 4 -> 8.*train\.batch_size: 2 -> 1"):
         run_job(other, resume=True)
+
+
+def test_a_run_written_under_older_keys_is_the_same_run(tmp_path):
+    train = {"steps": 2, "gradient_accumulation_steps": 3}
+    job = make_tiny_job(tmp_path, train=train, parallel={"strategy": "data"}, split={"offloaded_blocks": [1]})
+    config = job_to_dict(job)
+    config["train"]["accumulation"] = config["train"].pop("gradient_accumulation_steps")
+    config["pipeline"] = {"schedule": "replicas", "ahead": config.pop("parallel")["microbatches_ahead"]}
+    for today, before in (("blocks_without_checkpointing", "kept_blocks"), ("offloaded_blocks", "swapped_blocks")):
+        config["split"][before] = config["split"].pop(today)
+    config["split"]["balance"] = "bytes"
+    identity = dict.fromkeys(resume._IDENTITY, "the same")
+    state = SimpleNamespace(path=tmp_path, facts={"config": config, **identity})
+    resume.refuse_other_run(job, identity, state)
+    config["train"]["accumulation"] = 2
+    with pytest.raises(ValueError, match=r"train\.gradient_accumulation_steps: 2 -> 3"):
+        resume.refuse_other_run(job, identity, state)
 
 
 def test_a_finished_run_can_be_made_longer(tmp_path):

@@ -36,7 +36,7 @@ def split(host: comfy_stub.FakeHost) -> ModuleType:
 
 def test_auto_takes_every_gpu_the_hosts_own_first(split: ModuleType, host: comfy_stub.FakeHost) -> None:
     host.gpus = (torch.device("cuda", 1), torch.device("cuda", 0))
-    request = split._read_request(**SOCKETS)
+    request = split._read_request(SOCKETS)
     assert request.devices == (torch.device("cuda", 1), torch.device("cuda", 0))
     assert (request.balance, request.transport, request.overlap, request.offload) == ("memory", "auto", True, True)
     assert (request.split_at, request.memory_limit_gb) == ((), ())
@@ -64,7 +64,7 @@ def test_settings_reach_the_request(split: ModuleType) -> None:
         "verify": True,
     }
     with emulated_cards(2):
-        request = split._read_request(**given)
+        request = split._read_request(given)
     assert request.devices == (CARDS[1], CARDS[0])
     assert (request.balance, request.split_at, request.memory_limit_gb) == ("manual", (3,), (20.0, 14.5))
     assert (request.transport, request.overlap, request.offload, request.verify) == ("relay", False, False, True)
@@ -72,12 +72,12 @@ def test_settings_reach_the_request(split: ModuleType) -> None:
 
 def test_workflows_saved_before_verify_existed_still_run(split: ModuleType, host: comfy_stub.FakeHost) -> None:
     host.gpus = (torch.device("cuda", 0), torch.device("cuda", 1))
-    assert split._read_request(**{key: value for key, value in SOCKETS.items() if key != "verify"}).verify is False
+    assert split._read_request({key: value for key, value in SOCKETS.items() if key != "verify"}).verify is False
 
 
 def test_a_device_that_is_not_there_is_refused_with_what_is(split: ModuleType) -> None:
     with emulated_cards(2), pytest.raises(ValueError, match=r"'lazy:7' does not exist .* found here: cpu"):
-        split._read_request(**SOCKETS | {"devices": "lazy:0,lazy:7"})
+        split._read_request(SOCKETS | {"devices": "lazy:0,lazy:7"})
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_device_that_is_not_there_is_refused_with_what_is(split: ModuleType) -
 )
 def test_contradictions_are_refused(split: ModuleType, changes: dict[str, Any], message: str) -> None:
     with emulated_cards(2), pytest.raises(ValueError, match=message):
-        split._read_request(**SOCKETS | {"devices": "lazy:0,lazy:1"} | changes)
+        split._read_request(SOCKETS | {"devices": "lazy:0,lazy:1"} | changes)
 
 
 def test_a_missing_file_is_refused_with_what_is_there(split: ModuleType, host: comfy_stub.FakeHost) -> None:
@@ -104,6 +104,6 @@ def test_a_missing_file_is_refused_with_what_is_there(split: ModuleType, host: c
 
 def test_cuts_that_are_not_used_are_said_to_be_ignored(split: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
     with emulated_cards(2):
-        request = split._read_request(**SOCKETS | {"devices": "lazy:0,lazy:1", "split_at": "7"})
+        request = split._read_request(SOCKETS | {"devices": "lazy:0,lazy:1", "split_at": "7"})
     assert request.split_at == ()
     assert "split_at 7 is ignored with balance memory" in caplog.text

@@ -1,0 +1,154 @@
+"""Sections of a job: images and clips, where their encodings are kept, and what is held out."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from .ranges import STRICT, PathText, Range, RequiredPath, Seed, StepCount
+from .setting import setting
+
+_Quantile = Annotated[float, Range(0.001, 0.999)]
+_NO_CAPTIONS = "to train without captions, leave out their files"
+
+
+def _source_pattern(kind: str) -> str:
+    """Of "comfyui <version> <kind> <fingerprint>", or nothing."""
+    return rf"^(comfyui \S+ {kind} [0-9a-f]{{64}})?$"
+
+
+@dataclass(frozen=True, config=STRICT)
+class FolderConfig:
+    """One dataset folder.
+
+    Args:
+        path: Folder of images and clips, each with a caption of the same name (.txt) and, if wanted, name_mask.png.
+        repeats: How often each image or clip of this folder is used per epoch. Matters when folders of different size
+            are mixed.
+    """
+
+    path: RequiredPath
+    repeats: Annotated[int, Range(1, 10_000)] = 1
+
+
+@dataclass(frozen=True, config=STRICT)
+class DataConfig:
+    """The images and clips.
+
+    Args:
+        folders: Dataset folders, one section each.
+        resolutions: Sizes in pixels. Images and clips are scaled to about this squared and keep their shape. Several,
+            such as 512, 768, use each image once per size.
+        max_aspect_ratio: Longest side over shortest side; images beyond it are cropped to it.
+        bucket_step: Sides become multiples of this many pixels. Left out: the smallest that the model allows. A larger
+            step puts images of different shape into one batch, at the price of more cropping.
+        caption_dropout: Probability that a sample is trained with the empty caption. 0.05 to 0.1 helps a LoRA that is
+            used with guidance.
+        use_masks: Weigh the loss by name_mask.png (white counts, black does not) where that file exists.
+        frames: Lengths in frames that clips may be cut to, such as 1, 33, 81. Each gets the longest that fits. 1 is for
+            images, and alone takes one frame of every clip. Left out: the model's. Matters with clips, and decides the
+            memory of a step. Wan takes 4n + 1. A clip that is too short is refused.
+        fps: Frames per second that are taken from a clip; source takes every frame there is. Left out: what the model
+            was trained on. Matters with clips.
+        window: Which part of a longer clip: its start, its centre, or several parts spread evenly (uniform), each a
+            sample with the same caption. Matters with clips.
+        num_windows: Parts per clip. Above 1 with window uniform only.
+        encoded: In place of folders: a list of samples that arrived as latents and text states. Dataset from Latents
+            and Conditioning writes it. What is about images has no effect then.
+    """
+
+    folders: tuple[FolderConfig, ...] = ()
+    resolutions: Annotated[tuple[Annotated[int, Range(1, 8192)], ...], Field(min_length=1, max_length=100)] = (512,)
+    max_aspect_ratio: Annotated[float, Range(1.0, 100.0)] = 2.0
+    bucket_step: Annotated[int, Range(0, 1024)] = 0
+    caption_dropout: Annotated[float, Range(0.0, 0.9, hint=_NO_CAPTIONS)] = 0.0
+    use_masks: bool = True
+    frames: tuple[Annotated[int, Range(1, 10_000)], ...] = ()
+    fps: Annotated[float, Range(0.1, 1000.0, or_zero=True)] | Literal["source"] = 0.0
+    window: Literal["start", "centre", "uniform"] = "start"
+    num_windows: Annotated[int, Range(1, 1000)] = 1
+    encoded: PathText = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.folders) == bool(self.encoded):
+            raise ValueError("data needs folders of images, or encoded, and not both")
+        if self.encoded and self.caption_dropout:
+            raise ValueError("caption_dropout needs the empty caption's states, which data.encoded has not; use 0")
+        if (self.window == "uniform") != (self.num_windows > 1):
+            raise ValueError('num_windows above 1 belongs to window = "uniform", and uniform needs it')
+
+
+@dataclass(frozen=True, config=STRICT)
+class CacheConfig:
+    """Captions and latents computed once.
+
+    Args:
+        folder: Folder that keeps encoded captions and images. One may serve any number of models and datasets. Left
+            out: the run folder.
+        text_encoders: Folder that holds the text_encoder and tokenizer folders. Left out: the model folder. Needed when
+            the model is a single file.
+        vae: VAE folder or file. Left out: the model folder. Needed when the model is a single file.
+        text_device: Where the text encoder runs. cpu is slow but always has room; cuda:0 holds all of it on that card.
+            stream passes its layers through a card that could not hold it, many captions at a time. auto picks by size
+            and says why in the log.
+        text_window_gb: The most decimal GB of its card that a streamed text encoder may take. Left out: what is free.
+            With text_device stream or auto. More allows more captions per pass; FLUX.2-dev's encoder needs about 4.
+        vae_device: Device of the VAE, such as cuda:0. Left out: the model's first device.
+        dtype: Number type that text encoder and VAE compute in. Latents are stored in float32. Some VAEs give black
+            images in float16.
+        text_quantize: Holds the text encoder's linear layers in 8 bits: about half the memory, no speed. Choose it when
+            the encoder does not fit its device otherwise; FLUX.2-dev's takes about 18 instead of 35 GB. int8 is the
+            more exact. On the CPU a caption takes longer, with fp8 much longer.
+        text_source: Name of the CLIP of ComfyUI that encoded the captions, as Cache Captions and Latents shows it. Left
+            out: the model's own text encoders. What is missing in the cache can be computed in ComfyUI only.
+        latent_source: Name of the VAE of ComfyUI that encoded the images, shown likewise. Left out: the model's own
+            VAE.
+    """
+
+    folder: PathText = ""
+    text_encoders: PathText = ""
+    vae: PathText = ""
+    text_device: str = setting("cpu", is_free=True)
+    text_window_gb: Annotated[float, Range(0.0, 100_000)] = setting(0.0, is_free=True)
+    vae_device: str = ""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    text_quantize: Literal["none", "int8", "fp8"] = "none"
+    text_source: Annotated[str, Field(pattern=_source_pattern("CLIP"))] = ""
+    latent_source: Annotated[str, Field(pattern=_source_pattern("VAE"))] = ""
+
+    def __post_init__(self) -> None:
+        if self.text_source and (self.text_encoders or self.text_quantize != "none"):
+            raise ValueError("text_source says that ComfyUI's CLIP encodes; remove text_encoders and text_quantize")
+        if self.latent_source and self.vae:
+            raise ValueError("latent_source says that ComfyUI's VAE encodes; remove vae")
+
+
+@dataclass(frozen=True, config=STRICT)
+class EvaluationConfig:
+    """Loss on held-out images, at fixed timestep quantiles and with fixed noise.
+
+    Args:
+        folder: Folder of images kept out of training, on which the loss is measured before and after. Without one
+            nothing is measured.
+        every_steps: Also measure every so many steps; 0 only before and after. Matters with an evaluation folder, and
+            takes time.
+        quantiles: Quantiles of the noise levels that the loss is measured at.
+        seed: Start of the noise that evaluation adds.
+    """
+
+    folder: PathText = ""
+    every_steps: StepCount = setting(0, is_free=True)
+    quantiles: Annotated[tuple[_Quantile, ...], Field(min_length=1, max_length=1000)] = (
+        0.1,
+        0.2,
+        0.3,
+        0.4,
+        0.5,
+        0.6,
+        0.7,
+        0.8,
+        0.9,
+    )
+    seed: Seed = 0

@@ -1,0 +1,132 @@
+"""Sections of a job: the model, which device holds what of it, and how devices share a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic.dataclasses import dataclass
+
+from .ranges import STRICT, PathText, Range, RequiredPath
+from .setting import setting
+
+if TYPE_CHECKING:
+    from ..quantization.quantize import QuantizeSettings
+
+ModelScheme = Literal["none", "fp8", "int8", "fp8-compute", "int8-compute", "auto"]
+_BlockCount = Annotated[int, Range(0, 10_000)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class ModelConfig:
+    """What to train.
+
+    Args:
+        path: The model: a diffusers folder, a .safetensors file, or one shard of several.
+        family: Model family, such as flux2. Left out: what the file is recognised as.
+        variant: Which published model it is. Left out: what the file is recognised as. Name it if that fails, or where
+            two models have the same shapes.
+        second_expert: The other one of a pair of experts (Wan 2.2 A14B), trained at the same time on cards of its own.
+            One folder may hold both. Without it the model at path is trained alone.
+        dtype: Number type of the frozen weights and of the computation. float32 takes twice the memory and is for
+            comparisons.
+        quantize: How the frozen linear layers are held; the LoRA keeps its precision. All but none take half the memory
+            of 16 bits. fp8 and int8 only store in 8 bits. fp8-compute and int8-compute also multiply in 8 bits.
+            fp8-compute (RTX 40 or newer) and int8-compute (RTX 20 or newer) are faster and a little noisier. auto takes
+            what suits the devices.
+        rotation: For int8-compute: outliers are spread over blocks of so many values; 0 does not rotate. Wider blocks
+            spread better and take a little more time.
+        quantized_cache: Folder that keeps the quantized weights. The next run then reads half as much and rounds
+            nothing. They take 31 GB for FLUX.2-dev. Without one nothing is kept.
+    """
+
+    path: RequiredPath
+    family: str = ""
+    variant: str = ""
+    second_expert: PathText = ""
+    # float16 is not offered: its range is too small for these models' gradients without loss scaling
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    quantize: ModelScheme = "none"
+    rotation: Literal[64, 0, 16, 256] = 64
+    quantized_cache: PathText = setting("", is_free=True)
+
+    @property
+    def quantize_settings(self) -> QuantizeSettings | None:
+        """For the code that quantizes; None where nothing is. A job with "auto" is settled by check_job first."""
+        from ..quantization.quantize import QuantizeSettings  # brings torch, which reading a config does without
+
+        assert self.quantize != "auto", "a job is settled by check_job before its model is made"
+        return None if self.quantize == "none" else QuantizeSettings(self.quantize, self.rotation)
+
+
+@dataclass(frozen=True, config=STRICT)
+class SplitConfig:
+    """Which devices hold the blocks.
+
+    Args:
+        devices: Devices that hold the blocks, in order, such as cuda:0, cuda:1. The first also holds the embeddings,
+            the last layers and the loss. Left out: every GPU, or the CPU. A device that is named must exist.
+        balance: How the blocks are shared out: by equal memory, by equal computing time, or cut by hand where split_at
+            says (manual). Matters with two or more devices.
+        split_at: Index of the first block of each device after the first, counted from 0 over all blocks, such as 12,
+            30 for three devices. Only with balance manual.
+        memory_limit_gb: Memory that the weights may take on each device, in decimal GB, such as 20, 14. Left out: what
+            is free. Set it when another program needs some of a GPU.
+        blocks_without_checkpointing: Blocks per device that keep their activations instead of being computed again: its
+            last ones. Left out: what the planner chooses, or none where the devices' memory is unknown. Only with
+            gradient_checkpointing.
+        offloaded_blocks: Blocks per device whose weights wait in host memory and stream to the device whenever they
+            compute. Left out: what the planner chooses, which is none unless the job would not fit. Only with
+            gradient_checkpointing. They are spread over the blocks that are computed again.
+        calibrate: Whether a training first times its blocks on the devices, for some seconds and once per kind of job.
+            auto does it where the cut or the scheme depends on it. Where times are not measured, they are estimated
+            from operations.
+    """
+
+    devices: tuple[str, ...] = ()
+    balance: Literal["memory", "time", "manual"] = setting("memory", old_words={"bytes": "memory"})
+    split_at: tuple[_BlockCount, ...] = ()
+    memory_limit_gb: tuple[Annotated[float, Range(0, 100_000)], ...] = setting((), is_free=True)
+    blocks_without_checkpointing: tuple[_BlockCount, ...] = setting((), is_free=True, was=("split.kept_blocks",))
+    offloaded_blocks: tuple[_BlockCount, ...] = setting((), is_free=True, was=("split.swapped_blocks",))
+    calibrate: Literal["auto", "on", "off"] = setting("auto", is_free=True)
+
+    def __post_init__(self) -> None:
+        if self.split_at and self.balance != "manual":
+            found = f"split_at = {list(self.split_at)}"
+            raise ValueError(f'{found} belongs to balance = "manual", not "{self.balance}"')
+        if self.balance == "manual" and not self.split_at:
+            raise ValueError(
+                'balance = "manual" needs split_at, the index of the first block of each device after the first, such '
+                "as [20] for two"
+            )
+        if self.devices and self.split_at and len(self.split_at) != len(self.devices) - 1:
+            raise ValueError(
+                f"split_at has {len(self.split_at)} cuts for {len(self.devices)} devices; "
+                f"give {len(self.devices) - 1}, the first block of each device after the first"
+            )
+        if self.memory_limit_gb and self.devices and len(self.memory_limit_gb) != len(self.devices):
+            raise ValueError(
+                f"memory_limit_gb has {len(self.memory_limit_gb)} values for {len(self.devices)} devices; give one each"
+            )
+
+
+@dataclass(frozen=True, config=STRICT)
+class ParallelConfig:
+    """How several devices share the microbatches of a step.
+
+    Args:
+        strategy: How devices share the microbatches of a step. none: one microbatch at a time, one device computing.
+            pipeline: microbatches follow each other through the devices, with the same numbers. data: each device holds
+            the whole model and trains its share of them. auto takes what the planner finds fastest. Needs two or more
+            GPUs of one kind and gradient_accumulation_steps above 1. A run with data is resumed as it began.
+        microbatches_ahead: Microbatches that each device of a pipeline but the last may hold beyond what 1F1B needs.
+            More hides uneven times and takes memory.
+    """
+
+    strategy: Literal["auto", "none", "pipeline", "data"] = setting(
+        "auto",
+        is_free=True,
+        was=("pipeline.schedule",),
+        old_words={"1f1b": "pipeline", "gpipe": "pipeline", "replicas": "data"},
+    )
+    microbatches_ahead: Annotated[int, Range(0, 1000)] = setting(1, is_free=True, was=("pipeline.ahead",))

@@ -1,0 +1,180 @@
+"""Sections of a job: the LoRA, how it is trained, and what is written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic.dataclasses import dataclass
+
+from .ranges import MOST_STEPS, STRICT, Range, RequiredPath, Seed, StepCount, check_file_name
+from .setting import setting
+
+
+@dataclass(frozen=True, config=STRICT)
+class LoraSettings:
+    """The adapter.
+
+    Args:
+        rank: Size of the LoRA. Higher learns more detail, takes more memory and gives a larger file.
+        alpha: Strength is alpha / rank. Leave it equal to rank unless a recipe says otherwise.
+        dropout: Probability that a LoRA input is left out. Against learning few images by heart.
+        dora: Train DoRA, which learns the size and the direction of weights apart. Slower, and takes more memory.
+        targets: Which linear layers get a LoRA: patterns over diffusers names, with * for anything. Left out: the model
+            family's usual ones.
+        dtype: Number type of the LoRA while training. bfloat16 takes half the memory and loses small steps.
+    """
+
+    rank: Annotated[int, Range(1, 1024)] = 16
+    alpha: Annotated[float, Range(1e-3, 1e5)] = 16.0
+    dropout: Annotated[float, Range(0.0, 0.99)] = 0.0
+    dora: bool = False
+    targets: tuple[str, ...] = ()
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass(frozen=True, config=STRICT)
+class ObjectiveConfig:
+    """Flow matching.
+
+    Args:
+        timestep_sampling: How noise levels are drawn. Left out: what the model was trained with.
+        shift: Moves noise levels towards noise: a number such as 3.0, or the name of one of the model family's presets.
+            Left out: the family's. Matters more at high resolution.
+        logit_mean: With logit_normal: mean of the normal distribution. Above 0 draws more noise.
+        logit_std: With logit_normal: standard deviation of the normal distribution.
+        sigmoid_scale: With sigmoid: factor of the normal number before the logistic function.
+        guidance: Guidance value while training, for models that take one as an input (FLUX.1-dev, FLUX.2-dev). Left
+            out: the model's usual value. Leave it there for all other models.
+    """
+
+    timestep_sampling: Literal["", "uniform", "logit_normal", "sigmoid"] = ""
+    shift: str | Annotated[float, Range(0.01, 100.0)] = ""
+    logit_mean: Annotated[float, Range(-10.0, 10.0)] = 0.0
+    logit_std: Annotated[float, Range(0.01, 10.0)] = 1.0
+    sigmoid_scale: Annotated[float, Range(0.01, 10.0)] = 1.0
+    guidance: Annotated[float, Range(0.0, 1000.0)] | None = None
+
+
+# Options that torch's optimizers take and that train nothing here -> why.
+_NOT_FOR_LOOP = {
+    "maximize": "would raise the loss, not lower it",
+    "differentiable": "is for gradients of the optimizer itself, which nobody takes here",
+    "capturable": "is for steps recorded as CUDA graphs, and the optimizer's is not",
+}
+
+
+@dataclass(frozen=True, config=STRICT)
+class OptimizerConfig:
+    """How weights are changed.
+
+    Args:
+        name: adamw, or adamw8bit, which keeps its state in 8 bits. The state of a LoRA is small, so this seldom
+            matters. A job file may also say auto (adamw where it fits, else adamw8bit) or the dotted name of an
+            optimizer class, such as prodigyopt.Prodigy.
+        learning_rate: Size of a step. 0.0001 is a good start for AdamW; lower it when the loss jumps.
+        weight_decay: How strongly weights are pulled towards zero at each step.
+        options: Further keyword arguments of the optimizer class.
+        allow_import: Whether the class may be of a package that the pack does not list. Importing a package runs its
+            code: allow it only in a job file that you wrote or read.
+    """
+
+    name: str = "adamw"
+    learning_rate: Annotated[float, Range(1e-10, 1.0)] = 1e-4
+    weight_decay: Annotated[float, Range(0.0, 10.0)] = 0.01
+    options: dict[str, Any] = field(default_factory=dict)
+    allow_import: bool = setting(False, is_free=True)
+
+    def __post_init__(self) -> None:
+        for name, value in self.options.items():
+            if name in _NOT_FOR_LOOP and value:
+                raise ValueError(f"options.{name} = {value!r} {_NOT_FOR_LOOP[name]}; leave it out")
+            numbers = value if isinstance(value, (list, tuple)) else [value]
+            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+                raise ValueError(f"options.{name} = {value!r} is not finite; give a number that is, or leave it out")
+
+
+@dataclass(frozen=True, config=STRICT)
+class ScheduleConfig:
+    """The learning rate over the steps.
+
+    Args:
+        name: Learning rate over the steps: unchanged, or falling along a line or a half cosine.
+        warmup_steps: Steps over which the learning rate rises from zero. 0 starts at full rate.
+        min_factor: Share of the learning rate that linear and cosine end at.
+    """
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: StepCount = 0
+    min_factor: Annotated[float, Range(0.0, 1.0)] = 0.0
+
+
+@dataclass(frozen=True, config=STRICT)
+class LoopConfig:
+    """The loop.
+
+    Args:
+        steps: Optimizer steps in all. 500 to 3000 is usual for a LoRA.
+        batch_size: Images per forward pass. More takes more memory on every device.
+        gradient_accumulation_steps: Forward passes per optimizer step: acts like a larger batch without its memory.
+            Over several GPUs 4 to 16 keep all of them busy at once; with 1 one computes while the others wait.
+        clip_norm: Largest length of the gradient; longer ones are shortened to it. 0 never shortens.
+        seed: Start of all random numbers: LoRA weights, order, noise. The same seed gives the same LoRA.
+        gradient_checkpointing: Computes each block twice instead of keeping its activations: far less memory, about a
+            third more time. Turn it off only with memory to spare.
+        compile: auto compiles each kind of transformer block, once for all sizes. The first steps take a minute or two
+            longer, all others are faster. Compiled blocks are compared with plain ones before the first step. Worth it
+            for long runs on fast cards. Where no compiler is found, or a block is wrong, the log says so and training
+            goes on without.
+        cuda_graphs: auto records blocks that keep their activations as CUDA graphs, so that fast GPUs need not wait for
+            Python. The LoRA is the same. Matters for 8-bit models on GPUs with memory to spare. Needs NVIDIA GPUs,
+            images of one size, batch_size 1 and dropout 0; else the log says so and training goes on without.
+        offload_activations: Whether what gradient checkpointing keeps of every block waits in the computer's memory,
+            not on the GPUs. auto does it where nothing as good fits without. Matters for video. The LoRA is the same.
+    """
+
+    steps: Annotated[int, Range(1, MOST_STEPS)]
+    batch_size: Annotated[int, Range(1, 1024)] = 1
+    gradient_accumulation_steps: Annotated[int, Range(1, 1024)] = setting(1, was=("train.accumulation",))
+    clip_norm: Annotated[float, Range(1e-4, 1e6, or_zero=True)] = 1.0
+    seed: Seed = 0
+    gradient_checkpointing: bool = True
+    compile: Literal["off", "auto"] = "off"
+    cuda_graphs: Literal["off", "auto"] = setting("off", is_free=True)
+    offload_activations: Literal["auto", "on", "off"] = setting("auto", is_free=True)
+
+    def __post_init__(self) -> None:
+        if self.offload_activations == "on" and not self.gradient_checkpointing:
+            raise ValueError(
+                'offload_activations = "on" is about what recomputed blocks keep, but gradient_checkpointing is false, '
+                "so none is recomputed; change one of the two"
+            )
+
+
+@dataclass(frozen=True, config=STRICT)
+class OutputConfig:
+    """Where results go, and how often everything is saved.
+
+    Args:
+        folder: Run folder: checkpoints, events, TensorBoard scalars, the LoRA.
+        name: File name of the LoRA, without extension.
+        save_every_steps: Save a checkpoint and a LoRA every so many steps; 0 saves at the end and when stopped only. It
+            is what a crash can cost.
+        keep_last: Checkpoints kept; older ones are deleted.
+        lora_layout: Names in the LoRA file: original loads in ComfyUI, diffusers in diffusers and peft, both in ComfyUI
+            and in diffusers' pipelines. both is refused for DoRA of Wan.
+        lora_dtype: Number type in the LoRA file. float32 doubles its size.
+        tensorboard: Also write losses for TensorBoard into the run folder. Needs the tensorboard package.
+    """
+
+    folder: RequiredPath
+    name: str = setting("lora", is_free=True)
+    save_every_steps: StepCount = setting(250, is_free=True)
+    keep_last: Annotated[int, Range(1, 10_000)] = setting(2, is_free=True)
+    lora_layout: Literal["original", "diffusers", "both"] = setting("original", is_free=True)
+    lora_dtype: Literal["bfloat16", "float16", "float32"] = setting("bfloat16", is_free=True)
+    tensorboard: bool = setting(True, is_free=True)
+
+    def __post_init__(self) -> None:
+        check_file_name(self.name)

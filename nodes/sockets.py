@@ -1,0 +1,141 @@
+"""Inputs of nodes that are settings of a job: made from the config's fields, and read back into its sections.
+
+Type, range, choices, default and tooltip come from the field. A socket says only what was released otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import ValidationError
+
+from ..config.job import job_keys
+from ..config.ranges import problems_of
+from ..config.setting import Key
+from .host import io
+
+T = TypeVar("T")
+AUTO = "auto"
+_EMPTY_WORDS = {AUTO: "auto", "": "Empty", 0: "0", -1: "-1"}  # what the socket shows for a setting's empty value
+_KINDS: dict[type, Any] = {bool: io.Boolean, int: io.Int, float: io.Float}
+_KIND_NAMES: dict[Callable[[str], object], str] = {int: "whole number", float: "number"}
+
+
+class Socket:
+    """A node's input for one setting.
+
+    Args:
+        id: its name in workflows.
+        path: of the setting, "section.key".
+        note: what only this node has to say.
+        read: makes the setting's value, where the rules below do not.
+        released: options that differ from what the setting says.
+    """
+
+    def __init__(
+        self, id: str, path: str, note: str = "", read: Callable[[Any], Any] | None = None, **released: Any
+    ) -> None:
+        self.id, self.key = id, job_keys()[path]
+        self._note, self._read = note, read
+        self._kind, self._options = _options_of(self.key)
+        self._options |= released
+        if "options" in released:
+            self._kind = io.Combo
+
+    def make_input(self) -> io.Input:
+        text = self.key.text_where(_EMPTY_WORDS.get(self._options["default"], ""))
+        return self._kind.Input(self.id, tooltip=f"{text} {self._note}".strip(), **self._options)
+
+    def read(self, given: Mapping[str, Any]) -> Any:
+        """The setting's value; a workflow saved before the socket was there has the default.
+
+        Raises: ValueError for a list with a part that is none of its values.
+        """
+        key, shown = self.key, self._options["default"]
+        value = given.get(self.id, shown)
+        if self._read is not None:
+            return self._read(value)
+        if get_origin(key.kind) is tuple:
+            return read_list(read_auto(value), get_args(key.kind)[0], self.id)
+        if key.default is None and value == shown:
+            return None
+        if not isinstance(value, str):
+            return value
+        value = read_auto(value) if shown == AUTO and AUTO not in key.choices else value.strip()
+        return key.old_words.get(value) or next((each for each in key.choices if str(each) == value), value)
+
+
+def _options_of(key: Key) -> tuple[Any, dict[str, Any]]:
+    """Type of the socket and its options, as far as the setting says them."""
+    default = AUTO if key.default == "" and key.has_empty else key.default
+    if get_origin(key.kind) is Literal:
+        return io.Combo, {"options": [str(each) or AUTO for each in key.choices], "default": str(default)}
+    kind = get_args(key.kind)[0] if key.default is None else key.kind  # float, of "float | None"
+    if kind not in _KINDS:
+        return io.String, {"default": default if isinstance(default, str) else ""}
+    options = {"default": default}
+    if key.limits:
+        options |= {"min": 0 if key.limits.or_zero else key.limits.low, "max": key.limits.high}
+    return _KINDS[kind], options
+
+
+def make_inputs(entries: Iterable[Socket | io.Input]) -> list[io.Input]:
+    return [each.make_input() if isinstance(each, Socket) else each for each in entries]
+
+
+def read_section(kind: type[T], entries: Sequence[Socket | io.Input], given: Mapping[str, Any], **more: Any) -> T:
+    """One section of a job config.
+
+    Args:
+        kind: its class.
+        entries: sockets of the node, of any section.
+        given: what they have.
+        more: settings of the section that the node decides.
+    Raises: ValueError with one line per setting that the section refuses.
+    """
+    own = [each for each in entries if isinstance(each, Socket) and each.key.owner is kind]
+    sockets = {each.key.name: each for each in own if each.key.name not in more}
+    try:
+        return kind(**{name: socket.read(given) for name, socket in sockets.items()}, **more)
+    except ValidationError as error:
+        names = {name: socket.id for name, socket in sockets.items()}
+        raise ValueError("\n".join(_explain(problem, names) for problem in problems_of(error))) from error
+
+
+def _explain(problem: Any, names: Mapping[str, str]) -> str:
+    """What is refused, under the name that the socket has."""
+    place = ".".join(names.get(part, str(part)) for part in problem["loc"])
+    return (f"{place} {problem['input']!r}: " if place else "") + problem["msg"].removeprefix("Value error, ")
+
+
+# ---- what is typed into text fields
+
+
+def read_auto(text: str) -> str:
+    """The text, or "" for "auto" and for an empty field: what the config calls its default."""
+    text = text.strip()
+    return "" if text.lower() == AUTO else text
+
+
+def read_list(text: str, kind: Callable[[str], T], what: str) -> tuple[T, ...]:
+    """Values between commas or on lines of their own; empty text gives ().
+
+    Raises: ValueError that shows the part which is no such value.
+    """
+    values = []
+    for part in filter(None, (part.strip() for part in text.replace("\n", ",").split(","))):
+        try:
+            values.append(kind(part))
+        except ValueError as error:
+            raise ValueError(f"{what}: {part!r} in {text!r} is no {_KIND_NAMES.get(kind, 'value')}") from error
+    return tuple(values)
+
+
+def read_number_or_name(text: str) -> float | str:
+    """A number where the text is one, else the text; "" for "auto"."""
+    text = read_auto(text)
+    try:
+        return float(text)
+    except ValueError:
+        return text
