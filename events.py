@@ -9,12 +9,12 @@ Kinds and their values:
     eval      loss                                   evaluation loss after this many steps
     memory    GB allocated, at peak and reserved,    after the first step
               per device
-    forecast  devices: GB of peak forecast, per      before loading, and again at the end with what was measured, where
-              device; pace: a step's time            the planner knows the devices' memory; pace in the second only
+    forecast  devices: GB of peak forecast, per      before loading, and at the end with what was measured and with
+              device; pace: a step's time            pace; where the planner knows the devices' memory
     saved     path                                   a file is complete on disk
     stopped   hint                                   the job was stopped and can be resumed
 
-Of a job over two experts (concurrent.py) every event has the value `expert`: "high_noise", "low_noise", or "caches".
+Of a job over two experts (jobs/pair.py) every event has the value `expert`: "high_noise", "low_noise", or "caches".
 """
 
 from __future__ import annotations
@@ -25,9 +25,12 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .system.files import what_helps
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 _log = logging.getLogger(__name__)
 
@@ -43,11 +46,6 @@ class Event:
 
 
 Listener = Callable[[Event], None]
-
-
-class _ScalarWriter(Protocol):
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class EventLog:
@@ -81,9 +79,8 @@ class EventLog:
             self._file.write(json.dumps({"kind": kind, "step": step, "total": total, **values}) + "\n")
             self._file.flush()
         except OSError as error:
-            raise OSError(
-                error.errno, f"{self._file.name} cannot be written: {error.strerror}; {what_helps(error)}"
-            ) from error
+            message = f"{self._file.name} cannot be written: {error.strerror}; {what_helps(error)}"
+            raise OSError(error.errno, message) from error
         if self._scalars is not None and kind in {"step", "eval"}:
             for name, value in values.items():
                 self._scalars.add_scalar(f"{kind}/{name}", value, step)
@@ -91,7 +88,7 @@ class EventLog:
             self._listener(event)
 
 
-def _make_scalar_writer(folder: Path) -> _ScalarWriter | None:
+def _make_scalar_writer(folder: Path) -> SummaryWriter | None:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

@@ -1,8 +1,7 @@
 """One run at a time in an output folder: a lock that the system takes back when its owner ends, however that is.
 
-The lock is a claim (encoding/claims.py) on a file in the folder. Who holds it is written beside it, for the message
-that whoever comes second reads; on Windows nobody else may read a locked file. A pair of experts holds the folder of
-both, and each of its processes its own folder below that.
+Who holds it is written beside the locked file, which nobody else may read on Windows. A pair of experts holds the
+folder of both, and each of its processes its own folder below that.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _LOCK, _OWNER = ".run.lock", ".run.json"
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold an output folder, which is made if it is not there; sweeps what a run that was killed has left in it.
+    """Hold an output folder, made if it is not there; sweeps what a killed run has left in it.
 
     Raises: RuntimeError naming the process that holds it; ValueError for a folder that cannot be written.
     """

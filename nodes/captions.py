@@ -14,7 +14,7 @@ from .view import JobView
 
 if TYPE_CHECKING:
     from ..config.job import CacheConfig
-    from ..jobs.comfy_entries import StockEncoders
+    from ..jobs.comfy_entries import ComfyEncoders
 
 _log = logging.getLogger(__name__)
 
@@ -181,23 +181,23 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         return io.NodeOutput(dataclasses.replace(dataset, cache=cache))
 
 
-def _stock_encoders(clip: Any, vae: Any) -> StockEncoders:
+def _stock_encoders(clip: Any, vae: Any) -> ComfyEncoders:
     """Those that are connected, with their names.
 
     Raises: ValueError for one that was not in its loader's file, or that has no name.
     """
-    from ..jobs.comfy_entries import StockEncoders
+    from ..jobs.comfy_entries import ComfyEncoders
 
     for socket, value in (("stock_clip", clip), ("stock_vae", vae)):
         if value is None:
             raise ValueError(f"{socket} is connected, but its loader found none in its file; use another loader")
-    return StockEncoders(
+    return ComfyEncoders(
         clip=None if clip is _UNCONNECTED else host.HostClip(clip),
         vae=None if vae is _UNCONNECTED else host.HostVae(vae),
     )
 
 
-def _who_encodes(encoders: StockEncoders, text_encoders: str, vae: str, text_quantize: str) -> dict[str, str]:
+def _who_encodes(encoders: ComfyEncoders, text_encoders: str, vae: str, text_quantize: str) -> dict[str, str]:
     """The part of the cache's settings that names the encoders; says which sockets have no effect."""
     settings: dict[str, str] = {}
     if encoders.clip:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from dataclasses import dataclass
 
 
@@ -39,13 +40,9 @@ def installed_version(package: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    """(2, 13, 0) of "2.13.0rc1+cpu"."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 TESTED: dict[str, TestedRange] = {
