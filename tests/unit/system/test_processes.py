@@ -191,8 +191,8 @@ def test_an_interrupt_while_waiting_for_the_end_ends_it(monkeypatch: pytest.Monk
         def interrupted(timeout_s: float) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(process, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(process._process, "wait", interrupted)
             process.stop()
         assert process._process.wait(timeout=10) != 0
 
@@ -221,8 +221,8 @@ def _shipped_files() -> list[Path]:
 def test_only_processes_py_starts_processes_and_never_through_a_shell() -> None:
     """The registry's scanner looks at every file that does; one small file is soon read."""
     guilty = [path.as_posix() for path in _shipped_files() if _starts_processes(path)]
-    assert guilty == ["processes.py"]
-    assert "shell=" not in (ROOT / "processes.py").read_text(encoding="utf-8")
+    assert guilty == ["system/processes.py"]
+    assert "shell=" not in (ROOT / "system" / "processes.py").read_text(encoding="utf-8")
 
 
 def _starts_processes(path: Path) -> bool:
