@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened; step and total count what the kind counts (optimizer steps, captions, images)."""
+    """One thing that happened; step and total count optimizer steps, captions or images."""
 
     kind: str
     step: int = 0

@@ -76,7 +76,7 @@ def _version_line(name: str, version: dict[str, Any]) -> str:
 
 
 def _ask_torch() -> dict[str, Any]:
-    """What torch knows; an install that is there but cannot be imported says so in torch_build."""
+    """What torch knows; torch_build says so where it cannot be imported."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -169,7 +169,7 @@ _SCHEMES = ("fp8", "int8", "fp8-compute", "int8-compute")  # quantization/quanti
 
 
 def _list_schemes(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each scheme on each accelerator, on the CPU where there is none; one line without a device if all fail alike."""
+    """Each scheme on each accelerator, or on the CPU; one line without a device where packages are missing."""
     found = []
     for scheme in _SCHEMES:
         reason = _training(facts) or ("" if scheme.endswith("-compute") else _missing(facts, "torchao"))

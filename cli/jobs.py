@@ -57,8 +57,11 @@ def _train_pair(options: argparse.Namespace, job: JobConfig) -> int:
 
 
 def each_model(job: JobConfig, devices: Sequence[str] = ()) -> list[tuple[str, JobConfig, int]]:
-    """Heading and job of every model that a job file trains: one, or two experts over these devices, () for all; and
-    how many train at the same time."""
+    """Every model that a job file trains: its heading, its job, and how many train at the same time.
+
+    Args:
+        devices: of a pair of experts; () takes the job's.
+    """
     if not job.model.second_expert:
         return [("", job, 1)]
     known = list(devices) or [str(device) for device in find_devices(job.split.devices)]

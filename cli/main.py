@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def set_up_logging(*, is_verbose: bool = False) -> None:
-    """For a process of our own, before it imports what trains: warnings of ours, and what we say besides if wanted."""
+    """Show the pack's warnings, or all it logs. To be called before anything that trains is imported."""
     if not is_verbose:
         os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")  # read when it is imported, later
     logging.basicConfig(level=logging.INFO if is_verbose else logging.WARNING, format="%(levelname)s %(message)s")

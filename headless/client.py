@@ -79,7 +79,7 @@ class ClientRun:
 
 
 def _describe_error(error: Mapping[str, Any]) -> str:
-    """What comfy-cli (1.23) refused or the server answered: message, every error, and the hint where it says more."""
+    """An error of comfy-cli (1.23) or of the server: message, every part, and the hint where it says more."""
     details = error.get("details") or {}
     errors = [entry for entry in details.get("errors") or [] if isinstance(entry, dict)]
     lines = [f"node {entry.get('node_id') or '?'}: {_with_hint(entry)}" for entry in errors]
@@ -102,7 +102,7 @@ def _with_hint(entry: Mapping[str, Any]) -> str:
 
 
 def _node_lines(node: Mapping[str, Any]) -> list[str]:
-    """One line per error of a node: the server lists them, earlier versions of comfy-cli gave one with the node."""
+    """A line per error of a node. The server lists them; earlier versions of comfy-cli gave one with the node."""
     title = str(node.get("class_type") or f"node {node.get('node_id', '?')}")
     found = node.get("errors") if isinstance(node.get("errors"), list) else [node]
     return [
@@ -114,7 +114,7 @@ def _node_lines(node: Mapping[str, Any]) -> list[str]:
 
 
 def _pack_lines(errors: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Where a node of ours is unknown: that ComfyUI lacks the pack, or by its suggestions has another version of it."""
+    """Where a node of ours is unknown: ComfyUI lacks the pack, or its suggestions show another version of it."""
     unknown = [
         entry
         for entry in errors

@@ -17,7 +17,7 @@ _MAX_NAMES = 20  # of a kind that a report spells out
 
 @dataclass(frozen=True)
 class Verified:
-    """What reading the entries of a job showed.
+    """A job's entries as they were found.
 
     Args:
         counts: per part of the cache, entries by state.
@@ -79,11 +79,10 @@ def verify_cache(plan: JobPlan, parts: Sequence[CachePart]) -> Verified:
 
 
 def prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> list[Pruned]:
-    """Delete, in the folders of these jobs, every entry that neither any of them nor a run under way needs, and what
-    killed processes have left.
+    """Delete from the jobs' folders what neither they nor a run under way needs, and what killed processes have left.
 
     Args:
-        plans: by a name for the report. Their folders may differ; an entry is needed if any of the jobs needs it.
+        plans: by a name for the report. An entry is needed if any of the jobs needs it.
         parts: all parts of the cache, because an entry's name does not tell which it belongs to.
     Raises: OSError naming the file if one cannot be deleted.
     """

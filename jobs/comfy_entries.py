@@ -27,7 +27,7 @@ _MAX_NAMES = 5  # problems spelt out in a message
 
 @dataclass(frozen=True)
 class ComfyEncoders:
-    """Encoders that ComfyUI holds in this process; None where it is asked for none."""
+    """Encoders that ComfyUI holds in this process; None where none is needed."""
 
     clip: StockClip | None = None
     vae: StockVae | None = None
@@ -67,7 +67,7 @@ class ComfyReader:
 
 
 def make_comfy_reader(family: ModelFamily, variant: Variant, config: Mapping[str, Any]) -> ComfyReader:
-    """Raises: ValueError for a family of which nobody has described how ComfyUI reads its inputs."""
+    """Raises: ValueError for a family without a description of ComfyUI's inputs."""
     if family.comfy is None:
         raise ValueError(f"{family.title} cannot be trained on what ComfyUI's encoders make; leave them unconnected")
     return ComfyReader(family.comfy, config, family.latent_of(variant), variant.name)
@@ -140,7 +140,7 @@ class EncodedSample:
     """One sample of a dataset that arrived encoded.
 
     Args:
-        latents: key of its latents. caption: key of its text, by which the text's entry is asked for.
+        latents: key of its latents. caption: key of its text.
         bucket: latent sides and text tokens; samples of one bucket can share a batch.
         num_frames: video frames that its latents stand for.
     """
@@ -160,13 +160,12 @@ def read_encoded_samples(path: str, reader: ComfyReader) -> tuple[EncodedSample,
     pairs = load_encoded(path)
     problems = []
     for number, pair in enumerate(pairs, start=1):
-        for part, reason in (
-            ("latents", reader.latents_problem(pair.latents_shapes)),
-            ("text", reader.text_problem(pair.text_shapes)),
-        ):
-            problems += [f"the {part} of sample {number}: {reason}"] * bool(reason)
+        if reason := reader.latents_problem(pair.latents_shapes):
+            problems.append(f"the latents of sample {number}: {reason}")
+        if reason := reader.text_problem(pair.text_shapes):
+            problems.append(f"the text of sample {number}: {reason}")
     if problems:
-        more = [f"and {len(problems) - _MAX_NAMES} more"] * (len(problems) > _MAX_NAMES)
+        more = [f"and {len(problems) - _MAX_NAMES} more"] if len(problems) > _MAX_NAMES else []
         raise ValueError("\n".join(["the encoded dataset does not fit the model:", *problems[:_MAX_NAMES], *more]))
     return tuple(_encoded_sample(pair, reader) for pair in pairs)
 

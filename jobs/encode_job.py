@@ -177,7 +177,7 @@ def _latent_source(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> Late
 
 
 def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
-    """Key of every entry that filling this part makes -> what it is of, for a message. No weight is loaded."""
+    """What each entry of this part is of, by its key, for a message. No weight is loaded."""
     if plan.encoded:
         keys = [sample.caption if part == "captions" else sample.latents for sample in plan.encoded]
         return {key: f"{part} of sample {number}" for number, key in enumerate(keys, start=1)}
@@ -197,7 +197,7 @@ def _image_requests(plan: JobPlan) -> list[ImageRequest]:
 
 
 def tell_progress(events: EventLog, pace: Pace) -> Callable[[int, int, str], None]:
-    """Counts for the log and whoever listens, with a rate and the time left."""
+    """A function that emits progress, with a rate and the time left."""
 
     def tell(done: int, total: int, what: str) -> None:
         pace.update(done)

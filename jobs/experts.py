@@ -30,7 +30,7 @@ class Expert:
 
 
 def expert_jobs(job: JobConfig, devices: Sequence[str]) -> tuple[Expert, Expert]:
-    """The jobs of both experts, high noise first; it gets the first half of the devices. Reads both models' headers.
+    """The jobs of both experts. High noise comes first and gets the first half of the devices. Reads headers.
 
     Raises: ValueError for a model that is no half of a pair, for the same expert twice, or settings per device that
         are not as many as there are devices.
@@ -56,7 +56,7 @@ def expert_jobs(job: JobConfig, devices: Sequence[str]) -> tuple[Expert, Expert]
 
 
 def num_at_once(experts: Sequence[Expert]) -> int:
-    """How many are trained at a time: both if they have no device in common."""
+    """How many of the two are trained at a time: both if they have no device in common."""
     first, second = (set(expert.job.split.devices) for expert in experts)
     return 1 if first & second else 2
 

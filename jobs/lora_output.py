@@ -75,7 +75,7 @@ def describe_file(plan: JobPlan) -> str:
 
 
 def warn_of_losses(plan: JobPlan) -> None:
-    """Say so where a loader of LoRA files leaves out or refuses the job's DoRA."""
+    """Warn where a loader of LoRA files leaves out or refuses the job's DoRA."""
     job = plan.job
     if job.lora.dora and what_is_lost(plan.family, plan.targets, job.output.lora_layout, dora=True):
         _log.warning("the LoRA file has DoRA in the %s", describe_file(plan))

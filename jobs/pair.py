@@ -116,7 +116,7 @@ class _Runner:
     _told: queue.Queue[tuple[_Worker, dict[str, Any] | int]] = field(default_factory=queue.Queue)
 
     def run(self, workers: Sequence[_Worker]) -> dict[str, TrainingResult]:
-        """All at once, until all have ended; by name. Raises: RuntimeError if one failed."""
+        """Run all at once until all have ended; results by name. Raises: RuntimeError if one failed."""
         with contextlib.ExitStack() as stack:
             for worker in workers:
                 stack.enter_context(self._started(worker))
@@ -146,7 +146,7 @@ class _Runner:
                 worker.stop_file.unlink(missing_ok=True)
 
     def _listen(self, worker: _Worker, running: processes.Running) -> None:
-        """In a thread: every line that is an event, then the exit code."""
+        """In a thread: queue every line that is an event, then the exit code."""
 
         def on_line(line: str) -> None:
             told = _parsed(line)

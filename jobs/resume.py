@@ -69,7 +69,7 @@ def _check(state: TrainingState) -> None:
 
 
 def as_decided(job: JobConfig, state: TrainingState) -> JobConfig:
-    """With what "auto" became when the run to resume began: memory that is free today must not change it."""
+    """The job with what "auto" became when the run began: memory that is free today must not change it."""
     old = _job_of(state)
     quantize = old.model.quantize if job.model.quantize == "auto" else job.model.quantize
     name = old.optimizer.name if job.optimizer.name == "auto" else job.optimizer.name

@@ -39,7 +39,7 @@ _START = (
 def worker_command(
     job: Path, stop_file: Path, *, resume: bool, also_checks: Path | None, host_share: int = 1
 ) -> list[str]:
-    """What to start: this Python, this pack.
+    """The command that starts a worker.
 
     Args:
         also_checks: fill the caches only, after both this and the job have been checked; None trains.
@@ -100,7 +100,7 @@ def _work(options: argparse.Namespace, should_stop: Callable[[], bool]) -> Train
 
 
 def tell(kind: str, values: Mapping[str, Any], step: int = 0, total: int = 0) -> None:
-    """Write one line for the parent; for nobody once it is gone, so that the training can still stop and save."""
+    """Write one line for the parent. Once it is gone lines go nowhere, so that the training can still stop and save."""
     try:
         sys.stdout.write(json.dumps({"kind": kind, "step": step, "total": total, "values": dict(values)}) + "\n")
         sys.stdout.flush()

@@ -28,8 +28,7 @@ CACHE_VARIABLE = "DEVICEBRIDGE_CACHE"
 
 
 def user_cache_folder() -> Path:
-    """Where this user keeps what can be computed again and belongs to the machine, not to a job: $DEVICEBRIDGE_CACHE,
-    else a folder of ours in the platform's place for caches. It need not exist."""
+    """$DEVICEBRIDGE_CACHE, else a folder in the platform's place for caches. It need not exist."""
     if os.environ.get(CACHE_VARIABLE):
         return Path(os.environ[CACHE_VARIABLE]).expanduser()
     if sys.platform == "win32":
@@ -96,13 +95,13 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def what_helps(error: OSError) -> str:
-    """What lets a write succeed that failed with this error."""
+    """What would let a failed write succeed."""
     return "make room there" if error.errno in _NO_ROOM else "make its folder writable"
 
 
 def _with_sorted_metadata(data: bytes) -> bytes:
-    """The same safetensors file with its metadata in order: the library writes it in another order in every process,
-    and equal results should be equal files. The header stays padded to 8 bytes, so the tensors stay aligned."""
+    """The same file with its metadata in order. The library's order differs between processes, and equal results should
+    be equal files. The header stays padded to 8 bytes, so the tensors stay aligned."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     if "__metadata__" in header:

@@ -139,7 +139,7 @@ def _start_in_job(command: list[str], options: dict[str, Any], stop_timeout_s: f
 def _start_guarded(
     command: list[str], options: dict[str, Any], lifeline: int, orphan_timeout_s: float
 ) -> tuple[subprocess.Popen[str], int]:
-    """The guard, whose exit code will be the command's, and the command's process group."""
+    """The guard, which ends with the command's exit code, and the command's process group."""
     told, tells = os.pipe()
     guard = [sys.executable, "-I", "-S", str(Path(__file__).resolve())]
     guard += [str(lifeline), str(tells), str(orphan_timeout_s), *command]
@@ -173,7 +173,7 @@ def run(command: Sequence[str | Path], *, timeout_s: float, environment: Mapping
 
 
 def _guard(lifeline: int, tells: int, orphan_timeout_s: float, command: list[str]) -> int:
-    """Start the command in a group of its own, and wait for its end or for that of who holds the lifeline.
+    """Start the command in its own group, and wait for its end, or for the end of the process that started us.
 
     Says "group <its id>" or "error <errno>" through tells. Returns the command's exit code.
     """
@@ -234,7 +234,7 @@ def _end_orphans(group: int, timeout_s: float) -> int:
 
 
 def _end_like(code: int) -> int:
-    """The exit code, where a signal ended the command by ending from that too, but without a second core dump."""
+    """The exit code; where a signal ended the command, end by that signal too, without a second core dump."""
     if code >= 0:
         return code
     import resource

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TestedRange:
-    """Versions first to last were tested, both included, compared by as many parts as they name ("2.13" covers 2.13.1).
+    """The versions that were tested, first and last included. "2.13" covers 2.13.1.
 
     Args:
         needed_for: what does not work without the package, in a user's words.
@@ -32,7 +32,7 @@ class TestedRange:
 
 
 def installed_version(package: str) -> str | None:
-    """Of a package as pip names it; None if it is not installed."""
+    """The version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -110,7 +110,7 @@ Packed = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors by name, and 
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> Packed:
-    """State of an optimizer, those of torchao's 8-bit optimizers by their components; for unpack_optimizer.
+    """State of an optimizer for unpack_optimizer; tensors of torchao's 8-bit optimizers are taken apart.
 
     Raises: ValueError for an optimizer that keeps something other than tensors and plain values.
     """

@@ -113,7 +113,7 @@ def _sealed(facts: Mapping[str, Any]) -> bytes:
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint so that it is either there and whole or not listed, whenever this is interrupted."""
+    """Delete a checkpoint; whenever this is interrupted, it is whole or not listed."""
     hidden = path.with_name(f".{path.name}.{os.getpid()}.old")
     path.rename(hidden)
     shutil.rmtree(hidden)
