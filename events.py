@@ -1,20 +1,6 @@
 """What a job tells the outside while it runs: plain events, to a callback and as JSON lines in the run folder.
 
-Kinds and their values:
-    phase     name                                   a new part of the job begins
-    quantized summary, weight_snr_db by layer class  the base weights are in 8 bits
-    progress  what, per_second, left_s               step of total within a phase (captions, latents); the latter two
-                                                     are null until there is a pace to tell
-    step      loss, learning_rate, elapsed_s         one optimizer step is done
-    eval      loss                                   evaluation loss after this many steps
-    memory    GB allocated, at peak and reserved,    after the first step
-              per device
-    forecast  devices: GB of peak forecast, per      before loading, and at the end with what was measured and with
-              device; pace: a step's time            pace; where the planner knows the devices' memory
-    saved     path                                   a file is complete on disk
-    stopped   hint                                   the job was stopped and can be resumed
-
-Of a job over two experts (jobs/pair.py) every event has the value `expert`: "high_noise", "low_noise", or "caches".
+docs/internals/events.md lists kinds and values.
 """
 
 from __future__ import annotations
@@ -73,7 +59,7 @@ class EventLog:
             self._scalars.close()
 
     def emit(self, kind: str, step: int = 0, total: int = 0, **values: Any) -> None:
-        """Announce one event; see the module for kinds and values."""
+        """Announce one event."""
         event = Event(kind, step, total, values)
         try:
             self._file.write(json.dumps({"kind": kind, "step": step, "total": total, **values}) + "\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..headless import comfyui
-from ..system.versions import TESTED, installed_version
+from ..system.versions import TESTED, TestedRange, installed_version
 from ..version import VERSION
 
 
@@ -21,7 +21,7 @@ def collect() -> dict[str, Any]:
         "devicebridge": VERSION,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
-        "versions": {name: _describe_version(name, found) for name, found in versions.items()},
+        "versions": {name: _describe_version(versions[name], tested) for name, tested in TESTED.items()},
         "torch_build": None,
         "devices": [],
         "peer_access": {},
@@ -58,14 +58,9 @@ def _verdict(what: str, found: dict[str, Any]) -> str:
     return f"  {'yes' if found['works'] else 'no '} {what}{': ' + found['reason'] if found['reason'] else ''}"
 
 
-def _describe_version(name: str, found: str | None) -> dict[str, Any]:
-    tested = TESTED[name]
-    return {
-        "found": found,
-        "tested": str(tested),
-        "is_tested": tested.covers(found) if found else None,
-        "needed_for": tested.needed_for,
-    }
+def _describe_version(found: str | None, tested: TestedRange) -> dict[str, Any]:
+    is_tested = tested.covers(found) if found else None
+    return {"found": found, "tested": str(tested), "is_tested": is_tested, "needed_for": tested.needed_for}
 
 
 def _version_line(name: str, version: dict[str, Any]) -> str:
@@ -81,7 +76,7 @@ def _ask_torch() -> dict[str, Any]:
         import torch
     except (ImportError, OSError) as error:
         return {"torch_build": f"cannot be imported: {error}"}
-    from ..parallel.devices import CPU, available_devices
+    from ..parallel.devices import CPU, available_devices, has_peer_access
 
     accelerators = available_devices()
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
@@ -90,7 +85,11 @@ def _ask_torch() -> dict[str, Any]:
     return {
         "torch_build": build,
         "devices": [_describe_device(device) for device in [*accelerators, CPU]],
-        "peer_access": _peer_access(accelerators),
+        "peer_access": {
+            str(source): {str(target): has_peer_access(source, target) for target in accelerators}
+            for source in accelerators
+            if len(accelerators) > 1
+        },
     }
 
 
@@ -110,14 +109,6 @@ def _describe_device(device: Any) -> dict[str, Any]:
     }
 
 
-def _peer_access(devices: list[Any]) -> dict[str, dict[str, bool | None]]:
-    from ..parallel.devices import has_peer_access
-
-    if len(devices) < 2:
-        return {}
-    return {str(source): {str(target): has_peer_access(source, target) for target in devices} for source in devices}
-
-
 def _device_line(device: dict[str, Any]) -> str:
     free = "?" if device["free_gb"] is None else device["free_gb"]
     total = "" if device["total_gb"] is None else f" of {device['total_gb']}"
@@ -131,9 +122,7 @@ def _peer_lines(access: dict[str, dict[str, bool | None]]) -> list[str]:
     names = {True: "direct", False: "through the host", None: "unknown"}
     lines = ["", "Copies between devices"]
     for source, row in access.items():
-        lines += [
-            f"  {source} -> {target}: {names[is_direct]}" for target, is_direct in row.items() if source != target
-        ]
+        lines += [f"  {source} -> {target}: {names[found]}" for target, found in row.items() if source != target]
     return lines
 
 
