@@ -82,7 +82,10 @@ def _describe_error(error: Mapping[str, Any]) -> str:
     """An error of comfy-cli (1.23) or of the server: message, every part, and the hint where it says more."""
     details = error.get("details") or {}
     errors = [entry for entry in details.get("errors") or [] if isinstance(entry, dict)]
-    lines = [f"node {entry.get('node_id') or '?'}: {_with_hint(entry)}" for entry in errors]
+    lines = []
+    for entry in errors:
+        hint = f" ({entry['hint']})" if entry.get("hint") else ""
+        lines.append(f"node {entry.get('node_id') or '?'}: {entry.get('message', '')}{hint}")
     for node in details.get("node_errors") or []:
         lines += _node_lines(node) if isinstance(node, dict) else []
     said = [str(entry["message"]) for entry in errors if entry.get("message")]
@@ -94,11 +97,6 @@ def _describe_error(error: Mapping[str, Any]) -> str:
         lines.append(str(details["body"]))
     lines += _pack_lines(errors)
     return "\n".join([str(error.get("message", "the workflow failed")), *lines])
-
-
-def _with_hint(entry: Mapping[str, Any]) -> str:
-    hint = f" ({entry['hint']})" if entry.get("hint") else ""
-    return f"{entry.get('message', '')}{hint}"
 
 
 def _node_lines(node: Mapping[str, Any]) -> list[str]:

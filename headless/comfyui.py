@@ -55,13 +55,11 @@ def _places() -> Iterator[Path]:
 
 
 def _ask_comfy_cli() -> Path | None:
-    client = _comfy_cli()
-    if client is None:
-        return None
-    answer = processes.run([client, "--skip-prompt", "--json", "which"], timeout_s=60, environment=QUIET)
     try:
+        command = [find_comfy_cli(), "--skip-prompt", "--json", "which"]
+        answer = processes.run(command, timeout_s=60, environment=QUIET)
         path = json.loads(answer or "")["data"]["workspace_path"]
-    except (ValueError, LookupError, TypeError):
+    except (RuntimeError, ValueError, LookupError, TypeError):
         return None
     return Path(path) if path else None
 
@@ -80,20 +78,14 @@ def has_accelerator(python: Path) -> bool:
 
 
 def find_comfy_cli() -> Path:
-    """The `comfy` command.
+    """The `comfy` command beside this Python, else the one on the path.
 
     Raises: RuntimeError that says how to install it.
     """
-    client = _comfy_cli()
-    if client is None:
-        raise RuntimeError("workflows are run through comfy-cli, which is not installed: pip install comfy-cli")
-    return client
-
-
-def _comfy_cli() -> Path | None:
-    """The one beside this Python, else the one on the path."""
     found = shutil.which("comfy", path=str(Path(sys.executable).parent)) or shutil.which("comfy")
-    return Path(found) if found else None
+    if found is None:
+        raise RuntimeError("workflows are run through comfy-cli, which is not installed: pip install comfy-cli")
+    return Path(found)
 
 
 def find_pack(custom_nodes: Path) -> Path | None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
+from ..checkpoints.checkpoint import read_checkpoint
 from ..config.job import JobConfig
 from ..families.registry import FAMILIES
 from ..families.spec import Variant
@@ -45,7 +45,11 @@ def expert_jobs(job: JobConfig, devices: Sequence[str]) -> tuple[Expert, Expert]
         )
     partner = first.family.variant(variant.partner)
     second = read_checkpoint(job.model.second_expert, first.family.name, partner.name)
-    _refuse_equal(job, first, second)
+    if {file.resolve() for file in first.files} == {file.resolve() for file in second.files}:
+        raise ValueError(
+            f"model.path {job.model.path} and model.second_expert {job.model.second_expert} are the same files; name "
+            "the other expert's, or for both the model folder that holds transformer and transformer_2"
+        )
     parts = sorted([(variant, job.model.path), (partner, job.model.second_expert)], key=lambda e: -e[0].sigma_range[1])
     middle = (len(devices) + 1) // 2
     shares = (slice(middle), slice(middle, None)) if len(devices) > 1 else (slice(1), slice(1))
@@ -80,11 +84,3 @@ def _make_expert(job: JobConfig, variant: Variant, path: str, devices: Sequence[
         output=replace(job.output, folder=str(folder / name), name=f"{job.output.name}_{name}"),
     )
     return Expert(name, own_job)
-
-
-def _refuse_equal(job: JobConfig, first: CheckpointInfo, second: CheckpointInfo) -> None:
-    if {file.resolve() for file in first.files} == {file.resolve() for file in second.files}:
-        raise ValueError(
-            f"model.path {job.model.path} and model.second_expert {job.model.second_expert} are the same files; name "
-            "the other expert's, or for both the model folder that holds transformer and transformer_2"
-        )

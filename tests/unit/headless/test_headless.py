@@ -104,7 +104,7 @@ def _install_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
     program.parent.mkdir(exist_ok=True)
     program.write_text(FAKE_CLIENT.format(python=sys.executable, ending=textwrap.dedent(ending)))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(installed, "_comfy_cli", lambda: program)
+    monkeypatch.setattr(headless, "find_comfy_cli", lambda: program)
     return program.parent
 
 
@@ -248,8 +248,8 @@ COMMAND = """
 import pathlib, runpy, sys
 runpy.run_path(sys.argv[1])["load_pack"]()
 from devicebridge.cli import main as cli
-from devicebridge.headless import comfyui, server
-comfyui._comfy_cli = lambda: pathlib.Path(sys.argv[2])
+from devicebridge.headless import run, server
+run.find_comfy_cli = lambda: pathlib.Path(sys.argv[2])
 server.has_accelerator = lambda python: False
 sys.exit(cli.main(["run", sys.argv[3], "--comfyui", sys.argv[4]]))
 """
@@ -357,7 +357,7 @@ def test_without_comfyui_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_without_comfy_cli_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "_comfy_cli", lambda: None)
+    monkeypatch.setattr(installed.shutil, "which", lambda name, path=None: None)
     with pytest.raises(RuntimeError, match="pip install comfy-cli"):
         installed.find_comfy_cli()
 
