@@ -56,7 +56,7 @@ def _places() -> Iterator[Path]:
 
 def _ask_comfy_cli() -> Path | None:
     try:
-        command = [find_comfy_cli(), "--skip-prompt", "--json", "which"]
+        command = [str(find_comfy_cli()), "--skip-prompt", "--json", "which"]
         answer = processes.run(command, timeout_s=60, environment=QUIET)
         path = json.loads(answer or "")["data"]["workspace_path"]
     except (RuntimeError, ValueError, LookupError, TypeError):
