@@ -74,11 +74,12 @@ def run_pair(
         found: dict[str, TrainingResult] = {}
         with EventLog(folder, on_event) as events:
             runner = _Runner(events, should_stop)
-            filled = runner.run([worker("caches", first, also_checks=second)])
+            is_finished = _are_finished(runner.run([worker("caches", first, also_checks=second)]))
             for names in [list(files)] if at_once > 1 else [[name] for name in files]:
-                if _are_finished(filled) and _are_finished(found):
+                if is_finished:
                     found |= runner.run([worker(name, files[name]) for name in names])
-        return PairResult(found, len(found) == len(files) and _are_finished(found))
+                    is_finished = _are_finished(found)
+        return PairResult(found, is_finished)
 
 
 def _write(job: JobConfig) -> Path:

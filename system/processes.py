@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,18 +25,15 @@ _IS_WINDOWS = os.name == "nt"
 _POLL_S = 0.05
 
 
+@dataclass
 class Running:
     """A process in its own group; leaving the `with` block stops the group whatever happens."""
 
-    def __init__(
-        self, process: subprocess.Popen[str], group: int, release: Callable[[], None], stop_timeout_s: float
-    ) -> None:
-        """release: closes what the system closes when we end."""
-        self._process = process
-        self._group = group
-        self._release = release
-        self._stop_timeout_s = stop_timeout_s
-        self._is_stopped = False
+    _process: subprocess.Popen[str]
+    _group: int
+    _release: Callable[[], None]  # closes what the system closes when we end
+    _stop_timeout_s: float
+    _is_stopped: bool = False
 
     def __enter__(self) -> Running:
         return self
