@@ -1,20 +1,6 @@
 """What a job tells the outside while it runs: plain events, to a callback and as JSON lines in the run folder.
 
-Kinds and their values:
-    phase     name                                   a new part of the job begins
-    quantized summary, weight_snr_db by layer class  the base weights are in 8 bits
-    progress  what, per_second, left_s               step of total within a phase (captions, latents); the latter two
-                                                     are null until there is a pace to tell
-    step      loss, learning_rate, elapsed_s         one optimizer step is done
-    eval      loss                                   evaluation loss after this many steps
-    memory    GB allocated, at peak and reserved,    after the first step
-              per device
-    forecast  devices: GB of peak forecast, per      before loading, and again at the end with what was measured, where
-              device; pace: a step's time            the planner knows the devices' memory; pace in the second only
-    saved     path                                   a file is complete on disk
-    stopped   hint                                   the job was stopped and can be resumed
-
-Of a job over two experts (concurrent.py) every event has the value `expert`: "high_noise", "low_noise", or "caches".
+docs/internals/events.md lists kinds and values.
 """
 
 from __future__ import annotations
@@ -25,16 +11,19 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from .system.files import what_helps
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened; step and total count what the kind counts (optimizer steps, captions, images)."""
+    """One thing that happened; step and total count optimizer steps, captions or images."""
 
     kind: str
     step: int = 0
@@ -43,11 +32,6 @@ class Event:
 
 
 Listener = Callable[[Event], None]
-
-
-class _ScalarWriter(Protocol):
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-    def close(self) -> None: ...
 
 
 class EventLog:
@@ -75,15 +59,14 @@ class EventLog:
             self._scalars.close()
 
     def emit(self, kind: str, step: int = 0, total: int = 0, **values: Any) -> None:
-        """Announce one event; see the module for kinds and values."""
+        """Announce one event."""
         event = Event(kind, step, total, values)
         try:
             self._file.write(json.dumps({"kind": kind, "step": step, "total": total, **values}) + "\n")
             self._file.flush()
         except OSError as error:
-            raise OSError(
-                error.errno, f"{self._file.name} cannot be written: {error.strerror}; {what_helps(error)}"
-            ) from error
+            message = f"{self._file.name} cannot be written: {error.strerror}; {what_helps(error)}"
+            raise OSError(error.errno, message) from error
         if self._scalars is not None and kind in {"step", "eval"}:
             for name, value in values.items():
                 self._scalars.add_scalar(f"{kind}/{name}", value, step)
@@ -91,7 +74,7 @@ class EventLog:
             self._listener(event)
 
 
-def _make_scalar_writer(folder: Path) -> _ScalarWriter | None:
+def _make_scalar_writer(folder: Path) -> SummaryWriter | None:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

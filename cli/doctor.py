@@ -2,99 +2,81 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..system.versions import TESTED, installed_version
+from ..headless import comfyui
+from ..system.versions import TESTED, TestedRange, installed_version
 from ..version import VERSION
-
-_GB = 1e9
 
 
 def collect() -> dict[str, Any]:
     """Facts as plain values, ready for JSON; what could not be found out is None."""
-    versions = {name: _version(name) for name in TESTED}
+    versions = {name: installed_version(name) for name in TESTED} | {"python": platform.python_version()}
     facts: dict[str, Any] = {
         "devicebridge": VERSION,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu_count": os.cpu_count(),
-        "versions": {name: _describe_version(name, found) for name, found in versions.items()},
+        "versions": {name: _describe_version(versions[name], tested) for name, tested in TESTED.items()},
         "torch_build": None,
         "devices": [],
         "peer_access": {},
         **_ask_comfyui(),
-        "comfy_cli": _find_comfy_cli(),
     }
     if versions["torch"]:
         facts.update(_ask_torch())
     facts["quantization"] = _list_schemes(facts)
-    facts["features"] = [_describe_feature(name, judge(facts)) for name, judge in _FEATURES]
+    judged = {name: judge(facts) for name, judge in _FEATURES}
+    facts["features"] = [{"name": name, "works": not why, "reason": why} for name, why in judged.items()]
     return facts
 
 
 def report(facts: dict[str, Any]) -> str:
     """The same facts for people."""
     lines = [f"DeviceBridge {facts['devicebridge']} on {facts['system']}, {facts['cpu_count']} CPU cores", ""]
-    lines += ["Devices", *(f"  {_device_line(device)}" for device in facts["devices"] or [])]
+    lines += ["Devices", *map(_device_line, facts["devices"])]
     if not facts["devices"]:
         lines.append("  unknown: torch cannot be imported")
     lines += _peer_lines(facts["peer_access"])
-    lines += ["", "Versions"]
-    for name, found in facts["versions"].items():
-        lines.append(f"  {name:<13}{found['found'] or 'missing':<16}{_remark(found)}")
+    lines += ["", "Versions", *(_version_line(name, found) for name, found in facts["versions"].items())]
     if facts["torch_build"]:
         lines.append(f"  torch build: {facts['torch_build']}")
-    lines += [
-        "",
-        "ComfyUI",
-        f"  {facts['comfyui'] or 'not found'}",
-        *_pack_lines(facts),
-        f"  comfy-cli: {facts['comfy_cli'] or 'not found'}",
-    ]
-    lines += ["", "What works here"]
-    for feature in facts["features"]:
-        mark = "yes" if feature["works"] else "no "
-        lines.append(f"  {mark} {feature['name']}{': ' + feature['reason'] if feature['reason'] else ''}")
+    lines += ["", "ComfyUI", f"  {facts['comfyui'] or 'not found'}", *_pack_lines(facts)]
+    lines.append(f"  comfy-cli: {facts['comfy_cli'] or 'not found'}")
+    lines += ["", "What works here", *(_verdict(each["name"], each) for each in facts["features"])]
     lines += ["", "How the frozen weights of a training can be held (quantize)"]
     for found in facts["quantization"]:
-        mark = "yes" if found["works"] else "no "
-        place = f" on {found['device']}" if found["device"] else ""
-        lines.append(f"  {mark} {found['scheme']}{place}{': ' + found['reason'] if found['reason'] else ''}")
+        lines.append(_verdict(found["scheme"] + (f" on {found['device']}" if found["device"] else ""), found))
     return "\n".join(lines)
 
 
-def _version(name: str) -> str | None:
-    if name == "python":
-        return platform.python_version()
-    return installed_version(name)
+def _verdict(what: str, found: dict[str, Any]) -> str:
+    return f"  {'yes' if found['works'] else 'no '} {what}{': ' + found['reason'] if found['reason'] else ''}"
 
 
-def _describe_version(name: str, found: str | None) -> dict[str, Any]:
-    tested = TESTED[name]
-    return {
-        "found": found,
-        "tested": str(tested),
-        "is_tested": tested.covers(found) if found else None,
-        "needed_for": tested.needed_for,
-    }
+def _describe_version(found: str | None, tested: TestedRange) -> dict[str, Any]:
+    is_tested = tested.covers(found) if found else None
+    return {"found": found, "tested": str(tested), "is_tested": is_tested, "needed_for": tested.needed_for}
 
 
-def _remark(version: dict[str, Any]) -> str:
+def _version_line(name: str, version: dict[str, Any]) -> str:
+    remark = "" if version["is_tested"] else f"not tested; tested: {version['tested']}"
     if version["found"] is None:
-        return f"needed for {version['needed_for']}"
-    return "" if version["is_tested"] else f"not tested; tested: {version['tested']}"
+        remark = f"needed for {version['needed_for']}"
+    return f"  {name:<13}{version['found'] or 'missing':<16}{remark}"
 
 
 def _ask_torch() -> dict[str, Any]:
-    """What torch knows; an install that is there but cannot be imported says so in torch_build."""
+    """What torch knows; torch_build says so where it cannot be imported."""
     try:
         import torch
     except (ImportError, OSError) as error:
         return {"torch_build": f"cannot be imported: {error}"}
-    from ..parallel.devices import CPU, available_devices
+    from ..parallel.devices import CPU, available_devices, has_peer_access
 
     accelerators = available_devices()
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
@@ -103,7 +85,11 @@ def _ask_torch() -> dict[str, Any]:
     return {
         "torch_build": build,
         "devices": [_describe_device(device) for device in [*accelerators, CPU]],
-        "peer_access": _peer_access(accelerators),
+        "peer_access": {
+            str(source): {str(target): has_peer_access(source, target) for target in accelerators}
+            for source in accelerators
+            if len(accelerators) > 1
+        },
     }
 
 
@@ -117,56 +103,43 @@ def _describe_device(device: Any) -> dict[str, Any]:
     return {
         "name": str(device),
         "title": properties(device).name if properties else platform.processor() or platform.machine(),
-        "free_gb": None if free is None else round(free / _GB, 2),
-        "total_gb": None if total is None else round(total / _GB, 2),
+        "free_gb": None if free is None else round(free / 1e9, 2),
+        "total_gb": None if total is None else round(total / 1e9, 2),
         "capability": ".".join(map(str, capability(device))) if capability else None,
     }
-
-
-def _peer_access(devices: list[Any]) -> dict[str, dict[str, bool | None]]:
-    from ..parallel.devices import has_peer_access
-
-    if len(devices) < 2:
-        return {}
-    return {str(source): {str(target): has_peer_access(source, target) for target in devices} for source in devices}
 
 
 def _device_line(device: dict[str, Any]) -> str:
     free = "?" if device["free_gb"] is None else device["free_gb"]
     total = "" if device["total_gb"] is None else f" of {device['total_gb']}"
     capability = f", compute capability {device['capability']}" if device["capability"] else ""
-    return f"{device['name']:<8} {device['title']}: {free}{total} GB free{capability}"
+    return f"  {device['name']:<8} {device['title']}: {free}{total} GB free{capability}"
 
 
 def _peer_lines(access: dict[str, dict[str, bool | None]]) -> list[str]:
     if not access:
         return []
     names = {True: "direct", False: "through the host", None: "unknown"}
-    pairs = [
-        f"  {source} -> {target}: {names[is_direct]}"
-        for source, row in access.items()
-        for target, is_direct in row.items()
-        if source != target
-    ]
-    return ["", "Copies between devices", *pairs]
+    lines = ["", "Copies between devices"]
+    for source, row in access.items():
+        lines += [f"  {source} -> {target}: {names[found]}" for target, found in row.items() if source != target]
+    return lines
 
 
-def _ask_comfyui() -> dict[str, Any]:
-    """Which ComfyUI `devicebridge run` would take, and the folder of this pack among its custom nodes."""
-    from ..headless.run import find_comfyui, find_pack
-
-    try:
-        found = find_comfyui()
-    except RuntimeError:
-        return {"comfyui": None, "comfyui_pack": None}
-    version = Path(found.folder, "comfyui_version.py")
-    text = version.read_text(encoding="utf-8") if version.is_file() else ""
-    _, _, number = text.partition('__version__ = "')
-    pack = find_pack(found.base / "custom_nodes")
-    return {
-        "comfyui": f"{found.folder} ({number.partition(chr(34))[0] or 'version unknown'}, {found.python})",
-        "comfyui_pack": str(pack) if pack else None,
-    }
+def _ask_comfyui() -> dict[str, str | None]:
+    """What `devicebridge run` would take: ComfyUI, the folder of this pack among its custom nodes, and comfy-cli."""
+    facts: dict[str, str | None] = {"comfyui": None, "comfyui_pack": None, "comfy_cli": None}
+    with contextlib.suppress(RuntimeError):
+        facts["comfy_cli"] = str(comfyui.find_comfy_cli())
+    with contextlib.suppress(RuntimeError):
+        found = comfyui.find_comfyui()
+        version = Path(found.folder, "comfyui_version.py")
+        text = version.read_text(encoding="utf-8") if version.is_file() else ""
+        number = text.partition('__version__ = "')[2].partition('"')[0] or "version unknown"
+        facts["comfyui"] = f"{found.folder} ({number}, {found.python})"
+        pack = comfyui.find_pack(found.base / "custom_nodes")
+        facts["comfyui_pack"] = str(pack) if pack else None
+    return facts
 
 
 def _pack_lines(facts: dict[str, Any]) -> list[str]:
@@ -179,27 +152,13 @@ def _pack_lines(facts: dict[str, Any]) -> list[str]:
     ]
 
 
-def _find_comfy_cli() -> str | None:
-    from ..headless.run import find_comfy_cli
-
-    try:
-        return str(find_comfy_cli())
-    except RuntimeError:
-        return None
-
-
 # ---- in which schemes the frozen weights can be held ----
 
-_SCHEMES = (
-    "fp8",
-    "int8",
-    "fp8-compute",
-    "int8-compute",
-)  # quantization/quantize.py's, which cannot be read without torch
+_SCHEMES = ("fp8", "int8", "fp8-compute", "int8-compute")  # quantization/quantize.py's, which needs torch
 
 
 def _list_schemes(facts: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each scheme on each accelerator, on the CPU where there is none; one line without a device if all fail alike."""
+    """Each scheme on each accelerator, or on the CPU; one line without a device where packages are missing."""
     found = []
     for scheme in _SCHEMES:
         reason = _training(facts) or ("" if scheme.endswith("-compute") else _missing(facts, "torchao"))
@@ -228,10 +187,6 @@ def _scheme_fault(scheme: str, device: str) -> str:
 Judge = Callable[[dict[str, Any]], str]  # "" when it works, else why not
 
 
-def _describe_feature(name: str, reason: str) -> dict[str, Any]:
-    return {"name": name, "works": not reason, "reason": reason}
-
-
 def _missing(facts: dict[str, Any], *names: str) -> str:
     absent = [name for name in names if facts["versions"][name]["found"] is None]
     if absent:
@@ -250,29 +205,16 @@ def _training(facts: dict[str, Any]) -> str:
     return _missing(facts, *_TRAINING)
 
 
-def _training_on_gpu(facts: dict[str, Any]) -> str:
-    return _training(facts) or ("" if _accelerators(facts) else "torch finds no GPU; training runs on the CPU")
-
-
-def _split(facts: dict[str, Any]) -> str:
+def _too_few(facts: dict[str, Any]) -> str:
     count = len(_accelerators(facts))
-    return _training(facts) or ("" if count > 1 else f"needs two GPUs or more; torch finds {count}")
+    return "" if count > 1 else f"needs two GPUs or more; torch finds {count}"
 
 
 def _split_model(facts: dict[str, Any]) -> str:
     """ComfyUI may run in another environment than this one; the cards are the same."""
-    count = len(_accelerators(facts))
-    if count < 2:
-        return f"needs two GPUs or more; torch finds {count}" if facts["devices"] else _missing(facts, "torch")
-    return "" if facts["comfyui"] else "no ComfyUI was found; set COMFYUI_PATH to its folder"
-
-
-def _clips(facts: dict[str, Any]) -> str:
-    return _missing(facts, *_TRAINING, "av")
-
-
-def _captions(facts: dict[str, Any]) -> str:
-    return _missing(facts, "torch", "transformers", "diffusers", "safetensors")
+    if not facts["devices"]:
+        return _missing(facts, "torch")
+    return _too_few(facts) or ("" if facts["comfyui"] else "no ComfyUI was found; set COMFYUI_PATH to its folder")
 
 
 def _workflows(facts: dict[str, Any]) -> str:
@@ -281,12 +223,16 @@ def _workflows(facts: dict[str, Any]) -> str:
     return "" if facts["comfy_cli"] else "comfy-cli is missing (pip install comfy-cli)"
 
 
+_NO_GPU = "torch finds no GPU; training runs on the CPU"
 _FEATURES: tuple[tuple[str, Judge], ...] = (
     ("Split Model Across GPUs (sampling in ComfyUI)", _split_model),
     ("LoRA training", _training),
-    ("LoRA training on a GPU", _training_on_gpu),
-    ("LoRA training split over GPUs", _split),
-    ("LoRA training on videos", _clips),
-    ("encoding captions and images", _captions),
+    ("LoRA training on a GPU", lambda facts: _training(facts) or ("" if _accelerators(facts) else _NO_GPU)),
+    ("LoRA training split over GPUs", lambda facts: _training(facts) or _too_few(facts)),
+    ("LoRA training on videos", lambda facts: _missing(facts, *_TRAINING, "av")),
+    (
+        "encoding captions and images",
+        lambda facts: _missing(facts, "torch", "transformers", "diffusers", "safetensors"),
+    ),
     ("devicebridge run (ComfyUI workflows without a browser)", _workflows),
 )

@@ -1,7 +1,4 @@
-"""What a job's cache holds and what it should hold: reading it all, and deleting what nobody needs.
-
-Neither loads a weight. An entry's name is computed from the caption or image and all settings, as for encoding.
-"""
+"""What a job's cache holds and what it should hold: reading it all, and deleting what nobody needs. Loads no weight."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _MAX_NAMES = 20  # of a kind that a report spells out
 
 @dataclass(frozen=True)
 class Verified:
-    """What reading the entries of a job showed.
+    """A job's entries as they were found.
 
     Args:
         counts: per part of the cache, entries by state.
@@ -60,20 +57,19 @@ class Pruned:
 
     def report(self) -> str:
         size = f"{self.num_bytes} bytes ({self.num_bytes / 1e9:.2f} GB)"
-        needed = f"{self.kept} entries that {_names(self.jobs)} may need are kept"
+        jobs = self.jobs[0] if len(self.jobs) == 1 else f"any of {', '.join(self.jobs)}"
+        needed = f"{self.kept} entries that {jobs} may need are kept"
         if self.spared:
             needed += f", and {self.spared} that a run under way may need"
         return f"cache: {self.folder}\n{self.deleted} entries deleted, {size}; {needed}"
 
 
 def verify_cache(plan: JobPlan, parts: Sequence[CachePart]) -> Verified:
-    """Read every entry the job needs and compare checksums. Damaged entries are removed, so that the next run computes
-    them again."""
+    """Read every entry the job needs and compare checksums; damaged ones are removed for the next run to compute."""
     store = cache_store(plan.job)
-    counts: dict[CachePart, Counter[State]] = {}
+    counts: dict[CachePart, Counter[State]] = {part: Counter() for part in parts}
     problems = []
     for part in parts:
-        counts[part] = Counter()
         for key, what in cache_entries(plan, part).items():
             state = store.check(key)
             counts[part][state] += 1
@@ -83,11 +79,10 @@ def verify_cache(plan: JobPlan, parts: Sequence[CachePart]) -> Verified:
 
 
 def prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> list[Pruned]:
-    """Delete, in the folders of these jobs, every entry that neither any of them nor a run under way needs, and what
-    killed processes have left.
+    """Delete from the jobs' folders what neither they nor a run under way needs, and what killed processes have left.
 
     Args:
-        plans: by a name for the report. Their folders may differ; an entry is needed if any of the jobs needs it.
+        plans: by a name for the report. An entry is needed if any of the jobs needs it.
         parts: all parts of the cache, because an entry's name does not tell which it belongs to.
     Raises: OSError naming the file if one cannot be deleted.
     """
@@ -97,22 +92,14 @@ def prune_caches(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> li
         folder = cache_store(plan.job).folder.resolve()
         pruned.setdefault(folder, Pruned(folder)).jobs.append(name)
     for folder, result in pruned.items():
-        _prune(CacheStore(folder), needed, result)
+        store = CacheStore(folder)
+        living = living_keys(store)  # before the entries are looked at
+        for key in list(store.keys()):
+            if key in needed:
+                result.kept += 1
+            elif living is None or key in living:
+                result.spared += 1
+            else:
+                result.num_bytes += store.remove(key)
+                result.deleted += 1
     return list(pruned.values())
-
-
-def _prune(store: CacheStore, needed: set[str], result: Pruned) -> None:
-    living = living_keys(store)  # before the entries are looked at
-    for key in list(store.keys()):
-        if key in needed:
-            result.kept += 1
-            continue
-        if living is None or key in living:
-            result.spared += 1
-            continue
-        result.num_bytes += store.remove(key)
-        result.deleted += 1
-
-
-def _names(jobs: Sequence[str]) -> str:
-    return jobs[0] if len(jobs) == 1 else f"any of {', '.join(jobs)}"

@@ -17,7 +17,7 @@ from ..parallel.placement import Placement
 from ..patches.cuda_graphs import cuda_graphs_fault
 from ..planning.planner import TrainingPlan
 from ..training.objective import NoiseSchedule
-from .comfy_entries import EncodedSample, StockReader, make_stock_reader, resolution_of
+from .comfy_entries import ComfyReader, EncodedSample, make_comfy_reader, resolution_of
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class JobPlan:
         return max(self.job.data.resolutions)
 
 
-def stock_reader(plan: JobPlan) -> StockReader:
+def comfy_reader(plan: JobPlan) -> ComfyReader:
     """Reads what ComfyUI's own encoders left, as this model takes it."""
-    return make_stock_reader(plan.family, plan.variant, plan.info.config)
+    return make_comfy_reader(plan.family, plan.variant, plan.info.config)
 
 
 def vae_path(plan: JobPlan) -> Path:

@@ -1,45 +1,43 @@
 """Training on what ComfyUI's own encoders made: does it fit the model, and how is it read.
 
-Three ways lead here: a stock CLIP or VAE that a node passes on (StockEncoders), entries that such a one made earlier
-(the job's cache.text_source and latent_source name it), and a dataset that arrived encoded (the job's data.encoded).
+Three ways lead here: a CLIP or VAE of ComfyUI's that a node passes on (ComfyEncoders), entries that such a one made
+earlier (the job's cache.text_source and latent_source name it), and a dataset that arrived encoded (data.encoded).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from ..config.job import CacheConfig
+from ..data.image import ImageRequest
 from ..encoding.encoded import EncodedPair, load_encoded
 from ..encoding.sources import ComfyClip, ComfyLatents, ComfyTexts, ComfyVae, Shapes
+from ..encoding.store import CacheStore
 from ..families.comfy.inputs import SAMPLES, latents_problem, num_tokens, read_latents, read_text, text_problem
 from ..families.spec import ComfyInputs, LatentSpec, ModelFamily, Variant
-
-if TYPE_CHECKING:
-    import torch
-
-    from ..config.job import CacheConfig
-    from ..data.image import ImageRequest
-    from ..encoding.store import CacheStore
 
 _MAX_NAMES = 5  # problems spelt out in a message
 
 
 @dataclass(frozen=True)
-class StockEncoders:
-    """Encoders that ComfyUI holds in this process; None where it is asked for none."""
+class ComfyEncoders:
+    """Encoders that ComfyUI holds in this process; None where none is needed."""
 
     clip: ComfyClip | None = None
     vae: ComfyVae | None = None
 
 
-NO_ENCODERS = StockEncoders()
+NO_ENCODERS = ComfyEncoders()
 
 
 @dataclass(frozen=True)
-class StockReader:
+class ComfyReader:
     """What a model asks of entries that ComfyUI's encoders made, and how it reads them.
 
     Args:
@@ -59,10 +57,6 @@ class StockReader:
         """The same for latents, made of so many video frames; 0 if nobody knows."""
         return latents_problem(self.comfy, self.config, self.latent, self.title, shapes, num_frames)
 
-    def num_tokens(self, shapes: Shapes) -> int:
-        """Text tokens that the model sees."""
-        return num_tokens(self.comfy, shapes)
-
     @property
     def read_text(self) -> Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]:
         return functools.partial(read_text, self.comfy)
@@ -72,15 +66,15 @@ class StockReader:
         return functools.partial(read_latents, self.comfy)
 
 
-def make_stock_reader(family: ModelFamily, variant: Variant, config: Mapping[str, Any]) -> StockReader:
-    """Raises: ValueError for a family of which nobody has described how ComfyUI reads its inputs."""
+def make_comfy_reader(family: ModelFamily, variant: Variant, config: Mapping[str, Any]) -> ComfyReader:
+    """Raises: ValueError for a family without a description of ComfyUI's inputs."""
     if family.comfy is None:
         raise ValueError(f"{family.title} cannot be trained on what ComfyUI's encoders make; leave them unconnected")
-    return StockReader(family.comfy, config, family.latent_of(variant), variant.name)
+    return ComfyReader(family.comfy, config, family.latent_of(variant), variant.name)
 
 
 def refuse_condition(variant: Variant) -> None:
-    """Raises: ValueError for a variant whose cache entries hold more than a LATENT does."""
+    """Raises: ValueError for a variant whose entries hold more than a LATENT does."""
     if variant.encodes_condition:
         raise ValueError(
             f"{variant.name} is also given the encoded first frame, which only the model's own VAE makes here, not "
@@ -88,7 +82,7 @@ def refuse_condition(variant: Variant) -> None:
         )
 
 
-def stock_texts(settings: CacheConfig, reader: StockReader, encoders: StockEncoders) -> ComfyTexts:
+def comfy_texts(settings: CacheConfig, reader: ComfyReader, encoders: ComfyEncoders) -> ComfyTexts:
     """The source that settings.text_source names.
 
     Raises: ValueError if another CLIP is given than is named.
@@ -97,8 +91,8 @@ def stock_texts(settings: CacheConfig, reader: StockReader, encoders: StockEncod
     return ComfyTexts(settings.text_source, reader.text_problem, encoders.clip)
 
 
-def stock_latents(settings: CacheConfig, reader: StockReader, encoders: StockEncoders) -> ComfyLatents:
-    """As stock_texts, for settings.latent_source."""
+def comfy_latents(settings: CacheConfig, reader: ComfyReader, encoders: ComfyEncoders) -> ComfyLatents:
+    """As comfy_texts, for settings.latent_source."""
     _refuse_other(settings.latent_source, encoders.vae, "latent_source")
     return ComfyLatents(settings.latent_source, reader.latents_problem, encoders.vae)
 
@@ -108,9 +102,7 @@ def _refuse_other(named: str, given: ComfyClip | ComfyVae | None, key: str) -> N
         raise ValueError(f"cache.{key} names {named!r}, but the encoder given is {given.fingerprint!r}; give that one")
 
 
-def refuse_unfit_texts(
-    reader: StockReader, store: CacheStore, keys: Mapping[str, str], sharing: frozenset[str]
-) -> None:
+def refuse_unfit_texts(reader: ComfyReader, store: CacheStore, keys: Mapping[str, str], sharing: Set[str]) -> None:
     """Refuse entries of another model, and texts that cannot share a batch. Reads headers only.
 
     Args:
@@ -121,8 +113,8 @@ def refuse_unfit_texts(
     for caption, key in keys.items():
         shapes = store.shapes(key)
         if reason := reader.text_problem(shapes):
-            raise ValueError(f"the stock CLIP does not fit: of the caption {caption!r}, {reason}")
-        lengths[caption] = reader.num_tokens(shapes)
+            raise ValueError(f"ComfyUI's CLIP does not fit: of the caption {caption!r}, {reason}")
+        lengths[caption] = num_tokens(reader.comfy, shapes)
     shared = {caption: lengths[caption] for caption in sharing}
     if len(set(shared.values())) > 1:
         longest = max(shared, key=lambda caption: (shared[caption], caption))
@@ -133,14 +125,14 @@ def refuse_unfit_texts(
         )
 
 
-def refuse_unfit_latents(reader: StockReader, store: CacheStore, keys: Mapping[ImageRequest, str]) -> None:
+def refuse_unfit_latents(reader: ComfyReader, store: CacheStore, keys: Mapping[ImageRequest, str]) -> None:
     """Refuse entries of another model's VAE; reads headers only.
 
     Raises: ValueError.
     """
     for request, key in keys.items():
         if reason := reader.latents_problem(store.shapes(key), len(request.frames) or 1):
-            raise ValueError(f"the stock VAE does not fit: of {request.path}, {reason}")
+            raise ValueError(f"ComfyUI's VAE does not fit: of {request.path}, {reason}")
 
 
 @dataclass(frozen=True)
@@ -148,7 +140,7 @@ class EncodedSample:
     """One sample of a dataset that arrived encoded.
 
     Args:
-        latents: key of its latents. caption: key of its text, by which the text's entry is asked for.
+        latents: key of its latents. caption: key of its text.
         bucket: latent sides and text tokens; samples of one bucket can share a batch.
         num_frames: video frames that its latents stand for.
     """
@@ -160,7 +152,7 @@ class EncodedSample:
     mask_path: None = None
 
 
-def read_encoded_samples(path: str, reader: StockReader) -> tuple[EncodedSample, ...]:
+def read_encoded_samples(path: str, reader: ComfyReader) -> tuple[EncodedSample, ...]:
     """The samples of a list, by their shapes only.
 
     Raises: ValueError naming those that do not fit the model.
@@ -168,22 +160,20 @@ def read_encoded_samples(path: str, reader: StockReader) -> tuple[EncodedSample,
     pairs = load_encoded(path)
     problems = []
     for number, pair in enumerate(pairs, start=1):
-        found = {
-            "latents": reader.latents_problem(pair.latents_shapes),
-            "text": reader.text_problem(pair.text_shapes),
-        }
-        problems += [f"the {part} of sample {number}: {reason}" for part, reason in found.items() if reason]
+        if reason := reader.latents_problem(pair.latents_shapes):
+            problems.append(f"the latents of sample {number}: {reason}")
+        if reason := reader.text_problem(pair.text_shapes):
+            problems.append(f"the text of sample {number}: {reason}")
     if problems:
-        rest = len(problems) - _MAX_NAMES
-        more = [f"and {rest} more"] if rest > 0 else []
+        more = [f"and {len(problems) - _MAX_NAMES} more"] if len(problems) > _MAX_NAMES else []
         raise ValueError("\n".join(["the encoded dataset does not fit the model:", *problems[:_MAX_NAMES], *more]))
     return tuple(_encoded_sample(pair, reader) for pair in pairs)
 
 
-def _encoded_sample(pair: EncodedPair, reader: StockReader) -> EncodedSample:
+def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
     sides = pair.latents_shapes[SAMPLES][1:]
     num_frames = reader.latent.num_frames(sides[0]) if reader.comfy.latent_dims == 3 else 1
-    return EncodedSample(pair.latents, pair.text, (*sides, reader.num_tokens(pair.text_shapes)), num_frames)
+    return EncodedSample(pair.latents, pair.text, (*sides, num_tokens(reader.comfy, pair.text_shapes)), num_frames)
 
 
 def refuse_missing(samples: Sequence[EncodedSample], store: CacheStore) -> None:

@@ -1,11 +1,10 @@
-"""A job over a pair of experts, taken apart into two ordinary jobs that share captions and latents.
+"""A job for a pair of experts, taken apart into two ordinary jobs that share captions and latents.
 
 Some models are two transformers, one for the high and one for the low half of the noise (Wan 2.2 A14B). Neither sees
-what the other learns, so they are trained as two jobs: each on cards of its own if there are several, else one after
-the other. Each job is what a user would have written for that expert alone, so its LoRA is the same bytes.
+what the other learns. Each job is what a user would write for that expert alone, so its LoRA is the same bytes.
 
-Files are named as other trainers and the published LoRAs of such models are: <name>_high_noise.safetensors and
-<name>_low_noise.safetensors, each in a folder of its own below the job's.
+LoRA files are named as the published ones of such models: <name>_high_noise.safetensors and
+<name>_low_noise.safetensors, each in its own folder below the job's.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
+from ..checkpoints.checkpoint import read_checkpoint
 from ..config.job import JobConfig
 from ..families.registry import FAMILIES
 from ..families.spec import Variant
@@ -30,15 +29,8 @@ class Expert:
     job: JobConfig
 
 
-def is_pair(job: JobConfig) -> bool:
-    """Whether a job trains two experts."""
-    return bool(job.model.second_expert)
-
-
 def expert_jobs(job: JobConfig, devices: Sequence[str]) -> tuple[Expert, Expert]:
-    """The jobs of both experts, that for high noise first; of several devices the first half is its.
-
-    Reads the headers of both models.
+    """The jobs of both experts. High noise comes first and gets the first half of the devices. Reads headers.
 
     Raises: ValueError for a model that is no half of a pair, for the same expert twice, or settings per device that
         are not as many as there are devices.
@@ -53,35 +45,29 @@ def expert_jobs(job: JobConfig, devices: Sequence[str]) -> tuple[Expert, Expert]
         )
     partner = first.family.variant(variant.partner)
     second = read_checkpoint(job.model.second_expert, first.family.name, partner.name)
-    _refuse_equal(job, first, second)
+    if {file.resolve() for file in first.files} == {file.resolve() for file in second.files}:
+        raise ValueError(
+            f"model.path {job.model.path} and model.second_expert {job.model.second_expert} are the same files; name "
+            "the other expert's, or for both the model folder that holds transformer and transformer_2"
+        )
     parts = sorted([(variant, job.model.path), (partner, job.model.second_expert)], key=lambda e: -e[0].sigma_range[1])
-    shares = _shares(len(devices))
+    middle = (len(devices) + 1) // 2
+    shares = (slice(middle), slice(middle, None)) if len(devices) > 1 else (slice(1), slice(1))
     high, low = (
-        Expert(_name_of(each), _job_of(job, each, path, devices, share))
-        for (each, path), share in zip(parts, shares, strict=True)
+        _make_expert(job, each, path, devices, share) for (each, path), share in zip(parts, shares, strict=True)
     )
     return high, low
 
 
-def are_together(experts: Sequence[Expert]) -> bool:
-    """Whether they have no device in common, so that both can be trained at once."""
+def num_at_once(experts: Sequence[Expert]) -> int:
+    """How many of the two are trained at a time: both if they have no device in common."""
     first, second = (set(expert.job.split.devices) for expert in experts)
-    return not first & second
+    return 1 if first & second else 2
 
 
-def _shares(num_devices: int) -> tuple[slice, slice]:
-    if num_devices < 2:
-        return slice(0, 1), slice(0, 1)
-    middle = (num_devices + 1) // 2
-    return slice(0, middle), slice(middle, num_devices)
-
-
-def _name_of(variant: Variant) -> str:
-    return "high_noise" if variant.sigma_range[1] == 1.0 else "low_noise"
-
-
-def _job_of(job: JobConfig, variant: Variant, path: str, devices: Sequence[str], share: slice) -> JobConfig:
-    name, folder = _name_of(variant), Path(job.output.folder)
+def _make_expert(job: JobConfig, variant: Variant, path: str, devices: Sequence[str], share: slice) -> Expert:
+    name = "high_noise" if variant.sigma_range[1] == 1.0 else "low_noise"
+    folder = Path(job.output.folder)
     for setting in _PER_DEVICE:
         values = getattr(job.split, setting)
         if values and len(values) != len(devices):
@@ -90,18 +76,11 @@ def _job_of(job: JobConfig, variant: Variant, path: str, devices: Sequence[str],
                 f"{', '.join(devices)}; give one each"
             )
     own = {setting: getattr(job.split, setting)[share] for setting in _PER_DEVICE}
-    return replace(
+    own_job = replace(
         job,
         model=replace(job.model, path=path, second_expert="", variant=variant.name),
         split=replace(job.split, devices=tuple(devices[share]), **own),
         cache=replace(job.cache, folder=job.cache.folder or str(folder / "cache")),
         output=replace(job.output, folder=str(folder / name), name=f"{job.output.name}_{name}"),
     )
-
-
-def _refuse_equal(job: JobConfig, first: CheckpointInfo, second: CheckpointInfo) -> None:
-    if {file.resolve() for file in first.files} == {file.resolve() for file in second.files}:
-        raise ValueError(
-            f"model.path {job.model.path} and model.second_expert {job.model.second_expert} are the same files; name "
-            "the other expert's, or for both the model folder that holds transformer and transformer_2"
-        )
+    return Expert(name, own_job)

@@ -23,9 +23,8 @@ _log = logging.getLogger(__name__)
 
 def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor]:
     """The LoRA as the job's layout and type name it."""
-    output = plan.job.output
+    output, settings = plan.job.output, plan.job.lora
     for_comfyui = {} if output.lora_layout == "diffusers" else lora.tensors_for_comfyui()
-    settings = plan.job.lora
     tensors = make_lora_tensors(
         plan.family, output.lora_layout, lora.tensors(), for_comfyui, settings.alpha, settings.rank
     )
@@ -76,7 +75,7 @@ def describe_file(plan: JobPlan) -> str:
 
 
 def warn_of_losses(plan: JobPlan) -> None:
-    """Say so where a loader of LoRA files leaves out or refuses the job's DoRA."""
+    """Warn where a loader of LoRA files leaves out or refuses the job's DoRA."""
     job = plan.job
     if job.lora.dora and what_is_lost(plan.family, plan.targets, job.output.lora_layout, dora=True):
         _log.warning("the LoRA file has DoRA in the %s", describe_file(plan))
@@ -89,6 +88,9 @@ def lora_metadata(plan: JobPlan) -> dict[str, str]:
     """
     job = plan.job
     resolution = plan.resolution
+    text_source, latent_source = job.cache.text_source, job.cache.latent_source
+    if plan.encoded:
+        text_source, latent_source = "comfyui CONDITIONING", "comfyui LATENT"
     return {
         "format": "pt",
         "modelspec.sai_model_spec": "1.0.0",
@@ -108,20 +110,10 @@ def lora_metadata(plan: JobPlan) -> dict[str, str]:
         "ss_seed": str(job.train.seed),
         "ss_num_train_images": str(len(plan.training_samples)),
         "devicebridge_version": VERSION,
-        **_encoded_by(plan),
+        "devicebridge_text_source": text_source or "transformers",  # in use it needs the same encoders
+        "devicebridge_latent_source": latent_source or "diffusers",
         "devicebridge_variant": plan.variant.name,
         "devicebridge_config": json.dumps(_without_places(job_to_dict(job)), sort_keys=True),
-    }
-
-
-def _encoded_by(plan: JobPlan) -> dict[str, str]:
-    """Whose encoders made what was trained on: a LoRA meets in use what it met in training only with the same."""
-    if plan.encoded:
-        return {"devicebridge_text_source": "comfyui CONDITIONING", "devicebridge_latent_source": "comfyui LATENT"}
-    cache = plan.job.cache
-    return {
-        "devicebridge_text_source": cache.text_source or "transformers",
-        "devicebridge_latent_source": cache.latent_source or "diffusers",
     }
 
 

@@ -7,15 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..config.job import JobConfig, differing_keys, make_job
+from ..data.samples import dataset_fingerprint
+from ..encoding.key import file_fingerprint, settings_fingerprint
+from ..parallel.placement import Placement
 from ..training.loop import checkpoint_folder
-from ..training.state import (
-    DamagedCheckpoint,
-    TrainingState,
-    check_facts,
-    list_checkpoints,
-    load_newest,
-    sweep_checkpoints,
-)
+from ..training.state import DamagedCheckpoint, TrainingState, list_checkpoints, load_newest, sweep_checkpoints
+from .read_job import ReadJob
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +56,7 @@ def find_state(job: JobConfig, *, resume: bool) -> TrainingState | None:
 
 
 def _check(state: TrainingState) -> None:
-    check_facts(state, _FACTS)
+    state.expect_facts(_FACTS)
     losses, numbers = state.facts["losses"], (int, float)
     if len(losses) != state.step or not all(type(loss) in numbers for loss in losses):
         raise DamagedCheckpoint(f"{state.path} should hold the losses of {state.step} steps, and holds {len(losses)}")
@@ -72,19 +69,41 @@ def _check(state: TrainingState) -> None:
 
 
 def as_decided(job: JobConfig, state: TrainingState) -> JobConfig:
-    """With what "auto" became when the run to resume began: memory that is free today must not change it."""
+    """The job with what "auto" became when the run began: memory that is free today must not change it."""
     old = _job_of(state)
     quantize = old.model.quantize if job.model.quantize == "auto" else job.model.quantize
     name = old.optimizer.name if job.optimizer.name == "auto" else job.optimizer.name
     return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=name))
 
 
+def find_identity(read: ReadJob) -> dict[str, Any]:
+    """Plain facts that a resumed run must share with the one it continues, beyond the config.
+
+    Reads every image and samples of the weights.
+    """
+    if read.encoded:
+        dataset = settings_fingerprint([[sample.latents, sample.caption] for sample in read.encoded])
+    else:
+        dataset = dataset_fingerprint(read.samples)
+    return {
+        "dataset": dataset,
+        "evaluation": dataset_fingerprint(read.eval_samples) if read.eval_samples else "",
+        "model": [file_fingerprint(file) for file in read.info.files],
+    }
+
+
+def placement_facts(placement: Placement) -> dict[str, list[str]]:
+    """The device of every block, and of every replica, as a checkpoint keeps them."""
+    return {
+        "placement": [str(device) for device in placement.devices],
+        "replicas": [str(device) for device in placement.replicas],
+    }
+
+
 def refuse_other_run(job: JobConfig, identity: dict[str, Any], state: TrainingState) -> None:
     """Raises: ValueError if the state was made with other settings, data or weights; names what differs."""
     differing = differing_keys(_job_of(state), job)
-    for name, what in _IDENTITY.items():
-        if state.facts[name] != identity[name]:
-            differing.append(what)
+    differing += [what for name, what in _IDENTITY.items() if state.facts[name] != identity[name]]
     if differing:
         lines = "\n".join(f"  {line}" for line in differing)
         raise ValueError(

@@ -1,14 +1,12 @@
 """One run at a time in an output folder: a lock that the system takes back when its owner ends, however that is.
 
-The lock is a claim (encoding/claims.py) on a file in the folder. Who holds it is written beside it, for the message
-that whoever comes second reads; on Windows nobody else may read a locked file. A pair of experts holds the folder of
-both, and each of its processes its own folder below that.
+Who holds it is written beside the locked file, which nobody else may read on Windows. A pair of experts holds the
+folder of both, and each of its processes its own folder below that.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
@@ -19,15 +17,14 @@ from pathlib import Path
 
 from ..encoding.claims import NoLocks, take_claim
 from ..system.files import remove_leftovers, what_helps, write_atomically
-from ..system.json_file import read_json_object
 
 _log = logging.getLogger(__name__)
-_LOCK, _OWNER = ".run.lock", ".run.json"
+_LOCK, _OWNER = ".run.lock", ".run.owner"
 
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold an output folder, which is made if it is not there; sweeps what a run that was killed has left in it.
+    """Hold an output folder, made if it is not there; sweeps what a killed run has left in it.
 
     Raises: RuntimeError naming the process that holds it; ValueError for a folder that cannot be written.
     """
@@ -66,14 +63,12 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 def _write_owner(folder: Path) -> None:
     since = datetime.now().astimezone().isoformat(timespec="seconds")
-    owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+    owner = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
     with contextlib.suppress(OSError):  # it serves a message only; what a full disk means is said when saving
-        write_atomically(folder / _OWNER, json.dumps(owner).encode())
+        write_atomically(folder / _OWNER, owner.encode())
 
 
 def _owner(folder: Path) -> str:
-    try:
-        owner = read_json_object(folder / _OWNER)
-        return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-    except (OSError, ValueError, KeyError):
-        return "another run"
+    with contextlib.suppress(OSError, ValueError):
+        return (folder / _OWNER).read_text(encoding="utf-8")
+    return "another run"

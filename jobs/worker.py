@@ -3,7 +3,7 @@
 Every line of standard output that is a JSON object with a "kind" is an event (events.py), or one of
 
     log      level, message          a warning of the pack
-    result   status, step, ...       how it ended (WorkerResult)
+    result   status, step, ...       how it ended (TrainingResult, without its tensors)
     error    message                 why it ended
 
 Whatever else a library prints there is not ours. The worker stops between two steps, and saves, when a file appears
@@ -20,11 +20,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..system.stopping import StopRequest, stop_signals
+
+if TYPE_CHECKING:
+    from .result import TrainingResult
 
 ROOT = Path(__file__).resolve().parent.parent
 _START = (
@@ -33,24 +36,10 @@ _START = (
 )
 
 
-@dataclass(frozen=True)
-class WorkerResult:
-    """What the parent hears of a TrainingResult; for filled caches status is "finished" and the rest is empty."""
-
-    status: str
-    step: int = 0
-    lora_path: str = ""
-    losses: tuple[float, ...] = ()
-    eval_before: float | None = None
-    eval_after: float | None = None
-    resume_hint: str = ""
-    memory: tuple[str, ...] = ()
-
-
 def worker_command(
     job: Path, stop_file: Path, *, resume: bool, also_checks: Path | None, host_share: int = 1
 ) -> list[str]:
-    """What to start: this Python, this pack.
+    """The command that starts a worker.
 
     Args:
         also_checks: fill the caches only, after both this and the job have been checked; None trains.
@@ -74,7 +63,8 @@ def main(arguments: Sequence[str]) -> int:
     handler, pack = _Tell(), logging.getLogger("devicebridge")  # not what libraries say at import
     pack.addHandler(handler)
     try:
-        tell("result", asdict(_work(options, should_stop)))
+        found = asdict(_work(options, should_stop))
+        tell("result", {**found, "lora_path": str(found["lora_path"] or "")})
     except (ValueError, RuntimeError, OSError) as error:
         tell("error", {"message": str(error)})
         return 2
@@ -86,12 +76,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _work(options: argparse.Namespace, should_stop: Callable[[], bool]) -> WorkerResult:
+def _work(options: argparse.Namespace, should_stop: Callable[[], bool]) -> TrainingResult:
     from ..config.job import load_job
     from ..encoding.encode import Stopped
     from ..events import EventLog
     from .encode_job import cache_job
     from .job import check_job, run_job
+    from .result import TrainingResult
 
     job = load_job(options.job)
     if options.fill_caches is not None:
@@ -100,25 +91,16 @@ def _work(options: argparse.Namespace, should_stop: Callable[[], bool]) -> Worke
             try:
                 cache_job(check_job(job, is_to_train=False), events, should_stop)
             except Stopped as stopped:
-                return WorkerResult("stopped", resume_hint=str(stopped))
-        return WorkerResult("finished")
+                return TrainingResult("stopped", resume_hint=str(stopped))
+        return TrainingResult("finished")
     found = run_job(
         job, resume=options.resume, on_event=_tell_event, should_stop=should_stop, host_share=options.host_share
     )
-    return WorkerResult(
-        found.status,
-        found.step,
-        str(found.lora_path or ""),
-        tuple(found.losses),
-        found.eval_before,
-        found.eval_after,
-        found.resume_hint,
-        found.memory,
-    )
+    return replace(found, lora={}, checkpoint=None)  # the parent reads the file if it wants the tensors
 
 
 def tell(kind: str, values: Mapping[str, Any], step: int = 0, total: int = 0) -> None:
-    """Write one line for the parent; for nobody once it is gone, so that the training can still stop and save."""
+    """Write one line for the parent. Once it is gone lines go nowhere, so that the training can still stop and save."""
     try:
         sys.stdout.write(json.dumps({"kind": kind, "step": step, "total": total, "values": dict(values)}) + "\n")
         sys.stdout.flush()

@@ -14,7 +14,7 @@ from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
 if TYPE_CHECKING:
-    from ..jobs.comfy_entries import StockEncoders
+    from ..jobs.comfy_entries import ComfyEncoders
 
 _log = logging.getLogger(__name__)
 
@@ -101,23 +101,23 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         return io.NodeOutput(dataclasses.replace(dataset, cache=cache))
 
 
-def _stock_encoders(sockets: dict[str, Any]) -> StockEncoders:
+def _stock_encoders(sockets: dict[str, Any]) -> ComfyEncoders:
     """Those that are connected, with their names.
 
     Raises: ValueError for one that was not in its loader's file, or that has no name.
     """
-    from ..jobs.comfy_entries import StockEncoders
+    from ..jobs.comfy_entries import ComfyEncoders
 
     for socket in ("stock_clip", "stock_vae"):
         if socket in sockets and sockets[socket] is None:
             raise ValueError(f"{socket} is connected, but its loader found none in its file; use another loader")
-    return StockEncoders(
+    return ComfyEncoders(
         clip=host.HostClip(sockets["stock_clip"]) if "stock_clip" in sockets else None,
         vae=host.HostVae(sockets["stock_vae"]) if "stock_vae" in sockets else None,
     )
 
 
-def _who_encodes(encoders: StockEncoders, sockets: dict[str, Any]) -> dict[str, str]:
+def _who_encodes(encoders: ComfyEncoders, sockets: dict[str, Any]) -> dict[str, str]:
     """The part of the cache's settings that names the encoders; says which sockets have no effect."""
     settings = {"text_quantize": "none"} if encoders.clip else {}
     sources = {"text_encoders": (encoders.clip, "text_source"), "vae": (encoders.vae, "latent_source")}

@@ -1,8 +1,8 @@
 """Writing a file so that a reader sees the old content or the new one, never half of it.
 
 The new content goes into a temporary file in the same folder (a rename is atomic only inside one file system), is
-flushed to the disk, and then takes the name in one step. The folder is flushed as well, because the rename itself lives
-there; without that a power cut can undo it. Whoever dies half-way leaves a temporary file behind and the old one whole.
+flushed to the disk, and then takes the name in one step. The folder is flushed too, else a power cut can undo the
+rename. Whoever dies half-way leaves a temporary file behind and the old one whole.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import os
 import re
 import sys
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,8 +28,7 @@ CACHE_VARIABLE = "DEVICEBRIDGE_CACHE"
 
 
 def user_cache_folder() -> Path:
-    """Where this user keeps what can be computed again and belongs to the machine, not to a job: $DEVICEBRIDGE_CACHE,
-    else a folder of ours in the platform's place for caches. It need not exist."""
+    """$DEVICEBRIDGE_CACHE, else a folder in the platform's place for caches. It need not exist."""
     if os.environ.get(CACHE_VARIABLE):
         return Path(os.environ[CACHE_VARIABLE]).expanduser()
     if sys.platform == "win32":
@@ -47,8 +45,22 @@ def write_atomically(path: Path, data: bytes) -> None:
 
     Raises: OSError naming the file if the disk refuses; the old file is then still there.
     """
-    with _replacing(path) as temporary, open(temporary, "xb") as file:
-        file.write(data)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        if error.filename is None:  # which a full disk does not give
+            error.filename = str(path)
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
 
 
 def save_tensors_atomically(
@@ -56,16 +68,18 @@ def save_tensors_atomically(
 ) -> None:
     """Replace `path` by a safetensors file; missing folders are made.
 
-    Args:
-        tensors: on any device; copied to the CPU and made contiguous. Two names must not share memory.
-        metadata: strings for the file's header.
     Raises: OSError naming the file if the disk refuses; the old file is then still there.
     """
     write_atomically(path, tensors_as_bytes(tensors, metadata))
 
 
 def tensors_as_bytes(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The safetensors file that save_tensors_atomically writes."""
+    """A safetensors file of these.
+
+    Args:
+        tensors: on any device; copied to the CPU and made contiguous. Two names must not share memory.
+        metadata: strings for the file's header.
+    """
     from safetensors.torch import save
 
     plain = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
@@ -81,13 +95,13 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def what_helps(error: OSError) -> str:
-    """What lets a write succeed that failed with this error."""
+    """What would let a failed write succeed."""
     return "make room there" if error.errno in _NO_ROOM else "make its folder writable"
 
 
 def _with_sorted_metadata(data: bytes) -> bytes:
-    """The same safetensors file with its metadata in order: the library writes it in another order in every process,
-    and equal results should be equal files. The header stays padded to 8 bytes, so the tensors stay aligned."""
+    """The same file with its metadata in order. The library's order differs between processes, and equal results should
+    be equal files. The header stays padded to 8 bytes, so the tensors stay aligned."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     if "__metadata__" in header:
@@ -97,36 +111,11 @@ def _with_sorted_metadata(data: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A fresh name next to `path`; what was written there takes the place of `path` when the block ends well."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex}{TEMPORARY_SUFFIX}"
-    try:
-        yield temporary
-        _flush(temporary)
-        os.replace(temporary, path)
-    except OSError as error:
-        if error.filename is None:  # which a full disk does not give
-            error.filename = str(path)
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
 def sync_folder(folder: Path) -> None:
     """Wait until the disk holds the names in this folder; a no-op on Windows, which orders renames itself."""
     if os.name != "nt":
-        _flush(folder)
-
-
-def _flush(path: Path) -> None:
-    """Wait until the disk holds what was written to this file, or renamed in this folder."""
-    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

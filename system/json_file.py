@@ -1,4 +1,4 @@
-"""JSON objects from files of others: one reader, so that whatever is wrong with one is said with the file's name."""
+"""JSON objects from files of others; whatever is wrong with one is said with the file's name."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def expect(value: Any, kind: type | tuple[type, ...], what: str, remedy: str = "
 
 
 def _refuse_twice(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"it says {next(name for name in names if names.count(name) > 1)!r} twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"it says {name!r} twice")
+        found[name] = value
     return found

@@ -1,8 +1,4 @@
-"""What folders hold, looked at with an end: a dataset named "/" or the home folder must not keep anybody waiting.
-
-Nobody looks deeper than a folder and its sub-folders. What is left to bound is how many entries these hold, and that
-whoever waits can stop it.
-"""
+"""What folders hold, looked at with an end: a dataset named "/" or the home folder must not keep anybody waiting."""
 
 from __future__ import annotations
 
@@ -25,11 +21,9 @@ class Looked:
 
     Args:
         ask: called now and then; raises to stop.
-        limit: entries it may see in all.
     """
 
     ask: Callable[[], None] = go_on
-    limit: int = -1
     num_seen: int = 0
 
     def entries(self, folder: Path) -> list[Path]:
@@ -37,16 +31,15 @@ class Looked:
 
         Raises: ValueError if this look has seen too many; OSError if the folder cannot be read.
         """
-        limit = MAX_ENTRIES if self.limit < 0 else self.limit
         found = []
         self.ask()
         with os.scandir(folder) as entries:
             for entry in entries:
                 self.num_seen += 1
-                if self.num_seen > limit:
+                if self.num_seen > MAX_ENTRIES:
                     raise ValueError(
-                        f"{folder} and what was looked through before hold more than {limit} files and folders, which "
-                        "is no dataset; name the folder in which the images lie"
+                        f"{folder} and what was looked through before hold more than {MAX_ENTRIES} files and folders, "
+                        "which is no dataset; name the folder in which the images lie"
                     )
                 if self.num_seen % _ASK_EVERY == 0:
                     self.ask()

@@ -9,8 +9,7 @@ from collections.abc import Callable
 class Pace:
     """Measures from `restart` on, so that loading a model is not taken for slow work.
 
-    The first count, and one that grows by more than one, tell of work found done already and start the measurement
-    anew, too.
+    The first count, and one that grows by more than one, stand for work found done, and restart the measurement too.
 
     Args:
         clock: seconds from any beginning.

@@ -1,14 +1,10 @@
 """Every process this pack starts is started here, from a list of arguments and never through a shell.
 
-Who wants to know what the pack runs on a machine reads this file and its callers. A started process leads its own
-group, so that stopping it stops what it started in turn.
-
-A started process ends with us, however we end. We cannot see to that ourselves: nobody hears of SIGKILL. So this file
-is also a program, the guard, that stands between us and what we start. It holds the read end of a pipe whose write end
-is ours alone; when we end, the system closes that, and the guard asks the whole group to end (SIGTERM), gives it time
-to save, and kills it. The guard is there before the command, so there is no moment in which nobody watches. Linux's
-parent-death signal would not do: it reaches no grandchild, and comes when the *thread* that started the process ends.
-Windows has no such signals; there a job object ends the processes at once (windows_job.py).
+A started process leads its own group, so that stopping it stops what it started in turn. It ends with us, however we
+end, SIGKILL included. For that this file is also a program, the guard, between us and what we start. It holds the read
+end of a pipe whose write end is ours alone. When we end, the system closes that, and the guard asks the whole group to
+end (SIGTERM), gives it time to save, and kills it. Linux's parent-death signal would not do: it reaches no grandchild,
+and comes when the *thread* that started the process ends. On Windows a job object does it (windows_job.py).
 """
 
 from __future__ import annotations
@@ -29,26 +25,15 @@ _IS_WINDOWS = os.name == "nt"
 _POLL_S = 0.05
 
 
-@dataclass(frozen=True)
-class Finished:
-    """What a process left behind: its exit code and its standard output."""
-
-    exit_code: int
-    output: str
-
-
+@dataclass
 class Running:
     """A process in its own group; leaving the `with` block stops the group whatever happens."""
 
-    def __init__(
-        self, process: subprocess.Popen[str], group: int, release: Callable[[], None], stop_timeout_s: float
-    ) -> None:
-        """group: id of the command's process group; release: closes what the system closes when we end."""
-        self._process = process
-        self._group = group
-        self._release = release
-        self._stop_timeout_s = stop_timeout_s
-        self._is_stopped = False
+    _process: subprocess.Popen[str]
+    _group: int
+    _release: Callable[[], None]  # closes what the system closes when we end
+    _stop_timeout_s: float
+    _is_stopped: bool = False
 
     def __enter__(self) -> Running:
         return self
@@ -61,16 +46,9 @@ class Running:
         """None while it runs."""
         return self._process.poll()
 
-    def wait(self, timeout_s: float | None = None) -> int | None:
-        """The exit code, or None if it still runs after timeout_s."""
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
-
     def terminate(self) -> None:
         """Ask the whole group to end, without waiting."""
-        self._signal_group(kill=False)
+        self._end_group(is_asked=True)
 
     def stop(self) -> None:
         """Ask the whole group to end, then end it; a second call is a no-op."""
@@ -80,9 +58,10 @@ class Running:
         try:
             if self.exit_code is None:
                 self.terminate()
-                self.wait(self._stop_timeout_s)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(self._stop_timeout_s)
         finally:  # an interrupt while waiting ends it at once
-            self._signal_group(kill=True)
+            self._end_group()
         self._process.wait()
         self._release()
         if self._process.stdout is not None:
@@ -95,12 +74,12 @@ class Running:
             on_line(line.rstrip("\n"))
         return self._process.wait()
 
-    def _signal_group(self, *, kill: bool) -> None:
+    def _end_group(self, *, is_asked: bool = False) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if _IS_WINDOWS:
-                self._process.kill() if kill else self._process.terminate()
+                self._process.terminate() if is_asked else self._process.kill()
             else:
-                os.killpg(self._group, signal.SIGKILL if kill else signal.SIGTERM)
+                os.killpg(self._group, signal.SIGTERM if is_asked else signal.SIGKILL)
 
 
 def start(
@@ -158,7 +137,7 @@ def _start_in_job(command: list[str], options: dict[str, Any], stop_timeout_s: f
 def _start_guarded(
     command: list[str], options: dict[str, Any], lifeline: int, orphan_timeout_s: float
 ) -> tuple[subprocess.Popen[str], int]:
-    """The guard, whose exit code will be the command's, and the command's process group."""
+    """The guard, which ends with the command's exit code, and the command's process group."""
     told, tells = os.pipe()
     guard = [sys.executable, "-I", "-S", str(Path(__file__).resolve())]
     guard += [str(lifeline), str(tells), str(orphan_timeout_s), *command]
@@ -178,28 +157,21 @@ def _start_guarded(
     raise OSError(f"{command[0]} was not started: {sys.executable}, which was to start it, ended with code {code}")
 
 
-def run(
-    command: Sequence[str | Path],
-    *,
-    timeout_s: float,
-    folder: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> Finished | None:
-    """Run a short program and return its exit code and standard output; None if it cannot start or takes too long."""
+def run(command: Sequence[str | Path], *, timeout_s: float, environment: Mapping[str, str] | None = None) -> str | None:
+    """Standard output of a short program; None if it cannot start, takes too long, or ends with another code than 0."""
     try:
-        with start(command, folder=folder, environment=environment, stop_timeout_s=0.0) as running:
+        with start(command, environment=environment, stop_timeout_s=0.0) as running:
             output, _ = running._process.communicate(timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    assert running.exit_code is not None
-    return Finished(running.exit_code, output)
+    return output if running.exit_code == 0 else None
 
 
 # ---- the guard, a program of its own ----
 
 
 def _guard(lifeline: int, tells: int, orphan_timeout_s: float, command: list[str]) -> int:
-    """Start the command in a group of its own, and wait for its end or for that of who holds the lifeline.
+    """Start the command in its own group, and wait for its end, or for the end of the process that started us.
 
     Says "group <its id>" or "error <errno>" through tells. Returns the command's exit code.
     """
@@ -260,7 +232,7 @@ def _end_orphans(group: int, timeout_s: float) -> int:
 
 
 def _end_like(code: int) -> int:
-    """The exit code, where a signal ended the command by ending from that too, but without a second core dump."""
+    """The exit code; where a signal ended the command, end by that signal too, without a second core dump."""
     if code >= 0:
         return code
     import resource

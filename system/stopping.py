@@ -1,7 +1,7 @@
 """How a process of ours is asked to stop: Ctrl-C, SIGTERM (`kill`, a shutdown) or SIGHUP (its terminal has closed).
 
-The first of them asks for an orderly end, with everything saved. A second Ctrl-C ends at once; a second SIGTERM or
-SIGHUP changes nothing, for a closing session sends several.
+The first asks for an orderly end, with everything saved. A second Ctrl-C ends at once; a second SIGTERM or SIGHUP
+changes nothing, for a closing session sends several.
 """
 
 from __future__ import annotations
@@ -66,9 +66,8 @@ def interrupt_on_signal() -> Iterator[None]:
 
 def stop_signals() -> list[signal.Signals]:
     """SIGINT, then the others that this system has. A SIGHUP that is ignored stays so: that is what nohup is for."""
-    names = [name for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    numbers = [signal.Signals[name] for name in names]
-    return [each for each in numbers if each.name != "SIGHUP" or signal.getsignal(each) is not signal.SIG_IGN]
+    known = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    return [each for each in known if each.name != "SIGHUP" or signal.getsignal(each) is not signal.SIG_IGN]
 
 
 @contextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class TestedRange:
-    """Versions first to last were tested, both included, compared by as many parts as they name ("2.13" covers 2.13.1).
+    """The versions that were tested, first and last included. "2.13" covers 2.13.1.
 
     Args:
         needed_for: what does not work without the package, in a user's words.
@@ -31,7 +32,7 @@ class TestedRange:
 
 
 def installed_version(package: str) -> str | None:
-    """Of a package as pip names it; None if it is not installed."""
+    """The version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -39,13 +40,9 @@ def installed_version(package: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    numbers = []
-    for part in version.split("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    """(2, 13, 0) of "2.13.0rc1+cpu"."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 TESTED: dict[str, TestedRange] = {

@@ -45,7 +45,7 @@ class _ExtendedLimits(ctypes.Structure):
 
 
 def end_with_us(process: int) -> Callable[[], None]:
-    """Put a process, and what it will start, into a job of its own; the function returned ends all that is in it.
+    """Put a process, and what it will start, into a job of its own; the returned function ends them all.
 
     Where the system refuses, a warning says so, and the function does nothing.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from textwrap import shorten
@@ -16,11 +17,7 @@ from ..families.comfy.inputs import SAMPLES
 _log = logging.getLogger(__name__)
 
 
-def _own_latents(entry: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Of an entry that our own VAE code made."""
-    return entry["latents"]
-
-
+_own_latents = operator.itemgetter("latents")  # of an entry that our own VAE code made
 _LATENTS = frozenset({"latents", SAMPLES})  # what an entry holds besides these are conditions
 
 
@@ -48,12 +45,11 @@ class CachedSamples:
     """Samples with the cache entries that hold their latents and captions.
 
     Args:
-        samples: what the entries are of. latent_keys: one per sample.
+        latent_keys: one per sample.
         text_keys: by caption; the empty caption is always among them.
         use_masks: whether masks of samples that have one weigh the loss.
         tokens_per_cell: image tokens per latent cell.
-        read_latents, read_text: an entry as normalised latents [C, F, H, W], and as the text that make_inputs reads;
-            entries of ComfyUI's encoders are made fit here.
+        read_latents, read_text: an entry as normalised latents [C, F, H, W], and as the text that make_inputs reads.
         gives_first_latents: whether the model is given the first latent frame, which the loss then leaves out.
         recompute: makes an entry that is gone, in the middle of a run; None where nobody can.
     """
@@ -79,13 +75,10 @@ class CachedSamples:
 
     def not_finite(self, index: int, drop_caption: bool, dtype: torch.dtype) -> str:
         """What of a sample is not finite in this type; "" if all is."""
-        caption = "" if drop_caption else self.samples[index].caption
-        parts = {
-            "latents": (self.latent_keys[index], dict),
-            "caption": (self.text_keys[caption], self.read_text),
-        }
-        for part, (key, read) in parts.items():
-            entry = read(self._entry(key))
+        latents = self.latent_keys[index]
+        text = self.text_keys["" if drop_caption else self.samples[index].caption]
+        for part, key in (("latents", latents), ("caption", text)):
+            entry = self._entry(key) if part == "latents" else self.read_text(self._entry(key))
             if not all(torch.isfinite(t.to(dtype)).all() for t in entry.values() if t.is_floating_point()):
                 return f"the {part} of {self.name_of(index)} (cache entry {self.store.path(key)})"
         return ""
@@ -100,13 +93,14 @@ class CachedSamples:
         names = [name for name in entries[0] if name not in _LATENTS]
         conditions = {name: torch.stack([entry[name] for entry in entries]) for name in names}
         captions = ["" if drop else self.samples[i].caption for i, drop in zip(indices, drop_caption, strict=True)]
-        texts = [self.read_text(self._entry(self.text_keys[caption])) for caption in captions]
-        text = join_texts(texts)
+        text = join_texts([self.read_text(self._entry(self.text_keys[caption])) for caption in captions])
         num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
         mask = self._masks(indices, latents)
         if self.gives_first_latents:
             conditions["first_latents"] = latents[:, :, :1]
-            mask = _without_first_frame(mask, latents)
+            shape = (latents.shape[0], 1, *latents.shape[2:])
+            mask = torch.ones(shape) if mask is None else mask.expand(shape).clone()
+            mask[:, :, 0] = 0
         return LoadedBatch(latents, text, mask, num_tokens, conditions)
 
     def _masks(self, indices: Sequence[int], latents: torch.Tensor) -> torch.Tensor | None:
@@ -114,13 +108,11 @@ class CachedSamples:
         if not self.use_masks or not any(sample.mask_path for sample in samples):
             return None
         height, width = latents.shape[-2:]
-        full = torch.ones(1, 1, height, width)
-        return torch.stack(
-            [
-                load_mask(sample, (height, width)) if isinstance(sample, Sample) and sample.mask_path else full
-                for sample in samples
-            ]
-        )
+        masks = [
+            load_mask(each, (height, width)) if isinstance(each, Sample) and each.mask_path else None
+            for each in samples
+        ]
+        return torch.stack([torch.ones(1, 1, height, width) if mask is None else mask for mask in masks])
 
     def _entry(self, key: str) -> dict[str, torch.Tensor]:
         entry = self.store.get(key)
@@ -139,14 +131,6 @@ class CachedSamples:
         of = [self.name_of(index) for index, other in enumerate(self.latent_keys) if other == key]
         of += [f"the caption {shorten(caption, 80)!r}" for caption, other in self.text_keys.items() if other == key]
         return f"cache entry {self.store.path(key)} of {of[0]} was deleted or damaged since this run began"
-
-
-def _without_first_frame(mask: torch.Tensor | None, latents: torch.Tensor) -> torch.Tensor:
-    """The mask, or ones, with zeros for the first latent frame. [B, 1, F, H, W]"""
-    shape = (latents.shape[0], 1, *latents.shape[2:])
-    weights = torch.ones(shape) if mask is None else mask.expand(shape).clone()
-    weights[:, :, 0] = 0
-    return weights
 
 
 def join_texts(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -31,8 +31,8 @@ from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
 from .loss_growth import describe_growth
 from .objective import NoiseSchedule, add_noise, draw_quantiles, flow_matching_loss, make_generator
-from .optimizer import learning_rate_factor, make_optimizer, set_learning_rate
-from .state import TrainingState, list_checkpoints, pack_optimizer, save_checkpoint, unpack_optimizer
+from .optimizer import learning_rate_factor, make_optimizer, pack_optimizer, set_learning_rate, unpack_optimizer
+from .state import TrainingState, list_checkpoints, save_checkpoint
 
 _log = logging.getLogger(__name__)
 

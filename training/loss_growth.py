@@ -14,8 +14,7 @@ _FACTOR, _FACTOR_BEFORE = 5.0, 3.0  # of the last window, and of the one before 
 
 
 def describe_growth(losses: Sequence[float]) -> str:
-    """A warning at the end of a window of steps whose mean is that much above the lowest one, after a rise over two
-    windows at least; else ""."""
+    """A warning after a window of steps whose mean has risen far above the lowest one over two windows; else ""."""
     if len(losses) % _WINDOW or len(losses) < 3 * _WINDOW:
         return ""
     windows = [losses[start : start + _WINDOW] for start in range(0, len(losses), _WINDOW)]

@@ -1,11 +1,13 @@
-"""Optimizers by name, and the learning rate as a function of the step, so that a schedule has no state to save."""
+"""Optimizers by name, their state as plain tensors and values, and the learning rate as a function of the step."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import math
+import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -96,3 +98,111 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
             group["lr"].fill_(value)
         else:
             group["lr"] = value
+
+
+# ---- state ----
+
+_KEY = re.compile(r"(state|group)\.(\d+)\.(.+)")
+_LIKE_PARAMETER = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg"})
+
+_CPU = torch.device("cpu")
+Packed = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors by name, and what else there is to say
+
+
+def pack_optimizer(optimizer: torch.optim.Optimizer) -> Packed:
+    """State of an optimizer for unpack_optimizer; tensors of torchao's 8-bit optimizers are taken apart.
+
+    Raises: ValueError for an optimizer that keeps something other than tensors and plain values.
+    """
+    entries = [
+        (f"state.{index}.{name}", value, parameter.device)
+        for index, parameter in enumerate(_parameters(optimizer))
+        for name, value in optimizer.state.get(parameter, {}).items()
+    ]
+    entries += [
+        (f"group.{index}.{name}", value, _CPU)
+        for index, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params"
+    ]
+    tensors: dict[str, torch.Tensor] = {}
+    values = {key: _pack(key, value, device, tensors) for key, value, device in entries}
+    return tensors, values
+
+
+def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: Packed) -> None:
+    """Put packed state, bit for bit, into a fresh optimizer over the same parameters in the same order.
+
+    Raises: ValueError if it is of another optimizer or of other parameters; names the first value that shows it.
+    """
+    tensors, values = packed
+    parameters = _parameters(optimizer)
+    for key, description in values.items():
+        try:
+            section, index, name = _KEY.fullmatch(key).groups()  # type: ignore[union-attr]  # AttributeError
+            places: Any = optimizer.param_groups if section == "group" else parameters
+            place = places[int(index)]
+            device = _CPU if section == "group" else place.device
+            value = _unpack(key, description, device, tensors)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise ValueError(f"{key} is not of this optimizer over {len(parameters)} parameters ({error!r})") from error
+        if section == "group":
+            place[name] = value
+            continue
+        if name in _LIKE_PARAMETER and value.shape != place.shape:
+            raise ValueError(f"{key} has shape {list(value.shape)}, and its parameter {list(place.shape)}")
+        optimizer.state[place][name] = value
+    for index in range(len(optimizer.param_groups)):
+        if not any(key.startswith(f"group.{index}.") for key in values):
+            raise ValueError(f"group.{index} is missing")
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _pack(key: str, value: Any, device: torch.device, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        place = "parameter" if value.device == device != _CPU else "cpu"
+        if hasattr(value, "__tensor_flatten__"):
+            return {"kind": "composite", "place": place, **_pack_composite(key, value, tensors)}
+        tensors[key] = value.detach().to("cpu", copy=True).contiguous()
+        return {"kind": "tensor", "place": place}
+    if isinstance(value, tuple):
+        return {"kind": "tuple", "items": list(value)}
+    if value is None or isinstance(value, (bool, int, float, str, list, dict)):
+        return {"kind": "plain", "value": value}
+    raise ValueError(f"the optimizer keeps {key} as {type(value).__name__}, which cannot be saved; use another one")
+
+
+def _pack_composite(key: str, value: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    names, given = value.__tensor_flatten__()
+    context = [{"dtype": str(item).removeprefix("torch.")} if isinstance(item, torch.dtype) else item for item in given]
+    for name in names:
+        tensors[f"{key}.{name}"] = getattr(value, name).detach().to("cpu", copy=True).contiguous()
+    cls = type(value)
+    return {
+        "class": f"{cls.__module__}:{cls.__qualname__}",
+        "names": names,
+        "context": context,
+        "shape": list(value.shape),
+        "stride": list(value.stride()),
+    }
+
+
+def _unpack(key: str, description: dict[str, Any], device: torch.device, tensors: dict[str, torch.Tensor]) -> Any:
+    kind = description["kind"]
+    if kind == "plain":
+        return description["value"]
+    if kind == "tuple":
+        return tuple(description["items"])
+    target = device if description["place"] == "parameter" else _CPU
+    if kind == "tensor":
+        return tensors[key].to(target, copy=True)
+    module, _, name = description["class"].partition(":")
+    if not module.startswith("torchao."):
+        raise ValueError(f"{key} is a {description['class']}; only torchao's 8-bit optimizer states can be restored")
+    parts = {part: tensors[f"{key}.{part}"].to(target) for part in description["names"]}
+    cls = getattr(importlib.import_module(module), name)
+    context = [getattr(torch, item["dtype"]) if isinstance(item, dict) else item for item in description["context"]]
+    return cls.__tensor_unflatten__(parts, context, torch.Size(description["shape"]), tuple(description["stride"]))

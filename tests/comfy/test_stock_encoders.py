@@ -12,9 +12,9 @@ import torch
 from devicebridge.data.image import ImageRequest
 from devicebridge.encoding.key import comfy_latent_key, comfy_text_key, file_fingerprint
 from devicebridge.encoding.store import CacheStore
-from devicebridge.headless import run as headless
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Server
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
+from devicebridge.tests.workflows import read_workflow, set_values
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -86,7 +86,7 @@ def _graph(family: str, pipeline: Path, images: Path, **train: Any) -> dict[str,
         **{f"TrainLora.{name}": value for name, value in train.items()},
     }
     values = {f"DeviceBridge{name}": value for name, value in settings.items()}
-    graph = headless.set_values(headless.read_workflow(EXAMPLE_API), values)
+    graph = set_values(read_workflow(EXAMPLE_API), values)
     graph["encoders"] = {"class_type": "TestTinyEncoders", "inputs": {"family": family, "seed": 0}}
     _node(graph, "CacheCaptionsAndLatents")["inputs"] |= {"stock_clip": ["encoders", 0], "stock_vae": ["encoders", 1]}
     return graph

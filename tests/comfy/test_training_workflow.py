@@ -20,6 +20,7 @@ from devicebridge.headless import run as headless
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Messages, Server
 from devicebridge.tests.comfy_host import allow_folders, comfy_python
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
+from devicebridge.tests.workflows import read_workflow, set_values
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -92,7 +93,7 @@ def graph(pipeline: Path, dataset: Path) -> Callable[..., dict[str, Any]]:
     """Makes the example's API form with these settings of the train node."""
 
     def make(**train: Any) -> dict[str, Any]:
-        return headless.set_values(headless.read_workflow(EXAMPLE_API), _settings(pipeline, dataset, **train))
+        return set_values(read_workflow(EXAMPLE_API), _settings(pipeline, dataset, **train))
 
     return make
 
@@ -168,7 +169,7 @@ def test_the_cores_nodes_take_the_outputs(server: Server, graph: Any) -> None:
 @pytest.mark.parametrize("scheme", ["auto", "int8-compute"])
 def test_the_report_of_quantizing_is_an_ordinary_text(server: Server, graph: Any, scheme: str) -> None:
     """Measured inside the inference mode that ComfyUI runs nodes in; training goes on from the same socket."""
-    whole = headless.set_values(graph(name=f"report_{scheme}", steps=2), {"DeviceBridgeQuantize.quantize": scheme})
+    whole = set_values(graph(name=f"report_{scheme}", steps=2), {"DeviceBridgeQuantize.quantize": scheme})
     (quantize,) = (key for key, node in whole.items() if node["class_type"] == "DeviceBridgeQuantize")
     whole["preview"] = {"class_type": "PreviewAny", "inputs": {"source": [quantize, 1]}}
     (text,) = _succeed(server.run(whole)).outputs["preview"]["text"]
@@ -210,7 +211,7 @@ def test_the_trained_lora_changes_comfyuis_own_model_by_exactly_its_product(
     models.mkdir(parents=True, exist_ok=True)
     save_file(weights, models / "small_flux2.safetensors")
     settings = _settings(pipeline, dataset, name="applied", steps=3, lora_dtype="float32")
-    graph = headless.set_values(headless.read_workflow(EXAMPLE_API), settings)
+    graph = set_values(read_workflow(EXAMPLE_API), settings)
     (train,) = (key for key, node in graph.items() if node["class_type"] == "DeviceBridgeTrainLora")
     unet = {"unet_name": "small_flux2.safetensors", "weight_dtype": "default"}
     graph["101"] = {"class_type": "UNETLoader", "inputs": unet}
@@ -311,11 +312,17 @@ def _comfy_cli() -> None:
         pytest.skip("needs comfy-cli: pip install comfy-cli")
 
 
+def _edited(folder: Path, values: dict[str, Any]) -> Path:
+    """The example with these values."""
+    workflow = folder / "workflow.json"
+    workflow.write_text(json.dumps(set_values(read_workflow(EXAMPLE), values)), encoding="utf-8")
+    return workflow
+
+
 @pytest.mark.usefixtures("_comfy_cli")
 def test_comfy_cli_runs_the_example(server: Server, pipeline: Path, dataset: Path, tmp_path: Path) -> None:
     values = _settings(pipeline, dataset, name="by_cli", steps=2)
-    workflow = tmp_path / "workflow.json"
-    workflow.write_text(json.dumps(headless.set_values(headless.read_workflow(EXAMPLE), values)), encoding="utf-8")
+    workflow = _edited(tmp_path, values)
     command = ["comfy", "--skip-prompt", "run", "--wait", "--json", "--workflow", str(workflow), "--timeout", "240"]
     command += ["--host", "127.0.0.1", "--port", str(server.port)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
@@ -330,11 +337,10 @@ def test_devicebridge_run_starts_runs_and_stops(comfyui: Path, pipeline: Path, d
     allow_folders(tmp_path / "user", pipeline, dataset)
     lines: list[str] = []
     result = headless.run_workflow(
-        EXAMPLE,
+        _edited(tmp_path, _settings(pipeline, dataset, name="headless", steps=3)),
         comfyui=comfyui,
         base=tmp_path,
         on_progress=lines.append,
-        values=_settings(pipeline, dataset, name="headless", steps=3),
         server_arguments=["--disable-api-nodes"],
     )
     assert (result.exit_code, result.message) == (0, "")
@@ -350,11 +356,10 @@ def test_a_timeout_of_devicebridge_run_leaves_a_checkpoint(
     allow_folders(tmp_path / "user", pipeline, dataset)
     folder = tmp_path / "output" / "devicebridge" / "late"
     result = headless.run_workflow(
-        EXAMPLE,
+        _edited(tmp_path, _settings(pipeline, dataset, name="late", steps=1_000_000)),
         comfyui=comfyui,
         base=tmp_path,
         timeout_s=20.0,
-        values=_settings(pipeline, dataset, name="late", steps=1_000_000),
         server_arguments=["--disable-api-nodes"],
     )
     assert result.exit_code == 124
@@ -365,10 +370,9 @@ def test_a_timeout_of_devicebridge_run_leaves_a_checkpoint(
 @pytest.mark.usefixtures("_comfy_cli")
 def test_devicebridge_run_passes_on_failure_and_its_reason(comfyui: Path, tmp_path: Path) -> None:
     result = headless.run_workflow(
-        EXAMPLE,
+        _edited(tmp_path, {"DeviceBridgeLoadModelForTraining.path": "/nowhere/model"}),
         comfyui=comfyui,
         base=tmp_path,
-        values={"DeviceBridgeLoadModelForTraining.path": "/nowhere/model"},
         server_arguments=["--disable-api-nodes"],
     )
     assert result.exit_code == 1

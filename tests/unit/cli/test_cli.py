@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from devicebridge.cli.main import _Terminal, main
+from devicebridge.cli.main import main
+from devicebridge.cli.terminal import Terminal
 from devicebridge.config.job import load_job, save_job
 from devicebridge.events import Event
 from devicebridge.tests.tiny_pipeline import make_tiny_job
@@ -48,7 +49,7 @@ def _progress(done, **values):
 
 def test_progress_says_pace_and_time_left_in_one_line_of_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    show = _Terminal()
+    show = Terminal()
     show(Event("phase", values={"name": "captions"}))
     show(_progress(12, per_second=None, left_s=None))
     show(_progress(250, per_second=1 / 15, left_s=3750.0))
@@ -61,12 +62,12 @@ def test_progress_says_pace_and_time_left_in_one_line_of_a_terminal(capsys, monk
 
 
 def test_progress_of_a_pair_says_whose(capsys):
-    _Terminal()(_progress(500, per_second=2.0, left_s=0.0, expert="high_noise"))
+    Terminal()(_progress(500, per_second=2.0, left_s=0.0, expert="high_noise"))
     assert capsys.readouterr().out.startswith("[high_noise] captions")
 
 
 def test_progress_in_a_log_is_a_line_now_and_then(capsys):
-    show = _Terminal()
+    show = Terminal()
     for done in range(1, 501):
         show(_progress(done, per_second=20.0, left_s=(500 - done) / 20))
     assert capsys.readouterr().out.splitlines() == [
@@ -101,7 +102,7 @@ def test_version_is_that_of_the_project_file(capsys):
     assert f'version = "{VERSION}"' in (ROOT / "pyproject.toml").read_text()
 
 
-# Nothing of torch is loaded: training is a function that waits, and so is every other command's.
+# Training is a function that waits, and so is every other command, for which nothing of torch is loaded.
 _WAITING = """
 import runpy, sys, time, types
 runpy.run_path(sys.argv[1])["load_pack"]()
@@ -109,13 +110,14 @@ from devicebridge.cli import main as cli
 def wait(*args, **kwargs):
     print("waiting", flush=True)
     time.sleep(60)
-job = types.SimpleNamespace(model=types.SimpleNamespace(second_expert=""))
-modules = {"config.job": {"load_job": lambda path: job}}
-modules["jobs.job"] = {"run_job": wait}
-for name, members in modules.items():
-    sys.modules["devicebridge." + name] = types.SimpleNamespace(**members)
-for name in ("check", "plan", "cache", "run", "doctor"):
-    setattr(cli, "_" + name, wait)
+if sys.argv[2] == "train":
+    from devicebridge.cli import jobs
+    jobs.load_job = lambda path: types.SimpleNamespace(model=types.SimpleNamespace(second_expert=""))
+    jobs.run_job = wait
+else:
+    sys.modules["devicebridge.cli.jobs"] = types.SimpleNamespace(check=wait, plan=wait)
+    sys.modules["devicebridge.cli.cache"] = types.SimpleNamespace(cache=wait)
+    cli._run = cli._doctor = wait
 sys.exit(cli.main(sys.argv[2:]))
 """
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from devicebridge.cli import doctor
-from devicebridge.headless import run as headless
+from devicebridge.headless import comfyui
 from devicebridge.system.versions import TESTED, TestedRange
 
 
@@ -19,8 +19,8 @@ def _no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*arguments: object) -> None:
         raise RuntimeError("none")
 
-    monkeypatch.setattr(headless, "find_comfyui", missing)
-    monkeypatch.setattr(headless, "find_comfy_cli", missing)
+    monkeypatch.setattr(comfyui, "find_comfyui", missing)
+    monkeypatch.setattr(comfyui, "find_comfy_cli", missing)
 
 
 @pytest.mark.parametrize(
@@ -136,8 +136,8 @@ def test_a_split_model_needs_two_gpus_and_comfyui_but_nothing_for_training() -> 
 
 
 def test_the_report_says_whether_comfyui_has_the_pack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = headless.ComfyUI(folder=tmp_path, python=Path(sys.executable), base=tmp_path)
-    monkeypatch.setattr(headless, "find_comfyui", lambda: found)
+    found = comfyui.ComfyUI(folder=tmp_path, python=Path(sys.executable), base=tmp_path)
+    monkeypatch.setattr(comfyui, "find_comfyui", lambda: found)
     assert "DeviceBridge in its custom_nodes: no" in doctor.report(doctor.collect())
     pack = tmp_path / "custom_nodes" / "bridge"
     pack.mkdir(parents=True)

@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from devicebridge.headless import client, server
+from devicebridge.headless import comfyui as installed
 from devicebridge.headless import run as headless
+from devicebridge.tests.workflows import read_workflow, set_values
 
 FAKE_SERVER = """
 import json, os, sys, pathlib
@@ -91,18 +94,18 @@ def comfyui(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "ComfyUI"
     (folder / "comfy").mkdir(parents=True)
     (folder / "main.py").write_text(FAKE_SERVER)
-    monkeypatch.setattr(headless, "_has_accelerator", lambda python: False)
+    monkeypatch.setattr(server, "has_accelerator", lambda python: False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a log that is kept is kept here
     return folder
 
 
 def _install_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str) -> Path:
-    client = tmp_path / "bin" / "comfy"
-    client.parent.mkdir(exist_ok=True)
-    client.write_text(FAKE_CLIENT.format(python=sys.executable, ending=textwrap.dedent(ending)))
-    client.chmod(client.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(headless, "_comfy_cli", lambda: client)
-    return client.parent
+    program = tmp_path / "bin" / "comfy"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(FAKE_CLIENT.format(python=sys.executable, ending=textwrap.dedent(ending)))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(headless, "find_comfy_cli", lambda: program)
+    return program.parent
 
 
 def _workflow(tmp_path: Path) -> Path:
@@ -128,9 +131,7 @@ def test_a_run_reports_progress_and_outputs_and_stops_the_server(
 ) -> None:
     bin_folder = _install_client(tmp_path, monkeypatch, SUCCEEDS)
     lines: list[str] = []
-    result = headless.run_workflow(
-        _workflow(tmp_path), comfyui=comfyui, on_progress=lines.append, values={"Train.steps": 9}
-    )
+    result = headless.run_workflow(_workflow(tmp_path), comfyui=comfyui, on_progress=lines.append)
     assert (result.exit_code, result.message) == (0, "")
     assert result.outputs == [comfyui / "output" / "sub" / "x.png"]
     told = [line for line in lines if "split: " in line]
@@ -138,7 +139,7 @@ def test_a_run_reports_progress_and_outputs_and_stops_the_server(
     rest = [line for line in lines if "split: " not in line]
     assert rest == [f"starting ComfyUI in {comfyui}", "Train", "Train 1/3", "Train 3/3"]
     assert result.log is None
-    assert json.loads((bin_folder / "workflow.json").read_text())["3"]["inputs"]["steps"] == 9
+    assert json.loads((bin_folder / "workflow.json").read_text())["3"]["inputs"]["steps"] == 5
     assert {"--wait", "--skip-prompt", "--json"} <= set(json.loads((bin_folder / "client.json").read_text()))
     assert not _is_alive(comfyui / "server.pid")
     assert not (comfyui / "interrupted").exists()
@@ -183,21 +184,21 @@ def test_a_refusal_names_every_error_once_and_the_missing_pack(
         "ask the server",
     ]
     assert pack.startswith("This ComfyUI does not have the DeviceBridge pack in custom_nodes")
-    assert str(headless.ROOT) in pack
+    assert str(installed.ROOT) in pack
 
 
 def test_what_the_server_itself_refuses_is_listed_error_by_error() -> None:
     node = {"node_id": "5", "class_type": "Loader", "errors": [{"message": "Not in list", "details": "a"}, "odd"]}
     error = {"message": "refused", "hint": "inspect `details.node_errors`", "details": {"node_errors": [node]}}
-    assert headless._describe_error(error) == "refused\nLoader Not in list a\nLoader odd"
+    assert client._describe_error(error) == "refused\nLoader Not in list a\nLoader odd"
 
 
 def test_a_pack_that_is_there_without_the_node_is_not_called_missing() -> None:
     entry = {"node_id": "1", "code": "unknown_class_type", "message": "class_type 'DeviceBridgeX' not found"}
     error = {"message": "no", "details": {"errors": [{**entry, "suggestions": ["DeviceBridgeSplitModel"]}]}}
-    assert "has no such node" in headless._describe_error(error)
+    assert "has no such node" in client._describe_error(error)
     other = {**entry, "message": "class_type 'Foo' not found"}
-    assert headless._describe_error({"message": "no", "details": {"errors": [other]}}).count("DeviceBridge") == 0
+    assert client._describe_error({"message": "no", "details": {"errors": [other]}}).count("DeviceBridge") == 0
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_a_pack_that_is_there_without_the_node_is_not_called_missing() -> None:
     ],
 )
 def test_lines_of_the_split_are_told_from_others(line: str, told: str) -> None:
-    assert headless._read_split_line(line) == told
+    assert server._read_split_line(line) == told
 
 
 @posix_only
@@ -247,9 +248,9 @@ COMMAND = """
 import pathlib, runpy, sys
 runpy.run_path(sys.argv[1])["load_pack"]()
 from devicebridge.cli import main as cli
-from devicebridge.headless import run as headless
-headless._comfy_cli = lambda: pathlib.Path(sys.argv[2])
-headless._has_accelerator = lambda python: False
+from devicebridge.headless import run, server
+run.find_comfy_cli = lambda: pathlib.Path(sys.argv[2])
+server.has_accelerator = lambda python: False
 sys.exit(cli.main(["run", sys.argv[3], "--comfyui", sys.argv[4]]))
 """
 
@@ -257,8 +258,8 @@ sys.exit(cli.main(["run", sys.argv[3], "--comfyui", sys.argv[4]]))
 @pytest.fixture
 def started(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
     """`devicebridge run` in a process of its own, waiting for a workflow that hangs."""
-    client = _install_client(tmp_path, monkeypatch, HANGS) / "comfy"
-    command = [sys.executable, "-u", "-c", COMMAND, str(headless.ROOT / "bootstrap.py"), str(client)]
+    program = _install_client(tmp_path, monkeypatch, HANGS) / "comfy"
+    command = [sys.executable, "-u", "-c", COMMAND, str(installed.ROOT / "bootstrap.py"), str(program)]
     command += [str(_workflow(tmp_path)), str(comfyui)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -330,7 +331,7 @@ with start_server(pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])):
     print("ready", flush=True)
     time.sleep(60)
 """
-    command = [sys.executable, "-c", code, str(headless.ROOT / "bootstrap.py"), str(comfyui), str(tmp_path / "base")]
+    command = [sys.executable, "-c", code, str(installed.ROOT / "bootstrap.py"), str(comfyui), str(tmp_path / "base")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         process.kill()
@@ -347,48 +348,48 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, comfyui: Path, mo
 
 def test_without_comfyui_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("COMFYUI_PATH", raising=False)
-    monkeypatch.setattr(headless, "_ask_comfy_cli", lambda: None)
+    monkeypatch.setattr(installed, "_ask_comfy_cli", lambda: None)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     with pytest.raises(RuntimeError, match="--comfyui or COMFYUI_PATH.*comfy install"):
-        headless.find_comfyui()
+        installed.find_comfyui()
     with pytest.raises(RuntimeError, match=str(tmp_path / "nowhere")):
-        headless.find_comfyui(tmp_path / "nowhere")
+        installed.find_comfyui(tmp_path / "nowhere")
 
 
 def test_without_comfy_cli_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headless, "_comfy_cli", lambda: None)
+    monkeypatch.setattr(installed.shutil, "which", lambda name, path=None: None)
     with pytest.raises(RuntimeError, match="pip install comfy-cli"):
-        headless.find_comfy_cli()
+        installed.find_comfy_cli()
 
 
 def test_comfyui_is_found_in_order(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(headless, "_ask_comfy_cli", lambda: comfyui)
+    monkeypatch.setattr(installed, "_ask_comfy_cli", lambda: comfyui)
     monkeypatch.setenv("COMFYUI_PATH", str(tmp_path / "gone"))
-    assert headless.find_comfyui().folder == comfyui
+    assert installed.find_comfyui().folder == comfyui
     other = tmp_path / "other"
     (other / "comfy").mkdir(parents=True)
     (other / "main.py").touch()
     monkeypatch.setenv("COMFYUI_PATH", str(other))
-    assert headless.find_comfyui().folder == other
-    assert headless.find_comfyui(comfyui).folder == comfyui
+    assert installed.find_comfyui().folder == other
+    assert installed.find_comfyui(comfyui).folder == comfyui
 
 
 def test_comfyuis_own_python_is_used(tmp_path: Path) -> None:
-    assert headless.find_python(tmp_path) == Path(sys.executable)
+    assert installed.find_python(tmp_path) == Path(sys.executable)
     own = tmp_path / ".venv" / "bin" / "python"
     own.parent.mkdir(parents=True)
     own.touch()
-    assert headless.find_python(tmp_path) == own
+    assert installed.find_python(tmp_path) == own
 
 
 def test_an_installed_copy_of_the_pack_is_recognised(tmp_path: Path) -> None:
-    assert headless.find_pack(tmp_path / "missing") is None
+    assert installed.find_pack(tmp_path / "missing") is None
     (tmp_path / "some_pack").mkdir()
     (tmp_path / "some_pack" / "pyproject.toml").write_text('name = "other"')
-    (tmp_path / "a.disabled").symlink_to(headless.ROOT)
-    assert headless.find_pack(tmp_path) is None
-    (tmp_path / "ComfyUI-DeviceBridge").symlink_to(headless.ROOT)
-    assert headless.find_pack(tmp_path) == tmp_path / "ComfyUI-DeviceBridge"
+    (tmp_path / "a.disabled").symlink_to(installed.ROOT)
+    assert installed.find_pack(tmp_path) is None
+    (tmp_path / "ComfyUI-DeviceBridge").symlink_to(installed.ROOT)
+    assert installed.find_pack(tmp_path) == tmp_path / "ComfyUI-DeviceBridge"
 
 
 SAVED_FORM = {
@@ -410,14 +411,14 @@ SAVED_FORM = {
 
 @pytest.mark.parametrize("node", ["3", "Train"])
 def test_values_are_set_in_the_saved_form(node: str) -> None:
-    changed = headless.set_values(SAVED_FORM, {f"{node}.name": "other"})
+    changed = set_values(SAVED_FORM, {f"{node}.name": "other"})
     assert changed["nodes"][0]["widgets_values"] == [5, "other"]
     assert SAVED_FORM["nodes"][0]["widgets_values"] == [5, "lora"]
 
 
 def test_values_are_set_in_the_shipped_example_in_list_and_table() -> None:
-    example = headless.read_workflow(headless.ROOT / "example_workflows" / "train_lora_demo.json")
-    changed = headless.set_values(example, {"DeviceBridgeTrainLora.steps": 3, "SaveLoRA.prefix": "x"})
+    example = read_workflow(installed.ROOT / "example_workflows" / "train_lora_demo.json")
+    changed = set_values(example, {"DeviceBridgeTrainLora.steps": 3, "SaveLoRA.prefix": "x"})
     train = next(node for node in changed["nodes"] if node["type"] == "DeviceBridgeTrainLora")
     assert train["widgets_values_named"]["steps"] == 3
     assert train["widgets_values"] == list(train["widgets_values_named"].values())
@@ -428,7 +429,7 @@ def test_values_are_set_in_the_shipped_example_in_list_and_table() -> None:
 )
 def test_a_value_for_nothing_is_refused(name: str, what: str) -> None:
     with pytest.raises(ValueError, match=what):
-        headless.set_values(SAVED_FORM, {name: 1})
+        set_values(SAVED_FORM, {name: 1})
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"1": {"inputs": {}}}', '"text"'])
@@ -436,6 +437,6 @@ def test_a_file_that_is_no_workflow_is_refused(tmp_path: Path, text: str) -> Non
     path = tmp_path / "w.json"
     path.write_text(text)
     with pytest.raises(ValueError, match="w.json is no workflow"):
-        headless.read_workflow(path)
+        headless.check_workflow(path)
     with pytest.raises(ValueError, match="there is no workflow"):
-        headless.read_workflow(tmp_path / "missing.json")
+        headless.check_workflow(tmp_path / "missing.json")

@@ -27,7 +27,7 @@ NUM_TEXTS, NUM_IMAGES = 6, 7  # of the tiny job: five captions and the empty one
 _COMMAND = """
 import resource, runpy, sys
 runpy.run_path(sys.argv[1])["load_pack"]()
-from devicebridge.cli import main
+from devicebridge.cli.main import main
 if int(sys.argv[2]):
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 sys.exit(main(["cache", *sys.argv[3:]]))

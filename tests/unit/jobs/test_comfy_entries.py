@@ -15,7 +15,7 @@ from devicebridge.events import EventLog
 from devicebridge.families.comfy.inputs import read_latents, read_text
 from devicebridge.families.registry import find_family
 from devicebridge.jobs.cache_upkeep import prune_caches, verify_cache
-from devicebridge.jobs.comfy_entries import StockEncoders
+from devicebridge.jobs.comfy_entries import ComfyEncoders
 from devicebridge.jobs.encode_job import CACHE_PARTS, cache_job, cache_store
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job
@@ -35,7 +35,7 @@ class TinyVae(StubVae):
 
 
 def _encoders(width=48, pooled=0):
-    return StockEncoders(StubClip(width, pooled), TinyVae())
+    return ComfyEncoders(StubClip(width, pooled), TinyVae())
 
 
 def _job(folder: Path, family: str = "flux2", **sections):
@@ -74,7 +74,7 @@ def _filled_job(folder):
 def test_batches_are_what_comfyuis_model_gets(filled):
     """States behind zeros up to 512 tokens, latents as the VAE made them."""
     job = filled
-    data, _ = _fill(job, StockEncoders())
+    data, _ = _fill(job, ComfyEncoders())
     samples = [index for index, sample in enumerate(data.samples) if sample.bucket == (32, 32)][:2]
     batch = data.load(samples, [False, True])
     assert batch.latents.shape == (2, 16, 1, 8, 8) and batch.latents.dtype == torch.float32
@@ -117,7 +117,9 @@ def test_without_comfyui_the_job_trains_on_what_is_there_and_says_so(filled):
 
 
 def test_what_is_missing_is_refused_before_the_model_is_loaded(filled, monkeypatch):
-    monkeypatch.setattr("devicebridge.jobs.job.assemble", lambda plan: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        "devicebridge.jobs.build.assemble_for_training", lambda *given: pytest.fail("the model was loaded")
+    )
     shutil.rmtree(filled.cache.folder)
     with pytest.raises(ValueError, match="6 captions are not in the cache.*which only ComfyUI can"):
         run_job(filled)
@@ -141,9 +143,9 @@ def test_another_encoder_than_named_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("encoders", "words"),
     [
-        (StockEncoders(StubClip(40, 0), TinyVae()), "states are 40 wide, but flux2-dev takes 48"),
-        (StockEncoders(StubClip(48, 2), TinyVae()), "has a pooled_output, which"),
-        (StockEncoders(StubClip(48, 0), StubVae()), "has 3 channels, but flux2-dev takes 16"),
+        (ComfyEncoders(StubClip(40, 0), TinyVae()), "states are 40 wide, but flux2-dev takes 48"),
+        (ComfyEncoders(StubClip(48, 2), TinyVae()), "has a pooled_output, which"),
+        (ComfyEncoders(StubClip(48, 0), StubVae()), "has 3 channels, but flux2-dev takes 16"),
     ],
 )
 def test_encoders_of_another_model_are_refused_also_where_they_left_entries(tmp_path, encoders, words):
@@ -157,23 +159,23 @@ def test_entries_of_another_model_are_refused(filled, tmp_path):
     other = _job(tmp_path / "other", "flux1", cache={**SOURCES, "folder": filled.cache.folder})
     shutil.rmtree(tmp_path / "other" / "data")
     shutil.copytree(tmp_path / "data", tmp_path / "other" / "data")
-    with pytest.raises(ValueError, match="the stock CLIP does not fit: of the caption '', its states are 48 wide"):
+    with pytest.raises(ValueError, match="ComfyUI's CLIP does not fit: of the caption '', its states are 48 wide"):
         run_job(dataclasses.replace(other, evaluation=filled.evaluation))
 
 
 def test_texts_of_different_lengths_share_no_batch(tmp_path):
     """FLUX.1 pads nothing here: the captions have 12 tokens, the empty one 3."""
     job = make_tiny_job(tmp_path, "flux1", cache={"text_source": StubClip.fingerprint})
-    encoders = StockEncoders(StubClip(16, 16))
+    encoders = ComfyEncoders(StubClip(16, 16))
     _fill(job, encoders)
     dropping = dataclasses.replace(job, data=dataclasses.replace(job.data, caption_dropout=0.1))
     with pytest.raises(ValueError, match=r"batch_size is above 1, but .* to 3 to 12 tokens, which cannot share"):
-        _fill(dropping, StockEncoders())
+        _fill(dropping, ComfyEncoders())
     (tmp_path / "data" / "image_1.txt").write_text("a longer picture")
     with pytest.raises(ValueError, match=r"to 12 to 19 tokens.*shorten the longest, 'a longer picture'"):
-        _fill(job, StockEncoders(StubClip(16, 16)))
+        _fill(job, ComfyEncoders(StubClip(16, 16)))
     single = dataclasses.replace(dropping, train=dataclasses.replace(job.train, batch_size=1))
-    data, _ = _fill(single, StockEncoders())
+    data, _ = _fill(single, ComfyEncoders())
     assert data.load([0], [True]).text["prompt_embeds"].shape == (1, 3, 16)
 
 
@@ -182,7 +184,7 @@ def test_texts_of_different_lengths_share_no_batch(tmp_path):
 
 def _lists(filled):
     """The filled job's samples as ComfyUI would hand them on, in the job's order."""
-    data, _ = _fill(filled, StockEncoders())
+    data, _ = _fill(filled, ComfyEncoders())
     latents = [{"samples": data.store.get(key)["samples"][None]} for key in data.latent_keys]
     return latents, [StubClip(48, 0).encode(sample.caption) for sample in data.samples]
 
@@ -254,7 +256,9 @@ def test_flux1_needs_pooled_output_and_even_sides(tmp_path):
 
 
 def test_entries_that_are_gone_are_missed_before_the_model_is_loaded(filled, monkeypatch):
-    monkeypatch.setattr("devicebridge.jobs.job.assemble", lambda plan: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        "devicebridge.jobs.build.assemble_for_training", lambda *given: pytest.fail("the model was loaded")
+    )
     job = _encoded_job(filled, *_lists(filled), "lists")
     store = cache_store(job)
     store.remove(check_job(job).encoded[1].latents)

@@ -188,7 +188,7 @@ def test_lora_on_what_the_tail_reads_is_no_matter_to_replicas(tmp_path):
 
 def test_a_job_of_an_earlier_release_is_resumed_over_all_cards(tmp_path, monkeypatch):
     """Its checkpoints know no replicas."""
-    monkeypatch.setattr(job_module, "_where", lambda placement: {"placement": [str(d) for d in placement.devices]})
+    monkeypatch.setattr(job_module, "placement_facts", lambda where: {"placement": [str(d) for d in where.devices]})
     job = _job(tmp_path, "run", parallel={"strategy": "auto"})
     steps = []
     _run(job, on_event=steps.append, should_stop=lambda: any(e.kind == "step" for e in steps))

@@ -13,11 +13,11 @@ from devicebridge.cli.main import main
 from devicebridge.config.job import save_job
 from devicebridge.events import Event
 from devicebridge.families.registry import FAMILIES
-from devicebridge.jobs import concurrent as concurrent_module
+from devicebridge.jobs import pair as pair_module
 from devicebridge.jobs import worker as worker_module
-from devicebridge.jobs.concurrent import run_pair
-from devicebridge.jobs.experts import are_together, expert_jobs
+from devicebridge.jobs.experts import expert_jobs, num_at_once
 from devicebridge.jobs.job import check_job, run_job
+from devicebridge.jobs.pair import run_pair
 from devicebridge.tests.tiny_pipeline import make_tiny_job, save_tiny_pipeline
 from devicebridge.tests.toy import TINY
 
@@ -54,7 +54,7 @@ def _job(tmp_path, folder, *, variant=HIGH, second=True, **sections):
 @pytest.fixture
 def together(monkeypatch):
     """As if the CPU were a card for each."""
-    monkeypatch.setattr(concurrent_module, "are_together", lambda experts: True)
+    monkeypatch.setattr(pair_module, "num_at_once", lambda experts: 2)
 
 
 def _alone(tmp_path, folder, variant, name):
@@ -77,8 +77,8 @@ def test_both_are_the_bytes_of_two_separate_jobs(tmp_path, together):
     for variant, name in ((HIGH, "high_noise"), (LOW, "low_noise")):
         alone = _alone(tmp_path, name, variant, f"mine_{name}")
         found = result.experts[name]
-        assert found.lora_path == str(tmp_path / "pair" / name / f"mine_{name}.safetensors")
-        files.append(Path(found.lora_path).read_bytes())
+        assert found.lora_path == tmp_path / "pair" / name / f"mine_{name}.safetensors"
+        files.append(found.lora_path.read_bytes())
         assert files[-1] == alone.lora_path.read_bytes()
         assert list(found.losses) == alone.losses and found.step == 2
     assert files[0] != files[1]
@@ -176,13 +176,13 @@ def scripted(monkeypatch):
         script = [sys.executable, "-S", "-c", _SCRIPT]
         return [*script, str(stop_file), str(resume), actions.get(name, "end")]
 
-    monkeypatch.setattr(concurrent_module, "worker_command", command)
+    monkeypatch.setattr(pair_module, "worker_command", command)
     return actions, started
 
 
 def test_on_one_device_they_follow_each_other(tmp_path, scripted):
     job = _job(tmp_path, "pair")
-    assert not are_together(expert_jobs(job, ["cpu"])) and are_together(expert_jobs(job, ["cuda:0", "cuda:1"]))
+    assert num_at_once(expert_jobs(job, ["cpu"])) == 1 and num_at_once(expert_jobs(job, ["cuda:0", "cuda:1"])) == 2
     events: list[Event] = []
     assert run_pair(job, ["cpu"], on_event=events.append).is_finished
     assert scripted[1] == [event.values["expert"] for event in events] == ["caches", "high_noise", "low_noise"]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from devicebridge.encoding import claims as claims_module
-from devicebridge.jobs.concurrent import run_pair
 from devicebridge.jobs.job import run_job
+from devicebridge.jobs.pair import run_pair
 from devicebridge.jobs.run_lock import run_lock
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 

@@ -17,7 +17,7 @@ from devicebridge.encoding.encoded import save_encoded
 from devicebridge.encoding.vae import load_vae
 from devicebridge.events import EventLog
 from devicebridge.families.wan import WAN
-from devicebridge.jobs.comfy_entries import StockEncoders
+from devicebridge.jobs.comfy_entries import ComfyEncoders
 from devicebridge.jobs.encode_job import cache_job, cache_store
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.tests.clips import save_clip, save_video
@@ -240,7 +240,7 @@ def _stock_job(folder, **sections):
         model = TINY["wan"].make_model(in_channels=16, out_channels=16, **TINY["wan"].encoder_widths)
         model.save_pretrained(folder / "model" / "transformer")
     vae = diffusers.AutoencoderKLWan.from_pretrained(folder / "model" / "vae")
-    return _make_job(folder, **sections), StockEncoders(vae=HostLike(vae))
+    return _make_job(folder, **sections), ComfyEncoders(vae=HostLike(vae))
 
 
 def _cached(job, encoders):
@@ -261,7 +261,7 @@ def test_clips_of_a_stock_vae_are_trained_on_as_those_of_the_models_own(tmp_path
         cache={"latent_source": HostLike.fingerprint},
         output={"folder": str(tmp_path / "stock")},
     )
-    stock, own = _cached(stock_job, encoders), _cached(own_job, StockEncoders())
+    stock, own = _cached(stock_job, encoders), _cached(own_job, ComfyEncoders())
     assert encoders.vae.num_encoded == len(stock.samples) == len(own.samples) >= 3
     for index in range(len(own.samples)):
         found, expected = stock.load([index], [False]), own.load([index], [False])

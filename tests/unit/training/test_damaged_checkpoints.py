@@ -12,15 +12,14 @@ from devicebridge.jobs.job import run_job
 from devicebridge.jobs.resume import find_state
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.training import state as checkpoint_module
+from devicebridge.training.optimizer import pack_optimizer, unpack_optimizer
 from devicebridge.training.state import (
     DamagedCheckpoint,
     TrainingState,
     list_checkpoints,
     load_checkpoint,
     load_newest,
-    pack_optimizer,
     save_checkpoint,
-    unpack_optimizer,
 )
 from safetensors.torch import load_file, save_file
 from torch import nn

@@ -7,15 +7,14 @@ import os
 import pytest
 import torch
 from devicebridge.config.job import OptimizerConfig, ScheduleConfig
-from devicebridge.training.optimizer import learning_rate_factor, make_optimizer, set_learning_rate
-from devicebridge.training.state import (
-    TrainingState,
-    list_checkpoints,
-    load_checkpoint,
+from devicebridge.training.optimizer import (
+    learning_rate_factor,
+    make_optimizer,
     pack_optimizer,
-    save_checkpoint,
+    set_learning_rate,
     unpack_optimizer,
 )
+from devicebridge.training.state import TrainingState, list_checkpoints, load_checkpoint, save_checkpoint
 from torch import nn
 
 

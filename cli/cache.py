@@ -1,0 +1,72 @@
+"""`devicebridge cache`: filling, verifying and pruning the caches of jobs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..config.job import JobConfig, load_job
+from ..encoding.encode import NONE_OUTDATED, Stopped
+from ..encoding.text_place import text_device_on
+from ..events import EventLog
+from ..jobs.cache_upkeep import prune_caches, verify_cache
+from ..jobs.checked_job import JobPlan
+from ..jobs.encode_job import CACHE_PARTS, CachePart, cache_store, fill_cache
+from ..jobs.job import check_job
+from ..system.stopping import STOPPED, say, stop_on_signal
+from .jobs import each_model
+from .terminal import Terminal
+
+
+def cache(options: argparse.Namespace) -> int:
+    if options.prune and options.only:
+        raise ValueError("--prune looks at captions and latents together; leave out --only")
+    if options.device and (options.prune or options.verify):
+        raise ValueError("--device is for computing; leave it out with --verify and --prune, which load nothing")
+    # both experts of a pair need the same captions and latents
+    jobs = {str(path): _on_device(each_model(load_job(path))[0][1], options.device) for path in options.job}
+    plans = {path: check_job(job, is_to_train=False) for path, job in jobs.items()}
+    parts = (options.only,) if options.only else CACHE_PARTS
+    if options.verify:
+        return _verify(plans, parts)
+    if not options.prune:
+        return _fill(plans, parts, is_anew=options.regenerate)
+    for pruned in prune_caches(plans, parts):
+        print(pruned.report())
+    return 0
+
+
+def _on_device(job: JobConfig, device: str | None) -> JobConfig:
+    if not device:
+        return job
+    text_device = text_device_on(job.cache.text_device, device)
+    return replace(job, cache=replace(job.cache, text_device=text_device, vae_device=device))
+
+
+def _fill(plans: Mapping[str, JobPlan], parts: Sequence[CachePart], *, is_anew: bool) -> int:
+    stores = [cache_store(plan.job) for plan in plans.values()]
+    outdated = {store.folder: store.stamps() for store in stores} if is_anew else {}
+    with stop_on_signal() as stop:
+        for plan in plans.values():
+            stamps = outdated.get(cache_store(plan.job).folder, NONE_OUTDATED)
+            with EventLog(Path(plan.job.output.folder), Terminal(stop.ask)) as events:
+                try:
+                    for part in parts:
+                        fill_cache(plan, part, events, stop, outdated=stamps)
+                except Stopped as stopped:
+                    say(str(stopped))
+                    return STOPPED
+    return 0
+
+
+def _verify(plans: Mapping[str, JobPlan], parts: Sequence[CachePart]) -> int:
+    is_clean = True
+    for name, plan in plans.items():
+        verified = verify_cache(plan, parts)
+        print(verified.report())
+        is_clean = is_clean and verified.is_clean
+        if not verified.is_clean:
+            print(f"`devicebridge cache {name}` computes what is missing or damaged")
+    return 0 if is_clean else 1

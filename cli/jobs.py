@@ -1,0 +1,107 @@
+"""`devicebridge train`, `check` and `plan`: jobs of one model, or of two experts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from ..config.job import JobConfig, load_job
+from ..jobs.checked_job import JobPlan
+from ..jobs.experts import expert_jobs, num_at_once
+from ..jobs.job import check_job, plan_job, run_job
+from ..jobs.lora_output import describe_file
+from ..jobs.pair import run_pair
+from ..jobs.quantize_preview import preview_job
+from ..parallel.devices import find_devices
+from ..planning.cards import parse_cards
+from ..planning.report import describe_plan, plan_values
+from ..planning.request import make_request
+from ..system.stopping import STOPPED, say, stop_on_signal
+from .terminal import Terminal
+
+
+def train(options: argparse.Namespace) -> int:
+    job = load_job(options.job)
+    if job.model.second_expert:
+        return _train_pair(options, job)
+    with stop_on_signal() as stop:
+        result = run_job(job, resume=options.resume, on_event=Terminal(stop.ask), should_stop=stop)
+    if result.step >= job.train.steps and options.resume:
+        say(f"complete: {result.step} of {job.train.steps} steps are done")
+    if result.eval_before is not None and result.eval_after is not None:
+        say(f"evaluation loss: {result.eval_before:.6f} before, {result.eval_after:.6f} after {result.step} steps")
+    if result.lora_path is not None:
+        say(f"LoRA: {result.lora_path}")
+    if result.status == "stopped":
+        say(f"{result.resume_hint}: devicebridge train {options.job} --resume")
+        return STOPPED
+    return 0
+
+
+def _train_pair(options: argparse.Namespace, job: JobConfig) -> int:
+    devices = [str(device) for device in find_devices(job.split.devices)]
+    with stop_on_signal() as stop:
+        result = run_pair(job, devices, resume=options.resume, on_event=Terminal(stop.ask), should_stop=stop)
+    for name, expert in result.experts.items():
+        done = f"{name}: {expert.step} of {job.train.steps} steps are done"
+        if expert.eval_before is not None and expert.eval_after is not None:
+            done += f", evaluation loss {expert.eval_before:.6f} before, {expert.eval_after:.6f} after"
+        say(done)
+        if expert.lora_path is not None:
+            say(f"LoRA: {expert.lora_path}")
+    if not result.is_finished:
+        say(f"stopped; what is done is saved: devicebridge train {options.job} --resume")
+        return STOPPED
+    return 0
+
+
+def each_model(job: JobConfig, devices: Sequence[str] = ()) -> list[tuple[str, JobConfig, int]]:
+    """Every model that a job file trains: its heading, its job, and how many train at the same time.
+
+    Args:
+        devices: of a pair of experts; () takes the job's.
+    """
+    if not job.model.second_expert:
+        return [("", job, 1)]
+    known = list(devices) or [str(device) for device in find_devices(job.split.devices)]
+    experts = expert_jobs(job, known)
+    return [(f"== {expert.name}", expert.job, num_at_once(experts)) for expert in experts]
+
+
+def check(options: argparse.Namespace) -> int:
+    for title, job, share in each_model(load_job(options.job)):
+        _print_check(title, check_job(job, host_share=share))
+    return 0
+
+
+def _print_check(title: str, plan: JobPlan) -> None:
+    if title:
+        print(title)
+    print(f"model: {plan.family.title}, {plan.variant.name} ({plan.info.layout} layout)")
+    print(f"placement: {plan.placement.describe()}")
+    if plan.training is not None:
+        print(describe_plan(plan.training))
+    num_clips = sum(bool(sample.frames) for sample in (*plan.samples, *plan.eval_samples))
+    of_clips = f"; {num_clips} of them of clips" if num_clips else ""
+    print(f"images: {len(plan.training_samples)} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
+    print(f"LoRA file: {describe_file(plan)}")
+    print(f"quantize: {preview_job(plan.job, plan.info, plan.placement).table()}")
+
+
+def plan(options: argparse.Namespace) -> int:
+    given = {name: getattr(options, name) for name in ("model", "quantize", "resolution", "frames")}
+    asked = make_request(options.job, **given)
+    cards = parse_cards(options.cards) if options.cards else []
+    plans = {}
+    for title, each, share in each_model(asked.job, [card.name for card in cards]):
+        own = [card for card in cards if not title or card.name in each.split.devices]
+        plans[title] = plan_job(
+            each, own, info=asked.info, has_data=asked.has_data, may_measure=options.calibrate, host_share=share
+        )
+    if options.json:
+        values = {title.removeprefix("== "): plan_values(plan) for title, plan in plans.items()}
+        print(json.dumps(values.get("", values), indent=2))
+    else:
+        print("\n\n".join(f"{title}\n{describe_plan(plan)}".strip() for title, plan in plans.items()))
+    return 0

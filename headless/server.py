@@ -1,0 +1,167 @@
+"""A ComfyUI server of our own: started, asked, interrupted, and stopped with everything it started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..system import processes
+from .comfyui import PACK_NAME, ROOT, ComfyUI, find_pack, has_accelerator
+
+_log = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+_START_TIMEOUT_S = 600.0  # installs with many custom nodes start slowly
+_CANCEL_TIMEOUT_S = 300.0  # a training step has to end and a checkpoint to be written
+_POLL_S = 0.25
+_LOG_INTERVAL_S = 0.5
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_SPLIT_LINE = re.compile(r"(?:\[(\w+)\] )?(split: .*)")  # behind the level tag of ComfyUI's log
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running ComfyUI and its log."""
+
+    process: processes.Running
+    port: int
+    log: Path
+    outputs: Path
+
+    def get(self, path: str) -> Any:
+        """Parsed JSON of a route. Raises: OSError while it cannot be reached."""
+        with urllib.request.urlopen(f"http://{HOST}:{self.port}{path}", timeout=10) as answer:
+            return json.loads(answer.read())
+
+    def wait_until_ready(self) -> None:
+        """Raises: RuntimeError with the end of the log, if it ends or does not answer in time."""
+        end = time.monotonic() + _START_TIMEOUT_S
+        fault = f"ComfyUI did not answer within {_START_TIMEOUT_S:.0f} s"
+        while time.monotonic() < end:
+            if self.process.exit_code is not None:
+                fault = "ComfyUI ended while starting"
+                break
+            try:
+                self.get("/system_stats")
+                return
+            except (OSError, json.JSONDecodeError):
+                time.sleep(_POLL_S)
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
+        raise RuntimeError("\n".join([f"{fault}; its log is {self.log}, the last lines:", *lines]))
+
+    def cancel_and_wait(self) -> None:
+        """Interrupt what runs and wait until it has saved its state."""
+        end = time.monotonic() + _CANCEL_TIMEOUT_S
+        interrupt = urllib.request.Request(f"http://{HOST}:{self.port}/interrupt", data=b"{}", method="POST")
+        interrupt.add_header("Content-Type", "application/json")
+        with contextlib.suppress(OSError, json.JSONDecodeError):
+            urllib.request.urlopen(interrupt, timeout=10).close()
+            while time.monotonic() < end and self.get("/queue")["queue_running"]:
+                time.sleep(_POLL_S)
+
+    def find_outputs(self) -> list[Path]:
+        """Files that finished nodes have announced. The server is ours alone, so all its history is this run."""
+        try:
+            history = self.get("/history")
+        except (OSError, json.JSONDecodeError):
+            return []
+        items = [
+            item
+            for prompt in history.values()
+            for node_output in prompt.get("outputs", {}).values()
+            for entries in node_output.values()
+            if isinstance(entries, list)
+            for item in entries
+            if isinstance(item, dict) and item.get("type") == "output" and "filename" in item
+        ]
+        return list(dict.fromkeys(self.outputs / item.get("subfolder", "") / item["filename"] for item in items))
+
+
+@contextlib.contextmanager
+def start_server(installed: ComfyUI, scratch: Path, arguments: Sequence[str]) -> Iterator[Server]:
+    """ComfyUI on a free port, until the block ends. Its log outlives the scratch folder.
+
+    Models, inputs, outputs and other custom nodes are the user's own. The database and the temporary folder are
+    separate, so that an open ComfyUI is not disturbed. Where this pack is not among the custom nodes, a model path file
+    adds it.
+    """
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = probe.getsockname()[1]
+    command: list[str | Path] = [installed.python, "main.py", "--listen", HOST, "--port", str(port)]
+    command += ["--disable-auto-launch", "--database-url", "sqlite:///:memory:", "--temp-directory", scratch]
+    if installed.base != installed.folder:
+        (installed.base / "custom_nodes").mkdir(parents=True, exist_ok=True)  # ComfyUI does not start without
+        command += ["--base-directory", installed.base]
+    pack = find_pack(installed.base / "custom_nodes")
+    if pack is not None:
+        _log.info("the workflow runs with the copy of the pack in %s", pack)
+    else:
+        command += ["--extra-model-paths-config", _make_pack_visible(scratch)]
+    if "--cpu" not in arguments and not has_accelerator(installed.python):
+        command.append("--cpu")
+    number, log = tempfile.mkstemp(prefix="devicebridge-comfyui-", suffix=".log")
+    with open(number, "wb") as output:
+        process = processes.start([*command, *arguments], folder=installed.folder, output=output)
+    with process:
+        yield Server(process, port, Path(log), installed.base / "output")
+
+
+def _make_pack_visible(scratch: Path) -> Path:
+    """A model path file that adds this pack, alone in a folder of its own, to ComfyUI's custom nodes."""
+    custom_nodes = scratch / "custom_nodes"
+    custom_nodes.mkdir()
+    try:
+        (custom_nodes / PACK_NAME).symlink_to(ROOT, target_is_directory=True)
+    except OSError:  # Windows without the right to make links
+        shutil.copytree(ROOT, custom_nodes / PACK_NAME, ignore=shutil.ignore_patterns(".*", "__pycache__", "tests"))
+    config = scratch / "extra_model_paths.yaml"
+    config.write_text(f"{PACK_NAME}:\n  custom_nodes: {json.dumps(str(custom_nodes))}\n", encoding="utf-8")
+    return config
+
+
+@contextlib.contextmanager
+def tell_split_lines(log: Path, say: Callable[[str], object]) -> Iterator[None]:
+    """Pass on what the server's log says about the split, as it appears: which card gets what, and warnings.
+
+    A thread reads, for comfy-cli is silent while a model loads.
+    """
+    is_over = threading.Event()
+
+    def follow() -> None:
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            unfinished, was_over = "", False
+            while not was_over:
+                was_over = is_over.wait(_LOG_INTERVAL_S)
+                *whole, unfinished = (unfinished + lines.read()).split("\n")
+                for told in filter(None, map(_read_split_line, whole)):
+                    say(told)
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _read_split_line(line: str) -> str:
+    """The part of a log line that begins with "split:", with the level in front where that is not INFO; else ""."""
+    found = _SPLIT_LINE.match(_COLOUR.sub("", line.rstrip()))
+    if found is None:
+        return ""
+    level, text = found.groups()
+    return text if level in {None, "INFO"} else f"{level}: {text}"

@@ -1,0 +1,102 @@
+"""A checked job made into a Trainer: its model on its devices, with LoRA, runner and data."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ..assembly import Assembled, assemble_for_training
+from ..data.samples import BatchOrder
+from ..events import EventLog
+from ..parallel.devices import reset_peaks
+from ..parallel.local.data_parallel import DataParallel, Replica
+from ..parallel.local.pipeline import Pipeline
+from ..parallel.runner import PlainAccumulation, Runner
+from ..patches.compile_blocks import remove_compiled
+from ..planning.report import compare
+from ..training.adapter import LoraHandle, apply_lora
+from ..training.batches import CachedSamples
+from ..training.loop import Trainer
+from .checked_job import JobPlan
+from .lora_output import save_lora
+
+
+def build_trainer(
+    plan: JobPlan,
+    identity: dict[str, Any],
+    data: tuple[CachedSamples, CachedSamples | None],
+    events: EventLog,
+    cleanup: ExitStack,
+) -> Trainer:
+    """Load the model and put everything around it that a training needs.
+
+    Args:
+        identity: facts that a resumed run must share.
+        data: to train on and to evaluate with.
+        cleanup: is given what must be undone before the model is dropped.
+    """
+    job = plan.job
+    events.emit("phase", name="loading", placement=plan.placement.describe())
+    if plan.training is not None:
+        events.emit("forecast", devices=compare(plan.training.forecast))
+    reset_peaks(plan.placement.used_devices)  # of the encoders
+    assembled = assemble_for_training(
+        plan.info, plan.execution, lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed)
+    )
+    _clean_up_later(assembled, cleanup)
+    if assembled.quantized is not None:
+        report = assembled.quantized
+        events.emit("quantized", summary=report.summary(), weight_snr_db=dict(report.weight_snr_db))
+    lora = _lora_of(assembled)
+
+    def save(folder: Path) -> Path:
+        return save_lora(plan, lora, folder)
+
+    return Trainer(
+        job=job,
+        family=plan.family,
+        variant=plan.variant,
+        runner=_make_runner(plan, assembled),
+        lora=lora,
+        schedule=plan.schedule,
+        train_data=data[0],
+        eval_data=data[1],
+        order=BatchOrder(
+            plan.training_samples,
+            batch_size=job.train.batch_size,
+            seed=job.train.seed,
+            caption_dropout=job.data.caption_dropout,
+        ),
+        identity=identity,
+        devices=plan.placement.used_devices,
+        events=events,
+        save_lora=save,
+        compiled=assembled.all_compiled,
+        graphs=assembled.all_graphs,
+    )
+
+
+def _clean_up_later(assembled: Assembled, cleanup: ExitStack) -> None:
+    """What is registered last is undone first."""
+    for each in (assembled, *assembled.replicas):
+        cleanup.callback(each.split.stop_offload)
+    cleanup.callback(remove_compiled, assembled.all_compiled)
+    for graphs in assembled.all_graphs:
+        cleanup.callback(graphs.remove)  # before what they are of
+    if assembled.weight_offload is not None:
+        cleanup.callback(assembled.weight_offload.remove)  # it holds pinned memory
+
+
+def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner:
+    if assembled.replicas:
+        models = (assembled, *assembled.replicas)
+        return DataParallel([Replica(m.model, m.split.home, tuple(_lora_of(m).parameters().values())) for m in models])
+    if plan.execution.ahead is None:
+        return PlainAccumulation(assembled.model, assembled.split.home)
+    return Pipeline(assembled.model, assembled.split.bridge, ahead=plan.execution.ahead)
+
+
+def _lora_of(assembled: Assembled) -> LoraHandle:
+    assert isinstance(assembled.adapter, LoraHandle)
+    return assembled.adapter

@@ -1,0 +1,100 @@
+"""What a job is about, read from headers and images: its model without weights, and its data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from ..checkpoints.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
+from ..checkpoints.lora_layouts import check_lora_layout
+from ..config.job import FolderConfig, JobConfig
+from ..data.samples import Sample, scan_folders
+from ..encoding.encode import never
+from ..families.spec import Variant
+from ..patches.lora import resolve_targets
+from ..planning.planner import largest_bucket
+from ..planning.request import make_square
+from .comfy_entries import EncodedSample, make_comfy_reader, read_encoded_samples, refuse_condition, resolution_of
+from .resolve import Subject, refuse_block_settings, sizes_of
+
+
+@dataclass(frozen=True)
+class ReadJob:
+    """A job as planning and training both need it.
+
+    Args:
+        targets: fqns of the linears that LoRA adapts.
+        samples: images and clips; () where the dataset arrived encoded.
+        encoded: then, its samples.
+    """
+
+    job: JobConfig
+    info: CheckpointInfo
+    variant: Variant
+    model: nn.Module
+    targets: tuple[str, ...]
+    samples: tuple[Sample, ...]
+    encoded: tuple[EncodedSample, ...] = ()
+    eval_samples: tuple[Sample, ...] = ()
+
+    @property
+    def subject(self) -> Subject:
+        """What decides how it is trained."""
+        return Subject(
+            self.info,
+            self.variant,
+            self.model,
+            largest=self._largest(),
+            is_encoded=bool(self.encoded),
+            train=sizes_of(self.encoded or self.samples),
+            alone=sizes_of(self.eval_samples),
+        )
+
+    def _largest(self) -> tuple[int, int, int]:
+        """Height and width in pixels and frames of the samples that take the most."""
+        if not self.encoded:
+            return largest_bucket(self.samples)
+        side = resolution_of(self.encoded, self.info.family.latent_of(self.variant))
+        return side, side, max(sample.num_frames for sample in self.encoded)
+
+
+def read_job(
+    job: JobConfig,
+    info: CheckpointInfo | None = None,
+    *,
+    has_data: bool = True,
+    should_stop: Callable[[], bool] = never,
+) -> ReadJob:
+    """Read headers and images.
+
+    Args:
+        info: a model in place of the job's, whose files are then not read.
+        has_data: False takes one square of the job's settings in place of its data.
+    Raises: ValueError for settings that contradict each other or the model, or files that cannot be read; Stopped when
+        should_stop() became true while images were looked at.
+    """
+    refuse_block_settings(job)
+    info = info or read_checkpoint(job.model.path, job.model.family, job.model.variant)
+    variant = info.variant or info.family.variants[0]
+    if job.objective.guidance is not None and variant.training_guidance is None:
+        raise ValueError(f"objective.guidance is set, but {variant.name} has no guidance input; remove the setting")
+    model = make_empty_transformer(info)
+    targets = tuple(resolve_targets(model, job.lora.targets or info.family.lora_targets))
+    check_lora_layout(info.family, targets, job.output.lora_layout, job.lora.dora)
+    latent = info.family.latent_of(variant)
+    if not has_data:
+        return ReadJob(job, info, variant, model, targets, (make_square(job.data, variant, latent),))
+    samples: Sequence[Sample] = ()
+    encoded: tuple[EncodedSample, ...] = ()
+    if job.data.encoded:
+        refuse_condition(variant)
+        encoded = read_encoded_samples(job.data.encoded, make_comfy_reader(info.family, variant, info.config))
+    else:
+        samples = scan_folders(job.data, latent, should_stop)
+    evaluated: Sequence[Sample] = ()
+    if job.evaluation.folder:
+        data = replace(job.data, folders=(FolderConfig(job.evaluation.folder),), caption_dropout=0.0)
+        evaluated = scan_folders(data, latent, should_stop)
+    return ReadJob(job, info, variant, model, targets, tuple(samples), encoded, tuple(evaluated))
