@@ -1,6 +1,6 @@
 """Where the blocks of a native model are: by its description, or by looking for them in a model nobody described.
 
-A described model (families/comfy/native.py) says which lists it has and in which order they run. An unknown one is
+A described model (families/comfy/) says which lists it has and in which order they run. An unknown one is
 searched: relay transport with a hook on each block is right for any model whose blocks are called as modules and return
 what they compute, so it is enough to find containers of alike modules that hold the weights. What cannot be seen from
 outside is whether the model really calls them; `BlockCalls` watches that during one forward.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..families.spec import NativeModel, Transport
+from ..families.comfy.native import NativeModel, Transport
 from ..patches.hooks import BeforeHook, HookSet
 
 # Lists below this share of a model's bytes are embedders and the like: moving them saves nothing and costs two copies.

@@ -13,7 +13,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from ..families.spec import BlockList, ModelFamily, NativeModel
+from ..families.comfy.native import NativeModel
+from ..families.spec import BlockList, ModelFamily
 from ..patches.lora import matches_any
 
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ...families.comfy.native import find_native
-from ...families.spec import NativeModel
+from ...families.comfy.native import NativeModel
+from ...families.comfy.registry import find_native
 from ...parallel.block_lists import execution_order, find_block_lists, followers, placed_blocks, transport_for
 from ...parallel.placement import Placement, check_budgets, native_block_flops, plan_manual, plan_placement
 from .file_weights import load_over_file
@@ -197,7 +197,6 @@ def _layout(diffusion_model: nn.Module) -> tuple[NativeModel, bool]:
             block_lists=lists,
             tail=(),
             transport="relay",
-            can_overlap=False,
             note="not described; blocks found by their containers",
         ),
         False,

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ...families.spec import NativeModel
+from ...families.comfy.native import NativeModel
 from ...parallel.placement import Placement
 
 
@@ -22,7 +22,7 @@ class SplitPlan:
         transport: how activations travel.
         limit_bytes: weights each device may hold resident; absent is unlimited.
         overlap: whether micro-batches of a batch may use the cards at the same time.
-        is_described: whether the class is in families/comfy/native.py; else its first forward is watched.
+        is_described: whether the class is in families/comfy/registry.py; else its first forward is watched.
         verify: compute the first step of every run a second time in the plainest way, and compare.
     """
 
