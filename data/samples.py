@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
+from ..checkpoints.fingerprint import settings_fingerprint
 from ..config.job import DataConfig, FolderConfig
-from ..encoding.encode import Stopped, never
-from ..encoding.key import settings_fingerprint
 from ..families.spec import LatentSpec
 from ..system.listing import Looked
+from ..system.stopping import Stopped, never
 from .clips import ClipPlan, is_slower, make_clip_plan
 from .image import IMAGE_SUFFIXES, read_size
 from .open_image import opened

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import torch
 
-from ..encoding.key import file_fingerprint, settings_fingerprint
+from ..checkpoints.fingerprint import file_fingerprint, settings_fingerprint
 from ..system.listing import Looked
 from .image import IMAGE_SUFFIXES, ImageRequest, cut_out, open_image, read_pixels, read_size, to_rgb
 from .open_image import opened, refuse_too_large

@@ -24,11 +24,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..checkpoints.fingerprint import folder_fingerprint
 from ..data.image import ImageRequest
 from ..data.video import media_fingerprint, read_frames
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
+from ..system.stopping import Stopped, never
 from .claims import Claims, Shared
-from .key import folder_fingerprint, joint_key, latent_key, text_key
+from .key import joint_key, latent_key, text_key
 from .sources import LatentSource, TextRun, TextSource
 from .store import CacheStore, Stamp
 from .text_encoder import TextEncoder, prepare_text
@@ -59,21 +61,12 @@ ShouldStop = Callable[[], bool]
 NONE_OUTDATED: Mapping[str, Stamp] = MappingProxyType({})
 
 
-class Stopped(Exception):
-    """The user asked to stop; what was encoded until then is in the store."""
-
-
 def _say_nothing(done: int, total: int, what: str) -> None:
     pass
 
 
 def _do_nothing() -> None:
     pass
-
-
-def never() -> bool:
-    """A should_stop for work that nobody stops."""
-    return False
 
 
 @dataclass

@@ -267,7 +267,6 @@ class ModelFamily:
         unsupported: fnmatch patterns of tensor names, in either layout -> why a checkpoint with such a tensor cannot be
             trained.
         prediction_target: "velocity" is noise - data, what the model predicts at sigma t, x_t = (1-t) data + t noise.
-        original_prefixes: prefixes an original single file may carry in front of every name.
         comfy: how ComfyUI's own classes read what its text encoders and VAEs make; None if nobody has looked.
     """
 
@@ -295,7 +294,6 @@ class ModelFamily:
     unread_lora: tuple[str, ...] = ()
     unsupported: Mapping[str, str] = field(default_factory=dict)
     prediction_target: Literal["velocity"] = "velocity"
-    original_prefixes: tuple[str, ...] = ("model.diffusion_model.", "diffusion_model.", "")
     comfy: ComfyInputs | None = None
 
     def variant(self, name: str) -> Variant:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..checkpoints.config_sizes import refuse_absurd_sizes
-from ..checkpoints.header import TensorRecord, read_header
+from ..checkpoints.header import TensorEntry, read_header
 from ..encoding.vae import check_vae, find_vae
 from ..system.json_file import read_json_object
 from .checked_job import JobPlan, vae_path
@@ -48,6 +48,6 @@ def _check_config(folder: Path) -> None:
     refuse_absurd_sizes(file, read_json_object(file))
 
 
-def _read_headers(folder: Path) -> dict[str, TensorRecord]:
+def _read_headers(folder: Path) -> dict[str, TensorEntry]:
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
     return {name: record for file in files for name, record in read_header(file).tensors.items()}

@@ -17,12 +17,13 @@ import torch
 from torch import nn
 
 from ..assembly import Assembled, assemble_for_training
-from ..checkpoints.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
+from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
+from ..checkpoints.fingerprint import file_fingerprint, folder_fingerprint, settings_fingerprint
+from ..checkpoints.load import make_empty_transformer
 from ..checkpoints.lora_layouts import check_lora_layout
 from ..config.job import DataConfig, FolderConfig, JobConfig
 from ..data.samples import BatchOrder, Sample, dataset_fingerprint, scan_folders
 from ..encoding.encode import Stopped, never
-from ..encoding.key import file_fingerprint, folder_fingerprint, settings_fingerprint
 from ..encoding.living import living_run
 from ..encoding.text_place import check_text_device
 from ..events import EventLog, Listener

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.encoding.key import file_fingerprint, stock_latent_key, stock_text_key
+from devicebridge.checkpoints.fingerprint import file_fingerprint
+from devicebridge.encoding.key import stock_latent_key, stock_text_key
 from devicebridge.encoding.store import CacheStore
 from devicebridge.headless import run as headless
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Server

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from devicebridge.encoding import claims as claims_module
-from devicebridge.encoding.claims import Claims, NoLocks, Shared
+from devicebridge.encoding.claims import Claims, Shared
 from devicebridge.encoding.store import CacheStore
+from devicebridge.system.locks import NoLocks
 
 KEYS = [f"{number:02x}" * 32 for number in range(40)]
 ROOT = Path(__file__).resolve().parents[3]
@@ -23,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[3]
 _HOLD = """
 import runpy, sys, time
 runpy.run_path(sys.argv[1])["load_pack"]()
-from devicebridge.caching.claims import Claims
-from devicebridge.caching.store import CacheStore
+from devicebridge.encoding.claims import Claims
+from devicebridge.encoding.store import CacheStore
 claim = Claims(CacheStore(sys.argv[2])).take(sys.argv[3])
 print(claim is not None, flush=True)
 time.sleep(600)
