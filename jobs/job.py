@@ -22,7 +22,9 @@ from ..checkpoints.fingerprint import file_fingerprint, folder_fingerprint, sett
 from ..checkpoints.load import make_empty_transformer
 from ..checkpoints.lora_layouts import check_lora_layout
 from ..config.job import DataConfig, FolderConfig, JobConfig
-from ..data.samples import BatchOrder, Sample, dataset_fingerprint, scan_folders
+from ..data.folders import scan_folders
+from ..data.order import BatchOrder
+from ..data.samples import Sample, dataset_fingerprint
 from ..encoding.encode import Stopped, never
 from ..encoding.living import living_run
 from ..encoding.text_place import check_text_device
