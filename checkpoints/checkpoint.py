@@ -219,7 +219,7 @@ def _pieces(name: str, record: TensorRecord, family: ModelFamily) -> dict[str, T
         return {}
     if len(stack.members) == 1:
         return {stack.members[0]: record.swapped() if stack.swap_halves else record}
-    return {member: record.cut(*stack.rows_of(member, record.shape[0])) for member in stack.members}
+    return {member: record.cut(*rows) for member, rows in stack.rows(record.shape[0]).items()}
 
 
 def _nothing_known(source: Source, records: Mapping[str, TensorRecord], families: Sequence[ModelFamily]) -> str:
