@@ -42,23 +42,16 @@ _PREFIXES = ("model.diffusion_model.", "diffusion_model.")  # what ComfyUI's fil
 class CheckpointInfo:
     """A recognised checkpoint.
 
-    Args:
-        path: as the user gave it.
-        variant: the published variant it is, or for a folder of its own size the one it resembles most; text encoders
-            and noise schedule are taken from there.
-        config: keyword arguments of the transformer class.
-        layout: whose names the file uses.
-        tensors: every tensor of the model by its diffusers name; those in 8 bits with their scales.
-        pipeline_folder: the diffusers model folder with text encoders and VAE, if the transformer lies in one.
+    A folder of its own size has the variant it resembles most; text encoders and noise schedule are taken from there.
     """
 
-    path: Path
+    path: Path  # as the user gave it
     family: ModelFamily
     variant: Variant | None
-    config: Mapping[str, Any]
-    layout: Layout
-    tensors: Mapping[str, TensorRecord]
-    pipeline_folder: Path | None
+    config: Mapping[str, Any]  # keyword arguments of the transformer class
+    layout: Layout  # whose names the file uses
+    tensors: Mapping[str, TensorRecord]  # every tensor by its diffusers name; those in 8 bits with their scales
+    pipeline_folder: Path | None  # the diffusers model folder with text encoders and VAE, if the transformer is in one
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -56,28 +56,18 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Where one tensor lies and what it is.
-
-    Args:
-        file, key: of the tensor that is read.
-        shape: after rows were cut out.
-        dtype: as safetensors spells it, e.g. "BF16".
-        rows: start and end of the rows that are taken; None for all.
-        swap_halves: whether the two halves of dim 0 change places.
-        scale: of an 8-bit tensor: what it is multiplied by, one number or one per row; None for 1.
-        rotation: of an 8-bit tensor: block of the rotation (quantization/eight_bit.py) it was rounded after, 0 for
-            none. convrot: the same for ComfyUI's rotation, whose matrix is another.
-    """
+    """Where one tensor lies and what it is."""
 
     file: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-    rows: tuple[int, int] | None = None
-    swap_halves: bool = False
+    key: str  # its name in the file
+    shape: tuple[int, ...]  # after rows were cut out
+    dtype: str  # as safetensors spells it, e.g. "BF16"
+    rows: tuple[int, int] | None = None  # start and end of the rows that are taken
+    swap_halves: bool = False  # whether the two halves of dim 0 change places
+    # Of an 8-bit tensor: what it is multiplied by, one number or one per row; None for 1.
     scale: TensorRecord | None = None
-    rotation: int = 0
-    convrot: int = 0
+    rotation: int = 0  # block of the rotation (quantization/eight_bit.py) it was rounded after, 0 for none
+    convrot: int = 0  # the same for ComfyUI's rotation, whose matrix is another
 
     @property
     def is_quantized(self) -> bool:
@@ -96,17 +86,13 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileHeader:
-    """What a safetensors file says of itself.
-
-    Args:
-        text: the header as it is in the file. data_start: the position of the first tensor's bytes.
-    """
+    """What a safetensors file says of itself."""
 
     file: Path
     tensors: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
-    text: bytes
-    data_start: int
+    text: bytes  # the header as it is in the file
+    data_start: int  # the position of the first tensor's bytes
 
     def records(self) -> dict[str, TensorRecord]:
         """Every tensor by its name."""

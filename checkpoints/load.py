@@ -19,23 +19,13 @@ from typing import Protocol
 
 import torch
 
-from ..quantization.quantize import Stored8, replace_module
+from ..quantization.quantize import Quantizer, Stored8, replace_module
 from .checkpoint import CheckpointInfo
 from .model_class import described, differences, transformer_class
 from .quantized_files import dequantize, read_scales, stays_in_8_bits
 from .weight_file import by_file, read_records
 
 _log = logging.getLogger(__name__)
-
-
-class LayerQuantizer(Protocol):
-    """What converts layers as they arrive; quantization/quantize.py's Quantizer is one."""
-
-    def is_wanted(self, fqn: str, module: torch.nn.Module) -> bool: ...
-    def finish(self, fqn: str, module: torch.nn.Module) -> torch.nn.Module: ...
-    def can_take(self, stored_dtype: torch.dtype) -> bool: ...
-    def take(self, fqn: str, module: torch.nn.Linear, stored: Stored8, dtype: torch.dtype) -> torch.nn.Module: ...
-    def store(self, module: torch.nn.Module) -> Stored8: ...
 
 
 class LayerWriter(Protocol):
@@ -71,7 +61,7 @@ def load_transformer(
     info: CheckpointInfo,
     device_of: Callable[[str], torch.device],
     dtype: torch.dtype,
-    quantizer: LayerQuantizer | None = None,
+    quantizer: Quantizer | None = None,
     writer: LayerWriter | None = None,
     keeper: LayerKeeper | None = None,
 ) -> torch.nn.Module:
@@ -110,7 +100,7 @@ class _Loader:
     info: CheckpointInfo
     device_of: Callable[[str], torch.device]
     dtype: torch.dtype
-    quantizer: LayerQuantizer | None
+    quantizer: Quantizer | None
     writer: LayerWriter | None
     keeper: LayerKeeper | None
 

@@ -19,18 +19,14 @@ _NUM_NAMED = 3  # offenders an error message names
 
 @dataclass(frozen=True)
 class Source:
-    """What lies at a path: the weight files, and what their folder says about them.
-
-    Args:
-        config: config.json of a folder; {} for a bare file. pipeline: model_index.json of the folder's own folder.
-    """
+    """What lies at a path: the weight files, and what their folder says about them."""
 
     path: Path
     files: tuple[Path, ...]
     folder: Path
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)  # config.json of a folder
     pipeline_folder: Path | None = None
-    pipeline: Mapping[str, Any] = field(default_factory=dict)
+    pipeline: Mapping[str, Any] = field(default_factory=dict)  # its model_index.json
 
 
 def find_source(path: Path, wanted: Variant | None) -> Source:

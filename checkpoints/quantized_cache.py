@@ -33,18 +33,18 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
 
-from ..quantization.quantize import QuantizeSettings, Stored8
+from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8
 from ..system.files import TEMPORARY_SUFFIX, sync_folder
 from ..system.locks import NoLocks, try_lock
 from .checkpoint import CheckpointInfo
 from .fingerprint import file_fingerprint, settings_fingerprint
 from .header import TensorRecord, read_header
-from .load import LayerKeeper, LayerQuantizer, load_transformer
+from .load import LayerKeeper, load_transformer
 from .quantized_files import read_scales
 
 _log = logging.getLogger(__name__)
@@ -61,18 +61,12 @@ _FOREIGN = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError
 _NEW_S = 60  # so old is what a killed run has left, at least; between making a folder and locking it lie milliseconds
 
 
-class SettledQuantizer(LayerQuantizer, Protocol):
-    """A quantizer that says how it rounds; quantization/quantize.py's Quantizer is one."""
-
-    settings: QuantizeSettings
-
-
 def load_through_cache(
     folder: Path | None,
     info: CheckpointInfo,
     device_of: Callable[[str], torch.device],
     dtype: torch.dtype,
-    quantizer: SettledQuantizer,
+    quantizer: Quantizer,
     keeper: LayerKeeper | None = None,
 ) -> torch.nn.Module:
     """load_transformer with a quantizer: from the cache if it has the model, else into it. None for no cache."""

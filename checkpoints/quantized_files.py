@@ -64,15 +64,10 @@ _PIECE = 2**26  # weights in float32 at a time: 256 MiB
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """What a file says about one layer's weight.
+    """What a file says about one layer's weight."""
 
-    Args:
-        name: ComfyUI's, e.g. "float8_e4m3fn".
-        convrot: block of ComfyUI's rotation, 0 for none.
-    """
-
-    name: str
-    convrot: int = 0
+    name: str  # ComfyUI's, e.g. "float8_e4m3fn"
+    convrot: int = 0  # block of ComfyUI's rotation, 0 for none
 
 
 # --- recognising -----------------------------------------------------------------------------------------------------

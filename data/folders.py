@@ -42,19 +42,15 @@ _MASK_SHAPE_TOLERANCE = 0.02  # mask and image may differ by this much in aspect
 
 @dataclass(frozen=True)
 class _Picture:
-    """One image or clip as found: caption None without a caption file, size None if unreadable, and all that is wrong.
-
-    Args:
-        clip: what a clip is; None for an image. cuts: its frames of each sample.
-    """
+    """One image or clip as found, and all that is wrong with it."""
 
     path: Path
     mask: Path | None
-    size: tuple[int, int] | None
-    caption: str | None
+    size: tuple[int, int] | None  # None if unreadable
+    caption: str | None  # None without a caption file
     problems: tuple[str, ...]
     clip: ClipInfo | None = None
-    cuts: tuple[tuple[int, ...], ...] = ((),)
+    cuts: tuple[tuple[int, ...], ...] = ((),)  # the frames of each sample that is made of a clip
 
     def samples(self, buckets: Sequence[tuple[int, int]]) -> list[Sample]:
         """One, or one per window of a clip."""

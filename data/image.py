@@ -26,19 +26,12 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """An image or clip and the pixels wanted of it.
+    """An image or clip and the pixels wanted of it."""
 
-    Args:
-        path: image, video file, or folder of images.
-        resize: (height, width) in pixels of the whole image, after rotation.
-        crop: (top, left, height, width) in pixels, inside `resize`.
-        frames: of a clip, the numbers of the wanted frames, in the order of showing; () for an image.
-    """
-
-    path: str
-    resize: tuple[int, int]
-    crop: tuple[int, int, int, int]
-    frames: tuple[int, ...] = ()
+    path: str  # image, video file, or folder of images
+    resize: tuple[int, int]  # (height, width) in pixels of the whole image, after rotation
+    crop: tuple[int, int, int, int]  # (top, left, height, width) in pixels, inside `resize`
+    frames: tuple[int, ...] = ()  # of a clip, the numbers of the wanted frames, in the order of showing
 
     def __post_init__(self) -> None:
         top, left, height, width = self.crop

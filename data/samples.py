@@ -37,25 +37,15 @@ class TrainingSample(Protocol):
 
 @dataclass(frozen=True)
 class Sample:
-    """One image, or one window of a clip, as it is trained on.
+    """One image, or one window of a clip, as it is trained on."""
 
-    Args:
-        path: image, video file, or folder of images.
-        caption: "" where there is none.
-        mask_path: loss mask, or None; of a clip it counts for all frames.
-        resize: size of the whole image after resizing.
-        crop: (top, left, height, width) in pixels, inside `resize`.
-        bucket: size of what is left; samples of one bucket and length can share a batch.
-        frames: of a clip, which of its frames; () for an image.
-    """
-
-    path: str
+    path: str  # image, video file, or folder of images
     caption: str
-    mask_path: str | None
-    resize: tuple[int, int]
-    crop: tuple[int, int, int, int]
-    bucket: tuple[int, int]
-    frames: tuple[int, ...] = ()
+    mask_path: str | None  # loss mask; of a clip it counts for all frames
+    resize: tuple[int, int]  # size of the whole image after resizing
+    crop: tuple[int, int, int, int]  # (top, left, height, width) in pixels, inside `resize`
+    bucket: tuple[int, int]  # size of what is left
+    frames: tuple[int, ...] = ()  # of a clip, which of its frames; () for an image
 
     @property
     def num_frames(self) -> int:

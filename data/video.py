@@ -22,7 +22,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -53,21 +52,13 @@ _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoder
 
 @dataclass(frozen=True)
 class ClipInfo:
-    """What a clip is, before anything is chosen from it.
+    """What a clip is, before anything is chosen from it."""
 
-    Args:
-        size: (height, width) as it is looked at: turned, with square pixels.
-        num_frames: frames in it.
-        times_s: when each is shown, from 0, in seconds; () for a folder of images, which has no times.
-        end_s: when the last one ends.
-        is_hdr: whether its brightness is coded for HDR screens.
-    """
-
-    size: tuple[int, int]
+    size: tuple[int, int]  # (height, width) as it is looked at: turned, with square pixels
     num_frames: int
-    times_s: tuple[float, ...] = ()
-    end_s: float = 0.0
-    is_hdr: bool = False
+    times_s: tuple[float, ...] = ()  # when each frame is shown, from 0; () for a folder of images, which has no times
+    end_s: float = 0.0  # when the last frame ends
+    is_hdr: bool = False  # whether its brightness is coded for HDR screens
 
 
 def is_clip(path: Path) -> bool:
@@ -332,32 +323,23 @@ def _read_vint(file: BinaryIO) -> int | None:
     return None if value == (1 << (7 * num_bytes)) - 1 else value
 
 
-@dataclass(frozen=True)
-class _Track:
-    """The video of a container: when each frame is shown and when the last one ends, in units of `unit` seconds."""
-
-    times: list[int]
-    end: int
-    unit: Fraction
-    size: tuple[int, int]
-    is_hdr: bool
+def _probe_container(path: Path) -> ClipInfo:
+    return _read_track(path)[1]
 
 
-def _read_track(path: Path) -> _Track:
-    """All packets, and the first frame."""
+def _read_track(path: Path) -> tuple[list[int], ClipInfo]:
+    """When each frame is shown, in the stream's own unit, and what the clip is; reads all packets and one frame."""
     times, end = _read_times(path)
     with _opened(path) as (container, stream):
         frame = next(_decode(container, stream), None)
         if frame is None or frame.pts is None:
             raise ValueError("no frame of it can be decoded")
         image = _to_image(frame, stream.sample_aspect_ratio)
-        return _Track(
-            times=[time for time in times if time >= frame.pts],  # what precedes the first key frame is never shown
-            end=end,
-            unit=stream.time_base,
-            size=(image.height, image.width),
-            is_hdr=int(stream.codec_context.color_trc) in _HDR_TRANSFERS,
-        )
+        times = [time for time in times if time >= frame.pts]  # what precedes the first key frame is never shown
+        times_s = tuple(float((time - times[0]) * stream.time_base) for time in times)
+        end_s = float((end - times[0]) * stream.time_base)
+        is_hdr = int(stream.codec_context.color_trc) in _HDR_TRANSFERS
+        return times, ClipInfo((image.height, image.width), len(times), times_s, end_s, is_hdr)
 
 
 def _read_times(path: Path) -> tuple[list[int], int]:
@@ -393,20 +375,8 @@ def _decode(container: Any, stream: Any) -> Iterator[Any]:
             yield frame
 
 
-def _probe_container(path: Path) -> ClipInfo:
-    track = _read_track(path)
-    start = track.times[0]
-    return ClipInfo(
-        size=track.size,
-        num_frames=len(track.times),
-        times_s=tuple(float((time - start) * track.unit) for time in track.times),
-        end_s=float((track.end - start) * track.unit),
-        is_hdr=track.is_hdr,
-    )
-
-
 def _container_images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
-    times = _read_track(path).times
+    times, _ = _read_track(path)
     targets = [times[index] for index in wanted if index < len(times)]
     can_skip = bool(targets) and targets[0] > times[0] and _seeks_before(path, targets[0])
     with _opened(path) as (container, stream):

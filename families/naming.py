@@ -17,19 +17,12 @@ from .spec import Rename
 
 @dataclass(frozen=True)
 class Stack:
-    """One original name and what it stands for.
-
-    Args:
-        original: name in the original layout.
-        members: diffusers names whose tensors lie below each other in it, in this order; mostly one.
-        proportions: relative heights of the members.
-        swap_halves: dim 0 is [a | b] in one layout and [b | a] in the other.
-    """
+    """One original name and what it stands for."""
 
     original: str
-    members: tuple[str, ...]
-    proportions: tuple[int, ...]
-    swap_halves: bool
+    members: tuple[str, ...]  # diffusers names whose tensors lie below each other in it, in this order; mostly one
+    proportions: tuple[int, ...]  # relative heights of the members
+    swap_halves: bool  # dim 0 is [a | b] in one layout and [b | a] in the other
 
     def rows(self, num_rows: int) -> dict[str, tuple[int, int]]:
         """Start and end row of every member in a stack of num_rows rows.

@@ -27,68 +27,55 @@ SELF_ATTENTION_PATCHES = ("attn1_patch", "attn1_output_patch")
 class Follows:
     """Where the blocks of a side list belong: each on the device of the main block it adds to.
 
-    Args:
-        main: the block list that is followed.
-        mapping: attribute of the model, a dict {index in main: index in the side list}. A side block runs right after
-            its main block, and its result is added to that block's output.
+    A side block runs right after its main block, and its result is added to that block's output.
     """
 
-    main: str
-    mapping: str
+    main: str  # the block list that is followed
+    mapping: str  # attribute of the model, a dict {index in main: index in the side list}
 
 
 @dataclass(frozen=True)
 class NativeModel:
     """How one of ComfyUI's own model classes is laid out. Fully qualified names count from the diffusion model.
 
-    Args:
-        class_name, module: e.g. "Flux", defined in "comfy.ldm.flux.model".
-        block_lists: ModuleLists or ModuleDicts in execution order; a name that is neither is itself one block.
-        tail: modules after the last block, which stay at home; those that a build does not have are ignored. A
-            ModuleList stands for its members.
-        note: what a reader should know, in a sentence.
-        transport: "stream": activations may stay on a card until the next card's first block. "relay": every foreign
-            block's output goes home. In both the last block's output goes home, since some tails mix free parameters
-            with it.
-        replace_keys: name in the keys (name, index) of patches_replace["dit"] -> block list that index counts in.
-        control_keys: keys of the `control` dict whose lists are read between blocks (UNets pop, others index).
-        patches_between: name in transformer_options["patches"] that the class calls between two blocks -> the keys of
-            the dict it passes that hold tensors, the stream first; the others are at home. () for a patch that is
-            called with positional tensors.
-        patches_inside: names that are called inside blocks. Such a patch sees tensors on the block's card, and tensors
-            that it captured do not follow by themselves.
-        hooks_children: blocks are never called as modules; a function walks their children, which are hooked instead.
-        follows: block list -> the list whose devices it takes. Its blocks are not placed themselves.
-        optional: block lists that not every build of the class has.
-        is_sequential: micro-batches must not run interleaved though the class streams, as where every block gets fresh
-            tensors from home.
-        passed_by: names of arguments and dict keys that are not entered when tensors are moved: the class, its blocks
-            and user patches share and change these objects.
-        refusal: why this class cannot be split at all; "" where it can.
-        text_modules, sample_modules: fnmatch patterns, relative to a block, of the linears that run over text tokens
-            only and of those that see one vector per sample; for estimates of computing time.
-        is_derived: the row was written for a base class of which this class replaces methods. Nobody read those, so
-            its first forward should be watched like an unknown class's.
+    transport: with "stream" activations may stay on a card until the next card's first block. With "relay" every
+    foreign block's output goes home. In both the last block's output goes home, since some tails mix free parameters
+    with it.
     """
 
-    class_name: str
-    module: str
+    class_name: str  # e.g. "Flux"
+    module: str  # where it is defined, e.g. "comfy.ldm.flux.model"
+    # ModuleLists or ModuleDicts in execution order; a name that is neither is itself one block.
     block_lists: tuple[str, ...]
+    # Modules after the last block, which stay at home; those that a build does not have are ignored. A ModuleList
+    # stands for its members.
     tail: tuple[str, ...]
-    note: str
+    note: str  # what a reader should know, in a sentence
     transport: Transport = "stream"
+    # Name in the keys (name, index) of patches_replace["dit"] -> block list that index counts in.
     replace_keys: Mapping[str, str] = field(default_factory=dict)
-    control_keys: tuple[str, ...] = ()
+    control_keys: tuple[str, ...] = ()  # of the `control` dict, whose lists are read between blocks
+    # Name in transformer_options["patches"] that the class calls between two blocks -> the keys of the dict it passes
+    # that hold tensors, the stream first; the others are at home. () for a patch called with positional tensors.
     patches_between: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # Names that are called inside blocks. Such a patch sees tensors on the block's card; those that it captured do not
+    # follow by themselves.
     patches_inside: tuple[str, ...] = ()
-    hooks_children: bool = False
+    hooks_children: bool = False  # blocks are never called; a function walks their children, which are hooked instead
+    # Block list -> the list whose devices it takes. Its blocks are not placed themselves.
     follows: Mapping[str, Follows] = field(default_factory=dict)
-    optional: tuple[str, ...] = ()
-    is_sequential: bool = False
+    optional: tuple[str, ...] = ()  # block lists that not every build of the class has
+    is_sequential: bool = False  # micro-batches must not run interleaved, as where blocks get fresh tensors from home
+    # Names of arguments and dict keys that are not entered when tensors are moved: the class, its blocks and user
+    # patches share and change these objects.
     passed_by: tuple[str, ...] = ("transformer_options", "control")
-    refusal: str = ""
+    refusal: str = ""  # why this class cannot be split at all
+    # Patterns, relative to a block, of the linears that run over text tokens only and of those that see one vector per
+    # sample; for estimates of computing time.
     text_modules: tuple[str, ...] = ("*txt_*", "*context_block*", "*add_?_proj*", "*to_add_out*")
     sample_modules: tuple[str, ...] = ("*mod*", "*adaLN*", "*adaln*", "*_mod.*")
+    # The row was written for a base class of which this class replaces methods. Nobody read those, so its first forward
+    # should be watched like an unknown class's.
     is_derived: bool = False
 
     def __post_init__(self) -> None:
