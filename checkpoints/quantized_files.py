@@ -177,47 +177,41 @@ def _find_scales(path: Path, records: Mapping[str, TensorRecord]) -> dict[str, T
 
 def _checked(path: Path, record: TensorRecord, found: LayerFormat | None) -> TensorRecord:
     """The record with its rotation, if weight, scale and what the file says of them agree."""
-    if found and record.dtype != _STORED_TYPES[found.name]:
-        raise ValueError(
-            f"{path} says that {record.key} is {found.name}, and it is {TYPE_NAMES.get(record.dtype, record.dtype)}; "
-            f"{_WHAT_WORKS}"
-        )
+    fault = _format_fault(record, found) or (record.scale and _scale_fault(record, record.scale))
+    if fault:
+        raise ValueError(f"{path} {fault}; {_WHAT_WORKS}")
+    return replace(record, convrot=found.convrot) if found else record
+
+
+def _format_fault(record: TensorRecord, found: LayerFormat | None) -> str:
+    key, kind = record.key, TYPE_NAMES.get(record.dtype, record.dtype)
     if record.dtype == "I8" and not (found and record.scale):
         lacks = "no scale" if found or not record.scale else "nothing that names its format"
-        raise ValueError(f"{path} holds the int8 tensor {record.key} and {lacks} for it; {_WHAT_WORKS}")
-    if found and not record.scale:
-        raise ValueError(f"{path} says that {record.key} is {found.name}, but has no scale for it; download it again")
-    if record.scale:
-        _check_scale(path, record, record.scale)
-    if found and found.convrot:
-        _check_convrot(path, record, found.convrot)
-        return replace(record, convrot=found.convrot)
-    return record
-
-
-def _check_scale(path: Path, record: TensorRecord, scale: TensorRecord) -> None:
-    if not record.is_quantized:
-        raise ValueError(f"{path} has the scale {scale.key}, but {record.key} is {record.dtype} and not in 8 bits")
-    if scale.dtype not in FLOAT_TYPES:
-        raise ValueError(
-            f"{path} holds quantized weights in mxfp8 or another format with scales in {scale.dtype} ({scale.key}); "
-            f"{_WHAT_WORKS}"
-        )
-    num_rows = record.shape[0] if record.shape else 1
-    fitting = ((), (1,), (1, 1), (num_rows,), (num_rows, *(1,) * (len(record.shape) - 1)))
-    if scale.shape not in fitting:
-        raise ValueError(
-            f"{path}: the scale {scale.key} is {list(scale.shape)} for a weight of {list(record.shape)}; {_WHAT_WORKS}"
-        )
-
-
-def _check_convrot(path: Path, record: TensorRecord, block: int) -> None:
+        return f"holds the int8 tensor {key} and {lacks} for it"
+    if not found:
+        return ""
+    if record.dtype != _STORED_TYPES[found.name]:
+        return f"says that {key} is {found.name}, and it is {kind}"
+    if not record.scale:
+        return f"says that {key} is {found.name}, but has no scale for it"
+    block = found.convrot
     is_power = block >= 4 and block & (block - 1) == 0 and block.bit_length() % 2 == 1
-    if not is_power or len(record.shape) != 2 or record.shape[1] % block:
-        raise ValueError(
-            f"{path} says that {record.key} {list(record.shape)} is rotated in blocks of {block}; blocks are powers of "
-            "4 that divide the second size"
-        )
+    if block and (not is_power or len(record.shape) != 2 or record.shape[1] % block):
+        shape = list(record.shape)
+        return f"says that {key} {shape} is rotated in blocks of {block}; blocks are powers of 4 that divide the second size"
+    return ""
+
+
+def _scale_fault(record: TensorRecord, scale: TensorRecord) -> str:
+    if not record.is_quantized:
+        return f"has the scale {scale.key}, but {record.key} is {record.dtype} and not in 8 bits"
+    if scale.dtype not in FLOAT_TYPES:
+        return f"holds quantized weights in mxfp8 or another format with scales in {scale.dtype} ({scale.key})"
+    num_rows = record.shape[0] if record.shape else 1
+    if scale.shape not in ((), (1,), (1, 1), (num_rows,), (num_rows, *(1,) * (len(record.shape) - 1))):
+        weight = list(record.shape)
+        return f"has an unknown format: the scale {scale.key} is {list(scale.shape)} for a weight of {weight}"
+    return ""
 
 
 def stays_in_8_bits(record: TensorRecord, can_take: Callable[[torch.dtype], bool]) -> bool:

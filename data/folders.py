@@ -32,6 +32,7 @@ from .video import CLIP_SUFFIXES, ClipInfo, is_clip, probe_clip, sequence_files
 _log = logging.getLogger(__name__)
 _S = TypeVar("_S")
 _T = TypeVar("_T")
+_Cuts = tuple[tuple[int, ...], ...]
 
 _SUFFIXES = (*IMAGE_SUFFIXES, *CLIP_SUFFIXES)
 _MASK_END = "_mask"
@@ -50,7 +51,7 @@ class _Picture:
     caption: str | None  # None without a caption file
     problems: tuple[str, ...]
     clip: ClipInfo | None = None
-    cuts: tuple[tuple[int, ...], ...] = ((),)  # the frames of each sample that is made of a clip
+    cuts: _Cuts = ((),)  # the frames of each sample that is made of a clip
 
     def samples(self, buckets: Sequence[tuple[int, int]]) -> list[Sample]:
         """One, or one per window of a clip."""
@@ -211,8 +212,7 @@ def _inspect(path: Path, mask: Path | None, plan: ClipPlan, latent: LatentSpec) 
             problems.append(str(error))
             return None
 
-    clip = attempt(lambda file: _read_clip(file, latent), path)
-    cuts = attempt(lambda file: _cut_clip(file, clip, plan), path)
+    clip, cuts = attempt(lambda file: _read_clip(file, plan, latent), path) or (None, ((),))
     size = clip.size if clip else None if problems else attempt(read_size, path)
     caption = attempt(_read_caption, _caption_file(path))
     mask_size = attempt(_read_mask_size, mask) if mask else None
@@ -221,30 +221,27 @@ def _inspect(path: Path, mask: Path | None, plan: ClipPlan, latent: LatentSpec) 
             f"{mask}: is {mask_size[1]}x{mask_size[0]}, but its image is {size[1]}x{size[0]}; "
             "a mask needs the shape of its image"
         )
-    return _Picture(path, mask, size, caption, tuple(problems), clip, cuts or ((),))
+    return _Picture(path, mask, size, caption, tuple(problems), clip, cuts)
 
 
-def _read_clip(path: Path, latent: LatentSpec) -> ClipInfo | None:
-    """None for an image. For a model that makes images, an animation is its first frame, unless its name says video.
+def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo | None, _Cuts]:
+    """What the clip is, and the frames of each sample made of it; None and one sample without frames for an image.
+
+    For a model that makes images, an animation is its first frame, unless its name says video.
 
     Raises: ValueError naming a clip that cannot be used.
     """
     is_by_name = path.is_dir() or path.suffix.lower() in CLIP_SUFFIXES
     if not (is_by_name or latent.is_video) or not is_clip(path):
-        return None
+        return None, ((),)
     if not latent.is_video:
         raise ValueError(
             f"{path}: is a clip, but this model makes images only; save the frames you want as images, or take it out "
             "of the dataset"
         )
-    return probe_clip(path)
-
-
-def _cut_clip(path: Path, clip: ClipInfo | None, plan: ClipPlan) -> tuple[tuple[int, ...], ...]:
-    if clip is None:
-        return ((),)
+    clip = probe_clip(path)
     try:
-        return tuple(plan.cut(clip))
+        return clip, tuple(plan.cut(clip))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
