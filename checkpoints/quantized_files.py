@@ -197,8 +197,8 @@ def _format_fault(record: TensorRecord, found: LayerFormat | None) -> str:
     block = found.convrot
     is_power = block >= 4 and block & (block - 1) == 0 and block.bit_length() % 2 == 1
     if block and (not is_power or len(record.shape) != 2 or record.shape[1] % block):
-        shape = list(record.shape)
-        return f"says that {key} {shape} is rotated in blocks of {block}; blocks are powers of 4 that divide the second size"
+        what = f"{key} {list(record.shape)} is rotated in blocks of {block}"
+        return f"says that {what}; blocks are powers of 4 that divide the second size"
     return ""
 
 

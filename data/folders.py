@@ -91,7 +91,7 @@ def scan_folders(config: DataConfig, latent: LatentSpec, should_stop: Callable[[
             samples += picture.samples(buckets) * folder.repeats
     for names, message in _doubts(pictures, samples, plan):
         if names:
-            _log.warning("%d %s", len(names), message.format(names=_names(names)))
+            _log.warning("%d %s", len(names), message)
     _refuse_masks_outside(samples, latent, ask)
     return samples
 
@@ -295,38 +295,44 @@ def _kinds(pictures: Sequence[_Picture]) -> str:
 
 
 def _doubts(pictures: Sequence[_Picture], samples: Sequence[Sample], plan: ClipPlan) -> Iterator[tuple[list[str], str]]:
-    """What may not be meant: the files' names, if any, and what to say of them behind their number."""
+    """What may not be meant: the names it is about, if any, and what to say behind their number."""
     total, kinds = len(pictures), _kinds(pictures)
+    found = [p.path.name for p in pictures if p.caption is None]
     yield (
-        [p.path.name for p in pictures if p.caption is None],
-        f"of {total} {kinds} have no caption file and are trained with an empty caption: {{names}}; "
+        found,
+        f"of {total} {kinds} have no caption file and are trained with an empty caption: {_names(found)}; "
         "write the caption of name.png into name.txt",
     )
+    found = [str(_caption_file(p.path)) for p in pictures if p.caption == ""]
     yield (
-        [str(_caption_file(p.path)) for p in pictures if p.caption == ""],
+        found,
         f"of {total} caption files are empty, as a full disk leaves them, and their images are trained with an empty "
-        "caption: {names}; write the captions anew, or delete the files if no caption is meant",
+        f"caption: {_names(found)}; write the captions anew, or delete the files if no caption is meant",
     )
+    found = _shared_captions(pictures)
     yield (
-        _shared_captions(pictures),
-        "caption files are each the caption of several: {names}; give each image or clip a name of its own",
+        found,
+        f"caption files are each the caption of several: {_names(found)}; give each image or clip a name of its own",
     )
     sizes = {str(p.path): p.size or (0, 0) for p in pictures}
-    small = dict.fromkeys(s.path for s in samples if _is_smaller(sizes[s.path], s.resize))
+    found = [Path(path).name for path in dict.fromkeys(s.path for s in samples if _is_smaller(sizes[s.path], s.resize))]
     yield (
-        [Path(path).name for path in small],
-        f"of {len(sizes)} images are smaller than the size they are trained at and are upscaled: {{names}}; "
+        found,
+        f"of {len(sizes)} images are smaller than the size they are trained at and are upscaled: {_names(found)}; "
         "lower data.resolutions or use larger images",
     )
     clips = [(p.path.name, p.clip) for p in pictures if p.clip]
+    found = [name for name, clip in clips if is_slower(clip, plan.fps)]
     yield (
-        [name for name, clip in clips if is_slower(clip, plan.fps)],
-        f"of {len(clips)} clips have fewer than {plan.fps or 0:g} frames per second, so frames come twice: {{names}}; "
-        'set data.fps to theirs, or to "source"',
+        found,
+        f"of {len(clips)} clips have fewer than {plan.fps or 0:g} frames per second, so frames come twice: "
+        f'{_names(found)}; set data.fps to theirs, or to "source"',
     )
+    found = [name for name, clip in clips if clip.is_hdr]
     yield (
-        [name for name, clip in clips if clip.is_hdr],
-        f"of {len(clips)} clips are HDR and look washed out as they are read: {{names}}; convert them to SDR first",
+        found,
+        f"of {len(clips)} clips are HDR and look washed out as they are read: {_names(found)}; convert them to SDR "
+        "first",
     )
 
 

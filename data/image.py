@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .open_image import opened
+from .open_image import broken_image, opened
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
@@ -57,12 +57,12 @@ def open_image(path: str | Path) -> PilImage:
 
     Raises: ValueError naming the file if it cannot be read as an image.
     """
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
     try:
         with opened(path) as file:
             return to_rgb(ImageOps.exif_transpose(file))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG chunk
+    except broken_image() as error:
         raise ValueError(
             f"{path} cannot be read as an image ({error}); repair it or take it out of the dataset"
         ) from error
@@ -84,8 +84,6 @@ def read_size(path: Path) -> tuple[int, int]:
 
     Raises: ValueError naming the file if it is broken.
     """
-    from PIL import Image
-
     try:
         with opened(path) as image:
             width, height = image.size
@@ -93,7 +91,7 @@ def read_size(path: Path) -> tuple[int, int]:
             image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
             image.load()
             is_turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    except broken_image() as error:
         raise ValueError(f"{path}: cannot be read as an image ({error})") from error
     return (width, height) if is_turned else (height, width)
 

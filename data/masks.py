@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .open_image import opened
+from .open_image import broken_image, opened
 from .samples import Sample
 
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ def read_mask(path: Path) -> torch.Tensor:
     Raises: ValueError naming the file if it is broken.
     """
     import numpy as np
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
     try:
         with opened(path) as file:
             image: PilImage = ImageOps.exif_transpose(file)
             is_16_bit = image.mode.startswith("I")
             values = np.asarray(image if is_16_bit else image.convert("L"), dtype=np.float32)
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    except broken_image() as error:
         raise ValueError(f"{path}: cannot be read as a mask ({error})") from error
     return torch.from_numpy(values / (65535 if is_16_bit else 255))

@@ -31,7 +31,7 @@ import torch
 from ..checkpoints.fingerprint import file_fingerprint, settings_fingerprint
 from ..system.listing import Looked
 from .image import IMAGE_SUFFIXES, ImageRequest, cut_out, open_image, read_pixels, read_size, to_rgb
-from .open_image import opened, refuse_too_large
+from .open_image import broken_image, opened, refuse_too_large
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
@@ -66,8 +66,6 @@ def is_clip(path: Path) -> bool:
 
     An image that cannot be opened is none; whoever reads it says why.
     """
-    from PIL import Image
-
     if path.is_dir() or path.suffix.lower() in CONTAINER_SUFFIXES:
         return True
     if path.suffix.lower() not in ANIMATION_SUFFIXES:
@@ -75,7 +73,7 @@ def is_clip(path: Path) -> bool:
     try:
         with opened(path) as file:
             return getattr(file, "n_frames", 1) > 1
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError):
+    except broken_image():
         return False
 
 
@@ -90,7 +88,7 @@ def probe_clip(path: Path) -> ClipInfo:
     with _naming(path):
         if path.is_dir():
             return _probe_sequence(path)
-        return _probe_animation(path) if _is_animation(path) else _probe_container(path)
+        return _probe_animation(path) if path.suffix.lower() in ANIMATION_SUFFIXES else _read_track(path)[1]
 
 
 def read_frames(request: ImageRequest) -> torch.Tensor:
@@ -104,9 +102,8 @@ def read_frames(request: ImageRequest) -> torch.Tensor:
     pixels = np.empty((len(wanted), *request.crop[2:], 3), dtype=np.uint8)
     with _naming(path):
         found = 0
-        for image in _images(path, wanted):
-            pixels[found] = cut_out(image, request)
-            found += 1
+        for found, image in enumerate(_images(path, wanted), 1):
+            pixels[found - 1] = cut_out(image, request)
         if found < len(wanted):
             raise ValueError(f"it ends before its frame {wanted[found] + 1}")
     order = [wanted.index(frame) for frame in request.frames]  # slow sources show a frame more than once
@@ -139,26 +136,21 @@ def _natural(name: str) -> list[Any]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.findall(r"[0-9]+|[^0-9]+", name)]
 
 
-def _is_animation(path: Path) -> bool:
-    return path.suffix.lower() in ANIMATION_SUFFIXES
-
-
 def _images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
     """The wanted frames in RGB, upright, in rising order; fewer if the clip ends before."""
     if path.is_dir():
         files = sequence_files(path)
         return (open_image(files[index]) for index in wanted if index < len(files))
-    return _animation_images(path, wanted) if _is_animation(path) else _container_images(path, wanted)
+    is_animation = path.suffix.lower() in ANIMATION_SUFFIXES
+    return _animation_images(path, wanted) if is_animation else _container_images(path, wanted)
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
     """Say which file it was, and what would help."""
-    from PIL import Image
-
     try:
         yield
-    except (ValueError, OSError, EOFError, SyntaxError, Image.DecompressionBombError) as error:
+    except broken_image() as error:
         if str(error).startswith(str(path)):  # an image inside a folder says its own name
             raise
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -321,10 +313,6 @@ def _read_vint(file: BinaryIO) -> int | None:
     num_bytes = 9 - first[0].bit_length()
     value = int.from_bytes(bytes([first[0] & (0xFF >> num_bytes)]) + file.read(num_bytes - 1), "big")
     return None if value == (1 << (7 * num_bytes)) - 1 else value
-
-
-def _probe_container(path: Path) -> ClipInfo:
-    return _read_track(path)[1]
 
 
 def _read_track(path: Path) -> tuple[list[int], ClipInfo]:
