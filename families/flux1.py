@@ -90,9 +90,8 @@ def make_inputs(
 
     Args:
         latents: noisy, [B, C, 1, H, W]; each 2x2 patch becomes one token of 4 * C.
-        sigma: noise level in 0..1; the model multiplies by 1000 itself. [B]
+        sigma, guidance: the model multiplies both by 1000 itself.
         text: prompt_embeds [B, S, D] and pooled_prompt_embeds [B, D].
-        guidance: embedded guidance, which the model multiplies by 1000 itself; None where it has no such input.
     """
     batch, _, frames, height, width = latents.shape
     assert frames == 1, f"FLUX.1 makes images; these latents have {frames} frames"

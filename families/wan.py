@@ -155,10 +155,8 @@ def make_inputs(
 
     Args:
         latents: noisy, [B, C, F, H, W]; H and W even.
-        sigma: noise level in 0..1. [B]
         text: prompt_embeds [B, S, D]; for image-to-video also image_condition, as encode_condition makes it, or the
             clean first_latents [B, C, 1, H, W].
-        guidance: None; Wan has no such input.
     """
     assert guidance is None, "Wan has no guidance input"
     if "image_condition" in text:

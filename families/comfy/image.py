@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from .native import SELF_ATTENTION_PATCHES, NativeModel
+from .native import NativeModel
+
+_SELF_ATTENTION = ("attn1_patch", "attn1_output_patch")
 
 FLUX = NativeModel(
     class_name="Flux",
@@ -13,18 +15,14 @@ FLUX = NativeModel(
     tail=("final_layer",),
     replace_keys={"double_block": "double_blocks", "single_block": "single_blocks"},
     control_keys=("input", "output"),
-    patches_inside=SELF_ATTENTION_PATCHES,
+    patches_inside=_SELF_ATTENTION,
     note="FLUX.1 and FLUX.2; FLUX.2 passes modulation as dataclasses, and blocks change img and txt in place",
 )
 
-CHROMA = NativeModel(
+CHROMA = dataclasses.replace(
+    FLUX,
     class_name="Chroma",
     module="comfy.ldm.chroma.model",
-    block_lists=("double_blocks", "single_blocks"),
-    tail=("final_layer",),
-    replace_keys={"double_block": "double_blocks", "single_block": "single_blocks"},
-    control_keys=("input", "output"),
-    patches_inside=SELF_ATTENTION_PATCHES,
     is_sequential=True,
     note="each block gets fresh slices of the modulation from home; skip_mmdit and skip_dit may leave blocks out",
 )
@@ -107,13 +105,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
             "middle_block_after_patch": ("h", "x", "emb", "context", "y", "timesteps"),
             "output_block_patch": (),
         },
-        patches_inside=(
-            "attn1_patch",
-            "attn1_output_patch",
-            "middle_patch",
-            "attn2_patch",
-            "attn2_output_patch",
-        ),
+        patches_inside=(*_SELF_ATTENTION, "middle_patch", "attn2_patch", "attn2_output_patch"),
         hooks_children=True,
         optional=("middle_block",),
         note="skips of the way down are joined on the way up; a control that does not fit is skipped without an error",
@@ -166,7 +158,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         module="comfy.ldm.krea2.model",
         block_lists=("blocks",),
         tail=("last",),
-        patches_inside=SELF_ATTENTION_PATCHES,
+        patches_inside=_SELF_ATTENTION,
         note="the text fusion's own blocks stay at home",
     ),
     NativeModel(

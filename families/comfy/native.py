@@ -20,8 +20,6 @@ from typing import Literal
 
 Transport = Literal["stream", "relay"]
 
-SELF_ATTENTION_PATCHES = ("attn1_patch", "attn1_output_patch")
-
 
 @dataclass(frozen=True)
 class Follows:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from .native import SELF_ATTENTION_PATCHES, Follows, NativeModel
+from .image import FLUX
+from .native import Follows, NativeModel
 
 WAN_MODEL = NativeModel(
     class_name="WanModel",
@@ -109,14 +110,10 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         note="see refusal",
     ),
     WAN_CAUSAL,
-    NativeModel(
+    dataclasses.replace(
+        FLUX,
         class_name="HunyuanVideo",
         module="comfy.ldm.hunyuan_video.model",
-        block_lists=("double_blocks", "single_blocks"),
-        tail=("final_layer",),
-        replace_keys={"double_block": "double_blocks", "single_block": "single_blocks"},
-        control_keys=("input", "output"),
-        patches_inside=SELF_ATTENTION_PATCHES,
         note="HunyuanVideo 1 and 1.5, and HunyuanImage; the token refiner's own blocks stay at home",
     ),
     LTXV,

@@ -23,7 +23,7 @@ _HOLD = """
 import runpy, sys, time
 runpy.run_path(sys.argv[1])["load_pack"]()
 from pathlib import Path
-from devicebridge.training.run_lock import run_lock
+from devicebridge.jobs.run_lock import run_lock
 with run_lock(Path(sys.argv[2])):
     print("held", flush=True)
     time.sleep(600)

@@ -178,7 +178,7 @@ def test_cancel_ends_the_look_through_a_folder(
     nodes: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pressed while images are read: none but the first of 50 is inspected after it."""
-    from devicebridge.data import samples as data
+    from devicebridge.data import folders as data
 
     folder = _image_folder(host.root / "input" / "dogs")
     for number in range(50):
