@@ -9,7 +9,8 @@ from math import prod
 import torch
 from torch import nn
 
-from .checkpoints.checkpoint import CheckpointInfo, load_transformer
+from .checkpoints.checkpoint import CheckpointInfo
+from .checkpoints.load import load_transformer
 from .checkpoints.quantized_cache import load_through_cache
 from .execution import ExecutionPlan
 from .families.spec import ModelFamily

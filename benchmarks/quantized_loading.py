@@ -32,12 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
-from devicebridge.checkpoints.checkpoint import (  # noqa: E402
-    CheckpointInfo,
-    load_transformer,
-    make_empty_transformer,
-    read_checkpoint,
-)
+from devicebridge.checkpoints.checkpoint import CheckpointInfo, read_checkpoint  # noqa: E402
+from devicebridge.checkpoints.load import load_transformer, make_empty_transformer  # noqa: E402
 from devicebridge.checkpoints.quantized_cache import load_through_cache  # noqa: E402
 from devicebridge.parallel.devices import available_devices, release_cached_memory, synchronize  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names, parameter_bytes, plan_placement  # noqa: E402

@@ -1,88 +1,73 @@
-"""The header of a safetensors file: names, shapes and types of its tensors, read without touching the weights.
+"""The header of a safetensors file, checked: names, shapes and types of its tensors, read without touching the weights.
 
-A file is 8 bytes of header length, the header as JSON, then the data. Whatever is not such a file, or holds weights we
-cannot train on, is refused here by what it is, so that a user who picked the wrong file reads which one it was.
+A file is 8 bytes of header length, the header as JSON, then the tensors without a gap between them. What breaks one of
+these rules is refused with the file's name, and a file of another kind by what it is.
 """
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import IO, Any, NamedTuple
 
-from .file_header import read_file_header
+from ..system.json_file import expect, parse_json_object, read_json_object
 
-# Types a frozen base can be read from, as safetensors spells them; in the second list a number needs a scale, or is one
-# of a plain cast.
+AGAIN = "download it again"  # what helps against a damaged file that was made elsewhere
+FILE_ENDINGS = (".safetensors", ".sft")
+# Types a frozen base can be read from, as safetensors spells them. Numbers of the second list have a scale, or come
+# from a plain cast.
 FLOAT_TYPES = ("BF16", "F16", "F32", "F64")
 EIGHT_BIT_TYPES = ("F8_E4M3", "F8_E5M2", "I8")
-FILE_ENDINGS = (".safetensors", ".sft")
 
-# What the first bytes say about files that are called safetensors and are not.
-_MAGIC = (
-    (b"GGUF", "a GGUF file; GGUF is not supported, use the bf16 safetensors file"),
-    (b"PK\x03\x04", "a pickle (saved by torch.save); pickles are not read, convert it to safetensors"),
-    (b"\x80\x02", "a pickle (saved by torch.save); pickles are not read, convert it to safetensors"),
-    (b"version https://git-lfs", "a Git LFS pointer, not the file itself; fetch it with git lfs pull"),
-    (b"<!DOCTYPE", "a web page, not the file itself; download it again"),
-    (b"<html", "a web page, not the file itself; download it again"),
-)
-_ENDINGS = {
-    ".gguf": "is a GGUF file; GGUF is not supported, use the bf16 safetensors file",
-    ".ckpt": "is a pickle; pickles are not read, convert it to safetensors",
-    ".pt": "is a pickle; pickles are not read, convert it to safetensors",
-    ".pth": "is a pickle; pickles are not read, convert it to safetensors",
-    ".bin": "is a pickle; pickles are not read, convert it to safetensors",
+_LENGTH_BYTES = 8  # little-endian
+_LARGEST_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
+_NUM_BYTES = {  # of one element; of types that are not listed (4 and 6 bits) sizes are not checked
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+_GGUF = "a GGUF file; GGUF is not supported, use the bf16 safetensors file"
+_PICKLE = "a pickle; pickles are not read, convert it to safetensors"
+_SAVED = "a pickle (saved by torch.save); pickles are not read, convert it to safetensors"
+_WEB_PAGE = f"a web page, not the file itself; {AGAIN}"
+_ENDINGS = {".gguf": _GGUF, ".ckpt": _PICKLE, ".pt": _PICKLE, ".pth": _PICKLE, ".bin": _PICKLE}
+_FIRST_BYTES = {  # of files that are called safetensors and are not
+    b"GGUF": _GGUF,
+    b"PK\x03\x04": _SAVED,
+    b"\x80\x02": _SAVED,
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself; fetch it with git lfs pull",
+    b"<!DOCTYPE": _WEB_PAGE,
+    b"<html": _WEB_PAGE,
 }
 
-_LORA_NAME = re.compile(r"(\.|_)(lora_A|lora_down|lora\.down|hada_w1_a|lokr_w1|lokr_w1_a|oft_blocks)(\.|$)")
-# First match wins; each names what the file is, and the pattern of the names that tell.
-_OTHER_KINDS = tuple(
-    (what, re.compile(pattern))
-    for what, pattern in (
-        ("a Stable Diffusion checkpoint (UNet)", r"(^|\.)(input_blocks|output_blocks|down_blocks\.\d+\.resnets)\."),
-        ("a ControlNet", r"^(controlnet_|control_model\.|input_hint_block\.)"),
-        (
-            "a VAE",
-            r"^(vae\.|first_stage_model\.)?(encoder|decoder)\."
-            r"(conv_in|conv1|down|up|down_blocks|up_blocks|downsamples|upsamples)\.",
-        ),
-        (
-            "a text encoder",
-            r"^(text_model|text_projection|encoder\.block|shared|token_embedding|(language_model\.)?model\.layers"
-            r"|(language_model\.)?model\.embed_tokens|model\.language_model)\.",
-        ),
-        ("an image encoder", r"^(vision_model|visual)\."),
-    )
-)
+
+class TensorEntry(NamedTuple):
+    """One tensor of a file: its type as safetensors spells it, and its bytes, counted from the data's start."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Where one tensor lies and what it is.
-
-    Args:
-        file, key: of the tensor that is read.
-        shape: after rows were cut out.
-        dtype: as safetensors spells it, e.g. "BF16".
-        rows: start and end of the rows that are taken; None for all.
-        swap_halves: whether the two halves of dim 0 change places.
-        scale: of an 8-bit tensor: what it is multiplied by, one number or one per row; None for 1.
-        rotation: of an 8-bit tensor: block of the rotation (quantization/eight_bit.py) it was rounded after, 0 for
-        none. convrot: the same for ComfyUI's rotation, whose matrix is another.
-    """
+    """Where one tensor lies and what it is."""
 
     file: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-    rows: tuple[int, int] | None = None
-    swap_halves: bool = False
+    key: str  # its name in the file
+    shape: tuple[int, ...]  # after rows were cut out
+    dtype: str  # as safetensors spells it, e.g. "BF16"
+    rows: tuple[int, int] | None = None  # start and end of the rows that are taken
+    swap_halves: bool = False  # whether the two halves of dim 0 change places
+    # Of an 8-bit tensor: what it is multiplied by, one number or one per row; None for 1.
     scale: TensorRecord | None = None
-    rotation: int = 0
-    convrot: int = 0
+    rotation: int = 0  # block of the rotation (quantization/eight_bit.py) it was rounded after, 0 for none
+    convrot: int = 0  # the same for ComfyUI's rotation, whose matrix is another
 
     @property
     def is_quantized(self) -> bool:
@@ -100,46 +85,102 @@ class TensorRecord:
 
 
 @dataclass(frozen=True)
-class Header:
-    """What a file says about its tensors, by name, and about itself."""
+class FileHeader:
+    """What a safetensors file says of itself."""
 
-    tensors: dict[str, TensorRecord]
-    metadata: dict[str, str]
+    file: Path
+    tensors: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str]
+    text: bytes  # the header as it is in the file
+    data_start: int  # the position of the first tensor's bytes
+
+    def records(self) -> dict[str, TensorRecord]:
+        """Every tensor by its name."""
+        return {key: TensorRecord(self.file, key, entry.shape, entry.dtype) for key, entry in self.tensors.items()}
 
 
-def read_header(file: Path) -> Header:
-    """The tensors of one safetensors file by name, and its metadata.
+def read_header(file: Path) -> FileHeader:
+    """The header of a file of weights.
 
     Raises: ValueError if it is something else, cut short or damaged; it says what was found.
     """
     if file.suffix in _ENDINGS:
-        raise ValueError(f"{file} {_ENDINGS[file.suffix]}")
+        raise ValueError(f"{file} is {_ENDINGS[file.suffix]}")
     if not file.is_file():
         raise ValueError(f"{file} is no file of weights; give a .safetensors file")
     with open(file, "rb") as stream:
         start = stream.read(64)
-        for magic, what in _MAGIC:
-            if start.startswith(magic):
+        for first_bytes, what in _FIRST_BYTES.items():
+            if start.startswith(first_bytes):
                 raise ValueError(f"{file} is {what}")
         stream.seek(0)
-        found = read_file_header(stream)
-    records = {key: TensorRecord(file, key, entry.shape, entry.dtype) for key, entry in found.tensors.items()}
-    return Header(records, dict(found.metadata))
+        return read_file_header(stream)
 
 
-def refuse_lora(path: Path, records: Mapping[str, TensorRecord]) -> None:
-    """Raises: ValueError if these are the tensors of a LoRA."""
-    found = [match for match in map(_LORA_NAME.search, records) if match]
-    if found:
+def read_file_header(stream: IO[bytes], remedy: str = AGAIN) -> FileHeader:
+    """The header of an open safetensors file, from its start.
+
+    Raises: ValueError naming the file if it is something else, cut short or damaged; says what was found.
+    """
+    file, size = str(stream.name), os.path.getsize(stream.name)
+    length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    if size < _LENGTH_BYTES or length > _LARGEST_HEADER_BYTES:
+        raise ValueError(f"{file} ({size} bytes) is not a safetensors file; {remedy}")
+    text = stream.read(length)
+    if len(text) < length:
+        raise ValueError(f"{file} is cut short inside its header: {size} bytes; {remedy}")
+    header = parse_json_object(text, f"{file} is not a safetensors file: its header", remedy)
+    metadata = expect(header.pop("__metadata__", None) or {}, dict, f"{file}: its __metadata__", remedy)
+    for name, value in metadata.items():
+        expect(value, str, f"{file}: {name} of its __metadata__", remedy)
+    tensors = {name: _entry(file, name, entry, remedy) for name, entry in header.items()}
+    _refuse_gaps(file, tensors, size - _LENGTH_BYTES - length, remedy)
+    return FileHeader(Path(file), tensors, metadata, text, _LENGTH_BYTES + length)
+
+
+def _entry(file: str, name: str, entry: Any, remedy: str) -> TensorEntry:
+    try:
+        found = TensorEntry(entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+        numbers = [*found.shape, found.start, found.end]
+        is_sound = isinstance(found.dtype, str) and all(type(each) is int and each >= 0 for each in numbers)
+    except (KeyError, TypeError, IndexError):
+        is_sound = False
+    if not is_sound:
+        raise ValueError(f"{file} is not a safetensors file: its entry {name!r} is malformed; {remedy}")
+    num_bytes = found.end - found.start
+    expected = prod(found.shape) * _NUM_BYTES[found.dtype] if found.dtype in _NUM_BYTES else max(0, num_bytes)
+    if num_bytes != expected:
         raise ValueError(
-            f"{path} is a LoRA file: {len(found)} {found[0][2]} tensors; give the model it belongs to instead"
+            f"{file} is damaged: {name!r} should be {found.dtype} {list(found.shape)}, and has {num_bytes} bytes; "
+            f"{remedy}"
         )
+    return found
 
 
-def describe_other(records: Mapping[str, TensorRecord]) -> str:
-    """What a file of no supported family is, as far as its names tell; "" if they do not."""
-    for what, pattern in _OTHER_KINDS:
-        found = [name for name in records if pattern.search(name)]
-        if found:
-            return f"{what}: {len(found)} tensors such as {found[0]}"
-    return ""
+def _refuse_gaps(file: str, tensors: Mapping[str, TensorEntry], num_data_bytes: int, remedy: str) -> None:
+    end = max((entry.end for entry in tensors.values()), default=0)
+    if end != num_data_bytes:
+        state = "cut short" if end > num_data_bytes else "damaged"
+        raise ValueError(
+            f"{file} is {state}: its header promises {end} bytes of weights and it has {num_data_bytes}; {remedy}"
+        )
+    position = 0
+    for name, entry in sorted(tensors.items(), key=lambda item: item[1][2:]):
+        if entry.start != position:
+            raise ValueError(f"{file} is damaged: {name!r} begins at byte {entry.start}, not {position}; {remedy}")
+        position = entry.end
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name, of an index that lies beside the files.
+
+    Raises: ValueError naming the index if it is no such index, or names a file outside its folder.
+    """
+    found = expect(read_json_object(index).get("weight_map"), dict, f"{index}: weight_map")
+    for name, file in found.items():
+        expect(file, str, f"{index}: the file of {name}")
+        if Path(file).name != file:
+            raise ValueError(f"{index} places {name} in {file!r}, which is no file beside it; {AGAIN}")
+    if not found:
+        raise ValueError(f"{index} has an empty weight_map; {AGAIN}")
+    return found

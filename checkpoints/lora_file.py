@@ -38,6 +38,7 @@ _DIFFUSERS_PREFIX = "transformer."
 _COMFYUI_PREFIX = "lora_unet_"  # of original names with underscores; ComfyUI reads them in every model
 _A, _B, _ALPHA, _DORA = "lora_A.weight", "lora_B.weight", "alpha", "dora_scale"
 _MAGNITUDE = "lora_magnitude_vector"  # what PEFT, and so diffusers, calls dora_scale
+_KINDS = (_A, _B, _ALPHA, _DORA, _MAGNITUDE)  # in the order of a file
 # Spellings other trainers use for the same things.
 _SPELLINGS = {
     "lora_A.default.weight": _A,
@@ -46,7 +47,7 @@ _SPELLINGS = {
     "lora_up.weight": _B,
     _MAGNITUDE: _DORA,
 }
-_SUFFIX = re.compile(rf"^(?P<module>.+)\.(?P<kind>{'|'.join(map(re.escape, (_A, _B, _ALPHA, _DORA, *_SPELLINGS)))})$")
+_SUFFIX = re.compile(rf"^(?P<module>.+)\.(?P<kind>{'|'.join(map(re.escape, (*_KINDS, *_SPELLINGS)))})$")
 
 _Layer = dict[str, torch.Tensor]
 
@@ -56,9 +57,8 @@ def check_original_layout(family: ModelFamily, modules: Iterable[str], dora: boo
 
     Raises: ValueError naming what would have to be trained as well.
     """
-    modules = list(modules)
-    trained = set(modules)
-    for stack in originals_of(modules, family.renames).values():
+    trained = dict.fromkeys(modules)
+    for stack in originals_of(trained, family.renames).values():
         missing = [member for member in stack.members if member not in trained]
         if dora and missing:
             raise ValueError(
@@ -78,19 +78,10 @@ def lora_to_original(
     Returns: tensors of the given types, alphas float32 scalars, in the order of the model.
     Raises: ValueError for DoRA on a part of a stacked layer, or a layer that is not of this family.
     """
-    layers = _group(tensors)
-    _check_ranks(layers, rank)
-    check_original_layout(family, layers, any(_DORA in layer for layer in layers.values()))
     written: dict[str, torch.Tensor] = {}
-    for stack in originals_of(layers, family.renames).values():
-        present = {member: layers[member] for member in stack.members if member in layers}
-        fused = _swap(_fuse(stack, present), stack)
-        prefix = _ORIGINAL_PREFIX + stack.original
-        written[f"{prefix}.{_A}"] = fused[_A].contiguous()
-        written[f"{prefix}.{_B}"] = fused[_B].contiguous()
-        written[f"{prefix}.{_ALPHA}"] = torch.tensor(float(alpha) * len(present), dtype=torch.float32)
-        if _DORA in fused:
-            written[f"{prefix}.{_DORA}"] = fused[_DORA].reshape(-1, 1).contiguous()
+    for name, (layer, count) in _original_layers(family, _group(tensors, rank)).items():
+        layer[_ALPHA] = torch.tensor(float(alpha) * count, dtype=torch.float32)
+        written |= _named(_ORIGINAL_PREFIX + name, layer)
     return written
 
 
@@ -101,16 +92,13 @@ def lora_to_diffusers(
 
     Arguments as lora_to_original.
     """
-    layers = _group(tensors)
-    _check_ranks(layers, rank)
+    layers = _scaled(_group(tensors, rank), alpha / rank)
     originals_of(layers, family.renames)  # refuses layers of another family
     written: dict[str, torch.Tensor] = {}
     for module, layer in layers.items():
-        prefix = _DIFFUSERS_PREFIX + module
-        written[f"{prefix}.{_A}"] = layer[_A].contiguous()
-        written[f"{prefix}.{_B}"] = layer[_B] * (alpha / rank)
         if _DORA in layer:
-            written[f"{prefix}.{_MAGNITUDE}"] = layer[_DORA].reshape(-1).contiguous()
+            layer[_MAGNITUDE] = layer.pop(_DORA).reshape(-1)
+        written |= _named(_DIFFUSERS_PREFIX + module, layer)
     return written
 
 
@@ -131,72 +119,82 @@ def lora_to_both(
     if family.shared_lora_names == "original":
         if any(name.endswith(_DORA) for name in tensors):
             raise ValueError(f'no DoRA of {family.title} is read by both; save with lora_layout = "original"')
-        return _without_alpha(family, tensors, alpha, rank)
+        found = _original_layers(family, _scaled(_group(tensors, rank), alpha / rank))
+        return {
+            key: t for name, (layer, _) in found.items() for key, t in _named(_ORIGINAL_PREFIX + name, layer).items()
+        }
     written = lora_to_diffusers(family, tensors, alpha, rank)
-    unread: dict[str, torch.Tensor] = {}
-    for name, tensor in for_comfyui.items():
-        module, kind = _parse(name)
-        if matches_any(module, family.unread_lora):
-            unread[name] = tensor
-        elif kind == _DORA:
-            stack = originals_of([module], family.renames)
-            scale = _swap({_DORA: tensor.reshape(-1, 1)}, next(iter(stack.values())))  # ComfyUI swaps A and B alone
-            written[f"{_DIFFUSERS_PREFIX}{module}.{_DORA}"] = scale[_DORA].contiguous()
-    for name, tensor in _without_alpha(family, unread, alpha, rank).items():
-        key = name.removeprefix(_ORIGINAL_PREFIX)
-        module, kind = _parse(key)
-        written[f"{_COMFYUI_PREFIX}{module.replace('.', '_')}.{kind}"] = tensor.clone()  # A is in the file twice
+    layers = _scaled(_group(for_comfyui, rank), alpha / rank)
+    unread = {module: layers.pop(module) for module in list(layers) if matches_any(module, family.unread_lora)}
+    for module, layer in layers.items():
+        if _DORA in layer:
+            (stack,) = originals_of([module], family.renames).values()
+            scale = _swap({_DORA: layer[_DORA].reshape(-1, 1)}, stack)  # ComfyUI swaps A and B alone
+            written |= _named(_DIFFUSERS_PREFIX + module, scale)
+    for name, (layer, _) in _original_layers(family, unread).items():
+        copies = {kind: tensor.clone() for kind, tensor in layer.items()}  # A is in the file twice
+        written |= _named(_COMFYUI_PREFIX + name.replace(".", "_"), copies)
     return written
 
 
-def _without_alpha(
-    family: ModelFamily, tensors: Mapping[str, torch.Tensor], alpha: float, rank: int
-) -> dict[str, torch.Tensor]:
-    """As lora_to_original, strength multiplied into B: a file without alpha is applied with strength 1."""
-    scaled = {name: tensor * (alpha / rank) if name.endswith(_B) else tensor for name, tensor in tensors.items()}
-    written = lora_to_original(family, scaled, rank, rank)
-    return {name: tensor for name, tensor in written.items() if not name.endswith(f".{_ALPHA}")}
+def _named(prefix: str, layer: _Layer) -> dict[str, torch.Tensor]:
+    return {f"{prefix}.{kind}": layer[kind].contiguous() for kind in _KINDS if kind in layer}
 
 
-def _group(tensors: Mapping[str, torch.Tensor]) -> dict[str, _Layer]:
-    """By module: {"lora_A.weight": ..., ...}. Of two magnitudes PEFT's is the one that was trained."""
+def _group(tensors: Mapping[str, torch.Tensor], rank: int = 0) -> dict[str, _Layer]:
+    """By module: {"lora_A.weight": ..., ...}. Of two magnitudes PEFT's is the one that was trained.
+
+    Raises: ValueError for other tensors than a LoRA's, or another rank; 0 is any.
+    """
     layers: dict[str, _Layer] = {}
     for name, tensor in tensors.items():
-        module, kind = _parse(name)
-        layer = layers.setdefault(module, {})
+        match = _SUFFIX.match(name)
+        if match is None:
+            raise ValueError(f"{name} is no LoRA tensor; expected a name that ends in {_A}, {_B} or {_DORA}")
+        layer, kind = layers.setdefault(match["module"], {}), match["kind"]
         if kind == _MAGNITUDE or _SPELLINGS.get(kind, kind) not in layer:
             layer[_SPELLINGS.get(kind, kind)] = tensor
+    for module, layer in layers.items() if rank else ():
+        if layer[_A].shape[0] != rank or layer[_B].shape[1] != rank:
+            raise ValueError(f"{module} has a LoRA of rank {layer[_A].shape[0]}, not {rank}")
     return layers
 
 
-def _parse(name: str) -> tuple[str, str]:
-    """Module and what of it a LoRA tensor is."""
-    match = _SUFFIX.match(name)
-    if match is None:
-        raise ValueError(f"{name} is no LoRA tensor; expected a name that ends in {_A}, {_B} or {_DORA}")
-    return match["module"], match["kind"]
+def _scaled(layers: Mapping[str, _Layer], strength: float) -> dict[str, _Layer]:
+    """With strength multiplied into B and no alpha: such a file is applied with strength 1."""
+    return {
+        module: {kind: t * strength if kind == _B else t for kind, t in layer.items() if kind != _ALPHA}
+        for module, layer in layers.items()
+    }
 
 
-def _check_ranks(layers: Mapping[str, _Layer], rank: int) -> None:
-    for module, layer in layers.items():
-        if layer[_A].shape[0] != rank or layer[_B].shape[1] != rank:
-            raise ValueError(f"{module} has a LoRA of rank {layer[_A].shape[0]}, not {rank}")
+def _original_layers(family: ModelFamily, layers: Mapping[str, _Layer]) -> dict[str, tuple[_Layer, int]]:
+    """The layers as the original has them, by its names, and how many were stacked in each.
+
+    Raises: as check_original_layout.
+    """
+    check_original_layout(family, layers, any(_DORA in layer for layer in layers.values()))
+    found: dict[str, tuple[_Layer, int]] = {}
+    for stack in originals_of(layers, family.renames).values():
+        present = {member: layers[member] for member in stack.members if member in layers}
+        fused = _swap(_fuse(stack, present), stack)
+        if _DORA in fused:
+            fused[_DORA] = fused[_DORA].reshape(-1, 1)
+        found[stack.original] = fused, len(present)
+    return found
 
 
 def _fuse(stack: Stack, present: Mapping[str, _Layer]) -> _Layer:
     """The LoRAs of a stack's members as one."""
     if len(stack.members) == 1:
-        return next(iter(present.values()))
-    ranks = [layer[_A].shape[0] for layer in present.values()]
+        return dict(next(iter(present.values())))
     member, layer = next(iter(present.items()))
     unit = layer[_B].shape[0] // stack.proportions[stack.members.index(member)]
-    num_rows = unit * sum(stack.proportions)
-    b = layer[_B].new_zeros(num_rows, sum(ranks))
-    for index, (member, layer) in enumerate(present.items()):
-        start, end = stack.rows_of(member, num_rows)
-        first = sum(ranks[:index])
-        b[start:end, first : first + ranks[index]] = layer[_B]
-    fused = {_A: torch.cat([layer[_A] for layer in present.values()]), _B: b}
+    blocks = [
+        present[member][_B] if member in present else layer[_B].new_zeros(unit * proportion, 0)
+        for member, proportion in zip(stack.members, stack.proportions, strict=True)
+    ]
+    fused = {_A: torch.cat([layer[_A] for layer in present.values()]), _B: torch.block_diag(*blocks)}
     if all(_DORA in layer for layer in present.values()):
         fused[_DORA] = torch.cat([layer[_DORA].reshape(-1) for layer in present.values()])
     return fused

@@ -1,33 +1,22 @@
 """Quantized weights kept on disk, so that the next run reads half the bytes and rounds nothing.
 
-    model = load_through_cache(folder, info, device_of, dtype, quantizer)
-
-which is, step by step:
-
-    cached = open_cached(folder, info, quantizer.settings, dtype)
-    if cached is not None:
-        model = load_transformer(cached, device_of, dtype, quantizer)
-    else:
-        with QuantizedWriter(folder, info, quantizer.settings, dtype) as writer:  # commits, or abandons on an error
-            model = load_transformer(info, device_of, dtype, quantizer, writer)
-
 An entry is a folder of safetensors shards and an index. It holds the 8-bit weights that we rounded ourselves, with
 their scales, and nothing else: norms, biases and what the family keeps in full precision are read from the checkpoint
 as ever, and so are layers that the checkpoint holds in 8 bits of the right type. Loading through it gives the same bits
 as rounding again, because the same tensors reach the same quantizer by another way.
 
-What an entry is called is a hash of all that decides its content: the checkpoint's files (sampled, see
-encoding/key.py), which rows of them make which tensor, the scheme, the rotation, the dtype, and the patterns of what
-stays in full precision. The device is not part of it, nor where the checkpoint lies.
+An entry's name is a hash of all that decides its content: the checkpoint's files (sampled, see fingerprint.py), which
+rows of them make which tensor, the scheme, the rotation, the dtype, and the patterns of what stays in full precision.
+Neither the device nor the checkpoint's place is part of it.
 
 A cache must never cost a run. So everything about it that fails (a full disk, a folder one may not write, a damaged
 entry) is one line in the log, and the weights are rounded as if there were none. An entry is written beside its name
-and renamed when whole; sizes and checksums of the shards' headers, and the values of all scales, are checked before it
-is used. As with the checkpoint itself, single flipped bits among the weights are not looked for. Entries of checkpoints
-and settings that are no longer used stay until their folders are deleted.
+and renamed when whole. Sizes and checksums of the shards' headers, and the values of all scales, are checked before it
+is used. As with the checkpoint itself, single flipped bits among the weights are not looked for. Entries that are no
+longer used stay until their folders are deleted.
 
 Two runs may write the same entry: each in a folder of its own, and the first rename wins. Such a folder holds a file
-that its process keeps locked, so that what a killed run has left is known by its free lock and removed by the next one.
+that its process keeps locked, so the next run knows by its free lock what a killed run has left, and removes it.
 """
 
 from __future__ import annotations
@@ -44,21 +33,19 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError
 
-from ..encoding.claims import NoLocks, try_lock
-from ..encoding.key import file_fingerprint, settings_fingerprint
-from ..quantization.quantize import QuantizeSettings, Stored8
+from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8
 from ..system.files import TEMPORARY_SUFFIX, sync_folder
-from .checkpoint import CheckpointInfo, LayerKeeper, LayerQuantizer, load_transformer
+from ..system.locks import NoLocks, try_lock
+from .checkpoint import CheckpointInfo
+from .fingerprint import file_fingerprint, settings_fingerprint
 from .header import TensorRecord, read_header
+from .load import LayerKeeper, load_transformer
 from .quantized_files import read_scales
-
-__all__ = ["QuantizedWriter", "load_through_cache", "open_cached"]
 
 _log = logging.getLogger(__name__)
 
@@ -74,18 +61,12 @@ _FOREIGN = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError
 _NEW_S = 60  # so old is what a killed run has left, at least; between making a folder and locking it lie milliseconds
 
 
-class SettledQuantizer(LayerQuantizer, Protocol):
-    """A quantizer that says how it rounds; quantization/quantize.py's Quantizer is one."""
-
-    settings: QuantizeSettings
-
-
 def load_through_cache(
     folder: Path | None,
     info: CheckpointInfo,
     device_of: Callable[[str], torch.device],
     dtype: torch.dtype,
-    quantizer: SettledQuantizer,
+    quantizer: Quantizer,
     keeper: LayerKeeper | None = None,
 ) -> torch.nn.Module:
     """load_transformer with a quantizer: from the cache if it has the model, else into it. None for no cache."""
@@ -114,12 +95,12 @@ def open_cached(
         return None
     try:
         records = _read_entry(entry, key)
-        tensors = {**info.tensors, **_fitting(records, info, settings)}
+        _check_fit(records, info, settings)
     except _FOREIGN as error:
         _log.warning("%s is damaged and its weights are rounded again (%s)", entry, error)
         return None
     _log.info("%d quantized weights are read from %s", len(records), entry)
-    return replace(info, tensors=tensors)
+    return replace(info, tensors={**info.tensors, **records})
 
 
 def _name_and_key(info: CheckpointInfo, settings: QuantizeSettings, dtype: torch.dtype) -> tuple[str, str]:
@@ -162,31 +143,23 @@ def _read_entry(entry: Path, key: str) -> dict[str, TensorRecord]:
         shard = entry / Path(file).name
         if _measure(shard) != expected:
             raise ValueError(f"{file} is not the file that was written")
-        found.update(read_header(shard).tensors)
-    records = {
-        f"{layer}.weight": replace(
-            found[f"{layer}.weight"], scale=found[f"{layer}.weight_scale"], rotation=int(rotation)
-        )
-        for layer, rotation in index["rotations"].items()
-    }
+        found.update(read_header(shard).records())
+    records: dict[str, TensorRecord] = {}
+    for layer, rotation in index["rotations"].items():
+        weight, scale = found[f"{layer}.weight"], found[f"{layer}.weight_scale"]
+        records[f"{layer}.weight"] = replace(weight, scale=scale, rotation=int(rotation))
     read_scales(records)
     return records
 
 
-def _fitting(
-    records: Mapping[str, TensorRecord], info: CheckpointInfo, settings: QuantizeSettings
-) -> Mapping[str, TensorRecord]:
-    """The records, if they have the model's shapes and the scheme's type.
-
-    Raises: ValueError, or KeyError for a name the model has not.
-    """
+def _check_fit(records: Mapping[str, TensorRecord], info: CheckpointInfo, settings: QuantizeSettings) -> None:
+    """Raises: ValueError for other shapes than the model's or another type than the scheme's, KeyError for a name."""
     for name, record in records.items():
-        num_rows = info.tensors[name].shape[0]
+        shape = info.tensors[name].shape
         assert record.scale is not None
-        is_fitting = record.shape == info.tensors[name].shape and record.scale.shape == (num_rows, 1)
+        is_fitting = record.shape == shape and record.scale.shape == (shape[0], 1)
         if not is_fitting or record.dtype != _TYPES[settings.stored_dtype]:
             raise ValueError(f"its {name} is {record.dtype} {list(record.shape)}")
-    return records
 
 
 def _checksum(index: Mapping[str, Any]) -> str:
@@ -221,14 +194,13 @@ class QuantizedWriter:
         self._rotations: dict[str, int] = {}
         self._files: dict[str, dict[str, Any]] = {}
         self._is_off = False
-        _remove_unfinished(folder)
+        with contextlib.suppress(OSError):  # no such folder, or none that we may change
+            _remove_unfinished(folder)
 
     def __enter__(self) -> QuantizedWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.commit()
         else:
@@ -308,9 +280,9 @@ class QuantizedWriter:
         sync_folder(self._temporary)
         self._unlock()  # Windows renames no folder with an open file in it
         (self._temporary / _LOCK).unlink(missing_ok=True)
+        if self._is_written():
+            return
         if self._entry.exists():
-            if self._is_written():
-                return
             _remove(self._entry)
         try:
             self._temporary.rename(self._entry)
@@ -347,11 +319,10 @@ def _remove(path: Path) -> None:
 
 def _remove_unfinished(folder: Path) -> None:
     """Remove the unfinished folders of runs that are no more."""
-    with contextlib.suppress(OSError):  # no such folder, or none that we may change
-        for path in folder.iterdir():
-            if _UNFINISHED.match(path.name) and path.is_dir() and _is_left_behind(path):
-                _log.info("removing %s, which a run left behind", path)
-                shutil.rmtree(path, ignore_errors=True)
+    for path in folder.iterdir():
+        if _UNFINISHED.match(path.name) and path.is_dir() and _is_left_behind(path):
+            _log.info("removing %s, which a run left behind", path)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_left_behind(path: Path) -> bool:
@@ -378,8 +349,5 @@ def _lock(path: Path) -> IO[bytes] | None:
 
 def _flush(file: Path) -> None:
     """Wait until the disk holds a file's content."""
-    descriptor = os.open(file, os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with open(file, "rb+") as stream:
+        os.fsync(stream)

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,33 +33,28 @@ from typing import Any
 import torch
 
 from ..quantization.rotation import make_rotation, rotate
-from .header import EIGHT_BIT_TYPES, FLOAT_TYPES, TensorRecord
-from .weight_file import WeightReader, open_weights
+from .header import FLOAT_TYPES, TensorRecord
+from .weight_file import TORCH_TYPES, read_records
 
 METADATA_KEY = "_quantization_metadata"
-# What a format's name says about the type of the weight.
+# ComfyUI's name of a format -> type of the weight, as safetensors spells it.
 _STORED_TYPES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int8_tensorwise": "I8"}
-_SPELLED = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8", "U8": "uint8 (packed 4-bit)"}
+TYPE_NAMES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "I8": "int8", "U8": "uint8 (packed 4-bit)"}
 
-_TORCH_TYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I8": torch.int8}
-
-_SCALE = re.compile(r"^(?P<layer>.+)\.(?P<spelling>scale_weight|weight_scale)$")
+_SCALE = re.compile(r"^(?P<layer>.+)\.(scale_weight|weight_scale)$")
 _IGNORED = re.compile(r"(^|\.)(scaled_fp8|comfy_quant|scale_input|input_scale)$")
 _NOTE = ".comfy_quant"
-# First match wins; names that only a format has that is not read.
-_OTHER_FORMATS = tuple(
-    (what, re.compile(pattern))
-    for what, pattern in (
-        ("nvfp4", r"\.weight_scale_2$"),
-        ("bitsandbytes", r"\.(absmax|quant_map|nested_absmax|quant_state\..+|SCB)$"),
-        ("SVDQuant (Nunchaku)", r"\.(wscales|wtscale|wcscales|smooth_factor|smooth_factor_orig|proj_down)$"),
-        ("GPTQ or AWQ", r"\.(qweight|qzeros|g_idx)$"),
-        ("compressed-tensors", r"\.(weight_packed|weight_shape|weight_zero_point)$"),
-        ("ComfyUI's asym_w4a8_int8", r"\.(weight_s_rel|weight_s_channel|weight_codebook)$"),
-        ("smoothed weights (pre_quant_scale)", r"\.pre_quant_scale$"),
-        ("float8 with a scale per block", r"\.weight_scale_inv$"),
-    )
-)
+# Names that only a format has that is not read; the first match wins.
+_OTHER_FORMATS = {
+    "nvfp4": r"\.weight_scale_2$",
+    "bitsandbytes": r"\.(absmax|quant_map|nested_absmax|quant_state\..+|SCB)$",
+    "SVDQuant (Nunchaku)": r"\.(wscales|wtscale|wcscales|smooth_factor|smooth_factor_orig|proj_down)$",
+    "GPTQ or AWQ": r"\.(qweight|qzeros|g_idx)$",
+    "compressed-tensors": r"\.(weight_packed|weight_shape|weight_zero_point)$",
+    "ComfyUI's asym_w4a8_int8": r"\.(weight_s_rel|weight_s_channel|weight_codebook)$",
+    "smoothed weights (pre_quant_scale)": r"\.pre_quant_scale$",
+    "float8 with a scale per block": r"\.weight_scale_inv$",
+}
 _WHAT_WORKS = (
     "float8 and int8 with one scale per tensor or per row are read; use such a file, or the bf16 file "
     '(quantize = "fp8" converts it while loading)'
@@ -70,15 +64,10 @@ _PIECE = 2**26  # weights in float32 at a time: 256 MiB
 
 @dataclass(frozen=True)
 class LayerFormat:
-    """What a file says about one layer's weight.
+    """What a file says about one layer's weight."""
 
-    Args:
-        name: ComfyUI's, e.g. "float8_e4m3fn".
-        convrot: block of ComfyUI's rotation, 0 for none.
-    """
-
-    name: str
-    convrot: int = 0
+    name: str  # ComfyUI's, e.g. "float8_e4m3fn"
+    convrot: int = 0  # block of ComfyUI's rotation, 0 for none
 
 
 # --- recognising -----------------------------------------------------------------------------------------------------
@@ -96,18 +85,16 @@ def read_formats(
     noted = [_noted_layers(path, each) for each in metadata]
     formats: dict[str, LayerFormat] = {}
     for name, record in records.items():
-        if not name.endswith(".weight"):
-            continue
         layer, key = name.removesuffix(".weight"), record.key.removesuffix(".weight")
-        for layers in noted:
+        for layers in noted if layer != name else ():
             if found := layers.get(key, layers.get(layer)):
                 formats[layer] = _parse_format(path, layer, found)
     for name, record in records.items():
-        if name.endswith(_NOTE):
-            layer = name.removesuffix(_NOTE)
-            found = _parse_format(path, layer, _read_note(path, record))
-            if formats.setdefault(layer, found) != found:
-                raise ValueError(f"{path} says {formats[layer]} of {layer} in its header and {found} in {name}")
+        layer = name.removesuffix(_NOTE)
+        if layer != name:
+            note = _parse_format(path, layer, _read_note(path, record))
+            if formats.setdefault(layer, note) != note:
+                raise ValueError(f"{path} says {formats[layer]} of {layer} in its header and {note} in {name}")
     return formats
 
 
@@ -131,10 +118,9 @@ def _read_note(path: Path, record: TensorRecord) -> Any:
 def _parse_format(path: Path, layer: str, note: Any) -> LayerFormat:
     if not isinstance(note, dict) or not isinstance(note.get("format"), str):
         raise ValueError(f"{path} says {note!r} of {layer}, which names no format; download it again")
-    inner = note["params"] if isinstance(note.get("params"), dict) else {}
-    if not note.get("convrot", inner.get("convrot", False)):
-        return LayerFormat(note["format"])
-    return LayerFormat(note["format"], int(note.get("convrot_groupsize", inner.get("convrot_groupsize", 256))))
+    settings = {**(note["params"] if isinstance(note.get("params"), dict) else {}), **note}
+    block = int(settings.get("convrot_groupsize", 256)) if settings.get("convrot") else 0
+    return LayerFormat(note["format"], block)
 
 
 def pair_scales(
@@ -149,7 +135,7 @@ def pair_scales(
     own = {n: r for n, r in records.items() if not _SCALE.match(n) and not _IGNORED.search(n)}
     strange = [r for r in own.values() if r.dtype not in FLOAT_TYPES and not r.is_quantized]
     if strange:
-        kind = _SPELLED.get(strange[0].dtype, strange[0].dtype)
+        kind = TYPE_NAMES.get(strange[0].dtype, strange[0].dtype)
         raise ValueError(
             f"{path} holds quantized weights ({len(strange)} {kind} tensors, e.g. {strange[0].key}); {_WHAT_WORKS}"
         )
@@ -167,8 +153,8 @@ def _refuse_other_formats(path: Path, records: Mapping[str, TensorRecord], forma
     for layer, found in formats.items():
         if found.name not in _STORED_TYPES:
             raise ValueError(f"{path} holds quantized weights in {found.name} ({layer}); {_WHAT_WORKS}")
-    for what, pattern in _OTHER_FORMATS:
-        names = [name for name in records if pattern.search(name)]
+    for what, pattern in _OTHER_FORMATS.items():
+        names = [name for name in records if re.search(pattern, name)]
         if names:
             raise ValueError(
                 f"{path} holds quantized weights of {what} ({len(names)} tensors, e.g. {names[0]}); {_WHAT_WORKS}"
@@ -191,57 +177,46 @@ def _find_scales(path: Path, records: Mapping[str, TensorRecord]) -> dict[str, T
 
 def _checked(path: Path, record: TensorRecord, found: LayerFormat | None) -> TensorRecord:
     """The record with its rotation, if weight, scale and what the file says of them agree."""
-    if found and record.dtype != _STORED_TYPES[found.name]:
-        raise ValueError(
-            f"{path} says that {record.key} is {found.name}, and it is {_SPELLED.get(record.dtype, record.dtype)}; "
-            f"{_WHAT_WORKS}"
-        )
+    fault = _format_fault(record, found) or (record.scale and _scale_fault(record, record.scale))
+    if fault:
+        raise ValueError(f"{path} {fault}; {_WHAT_WORKS}")
+    return replace(record, convrot=found.convrot) if found else record
+
+
+def _format_fault(record: TensorRecord, found: LayerFormat | None) -> str:
+    key, kind = record.key, TYPE_NAMES.get(record.dtype, record.dtype)
     if record.dtype == "I8" and not (found and record.scale):
         lacks = "no scale" if found or not record.scale else "nothing that names its format"
-        raise ValueError(f"{path} holds the int8 tensor {record.key} and {lacks} for it; {_WHAT_WORKS}")
-    if found and not record.scale:
-        raise ValueError(f"{path} says that {record.key} is {found.name}, but has no scale for it; download it again")
-    if record.scale:
-        _check_scale(path, record, record.scale)
-    if found and found.convrot:
-        _check_convrot(path, record, found.convrot)
-        return replace(record, convrot=found.convrot)
-    return record
-
-
-def _check_scale(path: Path, record: TensorRecord, scale: TensorRecord) -> None:
-    if not record.is_quantized:
-        raise ValueError(f"{path} has the scale {scale.key}, but {record.key} is {record.dtype} and not in 8 bits")
-    if scale.dtype not in FLOAT_TYPES:
-        raise ValueError(
-            f"{path} holds quantized weights in mxfp8 or another format with scales in {scale.dtype} ({scale.key}); "
-            f"{_WHAT_WORKS}"
-        )
-    num_rows = record.shape[0] if record.shape else 1
-    fitting = ((), (1,), (1, 1), (num_rows,), (num_rows, *(1,) * (len(record.shape) - 1)))
-    if scale.shape not in fitting:
-        raise ValueError(
-            f"{path}: the scale {scale.key} is {list(scale.shape)} for a weight of {list(record.shape)}; {_WHAT_WORKS}"
-        )
-
-
-def _check_convrot(path: Path, record: TensorRecord, block: int) -> None:
+        return f"holds the int8 tensor {key} and {lacks} for it"
+    if not found:
+        return ""
+    if record.dtype != _STORED_TYPES[found.name]:
+        return f"says that {key} is {found.name}, and it is {kind}"
+    if not record.scale:
+        return f"says that {key} is {found.name}, but has no scale for it"
+    block = found.convrot
     is_power = block >= 4 and block & (block - 1) == 0 and block.bit_length() % 2 == 1
-    if not is_power or len(record.shape) != 2 or record.shape[1] % block:
-        raise ValueError(
-            f"{path} says that {record.key} {list(record.shape)} is rotated in blocks of {block}; blocks are powers of "
-            "4 that divide the second size"
-        )
+    if block and (not is_power or len(record.shape) != 2 or record.shape[1] % block):
+        what = f"{key} {list(record.shape)} is rotated in blocks of {block}"
+        return f"says that {what}; blocks are powers of 4 that divide the second size"
+    return ""
+
+
+def _scale_fault(record: TensorRecord, scale: TensorRecord) -> str:
+    if not record.is_quantized:
+        return f"has the scale {scale.key}, but {record.key} is {record.dtype} and not in 8 bits"
+    if scale.dtype not in FLOAT_TYPES:
+        return f"holds quantized weights in mxfp8 or another format with scales in {scale.dtype} ({scale.key})"
+    num_rows = record.shape[0] if record.shape else 1
+    if scale.shape not in ((), (1,), (1, 1), (num_rows,), (num_rows, *(1,) * (len(record.shape) - 1))):
+        weight = list(record.shape)
+        return f"has an unknown format: the scale {scale.key} is {list(scale.shape)} for a weight of {weight}"
+    return ""
 
 
 def stays_in_8_bits(record: TensorRecord, can_take: Callable[[torch.dtype], bool]) -> bool:
     """Whether a weight can stay as the file has it; can_take says which types a scheme multiplies with."""
-    return record.is_quantized and not record.convrot and can_take(_TORCH_TYPES[record.dtype])
-
-
-def count_types(records: Iterable[TensorRecord]) -> dict[str, int]:
-    """How many 8-bit tensors there are of each type, by torch's name for it."""
-    return dict(Counter(_SPELLED[record.dtype] for record in records if record.dtype in EIGHT_BIT_TYPES))
+    return record.is_quantized and not record.convrot and can_take(TORCH_TYPES[record.dtype])
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -264,30 +239,6 @@ def read_scales(tensors: Mapping[str, TensorRecord]) -> dict[str, torch.Tensor]:
                 "positive, so the file is damaged, download it again"
             )
     return scales
-
-
-def read_records(records: Mapping[str, TensorRecord]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Names and tensors, file by file, one at a time."""
-    for file, of_file in by_file(records).items():
-        with open_weights(file) as reader:
-            for name, record in of_file.items():
-                yield name, read_tensor(reader, record)
-
-
-def by_file(records: Mapping[str, TensorRecord]) -> dict[Path, dict[str, TensorRecord]]:
-    """The same records, file by file."""
-    files: dict[Path, dict[str, TensorRecord]] = {}
-    for name, record in records.items():
-        files.setdefault(record.file, {})[name] = record
-    return files
-
-
-def read_tensor(reader: WeightReader, record: TensorRecord) -> torch.Tensor:
-    """The rows of one tensor, in the model's order, as the file has them."""
-    tensor = reader.get_slice(record.key)[slice(*record.rows)] if record.rows else reader.get_tensor(record.key)
-    if record.swap_halves:
-        tensor = torch.cat(tensor.chunk(2)[::-1])
-    return tensor
 
 
 @torch.no_grad()

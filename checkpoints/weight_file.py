@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 import torch
 
-from .file_header import AGAIN, FileHeader, read_file_header
+from .header import AGAIN, FileHeader, TensorRecord, read_file_header
 
-_DTYPES = {
+TORCH_TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -36,28 +37,6 @@ _DTYPES = {
 }
 
 
-def load_tensors(file: Path, remedy: str = AGAIN) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file, on the CPU.
-
-    Raises: ValueError naming the file if it is something else, cut short or damaged.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    _check_header(file, remedy)
-    try:
-        return load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged ({error}); {remedy}") from error
-
-
-def _check_header(file: Path, remedy: str = AGAIN) -> FileHeader:
-    if file.exists() and not file.is_file():  # a pipe would keep us waiting
-        raise ValueError(f"{file} is no file of weights; give a .safetensors file")
-    with open(file, "rb") as stream:
-        return read_file_header(stream, remedy)
-
-
 class WeightReader(Protocol):
     """An open file; what of the safetensors library's reader this pack uses."""
 
@@ -66,81 +45,119 @@ class WeightReader(Protocol):
     def get_slice(self, name: str) -> Any: ...
 
 
+def load_tensors(file: Path, remedy: str = AGAIN) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file, on the CPU.
+
+    Raises: ValueError naming the file if it is something else, cut short or damaged.
+    """
+    with open_weights(file, remedy) as reader:
+        return {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118  (the library's is no mapping)
+
+
+def by_file(records: Mapping[str, TensorRecord]) -> dict[Path, dict[str, TensorRecord]]:
+    """The same records, file by file."""
+    files: dict[Path, dict[str, TensorRecord]] = {}
+    for name, record in records.items():
+        files.setdefault(record.file, {})[name] = record
+    return files
+
+
+def read_records(records: Mapping[str, TensorRecord]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and tensors as the files have them, rows in the model's order; file by file, one at a time."""
+    for file, of_file in by_file(records).items():
+        with open_weights(file) as reader:
+            for name, record in of_file.items():
+                yield name, _read(reader, record)  # and hold nothing of it here
+
+
+def _read(reader: WeightReader, record: TensorRecord) -> torch.Tensor:
+    rows = record.rows
+    tensor = reader.get_slice(record.key)[slice(*rows)] if rows else reader.get_tensor(record.key)
+    return torch.cat(tensor.chunk(2)[::-1]) if record.swap_halves else tensor
+
+
 @contextmanager
-def open_weights(file: Path) -> Iterator[WeightReader]:
+def open_weights(file: Path, remedy: str = AGAIN) -> Iterator[WeightReader]:
     """Open a safetensors file for reading onto the CPU.
 
     get_slice(name)[a:b] gives rows a to b and reads no others.
 
-    Raises: ValueError naming the file if it is something else, cut short or damaged.
+    Raises: ValueError naming the file if it is something else, cut short or damaged; OSError if it cannot be opened.
     """
+    if file.exists() and not file.is_file():  # a pipe would keep us waiting
+        raise ValueError(f"{file} is no file of weights; give a .safetensors file")
+    with open(file, "rb") as stream:
+        header = read_file_header(stream, remedy)
+    mapped = _map(file, remedy)
+    if mapped is not None:
+        with mapped as reader:
+            yield reader
+    else:
+        with open(file, "rb", buffering=0) as stream:
+            yield _PlainReader(stream, header)
+
+
+def _map(file: Path, remedy: str) -> Any:
+    """The library's reader; None where the system maps no file as large as this."""
     from safetensors import SafetensorError, safe_open
 
-    header = _check_header(file)
     try:
-        mapped = safe_open(file, framework="pt")
+        return safe_open(file, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"{file} is damaged ({error}); {AGAIN}") from error
+        raise ValueError(f"{file} is damaged ({error}); {remedy}") from error
     except RuntimeError as error:  # torch's, with the error number in its text alone
         if os.strerror(errno.ENOMEM) not in str(error):
             raise
-    else:
-        with mapped as reader:
-            yield reader
-        return
-    with open(file, "rb", buffering=0) as stream:
-        yield _PlainReader(stream, header)
+    return None
 
 
+@dataclass(frozen=True)
 class _PlainReader:
     """Reads what is asked for, when it is asked for."""
 
-    def __init__(self, stream: IO[bytes], header: FileHeader) -> None:
-        self._stream, self._start, self._entries = stream, header.data_start, header.tensors
+    stream: IO[bytes]
+    header: FileHeader
 
     def keys(self) -> Any:
-        return list(self._entries)
+        return list(self.header.tensors)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        return self._read(name, None)
+        return self.get_slice(name)[:]
 
     def get_slice(self, name: str) -> _Rows:
         return _Rows(self, name)
 
-    def _read(self, name: str, rows: tuple[int, int] | None) -> torch.Tensor:
-        entry = self._entries[name]
-        dtype, shape, start, end = _DTYPES[entry.dtype], list(entry.shape), entry.start, entry.end
-        if rows is not None:
-            size = prod(shape[1:]) * dtype.itemsize
-            start, end, shape[0] = start + rows[0] * size, start + rows[1] * size, rows[1] - rows[0]
-        content = torch.empty(end - start, dtype=torch.uint8)
-        self._fill(content.numpy().data, self._start + start, name)
-        return content.view(dtype).reshape(shape)
-
-    def _fill(self, target: memoryview, offset: int, name: str) -> None:
+    def fill(self, target: memoryview, offset: int, name: str) -> None:
         """One call reads 2 GiB at most."""
-        self._stream.seek(offset)
+        self.stream.seek(self.header.data_start + offset)
         done = 0
         while done < len(target):
-            count = self._stream.readinto(target[done:])  # type: ignore[attr-defined]
+            count = self.stream.readinto(target[done:])  # type: ignore[attr-defined]
             if not count:
-                raise ValueError(f"{self._stream.name} ends inside {name}; download it again")
+                raise ValueError(f"{self.stream.name} ends inside {name}; download it again")
             done += count
 
 
 class _Rows:
-    """Rows of one tensor, by slicing the first dim."""
+    """One tensor, of which slicing the first dim reads some rows. [:] reads all, of a tensor without dims too."""
 
     def __init__(self, reader: _PlainReader, name: str) -> None:
-        self._reader, self._name = reader, name
+        self._reader, self._name, self._entry = reader, name, reader.header.tensors[name]
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        start, end, step = rows.indices(self._reader._entries[self._name].shape[0])
-        assert step == 1, rows
-        return self._reader._read(self._name, (start, max(start, end)))
+        dtype, shape, start, end = TORCH_TYPES[self._entry.dtype], self.get_shape(), self._entry.start, self._entry.end
+        if rows != slice(None):
+            first, last, step = rows.indices(shape[0])
+            assert step == 1, rows
+            size = prod(shape[1:]) * dtype.itemsize
+            shape[0] = max(0, last - first)
+            start, end = start + first * size, start + (first + shape[0]) * size
+        content = torch.empty(end - start, dtype=torch.uint8)
+        self._reader.fill(content.numpy().data, start, self._name)
+        return content.view(dtype).reshape(shape)
 
     def get_shape(self) -> list[int]:
-        return list(self._reader._entries[self._name].shape)
+        return list(self._entry.shape)
 
     def get_dtype(self) -> str:
-        return self._reader._entries[self._name].dtype
+        return self._entry.dtype

@@ -8,8 +8,7 @@ import torch
 from safetensors import SafetensorError
 
 from .header import TensorRecord
-from .quantized_files import by_file
-from .weight_file import WeightReader, open_weights
+from .weight_file import WeightReader, by_file, open_weights
 
 
 def find_zero_weights(records: Mapping[str, TensorRecord]) -> list[str]:

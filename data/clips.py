@@ -23,15 +23,10 @@ _NUM_NAMED = 3  # lengths that an error spells out
 
 @dataclass(frozen=True)
 class ClipPlan:
-    """How clips become samples.
+    """How clips become samples."""
 
-    Args:
-        lengths: in frames, rising; never empty.
-        fps: None takes every frame.
-    """
-
-    lengths: tuple[int, ...]
-    fps: float | None
+    lengths: tuple[int, ...]  # in frames, rising; never empty
+    fps: float | None  # None takes every frame
     window: Literal["start", "centre", "uniform"]
     num_windows: int
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .open_image import opened
+from .open_image import broken_image, opened
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
@@ -26,19 +26,12 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """An image or clip and the pixels wanted of it.
+    """An image or clip and the pixels wanted of it."""
 
-    Args:
-        path: image, video file, or folder of images.
-        resize: (height, width) in pixels of the whole image, after rotation.
-        crop: (top, left, height, width) in pixels, inside `resize`.
-        frames: of a clip, the numbers of the wanted frames, in the order of showing; () for an image.
-    """
-
-    path: str
-    resize: tuple[int, int]
-    crop: tuple[int, int, int, int]
-    frames: tuple[int, ...] = ()
+    path: str  # image, video file, or folder of images
+    resize: tuple[int, int]  # (height, width) in pixels of the whole image, after rotation
+    crop: tuple[int, int, int, int]  # (top, left, height, width) in pixels, inside `resize`
+    frames: tuple[int, ...] = ()  # of a clip, the numbers of the wanted frames, in the order of showing
 
     def __post_init__(self) -> None:
         top, left, height, width = self.crop
@@ -64,12 +57,12 @@ def open_image(path: str | Path) -> PilImage:
 
     Raises: ValueError naming the file if it cannot be read as an image.
     """
-    from PIL import Image, ImageOps
+    from PIL import ImageOps
 
     try:
         with opened(path) as file:
             return to_rgb(ImageOps.exif_transpose(file))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG chunk
+    except broken_image() as error:
         raise ValueError(
             f"{path} cannot be read as an image ({error}); repair it or take it out of the dataset"
         ) from error
@@ -91,8 +84,6 @@ def read_size(path: Path) -> tuple[int, int]:
 
     Raises: ValueError naming the file if it is broken.
     """
-    from PIL import Image
-
     try:
         with opened(path) as image:
             width, height = image.size
@@ -100,7 +91,7 @@ def read_size(path: Path) -> tuple[int, int]:
             image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
             image.load()
             is_turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+    except broken_image() as error:
         raise ValueError(f"{path}: cannot be read as an image ({error})") from error
     return (width, height) if is_turned else (height, width)
 

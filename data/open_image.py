@@ -23,6 +23,13 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 MAX_PIXELS = 178_956_970  # Pillow's own limit: half a gigabyte of RGB
 
 
+def broken_image() -> tuple[type[Exception], ...]:
+    """What opening or decoding a broken image raises; SyntaxError is a broken PNG chunk's."""
+    from PIL import Image
+
+    return (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError)
+
+
 @contextmanager
 def opened(path: str | Path) -> Iterator[PilImage]:
     """The image file, with its header read and no pixel yet.

@@ -22,17 +22,16 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
 
-from ..encoding.key import file_fingerprint, settings_fingerprint
+from ..checkpoints.fingerprint import file_fingerprint, settings_fingerprint
 from ..system.listing import Looked
 from .image import IMAGE_SUFFIXES, ImageRequest, cut_out, open_image, read_pixels, read_size, to_rgb
-from .open_image import opened, refuse_too_large
+from .open_image import broken_image, opened, refuse_too_large
 
 if TYPE_CHECKING:
     from PIL.Image import Image as PilImage
@@ -53,21 +52,13 @@ _ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoder
 
 @dataclass(frozen=True)
 class ClipInfo:
-    """What a clip is, before anything is chosen from it.
+    """What a clip is, before anything is chosen from it."""
 
-    Args:
-        size: (height, width) as it is looked at: turned, with square pixels.
-        num_frames: frames in it.
-        times_s: when each is shown, from 0, in seconds; () for a folder of images, which has no times.
-        end_s: when the last one ends.
-        is_hdr: whether its brightness is coded for HDR screens.
-    """
-
-    size: tuple[int, int]
+    size: tuple[int, int]  # (height, width) as it is looked at: turned, with square pixels
     num_frames: int
-    times_s: tuple[float, ...] = ()
-    end_s: float = 0.0
-    is_hdr: bool = False
+    times_s: tuple[float, ...] = ()  # when each frame is shown, from 0; () for a folder of images, which has no times
+    end_s: float = 0.0  # when the last frame ends
+    is_hdr: bool = False  # whether its brightness is coded for HDR screens
 
 
 def is_clip(path: Path) -> bool:
@@ -75,8 +66,6 @@ def is_clip(path: Path) -> bool:
 
     An image that cannot be opened is none; whoever reads it says why.
     """
-    from PIL import Image
-
     if path.is_dir() or path.suffix.lower() in CONTAINER_SUFFIXES:
         return True
     if path.suffix.lower() not in ANIMATION_SUFFIXES:
@@ -84,7 +73,7 @@ def is_clip(path: Path) -> bool:
     try:
         with opened(path) as file:
             return getattr(file, "n_frames", 1) > 1
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError):
+    except broken_image():
         return False
 
 
@@ -99,7 +88,7 @@ def probe_clip(path: Path) -> ClipInfo:
     with _naming(path):
         if path.is_dir():
             return _probe_sequence(path)
-        return _probe_animation(path) if _is_animation(path) else _probe_container(path)
+        return _probe_animation(path) if path.suffix.lower() in ANIMATION_SUFFIXES else _read_track(path)[1]
 
 
 def read_frames(request: ImageRequest) -> torch.Tensor:
@@ -113,9 +102,8 @@ def read_frames(request: ImageRequest) -> torch.Tensor:
     pixels = np.empty((len(wanted), *request.crop[2:], 3), dtype=np.uint8)
     with _naming(path):
         found = 0
-        for image in _images(path, wanted):
-            pixels[found] = cut_out(image, request)
-            found += 1
+        for found, image in enumerate(_images(path, wanted), 1):
+            pixels[found - 1] = cut_out(image, request)
         if found < len(wanted):
             raise ValueError(f"it ends before its frame {wanted[found] + 1}")
     order = [wanted.index(frame) for frame in request.frames]  # slow sources show a frame more than once
@@ -148,26 +136,21 @@ def _natural(name: str) -> list[Any]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.findall(r"[0-9]+|[^0-9]+", name)]
 
 
-def _is_animation(path: Path) -> bool:
-    return path.suffix.lower() in ANIMATION_SUFFIXES
-
-
 def _images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
     """The wanted frames in RGB, upright, in rising order; fewer if the clip ends before."""
     if path.is_dir():
         files = sequence_files(path)
         return (open_image(files[index]) for index in wanted if index < len(files))
-    return _animation_images(path, wanted) if _is_animation(path) else _container_images(path, wanted)
+    is_animation = path.suffix.lower() in ANIMATION_SUFFIXES
+    return _animation_images(path, wanted) if is_animation else _container_images(path, wanted)
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
     """Say which file it was, and what would help."""
-    from PIL import Image
-
     try:
         yield
-    except (ValueError, OSError, EOFError, SyntaxError, Image.DecompressionBombError) as error:
+    except broken_image() as error:
         if str(error).startswith(str(path)):  # an image inside a folder says its own name
             raise
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -332,32 +315,19 @@ def _read_vint(file: BinaryIO) -> int | None:
     return None if value == (1 << (7 * num_bytes)) - 1 else value
 
 
-@dataclass(frozen=True)
-class _Track:
-    """The video of a container: when each frame is shown and when the last one ends, in units of `unit` seconds."""
-
-    times: list[int]
-    end: int
-    unit: Fraction
-    size: tuple[int, int]
-    is_hdr: bool
-
-
-def _read_track(path: Path) -> _Track:
-    """All packets, and the first frame."""
+def _read_track(path: Path) -> tuple[list[int], ClipInfo]:
+    """When each frame is shown, in the stream's own unit, and what the clip is; reads all packets and one frame."""
     times, end = _read_times(path)
     with _opened(path) as (container, stream):
         frame = next(_decode(container, stream), None)
         if frame is None or frame.pts is None:
             raise ValueError("no frame of it can be decoded")
         image = _to_image(frame, stream.sample_aspect_ratio)
-        return _Track(
-            times=[time for time in times if time >= frame.pts],  # what precedes the first key frame is never shown
-            end=end,
-            unit=stream.time_base,
-            size=(image.height, image.width),
-            is_hdr=int(stream.codec_context.color_trc) in _HDR_TRANSFERS,
-        )
+        times = [time for time in times if time >= frame.pts]  # what precedes the first key frame is never shown
+        times_s = tuple(float((time - times[0]) * stream.time_base) for time in times)
+        end_s = float((end - times[0]) * stream.time_base)
+        is_hdr = int(stream.codec_context.color_trc) in _HDR_TRANSFERS
+        return times, ClipInfo((image.height, image.width), len(times), times_s, end_s, is_hdr)
 
 
 def _read_times(path: Path) -> tuple[list[int], int]:
@@ -393,20 +363,8 @@ def _decode(container: Any, stream: Any) -> Iterator[Any]:
             yield frame
 
 
-def _probe_container(path: Path) -> ClipInfo:
-    track = _read_track(path)
-    start = track.times[0]
-    return ClipInfo(
-        size=track.size,
-        num_frames=len(track.times),
-        times_s=tuple(float((time - start) * track.unit) for time in track.times),
-        end_s=float((track.end - start) * track.unit),
-        is_hdr=track.is_hdr,
-    )
-
-
 def _container_images(path: Path, wanted: Sequence[int]) -> Iterator[PilImage]:
-    times = _read_track(path).times
+    times, _ = _read_track(path)
     targets = [times[index] for index in wanted if index < len(times)]
     can_skip = bool(targets) and targets[0] > times[0] and _seeks_before(path, targets[0])
     with _opened(path) as (container, stream):

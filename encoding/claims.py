@@ -19,13 +19,13 @@ import contextlib
 import errno
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from ..system.locks import NoLocks, try_lock
 from .store import CacheStore, unwritable
 
 logger = logging.getLogger(__name__)
@@ -37,12 +37,7 @@ _TRY_AGAIN_S = 0.02
 _FOLDER = ".claims"
 _SUFFIX = ".lock"
 _GONE = {errno.ENOENT, errno.ESTALE}  # the latter on NFS, where another machine has removed an open file
-_HELD = {errno.EAGAIN, errno.EACCES, errno.EDEADLK, errno.ESTALE}  # the systems' answers when another has, or had, it
 _BEING_REMOVED = {5, 32}  # Windows' numbers for opening a file in the moment in which another removes it
-
-
-class NoLocks(OSError):
-    """The file system has no locks."""
 
 
 @dataclass
@@ -179,27 +174,6 @@ def take_claim(path: Path) -> Claim | None:
                 closing.pop_all()
                 return Claim(path, file, was_left)
     raise NoLocks(errno.EOPNOTSUPP, "an open file is not told by its number")
-
-
-def try_lock(file: IO[bytes]) -> bool:
-    """Lock an open file against all other opens of it, without waiting; closing it, or ending, gives it back.
-
-    Raises: NoLocks where the file system has none.
-    """
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _HELD:
-            return False
-        raise NoLocks(error.errno, error.strerror) from error
-    return True
 
 
 def _open(path: Path) -> IO[bytes]:

@@ -24,6 +24,7 @@ import torch
 
 from ..data.image import ImageRequest
 from ..data.video import media_fingerprint, read_frames
+from ..system.stopping import Stopped, never
 from .claims import Claims, Shared
 from .key import joint_key
 from .sources import LatentSource, TextSource
@@ -35,15 +36,6 @@ _T = TypeVar("_T")
 OnProgress = Callable[[int, int, str], None]  # done, total, what
 ShouldStop = Callable[[], bool]
 NONE_OUTDATED: Mapping[str, Stamp] = MappingProxyType({})
-
-
-class Stopped(Exception):
-    """The user asked to stop; what was encoded until then is in the store."""
-
-
-def never() -> bool:
-    """A should_stop for work that nobody stops."""
-    return False
 
 
 def _say_nothing(*progress: Any) -> None:

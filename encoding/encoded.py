@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.fingerprint import settings_fingerprint
 from ..system.files import write_atomically
 from ..system.json_file import expect, read_json_object
-from .key import content_key, settings_fingerprint
+from .key import content_key
 from .sources import Entry, Shapes, shapes_of
 from .store import CacheStore, unwritable
 

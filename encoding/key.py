@@ -8,26 +8,16 @@ The device is left out on purpose: the same encoder on a CPU and a GPU rounds di
 So are the versions of torch, transformers, diffusers, Pillow and PyAV: an update would throw away every cache, for
 differences that are nearly always none.
 
-Fingerprints of weights. Hashing the 48 GB of a text encoder takes minutes of disk time before every job, so large files
-are sampled: the size, the whole safetensors header (every name, type, shape and offset) and `_SAMPLE_BYTES` at the
-start, the middle and the end of every tensor. Fine-tuning, merging, quantizing or swapping a tensor changes it nearly
-everywhere, so three samples per tensor see it. What they can miss is an edit by hand of single numbers in between.
-Files up to `_WHOLE_FILE_BYTES`, which includes most VAEs and the CLIP encoders, are hashed in full.
-Encoders that ComfyUI holds in memory have no file to ask; their weights are sampled in the same way.
+Fingerprints of files and weights are in checkpoints/fingerprint.py.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.file_header import read_file_header
+from ..checkpoints.fingerprint import content_facts, settings_fingerprint
 from ..families.spec import TextEncoderSpec
 
 if TYPE_CHECKING:
@@ -41,11 +31,6 @@ IMAGE_VERSION = 1
 CLIP_VERSION = 1  # of how frames are decoded and turned, over and above IMAGE_VERSION
 COMFY_VERSION = 1  # how ComfyUI's own encoders are asked, and how their weights are hashed
 ROUNDING_VERSION = 1  # of text encoders in 8 bits
-
-_WHOLE_FILE_BYTES = 512 * 2**20
-_SAMPLE_BYTES = 4096
-_CHUNK_BYTES = 2**20
-_SETTINGS_SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt", ".tiktoken"})
 
 
 def text_key(
@@ -143,112 +128,4 @@ def comfy_latent_key(image_fingerprint: str, request: ImageRequest, fingerprint:
 
 def content_key(tensors: Mapping[str, torch.Tensor]) -> str:
     """Key of tensors that are known by nothing but their content: names, types, shapes and all bytes."""
-    return _digest({"what": "content", "tensors": _tensor_facts(tensors, math.inf)})
-
-
-def tensors_fingerprint(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Hash of weights in memory, on any device: as file_fingerprint samples a file of them. Nothing is moved whole.
-
-    Raises: ValueError naming a tensor that does not show its bytes.
-    """
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return _digest(_tensor_facts(tensors, math.inf if num_bytes <= _WHOLE_FILE_BYTES else _SAMPLE_BYTES))
-
-
-def _tensor_facts(tensors: Mapping[str, torch.Tensor], sample_bytes: float) -> dict[str, Any]:
-    return {
-        name: (str(tensor.dtype), list(tensor.shape), _hash_bytes(name, tensor, sample_bytes))
-        for name, tensor in tensors.items()
-    }
-
-
-def _hash_bytes(name: str, tensor: torch.Tensor, sample_bytes: float) -> str:
-    """Of all bytes if they are up to 3 * sample_bytes, else of as many at the start, in the middle and at the end."""
-    import torch
-
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_meta or tensor.is_sparse:
-        raise ValueError(
-            f"{name} is a {type(tensor).__name__} on {tensor.device}, whose bytes cannot be hashed; load the weights "
-            "with a loader that keeps plain tensors, such as ComfyUI's own"
-        )
-    flat = tensor.detach().reshape(-1)  # a view where the tensor is contiguous
-    count = flat.numel()
-    length = count if 3 * sample_bytes >= count * flat.element_size() else int(sample_bytes) // flat.element_size()
-    starts = {0} if length == count else {0, (count - length) // 2, count - length}
-    digest = hashlib.sha256()
-    for start in sorted(starts):
-        part = flat[start : start + length].to("cpu").contiguous()
-        digest.update(part.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def settings_fingerprint(settings: Any) -> str:
-    """Hash of plain values, mappings and dataclasses, whatever the order of their keys."""
-    return _digest(settings)
-
-
-def file_fingerprint(path: str | Path) -> str:
-    """Hash of a file's bytes: all of them, or a sample for large safetensors (see the top of this file).
-
-    Raises: OSError if it cannot be read; ValueError for a large safetensors file with a broken header.
-    """
-    path = Path(path)
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if path.suffix == ".safetensors" and size > _WHOLE_FILE_BYTES:
-            return _sample(file, size)
-        digest = hashlib.sha256()
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-        return digest.hexdigest()
-
-
-def folder_fingerprint(path: str | Path) -> str:
-    """Hash of the weights, configs and tokenizer files lying directly in a folder, by name and content.
-
-    Other files (a README, weights in other formats) are never read by us and do not count.
-
-    Raises: ValueError if the folder is missing or holds no such file.
-    """
-    path = Path(path)
-    if not path.is_dir():
-        raise ValueError(f"{path} is not a folder; give one with config and safetensors files")
-    files = [f for f in sorted(path.iterdir()) if f.is_file() and _counts(f)]
-    if not files:
-        raise ValueError(f"{path} holds neither safetensors nor config files")
-    return _digest({file.name: file_fingerprint(file) for file in files})
-
-
-def _counts(file: Path) -> bool:
-    is_known = file.suffix in _SETTINGS_SUFFIXES or file.suffix == ".safetensors"
-    return is_known and not file.name.startswith(".")
-
-
-def _sample(file: BinaryIO, size: int) -> str:
-    header = read_file_header(file)
-    digest = hashlib.sha256(f"sampled {size} ".encode() + header.text)
-    for entry in sorted(header.tensors.values(), key=lambda entry: entry[2:]):
-        start, end = header.data_start + entry.start, header.data_start + entry.end
-        last = max(start, end - _SAMPLE_BYTES)
-        for position in sorted({start, (start + last) // 2, last}):
-            file.seek(position)
-            digest.update(file.read(min(_SAMPLE_BYTES, end - position)))
-    return digest.hexdigest()
-
-
-def _digest(value: Any) -> str:
-    text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()
-
-
-def _plain(value: Any) -> Any:
-    """The value as JSON knows it; refuses what has no one spelling, rather than hashing its address."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    raise TypeError(f"a key is made of plain values, not of {type(value).__name__}")
+    return settings_fingerprint({"what": "content", "tensors": content_facts(tensors)})

@@ -20,10 +20,11 @@ from typing import Any, Protocol
 
 import torch
 
+from ..checkpoints.fingerprint import folder_fingerprint
 from ..data.image import ImageRequest
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
 from .comfy_data import read_conditioning, read_samples
-from .key import LatentSettings, comfy_latent_key, comfy_text_key, folder_fingerprint, latent_key, text_key
+from .key import LatentSettings, comfy_latent_key, comfy_text_key, latent_key, text_key
 from .text_encoder import TextEncoder, prepare_text
 from .text_place import TextPlace, open_text_encoder, plan_text_place
 from .text_weights import TextScheme, applied_scheme

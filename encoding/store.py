@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..checkpoints.file_header import FileHeader, read_file_header
+from ..checkpoints.header import FileHeader, read_file_header
 from ..system.files import TEMPORARY_SUFFIX, save_tensors_atomically, what_helps
 
 if TYPE_CHECKING:

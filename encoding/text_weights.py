@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import nn
 
-from ..checkpoints.file_header import read_weight_map
+from ..checkpoints.header import read_weight_map
 from ..checkpoints.weight_file import open_weights
 from ..families.spec import TextEncoderSpec
 from ..patches.lora import matches_any

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from ..checkpoints.fingerprint import file_fingerprint, folder_fingerprint, settings_fingerprint
 from ..checkpoints.weight_file import load_tensors
 from ..families.spec import ModelFamily, Variant
 from ..system.json_file import read_json_object
-from .key import file_fingerprint, folder_fingerprint, settings_fingerprint
 
 Shapes = Mapping[str, tuple[int, ...]]
 _WHAT_WORKS = "give the VAE file or folder published with the model"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from .comfy.native import FLUX
+from .flux import DOUBLE, DOUBLE_ATTENTION, SHIFTS, SINGLE, TEXT_MODULES, TO_DOUBLE, TO_SINGLE, flux_renames
 from .spec import (
     BlockList,
     ComfyInputs,
@@ -48,12 +48,7 @@ def _t5(max_length: int) -> TextEncoderSpec:
     )
 
 
-_SHIFTS = {
-    "none": ShiftRule("none"),
-    # dev's own scheduler: mu rises linearly with the packed tokens, 1.88 at 512x512 and 3.16 at 1024x1024.
-    "resolution": ShiftRule("resolution", mu_at=((256.0, 0.5), (4096.0, 1.15))),
-    "constant_3.16": ShiftRule("constant", 3.1582),  # the value at 1024x1024, for every size
-}
+_SHIFTS = {**SHIFTS, "constant_3.16": ShiftRule("constant", 3.1582)}  # the value at 1024x1024, for every size
 
 
 def _config(guidance: bool) -> dict[str, Any]:
@@ -95,9 +90,8 @@ def make_inputs(
 
     Args:
         latents: noisy, [B, C, 1, H, W]; each 2x2 patch becomes one token of 4 * C.
-        sigma: noise level in 0..1; the model multiplies by 1000 itself. [B]
+        sigma, guidance: the model multiplies both by 1000 itself.
         text: prompt_embeds [B, S, D] and pooled_prompt_embeds [B, D].
-        guidance: embedded guidance, which the model multiplies by 1000 itself; None where it has no such input.
     """
     batch, _, frames, height, width = latents.shape
     assert frames == 1, f"FLUX.1 makes images; these latents have {frames} frames"
@@ -156,54 +150,19 @@ _COMFY = ComfyInputs(
     cells_per_token=4,
 )
 
-_DOUBLE = "double_blocks.{}."
-_SINGLE = "single_blocks.{}."
-_TO_DOUBLE = "transformer_blocks.{}."
-_TO_SINGLE = "single_transformer_blocks.{}."
-
-
-def _norm(original: str, diffusers: str) -> Rename:
-    """A query or key norm: `scale` in the makers' files, `weight` in some that ComfyUI saved."""
-    return Rename(f"{original}.scale", (f"{diffusers}.weight",), aliases=(f"{original}.weight",))
-
-
 _RENAMES = (
-    Rename("img_in", ("x_embedder",)),
-    Rename("txt_in", ("context_embedder",)),
-    Rename("time_in.in_layer", ("time_text_embed.timestep_embedder.linear_1",)),
-    Rename("time_in.out_layer", ("time_text_embed.timestep_embedder.linear_2",)),
+    *flux_renames("time_text_embed", "net.0.proj", "net.2"),
     Rename("vector_in.in_layer", ("time_text_embed.text_embedder.linear_1",)),
     Rename("vector_in.out_layer", ("time_text_embed.text_embedder.linear_2",)),
-    Rename("guidance_in.in_layer", ("time_text_embed.guidance_embedder.linear_1",)),
-    Rename("guidance_in.out_layer", ("time_text_embed.guidance_embedder.linear_2",)),
-    Rename(_DOUBLE + "img_mod.lin", (_TO_DOUBLE + "norm1.linear",)),
-    Rename(_DOUBLE + "txt_mod.lin", (_TO_DOUBLE + "norm1_context.linear",)),
-    Rename(_DOUBLE + "img_attn.qkv", (_TO_DOUBLE + "attn.to_q", _TO_DOUBLE + "attn.to_k", _TO_DOUBLE + "attn.to_v")),
+    Rename(DOUBLE + "img_mod.lin", (TO_DOUBLE + "norm1.linear",)),
+    Rename(DOUBLE + "txt_mod.lin", (TO_DOUBLE + "norm1_context.linear",)),
+    Rename(SINGLE + "modulation.lin", (TO_SINGLE + "norm.linear",)),
     Rename(
-        _DOUBLE + "txt_attn.qkv",
-        (_TO_DOUBLE + "attn.add_q_proj", _TO_DOUBLE + "attn.add_k_proj", _TO_DOUBLE + "attn.add_v_proj"),
-    ),
-    _norm(_DOUBLE + "img_attn.norm.query_norm", _TO_DOUBLE + "attn.norm_q"),
-    _norm(_DOUBLE + "img_attn.norm.key_norm", _TO_DOUBLE + "attn.norm_k"),
-    _norm(_DOUBLE + "txt_attn.norm.query_norm", _TO_DOUBLE + "attn.norm_added_q"),
-    _norm(_DOUBLE + "txt_attn.norm.key_norm", _TO_DOUBLE + "attn.norm_added_k"),
-    Rename(_DOUBLE + "img_attn.proj", (_TO_DOUBLE + "attn.to_out.0",)),
-    Rename(_DOUBLE + "txt_attn.proj", (_TO_DOUBLE + "attn.to_add_out",)),
-    Rename(_DOUBLE + "img_mlp.0", (_TO_DOUBLE + "ff.net.0.proj",)),
-    Rename(_DOUBLE + "img_mlp.2", (_TO_DOUBLE + "ff.net.2",)),
-    Rename(_DOUBLE + "txt_mlp.0", (_TO_DOUBLE + "ff_context.net.0.proj",)),
-    Rename(_DOUBLE + "txt_mlp.2", (_TO_DOUBLE + "ff_context.net.2",)),
-    Rename(_SINGLE + "modulation.lin", (_TO_SINGLE + "norm.linear",)),
-    Rename(
-        _SINGLE + "linear1",
-        (_TO_SINGLE + "attn.to_q", _TO_SINGLE + "attn.to_k", _TO_SINGLE + "attn.to_v", _TO_SINGLE + "proj_mlp"),
+        SINGLE + "linear1",
+        (TO_SINGLE + "attn.to_q", TO_SINGLE + "attn.to_k", TO_SINGLE + "attn.to_v", TO_SINGLE + "proj_mlp"),
         proportions=(1, 1, 1, 4),  # the class fixes mlp_ratio at 4
     ),
-    Rename(_SINGLE + "linear2", (_TO_SINGLE + "proj_out",)),
-    _norm(_SINGLE + "norm.query_norm", _TO_SINGLE + "attn.norm_q"),
-    _norm(_SINGLE + "norm.key_norm", _TO_SINGLE + "attn.norm_k"),
-    Rename("final_layer.adaLN_modulation.1", ("norm_out.linear",), swap_halves=True),  # shift, scale | scale, shift
-    Rename("final_layer.linear", ("proj_out",)),
+    Rename(SINGLE + "linear2", (TO_SINGLE + "proj_out",)),
 )
 
 FLUX1 = ModelFamily(
@@ -214,7 +173,7 @@ FLUX1 = ModelFamily(
     block_lists=(
         BlockList(
             "transformer_blocks",
-            text_modules=("attn.add_?_proj", "attn.to_add_out", "ff_context.*"),
+            text_modules=TEXT_MODULES,
             sample_modules=("norm1.linear", "norm1_context.linear"),
         ),
         BlockList("single_transformer_blocks", is_joint=True, sample_modules=("norm.linear",)),
@@ -225,10 +184,7 @@ FLUX1 = ModelFamily(
     keep_full_precision=("*norm*", "time_text_embed", "x_embedder", "context_embedder", "proj_out"),
     # Modulation is not among them: it moves the style of everything, and few trainers adapt it.
     lora_targets=(
-        "transformer_blocks.*.attn.to_[qkv]",
-        "transformer_blocks.*.attn.to_out.0",
-        "transformer_blocks.*.attn.add_[qkv]_proj",
-        "transformer_blocks.*.attn.to_add_out",
+        *DOUBLE_ATTENTION,
         "transformer_blocks.*.ff.net.*",
         "transformer_blocks.*.ff_context.net.*",
         "single_transformer_blocks.*.attn.to_[qkv]",
@@ -266,6 +222,5 @@ FLUX1 = ModelFamily(
     read_prediction=read_prediction,
     encode_latents=encode_latents,
     decode_latents=decode_latents,
-    native=(FLUX,),
     comfy=_COMFY,
 )

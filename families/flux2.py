@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from .comfy.native import FLUX
+from .flux import DOUBLE_ATTENTION, SHIFTS, SINGLE, TEXT_MODULES, TO_SINGLE, flux_renames
 from .spec import (
     BlockList,
     ComfyInputs,
@@ -32,34 +32,29 @@ _SYSTEM_MESSAGE = (
     "relationships, object\nattribution and actions without speculation."
 )
 
-# Flux2Pipeline: no generation prompt, the padding goes through the language model, the transformer sees no mask.
-_MISTRAL = TextEncoderSpec(
-    kind="chat_hidden_states",
-    folder="text_encoder",
-    tokenizer_folder="tokenizer",
-    output="prompt_embeds",
-    max_length=512,
-    layers=(10, 20, 30),
-    system_prompt=_SYSTEM_MESSAGE,
-    template_options={"add_generation_prompt": False},
-)
 
+def _language_model(layers: tuple[int, ...], options: Mapping[str, Any], system: str | None = None) -> TextEncoderSpec:
+    return TextEncoderSpec(
+        kind="chat_hidden_states",
+        folder="text_encoder",
+        tokenizer_folder="tokenizer",
+        output="prompt_embeds",
+        max_length=512,
+        layers=layers,
+        system_prompt=system,
+        template_options=options,
+    )
+
+
+# Flux2Pipeline: no generation prompt, the padding goes through the language model, the transformer sees no mask.
+_MISTRAL = _language_model((10, 20, 30), {"add_generation_prompt": False}, _SYSTEM_MESSAGE)
 # Flux2KleinPipeline: no system message, an empty thinking section, and the assistant's turn begun.
-_QWEN3 = TextEncoderSpec(
-    kind="chat_hidden_states",
-    folder="text_encoder",
-    tokenizer_folder="tokenizer",
-    output="prompt_embeds",
-    max_length=512,
-    layers=(9, 18, 27),
-    template_options={"add_generation_prompt": True, "enable_thinking": False},
-)
+_QWEN3 = _language_model((9, 18, 27), {"add_generation_prompt": True, "enable_thinking": False})
 
 # Trainers disagree about the shift, from 1.88 to 7.56 at 1024x1024. The default is FLUX.1's rule on the number of
 # tokens the transformer sees, which gives 3.16 there (musubi-tuner, OneTrainer).
 _SHIFTS = {
-    "none": ShiftRule("none"),
-    "resolution": ShiftRule("resolution", mu_at=((256.0, 0.5), (4096.0, 1.15))),
+    **SHIFTS,
     "diffusion_pipe_3.0": ShiftRule("constant", 3.0),  # its documented config
     "diffsynth_2.23": ShiftRule("constant", 2.2255),  # exp(0.8), at every size
     # compute_empirical_mu of the reference sampler at 50 steps, which is linear in tokens up to 4300; it asks for more
@@ -73,11 +68,6 @@ _VAE = {
     "layers_per_block": 2,
     "batch_norm_eps": 1e-4,
 }
-
-_KLEIN_CAUTION = (
-    "klein exists as a base model and step-distilled, with equal shapes; train the base model, and use the LoRA with "
-    "either: training the distilled one undoes its distillation"
-)
 
 
 def _config(layers: int, single_layers: int, heads: int, text_width: int, guidance: bool) -> dict[str, Any]:
@@ -98,6 +88,14 @@ def _config(layers: int, single_layers: int, heads: int, text_width: int, guidan
     }
 
 
+def _klein(name: str, config: Mapping[str, Any]) -> Variant:
+    caution = (
+        "klein exists as a base model and step-distilled, with equal shapes; train the base model, and use the LoRA "
+        "with either: training the distilled one undoes its distillation"
+    )
+    return Variant(name, config, (_QWEN3,), vae_config=_VAE, caution=caution)
+
+
 def make_inputs(
     latents: torch.Tensor, sigma: torch.Tensor, text: Mapping[str, torch.Tensor], guidance: float | None
 ) -> dict[str, Any]:
@@ -105,9 +103,8 @@ def make_inputs(
 
     Args:
         latents: noisy, [B, C, 1, H, W].
-        sigma: noise level in 0..1; the model multiplies by 1000 itself. [B]
+        sigma, guidance: the model multiplies both by 1000 itself.
         text: prompt_embeds [B, S, D].
-        guidance: embedded guidance, which the model multiplies by 1000 itself; None where it has no such input.
     """
     batch, _, frames, height, width = latents.shape
     assert frames == 1, f"FLUX.2 makes images; these latents have {frames} frames"
@@ -170,51 +167,14 @@ def normalise_samples(samples: torch.Tensor) -> torch.Tensor:
 # 512 itself. The attention_mask beside them is not read without attention_mask_img_shape.
 _COMFY = ComfyInputs(states="prompt_embeds", width="joint_attention_dim", normalise=normalise_samples, min_tokens=512)
 
-_DOUBLE = "double_blocks.{}."
-_SINGLE = "single_blocks.{}."
-_TO_DOUBLE = "transformer_blocks.{}."
-_TO_SINGLE = "single_transformer_blocks.{}."
-
-
-def _norm(original: str, diffusers: str) -> Rename:
-    """A query or key norm: `scale` in the makers' files, `weight` in some that ComfyUI saved."""
-    return Rename(f"{original}.scale", (f"{diffusers}.weight",), aliases=(f"{original}.weight",))
-
-
 _RENAMES = (
-    Rename("img_in", ("x_embedder",)),
-    Rename("txt_in", ("context_embedder",)),
-    Rename("time_in.in_layer", ("time_guidance_embed.timestep_embedder.linear_1",)),
-    Rename("time_in.out_layer", ("time_guidance_embed.timestep_embedder.linear_2",)),
-    Rename("guidance_in.in_layer", ("time_guidance_embed.guidance_embedder.linear_1",)),
-    Rename("guidance_in.out_layer", ("time_guidance_embed.guidance_embedder.linear_2",)),
+    *flux_renames("time_guidance_embed", "linear_in", "linear_out"),
     Rename("double_stream_modulation_img.lin", ("double_stream_modulation_img.linear",)),
     Rename("double_stream_modulation_txt.lin", ("double_stream_modulation_txt.linear",)),
     Rename("single_stream_modulation.lin", ("single_stream_modulation.linear",)),
-    Rename(_DOUBLE + "img_attn.qkv", (_TO_DOUBLE + "attn.to_q", _TO_DOUBLE + "attn.to_k", _TO_DOUBLE + "attn.to_v")),
-    Rename(
-        _DOUBLE + "txt_attn.qkv",
-        (_TO_DOUBLE + "attn.add_q_proj", _TO_DOUBLE + "attn.add_k_proj", _TO_DOUBLE + "attn.add_v_proj"),
-    ),
-    _norm(_DOUBLE + "img_attn.norm.query_norm", _TO_DOUBLE + "attn.norm_q"),
-    _norm(_DOUBLE + "img_attn.norm.key_norm", _TO_DOUBLE + "attn.norm_k"),
-    _norm(_DOUBLE + "txt_attn.norm.query_norm", _TO_DOUBLE + "attn.norm_added_q"),
-    _norm(_DOUBLE + "txt_attn.norm.key_norm", _TO_DOUBLE + "attn.norm_added_k"),
-    Rename(_DOUBLE + "img_attn.proj", (_TO_DOUBLE + "attn.to_out.0",)),
-    Rename(_DOUBLE + "txt_attn.proj", (_TO_DOUBLE + "attn.to_add_out",)),
-    Rename(_DOUBLE + "img_mlp.0", (_TO_DOUBLE + "ff.linear_in",)),
-    Rename(_DOUBLE + "img_mlp.2", (_TO_DOUBLE + "ff.linear_out",)),
-    Rename(_DOUBLE + "txt_mlp.0", (_TO_DOUBLE + "ff_context.linear_in",)),
-    Rename(_DOUBLE + "txt_mlp.2", (_TO_DOUBLE + "ff_context.linear_out",)),
-    Rename(_SINGLE + "linear1", (_TO_SINGLE + "attn.to_qkv_mlp_proj",)),  # fused in both layouts
-    Rename(_SINGLE + "linear2", (_TO_SINGLE + "attn.to_out",)),
-    _norm(_SINGLE + "norm.query_norm", _TO_SINGLE + "attn.norm_q"),
-    _norm(_SINGLE + "norm.key_norm", _TO_SINGLE + "attn.norm_k"),
-    Rename("final_layer.adaLN_modulation.1", ("norm_out.linear",), swap_halves=True),  # shift, scale | scale, shift
-    Rename("final_layer.linear", ("proj_out",)),
+    Rename(SINGLE + "linear1", (TO_SINGLE + "attn.to_qkv_mlp_proj",)),  # fused in both layouts
+    Rename(SINGLE + "linear2", (TO_SINGLE + "attn.to_out",)),
 )
-
-_TIMESTEPS = TimestepSpec(sampling="logit_normal", shift="resolution", shift_presets=_SHIFTS)
 
 FLUX2 = ModelFamily(
     name="flux2",
@@ -222,7 +182,7 @@ FLUX2 = ModelFamily(
     transformer_class="Flux2Transformer2DModel",
     vae_class="AutoencoderKLFlux2",
     block_lists=(
-        BlockList("transformer_blocks", text_modules=("attn.add_?_proj", "attn.to_add_out", "ff_context.*")),
+        BlockList("transformer_blocks", text_modules=TEXT_MODULES),
         BlockList("single_transformer_blocks", is_joint=True),
     ),
     tail=("norm_out", "proj_out"),
@@ -239,10 +199,7 @@ FLUX2 = ModelFamily(
     # Not among them: modulation and embedders, for ComfyUI's loader knows those only under their original names, and
     # seven of FLUX.2's are skipped in silence under diffusers' names.
     lora_targets=(
-        "transformer_blocks.*.attn.to_[qkv]",
-        "transformer_blocks.*.attn.to_out.0",
-        "transformer_blocks.*.attn.add_[qkv]_proj",
-        "transformer_blocks.*.attn.to_add_out",
+        *DOUBLE_ATTENTION,
         "transformer_blocks.*.ff.linear_*",
         "transformer_blocks.*.ff_context.linear_*",
         "single_transformer_blocks.*.attn.to_qkv_mlp_proj",
@@ -252,7 +209,7 @@ FLUX2 = ModelFamily(
     shared_lora_names="diffusers",
     unread_lora=("time_guidance_embed.*", "*_stream_modulation*"),
     latent=LatentSpec(channels=128, spatial_stride=16, size_multiple=16),
-    timesteps=_TIMESTEPS,
+    timesteps=TimestepSpec(sampling="logit_normal", shift="resolution", shift_presets=_SHIFTS),
     variants=(
         Variant(
             name="flux2-dev",
@@ -263,20 +220,8 @@ FLUX2 = ModelFamily(
             # that the LoRA need not learn guidance; diffusers' script has 3.5.
             training_guidance=1.0,
         ),
-        Variant(
-            name="flux2-klein-4b",
-            transformer_config=_config(5, 20, 24, 7680, guidance=False),
-            text_encoders=(_QWEN3,),
-            vae_config=_VAE,
-            caution=_KLEIN_CAUTION,
-        ),
-        Variant(
-            name="flux2-klein-9b",
-            transformer_config=_config(8, 24, 32, 12288, guidance=False),
-            text_encoders=(_QWEN3,),
-            vae_config=_VAE,
-            caution=_KLEIN_CAUTION,
-        ),
+        _klein("flux2-klein-4b", _config(5, 20, 24, 7680, guidance=False)),
+        _klein("flux2-klein-9b", _config(8, 24, 32, 12288, guidance=False)),
     ),
     renames=_RENAMES,
     modelspec_architecture="Flux.2-dev",
@@ -285,6 +230,5 @@ FLUX2 = ModelFamily(
     read_prediction=read_prediction,
     encode_latents=encode_latents,
     decode_latents=decode_latents,
-    native=(FLUX,),
     comfy=_COMFY,
 )

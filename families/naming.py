@@ -10,37 +10,22 @@ import functools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from .spec import Rename
 
 
 @dataclass(frozen=True)
 class Stack:
-    """One original name and what it stands for.
-
-    Args:
-        original: name in the original layout.
-        members: diffusers names whose tensors lie below each other in it, in this order; mostly one.
-        proportions: relative heights of the members.
-        swap_halves: dim 0 is [a | b] in one layout and [b | a] in the other.
-    """
+    """One original name and what it stands for."""
 
     original: str
-    members: tuple[str, ...]
-    proportions: tuple[int, ...]
-    swap_halves: bool
+    members: tuple[str, ...]  # diffusers names whose tensors lie below each other in it, in this order; mostly one
+    proportions: tuple[int, ...]  # relative heights of the members
+    swap_halves: bool  # dim 0 is [a | b] in one layout and [b | a] in the other
 
-    def rows_of(self, member: str, num_rows: int) -> tuple[int, int]:
-        """Start and end row of a member in a stack of num_rows rows.
-
-        Raises: ValueError if num_rows cannot be cut in these proportions.
-        """
-        bounds = self.bounds(num_rows)
-        index = self.members.index(member)
-        return bounds[index], bounds[index + 1]
-
-    def bounds(self, num_rows: int) -> list[int]:
-        """First row of every member, and num_rows. [num_members + 1]
+    def rows(self, num_rows: int) -> dict[str, tuple[int, int]]:
+        """Start and end row of every member in a stack of num_rows rows.
 
         Raises: ValueError if num_rows cannot be cut in these proportions.
         """
@@ -49,7 +34,8 @@ class Stack:
             raise ValueError(
                 f"{self.original} has {num_rows} rows, which cannot be cut {':'.join(map(str, self.proportions))}"
             )
-        return [unit * sum(self.proportions[:index]) for index in range(len(self.proportions) + 1)]
+        ends = [unit * height for height in accumulate(self.proportions)]
+        return dict(zip(self.members, zip([0, *ends], ends, strict=False), strict=True))
 
 
 def find_by_diffusers(name: str, renames: Sequence[Rename]) -> Stack | None:

@@ -1,4 +1,4 @@
-"""The types a model family is described with, and the checks that need no model.
+"""The types a model family is described with.
 
 A family is data. Where real code differs between families (packing latents into tokens, position ids), the family file
 holds a named function and a field here points to it. Nothing in this file imports torch at run time.
@@ -20,48 +20,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockList:
-    """One list of transformer blocks; the family lists them in execution order, and a split may cut between any two.
+    """One list of transformer blocks. Its patterns are of fnmatch and relative to the block."""
 
-    Args:
-        name: fqn of the ModuleList in the diffusers model.
-        text_modules: fnmatch patterns, relative to the block, of the linears that run over text tokens only.
-        is_joint: whether the other linears run over text and image tokens together (True) or image tokens only.
-        sample_modules: patterns of the linears that see one vector per sample and no tokens, such as modulation.
-    """
-
-    name: str
-    text_modules: tuple[str, ...] = ()
-    is_joint: bool = False
-    sample_modules: tuple[str, ...] = ()
+    name: str  # fqn of the ModuleList in the diffusers model
+    text_modules: tuple[str, ...] = ()  # of the linears that run over text tokens only
+    is_joint: bool = False  # whether the other linears run over text and image tokens together, or image tokens only
+    sample_modules: tuple[str, ...] = ()  # of the linears that see one vector per sample, such as modulation
 
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """Geometry of the latents the transformer is trained on, after the family's own packing and normalisation.
+    """Geometry of the latents the transformer is trained on, after the family's own packing and normalisation."""
 
-    Args:
-        channels: C of a normalised latent as it is cached, [C, F, H, W].
-        spatial_stride: pixels per latent cell along height and width, packing included.
-        frame_stride: video frames per latent frame after the first; 1 for image families.
-        fps: frames per second of the videos the model was trained on; 0 for image families.
-        frame_lengths: lengths of clips, in video frames, if the user names none: frame_stride * n + 1.
-        size_multiple: height and width in pixels must be multiples of this.
-        normalisation_version: part of the cache key; raise it when encode_latents changes its result.
-        num_tokens_per_cell: transformer tokens per latent cell (1/4 where the model packs 2x2 cells itself).
-    """
-
-    channels: int
-    spatial_stride: int
-    frame_stride: int = 1
-    size_multiple: int = 16
-    normalisation_version: int = 1
-    num_tokens_per_cell: float = 1.0
-    fps: float = 0.0
-    frame_lengths: tuple[int, ...] = (1,)
+    channels: int  # C of a normalised latent as it is cached, [C, F, H, W]
+    spatial_stride: int  # pixels per latent cell along height and width, packing included
+    frame_stride: int = 1  # video frames per latent frame after the first; 1 for image families
+    size_multiple: int = 16  # height and width in pixels must be multiples of this
+    normalisation_version: int = 1  # part of the cache key; raise it when encode_latents changes its result
+    num_tokens_per_cell: float = 1.0  # transformer tokens per latent cell (1/4 where the model packs 2x2 cells itself)
+    fps: float = 0.0  # frames per second of the videos the model was trained on; 0 for image families
+    frame_lengths: tuple[int, ...] = (1,)  # of clips if the user names none, in video frames: frame_stride * n + 1
 
     @property
     def is_video(self) -> bool:
-        """Whether the model makes videos; it makes images as well then."""
+        """Whether the model makes videos; such a model makes images as well."""
         return self.fps > 0
 
     def num_latent_frames(self, frames: int) -> int:
@@ -85,31 +67,20 @@ TextKind = Literal["chat_hidden_states", "last_hidden_state", "pooled"]
 class TextEncoderSpec:
     """One text encoder of a family and what is kept of its output; encoding/text_encoder.py has the function per kind.
 
-    Args:
-        kind: what of the encoder is kept; each as named in encoding/text_encoder.py.
-            "chat_hidden_states": a language model's, of a conversation, several layers' side by side, [S, layers * D].
-            "last_hidden_state": plain tokens, [S, D].
-            "pooled": CLIP's pooled output, [D].
-        folder, tokenizer_folder: sub-folders of a diffusers model folder.
-        output: name of the cached tensor, and of the argument the family's make_inputs reads.
-        max_length: the most tokens that are read, those of the template included.
-        layers: indices into hidden_states, for "chat_hidden_states"; k is what layer k - 1 gives, from 1 on.
-        system_prompt: first message of the chat template; None for none.
-        template_options: extra keyword arguments of apply_chat_template.
-        zero_padding: whether states of padding tokens are set to zero after encoding.
-        keep_full_precision: fnmatch patterns of fqns of linears that are never quantized; "*" for the whole encoder.
+    kind "chat_hidden_states": a language model's, of a conversation, several layers' side by side, [S, layers * D].
+    "last_hidden_state": plain tokens, [S, D]. "pooled": CLIP's pooled output, [D].
     """
 
     kind: TextKind
-    folder: str
+    folder: str  # of a diffusers model folder, as is tokenizer_folder
     tokenizer_folder: str
-    output: str
-    max_length: int
-    layers: tuple[int, ...] = ()
-    system_prompt: str | None = None
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    zero_padding: bool = False
-    keep_full_precision: tuple[str, ...] = ()
+    output: str  # name of the cached tensor, and of the argument the family's make_inputs reads
+    max_length: int  # the most tokens that are read, those of the template included
+    layers: tuple[int, ...] = ()  # of "chat_hidden_states": indices into hidden_states; k is what layer k - 1 gives
+    system_prompt: str | None = None  # first message of the chat template
+    template_options: Mapping[str, Any] = field(default_factory=dict)  # of apply_chat_template
+    zero_padding: bool = False  # whether states of padding tokens are set to zero after encoding
+    keep_full_precision: tuple[str, ...] = ()  # patterns of linears that are never quantized; "*" for all of it
 
 
 @dataclass(frozen=True)
@@ -136,98 +107,6 @@ class ShiftRule:
 
 TimestepSampling = Literal["uniform", "logit_normal", "sigmoid"]
 
-Transport = Literal["stream", "relay"]
-
-Condition = Literal["none", "first_frame", "first_latents"]
-
-
-@dataclass(frozen=True)
-class Follows:
-    """Where the blocks of a side list belong: each on the device of the main block it adds to.
-
-    Args:
-        main: the block list that is followed.
-        mapping: attribute of the model, a dict {index in main: index in the side list}; a side block runs right after
-            its main block, and its result is added to that block's output.
-    """
-
-    main: str
-    mapping: str
-
-
-@dataclass(frozen=True)
-class NativeModel:
-    """How one of ComfyUI's own model classes is laid out, as far as a split needs to know.
-
-    A row describes the class as it is; what a split does with it is decided elsewhere. Fully qualified names count from
-    the diffusion model.
-
-    Args:
-        class_name: of the diffusion model, e.g. "Flux".
-        module: where it is defined, e.g. "comfy.ldm.flux.model".
-        block_lists: ModuleLists or ModuleDicts in execution order; a name that is neither is itself one block. A list
-            that a smaller build of the class does not have is None or absent there if `optional` names it.
-        tail: modules after the last block; they stay at home. A ModuleList among them stands for its members. Names
-            that a build does not have are ignored.
-        transport: "stream" where activations may stay on a card until the next card's first block, since all that
-            happens between two blocks happens to the stream alone; else "relay": every foreign block's output goes
-            home. In both the last block's output goes home: some tails mix free parameters with it.
-        replace_keys: name in the keys (name, index) of patches_replace["dit"] -> block list that index counts in.
-        control_keys: keys of the `control` dict whose lists are read between blocks (UNets pop, others index).
-        patches_between: name in transformer_options["patches"] that the class calls between two blocks -> the keys of
-            the dict it passes that hold tensors, the stream first; the others are at home. A patch called with
-            positional tensors has ().
-        patches_inside: names that are called inside blocks: the patch sees tensors on the block's card, and what it
-            captured does not follow by itself.
-        hooks_children: blocks are never called as modules, a function walks their children; hooks go on those.
-        follows: block list -> the list whose devices it takes. Blocks of such lists are not placed themselves.
-        optional: block lists that not every build of the class has.
-        can_overlap: whether micro-batches may run interleaved. False where every block gets fresh tensors from home,
-            and in relay. Each micro-batch needs its own copy of the transformer_options dict: most classes write
-            block_index into the one they are given.
-        passed_by: names of arguments and dict keys that must not be entered when tensors are moved: the class, its
-            blocks and user patches share and change these objects.
-        refusal: why this class cannot be split at all; "" where it can.
-        text_modules, sample_modules: fnmatch patterns, relative to a block, of the linears that run over text tokens
-            only and of those that see one vector per sample; for estimates of computing time.
-        is_derived: the row was written for a base class of which this class replaces methods. Nobody read those, so
-            its first forward should be watched like an unknown class's.
-        note: what a reader should know, in a sentence.
-    """
-
-    class_name: str
-    module: str
-    block_lists: tuple[str, ...]
-    tail: tuple[str, ...]
-    transport: Transport
-    note: str
-    replace_keys: Mapping[str, str] = field(default_factory=dict)
-    control_keys: tuple[str, ...] = ()
-    patches_between: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    patches_inside: tuple[str, ...] = ()
-    hooks_children: bool = False
-    follows: Mapping[str, Follows] = field(default_factory=dict)
-    optional: tuple[str, ...] = ()
-    can_overlap: bool = True
-    passed_by: tuple[str, ...] = ("transformer_options", "control")
-    refusal: str = ""
-    text_modules: tuple[str, ...] = ("*txt_*", "*context_block*", "*add_?_proj*", "*to_add_out*")
-    sample_modules: tuple[str, ...] = ("*mod*", "*adaLN*", "*adaln*", "*_mod.*")
-    is_derived: bool = False
-
-    def __post_init__(self) -> None:
-        named = {*self.replace_keys.values(), *self.follows, *self.optional, *(f.main for f in self.follows.values())}
-        unknown = sorted(named - set(self.block_lists))
-        if unknown:
-            raise ValueError(f"{self.class_name} refers to {', '.join(unknown)}; its lists are {self.block_lists}")
-        if self.transport == "relay" and self.can_overlap:
-            raise ValueError(f"{self.class_name} goes home after every block, so can_overlap must be False")
-
-    @property
-    def main_lists(self) -> tuple[str, ...]:
-        """The lists whose blocks are placed; the others follow them."""
-        return tuple(name for name in self.block_lists if name not in self.follows)
-
 
 @dataclass(frozen=True)
 class TimestepSpec:
@@ -247,53 +126,38 @@ class Rename:
     """One row of the table between original and diffusers names.
 
     A row names a module (then every parameter below it follows) or a whole tensor name; "{}" stands for a number.
-
-    Args:
-        original: name in the original (and ComfyUI's) checkpoint.
-        diffusers: one name, or several whose tensors the original stacks along dim 0 in this order.
-        swap_halves: dim 0 is [a | b] in one layout and [b | a] in the other.
-        aliases: further original spellings accepted when reading, never written.
-        proportions: relative heights of the stacked tensors; () where all are equal.
     """
 
-    original: str
-    diffusers: tuple[str, ...]
-    swap_halves: bool = False
-    aliases: tuple[str, ...] = ()
-    proportions: tuple[int, ...] = ()
+    original: str  # name in the original (and ComfyUI's) checkpoint
+    diffusers: tuple[str, ...]  # one name, or several whose tensors the original stacks along dim 0 in this order
+    swap_halves: bool = False  # dim 0 is [a | b] in one layout and [b | a] in the other
+    aliases: tuple[str, ...] = ()  # further original spellings accepted when reading, never written
+    proportions: tuple[int, ...] = ()  # relative heights of the stacked tensors; () where all are equal
+
+
+Condition = Literal["none", "first_frame", "first_latents"]
 
 
 @dataclass(frozen=True)
 class Variant:
     """One published size of a family.
 
-    Args:
-        name: as the user writes it, e.g. "flux2-dev".
-        transformer_config: keyword arguments of the diffusers transformer class.
-        vae_config: keyword arguments of the diffusers VAE class, for single-file VAEs.
-        text_encoders: what conditions this variant.
-        training_guidance: value of the embedded guidance while training; None where the model has no guidance input.
-        sigma_range: timesteps this variant is trained on, (0, 1) unless it is one expert of a pair.
-        timesteps, latent: override the family's, where a variant's makers chose otherwise.
-        condition: what it is given besides text. "first_frame": a video whose first frame is the sample's, encoded by
-            the family's encode_condition and cached with the latents. "first_latents": the first latent frame in place
-            of its noisy one; the loss leaves it out.
-        transformer_folder: where it lies in a diffusers model folder; the second expert of a pair lies elsewhere.
-        partner: the variant that is the other expert of the pair; "" for a model that is whole.
-        caution: what to know before training it; logged when the variant is chosen.
+    condition: what it is given besides text. "first_frame": a video whose first frame is the sample's, encoded by the
+    family's encode_condition and cached with the latents. "first_latents": the first latent frame in place of its noisy
+    one; the loss leaves it out.
     """
 
-    name: str
-    transformer_config: Mapping[str, Any]
+    name: str  # as the user writes it, e.g. "flux2-dev"
+    transformer_config: Mapping[str, Any]  # keyword arguments of the diffusers class, as is vae_config
     text_encoders: tuple[TextEncoderSpec, ...]
-    vae_config: Mapping[str, Any] = field(default_factory=dict)
-    training_guidance: float | None = None
-    sigma_range: tuple[float, float] = (0.0, 1.0)
-    timesteps: TimestepSpec | None = None
+    vae_config: Mapping[str, Any] = field(default_factory=dict)  # for single-file VAEs
+    training_guidance: float | None = None  # embedded guidance while training; None for a model without that input
+    sigma_range: tuple[float, float] = (0.0, 1.0)  # timesteps it is trained on; all unless it is one expert of a pair
+    timesteps: TimestepSpec | None = None  # in place of the family's, as is latent
     latent: LatentSpec | None = None
-    transformer_folder: str = "transformer"
-    partner: str = ""
-    caution: str = ""
+    transformer_folder: str = "transformer"  # in a diffusers model folder; the second expert of a pair lies elsewhere
+    partner: str = ""  # the variant that is the other expert of the pair; "" for a model that is whole
+    caution: str = ""  # what to know before training it; logged when the variant is chosen
     condition: Condition = "none"
 
     @property
@@ -302,106 +166,70 @@ class Variant:
         return self.condition == "first_frame"
 
 
-# normalise(samples [C, F, H, W] as ComfyUI's VAE.encode returns them) -> what the model is trained on, of that shape.
-NormaliseSamples = Callable[["torch.Tensor"], "torch.Tensor"]
-
-
 @dataclass(frozen=True)
 class ComfyInputs:
     """What ComfyUI's own model of a family makes of a CONDITIONING and a LATENT before it computes with them.
 
-    Training on what ComfyUI's encoders made has to do the same; comfy_inputs.py does. Read in comfy/model_base.py
+    Training on what ComfyUI's encoders made has to do the same; comfy/inputs.py does. Read in comfy/model_base.py
     (extra_conds) and comfy/latent_formats.py (process_in) of ComfyUI 0.33.0.
-
-    Args:
-        states: the text input, as make_inputs names it, that the CONDITIONING's tensor becomes.
-        width: key of the transformer's config that says how wide this is.
-        normalise: LATENT to normalised latents.
-        pooled, pooled_width: the same for its pooled_output; "" where the model reads none.
-        min_tokens: shorter texts get rows of zeros in front, up to this number of tokens.
-        latent_dims: of a LATENT without batch and channels: 2 for [H, W], 3 for [F, H, W].
-        cells_per_token: latent cells that make_inputs packs into one token of the transformer's in_channels.
     """
 
-    states: str
-    width: str
-    normalise: NormaliseSamples
-    pooled: str = ""
+    states: str  # the text input, as make_inputs names it, that the CONDITIONING's tensor becomes
+    width: str  # key of the transformer's config that says how wide this is
+    normalise: Callable[[torch.Tensor], torch.Tensor]  # what VAE.encode returns, [C, F, H, W], to normalised latents
+    pooled: str = ""  # as states and width, for its pooled_output; "" where the model reads none
     pooled_width: str = ""
-    min_tokens: int = 0
-    latent_dims: Literal[2, 3] = 2
-    cells_per_token: int = 1
-
-
-# make_inputs(latents [B, C, F, H, W], sigma [B], text, guidance) -> keyword arguments of the transformer's forward.
-# Beside the text there is "image_condition" [B, C', F, H, W] for a variant that is given the first frame, and
-# "first_latents" [B, C, 1, H, W] for one that is given those.
-MakeInputs = Callable[["torch.Tensor", "torch.Tensor", Mapping[str, "torch.Tensor"], "float | None"], dict[str, Any]]
-# read_prediction(output tensor, latents [B, C, F, H, W]) -> prediction with the shape of latents.
-ReadPrediction = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
-# encode_latents(vae, pixels [B, 3, F, height, width] in -1..1) -> normalised latents [B, C, F, H, W], float32.
-EncodeLatents = Callable[[Any, "torch.Tensor"], "torch.Tensor"]
-# encode_condition(vae, pixels [B, 3, F, height, width]) -> what goes beside noisy latents, [B, C', F, H, W], float32.
-EncodeCondition = Callable[[Any, "torch.Tensor"], "torch.Tensor"]
-# decode_latents(vae, normalised latents [B, C, F, H, W]) -> pixels [B, 3, F, height, width].
-DecodeLatents = Callable[[Any, "torch.Tensor"], "torch.Tensor"]
+    min_tokens: int = 0  # shorter texts get rows of zeros in front, up to this number of tokens
+    latent_dims: Literal[2, 3] = 2  # of a LATENT without batch and channels: 2 for [H, W], 3 for [F, H, W]
+    cells_per_token: int = 1  # latent cells that make_inputs packs into one token of the transformer's in_channels
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Everything the rest of the pack needs to know about one architecture.
+    """Everything the rest of the pack needs to know about one architecture. Patterns are of fnmatch.
 
-    Args:
-        name: registry name. title: as people write it.
-        transformer_class, vae_class: class names in diffusers.
-        block_lists: in execution order; a split may cut between any two blocks.
-        tail: fqns of the modules after the last block; they stay at home, in a pipeline on the last device.
-        read_by_tail: modules before the blocks, and which of the tensors they return the model's own forward mixes into
-            the stream after the last block. No module of the tail is called with it, so it is brought there early.
-        keep_full_precision: fnmatch patterns of module fqns that are never quantized.
-        lora_targets: fnmatch patterns of the linears LoRA adapts by default; matched against nn.Linear modules only.
-        shared_lora_names: the names under which ComfyUI and diffusers' pipelines both load LoRA files.
-        unread_lora: where diffusers' names are shared, patterns of linears whose LoRA ComfyUI does not find under them.
-        latent, timesteps: geometry and noise schedule in training.
-        prediction_target: "velocity" is noise - data, what the model predicts at sigma t, x_t = (1-t) data + t noise.
-        variants: published sizes, the default first.
-        renames: between original and diffusers names; every parameter of the model is covered.
-        original_prefixes: prefixes an original single file may carry in front of every name.
-        modelspec_architecture, ss_base_model_version: what LoRA metadata calls this family.
-        make_inputs, read_prediction, encode_latents, decode_latents, encode_condition: see the aliases above.
-        unsupported: fnmatch patterns of tensor names, in either layout -> why a checkpoint with such a tensor cannot be
-            trained.
-        native: ComfyUI's own classes of this architecture, as described in families/comfy/native.py.
-        comfy: how they read what ComfyUI's text encoders and VAEs make; None if nobody has looked.
+    make_inputs: (latents [B, C, F, H, W], sigma [B], text, guidance) -> keyword arguments of the transformer's forward.
+    Beside the text there is "image_condition" [B, C', F, H, W] for a variant that is given the first frame, and
+    "first_latents" [B, C, 1, H, W] for one that is given those.
     """
 
-    name: str
-    title: str
-    transformer_class: str
+    name: str  # in the registry
+    title: str  # as people write it
+    transformer_class: str  # in diffusers, as is vae_class
     vae_class: str
-    block_lists: tuple[BlockList, ...]
-    tail: tuple[str, ...]
-    keep_full_precision: tuple[str, ...]
-    lora_targets: tuple[str, ...]
+    block_lists: tuple[BlockList, ...]  # in execution order; a split may cut between any two blocks
+    tail: tuple[
+        str, ...
+    ]  # fqns of the modules after the last block; they stay at home, in a pipeline on the last device
+    keep_full_precision: tuple[str, ...]  # patterns of module fqns that are never quantized
+    lora_targets: tuple[str, ...]  # patterns of the nn.Linear modules that LoRA adapts by default
     latent: LatentSpec
     timesteps: TimestepSpec
-    variants: tuple[Variant, ...]
-    renames: tuple[Rename, ...]
-    modelspec_architecture: str
+    variants: tuple[Variant, ...]  # published sizes, the default first
+    renames: tuple[Rename, ...]  # between original and diffusers names; every parameter of the model is covered
+    modelspec_architecture: str  # what LoRA metadata calls this family, as ss_base_model_version
     ss_base_model_version: str
-    make_inputs: MakeInputs
-    read_prediction: ReadPrediction
-    encode_latents: EncodeLatents
-    decode_latents: DecodeLatents
-    encode_condition: EncodeCondition | None = None
+    make_inputs: Callable[[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor], float | None], dict[str, Any]]
+    # (output tensor, latents [B, C, F, H, W]) -> prediction of the latents' shape
+    read_prediction: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    # (vae, pixels [B, 3, F, height, width] in -1..1) -> normalised latents [B, C, F, H, W], float32
+    encode_latents: Callable[[Any, torch.Tensor], torch.Tensor]
+    # (vae, normalised latents [B, C, F, H, W]) -> pixels [B, 3, F, height, width]
+    decode_latents: Callable[[Any, torch.Tensor], torch.Tensor]
+    # (vae, pixels) -> what goes beside noisy latents, [B, C', F, H, W], float32
+    encode_condition: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    # Modules before the blocks, and which of the tensors they return the model's own forward mixes into the stream
+    # after the last block. No module of the tail is called with it, so it is brought there early.
     read_by_tail: Mapping[str, int] = field(default_factory=dict)
+    # The names under which ComfyUI and diffusers' pipelines both load LoRA files, and where those are diffusers',
+    # patterns of linears whose LoRA ComfyUI does not find under them.
     shared_lora_names: Literal["original", "diffusers"] = "original"
     unread_lora: tuple[str, ...] = ()
+    # Patterns of tensor names, in either layout -> why a checkpoint with such a tensor cannot be trained.
     unsupported: Mapping[str, str] = field(default_factory=dict)
+    # What the model predicts at sigma t: noise - data, with x_t = (1-t) data + t noise.
     prediction_target: Literal["velocity"] = "velocity"
-    original_prefixes: tuple[str, ...] = field(default=("model.diffusion_model.", "diffusion_model.", ""))
-    native: tuple[NativeModel, ...] = ()
-    comfy: ComfyInputs | None = None
+    comfy: ComfyInputs | None = None  # how ComfyUI's classes read what its encoders make; None if nobody has looked
 
     def variant(self, name: str) -> Variant:
         """The variant of this name.

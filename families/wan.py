@@ -13,14 +13,15 @@ by default; as its -i2v variant, which is the same file, it is given the first l
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from .comfy.native import WAN_MODEL
 from .spec import (
     BlockList,
     ComfyInputs,
+    Condition,
     LatentSpec,
     ModelFamily,
     Rename,
@@ -50,12 +51,16 @@ _SHIFTS = {
     "a14b_inference_12.0": ShiftRule("constant", 12.0),
 }
 
-# WanPipeline's boundary_ratio: noisier than this is the first expert's, the rest the second's.
-_A14B_BOUNDARY = 0.875
-_I2V_A14B_BOUNDARY = 0.9
-
-# Short lengths by default: the makers sample 81 frames (TI2V-5B 121), which only large cards can train.
-_FRAME_LENGTHS = (1, 17, 33)
+_LATENT = LatentSpec(
+    channels=16,
+    spatial_stride=8,
+    frame_stride=4,
+    size_multiple=16,
+    num_tokens_per_cell=0.25,
+    fps=16,
+    # Short by default: the makers sample 81 frames (TI2V-5B 121), which only large cards can train.
+    frame_lengths=(1, 17, 33),
+)
 
 _NEEDS_CLIP = (
     "it is image-to-video of Wan 2.1 (or made from it), which needs CLIP's features of the first frame; those are not "
@@ -88,18 +93,24 @@ _14B = _config(40, 40, 13824)
 _I2V_14B = _config(40, 40, 13824, condition_channels=4 + 16)  # the mask of four frames per latent frame, and latents
 
 _5B = _config(30, 24, 14336, channels=48)
-_LATENT_5B = LatentSpec(
-    channels=48,
-    spatial_stride=16,
-    frame_stride=4,
-    size_multiple=32,
-    num_tokens_per_cell=0.25,
-    fps=24,
-    frame_lengths=_FRAME_LENGTHS,
-)
+_LATENT_5B = replace(_LATENT, channels=48, spatial_stride=16, size_multiple=32, fps=24)
 
 _VAE_21 = {"base_dim": 96, "z_dim": 16, "scale_factor_spatial": 8, "scale_factor_temporal": 4}
 
+# fmt: off
+_MEAN_22 = (
+    -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813, 0.0891,
+    0.1570, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502,
+    -0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.1230, -0.0313, -0.1649, 0.0117, 0.0723,
+    -0.2839, -0.2083, -0.0520, 0.3748, 0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667,
+)
+_STD_22 = (
+    0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.4990, 0.4818, 0.5013, 0.8158, 1.0344, 0.5894, 1.0901,
+    0.6885, 0.6165, 0.8454, 0.4978, 0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659,
+    0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093, 0.5709, 0.6065, 0.6415, 0.4944,
+    0.5726, 1.2042, 0.5458, 1.6887, 0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744,
+)
+# fmt: on
 _VAE_22 = {
     "base_dim": 160,
     "decoder_base_dim": 256,
@@ -110,109 +121,28 @@ _VAE_22 = {
     "patch_size": 2,
     "scale_factor_spatial": 16,
     "scale_factor_temporal": 4,
-    # fmt: off
-    "latents_mean": (
-        -0.2289,
-        -0.0052,
-        -0.1323,
-        -0.2339,
-        -0.2799,
-        0.0174,
-        0.1838,
-        0.1557,
-        -0.1382,
-        0.0542,
-        0.2813,
-        0.0891,
-        0.1570,
-        -0.0098,
-        0.0375,
-        -0.1825,
-        -0.2246,
-        -0.1207,
-        -0.0698,
-        0.5109,
-        0.2665,
-        -0.2108,
-        -0.2158,
-        0.2502,
-        -0.2055,
-        -0.0322,
-        0.1109,
-        0.1567,
-        -0.0729,
-        0.0899,
-        -0.2799,
-        -0.1230,
-        -0.0313,
-        -0.1649,
-        0.0117,
-        0.0723,
-        -0.2839,
-        -0.2083,
-        -0.0520,
-        0.3748,
-        0.0152,
-        0.1957,
-        0.1433,
-        -0.2944,
-        0.3573,
-        -0.0548,
-        -0.1681,
-        -0.0667,
-    ),
-    "latents_std": (
-        0.4765,
-        1.0364,
-        0.4514,
-        1.1677,
-        0.5313,
-        0.4990,
-        0.4818,
-        0.5013,
-        0.8158,
-        1.0344,
-        0.5894,
-        1.0901,
-        0.6885,
-        0.6165,
-        0.8454,
-        0.4978,
-        0.5759,
-        0.3523,
-        0.7135,
-        0.6804,
-        0.5833,
-        1.4146,
-        0.8986,
-        0.5659,
-        0.7069,
-        0.5338,
-        0.4889,
-        0.4917,
-        0.4069,
-        0.4999,
-        0.6866,
-        0.4093,
-        0.5709,
-        0.6065,
-        0.6415,
-        0.4944,
-        0.5726,
-        1.2042,
-        0.5458,
-        1.6887,
-        0.3971,
-        1.0600,
-        0.3943,
-        0.5537,
-        0.5444,
-        0.4089,
-        0.7468,
-        0.7744,
-    ),
-    # fmt: on
+    "latents_mean": _MEAN_22,
+    "latents_std": _STD_22,
 }
+
+
+def _experts(
+    name: str, config: Mapping[str, Any], boundary: float, condition: Condition = "none"
+) -> tuple[Variant, Variant]:
+    """The two halves of A14B. Noise above WanPipeline's boundary_ratio is the first one's, the rest the second's."""
+    high = Variant(
+        f"{name}-high",
+        config,
+        (_UMT5,),
+        vae_config=_VAE_21,
+        sigma_range=(boundary, 1.0),
+        partner=f"{name}-low",
+        condition=condition,
+    )
+    low = replace(
+        high, name=high.partner, sigma_range=(0.0, boundary), transformer_folder="transformer_2", partner=high.name
+    )
+    return high, low
 
 
 def make_inputs(
@@ -225,10 +155,8 @@ def make_inputs(
 
     Args:
         latents: noisy, [B, C, F, H, W]; H and W even.
-        sigma: noise level in 0..1. [B]
         text: prompt_embeds [B, S, D]; for image-to-video also image_condition, as encode_condition makes it, or the
             clean first_latents [B, C, 1, H, W].
-        guidance: None; Wan has no such input.
     """
     assert guidance is None, "Wan has no guidance input"
     if "image_condition" in text:
@@ -302,10 +230,7 @@ _STD_21 = (
     3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160,
 )
 # fmt: on
-_STATISTICS = {
-    len(_MEAN_21): (_MEAN_21, _STD_21),
-    _VAE_22["z_dim"]: (_VAE_22["latents_mean"], _VAE_22["latents_std"]),
-}
+_STATISTICS = {16: (_MEAN_21, _STD_21), 48: (_MEAN_22, _STD_22)}  # by number of channels
 
 
 def normalise_samples(samples: torch.Tensor) -> torch.Tensor:
@@ -317,35 +242,33 @@ def normalise_samples(samples: torch.Tensor) -> torch.Tensor:
 # ComfyUI pads to 512 tokens, zeroes the padding's states, and cuts nothing.
 _COMFY = ComfyInputs(states="prompt_embeds", width="text_dim", normalise=normalise_samples, latent_dims=3)
 
-_BLOCK = "blocks.{}."
-
+_ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0", "norm_q": "norm_q", "norm_k": "norm_k"}
+# Below "blocks.{}.": original name -> diffusers'. The original counts norms in the order they were written (norm3 comes
+# second), diffusers as they run. The other two have no weights.
+_IN_BLOCKS = {
+    **{
+        f"{original}.{short}": f"{diffusers}.{long}"
+        for original, diffusers in (("self_attn", "attn1"), ("cross_attn", "attn2"))
+        for short, long in _ATTENTION.items()
+    },
+    "norm3": "norm2",
+    "ffn.0": "ffn.net.0.proj",
+    "ffn.2": "ffn.net.2",
+    "modulation": "scale_shift_table",
+}
+_OUTSIDE = {
+    "patch_embedding": "patch_embedding",
+    "text_embedding.0": "condition_embedder.text_embedder.linear_1",
+    "text_embedding.2": "condition_embedder.text_embedder.linear_2",
+    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
+    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
+    "time_projection.1": "condition_embedder.time_proj",
+    "head.modulation": "scale_shift_table",
+    "head.head": "proj_out",
+}
 _RENAMES = (
-    Rename("patch_embedding", ("patch_embedding",)),
-    Rename("text_embedding.0", ("condition_embedder.text_embedder.linear_1",)),
-    Rename("text_embedding.2", ("condition_embedder.text_embedder.linear_2",)),
-    Rename("time_embedding.0", ("condition_embedder.time_embedder.linear_1",)),
-    Rename("time_embedding.2", ("condition_embedder.time_embedder.linear_2",)),
-    Rename("time_projection.1", ("condition_embedder.time_proj",)),
-    Rename(_BLOCK + "self_attn.q", (_BLOCK + "attn1.to_q",)),
-    Rename(_BLOCK + "self_attn.k", (_BLOCK + "attn1.to_k",)),
-    Rename(_BLOCK + "self_attn.v", (_BLOCK + "attn1.to_v",)),
-    Rename(_BLOCK + "self_attn.o", (_BLOCK + "attn1.to_out.0",)),
-    Rename(_BLOCK + "self_attn.norm_q", (_BLOCK + "attn1.norm_q",)),
-    Rename(_BLOCK + "self_attn.norm_k", (_BLOCK + "attn1.norm_k",)),
-    Rename(_BLOCK + "cross_attn.q", (_BLOCK + "attn2.to_q",)),
-    Rename(_BLOCK + "cross_attn.k", (_BLOCK + "attn2.to_k",)),
-    Rename(_BLOCK + "cross_attn.v", (_BLOCK + "attn2.to_v",)),
-    Rename(_BLOCK + "cross_attn.o", (_BLOCK + "attn2.to_out.0",)),
-    Rename(_BLOCK + "cross_attn.norm_q", (_BLOCK + "attn2.norm_q",)),
-    Rename(_BLOCK + "cross_attn.norm_k", (_BLOCK + "attn2.norm_k",)),
-    # The original counts norms in the order they were written (norm3 comes second), diffusers as they run. The other
-    # two have no weights.
-    Rename(_BLOCK + "norm3", (_BLOCK + "norm2",)),
-    Rename(_BLOCK + "ffn.0", (_BLOCK + "ffn.net.0.proj",)),
-    Rename(_BLOCK + "ffn.2", (_BLOCK + "ffn.net.2",)),
-    Rename(_BLOCK + "modulation", (_BLOCK + "scale_shift_table",)),
-    Rename("head.modulation", ("scale_shift_table",)),
-    Rename("head.head", ("proj_out",)),
+    *(Rename(f"blocks.{{}}.{original}", (f"blocks.{{}}.{diffusers}",)) for original, diffusers in _IN_BLOCKS.items()),
+    *(Rename(original, (diffusers,)) for original, diffusers in _OUTSIDE.items()),
 )
 
 WAN = ModelFamily(
@@ -366,56 +289,14 @@ WAN = ModelFamily(
         "blocks.*.ffn.net.*",
     ),
     shared_lora_names="original",  # ComfyUI 0.33 knows no others
-    latent=LatentSpec(
-        channels=16,
-        spatial_stride=8,
-        frame_stride=4,
-        size_multiple=16,
-        num_tokens_per_cell=0.25,
-        fps=16,
-        frame_lengths=_FRAME_LENGTHS,
-    ),
+    latent=_LATENT,
     timesteps=TimestepSpec(sampling="logit_normal", shift="musubi_3.0", shift_presets=_SHIFTS),
     variants=(
         Variant("wan2.1-t2v-14b", _14B, (_UMT5,), vae_config=_VAE_21),
         Variant("wan2.1-t2v-1.3b", _config(30, 12, 8960), (_UMT5,), vae_config=_VAE_21),
-        Variant(
-            "wan2.2-t2v-a14b-high",
-            _14B,
-            (_UMT5,),
-            vae_config=_VAE_21,
-            sigma_range=(_A14B_BOUNDARY, 1.0),
-            partner="wan2.2-t2v-a14b-low",
-        ),
-        Variant(
-            "wan2.2-t2v-a14b-low",
-            _14B,
-            (_UMT5,),
-            vae_config=_VAE_21,
-            sigma_range=(0.0, _A14B_BOUNDARY),
-            transformer_folder="transformer_2",
-            partner="wan2.2-t2v-a14b-high",
-        ),
+        *_experts("wan2.2-t2v-a14b", _14B, boundary=0.875),
         Variant("wan2.2-ti2v-5b", _5B, (_UMT5,), vae_config=_VAE_22, latent=_LATENT_5B),
-        Variant(
-            "wan2.2-i2v-a14b-high",
-            _I2V_14B,
-            (_UMT5,),
-            vae_config=_VAE_21,
-            sigma_range=(_I2V_A14B_BOUNDARY, 1.0),
-            partner="wan2.2-i2v-a14b-low",
-            condition="first_frame",
-        ),
-        Variant(
-            "wan2.2-i2v-a14b-low",
-            _I2V_14B,
-            (_UMT5,),
-            vae_config=_VAE_21,
-            sigma_range=(0.0, _I2V_A14B_BOUNDARY),
-            transformer_folder="transformer_2",
-            partner="wan2.2-i2v-a14b-high",
-            condition="first_frame",
-        ),
+        *_experts("wan2.2-i2v-a14b", _I2V_14B, boundary=0.9, condition="first_frame"),
         Variant("wan2.2-ti2v-5b-i2v", _5B, (_UMT5,), vae_config=_VAE_22, latent=_LATENT_5B, condition="first_latents"),
     ),
     renames=_RENAMES,
@@ -432,6 +313,5 @@ WAN = ModelFamily(
         "vace_*": "it is VACE, whose control inputs are not made here",
         "control_adapter.*": "it is a camera model, whose control inputs are not made here",
     },
-    native=(WAN_MODEL,),
     comfy=_COMFY,
 )

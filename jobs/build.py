@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..assembly import Assembled, assemble_for_training
-from ..data.samples import BatchOrder
+from ..data.order import BatchOrder
 from ..events import EventLog
 from ..parallel.devices import reset_peaks
 from ..parallel.local.data_parallel import DataParallel, Replica

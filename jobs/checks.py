@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from ..checkpoints.config_sizes import refuse_absurd_sizes
-from ..checkpoints.header import TensorRecord, read_header
+from ..checkpoints.fingerprint import folder_fingerprint
+from ..checkpoints.header import TensorEntry, read_header
 from ..checkpoints.zero_weights import find_zero_weights
 from ..config.job import JobConfig, OptimizerConfig
 from ..data.samples import Sample
 from ..data.video import media_fingerprint, sequence_files
-from ..encoding.key import folder_fingerprint
 from ..encoding.text_place import check_text_device
 from ..encoding.vae import check_vae, find_vae
 from ..parallel.devices import CPU, find_device
@@ -142,7 +142,7 @@ def _check_config(folder: Path) -> None:
         refuse_absurd_sizes(file, read_json_object(file))
 
 
-def _read_headers(folder: Path) -> dict[str, TensorRecord]:
+def _read_headers(folder: Path) -> dict[str, TensorEntry]:
     """Raises: ValueError naming a file that is cut short."""
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
     return {name: record for file in files for name, record in read_header(file).tensors.items()}

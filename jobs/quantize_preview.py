@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..checkpoints.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
+from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
+from ..checkpoints.load import make_empty_transformer
 from ..checkpoints.quantized_files import stays_in_8_bits
 from ..config.job import DataConfig, FolderConfig, JobConfig, LoopConfig, ModelConfig, OutputConfig, SplitConfig
 from ..parallel.devices import find_devices

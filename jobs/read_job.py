@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ..checkpoints.checkpoint import CheckpointInfo, make_empty_transformer, read_checkpoint
+from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
+from ..checkpoints.load import make_empty_transformer
 from ..checkpoints.lora_layouts import check_lora_layout
 from ..config.job import FolderConfig, JobConfig
-from ..data.samples import Sample, scan_folders
+from ..data.folders import scan_folders
+from ..data.samples import Sample
 from ..encoding.encode import never
 from ..families.spec import Variant
 from ..patches.lora import resolve_targets

@@ -6,9 +6,10 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from ..checkpoints.fingerprint import file_fingerprint
 from ..config.job import JobConfig, differing_keys, make_job
 from ..data.samples import dataset_fingerprint
-from ..encoding.key import file_fingerprint, settings_fingerprint
+from ..encoding.key import settings_fingerprint
 from ..parallel.placement import Placement
 from ..training.loop import checkpoint_folder
 from ..training.state import DamagedCheckpoint, TrainingState, list_checkpoints, load_newest, sweep_checkpoints

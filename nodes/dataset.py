@@ -110,7 +110,7 @@ def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
 
     Raises: ValueError naming everything that cannot be used; Stopped when the user cancels.
     """
-    from ..data.samples import scan_folders
+    from ..data.folders import scan_folders
     from ..families.spec import LatentSpec
 
     # No model is known here; the files are looked at as a model would that takes any clip.

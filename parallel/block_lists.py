@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 from torch import nn
 
-from ..families.spec import NativeModel, Transport
+from ..families.comfy.native import NativeModel, Transport
 from ..patches.hooks import HookSet
 
 # Lists below this share of a model's bytes are embedders and the like: moving them saves nothing and costs two copies.

@@ -14,7 +14,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from ..families.spec import BlockList, ModelFamily, NativeModel
+from ..families.comfy.native import NativeModel
+from ..families.spec import BlockList, ModelFamily
 from ..patches.lora import matches_any
 
 

@@ -26,7 +26,8 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..checkpoints.checkpoint import CheckpointInfo, make_unfilled_transformer
+from ..checkpoints.checkpoint import CheckpointInfo
+from ..checkpoints.load import make_unfilled_transformer
 from ..families.spec import Variant
 from ..parallel.devices import device_module, memory_in_use, own_random_states, release_cached_memory, reset_peaks
 from ..parallel.stopwatch import MakeStopwatch, Stopwatch, make_stopwatch

@@ -26,7 +26,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from ..checkpoints.checkpoint import CheckpointInfo
-from ..encoding.key import file_fingerprint, settings_fingerprint
+from ..checkpoints.fingerprint import file_fingerprint, settings_fingerprint
 from ..events import first_line
 from ..families.spec import Variant
 from ..parallel.devices import CPU, device_module, release_cached_memory, total_bytes

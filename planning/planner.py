@@ -31,7 +31,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..checkpoints.checkpoint import CheckpointInfo, make_empty_transformer
+from ..checkpoints.checkpoint import CheckpointInfo
+from ..checkpoints.load import make_empty_transformer
 from ..config.job import JobConfig, OptimizerConfig
 from ..data.samples import Sample
 from ..families.spec import ModelFamily, Variant

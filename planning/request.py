@@ -12,8 +12,9 @@ from pathlib import Path
 
 from ..checkpoints.checkpoint import CheckpointInfo, make_published_info
 from ..config.job import DataConfig, JobConfig, ModelScheme, job_to_dict, load_job, make_job
+from ..data.buckets import bucket_step, make_buckets
 from ..data.clips import make_clip_plan
-from ..data.samples import Sample, bucket_step, make_buckets
+from ..data.samples import Sample
 from ..families.spec import LatentSpec, Variant
 
 _log = logging.getLogger(__name__)

@@ -65,8 +65,7 @@ def _split(stack: Stack, layer: _Layer, alpha: float) -> dict[str, tuple[_Layer,
     """The LoRAs of a stack's members, with their alphas."""
     if len(stack.members) == 1:
         return {stack.members[0]: (layer, alpha)}
-    bounds = stack.bounds(layer[_B].shape[0])
-    rows = {member: slice(bounds[i], bounds[i + 1]) for i, member in enumerate(stack.members)}
+    rows = {member: slice(*ends) for member, ends in stack.rows(layer[_B].shape[0]).items()}
     has_dora = _DORA in layer
     # A magnitude rescales its layer even where B is zero, so with DoRA every member counts.
     trained = [member for member in stack.members if has_dora or layer[_B][rows[member]].any()]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("MPLBACKEND", "Agg")
 
 import torch
-from devicebridge.checkpoints.checkpoint import load_transformer
+from devicebridge.checkpoints.load import load_transformer
 from devicebridge.cli.main import set_up_logging
 from devicebridge.config.job import load_job
 from devicebridge.data.image import read_pixels

@@ -20,6 +20,15 @@ STOPPED = 130  # exit code of whoever was asked to stop, by whatever signal
 Handler = Callable[[int, FrameType | None], object]
 
 
+class Stopped(Exception):
+    """The user asked to stop; what was done until then is kept."""
+
+
+def never() -> bool:
+    """A should_stop for work that nobody stops."""
+    return False
+
+
 class StopRequest:
     """Whether a stop was asked for; calling it tells."""
 

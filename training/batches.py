@@ -10,7 +10,8 @@ from textwrap import shorten
 
 import torch
 
-from ..data.samples import Sample, TrainingSample, load_mask
+from ..data.masks import load_mask
+from ..data.samples import Sample, TrainingSample
 from ..encoding.store import CacheStore
 from ..families.comfy.inputs import SAMPLES
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..config.job import JobConfig, job_to_dict
-from ..data.samples import Batch, BatchOrder
+from ..data.order import Batch, BatchOrder
 from ..events import EventLog, first_line
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import memory_in_use, random_states, restore_random_states

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ...encoding.key import settings_fingerprint, tensors_fingerprint
+from ...checkpoints.fingerprint import settings_fingerprint, tensors_fingerprint
 
 if TYPE_CHECKING:
     import torch

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from devicebridge.families.spec import NativeModel, Transport
+    from devicebridge.families.comfy.native import NativeModel, Transport
     from devicebridge.parallel.local.bridge import Bridge
     from devicebridge.tests.comfy.native_cases import Case
 
@@ -369,7 +369,7 @@ class _Runs:
 
         relay: what relaying the row's own lists has given, which the same lists would give again.
         """
-        from devicebridge.families.spec import NativeModel
+        from devicebridge.families.comfy.native import NativeModel
         from devicebridge.parallel.block_lists import BlockCalls, block_fqns, find_block_lists
 
         lists = find_block_lists(self.model)
@@ -378,7 +378,7 @@ class _Runs:
         calls.check()
         if relay and lists == self.row.block_lists:
             return relay
-        unknown = NativeModel(self.case.class_name, self.case.module, lists, (), "relay", "found", can_overlap=False)
+        unknown = NativeModel(self.case.class_name, self.case.module, lists, (), "found", "relay")
         return self.split("relay", 2, row=unknown)
 
     def split(
@@ -425,13 +425,13 @@ class _Strange(nn.Module):
 
 
 def _unknown_class() -> dict[str, str]:
-    from devicebridge.families.comfy.native import find_native
-    from devicebridge.families.spec import NativeModel
+    from devicebridge.families.comfy.native import NativeModel
+    from devicebridge.families.comfy.registry import find_native
     from devicebridge.tests.comfy.native_cases import Case, rand
 
     torch.manual_seed(0)
     case = Case("unknown class", __name__, "_Strange", {}, lambda: {"x": rand(2, 3, 2)})
-    row = NativeModel("_Strange", __name__, ("trunk", "refiners"), (), "relay", "made up", can_overlap=False)
+    row = NativeModel("_Strange", __name__, ("trunk", "refiners"), (), "made up", "relay")
     runs = _Runs(case, row, _Strange().requires_grad_(False).eval())
     return {
         "row": str(find_native(_Strange)),
@@ -479,7 +479,7 @@ def _derived_classes() -> dict[str, str]:
     """Transport of classes that ComfyUI derives from described ones, by what find_native makes of them."""
     from comfy.ldm.flux.controlnet import ControlNetFlux
     from comfy.ldm.qwen_image.controlnet import QwenImageControlNetModel
-    from devicebridge.families.comfy.native import find_native
+    from devicebridge.families.comfy.registry import find_native
 
     rows = (find_native(cls) for cls in (ControlNetFlux, QwenImageControlNetModel))
     return {row.class_name: row.transport for row in rows if row is not None}
@@ -492,7 +492,7 @@ def main(checkout: str) -> None:
 
     args.cpu = True
     runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
-    from devicebridge.families.comfy.native import NATIVE_MODELS, find_native
+    from devicebridge.families.comfy.registry import NATIVE_MODELS, find_native
     from devicebridge.tests.comfy.native_cases import CASES, REFUSED
 
     torch.set_num_threads(1)
@@ -521,7 +521,7 @@ def _endless_memory() -> Iterator[None]:
 
 
 def _row_of(case: Case) -> NativeModel:
-    from devicebridge.families.comfy.native import find_native
+    from devicebridge.families.comfy.registry import find_native
 
     row = find_native(case.model_class)
     assert row is not None, f"no row for {case.class_name}"

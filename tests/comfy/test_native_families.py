@@ -11,8 +11,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from devicebridge.families.comfy.native import NATIVE_MODELS
-from devicebridge.families.spec import NativeModel
+from devicebridge.families.comfy.native import NativeModel
+from devicebridge.families.comfy.registry import NATIVE_MODELS
 from devicebridge.tests.comfy.native_cases import CASES, REFUSED, Case
 from devicebridge.tests.comfy_host import comfy_python
 

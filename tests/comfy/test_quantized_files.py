@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from devicebridge.checkpoints.header import read_header
-from devicebridge.checkpoints.quantized_files import dequantize, pair_scales, read_formats, read_records, read_scales
+from devicebridge.checkpoints.quantized_files import dequantize, pair_scales, read_formats, read_scales
+from devicebridge.checkpoints.weight_file import read_records
 from devicebridge.tests.comfy_host import comfy_python
 from safetensors.torch import load_file
 
@@ -41,7 +42,8 @@ def folder(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_weight_is_what_comfyui_takes_it_for(name: str, folder: Path) -> None:
     file = folder / f"{name}.safetensors"
     header = read_header(file)
-    records = pair_scales(file, header.tensors, read_formats(file, header.tensors, [header.metadata]))
+    given = header.records()
+    records = pair_scales(file, given, read_formats(file, given, [header.metadata]))
     assert records.keys() == {"x.weight"} and records["x.weight"].is_quantized
     ((_, values),) = read_records(records)
     found = dequantize(values, read_scales(records)["x.weight"], records["x.weight"], torch.float32)

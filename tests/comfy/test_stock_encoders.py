@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from devicebridge.checkpoints.fingerprint import file_fingerprint
 from devicebridge.data.image import ImageRequest
-from devicebridge.encoding.key import comfy_latent_key, comfy_text_key, file_fingerprint
+from devicebridge.encoding.key import comfy_latent_key, comfy_text_key
 from devicebridge.encoding.store import CacheStore
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Server
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline

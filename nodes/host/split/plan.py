@@ -11,8 +11,8 @@ import comfy.model_management as management
 import torch
 from torch import nn
 
-from ....families.comfy.native import find_native
-from ....families.spec import NativeModel, Transport
+from ....families.comfy.native import NativeModel, Transport
+from ....families.comfy.registry import find_native
 from ....parallel.block_lists import execution_order, find_block_lists, followers, placed_blocks, transport_for
 from ....parallel.placement import Placement, check_budgets, native_block_flops, plan_manual, plan_placement
 

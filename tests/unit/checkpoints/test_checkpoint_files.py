@@ -12,7 +12,8 @@ import diffusers
 import pytest
 import safetensors
 import torch
-from devicebridge.checkpoints.checkpoint import _say_once, load_transformer, make_empty_transformer, read_checkpoint
+from devicebridge.checkpoints.checkpoint import _say_once, read_checkpoint
+from devicebridge.checkpoints.load import load_transformer, make_empty_transformer
 from devicebridge.families.registry import FAMILIES, find_family
 from devicebridge.families.spec import Variant
 from devicebridge.tests.toy import TINY, stack_tensors

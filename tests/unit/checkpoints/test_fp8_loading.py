@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.checkpoints.checkpoint import load_transformer, make_empty_transformer, read_checkpoint
+from devicebridge.checkpoints.checkpoint import read_checkpoint
+from devicebridge.checkpoints.load import load_transformer, make_empty_transformer
 from devicebridge.families.registry import FAMILIES
 from devicebridge.parallel.placement import block_names, parameter_bytes, plan_placement
 from devicebridge.quantization import eight_bit, weight_only

@@ -21,7 +21,8 @@ import pytest
 import safetensors.torch
 import torch
 from devicebridge.checkpoints import quantized_cache
-from devicebridge.checkpoints.checkpoint import CheckpointInfo, load_transformer, read_checkpoint
+from devicebridge.checkpoints.checkpoint import CheckpointInfo, read_checkpoint
+from devicebridge.checkpoints.load import load_transformer
 from devicebridge.checkpoints.quantized_cache import QuantizedWriter, load_through_cache, open_cached
 from devicebridge.families.registry import FAMILIES
 from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.checkpoints import quantized_files
-from devicebridge.checkpoints.checkpoint import CheckpointInfo, load_transformer, read_checkpoint
+from devicebridge.checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from devicebridge.checkpoints.header import TensorRecord
+from devicebridge.checkpoints.load import load_transformer
 from devicebridge.checkpoints.quantized_files import dequantize
 from devicebridge.families.registry import FAMILIES
 from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings, apply_quantization, full_weight

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-from devicebridge.checkpoints.weight_file import _DTYPES, open_weights
+from devicebridge.checkpoints.weight_file import TORCH_TYPES, open_weights
 from safetensors.torch import save_file
 
 
@@ -26,7 +26,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def _tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    found = {name: (torch.randn(6, 4, 2) * 9).to(dtype) for name, dtype in _DTYPES.items()}
+    found = {name: (torch.randn(6, 4, 2) * 9).to(dtype) for name, dtype in TORCH_TYPES.items()}
     return found | {"empty": torch.zeros(0, 3), "scalar": torch.tensor(2.5)}
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from devicebridge.config.job import DataConfig, FolderConfig
 from devicebridge.data import open_image
+from devicebridge.data.folders import scan_folders
 from devicebridge.data.image import open_image as read_image
 from devicebridge.data.image import read_size
-from devicebridge.data.samples import scan_folders
 from devicebridge.data.video import is_clip, probe_clip
 from devicebridge.families.registry import FAMILIES
 from PIL import Image

@@ -10,17 +10,12 @@ import numpy as np
 import pytest
 import torch
 from devicebridge.config.job import DataConfig, FolderConfig
+from devicebridge.data.buckets import choose_bucket, make_buckets, plan_crop
+from devicebridge.data.folders import scan_folders
 from devicebridge.data.image import read_pixels
-from devicebridge.data.samples import (
-    BatchOrder,
-    Sample,
-    choose_bucket,
-    dataset_fingerprint,
-    load_mask,
-    make_buckets,
-    plan_crop,
-    scan_folders,
-)
+from devicebridge.data.masks import load_mask
+from devicebridge.data.order import BatchOrder
+from devicebridge.data.samples import Sample, dataset_fingerprint
 from devicebridge.families.spec import LatentSpec
 from devicebridge.tests.clips import plain_frames, save_clip, save_video
 from PIL import Image

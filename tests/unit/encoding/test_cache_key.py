@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from devicebridge.checkpoints import fingerprint as fingerprint_module
+from devicebridge.checkpoints.fingerprint import file_fingerprint, folder_fingerprint, tensors_fingerprint
 from devicebridge.data.image import ImageRequest
 from devicebridge.encoding import key as key_module
 from devicebridge.encoding.key import (
@@ -18,11 +20,8 @@ from devicebridge.encoding.key import (
     comfy_latent_key,
     comfy_text_key,
     content_key,
-    file_fingerprint,
-    folder_fingerprint,
     joint_key,
     latent_key,
-    tensors_fingerprint,
     text_key,
 )
 from devicebridge.families.registry import FAMILIES
@@ -197,9 +196,9 @@ def test_what_stock_encoders_make_has_keys_of_its_own(monkeypatch):
     assert len(keys) == 11
 
 
-@pytest.mark.parametrize("whole_file_bytes", [key_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
+@pytest.mark.parametrize("whole_file_bytes", [fingerprint_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
 def test_weights_in_memory_are_told_by_their_content(monkeypatch, whole_file_bytes):
-    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
+    monkeypatch.setattr(fingerprint_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
     weights = {
         "one": torch.arange(9000, dtype=torch.float32).view(90, 100),
         "two": torch.arange(5).to(torch.float8_e4m3fn),
@@ -223,7 +222,7 @@ def test_weights_in_memory_are_told_by_their_content(monkeypatch, whole_file_byt
 
 
 def test_content_is_hashed_whole(monkeypatch):
-    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", 0)
+    monkeypatch.setattr(fingerprint_module, "_WHOLE_FILE_BYTES", 0)
     tensor = torch.zeros(100_000)
     keys = {content_key({"a": tensor}), content_key({"b": tensor})}
     for index in range(0, 100_000, 9_999):
@@ -256,9 +255,9 @@ def _model_folder(folder):
     return folder
 
 
-@pytest.mark.parametrize("whole_file_bytes", [key_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
+@pytest.mark.parametrize("whole_file_bytes", [fingerprint_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
 def test_a_folder_is_told_by_its_content(tmp_path, monkeypatch, whole_file_bytes):
-    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
+    monkeypatch.setattr(fingerprint_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
     folder = _model_folder(tmp_path / "text_encoder")
     before = folder_fingerprint(folder)
     (folder / "README.md").write_text("read me")
@@ -272,10 +271,10 @@ def test_a_folder_is_told_by_its_content(tmp_path, monkeypatch, whole_file_bytes
     assert folder_fingerprint(tmp_path / "elsewhere") != before
 
 
-@pytest.mark.parametrize("whole_file_bytes", [key_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
+@pytest.mark.parametrize("whole_file_bytes", [fingerprint_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
 @pytest.mark.parametrize("name", ["one", "two", "three"])
 def test_changing_any_tensor_changes_the_fingerprint(tmp_path, monkeypatch, whole_file_bytes, name):
-    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
+    monkeypatch.setattr(fingerprint_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
     folder = _model_folder(tmp_path / "text_encoder")
     before = folder_fingerprint(folder)
     tensors = load_file(folder / "model.safetensors")
@@ -285,7 +284,7 @@ def test_changing_any_tensor_changes_the_fingerprint(tmp_path, monkeypatch, whol
 
 
 def test_the_sample_reads_both_ends_and_the_middle_of_each_tensor(tmp_path, monkeypatch):
-    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", 0)
+    monkeypatch.setattr(fingerprint_module, "_WHOLE_FILE_BYTES", 0)
     file = tmp_path / "x.safetensors"
     fingerprints = set()
     for index in (None, 0, 2**14 // 2 + 100, 2**14 - 1):
@@ -297,9 +296,9 @@ def test_the_sample_reads_both_ends_and_the_middle_of_each_tensor(tmp_path, monk
     assert len(fingerprints) == 4
 
 
-@pytest.mark.parametrize("whole_file_bytes", [key_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
+@pytest.mark.parametrize("whole_file_bytes", [fingerprint_module._WHOLE_FILE_BYTES, 0], ids=["whole", "sampled"])
 def test_names_and_shapes_count_as_well_as_bytes(tmp_path, monkeypatch, whole_file_bytes):
-    monkeypatch.setattr(key_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
+    monkeypatch.setattr(fingerprint_module, "_WHOLE_FILE_BYTES", whole_file_bytes)
     fingerprints = set()
     for tensors in ({"a": torch.zeros(4, 2)}, {"b": torch.zeros(4, 2)}, {"a": torch.zeros(2, 4)}):
         save_file(tensors, tmp_path / "x.safetensors")

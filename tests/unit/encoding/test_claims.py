@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from devicebridge.encoding import claims as claims_module
-from devicebridge.encoding.claims import Claims, NoLocks, Shared
+from devicebridge.encoding.claims import Claims, Shared
 from devicebridge.encoding.store import CacheStore
+from devicebridge.system.locks import NoLocks
 
 KEYS = [f"{number:02x}" * 32 for number in range(40)]
 ROOT = Path(__file__).resolve().parents[3]

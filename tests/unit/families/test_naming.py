@@ -70,8 +70,7 @@ def test_the_table_names_every_tensor_once_both_ways(family_name, variant_name):
     for original, stack in stacks.items():
         assert find_by_original(original, family.renames) == stack
         heights = [shapes[member][0] for member in stack.members]
-        bounds = stack.bounds(sum(heights))
-        assert [end - start for start, end in zip(bounds, bounds[1:], strict=False)] == heights
+        assert [end - start for start, end in stack.rows(sum(heights)).values()] == heights
 
 
 @pytest.mark.parametrize("name", ["flux2", "flux1"])
@@ -95,7 +94,7 @@ def test_modules_and_tensors_are_found_alike():
         find_by_diffusers("single_transformer_blocks.12.proj_mlp.bias", renames).original
         == "single_blocks.12.linear1.bias"
     )
-    assert module.rows_of(module.members[3], 7 * 5) == (15, 35)
+    assert module.rows(7 * 5)[module.members[3]] == (15, 35)
     assert find_by_original("final_layer.adaLN_modulation.1", renames).swap_halves
 
 
@@ -111,4 +110,4 @@ def test_refusals_say_what_was_found():
         originals_of(["x_embedder.weight", "controlnet_x_embedder.weight"], FAMILIES["flux1"].renames)
     stack = find_by_original("qkv.weight", (Rename("qkv", ("q", "k", "v")),))
     with pytest.raises(ValueError, match="qkv.weight has 8 rows, which cannot be cut 1:1:1"):
-        stack.bounds(8)
+        stack.rows(8)

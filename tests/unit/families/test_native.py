@@ -1,4 +1,4 @@
-"""The rows of families/comfy/native.py as data, and how a class finds its row; no ComfyUI needed."""
+"""The rows in families/comfy/ as data, and how a class finds its row; no ComfyUI needed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import dataclasses
 import re
 
 import pytest
-from devicebridge.families.comfy.native import COSMOS_1, FLUX, NATIVE_MODELS, WAN_CAUSAL, WAN_MODEL, find_native
+from devicebridge.families.comfy.image import FLUX
+from devicebridge.families.comfy.native import Follows, NativeModel
+from devicebridge.families.comfy.registry import NATIVE_MODELS, find_native
+from devicebridge.families.comfy.video import COSMOS_1, WAN_CAUSAL, WAN_MODEL
 from devicebridge.families.registry import FAMILIES
-from devicebridge.families.spec import Follows, ModelFamily, NativeModel
+from devicebridge.families.spec import ModelFamily
 from torch import nn
+
+_NATIVE = {"flux1": FLUX, "flux2": FLUX, "wan": WAN_MODEL}  # of each family to train, its class in ComfyUI
 
 
 def _class(name: str, module: str, base: type | tuple[type, ...] = nn.Module, **members: object) -> type[nn.Module]:
@@ -51,9 +56,7 @@ def test_a_familys_native_lists_are_those_of_its_original_names(family: ModelFam
             if "{}" in name:
                 original_of[name.split(".{}")[0]] = rename.original.split(".{}")[0]
     expected = tuple(original_of[block_list.name] for block_list in family.block_lists)
-    assert family.native
-    for row in family.native:
-        assert row.block_lists == expected
+    assert _NATIVE[family.name].block_lists == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -63,9 +66,7 @@ def test_a_familys_native_tail_is_in_its_original_names(family: ModelFamily) -> 
         for rename in family.renames
         if any(name.split(".")[0] in family.tail for name in rename.diffusers)
     }
-    assert tail
-    for row in family.native:
-        assert set(row.tail) == tail
+    assert set(_NATIVE[family.name].tail) == tail
 
 
 def test_the_class_itself_finds_its_row() -> None:
@@ -131,5 +132,7 @@ def test_a_row_that_names_a_list_it_does_not_have_is_rejected() -> None:
 
 
 def test_a_relayed_row_cannot_overlap() -> None:
-    with pytest.raises(ValueError, match="goes home after every block"):
-        dataclasses.replace(COSMOS_1, can_overlap=True)
+    assert COSMOS_1.transport == "relay"
+    assert not COSMOS_1.can_overlap
+    assert not dataclasses.replace(WAN_MODEL, is_sequential=True).can_overlap
+    assert WAN_MODEL.can_overlap

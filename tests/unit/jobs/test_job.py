@@ -18,7 +18,7 @@ import peft
 import pytest
 import torch
 from devicebridge.config.job import differing_keys, job_to_dict, save_job
-from devicebridge.data.samples import BatchOrder
+from devicebridge.data.order import BatchOrder
 from devicebridge.events import EventLog
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import resume

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.checkpoints.checkpoint import load_transformer, read_checkpoint
+from devicebridge.checkpoints.checkpoint import read_checkpoint
+from devicebridge.checkpoints.load import load_transformer
 from devicebridge.cli.main import main
 from devicebridge.config.job import ModelConfig, SplitConfig, save_job
 from devicebridge.jobs import quantize_preview

@@ -15,6 +15,7 @@ from devicebridge.encoding import claims as claims_module
 from devicebridge.jobs.job import run_job
 from devicebridge.jobs.pair import run_pair
 from devicebridge.jobs.run_lock import run_lock
+from devicebridge.system.locks import NoLocks
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -113,7 +114,7 @@ def test_a_folder_that_is_a_file_is_named(tmp_path):
 
 def test_without_locks_a_run_goes_on_and_one_warning_says_so(tmp_path, monkeypatch, caplog):
     def refuse(file):
-        raise claims_module.NoLocks(95, "Operation not supported")
+        raise NoLocks(95, "Operation not supported")
 
     monkeypatch.setattr(claims_module, "try_lock", refuse)
     with run_lock(tmp_path / "run"), run_lock(tmp_path / "run"):

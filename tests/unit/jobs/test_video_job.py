@@ -10,7 +10,7 @@ import pytest
 import torch
 from devicebridge.cli.main import main
 from devicebridge.config.job import save_job
-from devicebridge.data.samples import BatchOrder
+from devicebridge.data.order import BatchOrder
 from devicebridge.data.video import read_frames
 from devicebridge.encoding.comfy_data import read_pairs
 from devicebridge.encoding.encoded import save_encoded

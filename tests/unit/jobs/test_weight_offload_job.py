@@ -9,7 +9,8 @@ import json
 import pytest
 import torch
 from devicebridge.assembly import assemble_for_training
-from devicebridge.checkpoints.checkpoint import make_empty_transformer, read_checkpoint
+from devicebridge.checkpoints.checkpoint import read_checkpoint
+from devicebridge.checkpoints.load import make_empty_transformer
 from devicebridge.config.job import LoraSettings
 from devicebridge.execution import ExecutionPlan
 from devicebridge.jobs import resolve as resolve_module

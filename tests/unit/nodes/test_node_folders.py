@@ -155,7 +155,7 @@ def crowded(host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_folder_that_holds_too_much_is_refused_by_every_look(nodes: ModuleType, crowded: Path) -> None:
     from devicebridge.config.job import DataConfig, FolderConfig
-    from devicebridge.data.samples import scan_folders
+    from devicebridge.data.folders import scan_folders
     from devicebridge.families.registry import FAMILIES
 
     told = nodes.TrainingDatasetNode.fingerprint_inputs(folder="home", evaluation_folder="")
@@ -178,7 +178,7 @@ def test_cancel_ends_the_look_through_a_folder(
     nodes: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pressed while images are read: none but the first of 50 is inspected after it."""
-    from devicebridge.data import samples as data
+    from devicebridge.data import folders as data
 
     folder = _image_folder(host.root / "input" / "dogs")
     for number in range(50):

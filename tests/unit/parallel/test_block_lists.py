@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from devicebridge.families.spec import Follows, NativeModel
+from devicebridge.families.comfy.native import Follows, NativeModel
 from devicebridge.parallel.block_lists import (
     BlockCalls,
     block_fqns,
@@ -41,7 +41,7 @@ class _Model(nn.Module):
         self.tail_list = _blocks(2)
 
 
-_ROW = NativeModel("_Model", "", ("first", "middle", "second"), ("tail", "tail_list", "absent"), "stream", "for tests")
+_ROW = NativeModel("_Model", "", ("first", "middle", "second"), ("tail", "tail_list", "absent"), "for tests")
 _WITH_SIDE = dataclasses.replace(_ROW, block_lists=("first", "side"), follows={"side": Follows("first", "mapping")})
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.checkpoints.checkpoint import CheckpointInfo, make_empty_transformer
+from devicebridge.checkpoints.checkpoint import CheckpointInfo
+from devicebridge.checkpoints.load import make_empty_transformer
 from devicebridge.cli.main import main
 from devicebridge.config.job import JobConfig, LoraSettings, make_job, save_job
 from devicebridge.families.registry import find_family

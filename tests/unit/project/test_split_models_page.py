@@ -1,4 +1,4 @@
-"""The list of models for users says what families/comfy/native.py says."""
+"""The list of models for users says what the rows in families/comfy/ say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from devicebridge.families.comfy.native import NATIVE_MODELS
+from devicebridge.families.comfy.registry import NATIVE_MODELS
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "guides" / "split_models.md"

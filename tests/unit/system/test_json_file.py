@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from devicebridge.checkpoints.checkpoint import read_checkpoint
-from devicebridge.checkpoints.file_header import read_weight_map
+from devicebridge.checkpoints.header import read_weight_map
 from devicebridge.encoding.encoded import load_encoded
 from devicebridge.encoding.text_encoder import load_text_encoder
 from devicebridge.encoding.vae import find_vae

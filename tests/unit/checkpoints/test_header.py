@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from devicebridge.checkpoints.file_header import read_file_header
+from devicebridge.checkpoints.header import read_file_header
 from devicebridge.checkpoints.weight_file import load_tensors, open_weights
 from safetensors.torch import save_file
 

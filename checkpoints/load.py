@@ -1,0 +1,201 @@
+"""A transformer read tensor by tensor onto the devices it will live on.
+
+A layer of a file in 8 bits keeps its weight if it is to be quantized anyway and the scheme can multiply with that type;
+all others are dequantized.
+
+Number types follow diffusers' from_pretrained, so that both give equal models: weights become the asked type, except
+those of the modules that the class itself lists in _keep_in_fp32_modules (of Wan: time embedder, norms with weights,
+modulation tables), which become float32.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+
+from ..quantization.quantize import Quantizer, Stored8, replace_module
+from .checkpoint import CheckpointInfo
+from .model_class import described, differences, transformer_class
+from .quantized_files import dequantize, read_scales, stays_in_8_bits
+from .weight_file import by_file, read_records
+
+_log = logging.getLogger(__name__)
+
+
+class LayerWriter(Protocol):
+    """Who wants to know the layers that were rounded here; quantized_cache.py's QuantizedWriter is one."""
+
+    def expect(self, num_bytes: int) -> None: ...
+    def add(self, fqn: str, stored: Stored8) -> None: ...
+
+
+class LayerKeeper(Protocol):
+    """Who takes layers to where they rest as soon as they are final; parallel/offload/weights.py's BlockSwap is one."""
+
+    def begin(self, model: torch.nn.Module, layers: Collection[str]) -> None: ...
+    def finish(self, layer: str) -> None: ...
+
+
+def make_empty_transformer(info: CheckpointInfo) -> torch.nn.Module:
+    """The transformer on meta, buffers included: sizes without weights, for planning."""
+    with torch.device("meta"):
+        return transformer_class(info.family).from_config(dict(info.config))
+
+
+def make_unfilled_transformer(info: CheckpointInfo) -> torch.nn.Module:
+    """The transformer with its parameters on meta, and real buffers and tables on the CPU."""
+    from accelerate import init_empty_weights
+
+    # Buffers that no file holds (Wan's rotary tables) must be real; they are computed in the constructor.
+    with init_empty_weights(include_buffers=False):
+        return transformer_class(info.family).from_config(dict(info.config))
+
+
+def load_transformer(
+    info: CheckpointInfo,
+    device_of: Callable[[str], torch.device],
+    dtype: torch.dtype,
+    quantizer: Quantizer | None = None,
+    writer: LayerWriter | None = None,
+    keeper: LayerKeeper | None = None,
+) -> torch.nn.Module:
+    """The transformer with every parameter on its device, frozen and in eval mode.
+
+    One tensor is in host memory at a time, besides what the system keeps of the file. On the CPU too, weights are
+    copies, so that a file replaced later changes nothing. A layer is quantized as soon as the last of its own tensors
+    is in place, before the next one is read.
+
+    Args:
+        device_of: from a parameter's or buffer's fqn to its device.
+        dtype: of the weights, except those the class keeps in float32.
+        quantizer: converts layers, or takes them over as a file in 8 bits has them; with None such a file is
+            dequantized.
+        writer: is given every layer that was rounded, and not those that were in 8 bits already.
+        keeper: is told of every layer that is final, before the next one is read.
+    Raises: ValueError if the file's tensors are not exactly the model's, or its scales are no scales.
+    """
+    model = make_unfilled_transformer(info)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = differences(shapes, info.tensors)
+    if found:
+        raise ValueError(f"{info.path} does not fit {info.family.title}: {described(found)}")
+    _Loader(model, info, device_of, dtype, quantizer, writer, keeper).load()
+    for name, buffer in list(model.named_buffers()):
+        owner, leaf = _owner(model, name)
+        owner._buffers[leaf] = buffer.to(device_of(name))
+    return model.requires_grad_(False).eval()
+
+
+@dataclass
+class _Loader:
+    """Fills an empty model, tensor by tensor."""
+
+    model: torch.nn.Module
+    info: CheckpointInfo
+    device_of: Callable[[str], torch.device]
+    dtype: torch.dtype
+    quantizer: Quantizer | None
+    writer: LayerWriter | None
+    keeper: LayerKeeper | None
+
+    def __post_init__(self) -> None:
+        quantizer = self.quantizer
+        self._kept_in_float32 = set(getattr(self.model, "_keep_in_fp32_modules", None) or ())
+        self._wanted = {n for n, m in self.model.named_modules() if quantizer is not None and quantizer.is_wanted(n, m)}
+        self._scales = read_scales(self.info.tensors)
+        self._waiting = Counter(name.rpartition(".")[0] for name in self.info.tensors)
+        self._taken: dict[str, Stored8] = {}  # weights of layers whose other tensors have not all arrived
+        self._num_taken = self._num_dequantized = 0
+
+    def load(self) -> None:
+        if self.writer is not None:
+            self.writer.expect(sum(self._stored_bytes(name) for name in self._wanted if not self._is_taken(name)))
+        if self.keeper is not None:
+            self.keeper.begin(self.model, self._waiting.keys())
+        for file, records in by_file(self.info.tensors).items():
+            _log.info("reading %d tensors from %s", len(records), file.name)
+            for name, tensor in read_records(records):
+                self._place(name, tensor)
+                del tensor  # before its layer is converted and the next one read: no second copy, here or on its device
+                self._finish_layer_of(name)
+        if self.info.num_quantized:
+            found = ", ".join(f"{count} {kind}" for kind, count in self.info.quantized_types.items())
+            message = "read %s tensors for %s: %d kept in 8 bits, %d dequantized"
+            _log.info(message, found, self.info.path, self._num_taken, self._num_dequantized)
+
+    def _place(self, name: str, tensor: torch.Tensor) -> None:
+        """Put a tensor where it belongs, or lay it by until its layer takes it over."""
+        layer, _, leaf = name.rpartition(".")
+        device, dtype = self.device_of(name), self._dtype_of(name)
+        record = self.info.tensors[name]
+        if leaf == "weight" and self._is_taken(layer):
+            self._taken[layer] = self._keep(name, tensor.to(device, copy=True))
+            self._num_taken += 1
+        elif record.is_quantized:
+            scale = self._scales.get(name)
+            self._num_dequantized += 1
+            values = tensor.to(device)
+            self._set(name, dequantize(values, None if scale is None else scale.to(device), record, dtype))
+        else:
+            self._set(name, tensor.to(device, dtype, copy=True))
+
+    def _finish_layer_of(self, name: str) -> None:
+        """Convert the layer of a tensor that has been placed, if all of the layer is there now."""
+        layer = name.rpartition(".")[0]
+        self._waiting[layer] -= 1
+        if self._waiting[layer]:
+            return
+        if layer in self._wanted:
+            self._convert(layer)
+        if self.keeper is not None:
+            self.keeper.finish(layer)
+
+    def _convert(self, layer: str) -> None:
+        assert self.quantizer is not None
+        module = self.model.get_submodule(layer)
+        if layer in self._taken:
+            assert isinstance(module, torch.nn.Linear)
+            stored, dtype = self._taken.pop(layer), self._dtype_of(f"{layer}.weight")
+            replace_module(self.model, layer, self.quantizer.take(layer, module, stored, dtype))
+            return
+        done = self.quantizer.finish(layer, module)
+        replace_module(self.model, layer, done)
+        if self.writer is not None:
+            self.writer.add(layer, self.quantizer.store(done))
+
+    def _is_taken(self, layer: str) -> bool:
+        """Whether a layer's weight stays as the file has it."""
+        if self.quantizer is None or layer not in self._wanted:
+            return False
+        return stays_in_8_bits(self.info.tensors[f"{layer}.weight"], self.quantizer.can_take)
+
+    def _keep(self, name: str, values: torch.Tensor) -> Stored8:
+        scale = self._scales.get(name, torch.ones(1)).reshape(-1, 1).expand(values.shape[0], 1)
+        return Stored8(values, scale.contiguous().to(values.device, copy=True), self.info.tensors[name].rotation)
+
+    def _set(self, name: str, tensor: torch.Tensor) -> None:
+        owner, leaf = _owner(self.model, name)
+        if leaf in owner._parameters:
+            owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
+        else:
+            owner._buffers[leaf] = tensor
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        # diffusers' own test for which weights stay float32: a dotted part of the name, not a piece of text
+        return self.dtype if self._kept_in_float32.isdisjoint(name.split(".")) else torch.float32
+
+    def _stored_bytes(self, layer: str) -> int:
+        """A byte per weight and a float32 per row."""
+        shape = self.info.tensors[f"{layer}.weight"].shape
+        return prod(shape) + 4 * shape[0]
+
+
+def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    parent, _, leaf = name.rpartition(".")
+    return model.get_submodule(parent), leaf

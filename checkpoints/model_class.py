@@ -1,0 +1,62 @@
+"""A model's class in diffusers: made without weights, its shapes, its defaults, and how a file's tensors differ."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..families.spec import ModelFamily
+from .header import TensorRecord
+from .model_folder import first
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def transformer_class(family: ModelFamily) -> Any:
+    import diffusers
+
+    return getattr(diffusers, family.transformer_class)
+
+
+def expected_shapes(family: ModelFamily, config: Mapping[str, Any]) -> Shapes:
+    """Of every tensor of the model with this config."""
+    return _shapes_of(family.transformer_class, json.dumps(dict(config), sort_keys=True))
+
+
+@functools.lru_cache(maxsize=32)
+def _shapes_of(class_name: str, config: str) -> Shapes:
+    import diffusers
+
+    with torch.device("meta"):
+        model = getattr(diffusers, class_name).from_config(json.loads(config))
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def differences(expected: Shapes, tensors: Mapping[str, TensorRecord]) -> dict[str, list[str]]:
+    """What keeps these tensors from being exactly the model's, by kind; {} if nothing does."""
+    found = {
+        "missing": [name for name in expected if name not in tensors],
+        "unexpected": [name for name in tensors if name not in expected],
+        "mismatched": [
+            f"{name} is {list(tensors[name].shape)} and should be {list(shape)}"
+            for name, shape in expected.items()
+            if name in tensors and tensors[name].shape != shape
+        ],
+    }
+    return {kind: names for kind, names in found.items() if names}
+
+
+def described(found: Mapping[str, list[str]]) -> str:
+    """Differences as text."""
+    return "; ".join(f"{len(names)} {kind}: {first(names)}" for kind, names in found.items())
+
+
+def with_defaults(family: ModelFamily, config: Mapping[str, Any]) -> dict[str, str]:
+    """Every argument of the class as text, lists and tuples alike."""
+    parameters = inspect.signature(transformer_class(family).__init__).parameters.values()
+    return {p.name: json.dumps(config.get(p.name, p.default)) for p in parameters if p.default is not p.empty}

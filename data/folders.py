@@ -1,0 +1,362 @@
+"""From folders to samples: which images and clips there are, and what is wrong with them.
+
+A dataset is one or more ordinary folders: name.png (or .jpg, .jpeg, .webp, .bmp) with its caption in name.txt and,
+where wanted, a loss mask in name_mask.png. Models that make videos also take clips: name.mp4 (or .m4v, .mov, .mkv,
+.webm), animations (name.gif, .webp, .png), and a sub-folder `name` of images that has a name.txt beside it. Other
+sub-folders and hidden files are not looked at. clips.py says what is taken from a clip, buckets.py how all is cut.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ..config.job import DataConfig, FolderConfig
+from ..families.spec import LatentSpec
+from ..system.listing import Looked
+from ..system.stopping import Stopped, never
+from .buckets import aspect, bucket_step, choose_bucket, make_buckets, plan_crop
+from .clips import ClipPlan, is_slower, make_clip_plan
+from .image import IMAGE_SUFFIXES, read_size
+from .masks import load_mask, read_mask
+from .samples import Sample
+from .video import CLIP_SUFFIXES, ClipInfo, is_clip, probe_clip, sequence_files
+
+_log = logging.getLogger(__name__)
+_S = TypeVar("_S")
+_T = TypeVar("_T")
+_Cuts = tuple[tuple[int, ...], ...]
+
+_SUFFIXES = (*IMAGE_SUFFIXES, *CLIP_SUFFIXES)
+_MASK_END = "_mask"
+_MAX_CAPTION_BYTES = 1_000_000
+_MAX_NAMES = 5  # file names spelt out in a warning
+_MASK_SHAPE_TOLERANCE = 0.02  # mask and image may differ by this much in aspect ratio: sizes get rounded
+
+
+@dataclass(frozen=True)
+class _Picture:
+    """One image or clip as found, and all that is wrong with it."""
+
+    path: Path
+    mask: Path | None
+    size: tuple[int, int] | None  # None if unreadable
+    caption: str | None  # None without a caption file
+    problems: tuple[str, ...]
+    clip: ClipInfo | None = None
+    cuts: _Cuts = ((),)  # the frames of each sample that is made of a clip
+
+    def samples(self, buckets: Sequence[tuple[int, int]]) -> list[Sample]:
+        """One, or one per window of a clip."""
+        assert self.size is not None
+        bucket = choose_bucket(self.size, buckets)
+        resize, crop = plan_crop(self.size, bucket)
+        mask = str(self.mask) if self.mask else None
+        return [Sample(str(self.path), self.caption or "", mask, resize, crop, bucket, frames) for frames in self.cuts]
+
+
+def scan_folders(config: DataConfig, latent: LatentSpec, should_stop: Callable[[], bool] = never) -> list[Sample]:
+    """Every image and clip of every folder as samples: by file name, each at each resolution, each `repeats` times.
+
+    All images and masks are decoded once, so that a broken file is found now and not hours later; that costs some
+    milliseconds per megapixel and core. Of a video all packets are read and the first frame is decoded, which finds a
+    file that is cut short; damage in its middle is found when it is encoded. What may not be meant is a warning each.
+
+    Raises: Stopped when should_stop() became true; ValueError for a folder that is missing, holds no image, or far more
+        files than a dataset; for files that cannot be used, naming all of them with the reason; for a resolution below
+        the model's smallest side, or a clip length it does not take.
+    """
+    from PIL import Image
+
+    step = bucket_step(config, latent)
+    choices = [make_buckets(resolution, step, config.max_aspect_ratio) for resolution in config.resolutions]
+    plan = make_clip_plan(config, latent)
+    ask = _stopper(should_stop)
+    found = [
+        (folder, *files) for folder in config.folders for files in _list_folder(folder, config.use_masks, latent, ask)
+    ]
+    Image.init()  # not thread-safe: in two threads at once, one would not know the formats yet
+    pictures = _in_threads(lambda entry: _inspect(entry[1], entry[2], plan, latent), found, ask)
+    _refuse_problems(pictures)
+    samples = []
+    for (folder, _, _), picture in zip(found, pictures, strict=True):
+        for buckets in choices:
+            samples += picture.samples(buckets) * folder.repeats
+    for names, message in _doubts(pictures, samples, plan):
+        if names:
+            _log.warning("%d %s", len(names), message)
+    _refuse_masks_outside(samples, latent, ask)
+    return samples
+
+
+def _stopper(should_stop: Callable[[], bool]) -> Callable[[], None]:
+    def ask() -> None:
+        if should_stop():
+            raise Stopped("stopped while the dataset was looked at; nothing was done yet")
+
+    return ask
+
+
+def _in_threads(work: Callable[[_S], _T], items: Sequence[_S], ask: Callable[[], None]) -> list[_T]:
+    """What work makes of every item, in order; asked before each, and what has not begun is dropped at a stop."""
+    with ThreadPoolExecutor() as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            done = []
+            for future in futures:
+                ask()
+                done.append(future.result())
+            return done
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _names(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# --- listing ---------------------------------------------------------------------------------------------------------
+
+
+def _list_folder(
+    folder: FolderConfig, use_masks: bool, latent: LatentSpec, ask: Callable[[], None]
+) -> list[tuple[Path, Path | None]]:
+    """The images and clips of a folder with their masks, sorted by name.
+
+    Raises: ValueError if there is none; for a mask that is no PNG; for a folder that holds too much.
+    """
+    root = Path(folder.path)
+    if not root.is_dir():
+        raise ValueError(f"the dataset folder {root} does not exist; give a folder of images")
+    looked = Looked(ask)
+    entries = looked.entries(root)
+    files = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in _SUFFIXES]
+    taken = {file.stem for file in files}  # cat.txt is the caption of cat.png, and not of a folder cat beside it
+    folders = [entry for entry in entries if entry.is_dir()]
+    sequences = [entry for entry in folders if entry.name not in taken and os.path.isfile(_caption_file(entry))]
+    masks = {file.stem.removesuffix(_MASK_END): file for file in files if _is_mask_name(file)}
+    images = sorted([*(file for file in files if not _is_mask_name(file)), *sequences], key=lambda f: f.name)
+    _warn_of_unused(root, entries, "links lead to nothing and are not used: %s; mend or remove them", _is_dangling)
+    _check_masks(root, images, masks)
+    if latent.is_video:
+        _warn_of_unused(
+            root,
+            [entry for entry in folders if entry not in sequences and os.access(entry, os.R_OK | os.X_OK)],
+            "sub-folders with images are not used: %s; if one is a clip, put its caption beside it, named like the "
+            "folder with .txt",
+            lambda entry: bool(sequence_files(entry, looked)),
+        )
+    if not images:
+        raise ValueError(
+            f"no images in {root}; looked for names ending in {', '.join(_SUFFIXES)} (not in _mask.png, which are "
+            "masks), directly in the folder and not in its sub-folders, except those of a clip, whose caption lies "
+            "beside them"
+        )
+    return [(image, masks.get(_stem(image)) if use_masks else None) for image in images]
+
+
+def _warn_of_unused(root: Path, entries: Sequence[Path], message: str, is_unused: Callable[[Path], bool]) -> None:
+    unused = [entry.name for entry in entries if is_unused(entry)]
+    if unused:
+        _log.warning(f"%s: %d {message}", root, len(unused), _names(unused))
+
+
+def _is_dangling(entry: Path) -> bool:
+    return entry.is_symlink() and not entry.exists()
+
+
+def _check_masks(root: Path, images: Sequence[Path], masks: dict[str, Path]) -> None:
+    """Raises: ValueError for a mask that is no PNG; warns of masks without an image."""
+    stems = {_stem(image) for image in images}
+    for image in images:
+        if _stem(image).endswith(_MASK_END) and _stem(image).removesuffix(_MASK_END) in stems:
+            raise ValueError(f"{image} looks like a mask, which must be a PNG; save it as {image.stem}.png")
+    orphans = [mask for stem, mask in masks.items() if stem not in stems]
+    message = "masks not used: %s; names ending in _mask.png are masks, and there is no image for them"
+    _warn_of_unused(root, orphans, message, lambda _: True)
+
+
+def _stem(path: Path) -> str:
+    """The name without a file's ending; a folder's name has none."""
+    return path.name if path.is_dir() else path.stem
+
+
+def _caption_file(path: Path) -> Path:
+    return path.with_name(f"{_stem(path)}.txt")
+
+
+def _is_mask_name(file: Path) -> bool:
+    return file.stem.endswith(_MASK_END) and file.suffix.lower() == ".png"
+
+
+# --- inspecting ------------------------------------------------------------------------------------------------------
+
+
+def _inspect(path: Path, mask: Path | None, plan: ClipPlan, latent: LatentSpec) -> _Picture:
+    """Read everything about one image or clip, keeping what is wrong instead of stopping at it."""
+    problems: list[str] = []
+
+    def attempt(read: Callable[[Path], _T], file: Path) -> _T | None:
+        try:
+            return read(file)
+        except ValueError as error:
+            problems.append(str(error))
+            return None
+
+    clip, cuts = attempt(lambda file: _read_clip(file, plan, latent), path) or (None, ((),))
+    size = clip.size if clip else None if problems else attempt(read_size, path)
+    caption = attempt(_read_caption, _caption_file(path))
+    mask_size = attempt(_read_mask_size, mask) if mask else None
+    if size and mask_size and abs(math.log(aspect(mask_size) / aspect(size))) > _MASK_SHAPE_TOLERANCE:
+        problems.append(
+            f"{mask}: is {mask_size[1]}x{mask_size[0]}, but its image is {size[1]}x{size[0]}; "
+            "a mask needs the shape of its image"
+        )
+    return _Picture(path, mask, size, caption, tuple(problems), clip, cuts)
+
+
+def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo | None, _Cuts]:
+    """What the clip is, and the frames of each sample made of it; None and one sample without frames for an image.
+
+    For a model that makes images, an animation is its first frame, unless its name says video.
+
+    Raises: ValueError naming a clip that cannot be used.
+    """
+    is_by_name = path.is_dir() or path.suffix.lower() in CLIP_SUFFIXES
+    if not (is_by_name or latent.is_video) or not is_clip(path):
+        return None, ((),)
+    if not latent.is_video:
+        raise ValueError(
+            f"{path}: is a clip, but this model makes images only; save the frames you want as images, or take it out "
+            "of the dataset"
+        )
+    clip = probe_clip(path)
+    try:
+        return clip, tuple(plan.cut(clip))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_caption(path: Path) -> str | None:
+    """The caption without blanks around it; None if there is no such file.
+
+    Raises: ValueError naming the file if it is not UTF-8, no ordinary file, or too long for a caption.
+    """
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would keep us waiting, a device has no end
+            raise ValueError(f"{path}: is no ordinary file; put a text file in its place")
+        if status.st_size > _MAX_CAPTION_BYTES:
+            raise ValueError(
+                f"{path}: has {status.st_size} bytes, which is no caption; give a text of up to {_MAX_CAPTION_BYTES}"
+            )
+        return path.read_text(encoding="utf-8-sig").strip()
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+
+
+def _read_mask_size(path: Path) -> tuple[int, int]:
+    mask = read_mask(path)
+    if not mask.any():
+        raise ValueError(f"{path}: is all black, so nothing of its image would be trained")
+    return mask.shape[0], mask.shape[1]
+
+
+# --- what is said of all ---------------------------------------------------------------------------------------------
+
+
+def _refuse_problems(pictures: Sequence[_Picture]) -> None:
+    bad = [picture for picture in pictures if picture.problems]
+    if bad:
+        lines = "\n".join(f"  {problem}" for picture in bad for problem in picture.problems)
+        raise ValueError(
+            f"{len(bad)} of {len(pictures)} {_kinds(pictures)} cannot be used; "
+            f"repair them or take them out of the dataset:\n{lines}"
+        )
+
+
+def _kinds(pictures: Sequence[_Picture]) -> str:
+    """What to call them."""
+    has_clips = any(p.clip or p.path.is_dir() or p.path.suffix.lower() in CLIP_SUFFIXES for p in pictures)
+    return "images and clips" if has_clips else "images"
+
+
+def _doubts(pictures: Sequence[_Picture], samples: Sequence[Sample], plan: ClipPlan) -> Iterator[tuple[list[str], str]]:
+    """What may not be meant: the names it is about, if any, and what to say behind their number."""
+    total, kinds = len(pictures), _kinds(pictures)
+    found = [p.path.name for p in pictures if p.caption is None]
+    yield (
+        found,
+        f"of {total} {kinds} have no caption file and are trained with an empty caption: {_names(found)}; "
+        "write the caption of name.png into name.txt",
+    )
+    found = [str(_caption_file(p.path)) for p in pictures if p.caption == ""]
+    yield (
+        found,
+        f"of {total} caption files are empty, as a full disk leaves them, and their images are trained with an empty "
+        f"caption: {_names(found)}; write the captions anew, or delete the files if no caption is meant",
+    )
+    found = _shared_captions(pictures)
+    yield (
+        found,
+        f"caption files are each the caption of several: {_names(found)}; give each image or clip a name of its own",
+    )
+    sizes = {str(p.path): p.size or (0, 0) for p in pictures}
+    found = [Path(path).name for path in dict.fromkeys(s.path for s in samples if _is_smaller(sizes[s.path], s.resize))]
+    yield (
+        found,
+        f"of {len(sizes)} images are smaller than the size they are trained at and are upscaled: {_names(found)}; "
+        "lower data.resolutions or use larger images",
+    )
+    clips = [(p.path.name, p.clip) for p in pictures if p.clip]
+    found = [name for name, clip in clips if is_slower(clip, plan.fps)]
+    yield (
+        found,
+        f"of {len(clips)} clips have fewer than {plan.fps or 0:g} frames per second, so frames come twice: "
+        f'{_names(found)}; set data.fps to theirs, or to "source"',
+    )
+    found = [name for name, clip in clips if clip.is_hdr]
+    yield (
+        found,
+        f"of {len(clips)} clips are HDR and look washed out as they are read: {_names(found)}; convert them to SDR "
+        "first",
+    )
+
+
+def _is_smaller(size: tuple[int, int], resize: tuple[int, int]) -> bool:
+    return size[0] < resize[0] or size[1] < resize[1]
+
+
+def _shared_captions(pictures: Sequence[_Picture]) -> list[str]:
+    by_caption: dict[Path, list[str]] = {}
+    for path in dict.fromkeys(picture.path for picture in pictures if picture.caption is not None):
+        by_caption.setdefault(_caption_file(path), []).append(path.name)
+    return [f"{caption.name} of {' and '.join(names)}" for caption, names in by_caption.items() if len(names) > 1]
+
+
+def _refuse_masks_outside(samples: Sequence[Sample], latent: LatentSpec, ask: Callable[[], None]) -> None:
+    masked = list({(sample.mask_path, sample.crop): sample for sample in samples if sample.mask_path}.values())
+    stride = latent.spatial_stride
+
+    def is_empty(sample: Sample) -> bool:
+        return not load_mask(sample, (sample.bucket[0] // stride, sample.bucket[1] // stride)).any()
+
+    empty = [sample for sample, found in zip(masked, _in_threads(is_empty, masked, ask), strict=True) if found]
+    if empty:
+        raise ValueError(
+            f"{_names([str(s.mask_path) for s in empty])}: nothing white is left after cropping the image to its "
+            "bucket, so nothing of it would be trained; change the mask, or raise data.max_aspect_ratio"
+        )

@@ -1,0 +1,178 @@
+"""ComfyUI's image models, one row each; a row that others are made from has a name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .native import NativeModel
+
+_SELF_ATTENTION = ("attn1_patch", "attn1_output_patch")
+
+FLUX = NativeModel(
+    class_name="Flux",
+    module="comfy.ldm.flux.model",
+    block_lists=("double_blocks", "single_blocks"),
+    tail=("final_layer",),
+    replace_keys={"double_block": "double_blocks", "single_block": "single_blocks"},
+    control_keys=("input", "output"),
+    patches_inside=_SELF_ATTENTION,
+    note="FLUX.1 and FLUX.2; FLUX.2 passes modulation as dataclasses, and blocks change img and txt in place",
+)
+
+CHROMA = dataclasses.replace(
+    FLUX,
+    class_name="Chroma",
+    module="comfy.ldm.chroma.model",
+    is_sequential=True,
+    note="each block gets fresh slices of the modulation from home; skip_mmdit and skip_dit may leave blocks out",
+)
+
+QWEN_IMAGE = NativeModel(
+    class_name="QwenImageTransformer2DModel",
+    module="comfy.ldm.qwen_image.model",
+    block_lists=("transformer_blocks",),
+    tail=("norm_out", "proj_out"),
+    replace_keys={"double_block": "transformer_blocks"},
+    control_keys=("input",),
+    patches_between={"double_block": ("img", "txt", "x")},
+    patches_inside=("attn1_patch",),
+    note="blocks return text first; with references at timestep zero their modulation has twice the batch",
+)
+
+SD3 = NativeModel(
+    class_name="OpenAISignatureMMDITWrapper",
+    module="comfy.ldm.modules.diffusionmodules.mmdit",
+    block_lists=("joint_blocks",),
+    tail=("final_layer",),
+    replace_keys={"double_block": "joint_blocks"},
+    control_keys=("output",),
+    note="SD3 and SD3.5; the last block returns no context",
+)
+
+NEXT_DIT = NativeModel(
+    class_name="NextDiT",
+    module="comfy.ldm.lumina.model",
+    block_lists=("layers",),
+    tail=("final_layer",),
+    patches_between={"double_block": ("img", "img_input", "txt", "pe", "vec", "x")},
+    note="Lumina 2 and Z-Image; the refiners stay at home; a patch may write to its img and txt in place",
+)
+
+OMNIGEN_2 = NativeModel(
+    class_name="OmniGen2Transformer2DModel",
+    module="comfy.ldm.omnigen.omnigen2",
+    block_lists=("layers",),
+    tail=("norm_out",),
+    note="the three refiners, two blocks each, stay at home",
+)
+
+IMAGE_MODELS: tuple[NativeModel, ...] = (
+    FLUX,
+    CHROMA,
+    dataclasses.replace(
+        CHROMA,
+        class_name="ChromaRadiance",
+        module="comfy.ldm.chroma_radiance.model",
+        tail=("nerf_image_embedder", "nerf_blocks", "nerf_final_layer", "nerf_final_layer_conv"),
+        note="Chroma's blocks, then a pixel decoder of its own blocks, which stay at home",
+    ),
+    QWEN_IMAGE,
+    dataclasses.replace(
+        QWEN_IMAGE,
+        class_name="MageFlowTransformer2DModel",
+        module="comfy.ldm.mage_flow.model",
+        note="Qwen-Image's blocks on unpacked latents",
+    ),
+    dataclasses.replace(
+        QWEN_IMAGE,
+        class_name="LensTransformer2DModel",
+        module="comfy.ldm.lens.model",
+        patches_inside=(),
+        note="blocks return text first, as Qwen-Image's do",
+    ),
+    SD3,
+    dataclasses.replace(SD3, class_name="MMDiT", note="what SD3's class is derived from"),
+    NativeModel(
+        class_name="UNetModel",
+        module="comfy.ldm.modules.diffusionmodules.openaimodel",
+        block_lists=("input_blocks", "middle_block", "output_blocks"),
+        tail=("out", "id_predictor"),
+        transport="relay",
+        control_keys=("input", "middle", "output"),
+        patches_between={
+            "input_block_patch": (),
+            "input_block_patch_after_skip": (),
+            "middle_block_after_patch": ("h", "x", "emb", "context", "y", "timesteps"),
+            "output_block_patch": (),
+        },
+        patches_inside=(*_SELF_ATTENTION, "middle_patch", "attn2_patch", "attn2_output_patch"),
+        hooks_children=True,
+        optional=("middle_block",),
+        note="skips of the way down are joined on the way up; a control that does not fit is skipped without an error",
+    ),
+    NEXT_DIT,
+    dataclasses.replace(
+        NEXT_DIT, class_name="NextDiTPixelSpace", tail=("dec_net",), note="NextDiT with a pixel decoder for a tail"
+    ),
+    NativeModel(
+        class_name="HiDreamImageTransformer2DModel",
+        module="comfy.ldm.hidream.model",
+        block_lists=("double_stream_blocks", "single_stream_blocks"),
+        tail=("final_layer",),
+        transport="relay",
+        note="before every block that layer's text states are joined to the stream, and they are at home",
+    ),
+    NativeModel(
+        class_name="MMDiT",
+        module="comfy.ldm.aura.mmdit",
+        block_lists=("double_layers", "single_layers"),
+        tail=("modF", "final_linear"),
+        replace_keys={"double_block": "double_layers", "single_block": "single_layers"},
+        note="the final modulation is applied to the stream outside any module",
+    ),
+    NativeModel(
+        class_name="PixArtMS",
+        module="comfy.ldm.pixart.pixartms",
+        block_lists=("blocks",),
+        tail=("final_layer",),
+        note="PixArt alpha and sigma; the forward knows no patches at all",
+    ),
+    OMNIGEN_2,
+    dataclasses.replace(
+        OMNIGEN_2,
+        class_name="BooguTransformer2DModel",
+        module="comfy.ldm.boogu.model",
+        block_lists=("double_stream_layers", "single_stream_layers"),
+        note="OmniGen 2 with double blocks before the single ones; the refiners stay at home",
+    ),
+    NativeModel(
+        class_name="JoyImageTransformer3DModel",
+        module="comfy.ldm.joyimage.model",
+        block_lists=("double_blocks",),
+        tail=("norm_out", "proj_out"),
+        replace_keys={"double_block": "double_blocks"},
+        note="nothing but the stream between blocks",
+    ),
+    NativeModel(
+        class_name="SingleStreamDiT",
+        module="comfy.ldm.krea2.model",
+        block_lists=("blocks",),
+        tail=("last",),
+        patches_inside=_SELF_ATTENTION,
+        note="the text fusion's own blocks stay at home",
+    ),
+    NativeModel(
+        class_name="ErnieImageModel",
+        module="comfy.ldm.ernie.model",
+        block_lists=("layers",),
+        tail=("final_norm", "final_linear"),
+        note="one modulation, a list of tensors, for all blocks",
+    ),
+    NativeModel(
+        class_name="Ideogram4Transformer2DModel",
+        module="comfy.ldm.ideogram4.model",
+        block_lists=("layers",),
+        tail=("final_layer",),
+        note="one packed sequence of text and image",
+    ),
+)

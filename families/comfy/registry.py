@@ -1,0 +1,54 @@
+"""From one of ComfyUI's own model classes to its row."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+from .audio import AUDIO_MODELS
+from .image import IMAGE_MODELS
+from .native import NativeModel
+from .video import VIDEO_MODELS
+
+NATIVE_MODELS = (*IMAGE_MODELS, *VIDEO_MODELS, *AUDIO_MODELS)
+
+_BY_CLASS = {(row.module, row.class_name): row for row in NATIVE_MODELS}
+_METHODS = (types.FunctionType, staticmethod, classmethod, property)
+
+
+def find_native(model_class: type) -> NativeModel | None:
+    """The row of this class or of the nearest class it is derived from; None if there is none.
+
+    A derived class that replaces any method of the described one may do anything between two blocks, so its row is the
+    described one with relay transport. New methods and a new __init__ change nothing between blocks.
+    """
+    for depth, base in enumerate(model_class.__mro__):
+        row = _BY_CLASS.get((base.__module__, base.__name__))
+        if row is not None:
+            replaced = _replaced_methods(model_class.__mro__[:depth], base)
+            return _as_relay(row, model_class, replaced) if replaced else row
+    return None
+
+
+def _replaced_methods(derived: tuple[type, ...], base: type) -> list[str]:
+    """Names of base's own behaviour that one of the derived classes defines anew; __init__ and the like are none."""
+    methods = {name for cls in derived for name, value in vars(cls).items() if isinstance(value, _METHODS)}
+    behaviour = {name for name in methods if name == "__call__" or not name.startswith("__")}
+    return sorted(name for name in behaviour if _is_described(name, base))
+
+
+def _is_described(name: str, base: type) -> bool:
+    """Whether base has this method from code of the model; what it has from torch is loading and moving of weights."""
+    owner = next((cls for cls in base.__mro__ if name in vars(cls)), None)
+    return owner is not None and (not owner.__module__.startswith("torch.") or name in {"forward", "__call__"})
+
+
+def _as_relay(row: NativeModel, model_class: type, replaced: list[str]) -> NativeModel:
+    return dataclasses.replace(
+        row,
+        class_name=model_class.__name__,
+        module=model_class.__module__,
+        transport="relay",
+        is_derived=True,
+        note=f"derived from {row.class_name} with a {', '.join(replaced)} of its own",
+    )

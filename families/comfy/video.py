@@ -1,0 +1,158 @@
+"""ComfyUI's video models, and Cosmos Predict2 with what is built on it, one row each."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .image import FLUX
+from .native import Follows, NativeModel
+
+WAN_MODEL = NativeModel(
+    class_name="WanModel",
+    module="comfy.ldm.wan.model",
+    block_lists=("blocks",),
+    tail=("head",),
+    replace_keys={"double_block": "blocks"},
+    patches_between={"double_block": ("img", "x", "vec")},
+    patches_inside=("attn1_patch", "attn2_patch"),
+    note="Wan 2.1 and 2.2, text and image to video; modulation is a parameter of the block itself",
+)
+
+WAN_S2V = dataclasses.replace(
+    WAN_MODEL,
+    class_name="WanModel_S2V",
+    transport="relay",
+    note="the audio injector at home changes the stream after every block it knows",
+)
+
+WAN_SCAIL = dataclasses.replace(
+    WAN_MODEL, class_name="SCAILWanModel", note="poses and references are joined to the stream before the blocks"
+)
+
+WAN_CAUSAL = dataclasses.replace(
+    WAN_S2V,
+    class_name="CausalWanModel",
+    module="comfy.ldm.wan.ar_model",
+    refusal="its blocks write keys, values and a position into caches they are handed",
+    note="on another device the writes would go to a copy and the next frames would not see the earlier ones",
+)
+
+LTXV = NativeModel(
+    class_name="LTXVModel",
+    module="comfy.ldm.lightricks.model",
+    block_lists=("transformer_blocks",),
+    tail=("norm_out", "proj_out"),
+    replace_keys={"double_block": "transformer_blocks"},
+    note="the tail mixes a free parameter with the stream; a guide mask is an object with tensors in slots",
+)
+
+COSMOS_PREDICT_2 = NativeModel(
+    class_name="MiniTrainDIT",
+    module="comfy.ldm.cosmos.predict2",
+    block_lists=("blocks",),
+    tail=("final_layer",),
+    patches_inside=("attn1_patch", "attn2_patch", "mlp_patch"),
+    note="extra positions are an argument of every block; the forward leaves its embeddings on the model, unread",
+)
+
+COSMOS_1 = NativeModel(
+    class_name="GeneralDIT",
+    module="comfy.ldm.cosmos.model",
+    block_lists=("blocks",),
+    tail=("final_layer",),
+    transport="relay",
+    note="blocks are in a ModuleDict; extra positions are added to the stream in place before each",
+)
+
+VIDEO_MODELS: tuple[NativeModel, ...] = (
+    WAN_MODEL,
+    dataclasses.replace(WAN_MODEL, class_name="CameraWanModel", note="camera poses are added before the blocks"),
+    dataclasses.replace(
+        WAN_MODEL,
+        class_name="VaceWanModel",
+        block_lists=("blocks", "vace_blocks"),
+        follows={"vace_blocks": Follows(main="blocks", mapping="vace_layers_mapping")},
+        optional=("vace_blocks",),
+        is_sequential=True,
+        note="a VACE block runs after its main block and is added to it, so it must sit on the same card",
+    ),
+    WAN_S2V,
+    dataclasses.replace(
+        WAN_MODEL,
+        class_name="HumoWanModel",
+        patches_inside=("attn1_patch",),
+        note="audio is an argument of every block; the block calls no attn2_patch",
+    ),
+    dataclasses.replace(
+        WAN_MODEL,
+        class_name="AnimateWanModel",
+        module="comfy.ldm.wan.model_animate",
+        transport="relay",
+        note="a face adapter at home is added to the stream after every fifth block",
+    ),
+    WAN_SCAIL,
+    dataclasses.replace(WAN_SCAIL, class_name="SCAIL2WanModel", note="SCAIL with a mask added at the front"),
+    dataclasses.replace(
+        WAN_S2V,
+        class_name="WanDancerModel",
+        module="comfy.ldm.wan.model_wandancer",
+        tail=("head", "head_global"),
+        note="the music injector at home changes the stream after every block it knows",
+    ),
+    dataclasses.replace(
+        WAN_S2V,
+        class_name="WanAnimate2Model",
+        module="comfy.ldm.wan.model_animate2",
+        replace_keys={},
+        refusal=(
+            "its blocks are run through forward_pose and forward_gen, never called, and share buffers they write into"
+        ),
+        note="see refusal",
+    ),
+    WAN_CAUSAL,
+    dataclasses.replace(
+        FLUX,
+        class_name="HunyuanVideo",
+        module="comfy.ldm.hunyuan_video.model",
+        note="HunyuanVideo 1 and 1.5, and HunyuanImage; the token refiner's own blocks stay at home",
+    ),
+    LTXV,
+    dataclasses.replace(
+        LTXV,
+        class_name="LTXAVModel",
+        module="comfy.ldm.lightricks.av_model",
+        tail=("norm_out", "proj_out", "audio_norm_out", "audio_proj_out"),
+        note="blocks take and return (video, audio); compressed timesteps are objects with tensors in slots",
+    ),
+    COSMOS_PREDICT_2,
+    dataclasses.replace(
+        COSMOS_PREDICT_2,
+        class_name="Anima",
+        module="comfy.ldm.anima.model",
+        note="Cosmos Predict2 behind a text adapter, whose own blocks stay at home",
+    ),
+    COSMOS_1,
+    NativeModel(
+        class_name="AsymmDiTJoint",
+        module="comfy.ldm.genmo.joint_model.asymm_models_joint",
+        block_lists=("blocks",),
+        tail=("final_layer",),
+        replace_keys={"double_block": "blocks"},
+        note="the last block leaves the text alone",
+    ),
+    NativeModel(
+        class_name="Kandinsky5",
+        module="comfy.ldm.kandinsky5.model",
+        block_lists=("visual_transformer_blocks",),
+        tail=("out_layer",),
+        replace_keys={"double_block": "visual_transformer_blocks"},
+        note="the two text blocks stay at home",
+    ),
+    NativeModel(
+        class_name="CogVideoXTransformer3DModel",
+        module="comfy.ldm.cogvideo.model",
+        block_lists=("blocks",),
+        tail=("norm_final", "norm_out", "proj_out"),
+        note="nothing but the stream between blocks",
+    ),
+)
