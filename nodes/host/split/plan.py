@@ -135,7 +135,6 @@ def _layout(diffusion_model: nn.Module) -> NativeModel:
         tail=(),
         transport="relay",
         note="it is not described; its blocks were found by their containers",
-        can_overlap=False,
         is_derived=True,
     )
 
