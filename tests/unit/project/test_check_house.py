@@ -54,7 +54,7 @@ def test_long_modules_long_functions_and_many_parameters_are_counted_from_one_ov
         tmp_path,
         long="x = 1\n" * 501,
         just="x = 1\n" * 500,
-        families__native="x = 1\n" * 900,
+        families__comfy__native="x = 1\n" * 900,
         functions=function("sixty", 60) + function("more", 61) + function("_make_parser", 100),
         methods="class A:\n    def eight(self, a, b, c, d, *e, f, g, **h): ...\n"
         "    def nine(self, a, b, c, d, e, /, f, g, *, h, i): ...\n",
