@@ -41,8 +41,7 @@ from devicebridge.parallel.offload import weights as swap_module  # noqa: E402
 from devicebridge.parallel.offload.weights import BlockSwap  # noqa: E402
 from devicebridge.parallel.placement import Placement, place_swapped  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
-from devicebridge.planning.plan_training import plan_training  # noqa: E402
-from devicebridge.planning.planner import Planner, TrainingPlan  # noqa: E402
+from devicebridge.planning.plan_training import TrainingPlan, plan_training  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.tests.emulated import CARDS  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
@@ -57,6 +56,7 @@ from random_job import (  # noqa: E402
     make_config,
     make_info,
     make_picture_samples,
+    make_question,
     make_random_job,
     make_random_model,
     make_trainer,
@@ -111,15 +111,14 @@ def make_plan(
         },
     )
     cards = find_cards(options.devices, is_tiny=options.tiny)
-    assert info.variant is not None
-    return plan_training(Planner(job, info, info.variant, cards, (options.side, options.side), cuts=cuts))
+    return plan_training(make_question(job, info, cards, options.side, cuts))
 
 
 @contextlib.contextmanager
 def swapped_as(split: Any, plan: TrainingPlan) -> Iterator[BlockSwap | None]:
     """Inside, the plan's blocks stream; None where it has none."""
     placement: Placement = split.placement
-    places = place_swapped(placement, (), plan.swapped_blocks) if any(plan.swapped_blocks) else {}
+    places = place_swapped(placement, (), plan.offloaded) if any(plan.offloaded) else {}
     swap = apply_block_swap(split, list(places)) if places else None
     gc.collect()
     try:

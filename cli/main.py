@@ -183,9 +183,9 @@ def _train(options: argparse.Namespace) -> int:
 
 def _train_pair(options: argparse.Namespace, job: JobConfig) -> int:
     from ..jobs.concurrent import run_pair
-    from ..parallel.devices import find_devices
+    from ..jobs.resolve import find_machine
 
-    devices = [str(device) for device in find_devices(job.split.devices)]
+    devices = [str(device) for device in find_machine(job.split.devices).devices]
     with stop_on_signal() as stop:
         result = run_pair(job, devices, resume=options.resume, on_event=_Terminal(stop.ask), should_stop=stop)
     for name, expert in result.experts.items():
@@ -216,9 +216,9 @@ def _each_model(job: JobConfig, devices: Sequence[str] = ()) -> list[tuple[str, 
     if not job.model.second_expert:
         return [("", job, 1)]
     from ..jobs.experts import are_together, expert_jobs
-    from ..parallel.devices import find_devices
+    from ..jobs.resolve import find_machine
 
-    known = list(devices) or [str(device) for device in find_devices(job.split.devices)]
+    known = list(devices) or [str(device) for device in find_machine(job.split.devices).devices]
     experts = expert_jobs(job, known)
     share = len(experts) if are_together(experts) else 1
     return [(f"== {expert.name}", expert.job, share) for expert in experts]

@@ -15,7 +15,7 @@ from ..execution import ExecutionPlan
 from ..families.spec import ModelFamily, Variant
 from ..parallel.placement import Placement
 from ..patches.cuda_graphs import cuda_graphs_fault
-from ..planning.planner import TrainingPlan
+from ..planning.plan_training import TrainingPlan
 from ..training.objective import NoiseSchedule
 from .comfy_entries import EncodedSample, StockReader, make_stock_reader, resolution_of
 

@@ -7,6 +7,7 @@ and the VAE are gone before the transformer is loaded. The same functions serve 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -33,10 +34,9 @@ from ..parallel.local.pipeline import Pipeline, Runner
 from ..parallel.placement import Placement, check_kept_blocks, check_swapped_blocks
 from ..patches.compile_blocks import remove_compiled
 from ..patches.lora import resolve_targets
-from ..planning.calibration import CalibratedPlanner
+from ..planning.calibration import Measuring
 from ..planning.cards import Card
-from ..planning.plan_training import plan_training
-from ..planning.planner import TrainingPlan, largest_bucket
+from ..planning.plan_training import TrainingPlan
 from ..planning.report import Comparison, compare, describe_comparison, describe_pace
 from ..planning.request import make_square
 from ..quantization.quantize import check_packages, refusal
@@ -53,7 +53,7 @@ from .encode_job import cache_job, cache_store
 from .encoder_check import check_job_vae, check_text_encoder_files
 from .lora_output import lora_file_tensors, save_lora, warn_of_losses
 from .places import check_places
-from .resolve import Machine, Subject, find_machine, make_planner, refuse_block_settings, resolve, sizes_of
+from .resolve import Machine, Subject, find_machine, plan_on, refuse_block_settings, resolve, sizes_of
 from .resume import as_decided, find_state, refuse_other_run
 from .run_lock import run_lock
 
@@ -240,7 +240,7 @@ def plan_job(
         raise ValueError("cards that were named cannot be measured; leave out --calibrate, or --cards")
     read = _read(job, info, has_data=has_data, should_stop=should_stop)
     if cards:
-        return plan_training(make_planner(read.job, read.subject, Machine((), tuple(cards), None)))
+        return plan_on(read.job, read.subject, Machine((), tuple(cards)), "never")
     try:
         machine = find_machine(read.job.split.devices, host_share)
     except ValueError as error:
@@ -250,8 +250,8 @@ def plan_job(
             "a plan was asked for this machine's cards, but there is none whose memory torch can tell; name cards "
             'with --cards, such as "2x24GB"'
         )
-    planner = make_planner(read.job, read.subject, machine)
-    return CalibratedPlanner(planner).plan("always" if may_measure else "never")
+    known: Measuring = "never" if read.job.split.calibrate == "off" else "known"
+    return plan_on(read.job, read.subject, machine, "always" if may_measure else known)
 
 
 def _largest(samples: Sequence[Sample], encoded: Sequence[EncodedSample], latent: LatentSpec) -> tuple[int, int, int]:
@@ -259,7 +259,7 @@ def _largest(samples: Sequence[Sample], encoded: Sequence[EncodedSample], latent
     if encoded:
         side = resolution_of(encoded, latent)
         return side, side, max(sample.num_frames for sample in encoded)
-    return largest_bucket(samples)
+    return max(((*sample.bucket, sample.num_frames) for sample in samples), key=math.prod)
 
 
 def _read_encoded(job: JobConfig, info: CheckpointInfo, variant: Variant) -> tuple[EncodedSample, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 from torch import nn
 
 from ..checkpoints.checkpoint import CheckpointInfo
-from ..config.job import JobConfig
+from ..config.job import JobConfig, ModelConfig, SplitConfig
+from ..config.open import asked
 from ..data.samples import TrainingSample
 from ..execution import ExecutionPlan
 from ..families.spec import Variant
@@ -27,39 +29,52 @@ from ..parallel.placement import (
     Placement,
     block_names,
     check_budgets,
+    check_one_each,
     estimate_block_flops,
     parameter_bytes,
     plan_manual,
     plan_placement,
     plan_replicas,
 )
-from ..planning.calibration import CalibratedPlanner
+from ..planning.calibration import Measuring, plan_calibrated
 from ..planning.cards import Card, cards_of
-from ..planning.planner import Planner, TrainingPlan, asked_schedule
+from ..planning.plan_training import TrainingPlan, plan_training
+from ..planning.question import ModelCosts, Question
+from ..planning.space import OFFLOADS, OPTIMIZERS, SCHEDULES, SCHEMES, SearchSpace, is_open, schedules_on
 from ..quantization.quantize import stored_bytes
 from .checked_job import why_no_graphs
 
 _log = logging.getLogger(__name__)
 
+# What split.calibrate says of a training.
+MEASURING: Mapping[str, Measuring] = {"off": "never", "auto": "where it decides", "on": "always"}
+
 
 @dataclass(frozen=True)
 class Machine:
-    """What a job may use.
+    """What a job may use. What its devices hold is asked once, when somebody first wants to know.
 
     Args:
-        devices: as the job names them, or all there are; in order.
-        cards: the same with their memory; None where a device's memory is not known, as on a CPU.
-        host_bytes: free host memory that this job may take; None if unknown.
+        devices: as the job names them, or all there are; in order. () where the cards are elsewhere.
+        named: cards that are elsewhere.
+        host_share: jobs that share the host's free memory.
     """
 
     devices: tuple[torch.device, ...]
-    cards: tuple[Card, ...] | None
-    host_bytes: int | None
+    named: tuple[Card, ...] = ()
+    host_share: int = 1
 
-    def only(self, devices: Sequence[torch.device]) -> Machine:
-        """The machine with these devices."""
-        found = cards_of(list(devices))
-        return Machine(tuple(devices), None if found is None else tuple(found), self.host_bytes)
+    @cached_property
+    def cards(self) -> tuple[Card, ...] | None:
+        """The devices with their memory; None where one's is not known, as on a CPU."""
+        found = self.named or cards_of(list(self.devices))
+        return None if found is None else tuple(found)
+
+    @cached_property
+    def host_bytes(self) -> int | None:
+        """Free host memory that this job may take; None if unknown."""
+        free = None if self.named else free_bytes(CPU)
+        return None if free is None else free // self.host_share
 
 
 def find_machine(names: Sequence[str] = (), host_share: int = 1) -> Machine:
@@ -69,11 +84,7 @@ def find_machine(names: Sequence[str] = (), host_share: int = 1) -> Machine:
         host_share: jobs that share the host's free memory.
     Raises: ValueError for a name that is no device of this machine.
     """
-    devices = find_devices(names)
-    cards, free = cards_of(devices), free_bytes(CPU)
-    return Machine(
-        tuple(devices), None if cards is None else tuple(cards), None if free is None else free // host_share
-    )
+    return Machine(tuple(find_devices(names)), host_share=host_share)
 
 
 @dataclass(frozen=True)
@@ -134,104 +145,144 @@ def resolve(
     if earlier is not None:
         before = _Earlier(*(tuple(map(find_device, earlier.get(key, ()))) for key in ("placement", "replicas")))
         _refuse_other_strategy(job, machine, before)
-    training = _plan_on_cards(job, subject, machine, before) if is_to_train else None
+    space = search_space(job)
+    training = _plan_as_before(job, subject, machine, before) if is_to_train else None
     if training is None:
-        job = _without_auto(job)
-        sizes = (subject.largest[0], subject.largest[2]) if subject.is_encoded else ()
-        placement = place_by_size(job, subject.info, subject.variant, subject.model, machine.devices, *sizes)
+        job = _with(job, space.schemes[0], space.optimizers[0])
+        is_copied = schedules_on(space, machine.devices)[0] == "replicas"
+        placement = place_by_size(
+            job.model, job.split, subject, machine.devices, _size_of(job, subject), is_copied=is_copied
+        )
     else:
         job, placement = _with(job, training.setting.scheme, training.setting.optimizer), training.placement
     if before is not None:
         home = before.devices[0]
         placement = replace(placement, devices=before.devices, home=home, tail=(), replicas=before.replicas)
-    ahead = _ahead(job, placement, training)
-    if ahead is None and not placement.replicas and job.pipeline.schedule in ("1f1b", "replicas"):
+    ahead = _ahead(space, placement, training)
+    if ahead is None and not placement.replicas and _names_a_schedule(space):
         _log.warning(
             "pipeline.schedule %s needs train.accumulation above 1 and several GPUs of one kind; left out",
-            job.pipeline.schedule,
+            space.schedules[0],
         )
     tail = () if ahead is None else tuple(subject.info.family.tail)
     execution = ExecutionPlan(
         placement=replace(placement, tail=tail),
-        dtype=getattr(torch, job.model.dtype),
+        dtype=space.dtype,
         quantize=job.model.quantize_settings,
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
         ahead=ahead,
-        gradient_checkpointing=job.train.gradient_checkpointing,
-        kept_blocks=job.split.kept_blocks if training is None else training.kept_blocks,
-        swapped_blocks=job.split.swapped_blocks if training is None else training.swapped_blocks,
-        offloads=job.train.offload_activations == "on" if training is None else training.setting.offloads,
+        gradient_checkpointing=space.is_checkpointing,
+        kept_blocks=space.uncheckpointed if training is None else training.uncheckpointed,
+        swapped_blocks=space.offloaded if training is None else training.offloaded,
+        offloads=space.offloads[0] if training is None else training.setting.offloads,
         compiled_shapes=_shapes_to_compile(job, subject) if is_to_train else None,
         has_graphs=is_to_train and _has_graphs(job, subject, placement.used_devices),
     )
     return Resolution(job, execution, training)
 
 
-def _ahead(job: JobConfig, placement: Placement, training: TrainingPlan | None) -> int | None:
+def search_space(job: JobConfig) -> SearchSpace:
+    """What a job leaves open, as candidates; the first is what every machine can do."""
+    scheme, optimizer = asked(job.model.quantize), asked(job.optimizer.name)
+    schedule, offload = asked(job.pipeline.schedule), asked(job.train.offload_activations)
+    return SearchSpace(
+        schemes=SCHEMES if scheme is None else (scheme,),
+        optimizers=OPTIMIZERS if optimizer is None else (optimizer,),
+        schedules=SCHEDULES if schedule is None else (schedule,),  # type: ignore[arg-type]
+        offloads=OFFLOADS if offload is None else (offload == "on",),
+        ahead=job.pipeline.ahead,
+        split_at=job.split.split_at,
+        uncheckpointed=job.split.kept_blocks,
+        offloaded=job.split.swapped_blocks,
+        memory_limit_gb=job.split.memory_limit_gb,
+        is_cut_by_time=job.split.balance == "time",
+        is_checkpointing=job.train.gradient_checkpointing,
+        is_compiled=job.train.compile != "off",
+        wants_graphs=job.train.cuda_graphs != "off",
+        accumulation=job.train.accumulation,
+        batch_size=job.train.batch_size,
+        dtype=getattr(torch, job.model.dtype),
+        rotation=job.model.rotation,
+        lora=job.lora,
+        resolution=max(job.data.resolutions),
+    )
+
+
+def _names_a_schedule(space: SearchSpace) -> bool:
+    return not is_open(space.schedules) and space.schedules != ("none",)
+
+
+def _ahead(space: SearchSpace, placement: Placement, training: TrainingPlan | None) -> int | None:
     if placement.replicas:
         return None
     if training is None:
-        return job.pipeline.ahead if asked_schedule(job, placement.used_devices) == "1f1b" else None
+        return space.ahead if schedules_on(space, placement.used_devices)[0] == "1f1b" else None
     return training.setting.ahead if training.setting.schedule == "1f1b" else None
 
 
 def _refuse_other_strategy(job: JobConfig, machine: Machine, before: _Earlier) -> None:
-    """Raises: ValueError if the job now asks for replicas by name and the run had none, or the other way round."""
-    is_copied = asked_schedule(job, machine.devices) == "replicas"
-    if job.pipeline.schedule != "auto" and bool(before.replicas) != is_copied:
-        had, asked = "replicas", "one model over all cards"
+    """Raises: ValueError if the job now asks for data parallel by name and the run had none, or the other way round."""
+    space = search_space(job)
+    is_copied = schedules_on(space, machine.devices)[0] == "replicas"
+    if not is_open(space.schedules) and bool(before.replicas) != is_copied:
+        had, wanted = "replicas", "one model over all cards"
         if is_copied:
-            had, asked = asked, had
+            had, wanted = wanted, had
         raise ValueError(
-            f'the run in {job.output.folder} was trained with {had}, and pipeline.schedule = "{job.pipeline.schedule}" '
-            f'now asks for {asked}, which would not be the same run; set it to "auto" to resume, or start anew in '
+            f'the run in {job.output.folder} was trained with {had}, and pipeline.schedule = "{space.schedules[0]}" '
+            f'now asks for {wanted}, which would not be the same run; set it to "auto" to resume, or start anew in '
             "another output folder"
         )
 
 
-def _plan_on_cards(job: JobConfig, subject: Subject, machine: Machine, before: _Earlier | None) -> TrainingPlan | None:
-    """What the planner chooses on this machine; None where it does not know a device's memory.
+def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: _Earlier | None) -> TrainingPlan | None:
+    """What the planner chooses on this machine, placed as the run that is resumed; None where it does not know a
+    device's memory.
 
     Raises: ValueError if nothing fits.
     """
     cuts = None
     if before is not None:
-        machine = machine.only(list(dict.fromkeys(before.replicas or before.devices)))
+        machine = replace(machine, devices=tuple(dict.fromkeys(before.replicas or before.devices)))
         if before.replicas:  # which a cut of today's would contradict
             split = replace(job.split, balance="bytes", split_at=())
             job = replace(job, pipeline=replace(job.pipeline, schedule="replicas"), split=split)
             refuse_block_settings(job)
         else:
-            cuts = [i for i in range(1, len(before.devices)) if before.devices[i] != before.devices[i - 1]]
+            cuts = tuple(i for i in range(1, len(before.devices)) if before.devices[i] != before.devices[i - 1])
     if machine.cards is None:
         return None
-    training = CalibratedPlanner(make_planner(job, subject, machine, cuts)).plan()
+    training = plan_on(job, subject, machine, MEASURING[job.split.calibrate], cuts)
     if training.warning:
         _log.warning("%s", training.warning)
     return training
 
 
-def make_planner(job: JobConfig, subject: Subject, machine: Machine, cuts: Sequence[int] | None = None) -> Planner:
-    """The planner of a job on cards that may be elsewhere: then machine.devices is ()."""
+def plan_on(
+    job: JobConfig, subject: Subject, machine: Machine, measuring: Measuring, cuts: tuple[int, ...] | None = None
+) -> TrainingPlan:
+    """What the planner chooses on a machine whose cards' memory is known; on cards that are elsewhere by estimates.
+
+    Raises: ValueError if nothing fits.
+    """
+    question = make_question(job, subject, machine, cuts)
+    return plan_training(question) if machine.named else plan_calibrated(question, measuring)
+
+
+def make_question(job: JobConfig, subject: Subject, machine: Machine, cuts: tuple[int, ...] | None = None) -> Question:
+    """What the planner is asked about a job."""
     assert machine.cards is not None
-    return Planner(
-        job,
-        subject.info,
-        subject.variant,
-        machine.cards,
+    model = ModelCosts(subject.info, subject.variant, subject.model)
+    return Question(
+        model,
+        search_space(job),
+        machine.cards[: len(model.names)],
         subject.largest[:2],
-        frames=subject.largest[2],
+        subject.largest[2],
         cuts=cuts,
         host_bytes=machine.host_bytes,
         graphs_fault=why_no_graphs(job, len(subject.train), machine.devices),
     )
-
-
-def _without_auto(job: JobConfig) -> JobConfig:
-    """Where no planner decides, "auto" is what every machine can do."""
-    quantize = "none" if job.model.quantize == "auto" else job.model.quantize
-    optimizer = "adamw" if job.optimizer.name == "auto" else job.optimizer.name
-    return _with(job, quantize, optimizer)
 
 
 def _with(job: JobConfig, quantize: str, optimizer: str) -> JobConfig:
@@ -263,46 +314,48 @@ def refuse_block_settings(job: JobConfig) -> None:
         )
 
 
+def _size_of(job: JobConfig, subject: Subject) -> tuple[int, int]:
+    """Resolution in pixels and frames of the largest samples."""
+    if subject.is_encoded:
+        return subject.largest[0], subject.largest[2]
+    lengths = job.data.frames or subject.info.family.latent_of(subject.variant).frame_lengths
+    return max(job.data.resolutions), max(lengths)
+
+
 def place_by_size(
-    job: JobConfig,
-    info: CheckpointInfo,
-    variant: Variant,
-    model: nn.Module,
+    config: ModelConfig,
+    split: SplitConfig,
+    subject: Subject,
     devices: Sequence[torch.device],
-    resolution: int = 0,
-    num_frames: int = 0,
+    size: tuple[int, int],
+    *,
+    is_copied: bool = False,
 ) -> Placement:
-    """Which block goes where, from sizes alone; model may be empty.
+    """Which block goes where, from sizes alone.
 
     Args:
-        resolution, num_frames: of the largest samples in pixels, and of the longest, where the job's config does not
-            say them.
+        size: resolution in pixels and frames of the largest samples.
+        is_copied: whether each device gets a copy of the model.
     Raises: ValueError if it does not fit or the cuts are impossible.
     """
-    blocks = block_names(model, info.family)
-    element_size = getattr(torch, job.model.dtype).itemsize
-    settings = job.model.quantize_settings
-    if settings is not None:
-        block_bytes, home_bytes = stored_bytes(model, info.family, blocks, element_size, settings)
-    else:
-        block_bytes, home_bytes = parameter_bytes(model, blocks, element_size)
-    budgets = _budgets(job, devices)
-    if asked_schedule(job, devices) == "replicas":
+    model, family = subject.model, subject.info.family
+    blocks = block_names(model, family)
+    block_bytes, home_bytes = held_bytes(config, subject)
+    budgets = _budgets(split, devices)
+    if is_copied:
         return plan_replicas(blocks, devices, sum(block_bytes) + home_bytes, budgets)
-    if job.split.balance == "manual":
-        manual = plan_manual(blocks, list(devices), job.split.split_at)
+    if split.balance == "manual":
+        manual = plan_manual(blocks, list(devices), split.split_at)
         check_budgets(manual, block_bytes, home_bytes, budgets)
         return manual
     capacity = [budgets[device] for device in devices]
     cost: list[float] = list(map(float, block_bytes))
     home_cost = float(home_bytes)
-    if job.split.balance == "time":
-        latent = info.family.latent_of(variant)
-        resolution = resolution or max(job.data.resolutions)
-        num_frames = num_frames or max(job.data.frames or latent.frame_lengths)
-        num_image_tokens = latent.num_tokens(resolution, resolution, num_frames)
-        num_text_tokens = max(encoder.max_length for encoder in variant.text_encoders)
-        cost = estimate_block_flops(model, info.family, num_image_tokens, num_text_tokens)
+    if split.balance == "time":
+        resolution, num_frames = size
+        num_image_tokens = family.latent_of(subject.variant).num_tokens(resolution, resolution, num_frames)
+        num_text_tokens = max(encoder.max_length for encoder in subject.variant.text_encoders)
+        cost = estimate_block_flops(model, family, num_image_tokens, num_text_tokens)
         home_cost = 0.0
         capacity = []  # every device is taken for equally fast
     return plan_placement(
@@ -317,14 +370,19 @@ def place_by_size(
     )
 
 
-def _budgets(job: JobConfig, devices: Sequence[torch.device]) -> dict[torch.device, int | None]:
-    if job.split.memory_limit_gb:
-        if len(job.split.memory_limit_gb) != len(devices):
-            raise ValueError(
-                f"memory_limit_gb has {len(job.split.memory_limit_gb)} values, but the devices are "
-                f"{', '.join(map(str, devices))}; give one each"
-            )
-        return {device: int(gb * 1e9) for device, gb in zip(devices, job.split.memory_limit_gb, strict=True)}
+def held_bytes(config: ModelConfig, subject: Subject) -> tuple[list[int], int]:
+    """Weights of each block as they will be held, and of all else."""
+    model, family, settings = subject.model, subject.info.family, config.quantize_settings
+    blocks, element_size = block_names(model, family), getattr(torch, config.dtype).itemsize
+    if settings is None:
+        return parameter_bytes(model, blocks, element_size)
+    return stored_bytes(model, family, blocks, element_size, settings)
+
+
+def _budgets(split: SplitConfig, devices: Sequence[torch.device]) -> dict[torch.device, int | None]:
+    if split.memory_limit_gb:
+        check_one_each("split.memory_limit_gb", split.memory_limit_gb, devices)
+        return {device: int(gb * 1e9) for device, gb in zip(devices, split.memory_limit_gb, strict=True)}
     return {device: _usable_bytes(device) for device in devices}
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config.job import JobConfig, differing_keys, make_job
+from ..config.open import asked
 from ..training.loop import checkpoint_folder
 from ..training.state import (
     DamagedCheckpoint,
@@ -74,8 +75,8 @@ def _check(state: TrainingState) -> None:
 def as_decided(job: JobConfig, state: TrainingState) -> JobConfig:
     """With what "auto" became when the run to resume began: memory that is free today must not change it."""
     old = _job_of(state)
-    quantize = old.model.quantize if job.model.quantize == "auto" else job.model.quantize
-    name = old.optimizer.name if job.optimizer.name == "auto" else job.optimizer.name
+    quantize = asked(job.model.quantize) or old.model.quantize
+    name = asked(job.optimizer.name) or old.optimizer.name
     return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=name))
 
 

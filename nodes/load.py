@@ -124,10 +124,10 @@ def _variants() -> list[str]:
 
 def _read_split(devices: str, balance: str, split_at: str, memory_limit_gb: str) -> SplitConfig:
     from ..config.job import SplitConfig
-    from ..parallel.devices import find_devices
+    from ..jobs.resolve import find_machine
 
     names = read_list(read_auto(devices), str, "devices")
-    found = find_devices(names)
+    found = find_machine(names).devices
     if not names and found[0].type == "cpu":
         _log.warning("no GPU was found: the model will be trained on the CPU, which takes very long")
     return make_part(
@@ -140,7 +140,7 @@ def _read_split(devices: str, balance: str, split_at: str, memory_limit_gb: str)
 
 
 def _describe(info: CheckpointInfo, split: SplitConfig) -> str:
-    from ..parallel.devices import find_devices
+    from ..jobs.resolve import find_machine
 
     name = info.variant.name if info.variant else f"{info.family.title} of its own size"
-    return f"{name}, {len(info.tensors)} tensors, on {', '.join(map(str, find_devices(split.devices)))}"
+    return f"{name}, {len(info.tensors)} tensors, on {', '.join(map(str, find_machine(split.devices).devices))}"

@@ -61,11 +61,11 @@ class Quantize(io.ComfyNode):
     @classmethod
     def execute(cls, model: TrainingModel, quantize: str, rotation: str = "64", cache: bool = False) -> io.NodeOutput:
         from ..jobs.quantize_preview import choose_scheme, preview_model
-        from ..parallel.devices import find_devices
+        from ..jobs.resolve import find_machine
 
         config = dataclasses.replace(
             model.model,
-            quantize=read_auto(quantize) or choose_scheme(find_devices(model.split.devices)),  # type: ignore[arg-type]
+            quantize=read_auto(quantize) or choose_scheme(find_machine(model.split.devices).devices),  # type: ignore[arg-type]
             rotation=int(rotation),  # type: ignore[arg-type]
             quantized_cache=str(host.folder_in_output(f"{DEFAULT_FOLDER}/quantized", "cache")) if cache else "",
         )

@@ -178,7 +178,7 @@ def _read_request(
         balance=balance,  # type: ignore[arg-type]
         split_at=read_list(split_at, int, "split_at") if balance == "manual" else (),
         memory_limit_gb=read_list(memory_limit_gb, float, "memory_limit_gb"),
-        transport=transport,  # type: ignore[arg-type]
+        transport=read_auto(transport) or None,  # type: ignore[arg-type]
         overlap=overlap,
         offload=offload,
         verify=verify,
@@ -187,7 +187,7 @@ def _read_request(
 
 def _find_devices(text: str) -> tuple[torch.device, ...]:
     """The devices a user named; auto is every GPU of the host's, its main one first."""
-    from ..parallel.devices import find_devices
+    from ..jobs.resolve import find_machine
 
     names = read_list(read_auto(text), str, "devices")
-    return tuple(find_devices(names)) if names else host.list_gpus()
+    return find_machine(names).devices if names else host.list_gpus()

@@ -1,6 +1,6 @@
 """Times one block of every kind on a card, and what a model computes before its first block and after its last.
 
-A model is cut down to two blocks of every kind (rehearsal.py) and runs on the card with its linears quantized, LoRA
+A model is cut down to two blocks of every kind (short_model.py) and runs on the card with its linears quantized, LoRA
 attached and random weights, at the size of a job's batch. Its embedders and tail are there all the time; a block's
 weights come when it is called, are timed with what it is called with, and go. So a card needs room for the embedders
 and one block with its activations, which training needs anyway.
@@ -32,8 +32,7 @@ from ..parallel.devices import device_module, memory_in_use, own_random_states, 
 from ..parallel.stopwatch import MakeStopwatch, Stopwatch, make_stopwatch
 from ..patches.attention import sound_attention
 from ..quantization.eight_bit import make_rotation
-from ..training.objective import flow_matching_loss
-from .dry_run import ShortModel, Work, make_conditions, shorten, text_shape
+from .short_model import ShortModel, Work, shorten, training_step
 
 _STRICT = ConfigDict(extra="forbid")
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -160,17 +159,20 @@ class _Course:
         model: Any = self._short.model
         with contextlib.ExitStack() as room:
             model.enable_gradient_checkpointing(self._measure_in(room))
-            _step(model, info, variant, work, self._device)
+            training_step(model, info, variant, work, self._latents(work))
         model.enable_gradient_checkpointing(self._stand_in)
         fronts, tails = [], []
         for _ in range(_NUM_WARM_UPS + _FEWEST):
             self._num_calls, self._marks = 0, []
             start = self._watch.mark()
-            _step(model, info, variant, work, self._device)
+            training_step(model, info, variant, work, self._latents(work))
             end = self._watch.mark()
             fronts.append(self._watch.between(start, self._marks[0]))
             tails.append(self._watch.between(self._marks[-1], end))
         return statistics.median(fronts[_NUM_WARM_UPS:]), statistics.median(tails[_NUM_WARM_UPS:])
+
+    def _latents(self, work: Work) -> torch.Tensor:
+        return torch.randn(work.batch_size, *work.latent_shape, device=self._device)
 
     def kinds(self) -> tuple[KindTimes, ...]:
         short = self._short
@@ -239,22 +241,6 @@ class _Course:
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
-
-
-def _step(model: Any, info: CheckpointInfo, variant: Variant, work: Work, device: torch.device) -> None:
-    """A micro-batch as Trainer computes it."""
-    family, batch = info.family, work.batch_size
-    latents = torch.randn(batch, *work.latent_shape, device=device)
-    noisy, sigmas = latents.to(work.dtype), torch.full((batch,), 0.5, device=device)
-    text = {
-        encoder.output: torch.randn(batch, *text_shape(encoder, info.config), dtype=work.dtype, device=device)
-        for encoder in variant.text_encoders
-    }
-    conditions = make_conditions(variant, info.config, noisy)
-    inputs = family.make_inputs(noisy, sigmas, {**text, **conditions}, variant.training_guidance)
-    output = model(**inputs, return_dict=False)[0]
-    prediction = family.read_prediction(output, latents)
-    flow_matching_loss(prediction, latents, torch.randn_like(latents)).backward()
 
 
 # ---- weights for a while

@@ -17,7 +17,6 @@ import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
@@ -37,15 +36,21 @@ from ..version import VERSION
 from .block_clock import CardTimes, time_blocks
 from .block_times import ASSUMED_LINK_BYTES_PER_S, Timing
 from .cards import Card
-from .dry_run import Work, text_shape
-from .plan_training import plan_training
-from .planner import Planner, TrainingPlan
+from .plan_training import TrainingPlan, plan_training
+from .question import Question
+from .short_model import Work, text_shape
 
 _log = logging.getLogger(__name__)
 
 _VERSION = 2  # raise it when block_clock.py measures something else
 _PACKAGES = ("diffusers", "peft", "torchao", "triton")
-_OWN_CODE = ("attention", "eight_bit", "eight_bit_kernels", "lora_linear", "weight_only")  # of patches
+_OWN_CODE = (
+    "patches/attention.py",
+    "patches/lora_linear.py",
+    "quantization/eight_bit.py",
+    "quantization/eight_bit_kernels.py",
+    "quantization/weight_only.py",
+)
 _ATTENTION = (
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,
@@ -156,7 +161,7 @@ def describe_software() -> dict[str, Any]:
     return {
         "calibration": _VERSION,
         "devicebridge": VERSION,
-        "kernels": settings_fingerprint([file_fingerprint(root / "patches" / f"{name}.py") for name in _OWN_CODE]),
+        "kernels": settings_fingerprint([file_fingerprint(root / name) for name in _OWN_CODE]),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
         "rocm": torch.version.hip or "",
@@ -321,57 +326,53 @@ class MeasuredTimes:
         links = {f"{one.name} -> {other.name}": self.speed(one, other) for one, other in pairs}
         dates = ", ".join(sorted({times.date for _, times in found}))
         where = ", ".join(f"{name} ({each['card']})" for name, each in of_cards.items())
-        eager = "; compiled blocks are faster" if plan.job.train.compile != "off" else ""
+        eager = "; compiled blocks are faster" if plan.space.is_compiled else ""
         return Timing(f"measured on {where}, {dates}{eager}", {"scheme": scheme, "cards": of_cards, "links": links})
 
 
 # ---- plans
 
+Measuring = Literal["never", "known", "where it decides", "always"]
 
-class CalibratedPlanner:
-    """Plans a job with measured times of this machine's cards, where these matter and can be had.
+
+def plan_calibrated(
+    question: Question, measuring: Measuring, *, bench: Bench | None = None, store: CalibrationStore | None = None
+) -> TrainingPlan:
+    """A job's plan with measured times where they can be had, else with estimates.
 
     Args:
-        planner: of cards of this machine; its times are the estimates.
+        question: of cards of this machine; its times are the estimates.
+        measuring: "never" only estimates; "known" takes what an earlier job has measured and uses no card; the others
+            measure what is missing.
         bench, store: None takes the cards themselves and the user's cache folder.
+    Raises: ValueError if no setting fits.
     """
+    estimated = plan_training(question)  # what does not fit is refused before anything is measured
+    if measuring == "never":
+        return estimated
+    may_measure = measuring == "always" or (measuring != "known" and _decides(question))
+    times = measured_times(question, may_measure=may_measure, bench=bench, store=store)
+    try:
+        plan = plan_training(replace(question, given_times=times))
+        return replace(plan, timing=times.timing(plan))
+    except NotMeasured:
+        return estimated
+    except CalibrationFailed as error:
+        _log.warning("blocks could not be timed (%s); times are estimated from operations", error)
+        return estimated
 
-    def __init__(self, planner: Planner, *, bench: Bench | None = None, store: CalibrationStore | None = None) -> None:
-        self._planner, self._bench, self._given_store = planner, bench, store
 
-    @cached_property
-    def matters(self) -> bool:
-        """Whether times decide anything: where cards are cut, or which of several schemes is taken."""
-        planner = self._planner
-        has_cut = len(planner.cards) > 1 and not planner.bounds
-        return has_cut or len({setting.scheme for setting in planner.settings()}) > 1
+def _decides(question: Question) -> bool:
+    """Whether times decide anything: where cards are cut, or which of several schemes is taken."""
+    has_cut = len(question.cards) > 1 and not question.bounds
+    return has_cut or len({setting.scheme for setting in question.settings()}) > 1
 
-    def plan(self, measure: Literal["as set", "always", "never"] = "as set") -> TrainingPlan:
-        """With measured times where they can be had, else with estimates.
 
-        Args:
-            measure: whether what no earlier job has measured is measured now: "as set" by split.calibrate, "always", or
-                "never", which uses no card.
-        Raises: ValueError if no setting fits.
-        """
-        estimated = plan_training(self._planner)  # what does not fit is refused before anything is measured
-        wish = self._planner.job.split.calibrate
-        if wish == "off" and measure != "always":
-            return estimated
-        is_wanted = measure == "as set" and (wish == "on" or self.matters)
-        times = self.times(may_measure=measure == "always" or is_wanted)
-        try:
-            plan = plan_training(self._planner.with_times(times))
-            return replace(plan, timing=times.timing(plan))
-        except NotMeasured:
-            return estimated
-        except CalibrationFailed as error:
-            _log.warning("blocks could not be timed (%s); times are estimated from operations", error)
-            return estimated
-
-    def times(self, *, may_measure: bool) -> MeasuredTimes:
-        """Of this job's blocks on its cards."""
-        planner = self._planner
-        bench = self._bench or CardBench(planner.info, planner.variant, planner.work)
-        store = self._given_store or CalibrationStore(calibration_folder())
-        return MeasuredTimes(bench, planner.cards, planner.names, store, may_measure=may_measure)
+def measured_times(
+    question: Question, *, may_measure: bool, bench: Bench | None = None, store: CalibrationStore | None = None
+) -> MeasuredTimes:
+    """Of a job's blocks on its cards."""
+    model = question.model
+    bench = bench or CardBench(model.info, model.variant, question.work)
+    store = store or CalibrationStore(calibration_folder())
+    return MeasuredTimes(bench, question.cards, model.names, store, may_measure=may_measure)

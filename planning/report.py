@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image as PilImage
 
-    from .planner import TrainingPlan
+    from .plan_training import TrainingPlan
 
 # Per device, decimal GB: forecast peak, the same as reserved by the allocator, and what was measured of both.
 Comparison = Mapping[str, Mapping[str, "float | None"]]
@@ -47,18 +47,18 @@ def parts_of(device: DeviceForecast) -> dict[str, int]:
 def describe_plan(plan: TrainingPlan) -> str:
     """The choice, a line per card in decimal GB, the reasons."""
     height, width = plan.bucket
-    job = plan.job
+    space = plan.space
     length = f", {plan.frames} frames" if plan.frames > 1 else ""
     lines = [
         f"{plan.variant}: {plan.setting.describe()}; {plan.placement.describe()}; {width}x{height} pixels{length}, "
-        f"batch {job.train.batch_size}, accumulation {job.train.accumulation}, LoRA rank {job.lora.rank}",
+        f"batch {space.batch_size}, accumulation {space.accumulation}, LoRA rank {space.lora.rank}",
         "",
         *_table(plan),
         "",
         _host_line(plan),
         _describe_time(plan),
         *plan.reasons,
-        *plan.hints,
+        *([plan.hint] if plan.hint else []),
         *_what_cards_need(plan),
     ]
     return "\n".join([*lines, f"warning: {plan.warning}"] if plan.warning else lines)
@@ -95,16 +95,16 @@ def _table(plan: TrainingPlan) -> list[str]:
 
 def _blocks(device: DeviceForecast) -> str:
     """ "23 (1 kept, 5 swapped)"."""
-    parts = ((device.num_kept, "kept"), (device.num_swapped, "swapped"))
+    parts = ((device.num_uncheckpointed, "kept"), (device.num_offloaded, "swapped"))
     special = ", ".join(f"{count} {what}" for count, what in parts if count)
     return str(device.num_blocks) + (f" ({special})" if special else "")
 
 
 def _host_line(plan: TrainingPlan) -> str:
-    pinned = plan.forecast.offloaded_bytes / 1e9
+    pinned = plan.forecast.offloaded_inputs / 1e9
     size = f"host memory: {plan.forecast.host_bytes / 1e9:.1f} GB"
     inputs = f", {pinned:.1f} GB pinned for block inputs while training" if pinned else ""
-    if any(plan.swapped_blocks):
+    if any(plan.offloaded):
         return f"{size}, all but one block of it for as long as the training runs{inputs}"
     return f"{size} at most{inputs}" if pinned else f"{size} while loading, beside the system's cache of the files"
 
@@ -126,8 +126,8 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             "cuda_graphs": plan.has_graphs,
             "split_at": _cuts(plan),
             "replicas": [str(device) for device in plan.placement.replicas],
-            "kept_blocks": list(plan.kept_blocks),
-            "swapped_blocks": list(plan.swapped_blocks),
+            "kept_blocks": list(plan.uncheckpointed),
+            "swapped_blocks": list(plan.offloaded),
         },
         "pixels": {"height": plan.bucket[0], "width": plan.bucket[1]},
         "frames": plan.frames,
@@ -135,8 +135,8 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             {
                 "device": device.device,
                 "num_blocks": device.num_blocks,
-                "num_kept": device.num_kept,
-                "num_swapped": device.num_swapped,
+                "num_kept": device.num_uncheckpointed,
+                "num_swapped": device.num_offloaded,
                 "micro_batches_held": device.held,
                 "bytes": parts_of(device),
                 "allocated": device.allocated,
@@ -148,7 +148,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             for card, device in zip(plan.cards, plan.forecast.devices, strict=True)
         ],
         "host_bytes": plan.forecast.host_bytes,
-        "offloaded_bytes": plan.forecast.offloaded_bytes,
+        "offloaded_bytes": plan.forecast.offloaded_inputs,
         "relative_time": plan.relative_time,
         "step_s": None if plan.timing is None else plan.step_s,
         "times": {"measured": False} if plan.timing is None else {"measured": True, **plan.timing.values},
@@ -156,7 +156,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
         "alternatives": [
             {"setting": other.setting.describe(), "times_longer": other.times_longer} for other in plan.alternatives
         ],
-        "hints": list(plan.hints),
+        "hints": [plan.hint] if plan.hint else [],
         "warning": plan.warning,
     }
 

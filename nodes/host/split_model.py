@@ -45,7 +45,7 @@ class SplitRequest:
         balance: share out weights by bytes, computing time, or cut where split_at says.
         split_at: index of the first block of each device after the first; for manual.
         memory_limit_gb: decimal GB of weights each device may hold resident; () is as much as the host grants.
-        transport: auto takes the family's; relay is right for every model, stream for those that are known.
+        transport: None takes the family's; relay is right for every model, stream for those that are known.
         overlap: let micro-batches of a batch use the cards at the same time where that is known to be right.
         offload: weights beyond a limit stay in host memory and are streamed at every use; else that is refused.
         verify: compute the first step of every run twice, the second time in the plainest way, and compare.
@@ -55,7 +55,7 @@ class SplitRequest:
     balance: Literal["memory", "time", "manual"] = "memory"
     split_at: tuple[int, ...] = ()
     memory_limit_gb: tuple[float, ...] = ()
-    transport: Literal["auto", "stream", "relay"] = "auto"
+    transport: Literal["stream", "relay"] | None = None
     overlap: bool = True
     offload: bool = True
     verify: bool = False
@@ -208,7 +208,7 @@ def _transport(
     diffusion_model: nn.Module, layout: NativeModel, request: SplitRequest, is_described: bool
 ) -> Literal["stream", "relay"]:
     natural = transport_for(diffusion_model, layout)
-    if request.transport == "auto" or request.transport == natural:
+    if request.transport in (None, natural):
         return natural
     if request.transport == "stream":
         why = "it is not described" if not is_described else layout.note
