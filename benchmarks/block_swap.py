@@ -69,7 +69,7 @@ def run_scheme(options: argparse.Namespace, scheme: str) -> dict[str, Any]:
     """Build one model, check and time every way."""
     config = TINY_CONFIG if options.tiny else make_config(options.blocks)
     resident = make_plan(options, config, scheme, None, None)
-    counts = [device.num_blocks for device in resident.forecast.devices]
+    counts = [device.num_blocks for device in resident.devices]
     bounds = [sum(counts[:index]) for index in range(1, len(counts))]
     ways: dict[str, TrainingPlan] = {"resident": resident}
     for share in options.swapped:
@@ -191,7 +191,7 @@ def measure(
                     continue
                 row = report["ways"][name]
                 if not options.tiny:
-                    row["peaks"] = {each.device: peaks_of(each) for each in plan.forecast.devices}
+                    row["peaks"] = {each.device: peaks_of(each) for each in plan.devices}
                 if swap is not None:
                     copies = [each.num_copies - b for each, b in zip(swap._devices, before, strict=True)]
                     row |= describe_copies(swap, [count / samples for count in copies])

@@ -77,10 +77,10 @@ def run_case(options: argparse.Namespace, scheme: str, side: int, mode: str) -> 
         plan = replace(plan, placement=replace(plan.placement, tail=tuple(FAMILY.tail)))
     chosen = replace(job.optimizer, name=plan.setting.optimizer)
     measured = train(options, config, replace(job, optimizer=chosen), plan, side)
-    devices = {each.device: compare(each, measured[each.device]) for each in plan.forecast.devices}
+    devices = {each.device: compare(each, measured[each.device]) for each in plan.devices}
     return {"placement": plan.placement.describe(), "kept_blocks": list(plan.uncheckpointed)} | {
         "swapped_blocks": list(plan.offloaded),
-        "host_gb": round(plan.forecast.host_bytes / 1e9, 2),
+        "host_gb": round(plan.host_bytes / 1e9, 2),
         "devices": devices,
     }
 
@@ -119,8 +119,8 @@ def make_plan(options: argparse.Namespace, config: Any, job: Any, side: int, mod
         plan = plan_training(make_question(job, info, cards, side))
         if mode == "on":
             return plan
-        half = tuple(device.num_blocks // 2 for device in plan.forecast.devices)
-        bounds = [sum(device.num_blocks for device in plan.forecast.devices[: i + 1]) for i in range(len(cards) - 1)]
+        half = tuple(device.num_blocks // 2 for device in plan.devices)
+        bounds = [sum(device.num_blocks for device in plan.devices[: i + 1]) for i in range(len(cards) - 1)]
         job = replace(job, split=replace(job.split, kept_blocks=half))
         return plan_training(make_question(job, info, cards, side, bounds))
     return plan_training(make_question(job, info, cards, side))

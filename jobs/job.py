@@ -407,7 +407,7 @@ def _make_trainer(
     job = plan.job
     events.emit("phase", name="loading", placement=plan.placement.describe())
     if plan.training is not None:
-        events.emit("forecast", devices=compare(plan.training.forecast))
+        events.emit("forecast", devices=compare(plan.training.devices))
     reset_peaks(plan.placement.used_devices)  # of the encoders
     assembled = assemble(plan)
     assert isinstance(assembled.adapter, LoraHandle)
@@ -472,7 +472,7 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
     compared: Comparison = {}
     pace = ""
     if plan.training is not None:
-        compared = compare(plan.training.forecast, memory_in_use(trainer.devices))
+        compared = compare(plan.training.devices, memory_in_use(trainer.devices))
         pace = describe_pace(plan.training, trainer.step_times_s)
         trainer.events.emit("forecast", trainer.step, plan.job.train.steps, devices=compared, pace=pace)
     path = save_lora(plan, trainer.lora, Path(plan.job.output.folder), must_change=is_finished)

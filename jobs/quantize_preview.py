@@ -122,14 +122,14 @@ def choose_scheme(devices: Sequence[torch.device]) -> Scheme:
     Raises: RuntimeError if there is none, with what the weight-only schemes lack.
     """
     has_cpu = any(device.type == "cpu" for device in devices)
-    schemes = [s for s in BEST_FIRST if not (has_cpu and QuantizeSettings(s).is_compute)]
-    able = [scheme for scheme in schemes if not refusal(QuantizeSettings(scheme), devices)]
-    for scheme in able[:-1]:
+    settings = (QuantizeSettings(s) for s in BEST_FIRST)
+    able = [each for each in settings if not (has_cpu and each.is_compute) and not refusal(each, devices)]
+    for each in able[:-1]:
         with contextlib.suppress(RuntimeError):
-            check_packages(QuantizeSettings(scheme))
-            return scheme
-    check_packages(QuantizeSettings(able[-1]))
-    return able[-1]
+            check_packages(each)
+            return each.scheme
+    check_packages(able[-1])
+    return able[-1].scheme
 
 
 def preview_model(config: ModelConfig, split: SplitConfig) -> QuantizePreview:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ from ..planning.calibration import Measuring, plan_calibrated
 from ..planning.cards import Card, cards_of
 from ..planning.plan_training import TrainingPlan, plan_training
 from ..planning.question import ModelCosts, Question
-from ..planning.space import OFFLOADS, OPTIMIZERS, SCHEDULES, SCHEMES, SearchSpace, is_open, schedules_on
+from ..planning.space import OFFLOADS, OPTIMIZERS, SCHEDULES, SCHEMES, SearchSpace, Setting, is_open, schedules_on
 from ..quantization.quantize import stored_bytes
 from .checked_job import why_no_graphs
 
@@ -118,9 +118,8 @@ class Resolution:
     training: TrainingPlan | None
 
 
-@dataclass(frozen=True)
-class _Earlier:
-    """Where the run that is resumed has its blocks, and its replicas."""
+class _Earlier(NamedTuple):
+    """Where the run that is resumed has its blocks, and its copies of the model."""
 
     devices: tuple[torch.device, ...]
     replicas: tuple[torch.device, ...]
@@ -147,22 +146,27 @@ def resolve(
         _refuse_other_strategy(job, machine, before)
     space = search_space(job)
     training = _plan_as_before(job, subject, machine, before) if is_to_train else None
+    chosen = _first_of(space, machine.devices) if training is None else training.setting
+    job = replace(
+        job,
+        model=replace(job.model, quantize=chosen.scheme),  # type: ignore[arg-type]
+        optimizer=replace(job.optimizer, name=chosen.optimizer),
+    )
     if training is None:
-        job = _with(job, space.schemes[0], space.optimizers[0])
-        is_copied = schedules_on(space, machine.devices)[0] == "replicas"
-        placement = place_by_size(
-            job.model, job.split, subject, machine.devices, _size_of(job, subject), is_copied=is_copied
-        )
+        size, is_copied = _size_of(job, subject), chosen.is_data_parallel
+        placement = place_by_size(job.model, job.split, subject, machine.devices, size, is_copied=is_copied)
     else:
-        job, placement = _with(job, training.setting.scheme, training.setting.optimizer), training.placement
+        placement = training.placement
     if before is not None:
         home = before.devices[0]
         placement = replace(placement, devices=before.devices, home=home, tail=(), replicas=before.replicas)
-    ahead = _ahead(space, placement, training)
-    if ahead is None and not placement.replicas and _names_a_schedule(space):
+    if training is None:
+        chosen = _first_of(space, placement.used_devices)
+    ahead = chosen.ahead if chosen.schedule == "1f1b" and not placement.replicas else None
+    if ahead is None and not placement.replicas and not is_open(space.schedules) and space.schedules != ("none",):
         _log.warning(
             "pipeline.schedule %s needs train.accumulation above 1 and several GPUs of one kind; left out",
-            space.schedules[0],
+            *space.schedules,
         )
     tail = () if ahead is None else tuple(subject.info.family.tail)
     execution = ExecutionPlan(
@@ -174,7 +178,7 @@ def resolve(
         gradient_checkpointing=space.is_checkpointing,
         kept_blocks=space.uncheckpointed if training is None else training.uncheckpointed,
         swapped_blocks=space.offloaded if training is None else training.offloaded,
-        offloads=space.offloads[0] if training is None else training.setting.offloads,
+        offloads=chosen.offloads,
         compiled_shapes=_shapes_to_compile(job, subject) if is_to_train else None,
         has_graphs=is_to_train and _has_graphs(job, subject, placement.used_devices),
     )
@@ -208,22 +212,16 @@ def search_space(job: JobConfig) -> SearchSpace:
     )
 
 
-def _names_a_schedule(space: SearchSpace) -> bool:
-    return not is_open(space.schedules) and space.schedules != ("none",)
-
-
-def _ahead(space: SearchSpace, placement: Placement, training: TrainingPlan | None) -> int | None:
-    if placement.replicas:
-        return None
-    if training is None:
-        return space.ahead if schedules_on(space, placement.used_devices)[0] == "1f1b" else None
-    return training.setting.ahead if training.setting.schedule == "1f1b" else None
+def _first_of(space: SearchSpace, devices: Sequence[torch.device]) -> Setting:
+    """What every machine can do, for where nobody plans."""
+    schedule = schedules_on(space, devices)[0]
+    return Setting(space.schemes[0], space.optimizers[0], schedule, space.ahead, space.offloads[0])
 
 
 def _refuse_other_strategy(job: JobConfig, machine: Machine, before: _Earlier) -> None:
     """Raises: ValueError if the job now asks for data parallel by name and the run had none, or the other way round."""
     space = search_space(job)
-    is_copied = schedules_on(space, machine.devices)[0] == "replicas"
+    is_copied = _first_of(space, machine.devices).is_data_parallel
     if not is_open(space.schedules) and bool(before.replicas) != is_copied:
         had, wanted = "replicas", "one model over all cards"
         if is_copied:
@@ -265,15 +263,9 @@ def plan_on(
 
     Raises: ValueError if nothing fits.
     """
-    question = make_question(job, subject, machine, cuts)
-    return plan_training(question) if machine.named else plan_calibrated(question, measuring)
-
-
-def make_question(job: JobConfig, subject: Subject, machine: Machine, cuts: tuple[int, ...] | None = None) -> Question:
-    """What the planner is asked about a job."""
     assert machine.cards is not None
     model = ModelCosts(subject.info, subject.variant, subject.model)
-    return Question(
+    question = Question(
         model,
         search_space(job),
         machine.cards[: len(model.names)],
@@ -283,26 +275,23 @@ def make_question(job: JobConfig, subject: Subject, machine: Machine, cuts: tupl
         host_bytes=machine.host_bytes,
         graphs_fault=why_no_graphs(job, len(subject.train), machine.devices),
     )
-
-
-def _with(job: JobConfig, quantize: str, optimizer: str) -> JobConfig:
-    model = replace(job.model, quantize=quantize)  # type: ignore[arg-type]
-    return replace(job, model=model, optimizer=replace(job.optimizer, name=optimizer))
+    return plan_training(question) if machine.named else plan_calibrated(question, measuring)
 
 
 def refuse_block_settings(job: JobConfig) -> None:
     """Raises: ValueError for what is asked of blocks and cannot be done, and for two models in one."""
+    has_offloaded = any(job.split.swapped_blocks)
     if job.model.second_expert:
         raise ValueError(
             f"model.second_expert names {job.model.second_expert}, and one model is trained here; remove it, or give "
             "the job file to `devicebridge train`, which trains both experts"
         )
-    if any(job.split.swapped_blocks) and job.pipeline.schedule == "replicas":
+    if has_offloaded and job.pipeline.schedule == "replicas":
         raise ValueError(
             "split.swapped_blocks asks for blocks that stream from host memory, and replicas hold the whole model on "
             "every card; remove one of the two"
         )
-    if any(job.split.swapped_blocks) and not job.train.gradient_checkpointing:
+    if has_offloaded and not job.train.gradient_checkpointing:
         raise ValueError(
             "split.swapped_blocks asks for blocks that stream from host memory, which must be computed again for the "
             "backward, but train.gradient_checkpointing is false; remove one of the two"
@@ -380,16 +369,13 @@ def held_bytes(config: ModelConfig, subject: Subject) -> tuple[list[int], int]:
 
 
 def _budgets(split: SplitConfig, devices: Sequence[torch.device]) -> dict[torch.device, int | None]:
+    """Bytes of weights: the user's limits, else what is free, less a tenth on accelerators as a first guess at
+    activations, LoRA and optimizer."""
+    check_one_each("split.memory_limit_gb", split.memory_limit_gb, devices)
     if split.memory_limit_gb:
-        check_one_each("split.memory_limit_gb", split.memory_limit_gb, devices)
         return {device: int(gb * 1e9) for device, gb in zip(devices, split.memory_limit_gb, strict=True)}
-    return {device: _usable_bytes(device) for device in devices}
-
-
-def _usable_bytes(device: torch.device) -> int | None:
-    """What is free, less a tenth on accelerators: a first guess at activations, LoRA and optimizer."""
-    free = free_bytes(device)
-    return free if free is None or device.type == "cpu" else int(0.9 * free)
+    free = {device: free_bytes(device) for device in devices}
+    return {device: size if size is None or device.type == "cpu" else int(0.9 * size) for device, size in free.items()}
 
 
 def sizes_of(samples: Iterable[TrainingSample]) -> frozenset[tuple[int, ...]]:

@@ -127,7 +127,7 @@ def _choices(question: Question) -> list[_Change]:
 
 
 def _setter(values: dict[str, Any]) -> Callable[[Question], Question]:
-    return lambda question: question.changed(replace(question.space, **values))
+    return lambda question: question.changed(space=replace(question.space, **values))
 
 
 def _sizes(question: Question) -> list[list[_Change]]:
@@ -149,17 +149,17 @@ def _shorter(question: Question) -> list[int]:
 
 
 def _shortener(wanted: int) -> Callable[[Question], Question]:
-    return lambda question: question.changed(question.space, frames=wanted)
+    return lambda question: question.changed(frames=wanted)
 
 
 def _ranker(rank: int) -> Callable[[Question], Question]:
-    return lambda question: question.changed(replace(question.space, lora=replace(question.space.lora, rank=rank)))
+    return lambda question: _setter({"lora": replace(question.space.lora, rank=rank)})(question)
 
 
 def _resizer(now: int, wanted: int) -> Callable[[Question], Question]:
     def change(question: Question) -> Question:
         height, width = (max(64, side * wanted // now // 64 * 64) for side in question.bucket)
-        return question.changed(replace(question.space, resolution=wanted), bucket=(height, width))
+        return question.changed(space=replace(question.space, resolution=wanted), bucket=(height, width))
 
     return change
 
@@ -182,7 +182,8 @@ def _card_that_helps(question: Question) -> str:
 
     def is_enough(size: int) -> bool:
         added = replace(last, device=device, total_bytes=int(size * 1e9), usable_bytes=int(size * 1e9))
-        return is_possible(question.changed(space, cards=(*question.cards, added)))
+        cards = (*question.cards, added)[: len(question.model.names)]
+        return is_possible(question.changed(cards=cards))
 
     index = bisect_left(_CARD_SIZES_GB, True, key=is_enough)
     return f"another card of {_CARD_SIZES_GB[index]} GB" if index < len(_CARD_SIZES_GB) else ""

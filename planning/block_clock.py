@@ -16,7 +16,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any
 
 import torch
@@ -80,9 +80,10 @@ class CardTimes:
         if not found or found != list(range(len(found))):
             raise ValueError("every block belongs to one kind")
 
-    @property
-    def num_blocks(self) -> int:
-        return sum(len(kind.blocks) for kind in self.kinds)
+    @cached_property
+    def of_block(self) -> dict[int, tuple[float, float]]:
+        """Forward and backward of each block."""
+        return {index: (kind.forward_s, kind.backward_s) for kind in self.kinds for index in kind.blocks}
 
 
 def time_blocks(
@@ -129,18 +130,12 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 # ---- the course of one measurement
 
 
-@dataclass(frozen=True)
-class _Pair:
-    forward_s: float
-    backward_s: float
-
-
 class _Course:
     """Takes gradient checkpointing's place: what it does at a call depends on how often the model has run."""
 
     def __init__(self, short: ShortModel, device: torch.device, watch: Stopwatch) -> None:
         self._short, self._device, self._watch = short, device, watch
-        self._times: list[_Pair] = []
+        self._times: list[tuple[float, float]] = []  # forward and backward of each kind
         self._outputs: list[Any] = []  # of every call of the first run
         self._num_calls = 0
         self._marks: list[Any] = []  # at the first call, and after the last
@@ -180,8 +175,7 @@ class _Course:
             KindTimes(
                 first,
                 tuple(index for index, kind in enumerate(short.kind_of) if kind == number),
-                self._times[number].forward_s,
-                self._times[number].backward_s,
+                *self._times[number],
             )
             for number, first in enumerate(short.kinds)
         )
@@ -215,7 +209,7 @@ class _Course:
             self._marks.append(self._watch.mark())
         return outputs
 
-    def _time(self, block: nn.Module, args: Any) -> _Pair:
+    def _time(self, block: nn.Module, args: Any) -> tuple[float, float]:
         with torch.no_grad():
             found = tree_leaves(block(*args))
             grads = [torch.randn_like(tensor) if tensor.is_floating_point() else None for tensor in found]
@@ -225,9 +219,9 @@ class _Course:
         whole = self._watch.between(marks[0], marks[2])
         count = max(_FEWEST, min(_MOST, int(_ENOUGH_S / max(whole, 1e-6))))
         rounds = [self._once(block, args, grads) for _ in range(count)]  # read only afterwards: the card never waits
-        between = self._watch.between
-        forward = statistics.median(between(start, middle) for start, middle, _ in rounds)
-        return _Pair(forward, statistics.median(between(middle, end) for _, middle, end in rounds))
+        between, median = self._watch.between, statistics.median
+        forward = median(between(start, middle) for start, middle, _ in rounds)
+        return forward, median(between(middle, end) for _, middle, end in rounds)
 
     def _once(self, block: nn.Module, args: Any, grads: list[torch.Tensor | None]) -> tuple[Any, Any, Any]:
         inputs = tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), args)

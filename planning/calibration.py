@@ -18,7 +18,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter
@@ -76,26 +76,8 @@ class LinkSpeed:
     bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class Bench(Protocol):
-    """Measures on real cards; a source of None is pinned host memory."""
-
-    def block_key(self, device: torch.device, scheme: str) -> Key:
-        """Everything that blocks' times depend on."""
-        ...
-
-    def blocks(self, device: torch.device, scheme: str) -> CardTimes: ...
-
-    def link_key(self, source: torch.device | None, target: torch.device) -> Key:
-        """Everything that a link's speed depends on."""
-        ...
-
-    def link(self, source: torch.device | None, target: torch.device) -> float:
-        """Bytes per second."""
-        ...
-
-
 class CardBench:
-    """The bench of one job.
+    """Measures the blocks of one job on real cards, and links; a source of None is pinned host memory.
 
     Args:
         work: of a micro-batch, by scheme.
@@ -105,6 +87,7 @@ class CardBench:
         self._info, self._variant, self._work = info, variant, work
 
     def block_key(self, device: torch.device, scheme: str) -> Key:
+        """Everything that blocks' times depend on."""
         work = self._work(scheme)
         return {
             "card": describe_card(device),
@@ -130,6 +113,7 @@ class CardBench:
         return {"machine": platform.node(), "ends": ends, "torch": torch.__version__, "version": _VERSION}
 
     def link(self, source: torch.device | None, target: torch.device) -> float:
+        """Bytes per second."""
         return link_speed(CPU if source is None else source, target)
 
 
@@ -235,21 +219,22 @@ class MeasuredTimes:
     """
 
     def __init__(
-        self, bench: Bench, cards: Sequence[Card], names: Sequence[str], store: CalibrationStore, *, may_measure: bool
+        self,
+        bench: CardBench,
+        cards: Sequence[Card],
+        names: Sequence[str],
+        store: CalibrationStore,
+        *,
+        may_measure: bool,
     ) -> None:
         self._bench, self._store, self._may_measure = bench, store, may_measure
         self._cards, self._names = tuple(cards), tuple(names)
         self._found: dict[tuple[torch.device, str], CardTimes] = {}
         self._by_key: dict[Path, CardTimes] = {}  # cards that are alike have one key
-        self._by_block: dict[tuple[torch.device, str], list[tuple[float, float]]] = {}
         self._links: dict[tuple[torch.device | None, torch.device], float | None] = {}
 
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
-        if (card.device, scheme) not in self._by_block:
-            found = self.times(card, scheme)
-            pairs = {index: (kind.forward_s, kind.backward_s) for kind in found.kinds for index in kind.blocks}
-            self._by_block[card.device, scheme] = [pairs[index] for index in range(len(self._names))]
-        return self._by_block[card.device, scheme][block]
+        return self.times(card, scheme).of_block[block]
 
     def ends(self, card: Card, scheme: str) -> tuple[float, float]:
         found = self.times(card, scheme)
@@ -271,7 +256,7 @@ class MeasuredTimes:
 
     def _on_disk(self, key: Key) -> CardTimes | None:
         found = self._store.get(key, CardTimes)
-        if found is not None and found.num_blocks != len(self._names):
+        if found is not None and len(found.of_block) != len(self._names):
             _log.warning("%s has another number of blocks; it is measured again", self._store.path_of(key))
             return None
         return found
@@ -336,7 +321,7 @@ Measuring = Literal["never", "known", "where it decides", "always"]
 
 
 def plan_calibrated(
-    question: Question, measuring: Measuring, *, bench: Bench | None = None, store: CalibrationStore | None = None
+    question: Question, measuring: Measuring, *, bench: CardBench | None = None, store: CalibrationStore | None = None
 ) -> TrainingPlan:
     """A job's plan with measured times where they can be had, else with estimates.
 
@@ -369,7 +354,7 @@ def _decides(question: Question) -> bool:
 
 
 def measured_times(
-    question: Question, *, may_measure: bool, bench: Bench | None = None, store: CalibrationStore | None = None
+    question: Question, *, may_measure: bool, bench: CardBench | None = None, store: CalibrationStore | None = None
 ) -> MeasuredTimes:
     """Of a job's blocks on its cards."""
     model = question.model

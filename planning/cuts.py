@@ -120,7 +120,7 @@ def find_cut(question: Question, setting: Setting, terms: Terms) -> Found | None
     Raises: ValueError for settings per device that are not as many as there are cards, and for impossible cuts.
     """
     search = _CutSearch(question, setting, terms)
-    stages = search.fixed(question.bounds) if question.bounds else search.best()
+    stages = search.best()
     if stages is None:
         return None
     offloaded = search.forecaster.offloaded_inputs([stage.plan for stage in stages])
@@ -146,7 +146,8 @@ class _CutSearch:
         question.check_counts()
         space, cards = question.space, question.cards
         self._limits = space.memory_limit_gb if terms.has_limits else ()
-        self._uncheckpointed, self._offloaded = space.uncheckpointed, space.offloaded
+        self._checkpoints, self._uncheckpointed = space.is_checkpointing, space.uncheckpointed
+        self._offloaded = space.offloaded
         self._is_by_slowest = setting.schedule != "none" or space.is_cut_by_time
         blocks = range(len(question.model.names))
         times = [
@@ -157,26 +158,18 @@ class _CutSearch:
         self._again = [_prefix(each[0] for each in card) for card in times]
         self._links = [question.times.link(card) for card in cards]
 
-    def fixed(self, bounds: Sequence[int]) -> list[Stage] | None:
-        """The stages of the user's cut, None if one does not fit."""
-        stages = []
-        for index, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            stage = self._stage(index, start, end)
-            if stage is None:
-                return None
-            stages.append(stage)
-        return stages
-
     def best(self) -> list[Stage] | None:
         """Of the cuts that fit, the one with the shortest step; of equals, the one that streams least; of these, the
-        one whose fullest card is emptiest."""
+        one whose fullest card is emptiest. Where the user cuts, that one if it fits."""
+        bounds = self._question.bounds
         num_blocks, num_stages = len(self._question.model.names), len(self._question.cards)
         best: dict[int, tuple[_Value, list[Stage]]] = {0: ((0.0, 0.0, 0.0), [])}
         for index in range(num_stages):
             options: dict[int, tuple[_Value, list[Stage]]] = {}
-            ends = range(index + 1, num_blocks - (num_stages - 1 - index) + 1)
+            last = num_blocks - (num_stages - 1 - index)
+            ends = range(index + 1 if index < num_stages - 1 else last, last + 1)
             for start, (value, stages) in best.items():
-                for end in ends if index < num_stages - 1 else (num_blocks,):
+                for end in bounds[index + 1 : index + 2] or ends:
                     stage = self._stage(index, start, end) if end > start else None
                     if stage is None:
                         continue
@@ -197,7 +190,7 @@ class _CutSearch:
         return (time, streamed, share) if is_by_time else (streamed, time, share)
 
     def _stage(self, index: int, start: int, end: int) -> Stage | None:
-        given = self._uncheckpointed[index] if self._uncheckpointed else 0
+        given = self._uncheckpointed[index] if self._uncheckpointed else 0 if self._checkpoints else end - start
         offloaded = self._offloaded[index] if self._offloaded else 0
         if given + offloaded > end - start:
             return None
@@ -205,8 +198,7 @@ class _CutSearch:
         if not self._offloaded and self._terms.streams != "none":
             return self._streaming(plan)
         found = self._checked(plan)
-        is_given = self._uncheckpointed or not self.settings.is_checkpointing
-        if found is None or is_given or not self._terms.spares:
+        if found is None or self._uncheckpointed or not self._checkpoints or not self._terms.spares:
             return found
         low, high = 0, end - start - offloaded  # the most blocks that may go without checkpointing
         while low < high:
@@ -223,7 +215,7 @@ class _CutSearch:
 
         Activations do not depend on them, so bytes that are missing are bytes of weights.
         """
-        most = plan.end - plan.start - plan.num_uncheckpointed
+        most = plan.num_blocks - plan.num_uncheckpointed
         if self._terms.streams == "all":
             whole = replace(plan, num_offloaded=most)
             return self._checked(whole if self.forecaster.saved_bytes(whole) > 0 else plan)
@@ -270,9 +262,7 @@ class _CutSearch:
         seconds, again = self._seconds[plan.stage], self._again[plan.stage]
         time = seconds[plan.end] - seconds[plan.start]
         time += _summable(self._question.ends_s(plan, self._scheme, self.settings))
-        if self.settings.is_checkpointing:
-            time += again[plan.end - plan.num_uncheckpointed] - again[plan.start]
-        return time
+        return time + (again[plan.first_spared] - again[plan.start])
 
 
 def _summable(seconds: float) -> float:

@@ -53,15 +53,13 @@ class StepSettings:
     Args:
         schedule: "none": one micro-batch after the other; "1f1b": micro-batches overlap.
         ahead: micro-batches that every stage but the last may hold beyond what 1f1b needs.
-        is_checkpointing: False keeps all activations of all blocks.
-        has_graphs: kept blocks are replayed as CUDA graphs, which have memory of their own.
+        has_graphs: blocks without activation checkpointing are CUDA graphs, which have memory of their own.
         offload_from: inputs of recomputed blocks of at least so many bytes are in host memory; None for none.
     """
 
     schedule: Literal["none", "1f1b"] = "none"
     accumulation: int = 1
     ahead: int = 0
-    is_checkpointing: bool = True
     has_graphs: bool = False
     offload_from: int | None = None
 
@@ -98,7 +96,7 @@ class DeviceForecast:
     """Bytes on one device at its peak.
 
     Args:
-        weights: base weights, those of swapped blocks left out but two slots for them counted.
+        weights: base weights, those of blocks that stream left out but two slots for them counted.
         checkpoints: block inputs kept for recomputation and constants, of all micro-batches held.
         kept: activations of the blocks that keep them, of all micro-batches held.
         moving: what the moment of the peak needs besides.
@@ -141,22 +139,8 @@ class DeviceForecast:
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """Every device in execution order.
-
-    Args:
-        host_bytes: what loading, swapped blocks and offloaded inputs take of host memory at most.
-        offloaded_inputs: the offloaded inputs' share.
-    """
-
-    devices: tuple[DeviceForecast, ...]
-    host_bytes: int
-    offloaded_inputs: int = 0
-
-
-@dataclass(frozen=True)
 class StagePlan:
-    """Blocks [start, end) as the stage of one device."""
+    """Blocks [start, end) as the stage of one device; the last ones are without activation checkpointing."""
 
     stage: int
     num_stages: int
@@ -164,6 +148,15 @@ class StagePlan:
     end: int
     num_uncheckpointed: int = 0
     num_offloaded: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return self.end - self.start
+
+    @property
+    def first_spared(self) -> int:
+        """The first block whose activations are not computed again."""
+        return self.end - self.num_uncheckpointed
 
 
 class Forecaster:
@@ -203,7 +196,7 @@ class Forecaster:
 
     def leaving(self, plan: StagePlan) -> int:
         """Bytes that leave a stage's device per micro-batch, and come back."""
-        return self._between("leaving", plan.start, self._first_spared(plan))
+        return self._between("leaving", plan.start, plan.first_spared)
 
     def _away(self, plan: StagePlan, end: int, num_near: int) -> int:
         """Of the inputs of blocks up to `end`, and of all of other micro-batches: what is not on the card.
@@ -213,10 +206,9 @@ class Forecaster:
         """
         if self.settings.offload_from is None:
             return 0
-        first_spared = self._first_spared(plan)
         others = self.settings.held(plan.stage, plan.num_stages) - 1
-        leaving = self._between("leaving", plan.start, min(end, first_spared)) + others * self.leaving(plan)
-        largest = max(map(self._leaving, self.cost.blocks[plan.start : first_spared]), default=0)
+        leaving = self._between("leaving", plan.start, min(end, plan.first_spared)) + others * self.leaving(plan)
+        largest = max(map(self._leaving, self.cost.blocks[plan.start : plan.first_spared]), default=0)
         return max(0, leaving - num_near * largest)
 
     def _between(self, name: str, start: int, end: int) -> int:
@@ -230,8 +222,8 @@ class Forecaster:
         moment = max(moments, key=lambda each: each.total + each.has_lora * (lora + state))
         return DeviceForecast(
             device=name,
-            num_blocks=plan.end - plan.start,
-            num_uncheckpointed=plan.end - self._first_spared(plan),
+            num_blocks=plan.num_blocks,
+            num_uncheckpointed=plan.num_uncheckpointed,
             num_offloaded=plan.num_offloaded,
             held=self.settings.held(plan.stage, plan.num_stages),
             weights=weights,
@@ -252,25 +244,20 @@ class Forecaster:
         """What recorded blocks reserve beyond the peak: their activations and temporaries at every moment, once for
         every micro-batch held, and the tensors through which all graphs of a card are given their inputs and give their
         results. trained: LoRA and optimizer in bytes."""
-        first = self._first_spared(plan)
-        kept = self.cost.blocks[first : plan.end]
+        kept = self.cost.blocks[plan.first_spared : plan.end]
         if not self.settings.has_graphs or not kept:
             return 0
         temporaries = max(max(block.backward, block.forward_kept) - block.kept for block in kept)
-        per_batch = self._between("kept", first, plan.end) + int(GRAPH_TEMPORARIES * temporaries)
+        per_batch = self._between("kept", plan.first_spared, plan.end) + int(GRAPH_TEMPORARIES * temporaries)
         pools = self.settings.held(plan.stage, plan.num_stages) * per_batch
         staged = 2 * max(block.inputs + block.outputs + block.lora for block in kept)
         beside = max(each.total - each.kept for each in moments if each.has_lora)
         return max(0, trained + pools + staged + beside - peak.total - peak.has_lora * trained)
 
-    def _first_spared(self, plan: StagePlan) -> int:
-        return plan.end - plan.num_uncheckpointed if self.settings.is_checkpointing else plan.start
-
     def _resident(self, plan: StagePlan) -> tuple[int, int, int]:
         """Base weights and LoRA in bytes, and the number of trained values."""
         found = self.cost
-        weights = self._between("weights", plan.start, plan.end)
-        weights -= self.saved_bytes(plan)
+        weights = self._between("weights", plan.start, plan.end) - self.saved_bytes(plan)
         lora, trained = self._between("lora", plan.start, plan.end), self._between("num_trained", plan.start, plan.end)
         if plan.stage == 0:
             weights += found.home_weights - found.tail_weights
@@ -280,17 +267,16 @@ class Forecaster:
         return weights, lora, trained
 
     def _offloaded_sizes(self, plan: StagePlan) -> list[int]:
-        """Bytes of each swapped block that rest in host memory."""
-        num_spared = plan.end - self._first_spared(plan)
-        chosen = spread_swapped(plan.end - plan.start, num_spared, plan.num_offloaded)
+        """Bytes of each streaming block that rest in host memory."""
+        chosen = spread_swapped(plan.num_blocks, plan.num_uncheckpointed, plan.num_offloaded)
         return [self.cost.blocks[plan.start + index].streaming for index in chosen]
 
     def streamed_bytes(self, plan: StagePlan) -> int:
-        """What a stage's swapped blocks hold in host memory; copied to the card once per pass over them."""
+        """What a stage's streaming blocks hold in host memory; copied to the card once per pass over them."""
         return sum(self._offloaded_sizes(plan))
 
     def saved_bytes(self, plan: StagePlan) -> int:
-        """By how much the card's weights are less for blocks that are swapped: these, less the slots."""
+        """By how much the card's weights are less for blocks that stream: these, less the slots."""
         away = self._offloaded_sizes(plan)
         return sum(away) - min(NUM_SLOTS, len(away)) * max(away, default=0)
 
@@ -316,7 +302,7 @@ class Forecaster:
 
     def _moments(self, plan: StagePlan, lora: int, trained: int) -> Iterator[_Moment]:
         found, settings = self.cost, self.settings
-        start, end, first_spared = plan.start, plan.end, self._first_spared(plan)
+        start, end, first_spared = plan.start, plan.end, plan.first_spared
         constants = self._constants(plan)
         others = settings.held(plan.stage, plan.num_stages) - 1
         all_inputs, all_kept = self._between("inputs", start, end), self._between("kept", first_spared, end)

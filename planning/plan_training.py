@@ -10,7 +10,7 @@ from .advice import describe_refusal
 from .block_times import FlopTimes, Timing
 from .cards import Card
 from .cuts import HEADROOM, Found
-from .forecast import Forecast
+from .forecast import DeviceForecast
 from .question import Question
 from .search import HOST_GAIN, Looked, find_fastest, fit
 from .space import SearchSpace, Setting, is_open, schedules_on, why_not_shared
@@ -32,8 +32,8 @@ class TrainingPlan:
 
     Args:
         space: what it was chosen from.
-        uncheckpointed, offloaded: per device, blocks without activation checkpointing, and blocks that stream from
-            host memory.
+        devices: in execution order.
+        host_bytes, offloaded_inputs: host memory at most, and the share of block inputs.
         bucket, frames: (height, width) in pixels, and video frames, that were planned for.
         variant: name of the model.
         relative_time: of a step, over the same with every block recomputed, one micro-batch after the other and, for
@@ -47,9 +47,9 @@ class TrainingPlan:
     cards: tuple[Card, ...]
     placement: Placement
     setting: Setting
-    uncheckpointed: tuple[int, ...]
-    offloaded: tuple[int, ...]
-    forecast: Forecast
+    devices: tuple[DeviceForecast, ...]
+    host_bytes: int
+    offloaded_inputs: int
     relative_time: float
     step_s: float
     reasons: tuple[str, ...]
@@ -61,6 +61,16 @@ class TrainingPlan:
     variant: str
     has_graphs: bool
     timing: Timing | None = None
+
+    @property
+    def uncheckpointed(self) -> tuple[int, ...]:
+        """Per device, blocks without activation checkpointing."""
+        return tuple(device.num_uncheckpointed for device in self.devices)
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Per device, blocks that stream from host memory."""
+        return tuple(device.num_offloaded for device in self.devices)
 
 
 def plan_training(question: Question) -> TrainingPlan:
@@ -77,9 +87,9 @@ def plan_training(question: Question) -> TrainingPlan:
         cards=question.cards,
         placement=_place(question, found),
         setting=found.setting,
-        uncheckpointed=tuple(stage.num_uncheckpointed for stage in stages),
-        offloaded=tuple(stage.num_offloaded for stage in stages),
-        forecast=Forecast(stages, found.host_bytes, found.offloaded_inputs),
+        devices=stages,
+        host_bytes=found.host_bytes,
+        offloaded_inputs=found.offloaded_inputs,
         relative_time=found.time / _plain_time(question, found),
         step_s=found.time,
         reasons=tuple(_reasons(question, found, looked_at)),
@@ -245,7 +255,7 @@ def _hint_of_pipeline(question: Question, found: Found) -> str:
     several = replace(space, accumulation=_SEVERAL)
     if "1f1b" not in schedules_on(several, [card.device for card in question.cards]):
         return ""
-    other = replace(question.changed(several), given_times=question.times)
+    other = replace(question, space=several, given_times=question.times)
     filled = fit(other, replace(found.setting, schedule="1f1b", ahead=0))
     if filled is None or HOST_GAIN * filled.time > _SEVERAL * found.time:
         return ""

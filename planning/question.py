@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -99,51 +100,34 @@ class Question:
     graphs_fault: str = ""
     replica: int | None = None
 
-    def changed(
-        self,
-        space: SearchSpace,
-        *,
-        cards: Sequence[Card] | None = None,
-        bucket: tuple[int, int] | None = None,
-        frames: int | None = None,
-    ) -> Question:
+    def changed(self, **changes: Any) -> Question:
         """Another question of the same model. Measured times are of this one and left out; what fits does not depend
         on them."""
-        chosen = self.cards if cards is None else tuple(cards[: len(self.model.names)])
-        return replace(
-            self,
-            space=space,
-            cards=chosen,
-            bucket=bucket or self.bucket,
-            frames=frames or self.frames,
-            given_times=None,
-            cuts=self.cuts if len(chosen) == len(self.cards) else None,
-        )
+        other = replace(self, given_times=None, **changes)
+        return other if len(other.cards) == len(self.cards) else replace(other, cuts=None)
 
     def alone(self, index: int) -> Question:
         """For one card that holds a copy of the whole model: its share of the micro-batches and of host memory."""
         self.check_counts()
         space, count = self.space, len(self.cards)
         share = num_dealt(space.accumulation, count)[index]
+        mine = slice(index, index + 1)
         own = replace(
             space,
             schedules=("none",),
             split_at=(),
-            uncheckpointed=space.uncheckpointed[index : index + 1],
-            offloaded=space.offloaded[index : index + 1],
-            memory_limit_gb=space.memory_limit_gb[index : index + 1],
-            is_cut_by_time=False,
+            uncheckpointed=space.uncheckpointed[mine],
+            offloaded=space.offloaded[mine],
+            memory_limit_gb=space.memory_limit_gb[mine],
             accumulation=max(1, share),  # an idle card is planned all the same
         )
-        host_bytes = None if self.host_bytes is None else self.host_bytes // count
-        cards = (self.cards[index],)
-        return replace(
-            self, space=own, cards=cards, given_times=self.times, cuts=None, host_bytes=host_bytes, replica=index
-        )
+        free = None if self.host_bytes is None else self.host_bytes // count
+        given = {"given_times": self.times, "cuts": None, "host_bytes": free, "replica": index}
+        return replace(self, space=own, cards=self.cards[mine], **given)  # type: ignore[arg-type]
 
     def check_counts(self) -> None:
         """Raises: ValueError for settings per device that are not as many as there are cards."""
-        names, space = [card.name for card in self.cards], self.space
+        space, names = self.space, [card.name for card in self.cards]
         check_one_each("split.memory_limit_gb", space.memory_limit_gb, names)
         check_one_each("split.kept_blocks", space.uncheckpointed, names)
         check_one_each("split.swapped_blocks", space.offloaded, names)
@@ -240,7 +224,6 @@ class Question:
             schedule=setting.schedule,  # type: ignore[arg-type]
             accumulation=space.accumulation,
             ahead=setting.ahead,
-            is_checkpointing=space.is_checkpointing,
             has_graphs=space.wants_graphs and not self.graphs_fault,
             offload_from=MIN_BYTES if setting.offloads else None,
         )

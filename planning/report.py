@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .forecast import DeviceForecast, Forecast
+from .forecast import DeviceForecast
 
 if TYPE_CHECKING:
     import torch
@@ -58,17 +58,14 @@ def describe_plan(plan: TrainingPlan) -> str:
         _host_line(plan),
         _describe_time(plan),
         *plan.reasons,
-        *([plan.hint] if plan.hint else []),
-        *_what_cards_need(plan),
     ]
-    return "\n".join([*lines, f"warning: {plan.warning}"] if plan.warning else lines)
-
-
-def _what_cards_need(plan: TrainingPlan) -> list[str]:
-    """Of cards that nobody could ask."""
-    if plan.setting.scheme != "fp8-compute" or all(card.has_context for card in plan.cards):
-        return []
-    return ["fp8-compute needs RTX 40 cards or newer; for older ones plan with int8-compute"]
+    if plan.hint:
+        lines.append(plan.hint)
+    if plan.setting.scheme == "fp8-compute" and not all(card.has_context for card in plan.cards):  # nobody could ask
+        lines.append("fp8-compute needs RTX 40 cards or newer; for older ones plan with int8-compute")
+    if plan.warning:
+        lines.append(f"warning: {plan.warning}")
+    return "\n".join(lines)
 
 
 def _describe_time(plan: TrainingPlan) -> str:
@@ -83,10 +80,10 @@ def _seconds(seconds: float) -> str:
 
 
 def _table(plan: TrainingPlan) -> list[str]:
-    names = [name for name, _ in _PARTS if any(parts_of(device)[name] for device in plan.forecast.devices)]
+    names = [name for name, _ in _PARTS if any(parts_of(device)[name] for device in plan.devices)]
     head = ["card", "blocks", *(_LABELS.get(name, name) for name in names), "needed", "free", "peak at"]
     rows = [head]
-    for card, device in zip(plan.cards, plan.forecast.devices, strict=True):
+    for card, device in zip(plan.cards, plan.devices, strict=True):
         sizes = [_gb(parts_of(device)[name]) for name in names]
         rows.append([card.name, _blocks(device), *sizes, _gb(device.needed), _gb(card.usable_bytes), device.moment])
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -101,8 +98,8 @@ def _blocks(device: DeviceForecast) -> str:
 
 
 def _host_line(plan: TrainingPlan) -> str:
-    pinned = plan.forecast.offloaded_inputs / 1e9
-    size = f"host memory: {plan.forecast.host_bytes / 1e9:.1f} GB"
+    pinned = plan.offloaded_inputs / 1e9
+    size = f"host memory: {plan.host_bytes / 1e9:.1f} GB"
     inputs = f", {pinned:.1f} GB pinned for block inputs while training" if pinned else ""
     if any(plan.offloaded):
         return f"{size}, all but one block of it for as long as the training runs{inputs}"
@@ -145,10 +142,10 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
                 "usable": card.usable_bytes,
                 "peak_at": device.moment,
             }
-            for card, device in zip(plan.cards, plan.forecast.devices, strict=True)
+            for card, device in zip(plan.cards, plan.devices, strict=True)
         ],
-        "host_bytes": plan.forecast.host_bytes,
-        "offloaded_bytes": plan.forecast.offloaded_inputs,
+        "host_bytes": plan.host_bytes,
+        "offloaded_bytes": plan.offloaded_inputs,
         "relative_time": plan.relative_time,
         "step_s": None if plan.timing is None else plan.step_s,
         "times": {"measured": False} if plan.timing is None else {"measured": True, **plan.timing.values},
@@ -169,7 +166,7 @@ def _cuts(plan: TrainingPlan) -> list[int]:
 # ---- forecast against measured
 
 
-def compare(forecast: Forecast, measured: Mapping[str, Mapping[str, float]] | None = None) -> Comparison:
+def compare(devices: Sequence[DeviceForecast], measured: Mapping[str, Mapping[str, float]] | None = None) -> Comparison:
     """For the event "forecast".
 
     Args:
@@ -182,7 +179,7 @@ def compare(forecast: Forecast, measured: Mapping[str, Mapping[str, float]] | No
             "measured": (measured or {}).get(device.device, {}).get("peak"),
             "measured_reserved": (measured or {}).get(device.device, {}).get("reserved"),
         }
-        for device in forecast.devices
+        for device in devices
     }
 
 
@@ -190,13 +187,14 @@ def describe_comparison(compared: Comparison) -> list[str]:
     """ "memory cuda:0: forecast 21.5 GB, measured 21.3 GB (forecast +1.0 %)"; a line per card."""
     lines = []
     for device, values in compared.items():
-        forecast, measured = values["forecast"], values["measured"]
-        assert forecast is not None
-        line = f"memory {device}: forecast {forecast:.2f} GB"
-        if measured:
-            line += f", measured {measured:.2f} GB (forecast {100 * (forecast / measured - 1):+.1f} %)"
-        lines.append(line)
+        forecast, measured = values["forecast"] or 0.0, values["measured"]
+        found = f", measured {measured:.2f} GB ({_error(forecast, measured)})" if measured else ""
+        lines.append(f"memory {device}: forecast {forecast:.2f} GB{found}")
     return lines
+
+
+def _error(forecast: float, measured: float) -> str:
+    return f"forecast {100 * (forecast / measured - 1):+.1f} %"
 
 
 def describe_pace(plan: TrainingPlan, step_times_s: Sequence[float]) -> str:
@@ -207,7 +205,7 @@ def describe_pace(plan: TrainingPlan, step_times_s: Sequence[float]) -> str:
     height, width = plan.bucket
     return (
         f"step: forecast {_seconds(plan.step_s)} at {width}x{height}, measured {_seconds(measured)} "
-        f"(forecast {100 * (plan.step_s / measured - 1):+.1f} %)"
+        f"({_error(plan.step_s, measured)})"
     )
 
 
@@ -227,10 +225,9 @@ def draw_plan(plan: TrainingPlan) -> PilImage:
     """A bar per card, its parts side by side, the card's free memory as the frame. RGB"""
     from PIL import Image, ImageDraw, ImageFont
 
-    font = ImageFont.load_default(14)
-    devices = list(zip(plan.cards, plan.forecast.devices, strict=True))
+    font, row = ImageFont.load_default(14), _BAR_HEIGHT + 30
+    devices = list(zip(plan.cards, plan.devices, strict=True))
     largest = max(max(card.usable_bytes, device.needed) for card, device in devices)
-    row = _BAR_HEIGHT + 30
     height = 2 * _MARGIN + len(devices) * row + 22 * len(_PARTS)
     sheet = Image.new("RGB", (_BAR_WIDTH + 2 * _MARGIN, height), "white")
     draw = ImageDraw.Draw(sheet)
@@ -247,12 +244,8 @@ def draw_plan(plan: TrainingPlan) -> PilImage:
             left = right
         frame = _MARGIN + _BAR_WIDTH * card.usable_bytes / largest
         draw.rectangle((_MARGIN, top, round(frame), top + _BAR_HEIGHT), outline="black", width=2)
-    _draw_legend(draw, font, _MARGIN + len(devices) * row)
-    return sheet
-
-
-def _draw_legend(draw: Any, font: Any, top: int) -> None:
     for number, (name, colour) in enumerate(_PARTS):
-        at = top + 22 * number
+        at = _MARGIN + len(devices) * row + 22 * number
         draw.rectangle((_MARGIN, at, _MARGIN + 14, at + 14), fill=colour)
         draw.text((_MARGIN + 22, at - 2), _LABELS.get(name, name), fill="black", font=font)
+    return sheet

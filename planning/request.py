@@ -56,7 +56,10 @@ def make_request(
     Raises: ValueError for a variant that is not published, for neither job nor model, a pair of experts with a model,
         or data that is not there and has no resolution to stand in for it.
     """
-    _refuse_sizes(resolution, frames)
+    if resolution is not None and resolution <= 0:
+        raise ValueError(f"--resolution {resolution} is no size; give pixels, such as 1024")
+    if frames is not None and frames <= 0:
+        raise ValueError(f"--frames {frames} is no length; give frames of a clip, such as 33, or 1 for images")
     info = make_published_info(model) if model else None
     if path is not None:
         job = load_job(path)
@@ -68,38 +71,21 @@ def make_request(
         job = _with_model(job, model)
     if quantize is not None:
         job = replace(job, model=replace(job.model, quantize=quantize))
-    if resolution is not None:
-        job = _with_data(job, resolutions=[resolution])
-    if frames is not None:
-        job = _with_data(job, frames=[frames])
+    sizes = {"resolutions": resolution, "frames": frames}
+    values = job_to_dict(job)
+    values["data"] |= {name: [size] for name, size in sizes.items() if size is not None}
+    job = make_job(values)
     return PlanRequest(job, info, path is not None and _has_data(job.data, resolution))
 
 
-def _with_data(job: JobConfig, **changes: object) -> JobConfig:
-    """Raises: ValueError naming a value that the setting does not take."""
-    values = job_to_dict(job)
-    return make_job({**values, "data": {**values["data"], **changes}})
-
-
-def _refuse_sizes(resolution: int | None, frames: int | None) -> None:
-    if resolution is not None and resolution <= 0:
-        raise ValueError(f"--resolution {resolution} is no size; give pixels, such as 1024")
-    if frames is not None and frames <= 0:
-        raise ValueError(f"--frames {frames} is no length; give frames of a clip, such as 33, or 1 for images")
-
-
 def _job_of(info: CheckpointInfo) -> JobConfig:
-    """Every setting at its default but the scheme, which is the planner's choice; the paths that a job must have name
-    nothing."""
+    """Every setting at its default but the scheme, which is left open; the paths that a job must have name nothing."""
     assert info.variant is not None
-    is_video = info.family.latent_of(info.variant).is_video
+    resolution = VIDEO_RESOLUTION if info.family.latent_of(info.variant).is_video else IMAGE_RESOLUTION
     return make_job(
         {
             "model": {"path": info.variant.name, "quantize": "auto"},
-            "data": {
-                "folders": [{"path": "squares"}],
-                "resolutions": [VIDEO_RESOLUTION if is_video else IMAGE_RESOLUTION],
-            },
+            "data": {"folders": [{"path": "squares"}], "resolutions": [resolution]},
             "train": {"steps": 1},
             "output": {"folder": "nowhere"},
         }

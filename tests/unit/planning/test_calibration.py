@@ -428,7 +428,7 @@ def _ask(cards: list[Card], cuts: Any = None, **sections: dict[str, Any]) -> Que
 
 
 def _counts(plan: TrainingPlan) -> list[int]:
-    return [device.num_blocks for device in plan.forecast.devices]
+    return [device.num_blocks for device in plan.devices]
 
 
 @pytest.mark.parametrize(
@@ -476,10 +476,10 @@ def test_a_card_half_as_fast_gets_fewer_blocks(tmp_path):
 
 
 def test_the_users_cut_wins(tmp_path):
-    split = {"balance": "manual", "split_at": [2], "calibrate": "on", "kept_blocks": [0, 8]}
+    split = {"balance": "manual", "split_at": [2], "kept_blocks": [0, 8]}
     question = _ask(_cards(100, 100), split=split)
     bench = _Bench(("fast", 0.1), ("slow", 0.2), front=0.5, tail=0.25)
-    plan = plan_calibrated(question, "where it decides", bench=bench, store=CalibrationStore(tmp_path))
+    plan = plan_calibrated(question, "always", bench=bench, store=CalibrationStore(tmp_path))
     assert _counts(plan) == [2, 8] and plan.timing is not None
     assert plan.step_s == pytest.approx(2 * 0.3 + (3 * 0.2 + 5 * 0.4) * 2 + 0.75)
     assert plan.relative_time == pytest.approx(plan.step_s / (2 * 0.3 + (3 * 0.2 + 5 * 0.4) * 3 + 0.75))
@@ -549,7 +549,7 @@ def test_advice_for_other_cards_uses_no_measured_times(tmp_path):
     question = _ask(_cards(100, 100))
     times = _measured(_Bench(("A", 1.0)), question.cards, tmp_path)
     measured = dataclasses.replace(question, given_times=times)
-    other = measured.changed(question.space, cards=_cards(100, 100, 100))
+    other = measured.changed(cards=tuple(_cards(100, 100, 100)))
     assert isinstance(other.times, FlopTimes) and is_possible(other)
 
 

@@ -140,11 +140,10 @@ def _forecast(
     count = len(cost.names)
     settings = StepSettings(
         accumulation=accumulation,
-        is_checkpointing=kept is not None,
         offload_from=OFFLOAD_FROM if offloads else None,
     )
     forecaster = Forecaster(cost, Optimizer(state=8, step=0), settings, backend=NO_OVERHEAD)
-    kept = kept or (0, 0)
+    kept = kept or (cut, count - cut)
     plans = StagePlan(0, 2, 0, cut, kept[0], swapped[0]), StagePlan(1, 2, cut, count, kept[1], swapped[1])
     return {card: forecaster.device(str(card), plan).allocated for card, plan in zip(CARDS, plans, strict=False)}
 
@@ -294,7 +293,7 @@ def test_kept_blocks_hold_their_activations_and_need_no_recomputation():
     found = _forecaster(StepSettings()).device("a", StagePlan(0, 1, 0, 6, num_uncheckpointed=2))
     # blocks.5 holds itself within its backward's 700, blocks.4 400 beside it
     assert (found.moment, found.kept, found.moving) == ("backward of blocks.5", 400, 700)
-    everything = _forecaster(StepSettings(is_checkpointing=False)).device("a", StagePlan(0, 1, 0, 6))
+    everything = _forecaster(StepSettings()).device("a", StagePlan(0, 1, 0, 6, num_uncheckpointed=6))
     assert (everything.kept, everything.num_uncheckpointed) == (5 * 400, 6)
 
 

@@ -45,7 +45,7 @@ def test_two_cards_of_24_gb_each_take_all_of_flux1_in_8_bits(scheme):
     plan = _plan("flux1", model={"quantize": scheme})
     cards = (torch.device("cuda", 0), torch.device("cuda", 1))
     assert plan.setting.schedule == "replicas" and plan.placement.replicas == cards
-    home, other = plan.forecast.devices
+    home, other = plan.devices
     assert home.num_blocks == other.num_blocks == 57 and home.weights == other.weights > 11 * GB
     assert home.optimizer == 2 * home.lora > 0 == other.optimizer
     assert other.num_uncheckpointed >= home.num_uncheckpointed and max(home.needed, other.needed) <= 0.95 * 24 * GB
@@ -79,11 +79,11 @@ def test_of_cuts_that_take_equally_long_the_fullest_card_is_the_emptiest(cards):
     """Sums of the same times in another order are not to decide."""
 
     def fullest(plan):
-        return max(device.needed for device in plan.forecast.devices)
+        return max(device.needed for device in plan.devices)
 
     settings = {"train": {"accumulation": 1}, "pipeline": {"schedule": "none"}}
     plan = _plan("flux1", cards, **settings)
-    counts = [device.num_blocks for device in plan.forecast.devices]
+    counts = [device.num_blocks for device in plan.devices]
     for index, shift in itertools.product(range(len(counts) - 1), (-5, -2, -1, 1, 2, 5)):
         cuts = list(itertools.accumulate(counts))[:-1]
         cuts[index] += shift
@@ -152,7 +152,7 @@ def test_a_step_lasts_as_long_as_the_card_with_the_most_to_do(accumulation, spee
     }
     plan = _made_up(make_cards(*[100] * len(speeds), speeds=speeds), **sections)
     assert plan.relative_time == pytest.approx(expected / accumulation)
-    assert all(device.held == 1 for device in plan.forecast.devices)
+    assert all(device.held == 1 for device in plan.devices)
 
 
 def test_a_card_that_is_too_slow_or_too_small_is_split_with():
@@ -166,7 +166,7 @@ def test_the_peak_of_a_tight_card_is_what_its_parts_are():
     """By hand. Weights 10, LoRA 1, gradients 1, on home 2 of optimizer; then either the backward of the last block, or
     the sums: as much again as the gradients."""
     sections = {"train": {"accumulation": 4}, "pipeline": {"schedule": "replicas"}, "split": {"kept_blocks": [0, 0]}}
-    home, other = _made_up(make_cards(100, 100), **sections).forecast.devices
+    home, other = _made_up(make_cards(100, 100), **sections).devices
     assert home.moment == other.moment == "optimizer step"
     assert home.allocated - home.workspace == 15 * GB and other.allocated - other.workspace == 13 * GB
 
@@ -174,7 +174,7 @@ def test_the_peak_of_a_tight_card_is_what_its_parts_are():
 def test_limits_and_kept_blocks_are_each_cards_own():
     sections = {"train": {"accumulation": 4}, "pipeline": {"schedule": "replicas"}, "split": {"kept_blocks": [3, 7]}}
     plan = _made_up(make_cards(100, 100), **sections)
-    assert plan.uncheckpointed == (3, 7) and [device.num_uncheckpointed for device in plan.forecast.devices] == [3, 7]
+    assert plan.uncheckpointed == (3, 7) and [device.num_uncheckpointed for device in plan.devices] == [3, 7]
     sections["split"] = {"memory_limit_gb": [20.0, 5.0]}
     with pytest.raises(ValueError, match="memory_limit_gb allows"):
         _made_up(make_cards(100, 100), **sections)

@@ -51,15 +51,15 @@ def _helps(question: Question) -> list[str]:
 
 def test_two_cards_of_24_gb_take_flux2_in_8_bits():
     plan = _plan("24GB,24GB")
-    assert all(device.needed <= 0.95 * 24 * GB for device in plan.forecast.devices)
-    assert sum(device.num_blocks for device in plan.forecast.devices) == 56 == len(plan.placement.devices)
+    assert all(device.needed <= 0.95 * 24 * GB for device in plan.devices)
+    assert sum(device.num_blocks for device in plan.devices) == 56 == len(plan.placement.devices)
     assert sum(plan.uncheckpointed) > 0 and plan.relative_time < 1
-    assert sum(device.weights for device in plan.forecast.devices) == pytest.approx(33.06 * GB, rel=1e-3)
+    assert sum(device.weights for device in plan.devices) == pytest.approx(33.06 * GB, rel=1e-3)
 
 
 def test_uneven_cards_get_uneven_cuts_and_larger_pictures_fewer_kept_blocks():
     small = _plan("40GB,16GB", (512, 512))
-    first, second = small.forecast.devices
+    first, second = small.devices
     assert first.num_blocks > second.num_blocks and first.weights > 1.5 * second.weights
     large = _plan("40GB,16GB", (1024, 1024))
     assert sum(large.uncheckpointed) < sum(small.uncheckpointed)
@@ -67,7 +67,7 @@ def test_uneven_cards_get_uneven_cuts_and_larger_pictures_fewer_kept_blocks():
 
 def test_three_cards_of_16_gb_take_it_with_every_block_recomputed():
     plan = _plan("16GB,16GB,16GB", (1024, 1024))
-    assert plan.uncheckpointed == (0, 0, 0) and all(d.needed <= 16 * GB for d in plan.forecast.devices)
+    assert plan.uncheckpointed == (0, 0, 0) and all(d.needed <= 16 * GB for d in plan.devices)
 
 
 @pytest.mark.parametrize("train", [{"accumulation": 4}, {"accumulation": 1}])
@@ -161,17 +161,17 @@ def test_settings_of_the_user_are_kept_and_only_checked():
     with pytest.raises(ValueError, match="kept_blocks has 1 values"):
         _plan("40GB,40GB", split={"kept_blocks": [1]})
     full = _plan("80GB,80GB", train={"gradient_checkpointing": False})
-    assert full.uncheckpointed == tuple(device.num_blocks for device in full.forecast.devices)
+    assert full.uncheckpointed == tuple(device.num_blocks for device in full.devices)
 
 
 def test_limits_of_the_user_bind_weights_and_let_the_rest_be_tried():
     plan = _plan("10GB,10GB", split={"memory_limit_gb": [20.0, 20.0], "swapped_blocks": [0, 0]})
     assert plan.warning and plan.uncheckpointed == (0, 0)
-    assert any(device.needed > 10 * GB for device in plan.forecast.devices)
+    assert any(device.needed > 10 * GB for device in plan.devices)
     question = _ask("80GB,80GB", split={"memory_limit_gb": [10.0, 10.0], "swapped_blocks": [0, 0]})
     assert "split.memory_limit_gb = []" in _helps(question)
     plan = _plan("80GB,80GB", split={"memory_limit_gb": [10.0, 10.0]})
-    assert any(plan.offloaded) and all(device.weights <= 10 * GB for device in plan.forecast.devices)
+    assert any(plan.offloaded) and all(device.weights <= 10 * GB for device in plan.devices)
 
 
 def test_a_limit_lets_nothing_be_tried_that_needs_more_than_what_fits():
@@ -181,7 +181,7 @@ def test_a_limit_lets_nothing_be_tried_that_needs_more_than_what_fits():
         cards = parse_cards("24GB,24GB")
         plan = plan_training(make_question(full_size("wan"), cards, (480, 832), frames=81, **sections))
         assert plan.setting.schedule == "1f1b" and not plan.warning
-        assert all(device.needed <= 24 * GB for device in plan.forecast.devices)
+        assert all(device.needed <= 24 * GB for device in plan.devices)
 
 
 def test_more_kept_or_streamed_blocks_than_there_are_is_said():
@@ -194,8 +194,8 @@ def test_swapped_blocks_are_forecast_where_the_user_asks():
     plain = _plan("40GB,40GB")
     plan = _plan("24GB,24GB", split={"swapped_blocks": [10, 10], "kept_blocks": [0, 0]})
     assert plan.offloaded == (10, 10)
-    assert sum(d.weights for d in plan.forecast.devices) < sum(d.weights for d in plain.forecast.devices)
-    assert plan.forecast.host_bytes > plain.forecast.host_bytes + 5 * GB
+    assert sum(d.weights for d in plan.devices) < sum(d.weights for d in plain.devices)
+    assert plan.host_bytes > plain.host_bytes + 5 * GB
 
 
 def test_blocks_stream_from_host_memory_where_the_cards_are_too_small():
@@ -204,9 +204,9 @@ def test_blocks_stream_from_host_memory_where_the_cards_are_too_small():
     for cards, scheme in (("24GB,12GB", "fp8-compute"), ("24GB,24GB", "none"), ("12GB", "fp8-compute")):
         plan = _plan(cards, model={"quantize": scheme})
         assert any(plan.offloaded) and not any(plan.uncheckpointed)
-        assert all(d.needed <= 0.95 * c.usable_bytes for d, c in zip(plan.forecast.devices, plan.cards, strict=True))
+        assert all(d.needed <= 0.95 * c.usable_bytes for d, c in zip(plan.devices, plan.cards, strict=True))
         assert plan_values(plan)["setting"]["swapped_blocks"] == list(plan.offloaded)
-    assert plan.forecast.host_bytes > 20 * GB
+    assert plan.host_bytes > 20 * GB
 
 
 def test_host_memory_is_a_limit_too():
@@ -246,7 +246,7 @@ def test_a_pipeline_is_cut_where_its_slowest_stage_is_shortest():
         return max(2 * sum(units[:a]), 2 * sum(units[a:b]), 4 * sum(units[b:]))
 
     best = min(slowest(a, b) for a, b in itertools.combinations(range(1, 10), 2))
-    counts = [device.num_blocks for device in plan.forecast.devices]
+    counts = [device.num_blocks for device in plan.devices]
     assert slowest(counts[0], counts[0] + counts[1]) == best
     total = 2 * sum(units[: -counts[2]]) + 4 * sum(units[-counts[2] :])
     assert plan.relative_time == pytest.approx((total + 7 * max(best, total / 3)) / (8 * 1.5 * total))
@@ -259,7 +259,7 @@ def test_a_pipeline_is_chosen_by_itself():
     assert one.setting.schedule == "none"
     two = plan_training(_made_up(cards, times, train={"accumulation": 4}))
     assert (two.setting.schedule, two.setting.ahead) == ("1f1b", 1)
-    assert two.relative_time < one.relative_time and [d.held for d in two.forecast.devices] == [3, 1]
+    assert two.relative_time < one.relative_time and [d.held for d in two.devices] == [3, 1]
     assert plan_training(_made_up(cards, times)).setting.schedule == "none"  # nothing to overlap
 
 
@@ -269,16 +269,16 @@ def test_a_pipeline_of_equal_stages_takes_its_slowest_one(ahead):
     sections = {"train": {"accumulation": 4}, "pipeline": {"schedule": "1f1b", "ahead": ahead}}
     plan = plan_training(_made_up(cards, times, split={"kept_blocks": [0, 0]}, **sections))
     assert plan.relative_time == pytest.approx((10 + 3 * 5) / 40)
-    assert [device.held for device in plan.forecast.devices] == [min(2 + ahead, 4), 1]
+    assert [device.held for device in plan.devices] == [min(2 + ahead, 4), 1]
 
 
 def test_without_a_pipeline_equal_cards_are_filled_evenly_and_a_faster_one_more():
     even = plan_training(_made_up(make_cards(6.5, 6.5), MadeUpTimes([1.0] * 10)))
-    assert [device.num_blocks for device in even.forecast.devices] == [5, 5]
+    assert [device.num_blocks for device in even.devices] == [5, 5]
     cards = make_cards(12, 12, speeds=(1.0, 0.5))
     sections = {"split": {"kept_blocks": [0, 0]}}
     faster = plan_training(_made_up(cards, MadeUpTimes([1.0] * 10), **sections))
-    assert [device.num_blocks for device in faster.forecast.devices] == [9, 1]
+    assert [device.num_blocks for device in faster.devices] == [9, 1]
 
 
 def test_as_many_blocks_keep_their_activations_as_leave_headroom():
@@ -299,7 +299,7 @@ def test_as_few_blocks_stream_as_fit_and_copies_may_take_longer():
     fewest = next(count for count in range(3, 11) if needed - count + 2 <= 0.95 * 8)
     fast = plan_training(_made_up(make_cards(8), MadeUpTimes([1.0] * 10)))
     assert fast.offloaded == (fewest,) and fast.relative_time == pytest.approx(1, rel=1e-3)
-    assert fast.forecast.host_bytes == (fewest + 1) * GB
+    assert fast.host_bytes == (fewest + 1) * GB
     slow = plan_training(_made_up(make_cards(8), MadeUpTimes([1.0] * 10, link=GB / 4)))
     assert slow.relative_time == pytest.approx((2 * fewest * 4 + UNHIDDEN * 30) / 30)
     too_small = _made_up(make_cards(2.4), MadeUpTimes([1.0] * 10))
@@ -312,9 +312,9 @@ def test_a_cut_that_takes_less_of_the_host_is_found():
     """The first card is so fast that it would take all blocks, and the host has no room for as many."""
     cards, times = make_cards(5, 5, speeds=(10.0, 1.0)), MadeUpTimes([1.0] * 10)
     most = plan_training(_made_up(cards, times))
-    host_bytes = int(0.9 * most.forecast.host_bytes / HOST_SHARE)
+    host_bytes = int(0.9 * most.host_bytes / HOST_SHARE)
     less = plan_training(_made_up(cards, times, host_bytes=host_bytes))
-    assert less.forecast.host_bytes <= HOST_SHARE * host_bytes < most.forecast.host_bytes
+    assert less.host_bytes <= HOST_SHARE * host_bytes < most.host_bytes
     assert less.step_s >= most.step_s
 
 
@@ -345,10 +345,10 @@ def test_inputs_are_offloaded_where_nothing_fits_otherwise():
     """By hand: 10 GB of blocks, 5 of inputs and a tenth, 0.8 besides; with three blocks' inputs on the card 12.5."""
     assert [other.setting.offloads for other in _offloading(18).alternatives] == [False]
     plan = _offloading(14)
-    (device,) = plan.forecast.devices
+    (device,) = plan.devices
     away = 10 - device.num_uncheckpointed
     assert plan.setting.offloads and device.checkpoints == (2 + device.num_uncheckpointed) * 5 * 10**8
-    assert plan.forecast.host_bytes == plan.forecast.offloaded_inputs == away * 5 * 10**8
+    assert plan.host_bytes == plan.offloaded_inputs == away * 5 * 10**8
     assert [other.times_longer for other in plan.alternatives if not other.setting.offloads] == [None]
     values = plan_values(plan)
     assert values["setting"]["offload_activations"] is True and values["offloaded_bytes"] > 0
@@ -393,11 +393,11 @@ def test_a_wan_of_video_size_fits_cards_with_its_inputs_in_host_memory():
         sections = {"train": train, "split": split, "pipeline": {"schedule": "1f1b"}}
         cards = parse_cards("24GB,24GB")
         plans[asked] = plan_training(make_question(full_size("wan"), cards, (480, 832), frames=49, **sections))
-    first = {asked: plan.forecast.devices[0] for asked, plan in plans.items()}
+    first = {asked: plan.devices[0] for asked, plan in plans.items()}
     assert first["off"].held == 3
     stream = 13 * 30 * 52 * 5120 * 2
-    blocks = plans["on"].forecast.devices[0].num_blocks
-    assert blocks * stream * 3 <= plans["on"].forecast.offloaded_inputs <= 3 * 40 * stream
+    blocks = plans["on"].devices[0].num_blocks
+    assert blocks * stream * 3 <= plans["on"].offloaded_inputs <= 3 * 40 * stream
     assert first["off"].checkpoints - first["on"].checkpoints > (3 * blocks - 5) * stream
 
 
@@ -458,14 +458,14 @@ def test_a_picture_has_a_bar_per_card():
     assert tensor.shape == (1, picture.height, picture.width, 3) and tensor.max() <= 1
     weights = picture.getcolors(maxcolors=2**20)
     shown = {colour: count for count, colour in weights}
-    share = parts_of(plan.forecast.devices[0])["weights"] / plan.cards[0].usable_bytes
+    share = parts_of(plan.devices[0])["weights"] / plan.cards[0].usable_bytes
     assert shown[(0, 0x72, 0xB2)] > 2 * 0.8 * share * 640 * 30  # both bars are mostly weights
 
 
 def test_forecast_and_measured_stand_side_by_side():
     plan = _plan("24GB,24GB")
-    peak = plan.forecast.devices[0].allocated / 1e9
-    compared = compare(plan.forecast, {"cuda:0": {"peak": peak / 1.1, "reserved": peak}})
+    peak = plan.devices[0].allocated / 1e9
+    compared = compare(plan.devices, {"cuda:0": {"peak": peak / 1.1, "reserved": peak}})
     first, second = describe_comparison(compared)
     assert first.endswith("(forecast +10.0 %)") and "measured" not in second
     json.dumps(compared)
@@ -542,7 +542,7 @@ def test_a_plan_is_the_same_in_the_inference_mode_of_comfyuis_nodes():
     info = published_info()
     with torch.inference_mode():
         inside = plan_training(make_question(ModelCosts(info, info.variant), parse_cards("24GB,24GB")))
-    assert inside.forecast == _plan("24GB,24GB").forecast
+    assert inside.devices == _plan("24GB,24GB").devices
 
 
 def test_this_machines_cards_as_they_are(monkeypatch):
