@@ -1,12 +1,10 @@
 """Times one block of every kind on a card, and what a model computes before its first block and after its last.
 
-A model is cut down to two blocks of every kind (short_model.py) and runs on the card with its linears quantized, LoRA
-attached and random weights, at the size of a job's batch. Its embedders and tail are there all the time; a block's
-weights come when it is called, are timed with what it is called with, and go. So a card needs room for the embedders
-and one block with its activations, which training needs anyway.
+A model cut down to two blocks of every kind (short_model.py) runs on the card with random weights, at the size of a
+job's batch. Its embedders and tail are there all the time; a block's weights come when it is called and then go. So a
+card needs room for the embedders and one block with its activations, which training needs anyway.
 
-Timed is a block as training calls it: forward with a graph, then backward. The forward of a block that is computed
-again later keeps no graph and takes about as long. Not in here: torch.compile (blocks are eager), what several host
+A block is timed as training calls it: forward with a graph, then backward. Not in here: torch.compile, what several
 threads take from each other in a pipeline, optimizer steps, copies between cards, the backward of embedders with LoRA.
 """
 

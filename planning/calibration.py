@@ -1,10 +1,9 @@
 """Times of blocks measured on this machine's cards: before a training, once for each kind of job, then from disk.
 
-block_clock.py measures; here is when, what is remembered, and what happens where measuring fails. A measurement is of
-one card, one scheme and one size of batch. It is kept in the user's cache folder (files.py), under calibration/, a JSON
-file each, readable, with everything in it that could change the result: card, versions, the pack's own kernels, model,
-LoRA, batch, tokens. Whatever differs measures again; a file that cannot be read does, too. Cards that are alike share
-one. Links are of one card in one slot.
+block_clock.py measures one card, one scheme and one size of batch. The result is a JSON file in the user's cache folder
+with everything in it that could change it: card, versions, the pack's own kernels, model, LoRA, batch, tokens. Whatever
+differs is measured again, and so is a file that cannot be read. Cards that are alike share one; links are of one card
+in one slot.
 
 Measured and estimated times are never mixed in one plan, for they are not on one scale: if a measurement fails, all
 times of the plan are estimates, and a line in the log names the reason.

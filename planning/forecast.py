@@ -14,8 +14,8 @@ Where inputs are offloaded (parallel/offload/activations.py), those of recompute
 card are those of NUM_WAITING blocks and of the block at work; in its backward one more that arrives, and NUM_WAITING
 only of other micro-batches.
 
-Not seen by torch's counters and so only set against the size of a card: the CUDA context. Not allocated but reserved:
-what the allocator loses to rounding and fragments, taken as a share of everything that comes and goes.
+The CUDA context is not seen by torch's counters and only set against the size of a card. What the allocator reserves
+and loses to rounding and fragments is taken as a share of everything that comes and goes.
 """
 
 from __future__ import annotations
