@@ -115,9 +115,9 @@ def _gb(num_bytes: int) -> str:
 
 
 def choose_scheme(devices: Sequence[torch.device]) -> Scheme:
-    """The fastest scheme that every one of these devices can compute in and whose packages are installed.
+    """The fastest scheme that all these devices can compute in and whose packages are installed.
 
-    The CPU computes 8-bit products too, but no faster than others.
+    8-bit products are no faster than others on a CPU.
 
     Raises: RuntimeError if there is none, with what the weight-only schemes lack.
     """

@@ -78,12 +78,7 @@ class Machine:
 
 
 def find_machine(names: Sequence[str] = (), host_share: int = 1) -> Machine:
-    """This machine's devices; () takes every GPU, else the CPU.
-
-    Args:
-        host_share: jobs that share the host's free memory.
-    Raises: ValueError for a name that is no device of this machine.
-    """
+    """The devices named, () for every GPU or else the CPU. Raises: ValueError for a name that is no device here."""
     return Machine(tuple(find_devices(names)), host_share=host_share)
 
 
@@ -107,11 +102,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Resolution:
-    """A job with every "auto" answered, and what follows.
-
-    Args:
-        training: what the planner chose, and its forecast; None on machines it knows nothing of.
-    """
+    """A job with every "auto" answered; training is what the planner chose, None on machines it knows nothing of."""
 
     job: JobConfig
     execution: ExecutionPlan
@@ -234,8 +225,7 @@ def _refuse_other_strategy(job: JobConfig, machine: Machine, before: _Earlier) -
 
 
 def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: _Earlier | None) -> TrainingPlan | None:
-    """What the planner chooses on this machine, placed as the run that is resumed; None where it does not know a
-    device's memory.
+    """What the planner chooses here, placed as the run that is resumed; None where it does not know a device's memory.
 
     Raises: ValueError if nothing fits.
     """

@@ -42,11 +42,9 @@ _ENOUGH_S = 0.3  # of one kind
 
 @checked_dataclass(frozen=True, config=_STRICT)
 class KindTimes:
-    """One kind of block, seconds of a micro-batch.
+    """One kind of block, seconds of a micro-batch; backward_s is without computing the forward again.
 
-    Args:
-        first: fqn of the first block of this kind. blocks: indices of all, in execution order.
-        backward_s: without computing the forward again.
+    first: fqn of the first block of this kind. blocks: indices of all, in execution order.
     """
 
     first: str
@@ -87,9 +85,7 @@ class CardTimes:
 def time_blocks(
     info: CheckpointInfo, variant: Variant, work: Work, device: torch.device, watch: MakeStopwatch = make_stopwatch
 ) -> CardTimes:
-    """Run every kind of block of a model on a device and time it.
-
-    The device's memory is handed back; random numbers of this process go on as if nothing had happened.
+    """Run every kind of block of a model on a device and time it; memory and random states are then as before.
 
     Raises: what the device raises where memory or a kernel is missing.
     """

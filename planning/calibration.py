@@ -76,11 +76,7 @@ class LinkSpeed:
 
 
 class CardBench:
-    """Measures the blocks of one job on real cards, and links; a source of None is pinned host memory.
-
-    Args:
-        work: of a micro-batch, by scheme.
-    """
+    """Measures the blocks of one job on real cards, and links; a source of None is pinned host memory."""
 
     def __init__(self, info: CheckpointInfo, variant: Variant, work: Callable[[str], Work]) -> None:
         self._info, self._variant, self._work = info, variant, work
@@ -211,8 +207,7 @@ class MeasuredTimes:
     """Block times of some cards of this machine, each measured when it is first asked for; a BlockTimes.
 
     Args:
-        cards: of this machine; no others may be asked for.
-        names: of all blocks.
+        cards: of this machine; no others may be asked for. names: of all blocks.
         may_measure: False takes only what is on disk.
     Raises: NotMeasured or CalibrationFailed where a time is asked for and there is none.
     """
@@ -325,7 +320,6 @@ def plan_calibrated(
     """A job's plan with measured times where they can be had, else with estimates.
 
     Args:
-        question: of cards of this machine; its times are the estimates.
         measuring: "never" only estimates; "known" takes what an earlier job has measured and uses no card; the others
             measure what is missing.
         bench, store: None takes the cards themselves and the user's cache folder.

@@ -49,10 +49,8 @@ class StepCost:
 
 
 def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work: Work, kernels: Kernels) -> StepCost:
-    """Count what a step of this model and work holds.
+    """Count what a step of this work holds. The model is on meta; it is cut down and cannot be used afterwards.
 
-    Args:
-        model: the transformer on meta, frozen or not; it is cut down and cannot be used afterwards.
     Raises: ValueError for LoRA targets that match nothing; RuntimeError for a scheme whose package is missing.
     """
     with torch.inference_mode(False), torch.enable_grad():

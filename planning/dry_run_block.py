@@ -77,11 +77,7 @@ def plain_tensors(module: nn.Module) -> list[torch.Tensor]:
 def dry_run_block(
     meter: MemoryMeter, block: nn.Module, args: Any, constants: Mapping[int, int], streams: list[torch.Tensor]
 ) -> BlockCost:
-    """What a block holds when it is called with these arguments.
-
-    Args:
-        constants: what it reads besides, see BlockCost. streams: what the block before made for it.
-    """
+    """What a block holds when it is called with these arguments; constants as in BlockCost, streams are its inputs."""
     input_sizes = tuple(map(meter.size, streams))
     args = tree_map_only(torch.Tensor, _without_history, args)
     base = meter.start()

@@ -99,8 +99,7 @@ class DeviceForecast:
         weights: base weights, those of blocks that stream left out but two slots for them counted.
         checkpoints: block inputs kept for recomputation and constants, of all micro-batches held.
         kept: activations of the blocks that keep them, of all micro-batches held.
-        moving: what the moment of the peak needs besides.
-        moment: when that is.
+        moving: what the moment of the peak needs besides. moment: when that is.
         overhead: reserved and not allocated. context: outside torch's counters.
     """
 
@@ -160,11 +159,7 @@ class StagePlan:
 
 
 class Forecaster:
-    """Adds up for any cut of one model.
-
-    Args:
-        largest_layer: weight bytes of the widest layer before it is rounded; 0 where nothing is rounded on load.
-    """
+    """Adds up for any cut of one model. largest_layer: bytes of the widest one that is rounded on load, 0 for none."""
 
     def __init__(
         self,
@@ -199,11 +194,8 @@ class Forecaster:
         return self._between("leaving", plan.start, plan.first_spared)
 
     def _away(self, plan: StagePlan, end: int, num_near: int) -> int:
-        """Of the inputs of blocks up to `end`, and of all of other micro-batches: what is not on the card.
-
-        Args:
-            num_near: blocks whose inputs are; they are taken for the largest of the stage.
-        """
+        """Of the inputs of blocks up to `end`, and of all of other micro-batches: what is not on the card, but for
+        those of num_near blocks, which are taken for the largest of the stage."""
         if self.settings.offload_from is None:
             return 0
         others = self.settings.held(plan.stage, plan.num_stages) - 1

@@ -58,10 +58,7 @@ def as_on_card(kernels: Kernels) -> Iterator[None]:
 
 class MemoryMeter(TorchDispatchMode):
     """Counts bytes of the storages that operations make and somebody still holds; `live` now, `peak` since start().
-
-    Args:
-        rounding: every storage counts as a multiple of so many bytes.
-    """
+    Every storage counts as a multiple of `rounding`."""
 
     def __init__(self, rounding: int = CARD_ROUNDING) -> None:
         super().__init__()

@@ -33,11 +33,7 @@ from .space import Schedule, SearchSpace, Setting, is_open, schedules_on
 
 
 class ModelCosts:
-    """What a model costs, by sizes without weights.
-
-    Args:
-        model: on meta.
-    """
+    """What a model costs, by sizes without weights."""
 
     def __init__(self, info: CheckpointInfo, variant: Variant, model: nn.Module | None = None) -> None:
         self.info, self.variant = info, variant

@@ -167,11 +167,7 @@ def _cuts(plan: TrainingPlan) -> list[int]:
 
 
 def compare(devices: Sequence[DeviceForecast], measured: Mapping[str, Mapping[str, float]] | None = None) -> Comparison:
-    """For the event "forecast".
-
-    Args:
-        measured: what memory_in_use returned after the run; None before it.
-    """
+    """For the event "forecast"; measured is what memory_in_use returned after the run."""
     return {
         device.device: {
             "forecast": device.allocated / 1e9,

@@ -48,11 +48,8 @@ def make_request(
     """What `devicebridge plan` is asked for.
 
     Args:
-        path: job file; None takes every setting's default and leaves the scheme to the planner; a model must be named
-            then.
-        model: published variant in place of the job's model.
-        quantize: in place of the job's model.quantize.
-        resolution, frames: in place of the job's data.resolutions and data.frames.
+        path: job file; None takes the defaults with an open scheme, and needs a model.
+        model: published variant in place of the job's. quantize, resolution, frames: in place of the job's settings.
     Raises: ValueError for a variant that is not published, for neither job nor model, a pair of experts with a model,
         or data that is not there and has no resolution to stand in for it.
     """
@@ -120,9 +117,8 @@ def _has_data(data: DataConfig, resolution: int | None) -> bool:
 
 
 def make_square(config: DataConfig, variant: Variant, latent: LatentSpec) -> Sample:
-    """A square sample of the largest resolution and length, for a plan before there is a dataset.
-
-    Without data.frames it is an image; for a variant that is given the first frame, the family's longest clip.
+    """A square sample of the largest resolution and length, for a plan before there is a dataset: without data.frames
+    an image, or for a variant that is given the first frame the family's longest clip.
 
     Raises: ValueError for a resolution or a length that the model does not take.
     """

@@ -72,13 +72,10 @@ def _weighed(question: Question, found: Found) -> float:
 
 
 def fit(question: Question, setting: Setting, most: float = 1.0, best: float = math.inf) -> Found | None:
-    """The best cut for a setting, None if there is none that fits: with some headroom and blocks without activation
-    checkpointing if possible, else as tight as it gets, else, or where that is worth it, with blocks that stream from
-    host memory.
+    """The best cut for a setting, None if none fits: with headroom and blocks without activation checkpointing if
+    possible, else as tight as it gets, else, or where that is worth it, with blocks that stream from host memory.
 
-    Args:
-        most: share of a card that may be needed; inf where the user vouches for what does not fit.
-        best: time of what was found before, weighed; blocks need not stream for a slower one.
+    most: see Terms. best: time of what was found before, weighed; blocks need not stream for a slower one.
     """
     if setting.is_data_parallel:
         return _each_alone(question, setting, lambda alone, each: fit(alone, each, most))

@@ -25,16 +25,9 @@ _POOLED_WIDTHS = ("pooled_projection_dim",)
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computes.
+    """What a step computes; dtype is of frozen weights and computation."""
 
-    Args:
-        latent_shape: of one sample. [C, F, H, W]
-        batch_size: samples of a micro-batch.
-        dtype: of frozen weights and computation.
-        quantize: None where nothing is.
-    """
-
-    latent_shape: tuple[int, int, int, int]
+    latent_shape: tuple[int, int, int, int]  # of one sample. [C, F, H, W]
     batch_size: int
     dtype: torch.dtype
     quantize: QuantizeSettings | None
