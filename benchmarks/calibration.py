@@ -32,13 +32,13 @@ runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 from devicebridge.config.job import JobConfig  # noqa: E402
 from devicebridge.parallel.devices import available_devices  # noqa: E402
 from devicebridge.planning.block_clock import CardTimes, time_blocks  # noqa: E402
-from devicebridge.planning.calibration import CalibratedPlanner, CalibrationStore, MeasuredTimes  # noqa: E402
+from devicebridge.planning.calibration import CalibrationStore, MeasuredTimes, measured_times, plan_calibrated  # noqa: E402
 from devicebridge.planning.cards import Card  # noqa: E402
-from devicebridge.planning.planner import Planner  # noqa: E402
+from devicebridge.planning.question import Question  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings, refusal  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
-from random_job import TINY_CONFIG, VARIANT, find_cards, make_info, make_random_job  # noqa: E402
+from random_job import TINY_CONFIG, VARIANT, find_cards, make_info, make_question, make_random_job  # noqa: E402
 
 SCHEMES = ("none", "fp8", "int8", "fp8-compute", "int8-compute")
 
@@ -66,13 +66,13 @@ class Case:
         assert self.info.variant is not None
         self.variant = self.info.variant
 
-    def planner(self, way: str, kept: Sequence[int] = (), cuts: Sequence[int] = ()) -> Planner:
+    def question(self, way: str, kept: Sequence[int] = (), cuts: Sequence[int] = ()) -> Question:
         """Of one way; every block is recomputed, but for the kept ones of each card."""
         accumulation, schedule, is_split = WAYS[way]
         cards = self.options.cards if is_split else self.options.cards[:1]
         job = self._job(accumulation, schedule, list(kept) or [0] * len(cards))
         cuts_given = list(cuts) if cuts and is_split else None
-        return Planner(job, self.info, self.variant, cards, (self.side, self.side), cuts=cuts_given)
+        return make_question(job, self.info, cards, self.side, cuts_given)
 
     def _job(self, accumulation: int, schedule: str, kept: list[int]) -> JobConfig:
         return make_random_job(
@@ -86,25 +86,25 @@ class Case:
 
     def measure(self) -> MeasuredTimes:
         """Every card, each kind of card once."""
-        planner = self.planner("split, one in flight")
-        times = CalibratedPlanner(planner, store=self.store).times(may_measure=True)
-        for card in planner.cards:
+        question = self.question("split, one in flight")
+        times = measured_times(question, may_measure=True, store=self.store)
+        for card in question.cards:
             times.times(card, self.scheme)
         return times
 
     def measure_again(self) -> dict[str, CardTimes]:
         """Every card anew."""
-        work = self.planner("one GPU").work(self.scheme)
+        work = self.question("one GPU").work(self.scheme)
         cards: Sequence[Card] = self.options.cards
         return {card.name: time_blocks(self.info, self.variant, work, card.device) for card in cards}
 
     def forecast(self, way: str, kept: Sequence[int] = (), cuts: Sequence[int] = ()) -> dict[str, Any]:
         """Seconds per sample, and the cut."""
         try:
-            plan = CalibratedPlanner(self.planner(way, kept, cuts), store=self.store).plan("always")
+            plan = plan_calibrated(self.question(way, kept, cuts), "always", store=self.store)
         except ValueError as error:
             return {"refused": str(error).splitlines()[0]}
-        per_sample = plan.step_s / plan.job.train.gradient_accumulation_steps
+        per_sample = plan.step_s / plan.space.accumulation
         return {"s_per_sample": round(per_sample, 4), "placement": plan.placement.describe()}
 
 

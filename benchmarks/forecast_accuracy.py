@@ -36,11 +36,10 @@ from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
 from devicebridge.parallel.offload.weights import WeightOffload  # noqa: E402
 from devicebridge.parallel.placement import place_offloaded  # noqa: E402
 from devicebridge.patches.cuda_graphs import apply_cuda_graphs  # noqa: E402
-from devicebridge.planning import planner as planner_module  # noqa: E402
-from devicebridge.planning.dry_run import Kernels  # noqa: E402
+from devicebridge.planning import question as question_module  # noqa: E402
 from devicebridge.planning.forecast import Backend  # noqa: E402
-from devicebridge.planning.plan_training import plan_training  # noqa: E402
-from devicebridge.planning.planner import Planner, TrainingPlan  # noqa: E402
+from devicebridge.planning.meter import Kernels  # noqa: E402
+from devicebridge.planning.plan_training import TrainingPlan, plan_training  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, live_bytes  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
@@ -55,6 +54,7 @@ from random_job import (  # noqa: E402
     make_config,
     make_info,
     make_picture_samples,
+    make_question,
     make_random_job,
     make_random_model,
     make_trainer,
@@ -75,11 +75,12 @@ def run_case(options: argparse.Namespace, scheme: str, side: int, mode: str) -> 
         return {"refused": str(error)}
     if options.schedule != "none":  # the last card has the tail then
         plan = replace(plan, placement=replace(plan.placement, tail=tuple(FAMILY.tail)))
-    measured = train(options, config, plan, side)
-    devices = {each.device: compare(each, measured[each.device]) for each in plan.forecast.devices}
-    return {"placement": plan.placement.describe(), "kept_blocks": list(plan.kept_blocks)} | {
-        "swapped_blocks": list(plan.swapped_blocks),
-        "host_gb": round(plan.forecast.host_bytes / 1e9, 2),
+    chosen = replace(job.optimizer, name=plan.setting.optimizer)
+    measured = train(options, config, replace(job, optimizer=chosen), plan, side)
+    devices = {each.device: compare(each, measured[each.device]) for each in plan.devices}
+    return {"placement": plan.placement.describe(), "kept_blocks": list(plan.uncheckpointed)} | {
+        "swapped_blocks": list(plan.offloaded),
+        "host_gb": round(plan.host_bytes / 1e9, 2),
         "devices": devices,
     }
 
@@ -112,47 +113,46 @@ def limits_of(options: argparse.Namespace, mode: str) -> dict[str, Any]:
 def make_plan(options: argparse.Namespace, config: Any, job: Any, side: int, mode: str) -> TrainingPlan:
     """The planner's; for "on" and "partly" with the kept blocks fixed and no regard to what fits."""
     info = make_info(config, is_tiny=options.tiny)
-    variant = info.variant
-    assert variant is not None
     cards = find_cards(options.devices, is_tiny=options.tiny)
     if mode in ("on", "partly"):
         job = replace(job, split=replace(job.split, blocks_without_checkpointing=(0,) * len(cards)))
-        plan = plan_training(Planner(job, info, variant, cards, (side, side)))
+        plan = plan_training(make_question(job, info, cards, side))
         if mode == "on":
             return plan
-        half = tuple(device.num_blocks // 2 for device in plan.forecast.devices)
-        bounds = [sum(device.num_blocks for device in plan.forecast.devices[: i + 1]) for i in range(len(cards) - 1)]
+        half = tuple(device.num_blocks // 2 for device in plan.devices)
+        bounds = [sum(device.num_blocks for device in plan.devices[: i + 1]) for i in range(len(cards) - 1)]
         job = replace(job, split=replace(job.split, blocks_without_checkpointing=half))
-        return plan_training(Planner(job, info, variant, cards, (side, side), cuts=bounds))
-    return plan_training(Planner(job, info, variant, cards, (side, side)))
+        return plan_training(make_question(job, info, cards, side, bounds))
+    return plan_training(make_question(job, info, cards, side))
 
 
-def train(options: argparse.Namespace, config: Any, plan: TrainingPlan, side: int) -> dict[str, dict[str, int]]:
+def train(
+    options: argparse.Namespace, config: Any, job: Any, plan: TrainingPlan, side: int
+) -> dict[str, dict[str, int]]:
     """Build and train on the plan's cards -> bytes at peak by device, {"allocated", "reserved"}."""
     release()
     reset_peaks(options.devices)
     with watched(options) as peaks:
-        scheme = "bf16" if plan.job.model.quantize == "none" else plan.job.model.quantize
-        places = place_offloaded(plan.placement, plan.kept_blocks, plan.swapped_blocks)
+        scheme = "bf16" if plan.setting.scheme == "none" else plan.setting.scheme
+        places = place_offloaded(plan.placement, plan.uncheckpointed, plan.offloaded)
         offload = WeightOffload(places, is_on_host=True) if places else None
         built = make_random_model(config, plan.placement, scheme, offload=offload)
-        plain = replace(plan.job.train, gradient_checkpointing=False, offload_activations="off")
-        job = replace(plan.job, train=plain)
-        lora = attach_lora(built, job)
-        if plan.job.train.gradient_checkpointing:
-            built.split.keep_activations(plan.kept_blocks)
+        plain = replace(job.train, gradient_checkpointing=False, offload_activations="off")
+        lora = attach_lora(built, replace(job, train=plain))
+        if job.train.gradient_checkpointing:
+            built.split.keep_activations(plan.uncheckpointed)
             built.model.enable_gradient_checkpointing(built.split.checkpoint)
         if plan.setting.offloads:
-            built.split.offload_inputs(min_bytes=planner_module.MIN_BYTES)
+            built.split.offload_inputs(min_bytes=question_module.MIN_BYTES)
         if offload is not None:
             offload.attach(built.split)
-        trainer = make_trainer(built, lora, plan.job, make_picture_samples(config, side, is_tiny=options.tiny))
+        trainer = make_trainer(built, lora, job, make_picture_samples(config, side, is_tiny=options.tiny))
         if plan.setting.schedule == "1f1b":
             trainer.runner = Pipeline(built.model, built.split.bridge, ahead=plan.setting.ahead)
         graphs = apply_cuda_graphs(built.split.kept_blocks) if options.graphs else None
         trainer.graphs = (graphs,) if graphs is not None else ()
         for _ in range(NUM_STEPS):
-            trainer.train_step(plan.job.optimizer.learning_rate)
+            trainer.train_step(job.optimizer.learning_rate)
             trainer.step += 1
         synchronize(options.devices)
         if graphs is not None:
@@ -201,7 +201,7 @@ def compare(forecast: Any, measured: dict[str, int]) -> dict[str, Any]:
     """GB, and by how many percent the forecast is above what was measured."""
     return {
         "blocks": forecast.num_blocks,
-        "kept": forecast.num_kept,
+        "kept": forecast.num_uncheckpointed,
         "peak_at": forecast.moment,
         "weights_gb": round(forecast.weights / 1e9, 3),
         "forecast_gb": round(forecast.allocated / 1e9, 3),
@@ -228,9 +228,9 @@ def machine(options: argparse.Namespace) -> Iterator[None]:
             torch.cuda.set_per_process_memory_fraction(min(1.0, cap * 1e9 / total), device)
         yield
         return
-    planner_module.Kernels = lambda eight_bit: Kernels(eight_bit, has_fused=False, rounding=1)  # type: ignore[misc,assignment]
-    planner_module.MIN_BYTES = 2**12
-    planner_module.Backend = lambda *args: Backend(0, 0.0, 0)  # type: ignore[misc,assignment]
+    question_module.Kernels = lambda eight_bit: Kernels(eight_bit, has_fused=False, rounding=1)  # type: ignore[misc,assignment]
+    question_module.MIN_BYTES = 2**12
+    question_module.Backend = lambda **given: Backend(0, 0.0, 0)  # type: ignore[misc,assignment]
     with emulation(is_on=True):
         yield
 

@@ -22,6 +22,7 @@ from devicebridge.data.samples import Sample
 from devicebridge.encoding.store import CacheStore
 from devicebridge.families.registry import find_family
 from devicebridge.families.spec import ModelFamily, Variant
+from devicebridge.jobs.resolve import search_space
 from devicebridge.parallel.devices import available_devices
 from devicebridge.parallel.local.block_split import BlockSplit, apply_block_split
 from devicebridge.parallel.offload.weights import WeightOffload
@@ -29,6 +30,7 @@ from devicebridge.parallel.placement import Placement, block_names, parameter_by
 from devicebridge.parallel.runner import PlainAccumulation, Runner
 from devicebridge.patches.lora_linear import FusedLora
 from devicebridge.planning.cards import Card, cards_of
+from devicebridge.planning.question import ModelCosts, Question
 from devicebridge.quantization.kernel_choice import device_kernels
 from devicebridge.quantization.quantize import Quantizer, QuantizeSettings, replace_module
 from devicebridge.quantization.report import QuantizeReport
@@ -250,6 +252,15 @@ def make_info(config: Mapping[str, Any], *, is_tiny: bool) -> CheckpointInfo:
     """What a planner knows of a FLUX.2 of this config, without a file."""
     encoders = tuple(replace(each, max_length=num_text_tokens(is_tiny)) for each in VARIANT.text_encoders)
     return replace(make_published_info(VARIANT.name), config=config, variant=replace(VARIANT, text_encoders=encoders))
+
+
+def make_question(
+    job: JobConfig, info: CheckpointInfo, cards: Sequence[Card], side: int, cuts: Sequence[int] | None = None
+) -> Question:
+    """What a planner is asked about a job on squares of so many pixels."""
+    assert info.variant is not None
+    given = None if cuts is None else tuple(cuts)
+    return Question(ModelCosts(info, info.variant), search_space(job), tuple(cards), (side, side), cuts=given)
 
 
 def find_cards(devices: Sequence[torch.device], *, is_tiny: bool) -> list[Card]:

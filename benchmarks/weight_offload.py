@@ -41,8 +41,7 @@ from devicebridge.parallel.offload import weights as weights_module  # noqa: E40
 from devicebridge.parallel.offload.weights import WeightOffload  # noqa: E402
 from devicebridge.parallel.placement import Placement, place_offloaded  # noqa: E402
 from devicebridge.patches.compile_blocks import apply_compile  # noqa: E402
-from devicebridge.planning.plan_training import plan_training  # noqa: E402
-from devicebridge.planning.planner import Planner, TrainingPlan  # noqa: E402
+from devicebridge.planning.plan_training import TrainingPlan, plan_training  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings, refusal  # noqa: E402
 from devicebridge.tests.emulated import CARDS  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
@@ -57,6 +56,7 @@ from random_job import (  # noqa: E402
     make_config,
     make_info,
     make_picture_samples,
+    make_question,
     make_random_job,
     make_random_model,
     make_trainer,
@@ -69,7 +69,7 @@ def run_scheme(options: argparse.Namespace, scheme: str) -> dict[str, Any]:
     """Build one model, check and time every way."""
     config = TINY_CONFIG if options.tiny else make_config(options.blocks)
     resident = make_plan(options, config, scheme, None, None)
-    counts = [device.num_blocks for device in resident.forecast.devices]
+    counts = [device.num_blocks for device in resident.devices]
     bounds = [sum(counts[:index]) for index in range(1, len(counts))]
     ways: dict[str, TrainingPlan] = {"resident": resident}
     for share in options.offloaded:
@@ -111,15 +111,14 @@ def make_plan(
         },
     )
     cards = find_cards(options.devices, is_tiny=options.tiny)
-    assert info.variant is not None
-    return plan_training(Planner(job, info, info.variant, cards, (options.side, options.side), cuts=cuts))
+    return plan_training(make_question(job, info, cards, options.side, cuts))
 
 
 @contextlib.contextmanager
 def offloaded_as(split: Any, plan: TrainingPlan) -> Iterator[WeightOffload | None]:
     """Inside, the plan's blocks stream; None where it has none."""
     placement: Placement = split.placement
-    places = place_offloaded(placement, (), plan.swapped_blocks) if any(plan.swapped_blocks) else {}
+    places = place_offloaded(placement, (), plan.offloaded) if any(plan.offloaded) else {}
     offload = apply_weight_offload(split, list(places)) if places else None
     gc.collect()
     try:
@@ -187,7 +186,7 @@ def measure(
                     continue
                 row = report["ways"][name]
                 if not options.tiny:
-                    row["peaks"] = {each.device: peaks_of(each) for each in plan.forecast.devices}
+                    row["peaks"] = {each.device: peaks_of(each) for each in plan.devices}
                 if offload is not None:
                     copies = [each.slots.num_copies - b for each, b in zip(offload._devices, before, strict=True)]
                     row |= describe_copies(offload, [count / samples for count in copies])

@@ -13,7 +13,7 @@ from ..jobs.job import check_job, plan_job, run_job
 from ..jobs.lora_output import describe_file
 from ..jobs.pair import run_pair
 from ..jobs.quantize_preview import preview_job
-from ..parallel.devices import find_devices
+from ..jobs.resolve import find_machine
 from ..planning.cards import parse_cards
 from ..planning.report import describe_plan, plan_values
 from ..planning.request import make_request
@@ -40,7 +40,7 @@ def train(options: argparse.Namespace) -> int:
 
 
 def _train_pair(options: argparse.Namespace, job: JobConfig) -> int:
-    devices = [str(device) for device in find_devices(job.split.devices)]
+    devices = [str(device) for device in find_machine(job.split.devices).devices]
     with stop_on_signal() as stop:
         result = run_pair(job, devices, resume=options.resume, on_event=Terminal(stop.ask), should_stop=stop)
     for name, expert in result.experts.items():
@@ -64,7 +64,7 @@ def each_model(job: JobConfig, devices: Sequence[str] = ()) -> list[tuple[str, J
     """
     if not job.model.second_expert:
         return [("", job, 1)]
-    known = list(devices) or [str(device) for device in find_devices(job.split.devices)]
+    known = list(devices) or [str(device) for device in find_machine(job.split.devices).devices]
     experts = expert_jobs(job, known)
     return [(f"== {expert.name}", expert.job, num_at_once(experts)) for expert in experts]
 

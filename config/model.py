@@ -51,11 +51,10 @@ class ModelConfig:
 
     @property
     def quantize_settings(self) -> QuantizeSettings | None:
-        """For the code that quantizes; None where nothing is. A job with "auto" is settled by check_job first."""
+        """For the code that quantizes; None where nothing is. "auto" must have ended before (jobs/resolve.py)."""
         from ..quantization.quantize import QuantizeSettings  # brings torch, which reading a config does without
 
-        assert self.quantize != "auto", "a job is settled by check_job before its model is made"
-        return None if self.quantize == "none" else QuantizeSettings(self.quantize, self.rotation)
+        return None if self.quantize == "none" else QuantizeSettings(self.quantize, self.rotation)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, config=STRICT)

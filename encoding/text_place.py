@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from ..config.open import asked
 from ..families.spec import TextEncoderSpec
 from ..parallel.devices import CPU, available_devices, find_device, free_bytes
 from ..parallel.offload.copies import NUM_SLOTS, lay_out
@@ -49,9 +50,9 @@ _STATES_PER_CAPTION = 4  # a layer's input and output, the batch put together, a
 
 @dataclass(frozen=True)
 class TextDevice:
-    """The setting cache.text_device, understood. device is None where it is still to be chosen."""
+    """The setting cache.text_device, understood. None is still to be chosen."""
 
-    mode: Literal["resident", "stream", "auto"]
+    mode: Literal["resident", "stream"] | None
     device: torch.device | None
 
 
@@ -105,18 +106,19 @@ def parse_text_device(setting: str | torch.device) -> TextDevice:
     """
     name = str(setting).strip()
     mode, _, device_name = name.partition(":")
-    if mode not in ("stream", "auto"):
+    wanted = asked(mode)
+    if wanted not in ("stream", None):
         return TextDevice("resident", find_device(name))
     device = find_device(device_name) if device_name else None
     if device == CPU:
         raise ValueError(f'cache.text_device = "{name}": {mode} is for GPUs; use "{mode}:cuda:0", "{mode}" or "cpu"')
-    return TextDevice("stream" if mode == "stream" else "auto", device)
+    return TextDevice("stream" if wanted else None, device)
 
 
 def text_device_on(setting: str, device: str) -> str:
     """The same setting, confined to one device: what one of several processes is told to do."""
     wanted = parse_text_device(setting)
-    return device if wanted.mode == "resident" or device == "cpu" else f"{wanted.mode}:{device}"
+    return device if wanted.mode == "resident" or device == "cpu" else f"{wanted.mode or 'auto'}:{device}"
 
 
 def check_text_device(

@@ -39,7 +39,7 @@ def build_trainer(
     job = plan.job
     events.emit("phase", name="loading", placement=plan.placement.describe())
     if plan.training is not None:
-        events.emit("forecast", devices=compare(plan.training.forecast))
+        events.emit("forecast", devices=compare(plan.training.devices))
     reset_peaks(plan.placement.used_devices)  # of the encoders
     assembled = assemble_for_training(
         plan.info, plan.execution, lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed)

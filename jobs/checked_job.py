@@ -15,7 +15,7 @@ from ..execution import ExecutionPlan
 from ..families.spec import ModelFamily, Variant
 from ..parallel.placement import Placement
 from ..patches.cuda_graphs import cuda_graphs_fault
-from ..planning.planner import TrainingPlan
+from ..planning.plan_training import TrainingPlan
 from ..training.objective import NoiseSchedule
 from .comfy_entries import ComfyReader, EncodedSample, make_comfy_reader, resolution_of
 
@@ -95,9 +95,7 @@ def component_folder(plan: JobPlan, setting: str, key: str) -> Path:
 def why_no_graphs(job: JobConfig, num_sizes: int, devices: Iterable[torch.device]) -> str:
     """Everything that keeps the blocks of a job from being replayed as CUDA graphs; "" if nothing does.
 
-    Args:
-        num_sizes: of the samples that are trained on, in pixels and frames.
-        devices: of the job; () where they are elsewhere and taken for able.
+    num_sizes: of the samples that are trained on. devices: () where they are elsewhere and taken for able.
     """
     faults = [cuda_graphs_fault(devices)]
     if job.lora.dropout:

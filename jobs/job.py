@@ -17,10 +17,9 @@ from ..encoding.encode import Stopped, never
 from ..encoding.living import living_run
 from ..events import EventLog, Listener
 from ..parallel.devices import memory_in_use, own_random_states
-from ..planning.calibration import CalibratedPlanner
+from ..planning.calibration import Measuring
 from ..planning.cards import Card
-from ..planning.plan_training import plan_training
-from ..planning.planner import TrainingPlan
+from ..planning.plan_training import TrainingPlan
 from ..planning.report import Comparison, compare, describe_comparison, describe_pace
 from ..training.loop import Trainer, checkpoint_folder
 from ..training.objective import make_noise_schedule
@@ -32,7 +31,7 @@ from .checks import check_places, check_tools, give_cautions, refuse_stills
 from .encode_job import cache_job, cache_store
 from .lora_output import lora_file_tensors, save_lora, warn_of_losses
 from .read_job import ReadJob, read_job
-from .resolve import Machine, find_machine, make_planner, resolve
+from .resolve import Machine, find_machine, plan_on, resolve
 from .result import TrainingResult
 from .resume import as_decided, find_identity, find_state, placement_facts, refuse_other_run
 from .run_lock import run_lock
@@ -60,7 +59,7 @@ def plan_job(
         raise ValueError("cards that were named cannot be measured; leave out --calibrate, or --cards")
     read = read_job(job, info, has_data=has_data, should_stop=should_stop)
     if cards:
-        return plan_training(make_planner(read.job, read.subject, Machine((), tuple(cards), None)))
+        return plan_on(read.job, read.subject, Machine((), tuple(cards)), "never")
     try:
         machine = find_machine(read.job.split.devices, host_share)
     except ValueError as error:
@@ -70,8 +69,8 @@ def plan_job(
             "a plan was asked for this machine's cards, but there is none whose memory torch can tell; name cards "
             'with --cards, such as "2x24GB"'
         )
-    planner = make_planner(read.job, read.subject, machine)
-    return CalibratedPlanner(planner).plan("always" if may_measure else "never")
+    known: Measuring = "never" if read.job.split.calibrate == "off" else "known"
+    return plan_on(read.job, read.subject, machine, "always" if may_measure else known)
 
 
 def check_job(
@@ -179,7 +178,7 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
     compared: Comparison = {}
     pace, hint, total = "", "", plan.job.train.steps
     if plan.training is not None:
-        compared = compare(plan.training.forecast, memory_in_use(trainer.devices))
+        compared = compare(plan.training.devices, memory_in_use(trainer.devices))
         pace = describe_pace(plan.training, trainer.step_times_s)
         trainer.events.emit("forecast", trainer.step, total, devices=compared, pace=pace)
     path = save_lora(plan, trainer.lora, Path(plan.job.output.folder), must_change=is_finished)

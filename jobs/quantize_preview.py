@@ -15,21 +15,24 @@ from torch import nn
 from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..checkpoints.load import make_empty_transformer
 from ..checkpoints.quantized_files import stays_in_8_bits
-from ..config.job import DataConfig, FolderConfig, JobConfig, LoopConfig, ModelConfig, OutputConfig, SplitConfig
-from ..parallel.devices import find_devices
-from ..parallel.placement import Placement, block_names, parameter_bytes
+from ..config.job import JobConfig, ModelConfig, SplitConfig
+from ..parallel.placement import Placement
 from ..quantization.quantize import (
     BEST_FIRST,
+    KEPT,
+    NOT_LINEAR,
+    QUANTIZED,
+    LayerGroup,
     Quantizer,
     QuantizeSettings,
     Scheme,
     check_packages,
+    layer_class,
     refusal,
-    stored_bytes,
     stored_linear_bytes,
 )
-from ..quantization.report import KEPT, NOT_LINEAR, QUANTIZED, GroupTotals, LayerGroup, layer_class
-from .resolve import find_machine, place_by_size
+from ..quantization.report import GroupTotals
+from .resolve import Subject, find_machine, held_bytes, place_by_size
 
 _NUM_NAMED = 4
 _TIME_RESOLUTION = 512  # pixels, where a split by time is planned before there are pictures
@@ -113,21 +116,21 @@ def _gb(num_bytes: int) -> str:
 
 
 def choose_scheme(devices: Sequence[torch.device]) -> Scheme:
-    """The fastest scheme that every one of these devices can compute in and whose packages are installed.
+    """The fastest scheme that all these devices can compute in and whose packages are installed.
 
-    The CPU computes 8-bit products too, but no faster than others.
+    8-bit products are no faster than others on a CPU.
 
     Raises: RuntimeError if there is none, with what the weight-only schemes lack.
     """
     has_cpu = any(device.type == "cpu" for device in devices)
-    schemes = [s for s in BEST_FIRST if not (has_cpu and QuantizeSettings(s).is_compute)]
-    able = [scheme for scheme in schemes if not refusal(QuantizeSettings(scheme), devices)]
-    for scheme in able[:-1]:
+    settings = (QuantizeSettings(s) for s in BEST_FIRST)
+    able = [each for each in settings if not (has_cpu and each.is_compute) and not refusal(each, devices)]
+    for each in able[:-1]:
         with contextlib.suppress(RuntimeError):
-            check_packages(QuantizeSettings(scheme))
-            return scheme
-    check_packages(QuantizeSettings(able[-1]))
-    return able[-1]
+            check_packages(each)
+            return each.scheme
+    check_packages(able[-1])
+    return able[-1].scheme
 
 
 def preview_model(config: ModelConfig, split: SplitConfig) -> QuantizePreview:
@@ -137,40 +140,34 @@ def preview_model(config: ModelConfig, split: SplitConfig) -> QuantizePreview:
         works; RuntimeError if a package is missing.
     """
     settings = config.quantize_settings
-    reason = refusal(settings, find_devices(split.devices)) if settings else ""
+    devices = find_machine(split.devices).devices
+    reason = refusal(settings, devices) if settings else ""
     if reason:
         raise ValueError(reason)
-    info = read_checkpoint(config.path, config.family, config.variant)
-    model = make_empty_transformer(info)
+    subject = _subject_of(read_checkpoint(config.path, config.family, config.variant))
+    size = _TIME_RESOLUTION, max(subject.info.family.latent_of(subject.variant).frame_lengths)
+    note = "as memory is free now"
     try:
-        placement, note = _plan_now(config, split, info, model), "as memory is free now"
-        note += f", for pictures of {_TIME_RESOLUTION} pixels" if split.balance == "time" else ""
+        placement = place_by_size(config, split, subject, devices, size)
     except ValueError as error:  # ComfyUI's own models may be in memory, and are gone before training
-        placement, note = None, f"as memory is free now: {error}"
-    return _preview(config, info, model, placement, note)
+        return _preview(config, subject, None, f"{note}: {error}")
+    note += f", for pictures of {_TIME_RESOLUTION} pixels" if split.balance == "time" else ""
+    return _preview(config, subject, placement, note)
 
 
 def preview_job(job: JobConfig, info: CheckpointInfo, placement: Placement) -> QuantizePreview:
     """The preview of a job that was checked."""
-    return _preview(job.model, info, make_empty_transformer(info), placement, "")
+    return _preview(job.model, _subject_of(info), placement, "")
 
 
-def _plan_now(config: ModelConfig, split: SplitConfig, info: CheckpointInfo, model: nn.Module) -> Placement:
-    """Where the blocks go; with balance "time" for pictures of one size, as no dataset is known yet."""
-    job = JobConfig(
-        model=config,
-        split=split,
-        data=DataConfig(folders=(FolderConfig(config.path),), resolutions=(_TIME_RESOLUTION,)),
-        train=LoopConfig(steps=1),
-        output=OutputConfig(folder=config.path),
-    )
-    devices = find_machine(job.split.devices).devices
-    return place_by_size(job, info, info.variant or info.family.variants[0], model, devices)
+def _subject_of(info: CheckpointInfo) -> Subject:
+    """A model whose data is not known."""
+    variant = info.variant or info.family.variants[0]
+    return Subject(info, variant, make_empty_transformer(info), (0, 0, 0), is_encoded=False, train=frozenset())
 
 
-def _preview(
-    config: ModelConfig, info: CheckpointInfo, model: nn.Module, placement: Placement | None, note: str
-) -> QuantizePreview:
+def _preview(config: ModelConfig, subject: Subject, placement: Placement | None, note: str) -> QuantizePreview:
+    info, model = subject.info, subject.model
     settings = config.quantize_settings
     quantizer = Quantizer(info.family, settings) if settings else None
     groups = _sort(model, quantizer, getattr(torch, config.dtype).itemsize)
@@ -179,7 +176,7 @@ def _preview(
         settings=settings,
         dtype=config.dtype,
         groups=groups,
-        device_bytes=_device_bytes(config, info, model, placement) if placement else {},
+        device_bytes=_device_bytes(config, subject, placement) if placement else {},
         device_note=note,
         num_stored=info.quantized_types,
         num_taken=sum(stays_in_8_bits(record, quantizer.can_take) for record in weights) if quantizer else 0,
@@ -205,13 +202,8 @@ def _sort(model: nn.Module, quantizer: Quantizer | None, element_size: int) -> d
     }
 
 
-def _device_bytes(config: ModelConfig, info: CheckpointInfo, model: nn.Module, placement: Placement) -> dict[str, int]:
-    settings, element_size = config.quantize_settings, getattr(torch, config.dtype).itemsize
-    blocks = block_names(model, info.family)
-    if settings:
-        sizes, home = stored_bytes(model, info.family, blocks, element_size, settings)
-    else:
-        sizes, home = parameter_bytes(model, blocks, element_size)
+def _device_bytes(config: ModelConfig, subject: Subject, placement: Placement) -> dict[str, int]:
+    sizes, home = held_bytes(config, subject)
     found = {device: home if device == placement.home else 0 for device in placement.used_devices}
     for device, size in zip(placement.devices, sizes, strict=True):
         found[device] += size

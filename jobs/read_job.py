@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,6 @@ from ..data.samples import Sample
 from ..encoding.encode import never
 from ..families.spec import Variant
 from ..patches.lora import resolve_targets
-from ..planning.planner import largest_bucket
 from ..planning.request import make_square
 from .comfy_entries import EncodedSample, make_comfy_reader, read_encoded_samples, refuse_condition, resolution_of
 from .resolve import Subject, refuse_block_settings, sizes_of
@@ -57,7 +57,7 @@ class ReadJob:
     def _largest(self) -> tuple[int, int, int]:
         """Height and width in pixels and frames of the samples that take the most."""
         if not self.encoded:
-            return largest_bucket(self.samples)
+            return max(((*sample.bucket, sample.num_frames) for sample in self.samples), key=math.prod)
         side = resolution_of(self.encoded, self.info.family.latent_of(self.variant))
         return side, side, max(sample.num_frames for sample in self.encoded)
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..checkpoints.checkpoint import CheckpointInfo
-from ..config.job import JobConfig
+from ..config.job import JobConfig, ModelConfig, SplitConfig
+from ..config.open import asked
 from ..data.samples import TrainingSample
 from ..execution import ExecutionPlan
 from ..families.spec import Variant
@@ -27,53 +29,57 @@ from ..parallel.placement import (
     Placement,
     block_names,
     check_budgets,
+    check_one_each,
     estimate_block_flops,
     parameter_bytes,
     plan_manual,
     plan_placement,
     plan_replicas,
 )
-from ..planning.calibration import CalibratedPlanner
+from ..planning.calibration import Measuring, plan_calibrated
 from ..planning.cards import Card, cards_of
-from ..planning.planner import Planner, TrainingPlan, asked_schedule
+from ..planning.plan_training import TrainingPlan, plan_training
+from ..planning.question import ModelCosts, Question
+from ..planning.space import OFFLOADS, OPTIMIZERS, SCHEMES, STRATEGIES, SearchSpace, Setting, is_open, strategies_on
 from ..quantization.quantize import stored_bytes
 from .checked_job import why_no_graphs
 
 _log = logging.getLogger(__name__)
 
+# What split.calibrate says of a training.
+MEASURING: Mapping[str, Measuring] = {"off": "never", "auto": "where it decides", "on": "always"}
+
 
 @dataclass(frozen=True)
 class Machine:
-    """What a job may use.
+    """What a job may use. What its devices hold is asked once, when somebody first wants to know.
 
     Args:
-        devices: as the job names them, or all there are; in order.
-        cards: the same with their memory; None where a device's memory is not known, as on a CPU.
-        host_bytes: free host memory that this job may take; None if unknown.
+        devices: as the job names them, or all there are; in order. () where the cards are elsewhere.
+        named: cards that are elsewhere.
+        host_share: jobs that share the host's free memory.
     """
 
     devices: tuple[torch.device, ...]
-    cards: tuple[Card, ...] | None
-    host_bytes: int | None
+    named: tuple[Card, ...] = ()
+    host_share: int = 1
 
-    def only(self, devices: Sequence[torch.device]) -> Machine:
-        """The machine with these devices."""
-        found = cards_of(list(devices))
-        return Machine(tuple(devices), None if found is None else tuple(found), self.host_bytes)
+    @cached_property
+    def cards(self) -> tuple[Card, ...] | None:
+        """The devices with their memory; None where one's is not known, as on a CPU."""
+        found = self.named or cards_of(list(self.devices))
+        return None if found is None else tuple(found)
+
+    @cached_property
+    def host_bytes(self) -> int | None:
+        """Free host memory that this job may take; None if unknown."""
+        free = None if self.named else free_bytes(CPU)
+        return None if free is None else free // self.host_share
 
 
 def find_machine(names: Sequence[str] = (), host_share: int = 1) -> Machine:
-    """This machine's devices; () takes every GPU, else the CPU.
-
-    Args:
-        host_share: jobs that share the host's free memory.
-    Raises: ValueError for a name that is no device of this machine.
-    """
-    devices = find_devices(names)
-    cards, free = cards_of(devices), free_bytes(CPU)
-    return Machine(
-        tuple(devices), None if cards is None else tuple(cards), None if free is None else free // host_share
-    )
+    """The devices named, () for every GPU or else the CPU. Raises: ValueError for a name that is no device here."""
+    return Machine(tuple(find_devices(names)), host_share=host_share)
 
 
 @dataclass(frozen=True)
@@ -96,20 +102,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class Resolution:
-    """A job with every "auto" answered, and what follows.
-
-    Args:
-        training: what the planner chose, and its forecast; None on machines it knows nothing of.
-    """
+    """A job with every "auto" answered; training is what the planner chose, None on machines it knows nothing of."""
 
     job: JobConfig
     execution: ExecutionPlan
     training: TrainingPlan | None
 
 
-@dataclass(frozen=True)
-class _Earlier:
-    """Where the run that is resumed has its blocks, and its replicas."""
+class _Earlier(NamedTuple):
+    """Where the run that is resumed has its blocks, and its copies of the model."""
 
     devices: tuple[torch.device, ...]
     replicas: tuple[torch.device, ...]
@@ -134,125 +135,154 @@ def resolve(
     if earlier is not None:
         before = _Earlier(*(tuple(map(find_device, earlier.get(key, ()))) for key in ("placement", "replicas")))
         _refuse_other_strategy(job, machine, before)
-    training = _plan_on_cards(job, subject, machine, before) if is_to_train else None
+    space = search_space(job)
+    training = _plan_as_before(job, subject, machine, before) if is_to_train else None
+    chosen = _first_of(space, machine.devices) if training is None else training.setting
+    job = replace(
+        job,
+        model=replace(job.model, quantize=chosen.scheme),  # type: ignore[arg-type]
+        optimizer=replace(job.optimizer, name=chosen.optimizer),
+    )
     if training is None:
-        job = _without_auto(job)
-        sizes = (subject.largest[0], subject.largest[2]) if subject.is_encoded else ()
-        placement = place_by_size(job, subject.info, subject.variant, subject.model, machine.devices, *sizes)
+        size, is_copied = _size_of(job, subject), chosen.is_data_parallel
+        placement = place_by_size(job.model, job.split, subject, machine.devices, size, is_copied=is_copied)
     else:
-        job, placement = _with(job, training.setting.scheme, training.setting.optimizer), training.placement
+        placement = training.placement
     if before is not None:
         home = before.devices[0]
         placement = replace(placement, devices=before.devices, home=home, tail=(), replicas=before.replicas)
-    ahead = _ahead(job, placement, training)
-    if ahead is None and not placement.replicas and job.parallel.strategy in ("pipeline", "data"):
+    if training is None:
+        chosen = _first_of(space, placement.used_devices)
+    ahead = chosen.ahead if chosen.strategy == "pipeline" and not placement.replicas else None
+    if ahead is None and not placement.replicas and not is_open(space.strategies) and space.strategies != ("none",):
         _log.warning(
             'parallel.strategy = "%s" needs train.gradient_accumulation_steps above 1 and several GPUs of one kind; '
             "left out",
-            job.parallel.strategy,
+            *space.strategies,
         )
     tail = () if ahead is None else tuple(subject.info.family.tail)
     execution = ExecutionPlan(
         placement=replace(placement, tail=tail),
-        dtype=getattr(torch, job.model.dtype),
+        dtype=space.dtype,
         quantize=job.model.quantize_settings,
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
         ahead=ahead,
-        gradient_checkpointing=job.train.gradient_checkpointing,
-        kept_blocks=job.split.blocks_without_checkpointing if training is None else training.kept_blocks,
-        swapped_blocks=job.split.offloaded_blocks if training is None else training.swapped_blocks,
-        offloads=job.train.offload_activations == "on" if training is None else training.setting.offloads,
+        gradient_checkpointing=space.is_checkpointing,
+        kept_blocks=space.uncheckpointed if training is None else training.uncheckpointed,
+        swapped_blocks=space.offloaded if training is None else training.offloaded,
+        offloads=chosen.offloads,
         compiled_shapes=_shapes_to_compile(job, subject) if is_to_train else None,
         has_graphs=is_to_train and _has_graphs(job, subject, placement.used_devices),
     )
     return Resolution(job, execution, training)
 
 
-def _ahead(job: JobConfig, placement: Placement, training: TrainingPlan | None) -> int | None:
-    if placement.replicas:
-        return None
-    if training is None:
-        return job.parallel.microbatches_ahead if asked_schedule(job, placement.used_devices) == "1f1b" else None
-    return training.setting.ahead if training.setting.schedule == "1f1b" else None
+def search_space(job: JobConfig) -> SearchSpace:
+    """What a job leaves open, as candidates; the first is what every machine can do."""
+    scheme, optimizer = asked(job.model.quantize), asked(job.optimizer.name)
+    strategy, offload = asked(job.parallel.strategy), asked(job.train.offload_activations)
+    return SearchSpace(
+        schemes=SCHEMES if scheme is None else (scheme,),
+        optimizers=OPTIMIZERS if optimizer is None else (optimizer,),
+        strategies=STRATEGIES if strategy is None else (strategy,),  # type: ignore[arg-type]
+        offloads=OFFLOADS if offload is None else (offload == "on",),
+        ahead=job.parallel.microbatches_ahead,
+        split_at=job.split.split_at,
+        uncheckpointed=job.split.blocks_without_checkpointing,
+        offloaded=job.split.offloaded_blocks,
+        memory_limit_gb=job.split.memory_limit_gb,
+        is_cut_by_time=job.split.balance == "time",
+        is_checkpointing=job.train.gradient_checkpointing,
+        is_compiled=job.train.compile != "off",
+        wants_graphs=job.train.cuda_graphs != "off",
+        accumulation=job.train.gradient_accumulation_steps,
+        batch_size=job.train.batch_size,
+        dtype=getattr(torch, job.model.dtype),
+        rotation=job.model.rotation,
+        lora=job.lora,
+        resolution=max(job.data.resolutions),
+    )
+
+
+def _first_of(space: SearchSpace, devices: Sequence[torch.device]) -> Setting:
+    """What every machine can do, for where nobody plans."""
+    strategy = strategies_on(space, devices)[0]
+    return Setting(space.schemes[0], space.optimizers[0], strategy, space.ahead, space.offloads[0])
 
 
 def _refuse_other_strategy(job: JobConfig, machine: Machine, before: _Earlier) -> None:
-    """Raises: ValueError if the job now asks for replicas by name and the run had none, or the other way round."""
-    is_copied = asked_schedule(job, machine.devices) == "replicas"
-    if job.parallel.strategy != "auto" and bool(before.replicas) != is_copied:
-        had, asked = "data parallelism", "one model over all cards"
+    """Raises: ValueError if the job now asks for data parallel by name and the run had none, or the other way round."""
+    space = search_space(job)
+    is_copied = _first_of(space, machine.devices).is_data_parallel
+    if not is_open(space.strategies) and bool(before.replicas) != is_copied:
+        had, wanted = "data parallelism", "one model over all cards"
         if is_copied:
-            had, asked = asked, had
+            had, wanted = wanted, had
         raise ValueError(
-            f'the run in {job.output.folder} was trained with {had}, and parallel.strategy = "{job.parallel.strategy}" '
-            f'now asks for {asked}, which would not be the same run; set it to "auto" to resume, or start anew in '
+            f'the run in {job.output.folder} was trained with {had}, and parallel.strategy = "{space.strategies[0]}" '
+            f'now asks for {wanted}, which would not be the same run; set it to "auto" to resume, or start anew in '
             "another output folder"
         )
 
 
-def _plan_on_cards(job: JobConfig, subject: Subject, machine: Machine, before: _Earlier | None) -> TrainingPlan | None:
-    """What the planner chooses on this machine; None where it does not know a device's memory.
+def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: _Earlier | None) -> TrainingPlan | None:
+    """What the planner chooses here, placed as the run that is resumed; None where it does not know a device's memory.
 
     Raises: ValueError if nothing fits.
     """
     cuts = None
     if before is not None:
-        machine = machine.only(list(dict.fromkeys(before.replicas or before.devices)))
+        machine = replace(machine, devices=tuple(dict.fromkeys(before.replicas or before.devices)))
         if before.replicas:  # which a cut of today's would contradict
             split = replace(job.split, balance="memory", split_at=())
             job = replace(job, parallel=replace(job.parallel, strategy="data"), split=split)
             refuse_block_settings(job)
         else:
-            cuts = [i for i in range(1, len(before.devices)) if before.devices[i] != before.devices[i - 1]]
+            cuts = tuple(i for i in range(1, len(before.devices)) if before.devices[i] != before.devices[i - 1])
     if machine.cards is None:
         return None
-    training = CalibratedPlanner(make_planner(job, subject, machine, cuts)).plan()
+    training = plan_on(job, subject, machine, MEASURING[job.split.calibrate], cuts)
     if training.warning:
         _log.warning("%s", training.warning)
     return training
 
 
-def make_planner(job: JobConfig, subject: Subject, machine: Machine, cuts: Sequence[int] | None = None) -> Planner:
-    """The planner of a job on cards that may be elsewhere: then machine.devices is ()."""
+def plan_on(
+    job: JobConfig, subject: Subject, machine: Machine, measuring: Measuring, cuts: tuple[int, ...] | None = None
+) -> TrainingPlan:
+    """What the planner chooses on a machine whose cards' memory is known; on cards that are elsewhere by estimates.
+
+    Raises: ValueError if nothing fits.
+    """
     assert machine.cards is not None
-    return Planner(
-        job,
-        subject.info,
-        subject.variant,
-        machine.cards,
+    model = ModelCosts(subject.info, subject.variant, subject.model)
+    question = Question(
+        model,
+        search_space(job),
+        machine.cards[: len(model.names)],
         subject.largest[:2],
-        frames=subject.largest[2],
+        subject.largest[2],
         cuts=cuts,
         host_bytes=machine.host_bytes,
         graphs_fault=why_no_graphs(job, len(subject.train), machine.devices),
     )
-
-
-def _without_auto(job: JobConfig) -> JobConfig:
-    """Where no planner decides, "auto" is what every machine can do."""
-    quantize = "none" if job.model.quantize == "auto" else job.model.quantize
-    optimizer = "adamw" if job.optimizer.name == "auto" else job.optimizer.name
-    return _with(job, quantize, optimizer)
-
-
-def _with(job: JobConfig, quantize: str, optimizer: str) -> JobConfig:
-    model = replace(job.model, quantize=quantize)  # type: ignore[arg-type]
-    return replace(job, model=model, optimizer=replace(job.optimizer, name=optimizer))
+    return plan_training(question) if machine.named else plan_calibrated(question, measuring)
 
 
 def refuse_block_settings(job: JobConfig) -> None:
     """Raises: ValueError for what is asked of blocks and cannot be done, and for two models in one."""
+    has_offloaded = any(job.split.offloaded_blocks)
     if job.model.second_expert:
         raise ValueError(
             f"model.second_expert names {job.model.second_expert}, and one model is trained here; remove it, or give "
             "the job file to `devicebridge train`, which trains both experts"
         )
-    if any(job.split.offloaded_blocks) and job.parallel.strategy == "data":
+    if has_offloaded and job.parallel.strategy == "data":
         raise ValueError(
-            "split.offloaded_blocks asks for blocks that stream from host memory, and replicas hold the whole model on "
-            "every card; remove one of the two"
+            "split.offloaded_blocks asks for blocks that stream from host memory, and data parallelism puts the whole "
+            "model on every card; remove one of the two"
         )
-    if any(job.split.offloaded_blocks) and not job.train.gradient_checkpointing:
+    if has_offloaded and not job.train.gradient_checkpointing:
         raise ValueError(
             "split.offloaded_blocks asks for blocks that stream from host memory, which must be computed again for the "
             "backward, but train.gradient_checkpointing is false; remove one of the two"
@@ -264,46 +294,48 @@ def refuse_block_settings(job: JobConfig) -> None:
         )
 
 
+def _size_of(job: JobConfig, subject: Subject) -> tuple[int, int]:
+    """Resolution in pixels and frames of the largest samples."""
+    if subject.is_encoded:
+        return subject.largest[0], subject.largest[2]
+    lengths = job.data.frames or subject.info.family.latent_of(subject.variant).frame_lengths
+    return max(job.data.resolutions), max(lengths)
+
+
 def place_by_size(
-    job: JobConfig,
-    info: CheckpointInfo,
-    variant: Variant,
-    model: nn.Module,
+    config: ModelConfig,
+    split: SplitConfig,
+    subject: Subject,
     devices: Sequence[torch.device],
-    resolution: int = 0,
-    num_frames: int = 0,
+    size: tuple[int, int],
+    *,
+    is_copied: bool = False,
 ) -> Placement:
-    """Which block goes where, from sizes alone; model may be empty.
+    """Which block goes where, from sizes alone.
 
     Args:
-        resolution, num_frames: of the largest samples in pixels, and of the longest, where the job's config does not
-            say them.
+        size: resolution in pixels and frames of the largest samples.
+        is_copied: whether each device gets a copy of the model.
     Raises: ValueError if it does not fit or the cuts are impossible.
     """
-    blocks = block_names(model, info.family)
-    element_size = getattr(torch, job.model.dtype).itemsize
-    settings = job.model.quantize_settings
-    if settings is not None:
-        block_bytes, home_bytes = stored_bytes(model, info.family, blocks, element_size, settings)
-    else:
-        block_bytes, home_bytes = parameter_bytes(model, blocks, element_size)
-    budgets = _budgets(job, devices)
-    if asked_schedule(job, devices) == "replicas":
+    model, family = subject.model, subject.info.family
+    blocks = block_names(model, family)
+    block_bytes, home_bytes = held_bytes(config, subject)
+    budgets = _budgets(split, devices)
+    if is_copied:
         return plan_replicas(blocks, devices, sum(block_bytes) + home_bytes, budgets)
-    if job.split.balance == "manual":
-        manual = plan_manual(blocks, list(devices), job.split.split_at)
+    if split.balance == "manual":
+        manual = plan_manual(blocks, list(devices), split.split_at)
         check_budgets(manual, block_bytes, home_bytes, budgets)
         return manual
     capacity = [budgets[device] for device in devices]
     cost: list[float] = list(map(float, block_bytes))
     home_cost = float(home_bytes)
-    if job.split.balance == "time":
-        latent = info.family.latent_of(variant)
-        resolution = resolution or max(job.data.resolutions)
-        num_frames = num_frames or max(job.data.frames or latent.frame_lengths)
-        num_image_tokens = latent.num_tokens(resolution, resolution, num_frames)
-        num_text_tokens = max(encoder.max_length for encoder in variant.text_encoders)
-        cost = estimate_block_flops(model, info.family, num_image_tokens, num_text_tokens)
+    if split.balance == "time":
+        resolution, num_frames = size
+        num_image_tokens = family.latent_of(subject.variant).num_tokens(resolution, resolution, num_frames)
+        num_text_tokens = max(encoder.max_length for encoder in subject.variant.text_encoders)
+        cost = estimate_block_flops(model, family, num_image_tokens, num_text_tokens)
         home_cost = 0.0
         capacity = []  # every device is taken for equally fast
     return plan_placement(
@@ -318,21 +350,23 @@ def place_by_size(
     )
 
 
-def _budgets(job: JobConfig, devices: Sequence[torch.device]) -> dict[torch.device, int | None]:
-    if job.split.memory_limit_gb:
-        if len(job.split.memory_limit_gb) != len(devices):
-            raise ValueError(
-                f"memory_limit_gb has {len(job.split.memory_limit_gb)} values, but the devices are "
-                f"{', '.join(map(str, devices))}; give one each"
-            )
-        return {device: int(gb * 1e9) for device, gb in zip(devices, job.split.memory_limit_gb, strict=True)}
-    return {device: _usable_bytes(device) for device in devices}
+def held_bytes(config: ModelConfig, subject: Subject) -> tuple[list[int], int]:
+    """Weights of each block as they will be held, and of all else."""
+    model, family, settings = subject.model, subject.info.family, config.quantize_settings
+    blocks, element_size = block_names(model, family), getattr(torch, config.dtype).itemsize
+    if settings is None:
+        return parameter_bytes(model, blocks, element_size)
+    return stored_bytes(model, family, blocks, element_size, settings)
 
 
-def _usable_bytes(device: torch.device) -> int | None:
-    """What is free, less a tenth on accelerators: a first guess at activations, LoRA and optimizer."""
-    free = free_bytes(device)
-    return free if free is None or device.type == "cpu" else int(0.9 * free)
+def _budgets(split: SplitConfig, devices: Sequence[torch.device]) -> dict[torch.device, int | None]:
+    """Bytes of weights: the user's limits, else what is free, less a tenth on accelerators as a first guess at
+    activations, LoRA and optimizer."""
+    check_one_each("split.memory_limit_gb", split.memory_limit_gb, devices)
+    if split.memory_limit_gb:
+        return {device: int(gb * 1e9) for device, gb in zip(devices, split.memory_limit_gb, strict=True)}
+    free = {device: free_bytes(device) for device in devices}
+    return {device: size if size is None or device.type == "cpu" else int(0.9 * size) for device, size in free.items()}
 
 
 def sizes_of(samples: Iterable[TrainingSample]) -> frozenset[tuple[int, ...]]:

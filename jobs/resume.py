@@ -8,6 +8,7 @@ from typing import Any
 
 from ..checkpoints.fingerprint import file_fingerprint
 from ..config.job import JobConfig, differing_keys, make_job
+from ..config.open import asked
 from ..data.samples import dataset_fingerprint
 from ..encoding.key import settings_fingerprint
 from ..parallel.placement import Placement
@@ -72,8 +73,8 @@ def _check(state: TrainingState) -> None:
 def as_decided(job: JobConfig, state: TrainingState) -> JobConfig:
     """The job with what "auto" became when the run began: memory that is free today must not change it."""
     old = _job_of(state)
-    quantize = old.model.quantize if job.model.quantize == "auto" else job.model.quantize
-    name = old.optimizer.name if job.optimizer.name == "auto" else job.optimizer.name
+    quantize = asked(job.model.quantize) or old.model.quantize
+    name = asked(job.optimizer.name) or old.optimizer.name
     return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=name))
 
 

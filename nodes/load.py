@@ -76,13 +76,13 @@ def _inputs() -> list[Socket | io.Input]:
     ]
 
 
-def _read_split(sockets: dict[str, Any]) -> tuple[SplitConfig, list[torch.device]]:
+def _read_split(sockets: dict[str, Any]) -> tuple[SplitConfig, tuple[torch.device, ...]]:
     """What is asked for, and the devices that it means."""
-    from ..parallel.devices import find_devices
+    from ..jobs.resolve import find_machine
 
     cuts = {} if sockets["balance"] == "manual" else {"split_at": ()}  # which are left there for another time
     split = read_section(SplitConfig, _inputs(), sockets, **cuts)
-    found = find_devices(split.devices)
+    found = find_machine(split.devices).devices
     if found[0].type == "cpu" and not split.devices:
         _log.warning("no GPU was found: the model will be trained on the CPU, which takes very long")
     return split, found

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from ..config.job import ModelConfig
+from ..config.open import asked
 from . import host
 from .captions import DEFAULT_FOLDER
 from .host import io
@@ -50,10 +51,10 @@ class Quantize(io.ComfyNode):
     @classmethod
     def execute(cls, model: TrainingModel, **sockets: Any) -> io.NodeOutput:
         from ..jobs.quantize_preview import choose_scheme, preview_model
-        from ..parallel.devices import find_devices
+        from ..jobs.resolve import find_machine
 
         own = read_section(ModelConfig, _INPUTS, sockets, path=model.model.path)
-        scheme = choose_scheme(find_devices(model.split.devices)) if own.quantize == AUTO else own.quantize
+        scheme = asked(own.quantize) or choose_scheme(find_machine(model.split.devices).devices)
         folder = host.folder_in_output(f"{DEFAULT_FOLDER}/quantized", "cache") if sockets.get("cache") else ""
         changes: Any = {"quantize": scheme, "rotation": own.rotation, "quantized_cache": str(folder)}
         config = dataclasses.replace(model.model, **changes)

@@ -157,15 +157,14 @@ def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
         _log.warning("split: split_at %s is ignored with balance %s; it is for manual", text, sockets["balance"])
         cuts = ()
     limits = read_list(sockets["memory_limit_gb"], float, "memory_limit_gb")
-    others = {
-        name: sockets[name] for name in ("balance", "transport", "overlap", "offload", "verify") if name in sockets
-    }
-    return SplitRequest(devices=chosen, split_at=cuts, memory_limit_gb=limits, **others)
+    others = {name: sockets[name] for name in ("balance", "overlap", "offload", "verify") if name in sockets}
+    transport: Any = read_auto(sockets["transport"]) or None
+    return SplitRequest(devices=chosen, split_at=cuts, memory_limit_gb=limits, transport=transport, **others)
 
 
 def _find_devices(text: str) -> tuple[torch.device, ...]:
     """The devices a user named; auto is every GPU of the host's, its main one first."""
-    from ..parallel.devices import find_devices
+    from ..jobs.resolve import find_machine
 
     names = read_list(read_auto(text), str, "devices")
-    return tuple(find_devices(names)) if names else host.list_gpus()
+    return find_machine(names).devices if names else host.list_gpus()

@@ -1,12 +1,10 @@
 """Times one block of every kind on a card, and what a model computes before its first block and after its last.
 
-A model is cut down to two blocks of every kind (rehearsal.py) and runs on the card with its linears quantized, LoRA
-attached and random weights, at the size of a job's batch. Its embedders and tail are there all the time; a block's
-weights come when it is called, are timed with what it is called with, and go. So a card needs room for the embedders
-and one block with its activations, which training needs anyway.
+A model cut down to two blocks of every kind (short_model.py) runs on the card with random weights, at the size of a
+job's batch. Its embedders and tail are there all the time; a block's weights come when it is called and then go. So a
+card needs room for the embedders and one block with its activations, which training needs anyway.
 
-Timed is a block as training calls it: forward with a graph, then backward. The forward of a block that is computed
-again later keeps no graph and takes about as long. Not in here: torch.compile (blocks are eager), what several host
+A block is timed as training calls it: forward with a graph, then backward. Not in here: torch.compile, what several
 threads take from each other in a pipeline, optimizer steps, copies between cards, the backward of embedders with LoRA.
 """
 
@@ -16,7 +14,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any
 
 import torch
@@ -33,8 +31,7 @@ from ..parallel.devices import device_module, memory_in_use, own_random_states, 
 from ..parallel.stopwatch import MakeStopwatch, Stopwatch, make_stopwatch
 from ..patches.attention import sound_attention
 from ..quantization.rotation import make_rotation
-from ..training.objective import flow_matching_loss
-from .dry_run import ShortModel, Work, make_conditions, shorten, text_shape
+from .short_model import ShortModel, Work, shorten, training_step
 
 _STRICT = ConfigDict(extra="forbid")
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -46,11 +43,9 @@ _ENOUGH_S = 0.3  # of one kind
 
 @checked_dataclass(frozen=True, config=_STRICT)
 class KindTimes:
-    """One kind of block, seconds of a micro-batch.
+    """One kind of block, seconds of a micro-batch; backward_s is without computing the forward again.
 
-    Args:
-        first: fqn of the first block of this kind. blocks: indices of all, in execution order.
-        backward_s: without computing the forward again.
+    first: fqn of the first block of this kind. blocks: indices of all, in execution order.
     """
 
     first: str
@@ -82,17 +77,16 @@ class CardTimes:
         if not found or found != list(range(len(found))):
             raise ValueError("every block belongs to one kind")
 
-    @property
-    def num_blocks(self) -> int:
-        return sum(len(kind.blocks) for kind in self.kinds)
+    @cached_property
+    def of_block(self) -> dict[int, tuple[float, float]]:
+        """Forward and backward of each block."""
+        return {index: (kind.forward_s, kind.backward_s) for kind in self.kinds for index in kind.blocks}
 
 
 def time_blocks(
     info: CheckpointInfo, variant: Variant, work: Work, device: torch.device, watch: MakeStopwatch = make_stopwatch
 ) -> CardTimes:
-    """Run every kind of block of a model on a device and time it.
-
-    The device's memory is handed back; random numbers of this process go on as if nothing had happened.
+    """Run every kind of block of a model on a device and time it; memory and random states are then as before.
 
     Raises: what the device raises where memory or a kernel is missing.
     """
@@ -131,18 +125,12 @@ def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 # ---- the course of one measurement
 
 
-@dataclass(frozen=True)
-class _Pair:
-    forward_s: float
-    backward_s: float
-
-
 class _Course:
     """Takes gradient checkpointing's place: what it does at a call depends on how often the model has run."""
 
     def __init__(self, short: ShortModel, device: torch.device, watch: Stopwatch) -> None:
         self._short, self._device, self._watch = short, device, watch
-        self._times: list[_Pair] = []
+        self._times: list[tuple[float, float]] = []  # forward and backward of each kind
         self._outputs: list[Any] = []  # of every call of the first run
         self._num_calls = 0
         self._marks: list[Any] = []  # at the first call, and after the last
@@ -161,17 +149,20 @@ class _Course:
         model: Any = self._short.model
         with contextlib.ExitStack() as room:
             model.enable_gradient_checkpointing(self._measure_in(room))
-            _step(model, info, variant, work, self._device)
+            training_step(model, info, variant, work, self._latents(work))
         model.enable_gradient_checkpointing(self._stand_in)
         fronts, tails = [], []
         for _ in range(_NUM_WARM_UPS + _FEWEST):
             self._num_calls, self._marks = 0, []
             start = self._watch.mark()
-            _step(model, info, variant, work, self._device)
+            training_step(model, info, variant, work, self._latents(work))
             end = self._watch.mark()
             fronts.append(self._watch.between(start, self._marks[0]))
             tails.append(self._watch.between(self._marks[-1], end))
         return statistics.median(fronts[_NUM_WARM_UPS:]), statistics.median(tails[_NUM_WARM_UPS:])
+
+    def _latents(self, work: Work) -> torch.Tensor:
+        return torch.randn(work.batch_size, *work.latent_shape, device=self._device)
 
     def kinds(self) -> tuple[KindTimes, ...]:
         short = self._short
@@ -179,8 +170,7 @@ class _Course:
             KindTimes(
                 first,
                 tuple(index for index, kind in enumerate(short.kind_of) if kind == number),
-                self._times[number].forward_s,
-                self._times[number].backward_s,
+                *self._times[number],
             )
             for number, first in enumerate(short.kinds)
         )
@@ -214,7 +204,7 @@ class _Course:
             self._marks.append(self._watch.mark())
         return outputs
 
-    def _time(self, block: nn.Module, args: Any) -> _Pair:
+    def _time(self, block: nn.Module, args: Any) -> tuple[float, float]:
         with torch.no_grad():
             found = tree_leaves(block(*args))
             grads = [torch.randn_like(tensor) if tensor.is_floating_point() else None for tensor in found]
@@ -224,9 +214,9 @@ class _Course:
         whole = self._watch.between(marks[0], marks[2])
         count = max(_FEWEST, min(_MOST, int(_ENOUGH_S / max(whole, 1e-6))))
         rounds = [self._once(block, args, grads) for _ in range(count)]  # read only afterwards: the card never waits
-        between = self._watch.between
-        forward = statistics.median(between(start, middle) for start, middle, _ in rounds)
-        return _Pair(forward, statistics.median(between(middle, end) for _, middle, end in rounds))
+        between, median = self._watch.between, statistics.median
+        forward = median(between(start, middle) for start, middle, _ in rounds)
+        return forward, median(between(middle, end) for _, middle, end in rounds)
 
     def _once(self, block: nn.Module, args: Any, grads: list[torch.Tensor | None]) -> tuple[Any, Any, Any]:
         inputs = tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), args)
@@ -240,22 +230,6 @@ class _Course:
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
-
-
-def _step(model: Any, info: CheckpointInfo, variant: Variant, work: Work, device: torch.device) -> None:
-    """A micro-batch as Trainer computes it."""
-    family, batch = info.family, work.batch_size
-    latents = torch.randn(batch, *work.latent_shape, device=device)
-    noisy, sigmas = latents.to(work.dtype), torch.full((batch,), 0.5, device=device)
-    text = {
-        encoder.output: torch.randn(batch, *text_shape(encoder, info.config), dtype=work.dtype, device=device)
-        for encoder in variant.text_encoders
-    }
-    conditions = make_conditions(variant, info.config, noisy)
-    inputs = family.make_inputs(noisy, sigmas, {**text, **conditions}, variant.training_guidance)
-    output = model(**inputs, return_dict=False)[0]
-    prediction = family.read_prediction(output, latents)
-    flow_matching_loss(prediction, latents, torch.randn_like(latents)).backward()
 
 
 # ---- weights for a while

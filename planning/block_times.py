@@ -46,10 +46,7 @@ class Timing:
 class FlopTimes:
     """By operations: a frozen block's backward computes as much as its forward, for there are no weight gradients.
 
-    For cards that were not measured, or are elsewhere. What is outside the blocks counts nothing.
-
-    Args:
-        flops: of each block's forward. [num_blocks]
+    For cards that were not measured. What is outside the blocks counts nothing. flops: of each block's forward.
     """
 
     flops: Sequence[float]

@@ -1,10 +1,9 @@
 """Times of blocks measured on this machine's cards: before a training, once for each kind of job, then from disk.
 
-block_clock.py measures; here is when, what is remembered, and what happens where measuring fails. A measurement is of
-one card, one scheme and one size of batch. It is kept in the user's cache folder (files.py), under calibration/, a JSON
-file each, readable, with everything in it that could change the result: card, versions, the pack's own kernels, model,
-LoRA, batch, tokens. Whatever differs measures again; a file that cannot be read does, too. Cards that are alike share
-one. Links are of one card in one slot.
+block_clock.py measures one card, one scheme and one size of batch. The result is a JSON file in the user's cache folder
+with everything in it that could change it: card, versions, the pack's own kernels, model, LoRA, batch, tokens. Whatever
+differs is measured again, and so is a file that cannot be read. Cards that are alike share one; links are of one card
+in one slot.
 
 Measured and estimated times are never mixed in one plan, for they are not on one scale: if a measurement fails, all
 times of the plan are estimates, and a line in the log names the reason.
@@ -17,16 +16,16 @@ import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from ..checkpoints.checkpoint import CheckpointInfo
-from ..checkpoints.fingerprint import file_fingerprint, settings_fingerprint
+from ..checkpoints.fingerprint import file_fingerprint
+from ..encoding.key import settings_fingerprint
 from ..events import first_line
 from ..families.spec import Variant
 from ..parallel.devices import CPU, device_module, release_cached_memory, total_bytes
@@ -37,9 +36,9 @@ from ..version import VERSION
 from .block_clock import CardTimes, time_blocks
 from .block_times import ASSUMED_LINK_BYTES_PER_S, Timing
 from .cards import Card
-from .dry_run import Work, text_shape
-from .plan_training import plan_training
-from .planner import Planner, TrainingPlan
+from .plan_training import TrainingPlan, plan_training
+from .question import Question
+from .short_model import Work, text_shape
 
 _log = logging.getLogger(__name__)
 
@@ -71,35 +70,14 @@ class LinkSpeed:
     bytes_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class Bench(Protocol):
-    """Measures on real cards; a source of None is pinned host memory."""
-
-    def block_key(self, device: torch.device, scheme: str) -> Key:
-        """Everything that blocks' times depend on."""
-        ...
-
-    def blocks(self, device: torch.device, scheme: str) -> CardTimes: ...
-
-    def link_key(self, source: torch.device | None, target: torch.device) -> Key:
-        """Everything that a link's speed depends on."""
-        ...
-
-    def link(self, source: torch.device | None, target: torch.device) -> float:
-        """Bytes per second."""
-        ...
-
-
 class CardBench:
-    """The bench of one job.
-
-    Args:
-        work: of a micro-batch, by scheme.
-    """
+    """Measures the blocks of one job on real cards, and links; a source of None is pinned host memory."""
 
     def __init__(self, info: CheckpointInfo, variant: Variant, work: Callable[[str], Work]) -> None:
         self._info, self._variant, self._work = info, variant, work
 
     def block_key(self, device: torch.device, scheme: str) -> Key:
+        """Everything that blocks' times depend on."""
         work = self._work(scheme)
         return {
             "card": describe_card(device),
@@ -125,6 +103,7 @@ class CardBench:
         return {"machine": platform.node(), "ends": ends, "torch": torch.__version__, "version": _VERSION}
 
     def link(self, source: torch.device | None, target: torch.device) -> float:
+        """Bytes per second."""
         return link_speed(CPU if source is None else source, target)
 
 
@@ -224,28 +203,28 @@ class MeasuredTimes:
     """Block times of some cards of this machine, each measured when it is first asked for; a BlockTimes.
 
     Args:
-        cards: of this machine; no others may be asked for.
-        names: of all blocks.
+        cards: of this machine; no others may be asked for. names: of all blocks.
         may_measure: False takes only what is on disk.
     Raises: NotMeasured or CalibrationFailed where a time is asked for and there is none.
     """
 
     def __init__(
-        self, bench: Bench, cards: Sequence[Card], names: Sequence[str], store: CalibrationStore, *, may_measure: bool
+        self,
+        bench: CardBench,
+        cards: Sequence[Card],
+        names: Sequence[str],
+        store: CalibrationStore,
+        *,
+        may_measure: bool,
     ) -> None:
         self._bench, self._store, self._may_measure = bench, store, may_measure
         self._cards, self._names = tuple(cards), tuple(names)
         self._found: dict[tuple[torch.device, str], CardTimes] = {}
         self._by_key: dict[Path, CardTimes] = {}  # cards that are alike have one key
-        self._by_block: dict[tuple[torch.device, str], list[tuple[float, float]]] = {}
         self._links: dict[tuple[torch.device | None, torch.device], float | None] = {}
 
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
-        if (card.device, scheme) not in self._by_block:
-            found = self.times(card, scheme)
-            pairs = {index: (kind.forward_s, kind.backward_s) for kind in found.kinds for index in kind.blocks}
-            self._by_block[card.device, scheme] = [pairs[index] for index in range(len(self._names))]
-        return self._by_block[card.device, scheme][block]
+        return self.times(card, scheme).of_block[block]
 
     def ends(self, card: Card, scheme: str) -> tuple[float, float]:
         found = self.times(card, scheme)
@@ -267,7 +246,7 @@ class MeasuredTimes:
 
     def _on_disk(self, key: Key) -> CardTimes | None:
         found = self._store.get(key, CardTimes)
-        if found is not None and found.num_blocks != len(self._names):
+        if found is not None and len(found.of_block) != len(self._names):
             _log.warning("%s has another number of blocks; it is measured again", self._store.path_of(key))
             return None
         return found
@@ -322,57 +301,52 @@ class MeasuredTimes:
         links = {f"{one.name} -> {other.name}": self.speed(one, other) for one, other in pairs}
         dates = ", ".join(sorted({times.date for _, times in found}))
         where = ", ".join(f"{name} ({each['card']})" for name, each in of_cards.items())
-        eager = "; compiled blocks are faster" if plan.job.train.compile != "off" else ""
+        eager = "; compiled blocks are faster" if plan.space.is_compiled else ""
         return Timing(f"measured on {where}, {dates}{eager}", {"scheme": scheme, "cards": of_cards, "links": links})
 
 
 # ---- plans
 
+Measuring = Literal["never", "known", "where it decides", "always"]
 
-class CalibratedPlanner:
-    """Plans a job with measured times of this machine's cards, where these matter and can be had.
+
+def plan_calibrated(
+    question: Question, measuring: Measuring, *, bench: CardBench | None = None, store: CalibrationStore | None = None
+) -> TrainingPlan:
+    """A job's plan with measured times where they can be had, else with estimates.
 
     Args:
-        planner: of cards of this machine; its times are the estimates.
+        measuring: "never" only estimates; "known" takes what an earlier job has measured and uses no card; the others
+            measure what is missing.
         bench, store: None takes the cards themselves and the user's cache folder.
+    Raises: ValueError if no setting fits.
     """
+    estimated = plan_training(question)  # what does not fit is refused before anything is measured
+    if measuring == "never":
+        return estimated
+    may_measure = measuring == "always" or (measuring != "known" and _decides(question))
+    times = measured_times(question, may_measure=may_measure, bench=bench, store=store)
+    try:
+        plan = plan_training(replace(question, given_times=times))
+        return replace(plan, timing=times.timing(plan))
+    except NotMeasured:
+        return estimated
+    except CalibrationFailed as error:
+        _log.warning("blocks could not be timed (%s); times are estimated from operations", error)
+        return estimated
 
-    def __init__(self, planner: Planner, *, bench: Bench | None = None, store: CalibrationStore | None = None) -> None:
-        self._planner, self._bench, self._given_store = planner, bench, store
 
-    @cached_property
-    def matters(self) -> bool:
-        """Whether times decide anything: where cards are cut, or which of several schemes is taken."""
-        planner = self._planner
-        has_cut = len(planner.cards) > 1 and not planner.bounds
-        return has_cut or len({setting.scheme for setting in planner.settings()}) > 1
+def _decides(question: Question) -> bool:
+    """Whether times decide anything: where cards are cut, or which of several schemes is taken."""
+    has_cut = len(question.cards) > 1 and not question.bounds
+    return has_cut or len({setting.scheme for setting in question.settings()}) > 1
 
-    def plan(self, measure: Literal["as set", "always", "never"] = "as set") -> TrainingPlan:
-        """With measured times where they can be had, else with estimates.
 
-        Args:
-            measure: whether what no earlier job has measured is measured now: "as set" by split.calibrate, "always", or
-                "never", which uses no card.
-        Raises: ValueError if no setting fits.
-        """
-        estimated = plan_training(self._planner)  # what does not fit is refused before anything is measured
-        wish = self._planner.job.split.calibrate
-        if wish == "off" and measure != "always":
-            return estimated
-        is_wanted = measure == "as set" and (wish == "on" or self.matters)
-        times = self.times(may_measure=measure == "always" or is_wanted)
-        try:
-            plan = plan_training(self._planner.with_times(times))
-            return replace(plan, timing=times.timing(plan))
-        except NotMeasured:
-            return estimated
-        except CalibrationFailed as error:
-            _log.warning("blocks could not be timed (%s); times are estimated from operations", error)
-            return estimated
-
-    def times(self, *, may_measure: bool) -> MeasuredTimes:
-        """Of this job's blocks on its cards."""
-        planner = self._planner
-        bench = self._bench or CardBench(planner.info, planner.variant, planner.work)
-        store = self._given_store or CalibrationStore(calibration_folder())
-        return MeasuredTimes(bench, planner.cards, planner.names, store, may_measure=may_measure)
+def measured_times(
+    question: Question, *, may_measure: bool, bench: CardBench | None = None, store: CalibrationStore | None = None
+) -> MeasuredTimes:
+    """Of a job's blocks on its cards."""
+    model = question.model
+    bench = bench or CardBench(model.info, model.variant, question.work)
+    store = store or CalibrationStore(calibration_folder())
+    return MeasuredTimes(bench, question.cards, model.names, store, may_measure=may_measure)

@@ -2,201 +2,261 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from ..config.job import JobConfig
 from ..parallel.placement import Placement
 from .advice import describe_refusal
-from .block_times import FlopTimes
-from .forecast import Forecast
-from .planner import (
-    HEADROOM,
-    HOST_GAIN,
-    Alternative,
-    Found,
-    Planner,
-    Setting,
-    Stage,
-    TrainingPlan,
-    asked_schedule,
-    why_no_schedule,
-)
+from .block_times import FlopTimes, Timing
+from .cards import Card
+from .cuts import HEADROOM, Found
+from .forecast import DeviceForecast
+from .question import Question
+from .search import HOST_GAIN, Looked, find_fastest, fit
+from .space import SearchSpace, Setting, is_open, strategies_on, why_not_shared
 
 _SEVERAL = 4  # micro-batches that a hint speaks of
 
 
-def plan_training(planner: Planner) -> TrainingPlan:
+@dataclass(frozen=True)
+class Alternative:
+    """A setting that was looked at; times_longer than the chosen one, None if it does not fit."""
+
+    setting: Setting
+    times_longer: float | None
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What was chosen and why.
+
+    Args:
+        space: what it was chosen from.
+        devices: in execution order.
+        host_bytes, offloaded_inputs: host memory at most, and the share of block inputs.
+        bucket, frames: (height, width) in pixels, and video frames, that were planned for.
+        variant: name of the model.
+        relative_time: of a step, over the same with every block recomputed, one micro-batch after the other and, for
+            data parallel, on the first card alone.
+        has_graphs: whether blocks without activation checkpointing are counted as CUDA graphs.
+        step_s: of a step at this size, seconds. timing: where its times were measured; None for estimates.
+        warning: why it may not fit after all, where the user has vouched for it; "" otherwise.
+    """
+
+    space: SearchSpace
+    cards: tuple[Card, ...]
+    placement: Placement
+    setting: Setting
+    devices: tuple[DeviceForecast, ...]
+    host_bytes: int
+    offloaded_inputs: int
+    relative_time: float
+    step_s: float
+    reasons: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+    hint: str
+    warning: str
+    bucket: tuple[int, int]
+    frames: int
+    variant: str
+    has_graphs: bool
+    timing: Timing | None = None
+
+    @property
+    def uncheckpointed(self) -> tuple[int, ...]:
+        """Per device, blocks without activation checkpointing."""
+        return tuple(device.num_uncheckpointed for device in self.devices)
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Per device, blocks that stream from host memory."""
+        return tuple(device.num_offloaded for device in self.devices)
+
+
+def plan_training(question: Question) -> TrainingPlan:
     """The fastest way to run a job on its cards that fits.
 
     Raises: ValueError if none does; it says what each card lacks and which changes would do.
     """
-    found, looked_at = planner.find()
+    found, looked_at = find_fastest(question)
     if found is None:
-        raise ValueError(describe_refusal(planner))
-    host_bytes = planner.host_needed(found)
-    forecast = Forecast(tuple(stage.forecast for stage in found.stages), host_bytes, found.offloaded_bytes)
-    is_copied = found.setting.schedule == "replicas"
-    one_model = found.stages[:1] if is_copied else found.stages
-    plain = planner.job.train.gradient_accumulation_steps * sum(
-        _recomputed(planner, found, stage) for stage in one_model
-    )
+        raise ValueError(describe_refusal(question))
+    stages = tuple(stage.forecast for stage in found.stages)
     return TrainingPlan(
-        job=_settled(planner.job, found.setting),
-        cards=planner.cards,
-        placement=_place_replicas(planner) if is_copied else _place(planner, found),
+        space=question.space,
+        cards=question.cards,
+        placement=_place(question, found),
         setting=found.setting,
-        kept_blocks=tuple(stage.forecast.num_kept for stage in found.stages),
-        swapped_blocks=tuple(stage.plan.num_swapped for stage in found.stages),
-        forecast=forecast,
-        relative_time=found.time / plain,
+        devices=stages,
+        host_bytes=found.host_bytes,
+        offloaded_inputs=found.offloaded_inputs,
+        relative_time=found.time / _plain_time(question, found),
         step_s=found.time,
-        reasons=tuple(_reasons(planner, found, looked_at)),
+        reasons=tuple(_reasons(question, found, looked_at)),
         alternatives=tuple(
             Alternative(setting, None if other is None else other.time / found.time) for setting, other in looked_at
         ),
-        hints=tuple(filter(None, [_hint_of_pipeline(planner, found)])),
-        warning=_warning(planner, found),
-        bucket=planner.bucket,
-        frames=planner.frames,
-        variant=planner.variant.name,
-        has_graphs=found.settings.has_graphs and any(stage.forecast.num_kept for stage in found.stages),
+        hint=_hint_of_pipeline(question, found),
+        warning=_warning(question, found),
+        bucket=question.bucket,
+        frames=question.frames,
+        variant=question.model.variant.name,
+        has_graphs=found.settings.has_graphs and any(stage.num_uncheckpointed for stage in stages),
     )
 
 
-def _place_replicas(planner: Planner) -> Placement:
-    """All blocks on every card."""
-    devices = tuple(card.device for card in planner.cards)
-    return Placement(planner.names, (devices[0],) * len(planner.names), devices[0], replicas=devices)
+def _place(question: Question, found: Found) -> Placement:
+    names, home = question.model.names, question.cards[0].device
+    if found.setting.is_data_parallel:
+        copies = tuple(card.device for card in question.cards)
+        return Placement(names, (home,) * len(names), home, replicas=copies)
+    devices = [card.device for card, stage in zip(question.cards, found.stages, strict=True) for _ in stage.blocks]
+    return Placement(names, tuple(devices), home)
 
 
-def _place(planner: Planner, found: Found) -> Placement:
-    devices = [card.device for card, stage in zip(planner.cards, found.stages, strict=True) for _ in _blocks(stage)]
-    return Placement(planner.names, tuple(devices), planner.cards[0].device)
-
-
-def _blocks(stage: Stage) -> range:
-    return range(stage.plan.start, stage.plan.end)
-
-
-def _settled(job: JobConfig, setting: Setting) -> JobConfig:
-    return replace(
-        job,
-        model=replace(job.model, quantize=setting.scheme),  # type: ignore[arg-type]
-        optimizer=replace(job.optimizer, name=setting.optimizer),
+def _plain_time(question: Question, found: Found) -> float:
+    """Of a step with every block recomputed, one micro-batch after the other, on the found cut or the first card."""
+    scheme, settings = found.setting.scheme, replace(found.settings, strategy="none")
+    one_model = found.stages[:1] if found.setting.is_data_parallel else found.stages
+    times = (
+        question.recomputed_s(stage.blocks, question.cards[stage.plan.stage], scheme)
+        + question.ends_s(stage.plan, scheme, settings)
+        for stage in one_model
     )
+    return question.space.accumulation * sum(times)
 
 
-def _recomputed(planner: Planner, found: Found, stage: Stage) -> float:
-    card = planner.cards[stage.plan.stage]
-    blocks = planner.recomputed_s(_blocks(stage), card, found.setting.scheme)
-    ends = planner.ends_s(stage.plan, found.setting.scheme, replace(found.settings, schedule="none"))
-    return blocks + ends
+# ---- why
 
 
-def _reasons(planner: Planner, found: Found, looked_at: Sequence[tuple[Setting, Found | None]]) -> Iterator[str]:
+def _reasons(question: Question, found: Found, looked_at: Looked) -> Iterator[str]:
     """A line per choice that was ours."""
-    job, stages = planner.job, found.stages
-    cut = " + ".join(str(len(_blocks(stage))) for stage in stages)
-    shares = " and ".join(f"{stage.share:.0%}" for stage in stages)
-    if found.setting.schedule == "replicas":
-        each = ", ".join(f"{stage.share:.0%} of {card.name}" for stage, card in zip(stages, planner.cards, strict=True))
-        yield f"replicas: each card holds the whole model and needs no other's activations; it needs {each}"
-    elif planner.bounds:
-        yield f"cut {cut} blocks: given; it needs {shares} of what the cards have free"
-    elif len(stages) > 1:
-        yield f"cut {cut} blocks: {_cut_reason(planner, found)}; it needs {shares} of what the cards have free"
-    kept = [stage.forecast.num_kept for stage in stages]
-    if not job.train.gradient_checkpointing:
-        yield "activations: all are kept, as gradient_checkpointing is off"
-    elif job.split.blocks_without_checkpointing:
-        yield f"activations: the last {_joined(kept)} blocks keep them: given"
-    elif any(kept):
-        yield f"activations: the last {_joined(kept)} blocks keep them, which saves computing those blocks again"
-    elif found.is_swapping or job.split.memory_limit_gb:
-        yield "activations: every block is recomputed"
-    else:
-        yield f"activations: every block is recomputed; keeping one would leave less than {HEADROOM:.0%} of a card free"
-    if job.train.cuda_graphs == "auto":
-        fault = planner.graphs_fault or ("" if any(kept) else "no block keeps its activations")
-        which = f"the last {_joined(kept)}" if job.train.gradient_checkpointing else "all"
-        yield f"CUDA graphs: not used, {fault}" if fault else f"CUDA graphs: {which} blocks are replayed"
-    if found.is_swapping:
-        yield _swap_reason(planner, found, looked_at)
-    if job.parallel.strategy not in ("auto", "none") and found.setting.schedule == "none":
-        why = why_no_schedule(job, [card.device for card in planner.cards])
-        yield f'parallel.strategy = "{job.parallel.strategy}": without effect, {why}'
-    if job.parallel.microbatches_ahead > 1 and found.setting.schedule != "1f1b":
-        ahead = job.parallel.microbatches_ahead
-        yield f"parallel.microbatches_ahead = {ahead}: without effect, only a pipeline runs ahead"
+    yield from _cut_reason(question, found)
+    yield _activation_reason(question, found)
+    yield from _graph_reason(question, found)
+    if found.is_streaming:
+        yield _streaming_reason(question, found, looked_at)
+    yield from _without_effect(question, found)
     if found.setting.offloads:
-        is_given = job.train.offload_activations == "on"
-        why = "given" if is_given else "nothing as good fits without"
-        yield f"block inputs: they wait in {found.offloaded_bytes / 1e9:.1f} GB of pinned host memory: {why}"
-    others = [(setting, other) for setting, other in looked_at if setting != found.setting]
-    for label, of in (("scheme", "scheme"), ("schedule", "schedule"), ("optimizer", "optimizer")):
-        rivals = {getattr(setting, of) for setting, _ in others} - {getattr(found.setting, of)}
-        for rival in sorted(rivals):
-            times = [other.time for setting, other in others if getattr(setting, of) == rival and other is not None]
-            chosen = getattr(found.setting, of)
-            fails = "do not fit" if rival == "replicas" else "does not fit"
-            verdict = f"{min(times) / found.time:.2f} times as long" if times else fails
-            yield f"{label} {_named(of, chosen)}: {_named(of, rival)} {'would take ' if times else ''}{verdict}"
+        why = "nothing as good fits without" if is_open(question.space.offloads) else "given"
+        yield f"block inputs: they wait in {found.offloaded_inputs / 1e9:.1f} GB of pinned host memory: {why}"
+    yield from _rivals(found, looked_at)
 
 
-def _cut_reason(planner: Planner, found: Found) -> str:
-    if found.setting.schedule != "none" or planner.job.split.balance == "time":
-        return "shortest time in its slowest stage"
-    if found.is_swapping:
-        return "shortest time, then least from host memory"
-    are_alike = len({card.speed for card in planner.cards}) == 1 and isinstance(planner.times, FlopTimes)
-    return "even use of memory" if are_alike else "shortest time, then even use of memory"
-
-
-def _swap_reason(planner: Planner, found: Found, looked_at: Sequence[tuple[Setting, Found | None]]) -> str:
+def _cut_reason(question: Question, found: Found) -> Iterator[str]:
     stages = found.stages
-    count = _joined([stage.plan.num_swapped for stage in stages])
+    if found.setting.is_data_parallel:
+        each = ", ".join(
+            f"{stage.share:.0%} of {card.name}" for stage, card in zip(stages, question.cards, strict=True)
+        )
+        yield f"data parallel: each card holds the whole model and needs no other's activations; it needs {each}"
+        return
+    if question.bounds:
+        why = "given"
+    elif len(stages) == 1:
+        return
+    elif found.setting.strategy != "none" or question.space.is_cut_by_time:
+        why = "shortest time in its slowest stage"
+    elif found.is_streaming:
+        why = "shortest time, then least from host memory"
+    else:
+        are_alike = len({card.speed for card in question.cards}) == 1 and isinstance(question.times, FlopTimes)
+        why = "even use of memory" if are_alike else "shortest time, then even use of memory"
+    cut, shares = _joined(len(stage.blocks) for stage in stages), " and ".join(f"{stage.share:.0%}" for stage in stages)
+    yield f"cut {cut} blocks: {why}; it needs {shares} of what the cards have free"
+
+
+def _activation_reason(question: Question, found: Found) -> str:
+    space = question.space
+    counts = [stage.forecast.num_uncheckpointed for stage in found.stages]
+    if not space.is_checkpointing:
+        return "activations: all are kept, as gradient_checkpointing is off"
+    if space.uncheckpointed or any(counts):
+        why = ": given" if space.uncheckpointed else ", which saves computing those blocks again"
+        return f"activations: the last {_joined(counts)} blocks keep them{why}"
+    if found.is_streaming or space.memory_limit_gb:
+        return "activations: every block is recomputed"
+    return f"activations: every block is recomputed; keeping one would leave less than {HEADROOM:.0%} of a card free"
+
+
+def _graph_reason(question: Question, found: Found) -> Iterator[str]:
+    if not question.space.wants_graphs:
+        return
+    counts = [stage.forecast.num_uncheckpointed for stage in found.stages]
+    fault = question.graphs_fault or ("" if any(counts) else "no block keeps its activations")
+    which = f"the last {_joined(counts)}" if question.space.is_checkpointing else "all"
+    yield f"CUDA graphs: not used, {fault}" if fault else f"CUDA graphs: {which} blocks are replayed"
+
+
+def _streaming_reason(question: Question, found: Found, looked_at: Looked) -> str:
+    stages = found.stages
     fitting = [other for _, other in looked_at if other is not None]
-    without = [(each, each.time) for each in fitting if not each.is_swapping]
+    without = [(each, each.time) for each in fitting if not each.is_streaming]
     without += [(each, each.resident_time) for each in fitting if each.resident_time is not None]
     alike = [time for each, time in without if each.setting.offloads == found.setting.offloads]
     others = [time for each, time in without if each.setting.offloads != found.setting.offloads]
-    if planner.job.split.offloaded_blocks:
+    if question.space.offloaded:
         why = "given"
     elif alike:
         why = f"what fits without would take {min(alike) / found.time:.2f} times as long"
     elif others:
         why = f"with block inputs there instead it would take {min(others) / found.time:.2f} times as long"
-    elif planner.job.split.memory_limit_gb:
+    elif question.space.memory_limit_gb:
         why = "what memory_limit_gb allows cannot hold them"
     else:
         why = "the cards cannot hold them"
-    waiting = [card.name for card, stage in zip(planner.cards, stages, strict=True) if stage.is_waiting]
+    waiting = [card.name for card, stage in zip(question.cards, stages, strict=True) if stage.is_waiting]
     slow = f"{' and '.join(waiting)} will wait for copies" if waiting else "copies take less time than computing"
-    return (
-        f"host memory: {count} blocks stream from there, {sum(s.streamed for s in stages) / 1e9:.1f} GB: {why}; {slow}"
-    )
+    count = _joined(stage.plan.num_offloaded for stage in stages)
+    return f"host memory: {count} blocks stream from there, {found.streamed / 1e9:.1f} GB: {why}; {slow}"
 
 
-def _joined(numbers: Sequence[int]) -> str:
+def _without_effect(question: Question, found: Found) -> Iterator[str]:
+    """What the user has asked for and the cards cannot do."""
+    space, chosen = question.space, found.setting.strategy
+    asked = space.strategies[0]
+    if not is_open(space.strategies) and asked not in ("none", chosen):
+        why = why_not_shared(space.accumulation, [card.device for card in question.cards])
+        yield f"strategy {asked}: without effect, {why}"
+    if space.ahead > 1 and chosen != "pipeline":
+        yield f"parallel.microbatches_ahead = {space.ahead}: without effect, only a pipeline runs ahead"
+
+
+def _rivals(found: Found, looked_at: Looked) -> Iterator[str]:
+    """What another scheme, strategy or optimizer would have taken."""
+    others = [(setting, other) for setting, other in looked_at if setting != found.setting]
+    for name in ("scheme", "strategy", "optimizer"):
+        chosen = getattr(found.setting, name)
+        for rival in sorted({getattr(setting, name) for setting, _ in others} - {chosen}):
+            times = [other.time for setting, other in others if getattr(setting, name) == rival and other is not None]
+            if times:
+                verdict = f"would take {min(times) / found.time:.2f} times as long"
+            else:
+                verdict = "do not fit" if rival == "data" else "does not fit"
+            yield f"{name} {_named(name, chosen)}: {_named(name, rival)} {verdict}"
+
+
+def _named(setting: str, choice: str) -> str:
+    return {"scheme": "full precision", "strategy": "no pipeline"}[setting] if choice == "none" else choice
+
+
+def _joined(numbers: Iterable[int]) -> str:
     return " + ".join(map(str, numbers))
 
 
-def _named(of: str, choice: str) -> str:
-    return {"scheme": "full precision", "schedule": "no pipeline"}[of] if choice == "none" else choice
+# ---- what else to say
 
 
-def _hint_of_pipeline(planner: Planner, found: Found) -> str:
+def _hint_of_pipeline(question: Question, found: Found) -> str:
     """What several micro-batches would gain where a step of one keeps one card busy; "" for next to nothing."""
-    job, devices = planner.job, [card.device for card in planner.cards]
-    if job.train.gradient_accumulation_steps > 1 or job.parallel.strategy not in ("auto", "pipeline"):
+    space = question.space
+    if space.accumulation > 1 or "pipeline" not in space.strategies:
         return ""
-    several = replace(job, train=replace(job.train, gradient_accumulation_steps=_SEVERAL))
-    schedule = asked_schedule(several, devices)
-    if schedule is None or schedule == "replicas":
+    several = replace(space, accumulation=_SEVERAL)
+    if "pipeline" not in strategies_on(several, [card.device for card in question.cards]):
         return ""
-    other = planner.changed(several, planner.cards, planner.bucket).with_times(planner.times)
-    filled = other.fit(replace(found.setting, schedule=schedule, ahead=0))
+    other = replace(question, space=several, given_times=question.times)
+    filled = fit(other, replace(found.setting, strategy="pipeline", ahead=0))
     if filled is None or HOST_GAIN * filled.time > _SEVERAL * found.time:
         return ""
     return (
@@ -205,10 +265,10 @@ def _hint_of_pipeline(planner: Planner, found: Found) -> str:
     )
 
 
-def _warning(planner: Planner, found: Found) -> str:
+def _warning(question: Question, found: Found) -> str:
     over = [
         f"{card.name} {stage.forecast.needed / 1e9:.2f} GB of {card.usable_bytes / 1e9:.2f} GB"
-        for card, stage in zip(planner.cards, found.stages, strict=True)
+        for card, stage in zip(question.cards, found.stages, strict=True)
         if stage.forecast.needed > card.usable_bytes
     ]
     if not over:

@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .forecast import DeviceForecast, Forecast
+from .forecast import DeviceForecast
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image as PilImage
 
-    from .planner import TrainingPlan
+    from .plan_training import TrainingPlan
 
 # Per device, decimal GB: forecast peak, the same as reserved by the allocator, and what was measured of both.
 Comparison = Mapping[str, Mapping[str, "float | None"]]
@@ -47,29 +47,25 @@ def parts_of(device: DeviceForecast) -> dict[str, int]:
 def describe_plan(plan: TrainingPlan) -> str:
     """The choice, a line per card in decimal GB, the reasons."""
     height, width = plan.bucket
-    job = plan.job
+    space = plan.space
     length = f", {plan.frames} frames" if plan.frames > 1 else ""
     lines = [
         f"{plan.variant}: {plan.setting.describe()}; {plan.placement.describe()}; {width}x{height} pixels{length}, "
-        f"batch {job.train.batch_size}, accumulation {job.train.gradient_accumulation_steps}, "
-        f"LoRA rank {job.lora.rank}",
+        f"batch {space.batch_size}, accumulation {space.accumulation}, LoRA rank {space.lora.rank}",
         "",
         *_table(plan),
         "",
         _host_line(plan),
         _describe_time(plan),
         *plan.reasons,
-        *plan.hints,
-        *_what_cards_need(plan),
     ]
-    return "\n".join([*lines, f"warning: {plan.warning}"] if plan.warning else lines)
-
-
-def _what_cards_need(plan: TrainingPlan) -> list[str]:
-    """Of cards that nobody could ask."""
-    if plan.setting.scheme != "fp8-compute" or all(card.has_context for card in plan.cards):
-        return []
-    return ["fp8-compute needs RTX 40 cards or newer; for older ones plan with int8-compute"]
+    if plan.hint:
+        lines.append(plan.hint)
+    if plan.setting.scheme == "fp8-compute" and not all(card.has_context for card in plan.cards):  # nobody could ask
+        lines.append("fp8-compute needs RTX 40 cards or newer; for older ones plan with int8-compute")
+    if plan.warning:
+        lines.append(f"warning: {plan.warning}")
+    return "\n".join(lines)
 
 
 def _describe_time(plan: TrainingPlan) -> str:
@@ -84,10 +80,10 @@ def _seconds(seconds: float) -> str:
 
 
 def _table(plan: TrainingPlan) -> list[str]:
-    names = [name for name, _ in _PARTS if any(parts_of(device)[name] for device in plan.forecast.devices)]
+    names = [name for name, _ in _PARTS if any(parts_of(device)[name] for device in plan.devices)]
     head = ["card", "blocks", *(_LABELS.get(name, name) for name in names), "needed", "free", "peak at"]
     rows = [head]
-    for card, device in zip(plan.cards, plan.forecast.devices, strict=True):
+    for card, device in zip(plan.cards, plan.devices, strict=True):
         sizes = [_gb(parts_of(device)[name]) for name in names]
         rows.append([card.name, _blocks(device), *sizes, _gb(device.needed), _gb(card.usable_bytes), device.moment])
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -96,16 +92,16 @@ def _table(plan: TrainingPlan) -> list[str]:
 
 def _blocks(device: DeviceForecast) -> str:
     """ "23 (1 kept, 5 swapped)"."""
-    parts = ((device.num_kept, "kept"), (device.num_swapped, "swapped"))
+    parts = ((device.num_uncheckpointed, "kept"), (device.num_offloaded, "swapped"))
     special = ", ".join(f"{count} {what}" for count, what in parts if count)
     return str(device.num_blocks) + (f" ({special})" if special else "")
 
 
 def _host_line(plan: TrainingPlan) -> str:
-    pinned = plan.forecast.offloaded_bytes / 1e9
-    size = f"host memory: {plan.forecast.host_bytes / 1e9:.1f} GB"
+    pinned = plan.offloaded_inputs / 1e9
+    size = f"host memory: {plan.host_bytes / 1e9:.1f} GB"
     inputs = f", {pinned:.1f} GB pinned for block inputs while training" if pinned else ""
-    if any(plan.swapped_blocks):
+    if any(plan.offloaded):
         return f"{size}, all but one block of it for as long as the training runs{inputs}"
     return f"{size} at most{inputs}" if pinned else f"{size} while loading, beside the system's cache of the files"
 
@@ -121,14 +117,14 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
         "setting": {
             "quantize": plan.setting.scheme,
             "optimizer": plan.setting.optimizer,
-            "schedule": plan.setting.schedule,
+            "strategy": plan.setting.strategy,
             "ahead": plan.setting.ahead,
             "offload_activations": plan.setting.offloads,
             "cuda_graphs": plan.has_graphs,
             "split_at": _cuts(plan),
             "replicas": [str(device) for device in plan.placement.replicas],
-            "kept_blocks": list(plan.kept_blocks),
-            "swapped_blocks": list(plan.swapped_blocks),
+            "kept_blocks": list(plan.uncheckpointed),
+            "swapped_blocks": list(plan.offloaded),
         },
         "pixels": {"height": plan.bucket[0], "width": plan.bucket[1]},
         "frames": plan.frames,
@@ -136,8 +132,8 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             {
                 "device": device.device,
                 "num_blocks": device.num_blocks,
-                "num_kept": device.num_kept,
-                "num_swapped": device.num_swapped,
+                "num_kept": device.num_uncheckpointed,
+                "num_swapped": device.num_offloaded,
                 "micro_batches_held": device.held,
                 "bytes": parts_of(device),
                 "allocated": device.allocated,
@@ -146,10 +142,10 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
                 "usable": card.usable_bytes,
                 "peak_at": device.moment,
             }
-            for card, device in zip(plan.cards, plan.forecast.devices, strict=True)
+            for card, device in zip(plan.cards, plan.devices, strict=True)
         ],
-        "host_bytes": plan.forecast.host_bytes,
-        "offloaded_bytes": plan.forecast.offloaded_bytes,
+        "host_bytes": plan.host_bytes,
+        "offloaded_bytes": plan.offloaded_inputs,
         "relative_time": plan.relative_time,
         "step_s": None if plan.timing is None else plan.step_s,
         "times": {"measured": False} if plan.timing is None else {"measured": True, **plan.timing.values},
@@ -157,7 +153,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
         "alternatives": [
             {"setting": other.setting.describe(), "times_longer": other.times_longer} for other in plan.alternatives
         ],
-        "hints": list(plan.hints),
+        "hints": [plan.hint] if plan.hint else [],
         "warning": plan.warning,
     }
 
@@ -170,12 +166,8 @@ def _cuts(plan: TrainingPlan) -> list[int]:
 # ---- forecast against measured
 
 
-def compare(forecast: Forecast, measured: Mapping[str, Mapping[str, float]] | None = None) -> Comparison:
-    """For the event "forecast".
-
-    Args:
-        measured: what memory_in_use returned after the run; None before it.
-    """
+def compare(devices: Sequence[DeviceForecast], measured: Mapping[str, Mapping[str, float]] | None = None) -> Comparison:
+    """For the event "forecast"; measured is what memory_in_use returned after the run."""
     return {
         device.device: {
             "forecast": device.allocated / 1e9,
@@ -183,7 +175,7 @@ def compare(forecast: Forecast, measured: Mapping[str, Mapping[str, float]] | No
             "measured": (measured or {}).get(device.device, {}).get("peak"),
             "measured_reserved": (measured or {}).get(device.device, {}).get("reserved"),
         }
-        for device in forecast.devices
+        for device in devices
     }
 
 
@@ -191,13 +183,14 @@ def describe_comparison(compared: Comparison) -> list[str]:
     """ "memory cuda:0: forecast 21.5 GB, measured 21.3 GB (forecast +1.0 %)"; a line per card."""
     lines = []
     for device, values in compared.items():
-        forecast, measured = values["forecast"], values["measured"]
-        assert forecast is not None
-        line = f"memory {device}: forecast {forecast:.2f} GB"
-        if measured:
-            line += f", measured {measured:.2f} GB (forecast {100 * (forecast / measured - 1):+.1f} %)"
-        lines.append(line)
+        forecast, measured = values["forecast"] or 0.0, values["measured"]
+        found = f", measured {measured:.2f} GB ({_error(forecast, measured)})" if measured else ""
+        lines.append(f"memory {device}: forecast {forecast:.2f} GB{found}")
     return lines
+
+
+def _error(forecast: float, measured: float) -> str:
+    return f"forecast {100 * (forecast / measured - 1):+.1f} %"
 
 
 def describe_pace(plan: TrainingPlan, step_times_s: Sequence[float]) -> str:
@@ -208,7 +201,7 @@ def describe_pace(plan: TrainingPlan, step_times_s: Sequence[float]) -> str:
     height, width = plan.bucket
     return (
         f"step: forecast {_seconds(plan.step_s)} at {width}x{height}, measured {_seconds(measured)} "
-        f"(forecast {100 * (plan.step_s / measured - 1):+.1f} %)"
+        f"({_error(plan.step_s, measured)})"
     )
 
 
@@ -228,10 +221,9 @@ def draw_plan(plan: TrainingPlan) -> PilImage:
     """A bar per card, its parts side by side, the card's free memory as the frame. RGB"""
     from PIL import Image, ImageDraw, ImageFont
 
-    font = ImageFont.load_default(14)
-    devices = list(zip(plan.cards, plan.forecast.devices, strict=True))
+    font, row = ImageFont.load_default(14), _BAR_HEIGHT + 30
+    devices = list(zip(plan.cards, plan.devices, strict=True))
     largest = max(max(card.usable_bytes, device.needed) for card, device in devices)
-    row = _BAR_HEIGHT + 30
     height = 2 * _MARGIN + len(devices) * row + 22 * len(_PARTS)
     sheet = Image.new("RGB", (_BAR_WIDTH + 2 * _MARGIN, height), "white")
     draw = ImageDraw.Draw(sheet)
@@ -248,12 +240,8 @@ def draw_plan(plan: TrainingPlan) -> PilImage:
             left = right
         frame = _MARGIN + _BAR_WIDTH * card.usable_bytes / largest
         draw.rectangle((_MARGIN, top, round(frame), top + _BAR_HEIGHT), outline="black", width=2)
-    _draw_legend(draw, font, _MARGIN + len(devices) * row)
-    return sheet
-
-
-def _draw_legend(draw: Any, font: Any, top: int) -> None:
     for number, (name, colour) in enumerate(_PARTS):
-        at = top + 22 * number
+        at = _MARGIN + len(devices) * row + 22 * number
         draw.rectangle((_MARGIN, at, _MARGIN + 14, at + 14), fill=colour)
         draw.text((_MARGIN + 22, at - 2), _LABELS.get(name, name), fill="black", font=font)
+    return sheet

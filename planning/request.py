@@ -49,15 +49,15 @@ def make_request(
     """What `devicebridge plan` is asked for.
 
     Args:
-        path: job file; None takes every setting's default and leaves the scheme to the planner; a model must be named
-            then.
-        model: published variant in place of the job's model.
-        quantize: in place of the job's model.quantize.
-        resolution, frames: in place of the job's data.resolutions and data.frames.
+        path: job file; None takes the defaults with an open scheme, and needs a model.
+        model: published variant in place of the job's. quantize, resolution, frames: in place of the job's settings.
     Raises: ValueError for a variant that is not published, for neither job nor model, a pair of experts with a model,
         or data that is not there and has no resolution to stand in for it.
     """
-    _refuse_sizes(resolution, frames)
+    if resolution is not None and resolution <= 0:
+        raise ValueError(f"--resolution {resolution} is no size; give pixels, such as 1024")
+    if frames is not None and frames <= 0:
+        raise ValueError(f"--frames {frames} is no length; give frames of a clip, such as 33, or 1 for images")
     info = make_published_info(model) if model else None
     if path is not None:
         job = load_job(path)
@@ -69,38 +69,21 @@ def make_request(
         job = _with_model(job, model)
     if quantize is not None:
         job = replace(job, model=replace(job.model, quantize=quantize))
-    if resolution is not None:
-        job = _with_data(job, resolutions=[resolution])
-    if frames is not None:
-        job = _with_data(job, frames=[frames])
+    sizes = {"resolutions": resolution, "frames": frames}
+    values = job_to_dict(job)
+    values["data"] |= {name: [size] for name, size in sizes.items() if size is not None}
+    job = make_job(values)
     return PlanRequest(job, info, path is not None and _has_data(job.data, resolution))
 
 
-def _with_data(job: JobConfig, **changes: object) -> JobConfig:
-    """Raises: ValueError naming a value that the setting does not take."""
-    values = job_to_dict(job)
-    return make_job({**values, "data": {**values["data"], **changes}})
-
-
-def _refuse_sizes(resolution: int | None, frames: int | None) -> None:
-    if resolution is not None and resolution <= 0:
-        raise ValueError(f"--resolution {resolution} is no size; give pixels, such as 1024")
-    if frames is not None and frames <= 0:
-        raise ValueError(f"--frames {frames} is no length; give frames of a clip, such as 33, or 1 for images")
-
-
 def _job_of(info: CheckpointInfo) -> JobConfig:
-    """Every setting at its default but the scheme, which is the planner's choice; the paths that a job must have name
-    nothing."""
+    """Every setting at its default but the scheme, which is left open; the paths that a job must have name nothing."""
     assert info.variant is not None
-    is_video = info.family.latent_of(info.variant).is_video
+    resolution = VIDEO_RESOLUTION if info.family.latent_of(info.variant).is_video else IMAGE_RESOLUTION
     return make_job(
         {
             "model": {"path": info.variant.name, "quantize": "auto"},
-            "data": {
-                "folders": [{"path": "squares"}],
-                "resolutions": [VIDEO_RESOLUTION if is_video else IMAGE_RESOLUTION],
-            },
+            "data": {"folders": [{"path": "squares"}], "resolutions": [resolution]},
             "train": {"steps": 1},
             "output": {"folder": "nowhere"},
         }
@@ -135,9 +118,8 @@ def _has_data(data: DataConfig, resolution: int | None) -> bool:
 
 
 def make_square(config: DataConfig, variant: Variant, latent: LatentSpec) -> Sample:
-    """A square sample of the largest resolution and length, for a plan before there is a dataset.
-
-    Without data.frames it is an image; for a variant that is given the first frame, the family's longest clip.
+    """A square sample of the largest resolution and length, for a plan before there is a dataset: without data.frames
+    an image, or for a variant that is given the first frame the family's longest clip.
 
     Raises: ValueError for a resolution or a length that the model does not take.
     """

@@ -61,27 +61,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-@pytest.fixture(scope="session")
-def _rehearsals() -> dict[Any, Any]:
-    return {}
-
-
-@pytest.fixture
-def rehearsed_once(_rehearsals: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
-    """The same work costs the planner the same in every test; gives what is known, for one that must have it anew."""
-    from devicebridge.planning import planner
-    from devicebridge.planning.dry_run import rehearse_training
-
-    def rehearse(model: Any, family: Any, variant: Any, config: Any, work: Any, kernels: Any) -> Any:
-        key = family.name, str(config), work, str(kernels)
-        if key not in _rehearsals:
-            _rehearsals[key] = rehearse_training(model, family, variant, config, work, kernels)
-        return _rehearsals[key]
-
-    monkeypatch.setattr(planner, "rehearse_training", rehearse)
-    return _rehearsals
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With --dist loadfile a file stays in one process, and so does all of tests/comfy, which has one ComfyUI."""

@@ -158,7 +158,7 @@ def _draw_request(drawn: random.Random, ground: Ground) -> SplitRequest:
             options = {"balance": "manual", "split_at": tuple(cuts)}
     return SplitRequest(
         devices=devices,
-        transport=drawn.choice(("auto", "auto", "relay")),
+        transport=drawn.choice((None, None, "relay")),
         overlap=drawn.random() < 0.7,
         verify=drawn.random() < 0.2,
         **options,

@@ -11,7 +11,7 @@ from devicebridge.config.job import LoraSettings
 from devicebridge.parallel.stopwatch import EventStopwatch, link_speed, make_stopwatch
 from devicebridge.planning.block_clock import time_blocks
 from devicebridge.planning.calibration import describe_card, describe_slot
-from devicebridge.planning.dry_run import Work
+from devicebridge.planning.short_model import Work
 from devicebridge.quantization.quantize import QuantizeSettings, refusal
 from devicebridge.tests.toy import TINY
 

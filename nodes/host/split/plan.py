@@ -29,7 +29,7 @@ class SplitRequest:
         balance: share out weights by bytes, computing time, or cut where split_at says.
         split_at: index of the first block of each device after the first; for manual.
         memory_limit_gb: decimal GB of weights each device may hold resident; () is as much as ComfyUI grants.
-        transport: auto takes the family's; relay is right for every model, stream for those that are known.
+        transport: None takes the family's; relay is right for every model, stream for those that are known.
         overlap: let micro-batches of a batch use the cards at the same time where that is known to be right.
         offload: weights beyond a limit stay in host memory and are streamed at every use; else that is refused.
         verify: compute the first step of every run twice, the second time in the plainest way, and compare.
@@ -39,7 +39,7 @@ class SplitRequest:
     balance: Literal["memory", "time", "manual"] = "memory"
     split_at: tuple[int, ...] = ()
     memory_limit_gb: tuple[float, ...] = ()
-    transport: Literal["auto", "stream", "relay"] = "auto"
+    transport: Literal["stream", "relay"] | None = None
     overlap: bool = True
     offload: bool = True
     verify: bool = False
@@ -141,7 +141,7 @@ def _layout(diffusion_model: nn.Module) -> NativeModel:
 
 def _transport(diffusion_model: nn.Module, layout: NativeModel, request: SplitRequest) -> Transport:
     natural = transport_for(diffusion_model, layout)
-    if request.transport == "auto" or request.transport == natural:
+    if request.transport in (None, natural):
         return natural
     if request.transport == "stream":
         raise ValueError(

@@ -70,11 +70,11 @@ def test_settings_are_understood() -> None:
     assert parse_text_device("cpu") == TextDevice("resident", CPU)
     assert parse_text_device(CPU) == TextDevice("resident", CPU)
     assert parse_text_device("stream") == TextDevice("stream", None)
-    assert parse_text_device(" auto ") == TextDevice("auto", None)
+    assert parse_text_device(" auto ") == TextDevice(None, None)
     with emulated_cards(2):
         assert parse_text_device("lazy:1") == TextDevice("resident", CARDS[1])
         assert parse_text_device("stream:lazy:1") == TextDevice("stream", CARDS[1])
-        assert parse_text_device("auto:lazy") == TextDevice("auto", CARDS[0])
+        assert parse_text_device("auto:lazy") == TextDevice(None, CARDS[0])
 
 
 @pytest.mark.parametrize("setting", ["", "gpu", "streams", "stream:gpu", "stream:lazy:7", "lazy:7", "auto:lazy:7"])

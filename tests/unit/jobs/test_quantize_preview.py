@@ -16,6 +16,7 @@ from devicebridge.config.job import ModelConfig, SplitConfig, save_job
 from devicebridge.jobs import quantize_preview
 from devicebridge.jobs.job import check_job
 from devicebridge.jobs.quantize_preview import choose_scheme, preview_job, preview_model
+from devicebridge.jobs.resolve import Machine
 from devicebridge.quantization import weight_only
 from devicebridge.quantization.quantize import SCHEMES, Quantizer, QuantizeSettings, refusal
 from devicebridge.quantization.report import NOT_LINEAR, QUANTIZED
@@ -102,7 +103,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Any:
         devices = [torch.device("cuda", index) for index in range(len(capabilities))]
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
         monkeypatch.setattr(torch.version, "hip", None)
-        monkeypatch.setattr(quantize_preview, "find_devices", lambda names: devices)
+        monkeypatch.setattr(quantize_preview, "find_machine", lambda names: Machine(tuple(devices)))
         return devices
 
     return make

@@ -180,9 +180,9 @@ def test_a_job_that_does_not_fit_its_cards_streams_by_itself(tmp_path, monkeypat
         plan = check_job(job)
         assert plan.execution.swapped_blocks == (0, 0)
         kept = dataclasses.replace(job, split=dataclasses.replace(job.split, blocks_without_checkpointing=(0, 0)))
-        second = check_job(kept).training.forecast.devices[1]
+        second = check_job(kept).training.devices[1]
         monkeypatch.setattr(resolve_module, "cards_of", cards([10**9, second.needed - 1]))
         plan = check_job(job)
         assert plan.execution.swapped_blocks == (0, 3) and plan.execution.kept_blocks[1] == 0
-        assert plan.training.forecast.devices[1].needed < second.needed
+        assert plan.training.devices[1].needed < second.needed
         assert run_job(job).status == "finished"

@@ -316,7 +316,7 @@ def test_auto_chooses_by_the_models_devices(nodes: ModuleType, model: Any, monke
     asked = []
     monkeypatch.setattr(quantize_preview, "choose_scheme", lambda devices: asked.append(devices) or "int8-compute")
     assert _quantized(nodes, model, "auto")[0].model.quantize == "int8-compute"
-    assert asked == [[torch.device("cpu")]]
+    assert asked == [(torch.device("cpu"),)]
 
 
 # ---- datasets ----

@@ -38,7 +38,7 @@ def test_auto_takes_every_gpu_the_hosts_own_first(split: ModuleType, host: comfy
     host.gpus = (torch.device("cuda", 1), torch.device("cuda", 0))
     request = split._read_request(SOCKETS)
     assert request.devices == (torch.device("cuda", 1), torch.device("cuda", 0))
-    assert (request.balance, request.transport, request.overlap, request.offload) == ("memory", "auto", True, True)
+    assert (request.balance, request.transport, request.overlap, request.offload) == ("memory", None, True, True)
     assert (request.split_at, request.memory_limit_gb) == ((), ())
 
 

@@ -16,35 +16,38 @@ import torch
 from devicebridge.checkpoints.checkpoint import CheckpointInfo
 from devicebridge.checkpoints.load import make_empty_transformer
 from devicebridge.cli.main import main
-from devicebridge.config.job import JobConfig, LoraSettings, make_job, save_job
-from devicebridge.families.registry import find_family
+from devicebridge.config.job import LoraSettings, save_job
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import plan_job, run_job
+from devicebridge.jobs.resolve import MEASURING
 from devicebridge.parallel.placement import block_names
 from devicebridge.parallel.stopwatch import link_speed, make_stopwatch
 from devicebridge.patches import attention
 from devicebridge.planning import block_clock, calibration
-from devicebridge.planning import planner as planner_module
 from devicebridge.planning.block_clock import CardTimes, KindTimes, time_blocks
 from devicebridge.planning.block_times import FlopTimes
 from devicebridge.planning.calibration import (
-    CalibratedPlanner,
     CalibrationFailed,
     CalibrationStore,
     CardBench,
     LinkSpeed,
     MeasuredTimes,
     NotMeasured,
+    measured_times,
+    plan_calibrated,
 )
 from devicebridge.planning.cards import Card
-from devicebridge.planning.dry_run import BlockCost, Rehearsal, Work
-from devicebridge.planning.plan_training import plan_training
-from devicebridge.planning.planner import Planner, TrainingPlan
+from devicebridge.planning.dry_run_block import BlockCost
+from devicebridge.planning.plan_training import TrainingPlan, plan_training
+from devicebridge.planning.question import Question
 from devicebridge.planning.report import describe_pace, describe_plan, plan_values
+from devicebridge.planning.search import is_possible
+from devicebridge.planning.short_model import Work
 from devicebridge.quantization.frozen_linear import FrozenLinear8
 from devicebridge.quantization.quantize import QuantizeSettings
 from devicebridge.system.files import user_cache_folder
 from devicebridge.tests.emulated import CARDS, emulated_cards, live_bytes
+from devicebridge.tests.plans import MadeUpCosts, make_question
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from devicebridge.tests.toy import TINY
 
@@ -419,57 +422,32 @@ def test_a_card_that_is_elsewhere_is_not_measured(tmp_path):
 # ---- plans
 
 
-def _job(**sections: dict[str, Any]) -> JobConfig:
-    values: dict[str, Any] = {
-        "model": {"path": "x", "quantize": "none"},
-        "data": {"folders": [{"path": "x"}], "resolutions": [512]},
-        "train": {"steps": 10},
-        "output": {"folder": "x"},
-    }
-    return make_job({name: values.get(name, {}) | sections.get(name, {}) for name in values.keys() | sections.keys()})
-
-
-@pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """planner(cards, **sections) of ten blocks of 1 GB."""
+def _ask(cards: list[Card], cuts: Any = None, **sections: dict[str, Any]) -> Question:
+    """Of ten blocks of 1 GB."""
     block = BlockCost(1000 * 10**6, 0, 0, 10**7, {}, 10**7, 10**8, 10**7, 10**8, 2 * 10**8, 2 * 10**8)
-    rehearsal = Rehearsal(NAMES, (block,) * 10, 0, 0, 0, 0, 0, 0, 0)
-    monkeypatch.setattr(planner_module, "rehearse_training", lambda *args: rehearsal)
-    monkeypatch.setattr(planner_module, "block_names", lambda *args: NAMES)
-    monkeypatch.setattr(planner_module, "_has_packages", lambda scheme: scheme == "fp8-compute")
-    monkeypatch.setattr(Planner, "_model", None)
-    monkeypatch.setattr(Planner, "_largest_layer", 0)
-    monkeypatch.setattr(planner_module, "estimate_block_flops", lambda *args: [1e12] * 10)
-    family = find_family("flux2")
-    variant = family.variants[0]
-    info = CheckpointInfo(Path("x"), family, variant, variant.transformer_config, "diffusers", {}, None)
-
-    def make(cards: list[Card], cuts: Any = None, **sections: dict[str, Any]) -> Planner:
-        return Planner(_job(**sections), info, variant, cards, (512, 512), cuts=cuts)
-
-    return make
+    return make_question(MadeUpCosts(block), cards, cuts=cuts, **{"model": {"quantize": "none"}} | sections)
 
 
 def _counts(plan: TrainingPlan) -> list[int]:
-    return [device.num_blocks for device in plan.forecast.devices]
+    return [device.num_blocks for device in plan.devices]
 
 
 @pytest.mark.parametrize(
     "sections",
     [
-        {"parallel": {"strategy": "pipeline"}, "train": {"gradient_accumulation_steps": 6}},
+        {"pipeline": {"schedule": "1f1b"}, "train": {"accumulation": 6}},
         {"split": {"balance": "time"}},
     ],
 )
 @pytest.mark.parametrize("speeds", [(1.0, 2.0, 1.0), (1.0, 1.0, 1.0), (3.0, 1.0, 1.7)])
-def test_the_cut_follows_measured_times(made_up, tmp_path, speeds, sections):
+def test_the_cut_follows_measured_times(tmp_path, speeds, sections):
     """Against every cut there is, by sums of its own: the second half of the blocks takes twice as long, every block
     is recomputed, the first card has the embedders, and in a pipeline the last has the tail."""
-    split = {"blocks_without_checkpointing": [0, 0, 0]} | sections.get("split", {})
+    split = {"kept_blocks": [0, 0, 0]} | sections.get("split", {})
     bench = _Bench(*((f"model {s}", s) for s in speeds), front=0.5, tail=4.0)
-    planner = made_up(_cards(100, 100, 100), **sections | {"split": split})
-    plan = CalibratedPlanner(planner, bench=bench, store=CalibrationStore(tmp_path)).plan()
-    is_pipeline = "parallel" in sections
+    question = _ask(_cards(100, 100, 100), **sections | {"split": split})
+    plan = plan_calibrated(question, "where it decides", bench=bench, store=CalibrationStore(tmp_path))
+    is_pipeline = "pipeline" in sections
 
     def stages(a: int, b: int) -> list[float]:
         units = [1.0] * 5 + [2.0] * 5
@@ -490,23 +468,19 @@ def test_the_cut_follows_measured_times(made_up, tmp_path, speeds, sections):
     assert bench.measured == [(i, "none") for i in range(3) if speeds[i] not in speeds[:i]]
 
 
-def test_a_card_half_as_fast_gets_fewer_blocks(made_up, tmp_path):
-    sections = {
-        "parallel": {"strategy": "pipeline"},
-        "train": {"gradient_accumulation_steps": 8},
-        "split": {"blocks_without_checkpointing": [0, 0]},
-    }
-    planner = made_up(_cards(100, 100), **sections)
+def test_a_card_half_as_fast_gets_fewer_blocks(tmp_path):
+    sections = {"pipeline": {"schedule": "1f1b"}, "train": {"accumulation": 8}, "split": {"kept_blocks": [0, 0]}}
+    question = _ask(_cards(100, 100), **sections)
     bench = _Bench(("fast", 0.1), ("slow", 0.2))
-    plan = CalibratedPlanner(planner, bench=bench, store=CalibrationStore(tmp_path)).plan()
-    assert _counts(plan) == [8, 2] and _counts(plan_training(planner)) == [5, 5]
+    plan = plan_calibrated(question, "where it decides", bench=bench, store=CalibrationStore(tmp_path))
+    assert _counts(plan) == [8, 2] and _counts(plan_training(question)) == [5, 5]
 
 
-def test_the_users_cut_wins(made_up, tmp_path):
-    split = {"balance": "manual", "split_at": [2], "calibrate": "on", "blocks_without_checkpointing": [0, 8]}
-    planner = made_up(_cards(100, 100), split=split)
+def test_the_users_cut_wins(tmp_path):
+    split = {"balance": "manual", "split_at": [2], "kept_blocks": [0, 8]}
+    question = _ask(_cards(100, 100), split=split)
     bench = _Bench(("fast", 0.1), ("slow", 0.2), front=0.5, tail=0.25)
-    plan = CalibratedPlanner(planner, bench=bench, store=CalibrationStore(tmp_path)).plan()
+    plan = plan_calibrated(question, "always", bench=bench, store=CalibrationStore(tmp_path))
     assert _counts(plan) == [2, 8] and plan.timing is not None
     assert plan.step_s == pytest.approx(2 * 0.3 + (3 * 0.2 + 5 * 0.4) * 2 + 0.75)
     assert plan.relative_time == pytest.approx(plan.step_s / (2 * 0.3 + (3 * 0.2 + 5 * 0.4) * 3 + 0.75))
@@ -524,67 +498,67 @@ def test_the_users_cut_wins(made_up, tmp_path):
         (2, {}, [4], False),  # a run that is resumed
     ],
 )
-def test_blocks_are_timed_where_something_depends_on_it(made_up, tmp_path, num_cards, sections, cuts, expected):
+def test_blocks_are_timed_where_something_depends_on_it(tmp_path, num_cards, sections, cuts, expected):
     bench = _Bench(("A", 1.0), ("A", 1.0))
-    planner = made_up(_cards(*[100] * num_cards), cuts, **sections)
-    calibrated = CalibratedPlanner(planner, bench=bench, store=CalibrationStore(tmp_path))
-    plan = calibrated.plan()
+    refuses = frozenset({"int8-compute", "int8", "fp8"})
+    question = _ask(_cards(*[100] * num_cards, refuses=refuses), cuts, **sections)
+    known = {"bench": bench, "store": CalibrationStore(tmp_path)}
+    wanted = MEASURING[sections.get("split", {}).get("calibrate", "auto")]
+    plan = plan_calibrated(question, wanted, **known)
     assert (plan.timing is not None) is expected and bool(bench.measured) is expected
     if "model" in sections:
         assert {scheme for _, scheme in bench.measured} == {"none", "fp8-compute"} and plan.setting.scheme == "none"
-    assert calibrated.plan("always").timing is not None
+    assert plan_calibrated(question, "always", **known).timing is not None
     bench.measured.clear()  # what is known by now is taken without being wanted, unless it is not to be
-    assert (calibrated.plan().timing is None) is (planner.job.split.calibrate == "off") and not bench.measured
+    assert (plan_calibrated(question, wanted, **known).timing is None) is (wanted == "never") and not bench.measured
 
 
-def test_a_plan_takes_what_is_known_and_measures_nothing(made_up, tmp_path):
+def test_a_plan_takes_what_is_known_and_measures_nothing(tmp_path):
     bench, store = _Bench(("A", 1.0), ("B", 2.0)), CalibrationStore(tmp_path)
-    calibrated = CalibratedPlanner(made_up(_cards(100, 100)), bench=bench, store=store)
-    assert calibrated.plan("never") == plan_training(made_up(_cards(100, 100)))
+    question = _ask(_cards(100, 100))
+    assert plan_calibrated(question, "known", bench=bench, store=store) == plan_training(question)
     store.put(bench.block_key(torch.device("cuda:0"), "none"), _times())
-    assert calibrated.plan("never").timing is None  # one card of two is not enough: the scales differ
+    found = plan_calibrated(question, "known", bench=bench, store=store)
+    assert found.timing is None  # one card of two is not enough: the scales differ
     assert bench.measured == [] and bench.links == []
-    measured = calibrated.plan()
+    measured = plan_calibrated(question, "where it decides", bench=bench, store=store)
     assert bench.measured == [(1, "none")]
-    later = CalibratedPlanner(made_up(_cards(100, 100)), bench=_Bench(("A", 9.0), ("B", 9.0)), store=store)
-    assert later.plan("never") == measured
+    assert plan_calibrated(question, "known", bench=_Bench(("A", 9.0), ("B", 9.0)), store=store) == measured
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory\nmore"), ImportError("no kernel"), OSError()])
-def test_a_failure_leaves_estimates_for_all_cards(made_up, tmp_path, caplog, error):
+def test_a_failure_leaves_estimates_for_all_cards(tmp_path, caplog, error):
     bench = _Bench(("A", 1.0), ("B", 2.0), error=error)
-    planner = made_up(_cards(100, 60))
-    plan = CalibratedPlanner(planner, bench=bench, store=CalibrationStore(tmp_path)).plan()
-    assert plan == plan_training(planner) and plan.timing is None and len(bench.measured) == 2
+    question = _ask(_cards(100, 60))
+    plan = plan_calibrated(question, "where it decides", bench=bench, store=CalibrationStore(tmp_path))
+    assert plan == plan_training(question) and plan.timing is None and len(bench.measured) == 2
     (line,) = [r.message for r in caplog.records if "estimated" in r.message]
     assert "none on cuda:1" in line and (str(error).split("\n")[0] or "OSError") in line and "more" not in line
     with pytest.raises(CalibrationFailed):
-        CalibratedPlanner(planner, bench=bench, store=CalibrationStore(tmp_path)).times(may_measure=True).of(
-            0, planner.cards[1], "none"
-        )
+        times = measured_times(question, may_measure=True, bench=bench, store=CalibrationStore(tmp_path))
+        times.of(0, question.cards[1], "none")
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_measured(made_up, tmp_path):
+def test_what_does_not_fit_is_refused_before_anything_is_measured(tmp_path):
     bench = _Bench(("A", 1.0), ("A", 1.0))
     with pytest.raises(ValueError, match="does not fit"):
-        CalibratedPlanner(made_up(_cards(2, 2)), bench=bench, store=CalibrationStore(tmp_path)).plan("always")
+        plan_calibrated(_ask(_cards(2, 2)), "always", bench=bench, store=CalibrationStore(tmp_path))
     assert bench.measured == []
 
 
-def test_advice_for_other_cards_uses_no_measured_times(made_up, tmp_path):
-    planner = made_up(_cards(100, 100))
-    times = CalibratedPlanner(planner, bench=_Bench(("A", 1.0)), store=CalibrationStore(tmp_path)).times(
-        may_measure=True
-    )
-    other = planner.with_times(times).changed(planner.job, _cards(100, 100, 100), (512, 512))
-    assert isinstance(other.times, FlopTimes) and other.is_possible()
+def test_advice_for_other_cards_uses_no_measured_times(tmp_path):
+    question = _ask(_cards(100, 100))
+    times = _measured(_Bench(("A", 1.0)), question.cards, tmp_path)
+    measured = dataclasses.replace(question, given_times=times)
+    other = measured.changed(cards=tuple(_cards(100, 100, 100)))
+    assert isinstance(other.times, FlopTimes) and is_possible(other)
 
 
-def test_a_plan_says_where_its_times_are_from(made_up, tmp_path):
-    sections = {"train": {"compile": "auto", "gradient_accumulation_steps": 2}}
-    planner = made_up(_cards(100, 100), **sections)
+def test_a_plan_says_where_its_times_are_from(tmp_path):
+    sections = {"train": {"compile": "auto", "accumulation": 2}}
+    question = _ask(_cards(100, 100), **sections)
     bench = _Bench(("Card A", 0.1), ("Card B", 0.2))
-    plan = CalibratedPlanner(planner, bench=bench, store=CalibrationStore(tmp_path)).plan()
+    plan = plan_calibrated(question, "where it decides", bench=bench, store=CalibrationStore(tmp_path))
     text, values = describe_plan(plan), json.loads(json.dumps(plan_values(plan)))
     assert "a step takes about" in text and "compiled blocks are faster" in text
     assert "measured on cuda:0 (Card A), cuda:1 (Card B), 2026-11-22" in text
@@ -593,19 +567,19 @@ def test_a_plan_says_where_its_times_are_from(made_up, tmp_path):
     card = values["times"]["cards"]["cuda:1"]
     assert card["card"] == "Card B" and card["host_link_bytes_per_s"] == 12.5e9
     assert [kind["forward_s"] for kind in card["kinds"]] == [0.2, 0.4]
-    estimate = plan_training(planner)
+    estimate = plan_training(question)
     assert "(estimated)" in describe_plan(estimate) and "measured" not in describe_plan(estimate)
     assert plan_values(estimate)["times"] == {"measured": False} and plan_values(estimate)["step_s"] is None
 
 
-def test_a_run_is_compared_with_its_forecast(made_up, tmp_path):
-    planner = made_up(_cards(100, 100))
+def test_a_run_is_compared_with_its_forecast(tmp_path):
+    question = _ask(_cards(100, 100))
     bench = _Bench(("A", 0.1), ("A", 0.1))
-    plan = CalibratedPlanner(planner, bench=bench, store=CalibrationStore(tmp_path)).plan()
+    plan = plan_calibrated(question, "where it decides", bench=bench, store=CalibrationStore(tmp_path))
     plan = dataclasses.replace(plan, step_s=3.3)
     line = describe_pace(plan, [99.0, 3.0, 3.0, 50.0])
     assert line == "step: forecast 3.3 s at 512x512, measured 3 s (forecast +10.0 %)"
-    assert describe_pace(plan, [3.0]) == "" == describe_pace(plan_training(planner), [3.0, 3.0])
+    assert describe_pace(plan, [3.0]) == "" == describe_pace(plan_training(question), [3.0, 3.0])
 
 
 # ---- jobs
@@ -620,7 +594,7 @@ def _known_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_times_its_blocks_trains_and_compares(tmp_path, monkeypatch, own_cache, capsys):
     """On emulated cards, whose times are real and mean nothing; the second job finds what the first has measured."""
     sections = {
-        "split": {"devices": ["lazy:0", "lazy:1"], "blocks_without_checkpointing": [0, 0]},
+        "split": {"devices": ["lazy:0", "lazy:1"], "kept_blocks": [0, 0]},
         "cache": {"vae_device": "cpu"},
         "train": {"steps": 3, "batch_size": 1},
         "evaluation": {"folder": ""},

@@ -13,21 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from devicebridge.checkpoints.checkpoint import CheckpointInfo
 from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import find_family
 from devicebridge.parallel.local.block_split import apply_block_split, apply_weight_offload
-from devicebridge.parallel.offload import weights as weights_module
+from devicebridge.parallel.offload import weights as swap_module
 from devicebridge.parallel.placement import Placement, block_names, place_offloaded
-from devicebridge.planning.dry_run import (
-    UNSEEN_CARD,
-    BlockCost,
-    Kernels,
-    MemoryMeter,
-    Rehearsal,
-    Work,
-    rehearse_training,
-)
+from devicebridge.planning.dry_run import StepCost, dry_run_step
+from devicebridge.planning.dry_run_block import BlockCost
 from devicebridge.planning.forecast import Backend, Forecaster, Optimizer, StagePlan, StepSettings
+from devicebridge.planning.meter import UNSEEN_CARD, Kernels, MemoryMeter
+from devicebridge.planning.short_model import Work
 from devicebridge.quantization.eight_bit import grad_input8
 from devicebridge.quantization.kernel_choice import DeviceKernels, device_kernels, using_kernels
 from devicebridge.quantization.quantize import QuantizeSettings, apply_quantization
@@ -141,18 +137,20 @@ def _forecast(
     quantize = None if scheme == "none" else QuantizeSettings(scheme)
     work = Work(tiny.latent_shape, 1, torch.float32, quantize, LORA)
     kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
-    rehearsal = rehearse_training(model, family, variant, tiny.transformer_config, work, kernels)
-    count = len(rehearsal.names)
+    cost = dry_run_step(model, _info(family, tiny.transformer_config), variant, work, kernels)
+    count = len(cost.names)
     settings = StepSettings(
         accumulation=accumulation,
-        is_checkpointing=kept is not None,
         offload_from=OFFLOAD_FROM if offloads else None,
     )
-    forecaster = Forecaster(rehearsal, Optimizer(state=8, step=0), settings, backend=NO_OVERHEAD)
-    kept = kept or (0, 0)
+    forecaster = Forecaster(cost, Optimizer(state=8, step=0), settings, backend=NO_OVERHEAD)
+    kept = kept or (cut, count - cut)
     plans = StagePlan(0, 2, 0, cut, kept[0], swapped[0]), StagePlan(1, 2, cut, count, kept[1], swapped[1])
-    found = forecaster.forecast([str(card) for card in CARDS[:2]], plans)
-    return {card: each.allocated for card, each in zip(CARDS, found.devices, strict=False)}
+    return {card: forecaster.device(str(card), plan).allocated for card, plan in zip(CARDS, plans, strict=False)}
+
+
+def _info(family: Any, config: Any) -> CheckpointInfo:
+    return CheckpointInfo(Path("x"), family, None, config, "diffusers", {}, None)
 
 
 def _variant(tiny: Any) -> Any:
@@ -192,7 +190,7 @@ def test_forecast_is_what_emulated_cards_hold(name, cut, kept, accumulation, sch
 @pytest.mark.parametrize("scheme", ["none", "int8-compute"])
 def test_forecast_of_swapped_blocks_is_what_emulated_cards_hold(scheme, monkeypatch):
     """Of 7 single blocks on the second card 1 keeps its activations and 5 stream through two slots."""
-    monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
+    monkeypatch.setattr(swap_module, "SMALLEST_BYTES", 1024)
     config = {**TINY["flux2"].transformer_config, "num_single_layers": 8}
     tiny = dataclasses.replace(TINY["flux2"], transformer_config=config)  # with pictures so small that weights matter
     setting = 3, (0, 1), 1, scheme
@@ -238,13 +236,13 @@ def test_forecast_is_what_two_cards_held(scheme, side):
     quantize = None if scheme == "bf16" else QuantizeSettings(scheme)
     lora = LoraSettings(rank=32, dtype="bfloat16")
     work = Work((128, 1, side // 16, side // 16), 1, torch.bfloat16, quantize, lora)
-    kernels = Kernels(DeviceKernels(UNSEEN_CARD.choices, _SLICE_OF_H200))
-    rehearsal = rehearse_training(model, family, variant, variant.transformer_config, work, kernels)
-    forecaster = Forecaster(rehearsal, Optimizer(state=4, step=2), StepSettings(), backend=NO_OVERHEAD)
-    found = forecaster.forecast(["cuda:0", "cuda:1"], [StagePlan(0, 2, 0, 23), StagePlan(1, 2, 23, 56)])
+    kernels = Kernels(DeviceKernels(UNSEEN_CARD.plans, _SLICE_OF_H200))
+    cost = dry_run_step(model, _info(family, variant.transformer_config), variant, work, kernels)
+    forecaster = Forecaster(cost, Optimizer(state=4, step=2), StepSettings(), backend=NO_OVERHEAD)
+    plans = StagePlan(0, 2, 0, 23), StagePlan(1, 2, 23, 56)
     run = json.loads(_RUN.read_text())
     measured = run["steps"][f"LoRA in bfloat16, {side} px"][scheme]["peak_gb_per_card"]
-    for device in found.devices:
+    for device in (forecaster.device(f"cuda:{plan.stage}", plan) for plan in plans):
         assert device.weights / 1e9 == pytest.approx(run["schemes"][scheme]["weights_gb"][device.device], abs=2e-3)
         resident = (device.weights + device.lora + device.optimizer) / 1e9
         above, really = device.allocated / 1e9 - resident, measured[device.device] - resident
@@ -275,8 +273,8 @@ def _block(**changes: Any) -> BlockCost:
 def _forecaster(settings: StepSettings, num_blocks: int = 6, **changes: Any) -> Forecaster:
     block = _block(**changes)
     names = tuple(f"blocks.{index}" for index in range(num_blocks))
-    rehearsal = Rehearsal(names, (block,) * num_blocks, 50, 20, 0, 0, 150, 100, 60)
-    return Forecaster(rehearsal, Optimizer(state=2.0, step=1.0), settings, backend=NO_OVERHEAD)
+    cost = StepCost(names, (block,) * num_blocks, 50, 20, 0, 0, 150, 100, 60)
+    return Forecaster(cost, Optimizer(state=2.0, step=1.0), settings, backend=NO_OVERHEAD)
 
 
 def test_the_sum_of_one_card_by_hand():
@@ -293,15 +291,15 @@ def test_accumulated_gradients_are_there_all_the_time():
 
 
 def test_kept_blocks_hold_their_activations_and_need_no_recomputation():
-    found = _forecaster(StepSettings()).device("a", StagePlan(0, 1, 0, 6, num_kept=2))
+    found = _forecaster(StepSettings()).device("a", StagePlan(0, 1, 0, 6, num_uncheckpointed=2))
     # blocks.5 holds itself within its backward's 700, blocks.4 400 beside it
     assert (found.moment, found.kept, found.moving) == ("backward of blocks.5", 400, 700)
-    everything = _forecaster(StepSettings(is_checkpointing=False)).device("a", StagePlan(0, 1, 0, 6))
-    assert (everything.kept, everything.num_kept) == (5 * 400, 6)
+    everything = _forecaster(StepSettings()).device("a", StagePlan(0, 1, 0, 6, num_uncheckpointed=6))
+    assert (everything.kept, everything.num_uncheckpointed) == (5 * 400, 6)
 
 
 def test_recorded_blocks_reserve_temporaries_for_every_micro_batch_and_are_once_compared():
-    plan = StagePlan(0, 2, 0, 4, num_kept=2)
+    plan = StagePlan(0, 2, 0, 4, num_uncheckpointed=2)
     for schedule, ahead, held in (("none", 0, 1), ("1f1b", 0, 2), ("1f1b", 2, 4)):
         settings = StepSettings(schedule=schedule, accumulation=4, ahead=ahead)
         plain = _forecaster(settings).device("a", plan)
@@ -311,14 +309,14 @@ def test_recorded_blocks_reserve_temporaries_for_every_micro_batch_and_are_once_
         assert (found.moment, found.moving, found.kept) == ("backward of blocks.3", 700 + 400, held * 800 - 400)
     forecaster = _forecaster(replace(settings, has_graphs=True))
     at_rounding = Forecaster(
-        forecaster.rehearsal,
+        forecaster.cost,
         Optimizer(state=2.0, step=1.0),
         forecaster.settings,
         backend=NO_OVERHEAD,
         largest_layer=900,
     ).device("a", plan)
     assert at_rounding.moment == "loading" and at_rounding.reserved == found.reserved
-    recomputed = replace(plan, num_kept=0)
+    recomputed = replace(plan, num_uncheckpointed=0)
     assert _forecaster(replace(settings, has_graphs=True)).device("a", recomputed).overhead == 0
 
 
@@ -329,7 +327,7 @@ def test_recorded_blocks_reserve_temporaries_for_every_micro_batch_and_are_once_
 def test_stages_hold_the_inputs_of_micro_batches_in_flight(schedule, ahead, held):
     settings = StepSettings(schedule=schedule, accumulation=8, ahead=ahead)
     plans = [StagePlan(stage, 3, 2 * stage, 2 * stage + 2) for stage in range(3)]
-    devices = _forecaster(settings).forecast("abc", plans).devices
+    devices = [_forecaster(settings).device("a", plan) for plan in plans]
     assert [device.held for device in devices] == held
     assert [device.checkpoints for device in devices] == [count * (2 * 100 + 7) for count in held]
     tail = 0 if schedule == "none" else 2
@@ -350,17 +348,17 @@ def test_offloaded_inputs_leave_the_card_but_for_a_few(held, in_forward, in_back
         assert moments[f"backward of blocks.{index}"] == small + 100 * in_backward[index]
     if held == 1:  # the only stage is the last
         assert moments["last layers and loss"] == (7 + 60) + 200
-    assert forecaster.offloaded_bytes([plan]) == held * 600
-    assert forecaster.offloaded_bytes([replace(plan, num_kept=2)]) == held * 400
-    assert forecaster.host_bytes([plan]) == max(1000, held * 600)
+    assert forecaster.offloaded_inputs([plan]) == held * 600
+    assert forecaster.offloaded_inputs([replace(plan, num_uncheckpointed=2)]) == held * 400
+    assert forecaster.loading_bytes == 1000
 
 
 def test_swapped_blocks_take_two_slots_of_the_card_and_the_rest_of_the_host():
     forecaster = _forecaster(StepSettings())
-    plan = StagePlan(0, 1, 0, 6, num_swapped=5)
+    plan = StagePlan(0, 1, 0, 6, num_offloaded=5)
     assert forecaster.device("a", plan).weights == 50 + 1000 + 2 * 1000
-    assert forecaster.host_bytes([plan]) == 5 * 1000 + 1000
-    assert forecaster.streamed_bytes(plan) == 5000 and forecaster.saved_bytes(plan) == 3000
+    assert (forecaster.loading_bytes, forecaster.streamed_bytes(plan)) == (1000, 5000)
+    assert forecaster.saved_bytes(plan) == 3000
     partly = _forecaster(StepSettings(), staying=100)  # small tensors and buffers never leave the card
     assert partly.device("a", plan).weights == 50 + 1000 + 5 * 100 + 2 * 900
 
@@ -368,11 +366,11 @@ def test_swapped_blocks_take_two_slots_of_the_card_and_the_rest_of_the_host():
 def test_slots_are_as_large_as_the_largest_swapped_block():
     """Blocks 1 and 3 of the first four stream, spread over all; the last two keep their activations."""
     kinds = _block(), _block(weights=3000)
-    rehearsal = Rehearsal(tuple("abcdef"), (*kinds, *kinds, *kinds), 0, 0, 0, 0, 0, 0, 0)
-    forecaster = Forecaster(rehearsal, Optimizer(0.0, 0.0), StepSettings(), backend=NO_OVERHEAD)
-    plan = StagePlan(0, 1, 0, 6, num_kept=2, num_swapped=2)
+    cost = StepCost(tuple("abcdef"), (*kinds, *kinds, *kinds), 0, 0, 0, 0, 0, 0, 0)
+    forecaster = Forecaster(cost, Optimizer(0.0, 0.0), StepSettings(), backend=NO_OVERHEAD)
+    plan = StagePlan(0, 1, 0, 6, num_uncheckpointed=2, num_offloaded=2)
     assert forecaster.streamed_bytes(plan) == 6000 and forecaster.saved_bytes(plan) == 0
-    third = dataclasses.replace(plan, num_swapped=3)  # blocks 0, 2 and 3
+    third = dataclasses.replace(plan, num_offloaded=3)  # blocks 0, 2 and 3
     assert forecaster.streamed_bytes(third) == 5000 and forecaster.saved_bytes(third) == -1000
 
 
@@ -380,7 +378,7 @@ def test_loading_and_the_optimizer_can_be_the_peak():
     small = {"inputs": 1, "recompute": 2, "backward": 2, "forward": 1, "forward_kept": 1, "kept": 1, "outputs": 1}
     forecaster = _forecaster(StepSettings(), **small, num_trained=5000)
     assert forecaster.device("a", StagePlan(0, 1, 0, 6)).moment == "optimizer step"
-    loading = Forecaster(forecaster.rehearsal, Optimizer(2.0, 0.0), StepSettings(), largest_layer=10**9)
+    loading = Forecaster(forecaster.cost, Optimizer(2.0, 0.0), StepSettings(), largest_layer=10**9)
     found = loading.device("a", StagePlan(0, 1, 0, 6))
     assert (found.moment, found.lora, found.optimizer) == ("loading", 0, 0)
 
@@ -390,8 +388,8 @@ def test_a_run_of_equal_blocks_is_looked_at_by_its_ends():
     for inputs, lora in ((1, 50), (50, 1), (10, 10)):
         names = tuple(map(str, range(12)))
         kinds = _block(inputs=inputs, lora=lora), _block(inputs=inputs, lora=lora, recompute=600, kept=30)
-        rehearsal = Rehearsal(names, (kinds[0],) * 5 + (kinds[1],) * 7, 0, 0, 0, 0, 0, 0, 0)
-        forecaster = Forecaster(rehearsal, Optimizer(0.0, 0.0), StepSettings(), backend=NO_OVERHEAD)
+        cost = StepCost(names, (kinds[0],) * 5 + (kinds[1],) * 7, 0, 0, 0, 0, 0, 0, 0)
+        forecaster = Forecaster(cost, Optimizer(0.0, 0.0), StepSettings(), backend=NO_OVERHEAD)
         for plan in (StagePlan(0, 1, 0, 12), StagePlan(0, 1, 3, 9, 2), StagePlan(0, 1, 2, 12, 8)):
             short = forecaster.device("a", plan).allocated
             with pytest.MonkeyPatch.context() as patch:
@@ -427,7 +425,7 @@ def test_cards_do_not_keep_attention_probabilities_and_plain_torch_does():
         variant = _variant(tiny)
         work = Work(tiny.latent_shape, 1, torch.bfloat16, None, LORA)
         kernels = Kernels(has_fused=has_fused, rounding=1)
-        found = rehearse_training(model, tiny.family, variant, tiny.transformer_config, work, kernels)
+        found = dry_run_step(model, _info(tiny.family, tiny.transformer_config), variant, work, kernels)
         sizes[has_fused] = found.blocks[-1].kept
     probabilities = 4 * 261 * 261 * 4  # heads, tokens, tokens, bytes
     assert sizes[False] - sizes[True] > probabilities
@@ -440,7 +438,7 @@ def test_8_bit_products_allocate_on_meta_what_the_cards_kernels_do(dtype):
     scale, grad = torch.empty(256, 1, device="meta"), torch.empty(32, 256, device="meta", dtype=torch.bfloat16)
     peaks = []
     for slice_weights in (256 * 512, 256 * 128):
-        kernels = DeviceKernels(UNSEEN_CARD.choices, slice_weights)
+        kernels = DeviceKernels(UNSEEN_CARD.plans, slice_weights)
         with torch.inference_mode(False), using_kernels(kernels), MemoryMeter(1) as meter:
             meter.ignore([values, scale, grad])
             found = grad_input8(grad, values, scale, None)
@@ -450,7 +448,7 @@ def test_8_bit_products_allocate_on_meta_what_the_cards_kernels_do(dtype):
     rows = 32 * 256 + 32 * 4  # the gradient in 8 bits, its scales
     assert peaks[0] >= rows + 256 * 512 + 32 * 512 * 2 and peaks[0] < rows + 256 * 512 + 32 * 512 * 2 + 8192
     assert peaks[0] - peaks[1] >= 256 * 256  # less the pieces that are joined
-    dequantized = grad_input8(grad, values, scale, None)  # as on a device without kernels
+    dequantized = grad_input8(grad, values, scale, None)  # nothing is rehearsed: the way of a device without kernels
     assert dequantized.shape == (32, 512)
 
 
@@ -479,6 +477,6 @@ def test_video_variants_are_forecast_with_what_they_are_given(name):
             model = diffusers.WanTransformer3DModel(**config).to(torch.bfloat16)
         channels = family.latent_of(variant).channels
         work = Work((channels, frames, 16, 16), 1, torch.bfloat16, None, LORA)
-        found = rehearse_training(model, family, variant, config, work, Kernels(UNSEEN_CARD))
+        found = dry_run_step(model, _info(family, config), variant, work, Kernels(UNSEEN_CARD))
         kept.append(found.blocks[1].inputs)
     assert kept[1] / kept[0] == pytest.approx(5 / 3, rel=0.01)

@@ -1,0 +1,284 @@
+"""What the planner is asked: a model, a search space, cards and a size of data; and what follows from them alone.
+
+A Question is frozen, so whatever it has computed stays true. Another job, other cards or another size is another
+Question; they share the ModelCosts, which runs each dry run once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoints.checkpoint import CheckpointInfo
+from ..checkpoints.load import make_empty_transformer
+from ..config.job import OptimizerConfig
+from ..families.spec import ModelFamily, Variant
+from ..parallel.local.data_parallel import num_dealt
+from ..parallel.offload.activations import MIN_BYTES
+from ..parallel.placement import block_names, check_one_each, estimate_block_flops, plan_manual
+from ..quantization.kernel_choice import device_kernels
+from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_packages
+from ..training.optimizer import make_optimizer
+from .block_times import SCHEME_TIMES, BlockTimes, FlopTimes
+from .cards import Card
+from .dry_run import StepCost, dry_run_step
+from .forecast import CONTEXT_BYTES, Backend, Forecaster, Optimizer, StagePlan, StepSettings
+from .meter import UNSEEN_CARD, Kernels
+from .short_model import Work
+from .space import SearchSpace, Setting, Strategy, is_open, strategies_on
+
+
+class ModelCosts:
+    """What a model costs, by sizes without weights."""
+
+    def __init__(self, info: CheckpointInfo, variant: Variant, model: nn.Module | None = None) -> None:
+        self.info, self.variant = info, variant
+        self.family: ModelFamily = info.family
+        self._model = make_empty_transformer(info) if model is None else model
+        self.names = block_names(self._model, self.family)
+        self._known: dict[tuple[Work, str], StepCost] = {}
+
+    def dry_run(self, work: Work, kernels: Kernels) -> StepCost:
+        """What a step of this work holds."""
+        key = work, repr(kernels)
+        if key not in self._known:
+            with torch.inference_mode(False):  # ComfyUI runs nodes in it, and such tensors pass no gradients
+                model = make_empty_transformer(self.info)
+            self._known[key] = dry_run_step(model, self.info, self.variant, work, kernels)
+        return self._known[key]
+
+    def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
+        """Operations of each block's forward for one sample. [num_blocks]"""
+        num_image = self.family.latent_of(self.variant).num_tokens(*bucket, frames)
+        num_text = max(encoder.max_length for encoder in self.variant.text_encoders)
+        return estimate_block_flops(self._model, self.family, num_image, num_text)
+
+    @cached_property
+    def largest_linear(self) -> int:
+        """Weights of the largest linear."""
+        return max(module.weight.numel() for module in self._model.modules() if isinstance(module, nn.Linear))
+
+    def latent_shape(self, bucket: tuple[int, int], frames: int) -> tuple[int, int, int, int]:
+        """Of one sample. [C, F, H, W]"""
+        latent = self.family.latent_of(self.variant)
+        height, width = (side // latent.spatial_stride for side in bucket)
+        published = self.variant.transformer_config["in_channels"]  # a model of its own size may have another VAE
+        channels = latent.channels * self.info.config.get("in_channels", published) // published
+        return channels, 1 + (frames - 1) // latent.frame_stride, height, width
+
+
+@dataclass(frozen=True)
+class Question:
+    """How a job would best use its cards.
+
+    Args:
+        cards: no more than the model has blocks.
+        bucket: (height, width) in pixels of the largest samples. frames: video frames.
+        given_times: None takes operations.
+        cuts: first block of each further card, where a resumed run must cut as before.
+        host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
+        graphs_fault: why no block can be recorded as a CUDA graph.
+        replica: which copy of the model is asked for, on a card of its own.
+    """
+
+    model: ModelCosts
+    space: SearchSpace
+    cards: tuple[Card, ...]
+    bucket: tuple[int, int]
+    frames: int = 1
+    given_times: BlockTimes | None = None
+    cuts: tuple[int, ...] | None = None
+    host_bytes: int | None = None
+    graphs_fault: str = ""
+    replica: int | None = None
+
+    def changed(self, **changes: Any) -> Question:
+        """Another question of the same model. Measured times are of this one and left out; what fits does not depend
+        on them."""
+        other = replace(self, given_times=None, **changes)
+        return other if len(other.cards) == len(self.cards) else replace(other, cuts=None)
+
+    def alone(self, index: int) -> Question:
+        """For one card that holds a copy of the whole model: its share of the micro-batches and of host memory."""
+        self.check_counts()
+        space, count = self.space, len(self.cards)
+        share = num_dealt(space.accumulation, count)[index]
+        mine = slice(index, index + 1)
+        own = replace(
+            space,
+            strategies=("none",),
+            split_at=(),
+            uncheckpointed=space.uncheckpointed[mine],
+            offloaded=space.offloaded[mine],
+            memory_limit_gb=space.memory_limit_gb[mine],
+            accumulation=max(1, share),  # an idle card is planned all the same
+        )
+        free = None if self.host_bytes is None else self.host_bytes // count
+        given = {"given_times": self.times, "cuts": None, "host_bytes": free, "replica": index}
+        return replace(self, space=own, cards=self.cards[mine], **given)  # type: ignore[arg-type]
+
+    def check_counts(self) -> None:
+        """Raises: ValueError for settings per device that are not as many as there are cards."""
+        space, names = self.space, [card.name for card in self.cards]
+        check_one_each("split.memory_limit_gb", space.memory_limit_gb, names)
+        check_one_each("split.blocks_without_checkpointing", space.uncheckpointed, names)
+        check_one_each("split.offloaded_blocks", space.offloaded, names)
+
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Where the user cuts, ends included; () where the planner does."""
+        names, split_at = self.model.names, self.space.split_at
+        if self.cuts is not None:
+            return 0, *self.cuts, len(names)
+        if not split_at:
+            return ()
+        plan_manual(names, [card.device for card in self.cards], split_at)  # refuses wrong cuts
+        return 0, *split_at, len(names)
+
+    # ---- candidates
+
+    def settings(self) -> list[Setting]:
+        """Every candidate that these cards can do."""
+        space = self.space
+        ahead = sorted({space.ahead, 0}, reverse=True) if is_open(space.strategies) else [space.ahead]
+        return [
+            Setting(scheme, optimizer, strategy, each, offloads)
+            for scheme in self._schemes()
+            for optimizer in space.optimizers
+            for strategy in self._strategies()
+            for each in (ahead if strategy == "pipeline" else [0])
+            for offloads in (space.offloads if space.is_checkpointing else (False,))
+        ]
+
+    def _schemes(self) -> Sequence[str]:
+        if not is_open(self.space.schemes):
+            return self.space.schemes
+        able = self.able_schemes
+        faster = [scheme for scheme in able if SCHEME_TIMES[scheme] < 1]
+        return ["none", *(faster or able)]  # a scheme that only stores is slower; for cards without 8-bit products
+
+    def _strategies(self) -> Sequence[Strategy]:
+        possible = strategies_on(self.space, [card.device for card in self.cards])
+        if is_open(possible) and (self.bounds or any(self.space.offloaded)):
+            return [each for each in possible if each != "data"]  # a given cut asks for a split; only it streams
+        return possible
+
+    @property
+    def able_schemes(self) -> list[Scheme]:
+        """8-bit schemes that every card and the packages installed here can do, the fastest first."""
+        refused = frozenset().union(*(card.refuses for card in self.cards))
+        return [scheme for scheme in BEST_FIRST if scheme not in refused and _has_packages(scheme)]
+
+    @property
+    def may_stream(self) -> bool:
+        """Whether it is the planner's to say which blocks stream from host memory."""
+        return self.space.is_checkpointing and not self.space.offloaded and self.replica is None
+
+    @property
+    def most(self) -> float:
+        """Share of a card that may be needed; with memory_limit_gb the user says what fits."""
+        return float("inf") if self.space.memory_limit_gb else 1.0
+
+    # ---- seconds and bytes
+
+    @cached_property
+    def times(self) -> BlockTimes:
+        """Measured ones where they were given, else by operations."""
+        if self.given_times is not None:
+            return self.given_times
+        flops = self.model.block_flops(self.bucket, self.frames)
+        return FlopTimes([self.space.batch_size * each for each in flops])
+
+    def ends_s(self, plan: StagePlan, scheme: str, settings: StepSettings) -> float:
+        """What a stage computes besides its blocks, in seconds of a micro-batch."""
+        front, tail = self.times.ends(self.cards[plan.stage], scheme)
+        return front * (plan.stage == 0) + tail * (plan.stage == settings.tail_stage(plan.num_stages))
+
+    def recomputed_s(self, blocks: Iterable[int], card: Card, scheme: str) -> float:
+        """Seconds of a micro-batch through these blocks: forward, forward again, and backward."""
+        times = (self.times.of(block, card, scheme) for block in blocks)
+        return sum(2 * forward + backward for forward, backward in times)
+
+    def work(self, scheme: str) -> Work:
+        """What a micro-batch computes."""
+        space = self.space
+        return Work(
+            latent_shape=self.model.latent_shape(self.bucket, self.frames),
+            batch_size=space.batch_size,
+            dtype=space.dtype,
+            quantize=None if scheme == "none" else QuantizeSettings(scheme, space.rotation),  # type: ignore[arg-type]
+            lora=space.lora,
+        )
+
+    def step_settings(self, setting: Setting) -> StepSettings:
+        space = self.space
+        return StepSettings(
+            strategy=setting.strategy,  # type: ignore[arg-type]
+            accumulation=space.accumulation,
+            ahead=setting.ahead,
+            has_graphs=space.wants_graphs and not self.graphs_fault,
+            offload_from=MIN_BYTES if setting.offloads else None,
+        )
+
+    def forecaster(self, setting: Setting) -> Forecaster:
+        """Adds up what any cut needs."""
+        has_context = all(card.has_context for card in self.cards)
+        return Forecaster(
+            self.model.dry_run(self.work(setting.scheme), self._kernels(setting.scheme)),
+            self._optimizer(setting.optimizer),
+            self.step_settings(setting),
+            backend=Backend(context=0 if has_context else CONTEXT_BYTES),
+            largest_layer=0 if setting.scheme == "none" else self.model.largest_linear * self.space.dtype.itemsize,
+        )
+
+    def _kernels(self, scheme: str) -> Kernels:
+        """Those of the first card; only 8-bit products ask a card for what it has, which compiles a kernel there."""
+        first = self.cards[0]
+        if first.eight_bit is None and first.has_context and scheme.endswith("-compute"):
+            return Kernels(device_kernels(first.device))
+        return Kernels(first.eight_bit or UNSEEN_CARD)
+
+    def _optimizer(self, name: str) -> Optimizer:
+        """With data parallel its state is on the first card. All hold a flat copy of the gradients for a moment, when
+        no activations are left."""
+        whole = optimizer_bytes(name, self.space.lora.dtype)
+        if self.replica is None:
+            return whole
+        flat = float(getattr(torch, self.space.lora.dtype).itemsize)
+        return Optimizer(whole.state, max(whole.step, flat)) if self.replica == 0 else Optimizer(0.0, flat)
+
+
+def _has_packages(scheme: Scheme) -> bool:
+    try:
+        check_packages(QuantizeSettings(scheme))
+    except RuntimeError:
+        return False
+    return True
+
+
+def optimizer_bytes(name: str, lora_dtype: str) -> Optimizer:
+    """What an optimizer holds per trained value: state between steps, and temporaries of a step.
+
+    Of an optimizer that this pack does not name, the state is measured on a small parameter.
+    """
+    size = getattr(torch, lora_dtype).itemsize
+    if name == "adamw":
+        return Optimizer(state=2 * size, step=size)  # torch takes the root of all second moments of a card at once
+    if name == "adamw8bit":
+        return Optimizer(state=2 * (1 + 4 / 256), step=0.0)  # two moments, a float32 per 256 values; one by one
+    return Optimizer(state=_measured_state(name, lora_dtype), step=size)
+
+
+def _measured_state(name: str, lora_dtype: str) -> float:
+    with torch.inference_mode(False), torch.enable_grad():
+        parameter = nn.Parameter(torch.zeros(64, 64, dtype=getattr(torch, lora_dtype)))
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer = make_optimizer([parameter], OptimizerConfig(name=name))
+        optimizer.step()
+        held = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+    return sum(value.numel() * value.element_size() for value in held) / parameter.numel()

@@ -1,0 +1,162 @@
+"""A model cut down to two blocks of every kind, and one training step of it: what dry runs and measurements go by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoints.checkpoint import CheckpointInfo
+from ..config.job import LoraSettings
+from ..families.spec import ModelFamily, TextEncoderSpec, Variant
+from ..parallel.placement import block_names
+from ..patches.lora import resolve_targets
+from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8, replace_module
+from ..training.adapter import apply_lora
+from ..training.objective import flow_matching_loss
+
+META = torch.device("meta")
+_TEXT_WIDTHS = ("joint_attention_dim", "text_dim")  # what transformer configs call the width of the text states
+_POOLED_WIDTHS = ("pooled_projection_dim",)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step computes; dtype is of frozen weights and computation."""
+
+    latent_shape: tuple[int, int, int, int]  # of one sample. [C, F, H, W]
+    batch_size: int
+    dtype: torch.dtype
+    quantize: QuantizeSettings | None
+    lora: LoraSettings
+
+
+@dataclass
+class ShortModel:
+    """Every kind of block twice, the second time with an input that carries gradients."""
+
+    model: nn.Module
+    names: tuple[str, ...]
+    kind_of: list[int]  # by block of the whole model
+    kinds: list[str] = field(default_factory=list)  # fqn of the first block of each kind
+    modules: list[nn.Module] = field(default_factory=list)
+
+
+def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
+    """Cut a model down, with its linears quantized and LoRA attached as a job would; parameters stay on meta."""
+    names = block_names(model, family)
+    targets = set(resolve_targets(model, work.lora.targets or family.lora_targets))
+    quantizer = None if work.quantize is None else Quantizer(family, work.quantize)
+    known: dict[Any, int] = {}
+    sample = ShortModel(model, names, [])
+    for name in names:
+        block = model.get_submodule(name)
+        kind = name.rpartition(".")[0], _signature(name, block, targets, quantizer)
+        if kind not in known:
+            known[kind] = len(known)
+            sample.kinds.append(name)
+            sample.modules.append(block)
+        sample.kind_of.append(known[kind])
+    renamed = _keep_kinds(sample, family)
+    _cast(model, work.dtype)
+    if quantizer is not None:
+        for fqn, module in list(model.named_modules()):
+            whole = _whole_name(fqn, renamed)
+            if isinstance(module, nn.Linear) and quantizer.is_wanted(whole, module):
+                stored = _empty_weight(module, quantizer.settings)
+                replace_module(model, fqn, quantizer.take(whole, module, stored, module.weight.dtype))
+    short = tuple(fqn for fqn, _ in model.named_modules() if _whole_name(fqn, renamed) in targets)
+    apply_lora(model, family, replace(work.lora, targets=short), seed=0)
+    return sample
+
+
+def _empty_weight(linear: nn.Linear, settings: QuantizeSettings) -> Stored8:
+    """As if a file had it in 8 bits already: rounding nothing takes longer than the rest of a dry run."""
+    values = torch.empty(linear.weight.shape, dtype=settings.stored_dtype, device=META)
+    scale = torch.empty((linear.out_features, 1), dtype=torch.float32, device=META)
+    return Stored8(values, scale, settings.rotation_of(linear.in_features))
+
+
+def _signature(name: str, block: nn.Module, targets: set[str], quantizer: Quantizer | None) -> Any:
+    """Equal for blocks that cost alike."""
+    shapes = tuple((leaf, tuple(tensor.shape)) for leaf, tensor in block.named_parameters())
+    adapted = tuple(leaf for leaf, _ in block.named_modules() if f"{name}.{leaf}" in targets)
+    rounded = ()
+    if quantizer is not None:
+        rounded = tuple(leaf for leaf, m in block.named_modules() if quantizer.is_wanted(f"{name}.{leaf}", m))
+    return type(block), shapes, adapted, rounded
+
+
+def _keep_kinds(sample: ShortModel, family: ModelFamily) -> dict[str, str]:
+    """Cut the block lists down to two entries per kind; returns new fqn -> fqn in the whole model."""
+    renamed: dict[str, str] = {}
+    for block_list in family.block_lists:
+        mine = [i for i, name in enumerate(sample.kinds) if name.rpartition(".")[0] == block_list.name]
+        renamed |= {f"{block_list.name}.{2 * order}": sample.kinds[i] for order, i in enumerate(mine)}
+        twice = [sample.modules[i] for i in mine for _ in range(2)]
+        setattr(sample.model, block_list.name, nn.ModuleList(twice))
+    return renamed
+
+
+def _whole_name(fqn: str, renamed: Mapping[str, str]) -> str:
+    block = ".".join(fqn.split(".")[:2])
+    return renamed[block] + fqn.removeprefix(block) if block in renamed else fqn
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """As loading does: the model's type, but float32 where the class keeps it."""
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, parameter in list(model.named_parameters()):
+        wanted = dtype if kept.isdisjoint(name.split(".")) else torch.float32
+        owner, _, leaf = name.rpartition(".")
+        empty = torch.empty(parameter.shape, dtype=wanted, device=META)
+        model.get_submodule(owner)._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
+
+
+# ---- the step
+
+
+def training_step(model: Any, info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> None:
+    """A micro-batch as Trainer computes it, on random numbers where the latents are. What is not needed any more is
+    let go at once, as there: dry runs count what is alive."""
+    family, batch, device = info.family, work.batch_size, latents.device
+    text = {
+        encoder.output: torch.randn(batch, *text_shape(encoder, info.config), dtype=work.dtype, device=device)
+        for encoder in variant.text_encoders
+    }
+    noisy, sigmas = latents.to(work.dtype, copy=True), torch.full((batch,), 0.5, device=device)
+    conditions = _make_conditions(variant, info.config, noisy)
+    inputs = family.make_inputs(noisy, sigmas, {**text, **conditions}, variant.training_guidance)
+    del noisy, text, conditions
+    output = model(**inputs, return_dict=False)[0]
+    del inputs
+    prediction = family.read_prediction(output, latents)
+    loss = flow_matching_loss(prediction, latents.clone(), latents.clone())
+    del output, prediction
+    loss.backward()
+
+
+def _make_conditions(variant: Variant, config: Mapping[str, Any], noisy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What an image-to-video variant is given besides text."""
+    batch, channels, frames, height, width = noisy.shape
+    if variant.condition == "first_frame":
+        return {"image_condition": noisy.new_empty(batch, config["in_channels"] - channels, frames, height, width)}
+    return {"first_latents": noisy[:, :, :1]} if variant.condition == "first_latents" else {}
+
+
+def text_shape(encoder: TextEncoderSpec, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of one sample's states, from what the transformer's config says of their width. [S, D] or [D]
+
+    Raises: ValueError for a config that says nothing.
+    """
+    keys = _POOLED_WIDTHS if encoder.kind == "pooled" else _TEXT_WIDTHS
+    width = next((config[key] for key in keys if config.get(key)), None)
+    if width is None:
+        raise ValueError(
+            f"the transformer's config names no width for {encoder.output}; one of {', '.join(keys)} was expected. "
+            "Add the key's name to planning/short_model.py"
+        )
+    return (width,) if encoder.kind == "pooled" else (encoder.max_length, width)

@@ -1,0 +1,100 @@
+"""Questions for the planner: of full-size models, each run dry once per process, and of models with made-up costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from devicebridge.checkpoints.checkpoint import CheckpointInfo
+from devicebridge.config.job import JobConfig, make_job
+from devicebridge.families.registry import find_family
+from devicebridge.jobs.resolve import search_space
+from devicebridge.planning.cards import Card
+from devicebridge.planning.dry_run import StepCost
+from devicebridge.planning.dry_run_block import BlockCost
+from devicebridge.planning.question import ModelCosts, Question
+from devicebridge.planning.short_model import Work
+
+GB = 10**9
+
+
+def make_plan_job(**sections: dict[str, Any]) -> JobConfig:
+    """A job of nothing that is there."""
+    values: dict[str, Any] = {
+        "model": {"path": "x", "quantize": "fp8-compute"},
+        "data": {"folders": [{"path": "x"}], "resolutions": [512]},
+        "lora": {"rank": 32},
+        "train": {"steps": 10},
+        "output": {"folder": "x"},
+    }
+    return make_job({name: values.get(name, {}) | sections.get(name, {}) for name in values.keys() | sections.keys()})
+
+
+def published_info(family_name: str = "flux2") -> CheckpointInfo:
+    """Of a family's first variant."""
+    family = find_family(family_name)
+    variant = family.variants[0]
+    return CheckpointInfo(Path("x"), family, variant, variant.transformer_config, "diffusers", {}, None)
+
+
+@cache
+def full_size(family_name: str = "flux2") -> ModelCosts:
+    info = published_info(family_name)
+    assert info.variant is not None
+    return ModelCosts(info, info.variant)
+
+
+class MadeUpCosts(ModelCosts):
+    """A model of equal blocks; `halved` weights where it is quantized."""
+
+    largest_linear = 0  # type: ignore[assignment]
+
+    def __init__(self, block: BlockCost, count: int = 10, halved: BlockCost | None = None) -> None:
+        self.info = published_info()
+        self.family, self.variant = self.info.family, self.info.variant  # type: ignore[assignment]
+        self.names = tuple(f"transformer_blocks.{index}" for index in range(count))
+        self._blocks = block, halved or block
+
+    def dry_run(self, work: Work, kernels: Any) -> StepCost:
+        block = self._blocks[work.quantize is not None]
+        return StepCost(self.names, (block,) * len(self.names), 0, 0, 0, 0, 0, 0, 0)
+
+    def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
+        return [1e12] * len(self.names)
+
+
+def make_question(
+    costs: ModelCosts, cards: Sequence[Card], bucket: tuple[int, int] = (512, 512), /, **given: Any
+) -> Question:
+    """given: sections of the job, and what else a Question takes."""
+    names = ("frames", "given_times", "cuts", "host_bytes", "graphs_fault")
+    own = {name: given.pop(name) for name in names if name in given}
+    return Question(costs, search_space(make_plan_job(**given)), tuple(cards), bucket, **own)
+
+
+def make_cards(*sizes_gb: float, speeds: tuple[float, ...] = (), refuses: frozenset[str] = frozenset()) -> list[Card]:
+    speeds = speeds or (1.0,) * len(sizes_gb)
+    return [
+        Card(torch.device("cuda", index), int(gb * GB), int(gb * GB), speed, refuses=refuses)
+        for index, (gb, speed) in enumerate(zip(sizes_gb, speeds, strict=True))
+    ]
+
+
+class MadeUpTimes:
+    """Seconds per block on a card of speed 1, longer in 8 bits by a factor; bytes per second from the host."""
+
+    def __init__(self, units: list[float], link: float = 1e12, factor: float = 1.0) -> None:
+        self.units, self._link, self._factor = units, link, factor
+
+    def link(self, card: Card) -> float:
+        return self._link
+
+    def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
+        time = (1.0 if scheme == "none" else self._factor) * self.units[block] / card.speed
+        return time, time
+
+    def ends(self, card: Card, scheme: str) -> tuple[float, float]:
+        return 0.0, 0.0
