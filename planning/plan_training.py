@@ -217,7 +217,7 @@ def _without_effect(question: Question, found: Found) -> Iterator[str]:
     asked = space.strategies[0]
     if not is_open(space.strategies) and asked not in ("none", chosen):
         why = why_not_shared(space.accumulation, [card.device for card in question.cards])
-        yield f"strategy {asked}: without effect, {why}"
+        yield f'parallel.strategy = "{asked}": without effect, {why}'
     if space.ahead > 1 and chosen != "pipeline":
         yield f"parallel.microbatches_ahead = {space.ahead}: without effect, only a pipeline runs ahead"
 

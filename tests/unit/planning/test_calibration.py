@@ -435,7 +435,7 @@ def _counts(plan: TrainingPlan) -> list[int]:
 @pytest.mark.parametrize(
     "sections",
     [
-        {"pipeline": {"schedule": "1f1b"}, "train": {"accumulation": 6}},
+        {"parallel": {"strategy": "pipeline"}, "train": {"gradient_accumulation_steps": 6}},
         {"split": {"balance": "time"}},
     ],
 )
@@ -443,11 +443,11 @@ def _counts(plan: TrainingPlan) -> list[int]:
 def test_the_cut_follows_measured_times(tmp_path, speeds, sections):
     """Against every cut there is, by sums of its own: the second half of the blocks takes twice as long, every block
     is recomputed, the first card has the embedders, and in a pipeline the last has the tail."""
-    split = {"kept_blocks": [0, 0, 0]} | sections.get("split", {})
+    split = {"blocks_without_checkpointing": [0, 0, 0]} | sections.get("split", {})
     bench = _Bench(*((f"model {s}", s) for s in speeds), front=0.5, tail=4.0)
     question = _ask(_cards(100, 100, 100), **sections | {"split": split})
     plan = plan_calibrated(question, "where it decides", bench=bench, store=CalibrationStore(tmp_path))
-    is_pipeline = "pipeline" in sections
+    is_pipeline = "parallel" in sections
 
     def stages(a: int, b: int) -> list[float]:
         units = [1.0] * 5 + [2.0] * 5
@@ -460,7 +460,7 @@ def test_the_cut_follows_measured_times(tmp_path, speeds, sections):
     counts = _counts(plan)
     chosen = stages(counts[0], counts[0] + counts[1])
     assert max(chosen) == pytest.approx(best)
-    if is_pipeline:  # 1f1b with one ahead holds 4 on the first of 3 cards
+    if is_pipeline:  # 1F1B with one ahead holds 4 on the first of 3 cards
         expected = sum(chosen) + 5 * max(max(chosen), sum(chosen) / 4)
     else:
         expected = sum(chosen)
@@ -469,7 +469,11 @@ def test_the_cut_follows_measured_times(tmp_path, speeds, sections):
 
 
 def test_a_card_half_as_fast_gets_fewer_blocks(tmp_path):
-    sections = {"pipeline": {"schedule": "1f1b"}, "train": {"accumulation": 8}, "split": {"kept_blocks": [0, 0]}}
+    sections = {
+        "parallel": {"strategy": "pipeline"},
+        "train": {"gradient_accumulation_steps": 8},
+        "split": {"blocks_without_checkpointing": [0, 0]},
+    }
     question = _ask(_cards(100, 100), **sections)
     bench = _Bench(("fast", 0.1), ("slow", 0.2))
     plan = plan_calibrated(question, "where it decides", bench=bench, store=CalibrationStore(tmp_path))
@@ -477,7 +481,7 @@ def test_a_card_half_as_fast_gets_fewer_blocks(tmp_path):
 
 
 def test_the_users_cut_wins(tmp_path):
-    split = {"balance": "manual", "split_at": [2], "kept_blocks": [0, 8]}
+    split = {"balance": "manual", "split_at": [2], "blocks_without_checkpointing": [0, 8]}
     question = _ask(_cards(100, 100), split=split)
     bench = _Bench(("fast", 0.1), ("slow", 0.2), front=0.5, tail=0.25)
     plan = plan_calibrated(question, "always", bench=bench, store=CalibrationStore(tmp_path))
@@ -555,7 +559,7 @@ def test_advice_for_other_cards_uses_no_measured_times(tmp_path):
 
 
 def test_a_plan_says_where_its_times_are_from(tmp_path):
-    sections = {"train": {"compile": "auto", "accumulation": 2}}
+    sections = {"train": {"compile": "auto", "gradient_accumulation_steps": 2}}
     question = _ask(_cards(100, 100), **sections)
     bench = _Bench(("Card A", 0.1), ("Card B", 0.2))
     plan = plan_calibrated(question, "where it decides", bench=bench, store=CalibrationStore(tmp_path))
@@ -594,7 +598,7 @@ def _known_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_job_times_its_blocks_trains_and_compares(tmp_path, monkeypatch, own_cache, capsys):
     """On emulated cards, whose times are real and mean nothing; the second job finds what the first has measured."""
     sections = {
-        "split": {"devices": ["lazy:0", "lazy:1"], "kept_blocks": [0, 0]},
+        "split": {"devices": ["lazy:0", "lazy:1"], "blocks_without_checkpointing": [0, 0]},
         "cache": {"vae_device": "cpu"},
         "train": {"steps": 3, "batch_size": 1},
         "evaluation": {"folder": ""},

@@ -236,7 +236,7 @@ def test_forecast_is_what_two_cards_held(scheme, side):
     quantize = None if scheme == "bf16" else QuantizeSettings(scheme)
     lora = LoraSettings(rank=32, dtype="bfloat16")
     work = Work((128, 1, side // 16, side // 16), 1, torch.bfloat16, quantize, lora)
-    kernels = Kernels(DeviceKernels(UNSEEN_CARD.plans, _SLICE_OF_H200))
+    kernels = Kernels(DeviceKernels(UNSEEN_CARD.choices, _SLICE_OF_H200))
     cost = dry_run_step(model, _info(family, variant.transformer_config), variant, work, kernels)
     forecaster = Forecaster(cost, Optimizer(state=4, step=2), StepSettings(), backend=NO_OVERHEAD)
     plans = StagePlan(0, 2, 0, 23), StagePlan(1, 2, 23, 56)
@@ -300,8 +300,8 @@ def test_kept_blocks_hold_their_activations_and_need_no_recomputation():
 
 def test_recorded_blocks_reserve_temporaries_for_every_micro_batch_and_are_once_compared():
     plan = StagePlan(0, 2, 0, 4, num_uncheckpointed=2)
-    for schedule, ahead, held in (("none", 0, 1), ("1f1b", 0, 2), ("1f1b", 2, 4)):
-        settings = StepSettings(schedule=schedule, accumulation=4, ahead=ahead)
+    for strategy, ahead, held in (("none", 0, 1), ("pipeline", 0, 2), ("pipeline", 2, 4)):
+        settings = StepSettings(strategy=strategy, accumulation=4, ahead=ahead)
         plain = _forecaster(settings).device("a", plan)
         found = _forecaster(replace(settings, has_graphs=True)).device("a", plan)
         # backward 700, of which 400 are kept, the rest 3.5 times; inputs 100, outputs 100, LoRA 10, there and back
@@ -321,16 +321,16 @@ def test_recorded_blocks_reserve_temporaries_for_every_micro_batch_and_are_once_
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ahead", "held"),
-    [("none", 0, [1, 1, 1]), ("1f1b", 0, [3, 2, 1]), ("1f1b", 2, [5, 4, 1]), ("1f1b", 9, [8, 8, 1])],
+    ("strategy", "ahead", "held"),
+    [("none", 0, [1, 1, 1]), ("pipeline", 0, [3, 2, 1]), ("pipeline", 2, [5, 4, 1]), ("pipeline", 9, [8, 8, 1])],
 )
-def test_stages_hold_the_inputs_of_micro_batches_in_flight(schedule, ahead, held):
-    settings = StepSettings(schedule=schedule, accumulation=8, ahead=ahead)
+def test_stages_hold_the_inputs_of_micro_batches_in_flight(strategy, ahead, held):
+    settings = StepSettings(strategy=strategy, accumulation=8, ahead=ahead)
     plans = [StagePlan(stage, 3, 2 * stage, 2 * stage + 2) for stage in range(3)]
     devices = [_forecaster(settings).device("a", plan) for plan in plans]
     assert [device.held for device in devices] == held
     assert [device.checkpoints for device in devices] == [count * (2 * 100 + 7) for count in held]
-    tail = 0 if schedule == "none" else 2
+    tail = 0 if strategy == "none" else 2
     assert [device.weights - 2000 for device in devices] == [30 * (i == 0) + 20 * (i == tail) for i in range(3)]
 
 
@@ -339,7 +339,7 @@ def test_stages_hold_the_inputs_of_micro_batches_in_flight(schedule, ahead, held
 )
 def test_offloaded_inputs_leave_the_card_but_for_a_few(held, in_forward, in_backward, monkeypatch):
     """The block at work and two before it; in its backward one that arrives, and two of other micro-batches."""
-    settings, plan = StepSettings(schedule="1f1b", accumulation=held, offload_from=80), StagePlan(0, held, 0, 6)
+    settings, plan = StepSettings(strategy="pipeline", accumulation=held, offload_from=80), StagePlan(0, held, 0, 6)
     forecaster = _forecaster(settings, inputs=110, input_sizes=(100, 10))
     moments = {each.name: each.checkpoints for each in forecaster._moments(plan, 0, 0)}
     for index in (0, 1, 2, 5):
@@ -438,7 +438,7 @@ def test_8_bit_products_allocate_on_meta_what_the_cards_kernels_do(dtype):
     scale, grad = torch.empty(256, 1, device="meta"), torch.empty(32, 256, device="meta", dtype=torch.bfloat16)
     peaks = []
     for slice_weights in (256 * 512, 256 * 128):
-        kernels = DeviceKernels(UNSEEN_CARD.plans, slice_weights)
+        kernels = DeviceKernels(UNSEEN_CARD.choices, slice_weights)
         with torch.inference_mode(False), using_kernels(kernels), MemoryMeter(1) as meter:
             meter.ignore([values, scale, grad])
             found = grad_input8(grad, values, scale, None)

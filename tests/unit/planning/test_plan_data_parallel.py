@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _ask(family_name: str, cards: str = "24GB,24GB", **sections: Any) -> Question:
-    sections["train"] = {"accumulation": 2} | sections.get("train", {})
+    sections["train"] = {"gradient_accumulation_steps": 2} | sections.get("train", {})
     return make_question(full_size(family_name), parse_cards(cards), **sections)
 
 
@@ -30,9 +30,9 @@ def _plan(family_name: str, cards: str = "24GB,24GB", **sections: Any) -> Traini
     return plan_training(_ask(family_name, cards, **sections))
 
 
-def _times_longer(plan: TrainingPlan, schedule: str) -> float | None:
-    """Than the chosen one, of the best with this schedule; None if none fits."""
-    times = [each.times_longer for each in plan.alternatives if each.setting.schedule == schedule]
+def _times_longer(plan: TrainingPlan, strategy: str) -> float | None:
+    """Than the chosen one, of the best with this strategy; None if none fits."""
+    times = [each.times_longer for each in plan.alternatives if each.setting.strategy == strategy]
     assert times
     return min((time for time in times if time is not None), default=None)
 
@@ -44,34 +44,34 @@ def _times_longer(plan: TrainingPlan, schedule: str) -> float | None:
 def test_two_cards_of_24_gb_each_take_all_of_flux1_in_8_bits(scheme):
     plan = _plan("flux1", model={"quantize": scheme})
     cards = (torch.device("cuda", 0), torch.device("cuda", 1))
-    assert plan.setting.schedule == "replicas" and plan.placement.replicas == cards
+    assert plan.setting.strategy == "data" and plan.placement.replicas == cards
     home, other = plan.devices
     assert home.num_blocks == other.num_blocks == 57 and home.weights == other.weights > 11 * GB
     assert home.optimizer == 2 * home.lora > 0 == other.optimizer
     assert other.num_uncheckpointed >= home.num_uncheckpointed and max(home.needed, other.needed) <= 0.95 * 24 * GB
-    assert _times_longer(plan, "1f1b") > 1
+    assert _times_longer(plan, "pipeline") > 1
 
 
 def test_what_one_card_cannot_hold_is_split():
     plan = _plan("flux2")
-    assert plan.setting.schedule == "1f1b" and plan.placement.replicas == ()
-    assert _times_longer(plan, "replicas") is None and not plan.hint
+    assert plan.setting.strategy == "pipeline" and plan.placement.replicas == ()
+    assert _times_longer(plan, "data") is None and not plan.hint
 
 
 def test_a_step_of_one_micro_batch_keeps_one_card_busy_and_the_plan_says_what_would_help():
-    plan = _plan("flux1", train={"accumulation": 1})
-    assert plan.setting.schedule == "none"
-    assert "train.accumulation = 4" in plan.hint
-    several = _plan("flux1", train={"accumulation": 4})
-    assert several.setting.schedule != "none" and several.step_s < 4 * plan.step_s  # what it said is true
+    plan = _plan("flux1", train={"gradient_accumulation_steps": 1})
+    assert plan.setting.strategy == "none"
+    assert "train.gradient_accumulation_steps = 4" in plan.hint
+    several = _plan("flux1", train={"gradient_accumulation_steps": 4})
+    assert several.setting.strategy != "none" and several.step_s < 4 * plan.step_s  # what it said is true
     assert not several.hint
 
 
-@pytest.mark.parametrize(("schedule", "ahead"), [("none", 0), ("replicas", 0), ("1f1b", 3)])
-def test_running_ahead_is_for_1f1b(schedule, ahead):
-    plan = _plan("flux1", pipeline={"schedule": schedule, "ahead": 3})
-    assert (plan.setting.schedule, plan.setting.ahead) == (schedule, ahead)
-    assert any("pipeline.ahead" in reason for reason in plan.reasons) == (ahead == 0)
+@pytest.mark.parametrize(("strategy", "ahead"), [("none", 0), ("data", 0), ("pipeline", 3)])
+def test_running_ahead_is_for_a_pipeline(strategy, ahead):
+    plan = _plan("flux1", parallel={"strategy": strategy, "microbatches_ahead": 3})
+    assert (plan.setting.strategy, plan.setting.ahead) == (strategy, ahead)
+    assert any("parallel.microbatches_ahead" in reason for reason in plan.reasons) == (ahead == 0)
 
 
 @pytest.mark.parametrize("cards", ["80GB,80GB", "48GB,48GB", "48GB,48GB,48GB"])
@@ -81,7 +81,7 @@ def test_of_cuts_that_take_equally_long_the_fullest_card_is_the_emptiest(cards):
     def fullest(plan):
         return max(device.needed for device in plan.devices)
 
-    settings = {"train": {"accumulation": 1}, "pipeline": {"schedule": "none"}}
+    settings = {"train": {"gradient_accumulation_steps": 1}, "parallel": {"strategy": "none"}}
     plan = _plan("flux1", cards, **settings)
     counts = [device.num_blocks for device in plan.devices]
     for index, shift in itertools.product(range(len(counts) - 1), (-5, -2, -1, 1, 2, 5)):
@@ -94,26 +94,26 @@ def test_of_cuts_that_take_equally_long_the_fullest_card_is_the_emptiest(cards):
 
 def test_a_longer_step_fills_a_pipeline_whose_blocks_keep_their_activations():
     """Half a model leaves room for them: by some per cent it is faster than copies that recompute."""
-    plan = _plan("flux1", train={"accumulation": 4})
-    assert plan.setting.schedule == "1f1b" and sum(plan.uncheckpointed) > 50
-    assert 1 < _times_longer(plan, "replicas") < 1.1
+    plan = _plan("flux1", train={"gradient_accumulation_steps": 4})
+    assert plan.setting.strategy == "pipeline" and sum(plan.uncheckpointed) > 50
+    assert 1 < _times_longer(plan, "data") < 1.1
 
 
 def test_the_user_overrules_it_both_ways():
-    split = _plan("flux1", pipeline={"schedule": "1f1b"})
-    assert split.setting.schedule == "1f1b"
+    split = _plan("flux1", parallel={"strategy": "pipeline"})
+    assert split.setting.strategy == "pipeline"
     manual = _plan("flux1", split={"balance": "manual", "split_at": [20]})
-    assert manual.setting.schedule == "1f1b"
-    forced = _plan("flux1", train={"accumulation": 8}, pipeline={"schedule": "replicas"})
-    assert forced.setting.schedule == "replicas"
-    question = _ask("flux2", pipeline={"schedule": "replicas"})
+    assert manual.setting.strategy == "pipeline"
+    forced = _plan("flux1", train={"gradient_accumulation_steps": 8}, parallel={"strategy": "data"})
+    assert forced.setting.strategy == "data"
+    question = _ask("flux2", parallel={"strategy": "data"})
     with pytest.raises(ValueError, match="does not fit its cards"):
         plan_training(question)
     for found in without_limits(question):
         assert [len(stage.blocks) for stage in found.stages] == [56, 56]
         assert all(stage.share > 1 for stage in found.stages)
     helps = what_helps(question)
-    assert 'pipeline.schedule = "auto"' in helps and not any("another card" in each for each in helps)  # would hold it
+    assert 'parallel.strategy = "auto"' in helps and not any("another card" in each for each in helps)  # would hold it
 
 
 def test_it_is_shown_as_it_is():
@@ -130,7 +130,7 @@ def _made_up(cards: list[Card], **sections: dict[str, Any]) -> TrainingPlan:
     """Ten blocks of 1 GB and 1 s, 0.1 GB of LoRA each."""
     block = BlockCost(GB, 100 * MB, 25 * MB, 10 * MB, {}, 10 * MB, 100 * MB, 10 * MB, 100 * MB, 200 * MB, 200 * MB)
     times = MadeUpTimes([1.0] * 10, link=1e10)
-    given = {"model": {"quantize": "none"}, "train": {"accumulation": 2}} | sections
+    given = {"model": {"quantize": "none"}, "train": {"gradient_accumulation_steps": 2}} | sections
     return plan_training(make_question(MadeUpCosts(block), cards, given_times=times, **given))
 
 
@@ -146,9 +146,9 @@ def _made_up(cards: list[Card], **sections: dict[str, Any]) -> TrainingPlan:
 )
 def test_a_step_lasts_as_long_as_the_card_with_the_most_to_do(accumulation, speeds, expected):
     sections = {
-        "train": {"accumulation": accumulation},
-        "pipeline": {"schedule": "replicas"},
-        "split": {"kept_blocks": [0] * len(speeds)},
+        "train": {"gradient_accumulation_steps": accumulation},
+        "parallel": {"strategy": "data"},
+        "split": {"blocks_without_checkpointing": [0] * len(speeds)},
     }
     plan = _made_up(make_cards(*[100] * len(speeds), speeds=speeds), **sections)
     assert plan.relative_time == pytest.approx(expected / accumulation)
@@ -156,23 +156,31 @@ def test_a_step_lasts_as_long_as_the_card_with_the_most_to_do(accumulation, spee
 
 
 def test_a_card_that_is_too_slow_or_too_small_is_split_with():
-    four = {"train": {"accumulation": 4}}
-    assert _made_up(make_cards(100, 100), **four).setting.schedule == "replicas"
-    assert _made_up(make_cards(100, 100, speeds=(1.0, 0.1)), **four).setting.schedule != "replicas"
-    assert _made_up(make_cards(100, 9), **four).setting.schedule == "1f1b"
+    four = {"train": {"gradient_accumulation_steps": 4}}
+    assert _made_up(make_cards(100, 100), **four).setting.strategy == "data"
+    assert _made_up(make_cards(100, 100, speeds=(1.0, 0.1)), **four).setting.strategy != "data"
+    assert _made_up(make_cards(100, 9), **four).setting.strategy == "pipeline"
 
 
 def test_the_peak_of_a_tight_card_is_what_its_parts_are():
     """By hand. Weights 10, LoRA 1, gradients 1, on home 2 of optimizer; then either the backward of the last block, or
     the sums: as much again as the gradients."""
-    sections = {"train": {"accumulation": 4}, "pipeline": {"schedule": "replicas"}, "split": {"kept_blocks": [0, 0]}}
+    sections = {
+        "train": {"gradient_accumulation_steps": 4},
+        "parallel": {"strategy": "data"},
+        "split": {"blocks_without_checkpointing": [0, 0]},
+    }
     home, other = _made_up(make_cards(100, 100), **sections).devices
     assert home.moment == other.moment == "optimizer step"
     assert home.allocated - home.workspace == 15 * GB and other.allocated - other.workspace == 13 * GB
 
 
 def test_limits_and_kept_blocks_are_each_cards_own():
-    sections = {"train": {"accumulation": 4}, "pipeline": {"schedule": "replicas"}, "split": {"kept_blocks": [3, 7]}}
+    sections = {
+        "train": {"gradient_accumulation_steps": 4},
+        "parallel": {"strategy": "data"},
+        "split": {"blocks_without_checkpointing": [3, 7]},
+    }
     plan = _made_up(make_cards(100, 100), **sections)
     assert plan.uncheckpointed == (3, 7) and [device.num_uncheckpointed for device in plan.devices] == [3, 7]
     sections["split"] = {"memory_limit_gb": [20.0, 5.0]}
@@ -184,10 +192,10 @@ def test_limits_and_kept_blocks_are_each_cards_own():
 
 
 @pytest.mark.parametrize(("cards", "accumulation"), [("24GB,24GB", 1), ("80GB", 4)])
-@pytest.mark.parametrize("schedule", ["replicas", "1f1b"])
-def test_a_schedule_that_has_nothing_to_do_is_said_to_be_without_effect(cards, accumulation, schedule):
-    given = {"pipeline": {"schedule": schedule}, "train": {"accumulation": accumulation}}
+@pytest.mark.parametrize("strategy", ["data", "pipeline"])
+def test_a_strategy_that_has_nothing_to_do_is_said_to_be_without_effect(cards, accumulation, strategy):
+    given = {"parallel": {"strategy": strategy}, "train": {"gradient_accumulation_steps": accumulation}}
     plan = _plan("flux1", cards, **given)
-    assert plan.setting.schedule == "none" and any(f"schedule {schedule}: " in reason for reason in plan.reasons)
-    for said in (_plan("flux1", **{**given, "train": {"accumulation": 4}}), _plan("flux1", cards)):
+    assert plan.setting.strategy == "none" and any(f'parallel.strategy = "{strategy}": ' in reason for reason in plan.reasons)
+    for said in (_plan("flux1", **{**given, "train": {"gradient_accumulation_steps": 4}}), _plan("flux1", cards)):
         assert not any("without effect" in reason for reason in said.reasons)

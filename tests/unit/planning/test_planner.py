@@ -70,13 +70,13 @@ def test_three_cards_of_16_gb_take_it_with_every_block_recomputed():
     assert plan.uncheckpointed == (0, 0, 0) and all(d.needed <= 16 * GB for d in plan.devices)
 
 
-@pytest.mark.parametrize("train", [{"accumulation": 4}, {"accumulation": 1}])
+@pytest.mark.parametrize("train", [{"gradient_accumulation_steps": 4}, {"gradient_accumulation_steps": 1}])
 def test_blocks_stream_where_the_fastest_card_is_too_small_for_what_it_should_compute(train):
     """However the cards are named; the slow one alone would be the slower plan."""
     speeds = {"model": {"quantize": "int8-compute"}, "train": {"steps": 10} | train}
     for cards, fast in (("24GiB@1,24GiB@0.3", 0), ("24GiB@0.3,24GiB@1", 1)):
         plan = _plan(cards, (1024, 1024), **speeds)
-        resident = _plan(cards, (1024, 1024), **speeds, split={"swapped_blocks": [0, 0]})
+        resident = _plan(cards, (1024, 1024), **speeds, split={"offloaded_blocks": [0, 0]})
         assert plan.offloaded[fast] > 0 and plan.offloaded[1 - fast] == 0
         assert 1.1 * plan.step_s < resident.step_s
 
@@ -90,7 +90,7 @@ def test_8_bit_optimizer_state_is_for_what_would_not_fit_otherwise():
 
 def test_another_card_or_more_memory_makes_no_plan_slower():
     """But for what copies from host memory must gain to be taken."""
-    train = {"steps": 10, "accumulation": 4}
+    train = {"steps": 10, "gradient_accumulation_steps": 4}
     order = (("16GB,16GB", "24GB,24GB"), ("24GB,12GB", "24GB,24GB"), ("24GB,24GB", "48GB,48GB"))
     for smaller, larger in (*order, ("24GB", "24GB,24GB@0.3")):
         before, after = (_plan(cards, (1024, 1024), train=train) for cards in (smaller, larger))
@@ -99,27 +99,31 @@ def test_another_card_or_more_memory_makes_no_plan_slower():
 
 def test_several_micro_batches_are_proposed_where_one_keeps_one_card_busy():
     hint = _plan("24GB,24GB").hint
-    several = _plan("24GB,24GB", train={"steps": 10, "accumulation": 4}, pipeline={"schedule": "1f1b", "ahead": 0})
-    assert "train.accumulation = 4" in hint
+    several = _plan(
+        "24GB,24GB",
+        train={"steps": 10, "gradient_accumulation_steps": 4},
+        parallel={"strategy": "pipeline", "microbatches_ahead": 0},
+    )
+    assert "train.gradient_accumulation_steps = 4" in hint
     assert f"{several.step_s / _plan('24GB,24GB').step_s:.1f} times" in hint
-    assert not several.hint and not _plan("24GB,24GB", pipeline={"schedule": "none"}).hint and not _plan("80GB").hint
+    assert not several.hint and not _plan("24GB,24GB", parallel={"strategy": "none"}).hint and not _plan("80GB").hint
 
 
 def test_what_does_not_fit_is_refused_with_what_would_help():
     """64 GB of weights: a smaller picture or rank would not do."""
-    resident = {"split": {"swapped_blocks": [0, 0]}}
+    resident = {"split": {"offloaded_blocks": [0, 0]}}
     full = {"model": {"quantize": "none"}, "data": {"resolutions": [1024]}}
     helps = _helps(_ask("24GB,24GB", (1024, 1024), **full, **resident))
-    assert helps == ["split.swapped_blocks = []", 'model.quantize = "fp8-compute"']
+    assert helps == ["split.offloaded_blocks = []", 'model.quantize = "fp8-compute"']
     _plan("24GB,24GB", (1024, 1024), model={"quantize": "fp8-compute"}, **resident)  # what it said is true
     assert sum(_plan("24GB,24GB", (1024, 1024), **full).offloaded) > 0
 
 
 def test_no_more_than_three_changes_are_named():
-    split = {"swapped_blocks": [0, 0], "kept_blocks": [3, 3]}
+    split = {"offloaded_blocks": [0, 0], "blocks_without_checkpointing": [3, 3]}
     helps = _helps(_ask("23GB,23GB", (1024, 1024), data={"resolutions": [1024]}, split=split))
-    assert helps[0] == "split.kept_blocks = []" and len(helps) == 3
-    _plan("23GB,23GB", (1024, 1024), data={"resolutions": [1024]}, split={**split, "kept_blocks": []})
+    assert helps[0] == "split.blocks_without_checkpointing = []" and len(helps) == 3
+    _plan("23GB,23GB", (1024, 1024), data={"resolutions": [1024]}, split={**split, "blocks_without_checkpointing": []})
 
 
 def test_another_card_is_named_by_the_size_that_would_do():
@@ -132,7 +136,7 @@ def test_another_card_is_named_by_the_size_that_would_do():
 
 
 def test_a_batch_or_a_size_that_is_too_large_is_named():
-    sections = {"train": {"batch_size": 4}, "data": {"resolutions": [1024]}, "split": {"swapped_blocks": [0, 0]}}
+    sections = {"train": {"batch_size": 4}, "data": {"resolutions": [1024]}, "split": {"offloaded_blocks": [0, 0]}}
     helps = _helps(_ask("24GB,24GB", (1024, 1024), **sections))
     assert "train.batch_size = 1 with accumulation = 4" in helps
     assert any(each.startswith("data.resolutions = [") for each in helps)
@@ -148,27 +152,27 @@ def test_auto_takes_the_fastest_scheme_and_the_users_choice_stays():
 def test_8_bit_optimizer_state_is_for_what_does_not_fit_otherwise():
     assert _plan("24GB,24GB", optimizer={"name": "auto"}).setting.optimizer == "adamw"
     assert _plan("19.4GB,19.4GB", optimizer={"name": "auto"}).setting.optimizer == "adamw8bit"
-    question = _ask("19.4GB,19.4GB", optimizer={"name": "adamw"}, split={"swapped_blocks": [0, 0]})
+    question = _ask("19.4GB,19.4GB", optimizer={"name": "adamw"}, split={"offloaded_blocks": [0, 0]})
     assert 'optimizer.name = "adamw8bit"' in _helps(question)
 
 
 def test_settings_of_the_user_are_kept_and_only_checked():
-    manual = {"split": {"balance": "manual", "split_at": [20], "kept_blocks": [1, 2]}}
+    manual = {"split": {"balance": "manual", "split_at": [20], "blocks_without_checkpointing": [1, 2]}}
     plan = _plan("40GB,40GB", **manual)
     assert plan.placement.devices.count(torch.device("cuda:0")) == 20 and plan.uncheckpointed == (1, 2)
-    question = _ask("26GB,26GB", split={"balance": "manual", "split_at": [40], "swapped_blocks": [0, 0]})
-    assert 'split.balance = "bytes"' in _helps(question)
+    question = _ask("26GB,26GB", split={"balance": "manual", "split_at": [40], "offloaded_blocks": [0, 0]})
+    assert 'split.balance = "memory"' in _helps(question)
     with pytest.raises(ValueError, match="kept_blocks has 1 values"):
-        _plan("40GB,40GB", split={"kept_blocks": [1]})
+        _plan("40GB,40GB", split={"blocks_without_checkpointing": [1]})
     full = _plan("80GB,80GB", train={"gradient_checkpointing": False})
     assert full.uncheckpointed == tuple(device.num_blocks for device in full.devices)
 
 
 def test_limits_of_the_user_bind_weights_and_let_the_rest_be_tried():
-    plan = _plan("10GB,10GB", split={"memory_limit_gb": [20.0, 20.0], "swapped_blocks": [0, 0]})
+    plan = _plan("10GB,10GB", split={"memory_limit_gb": [20.0, 20.0], "offloaded_blocks": [0, 0]})
     assert plan.warning and plan.uncheckpointed == (0, 0)
     assert any(device.needed > 10 * GB for device in plan.devices)
-    question = _ask("80GB,80GB", split={"memory_limit_gb": [10.0, 10.0], "swapped_blocks": [0, 0]})
+    question = _ask("80GB,80GB", split={"memory_limit_gb": [10.0, 10.0], "offloaded_blocks": [0, 0]})
     assert "split.memory_limit_gb = []" in _helps(question)
     plan = _plan("80GB,80GB", split={"memory_limit_gb": [10.0, 10.0]})
     assert any(plan.offloaded) and all(device.weights <= 10 * GB for device in plan.devices)
@@ -177,22 +181,25 @@ def test_limits_of_the_user_bind_weights_and_let_the_rest_be_tried():
 def test_a_limit_lets_nothing_be_tried_that_needs_more_than_what_fits():
     """Copies of the whole model are the fastest where nothing is too large; they need twice the cards' memory here."""
     for limit in ([], [22.0, 22.0]):
-        sections = {"train": {"accumulation": 4}, "split": {"memory_limit_gb": limit}}
+        sections = {"train": {"gradient_accumulation_steps": 4}, "split": {"memory_limit_gb": limit}}
         cards = parse_cards("24GB,24GB")
         plan = plan_training(make_question(full_size("wan"), cards, (480, 832), frames=81, **sections))
-        assert plan.setting.schedule == "1f1b" and not plan.warning
+        assert plan.setting.strategy == "pipeline" and not plan.warning
         assert all(device.needed <= 24 * GB for device in plan.devices)
 
 
 def test_more_kept_or_streamed_blocks_than_there_are_is_said():
-    for split in ({"kept_blocks": [0, 99]}, {"kept_blocks": [30, 30], "swapped_blocks": [5, 5]}):
+    for split in (
+        {"blocks_without_checkpointing": [0, 99]},
+        {"blocks_without_checkpointing": [30, 30], "offloaded_blocks": [5, 5]},
+    ):
         with pytest.raises(ValueError, match="a card needs a block for each"):
             _plan("80GB,80GB", split=split)
 
 
 def test_swapped_blocks_are_forecast_where_the_user_asks():
     plain = _plan("40GB,40GB")
-    plan = _plan("24GB,24GB", split={"swapped_blocks": [10, 10], "kept_blocks": [0, 0]})
+    plan = _plan("24GB,24GB", split={"offloaded_blocks": [10, 10], "blocks_without_checkpointing": [0, 0]})
     assert plan.offloaded == (10, 10)
     assert sum(d.weights for d in plan.devices) < sum(d.weights for d in plain.devices)
     assert plan.host_bytes > plain.host_bytes + 5 * GB
@@ -205,14 +212,14 @@ def test_blocks_stream_from_host_memory_where_the_cards_are_too_small():
         plan = _plan(cards, model={"quantize": scheme})
         assert any(plan.offloaded) and not any(plan.uncheckpointed)
         assert all(d.needed <= 0.95 * c.usable_bytes for d, c in zip(plan.devices, plan.cards, strict=True))
-        assert plan_values(plan)["setting"]["swapped_blocks"] == list(plan.offloaded)
+        assert plan_values(plan)["setting"]["offloaded_blocks"] == list(plan.offloaded)
     assert plan.host_bytes > 20 * GB
 
 
 def test_host_memory_is_a_limit_too():
     cards = "24GB,12GB"
     assert _plan(cards, host_bytes=64 * GB).offloaded == _plan(cards).offloaded
-    given = {"split": {"swapped_blocks": [0, 20], "kept_blocks": [0, 0]}}
+    given = {"split": {"offloaded_blocks": [0, 20], "blocks_without_checkpointing": [0, 0]}}
     for question in (_ask(cards, host_bytes=4 * GB), _ask(cards, host_bytes=4 * GB, **given)):
         _helps(question)
     best = but_for_the_host(_ask(cards, host_bytes=4 * GB))
@@ -239,7 +246,10 @@ def test_a_pipeline_is_cut_where_its_slowest_stage_is_shortest():
     """Against every cut there is."""
     units = [1.0, 5.0, 1.0, 1.0, 2.0, 1.0, 1.0, 3.0, 1.0, 1.0]
     cards = make_cards(100, 100, 100, speeds=(1.0, 1.0, 0.5))
-    sections = {"pipeline": {"schedule": "1f1b"}, "train": {"accumulation": 8, "gradient_checkpointing": False}}
+    sections = {
+        "parallel": {"strategy": "pipeline"},
+        "train": {"gradient_accumulation_steps": 8, "gradient_checkpointing": False},
+    }
     plan = plan_training(_made_up(cards, MadeUpTimes(units), **sections))
 
     def slowest(a: int, b: int) -> float:
@@ -254,20 +264,23 @@ def test_a_pipeline_is_cut_where_its_slowest_stage_is_shortest():
 
 def test_a_pipeline_is_chosen_by_itself():
     cards, times = make_cards(9, 9), MadeUpTimes([1.0] * 10)  # 10 GB of weights
-    off = {"pipeline": {"schedule": "none"}, "train": {"accumulation": 4}}
+    off = {"parallel": {"strategy": "none"}, "train": {"gradient_accumulation_steps": 4}}
     one = plan_training(_made_up(cards, times, **off))
-    assert one.setting.schedule == "none"
-    two = plan_training(_made_up(cards, times, train={"accumulation": 4}))
-    assert (two.setting.schedule, two.setting.ahead) == ("1f1b", 1)
+    assert one.setting.strategy == "none"
+    two = plan_training(_made_up(cards, times, train={"gradient_accumulation_steps": 4}))
+    assert (two.setting.strategy, two.setting.ahead) == ("pipeline", 1)
     assert two.relative_time < one.relative_time and [d.held for d in two.devices] == [3, 1]
-    assert plan_training(_made_up(cards, times)).setting.schedule == "none"  # nothing to overlap
+    assert plan_training(_made_up(cards, times)).setting.strategy == "none"  # nothing to overlap
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_a_pipeline_of_equal_stages_takes_its_slowest_one(ahead):
     cards, times = make_cards(100, 100), MadeUpTimes([1.0] * 10)
-    sections = {"train": {"accumulation": 4}, "pipeline": {"schedule": "1f1b", "ahead": ahead}}
-    plan = plan_training(_made_up(cards, times, split={"kept_blocks": [0, 0]}, **sections))
+    sections = {
+        "train": {"gradient_accumulation_steps": 4},
+        "parallel": {"strategy": "pipeline", "microbatches_ahead": ahead},
+    }
+    plan = plan_training(_made_up(cards, times, split={"blocks_without_checkpointing": [0, 0]}, **sections))
     assert plan.relative_time == pytest.approx((10 + 3 * 5) / 40)
     assert [device.held for device in plan.devices] == [min(2 + ahead, 4), 1]
 
@@ -276,7 +289,7 @@ def test_without_a_pipeline_equal_cards_are_filled_evenly_and_a_faster_one_more(
     even = plan_training(_made_up(make_cards(6.5, 6.5), MadeUpTimes([1.0] * 10)))
     assert [device.num_blocks for device in even.devices] == [5, 5]
     cards = make_cards(12, 12, speeds=(1.0, 0.5))
-    sections = {"split": {"kept_blocks": [0, 0]}}
+    sections = {"split": {"blocks_without_checkpointing": [0, 0]}}
     faster = plan_training(_made_up(cards, MadeUpTimes([1.0] * 10), **sections))
     assert [device.num_blocks for device in faster.devices] == [9, 1]
 
@@ -333,7 +346,7 @@ def test_a_slower_scheme_in_memory_loses_against_a_faster_one_from_the_host():
 def _ask_offloading(*sizes_gb: float, link: float = 1e12, **changes: Any) -> Question:
     """Without blocks that stream from there, too."""
     times, cards = MadeUpTimes([1.0] * 10, link), make_cards(*sizes_gb)
-    split = {"swapped_blocks": [0] * len(cards)} | changes.pop("split", {})
+    split = {"offloaded_blocks": [0] * len(cards)} | changes.pop("split", {})
     return _made_up(cards, times, inputs=5 * 10**8, split=split, **changes)
 
 
@@ -356,7 +369,7 @@ def test_inputs_are_offloaded_where_nothing_fits_otherwise():
 
 
 def test_offloading_is_the_users_to_set():
-    plan = _offloading(80, train={"offload_activations": "on"}, split={"kept_blocks": [0]})
+    plan = _offloading(80, train={"offload_activations": "on"}, split={"blocks_without_checkpointing": [0]})
     assert plan.setting.offloads
     assert plan.relative_time == pytest.approx(1.0)
     assert not _offloading(80, train={"gradient_checkpointing": False}).setting.offloads
@@ -364,22 +377,22 @@ def test_offloading_is_the_users_to_set():
 
 def test_a_slow_link_counts_both_ways():
     """5 GB there and back at 0.1 GB/s against 30 seconds of blocks."""
-    on = {"train": {"offload_activations": "on"}, "split": {"kept_blocks": [0]}}
+    on = {"train": {"offload_activations": "on"}, "split": {"blocks_without_checkpointing": [0]}}
     assert _offloading(80, link=1e8, **on).relative_time == pytest.approx(100 / 30)
     assert _offloading(80, link=1e9, **on).relative_time == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("link", "expected"), [(1e12, ("1f1b", True)), (1e7, ("none", False))])
+@pytest.mark.parametrize(("link", "expected"), [(1e12, ("pipeline", True)), (1e7, ("none", False))])
 def test_a_pipeline_that_fits_only_so_is_weighed_against_none(link, expected):
-    """1f1b holds two micro-batches or more on the first card, 2.5 GB each: 5 + 2.8 fits 9 GB, 5 + 5.5 does not."""
-    plan = _offloading(9, 9, link=link, train={"accumulation": 8})
-    assert (plan.setting.schedule, plan.setting.offloads) == expected
+    """1F1B holds two micro-batches or more on the first card, 2.5 GB each: 5 + 2.8 fits 9 GB, 5 + 5.5 does not."""
+    plan = _offloading(9, 9, link=link, train={"gradient_accumulation_steps": 8})
+    assert (plan.setting.strategy, plan.setting.offloads) == expected
 
 
 @pytest.mark.parametrize("asked", ["auto", "on"])
 def test_host_memory_that_is_not_there_is_not_pinned(asked):
     train = {"offload_activations": asked}
-    kept = {"kept_blocks": [0]}
+    kept = {"blocks_without_checkpointing": [0]}
     assert _offloading(14, train=train, split=kept, host_bytes=7 * GB).setting.offloads
     _helps(_ask_offloading(14, train=train, split=kept, host_bytes=6 * GB))
 
@@ -388,9 +401,13 @@ def test_a_wan_of_video_size_fits_cards_with_its_inputs_in_host_memory():
     """Wan 14B at 480x832, 49 frames, in 8 bits over two cards of 16 GB, eight micro-batches a step."""
     plans = {}
     for asked in ("off", "on"):
-        train = {"accumulation": 8, "offload_activations": asked}
-        split = {"memory_limit_gb": [1000.0, 1000.0], "kept_blocks": [0, 0], "swapped_blocks": [0, 0]}
-        sections = {"train": train, "split": split, "pipeline": {"schedule": "1f1b"}}
+        train = {"gradient_accumulation_steps": 8, "offload_activations": asked}
+        split = {
+            "memory_limit_gb": [1000.0, 1000.0],
+            "blocks_without_checkpointing": [0, 0],
+            "offloaded_blocks": [0, 0],
+        }
+        sections = {"train": train, "split": split, "parallel": {"strategy": "pipeline"}}
         cards = parse_cards("24GB,24GB")
         plans[asked] = plan_training(make_question(full_size("wan"), cards, (480, 832), frames=49, **sections))
     first = {asked: plan.devices[0] for asked, plan in plans.items()}

@@ -32,7 +32,7 @@ def test_a_plan_for_cards_that_nobody_could_ask_says_what_fp8_needs(scheme, is_a
 
 def test_what_fits_without_streaming_is_named_by_how_much_longer_it_takes():
     cards = make_cards(5, 12, speeds=(1.0, 0.1))
-    plan, resident = _plan(cards), _plan(cards, split={"swapped_blocks": [0, 0]})
+    plan, resident = _plan(cards), _plan(cards, split={"offloaded_blocks": [0, 0]})
     (said,) = (reason for reason in plan.reasons if reason.startswith("host memory"))
     times = re.search(r"would take ([0-9.]+) times as long", said)
     assert any(plan.offloaded) and times is not None
