@@ -56,13 +56,16 @@ class CudaRecorder:
                     raise
                 graph.capture_end()
             except BaseException:
-                self._end_allocation(pool)
+                self._end_recording(pool)
                 raise
         return graph.replay
 
-    def _end_allocation(self, pool: Any) -> None:
-        """Tell the allocator that a recording which failed is over: up to torch 2.11 at least capture_end raises
-        before it does, and no memory that crossed streams would be freed any more."""
+    def _end_recording(self, pool: Any) -> None:
+        """Tell the allocator and the random numbers that a recording which failed is over: up to torch 2.11 at least
+        capture_end raises before it does. No memory that crossed streams would be freed any more, and dropout would
+        fail for as long as the process lives."""
+        generator = torch.cuda.default_generators[self._device.index]
+        generator.graphsafe_set_state(generator.clone_state())  # same seed and offset, in no recording
         with suppress(RuntimeError):  # where it has
             torch._C._cuda_endAllocateToPool(self._device.index, pool)
             torch._C._cuda_releasePool(self._device.index, pool)

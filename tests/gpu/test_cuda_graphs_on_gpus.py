@@ -179,7 +179,7 @@ class AsksTheCard(torch.nn.Module):
         return x @ self.weight * (1.0 if x.sum().item() > -1e30 else 0.0)
 
 
-def test_a_recording_that_fails_leaves_gradients_right_and_the_allocator_whole(caplog):
+def test_a_recording_that_fails_leaves_gradients_allocator_and_random_numbers_whole(caplog):
     block = AsksTheCard()
     handle = apply_cuda_graphs({block: CARDS[0]})
     handle.is_on = True
@@ -190,3 +190,8 @@ def test_a_recording_that_fails_leaves_gradients_right_and_the_allocator_whole(c
     assert torch.allclose(block.weight.grad, 2 * x.sum(0)[:, None].expand(64, 64), atol=1e-4)
     assert handle.fault and caplog.text.count("no longer replayed") == 1
     torch.cuda.empty_cache()  # raises while the allocator takes a recording to be under way
+    state = torch.cuda.get_rng_state(CARDS[0])
+    drawn = [torch.nn.functional.dropout(x, 0.5)]  # raises while the generator takes one to be
+    torch.cuda.set_rng_state(state, CARDS[0])
+    drawn.append(torch.nn.functional.dropout(x, 0.5))
+    assert torch.equal(*drawn)

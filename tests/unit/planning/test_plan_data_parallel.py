@@ -196,6 +196,8 @@ def test_limits_and_kept_blocks_are_each_cards_own():
 def test_a_strategy_that_has_nothing_to_do_is_said_to_be_without_effect(cards, accumulation, strategy):
     given = {"parallel": {"strategy": strategy}, "train": {"gradient_accumulation_steps": accumulation}}
     plan = _plan("flux1", cards, **given)
-    assert plan.setting.strategy == "none" and any(f'parallel.strategy = "{strategy}": ' in reason for reason in plan.reasons)
+    assert plan.setting.strategy == "none" and any(
+        f'parallel.strategy = "{strategy}": ' in reason for reason in plan.reasons
+    )
     for said in (_plan("flux1", **{**given, "train": {"gradient_accumulation_steps": 4}}), _plan("flux1", cards)):
         assert not any("without effect" in reason for reason in said.reasons)

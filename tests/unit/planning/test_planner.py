@@ -162,7 +162,7 @@ def test_settings_of_the_user_are_kept_and_only_checked():
     assert plan.placement.devices.count(torch.device("cuda:0")) == 20 and plan.uncheckpointed == (1, 2)
     question = _ask("26GB,26GB", split={"balance": "manual", "split_at": [40], "offloaded_blocks": [0, 0]})
     assert 'split.balance = "memory"' in _helps(question)
-    with pytest.raises(ValueError, match="kept_blocks has 1 values"):
+    with pytest.raises(ValueError, match="blocks_without_checkpointing has 1 values"):
         _plan("40GB,40GB", split={"blocks_without_checkpointing": [1]})
     full = _plan("80GB,80GB", train={"gradient_checkpointing": False})
     assert full.uncheckpointed == tuple(device.num_blocks for device in full.devices)
