@@ -326,7 +326,7 @@ def _runner_of(each: Contestant, way: Way) -> Runner:
 def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer]:
     """The contestant's trainer, set for this way."""
     trainer = each.trainer
-    trainer.job = replace(each.job, train=replace(each.job.train, accumulation=way.num_batches))
+    trainer.job = replace(each.job, train=replace(each.job.train, gradient_accumulation_steps=way.num_batches))
     trainer.runner = _runner_of(each, way)
     if way.name not in (USUAL.name, ONE_GPU.name):
         each.keep_activations(kept)
