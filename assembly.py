@@ -73,10 +73,12 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
     #    What will be in host memory leaves its card layer by layer, too, or never sees it if nothing is rounded.
     quantizer = Quantizer(info.family, plan.quantize) if plan.quantize is not None else None
     offload = None
-    if any(plan.swapped_blocks):
-        offload = WeightOffload(place_offloaded(placement, plan.kept_blocks, plan.swapped_blocks), is_on_host=True)
+    if any(plan.offloaded_blocks):
+        offload = WeightOffload(place_offloaded(placement, plan.kept_blocks, plan.offloaded_blocks), is_on_host=True)
     if quantizer is None:
-        model = load_transformer(info, _first_places(info, placement, offload, plan.dtype), plan.dtype, keeper=offload)
+        model = load_transformer(
+            info, _first_places(info, placement, offload, plan.dtype), plan.dtype, layer_store=offload
+        )
     else:
         model = load_through_cache(plan.quantized_cache, info, placement.device_of, plan.dtype, quantizer, offload)
     quantized = quantizer.close(model) if quantizer is not None else None

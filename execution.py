@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from .parallel.placement import Placement
 from .quantization.quantize import QuantizeSettings
+
+Strategy = Literal["none", "pipeline", "data"]  # how several devices share a step
 
 
 @dataclass(frozen=True)
@@ -20,10 +23,11 @@ class ExecutionPlan:
         dtype: of what is not quantized, and of activations.
         quantize: how the frozen linears are held; None as they are.
         quantized_cache: folder that keeps quantized weights for the next time; None for none.
-        ahead: how many microbatches a pipeline runs ahead; None for one microbatch at a time, and for replicas.
+        strategy: jobs/build.py makes its runner.
+        ahead: how many microbatches a pipeline runs ahead; None for other strategies.
         gradient_checkpointing: whether blocks are computed again for their backward.
         kept_blocks: then, per device, how many of its last blocks keep their activations; () none.
-        swapped_blocks: then, per device, how many of its blocks stream from host memory; () none.
+        offloaded_blocks: then, per device, how many of its blocks stream from host memory; () none.
         offloads: then, whether inputs of blocks wait in host memory.
         compiled_shapes: shapes of batches that blocks are compiled for, 0 if their number is unknown; None compiles
             nothing.
@@ -34,16 +38,18 @@ class ExecutionPlan:
     dtype: torch.dtype
     quantize: QuantizeSettings | None = None
     quantized_cache: Path | None = None
+    strategy: Strategy = "none"
     ahead: int | None = None
     gradient_checkpointing: bool = True
     kept_blocks: tuple[int, ...] = ()
-    swapped_blocks: tuple[int, ...] = ()
+    offloaded_blocks: tuple[int, ...] = ()
     offloads: bool = False
     compiled_shapes: int | None = None
     has_graphs: bool = False
 
     def __post_init__(self) -> None:
-        needs_recompute = any(self.swapped_blocks) or self.offloads
+        needs_recompute = any(self.offloaded_blocks) or self.offloads
         assert self.gradient_checkpointing or not needs_recompute, "only blocks that are computed again leave a device"
-        assert not (self.placement.replicas and any(self.swapped_blocks)), "a replica's blocks are all on its card"
-        assert not self.placement.replicas or self.ahead is None, "replicas each run their own microbatches"
+        assert not (self.placement.replicas and any(self.offloaded_blocks)), "a replica's blocks are all on its card"
+        assert bool(self.placement.replicas) == (self.strategy == "data"), "data parallel trains replicas"
+        assert (self.ahead is None) == (self.strategy != "pipeline"), "only a pipeline runs ahead"

@@ -35,7 +35,7 @@ class LayerWriter(Protocol):
     def add(self, fqn: str, stored: Stored8) -> None: ...
 
 
-class LayerKeeper(Protocol):
+class LayerStore(Protocol):
     """Who takes layers to where they rest as soon as they are final; parallel/offload/weights.py's BlockSwap is one."""
 
     def begin(self, model: torch.nn.Module, layers: Collection[str]) -> None: ...
@@ -63,7 +63,7 @@ def load_transformer(
     dtype: torch.dtype,
     quantizer: Quantizer | None = None,
     writer: LayerWriter | None = None,
-    keeper: LayerKeeper | None = None,
+    layer_store: LayerStore | None = None,
 ) -> torch.nn.Module:
     """The transformer with every parameter on its device, frozen and in eval mode.
 
@@ -77,7 +77,7 @@ def load_transformer(
         quantizer: converts layers, or takes them over as a file in 8 bits has them; with None such a file is
             dequantized.
         writer: is given every layer that was rounded, and not those that were in 8 bits already.
-        keeper: is told of every layer that is final, before the next one is read.
+        layer_store: is told of every layer that is final, before the next one is read.
     Raises: ValueError if the file's tensors are not exactly the model's, or its scales are no scales.
     """
     model = make_unfilled_transformer(info)
@@ -85,7 +85,7 @@ def load_transformer(
     found = differences(shapes, info.tensors)
     if found:
         raise ValueError(f"{info.path} does not fit {info.family.title}: {described(found)}")
-    _Loader(model, info, device_of, dtype, quantizer, writer, keeper).load()
+    _Loader(model, info, device_of, dtype, quantizer, writer, layer_store).load()
     for name, buffer in list(model.named_buffers()):
         owner, leaf = _owner(model, name)
         owner._buffers[leaf] = buffer.to(device_of(name))
@@ -102,7 +102,7 @@ class _Loader:
     dtype: torch.dtype
     quantizer: Quantizer | None
     writer: LayerWriter | None
-    keeper: LayerKeeper | None
+    layer_store: LayerStore | None
 
     def __post_init__(self) -> None:
         quantizer = self.quantizer
@@ -116,8 +116,8 @@ class _Loader:
     def load(self) -> None:
         if self.writer is not None:
             self.writer.expect(sum(self._stored_bytes(name) for name in self._wanted if not self._is_taken(name)))
-        if self.keeper is not None:
-            self.keeper.begin(self.model, self._waiting.keys())
+        if self.layer_store is not None:
+            self.layer_store.begin(self.model, self._waiting.keys())
         for file, records in by_file(self.info.tensors).items():
             _log.info("reading %d tensors from %s", len(records), file.name)
             for name, tensor in read_records(records):
@@ -153,8 +153,8 @@ class _Loader:
             return
         if layer in self._wanted:
             self._convert(layer)
-        if self.keeper is not None:
-            self.keeper.finish(layer)
+        if self.layer_store is not None:
+            self.layer_store.finish(layer)
 
     def _convert(self, layer: str) -> None:
         assert self.quantizer is not None

@@ -44,7 +44,7 @@ from ..system.locks import NoLocks, try_lock
 from .checkpoint import CheckpointInfo
 from .fingerprint import file_fingerprint, settings_fingerprint
 from .header import TensorRecord, read_header
-from .load import LayerKeeper, load_transformer
+from .load import LayerStore, load_transformer
 from .quantized_files import read_scales
 
 _log = logging.getLogger(__name__)
@@ -67,19 +67,19 @@ def load_through_cache(
     device_of: Callable[[str], torch.device],
     dtype: torch.dtype,
     quantizer: Quantizer,
-    keeper: LayerKeeper | None = None,
+    layer_store: LayerStore | None = None,
 ) -> torch.nn.Module:
     """load_transformer with a quantizer: from the cache if it has the model, else into it. None for no cache."""
     if folder is None:
-        return load_transformer(info, device_of, dtype, quantizer, keeper=keeper)
+        return load_transformer(info, device_of, dtype, quantizer, layer_store=layer_store)
     cached = open_cached(folder, info, quantizer.settings, dtype)
     if cached is not None:
         try:
-            return load_transformer(cached, device_of, dtype, quantizer, keeper=keeper)
+            return load_transformer(cached, device_of, dtype, quantizer, layer_store=layer_store)
         except _FOREIGN as error:  # deleted or damaged since; what is wrong with the checkpoint will be said below
             _log.warning("the quantized weights in %s cannot be read and are rounded again (%s)", folder, error)
     with QuantizedWriter(folder, info, quantizer.settings, dtype) as writer:
-        return load_transformer(info, device_of, dtype, quantizer, writer, keeper)
+        return load_transformer(info, device_of, dtype, quantizer, writer, layer_store)
 
 
 def open_cached(

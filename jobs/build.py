@@ -89,12 +89,18 @@ def _clean_up_later(assembled: Assembled, cleanup: ExitStack) -> None:
 
 
 def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner:
-    if assembled.replicas:
-        models = (assembled, *assembled.replicas)
-        return DataParallel([Replica(m.model, m.split.home, tuple(_lora_of(m).parameters().values())) for m in models])
-    if plan.execution.ahead is None:
-        return PlainAccumulation(assembled.model, assembled.split.home)
-    return Pipeline(assembled.model, assembled.split.bridge, ahead=plan.execution.ahead)
+    match plan.execution.strategy:
+        case "none":
+            return PlainAccumulation(assembled.model, assembled.split.home)
+        case "pipeline":
+            assert plan.execution.ahead is not None
+            return Pipeline(assembled.model, assembled.split.bridge, ahead=plan.execution.ahead)
+        case "data":
+            every = (assembled, *assembled.replicas)
+            trained = [tuple(_lora_of(each).parameters().values()) for each in every]
+            return DataParallel(
+                [Replica(each.model, each.split.home, own) for each, own in zip(every, trained, strict=True)]
+            )
 
 
 def _lora_of(assembled: Assembled) -> LoraHandle:

@@ -22,7 +22,7 @@ from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig, ModelConfig, SplitConfig
 from ..config.open import asked
 from ..data.samples import TrainingSample
-from ..execution import ExecutionPlan
+from ..execution import ExecutionPlan, Strategy
 from ..families.spec import Variant
 from ..parallel.devices import CPU, find_device, find_devices, free_bytes
 from ..parallel.placement import (
@@ -153,23 +153,24 @@ def resolve(
         placement = replace(placement, devices=before.devices, home=home, tail=(), replicas=before.replicas)
     if training is None:
         chosen = _first_of(space, placement.used_devices)
-    ahead = chosen.ahead if chosen.strategy == "pipeline" and not placement.replicas else None
-    if ahead is None and not placement.replicas and not is_open(space.strategies) and space.strategies != ("none",):
+    strategy: Strategy = "data" if placement.replicas else "pipeline" if chosen.strategy == "pipeline" else "none"
+    if strategy == "none" and not is_open(space.strategies) and space.strategies != ("none",):
         _log.warning(
             'parallel.strategy = "%s" needs train.gradient_accumulation_steps above 1 and several GPUs of one kind; '
             "left out",
             *space.strategies,
         )
-    tail = () if ahead is None else tuple(subject.info.family.tail)
+    tail = tuple(subject.info.family.tail) if strategy == "pipeline" else ()
     execution = ExecutionPlan(
         placement=replace(placement, tail=tail),
         dtype=space.dtype,
         quantize=job.model.quantize_settings,
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
-        ahead=ahead,
+        strategy=strategy,
+        ahead=chosen.ahead if strategy == "pipeline" else None,
         gradient_checkpointing=space.is_checkpointing,
         kept_blocks=space.uncheckpointed if training is None else training.uncheckpointed,
-        swapped_blocks=space.offloaded if training is None else training.offloaded,
+        offloaded_blocks=space.offloaded if training is None else training.offloaded,
         offloads=chosen.offloads,
         compiled_shapes=_shapes_to_compile(job, subject) if is_to_train else None,
         has_graphs=is_to_train and _has_graphs(job, subject, placement.used_devices),

@@ -106,11 +106,11 @@ def check_kept_blocks(kept_blocks: Sequence[int], placement: Placement) -> None:
             )
 
 
-def check_offloaded_blocks(swapped_blocks: Sequence[int], kept_blocks: Sequence[int], placement: Placement) -> None:
+def check_offloaded_blocks(offloaded_blocks: Sequence[int], kept_blocks: Sequence[int], placement: Placement) -> None:
     """Raises: ValueError for blocks that shall stream from host memory and that the devices do not have, or not so."""
     devices = placement.used_devices
-    check_one_each("split.offloaded_blocks", swapped_blocks, devices)
-    for device, count, kept in zip(devices, swapped_blocks, kept_blocks or (0,) * len(devices), strict=False):
+    check_one_each("split.offloaded_blocks", offloaded_blocks, devices)
+    for device, count, kept in zip(devices, offloaded_blocks, kept_blocks or (0,) * len(devices), strict=False):
         there = placement.num_blocks_on(device) - kept
         if count and device.type == "cpu":
             raise ValueError(
@@ -250,7 +250,7 @@ def plan_replicas(
         limit = budget_bytes.get(device)
         if limit is not None and num_bytes > limit:
             raise ValueError(
-                f'schedule = "replicas" puts all {num_bytes / 1e9:.2f} GB of weights on {device}, which may hold '
+                f'strategy = "data" puts all {num_bytes / 1e9:.2f} GB of weights on {device}, which may hold '
                 f'{limit / 1e9:.2f} GB; set pipeline.schedule to "auto" or "1f1b", which split the model'
             )
     return Placement(tuple(blocks), (devices[0],) * len(blocks), devices[0], replicas=tuple(devices))
@@ -321,19 +321,19 @@ def spread_offloaded(num_blocks: int, num_kept: int, num_offloaded: int) -> tupl
 
 
 def place_offloaded(
-    placement: Placement, kept_blocks: Sequence[int], swapped_blocks: Sequence[int]
+    placement: Placement, kept_blocks: Sequence[int], offloaded_blocks: Sequence[int]
 ) -> dict[str, torch.device]:
     """The blocks that stream from host memory, with their devices, in execution order.
 
     Args:
-        kept_blocks, swapped_blocks: per device, in order; () for none. [num_devices]
+        kept_blocks, offloaded_blocks: per device, in order; () for none. [num_devices]
     Raises: ValueError for another number of devices, or a device with fewer blocks than that.
     """
     places: dict[str, torch.device] = {}
     devices = placement.used_devices
-    for kept, swapped, device in zip(kept_blocks or (0,) * len(devices), swapped_blocks, devices, strict=True):
+    for kept, count, device in zip(kept_blocks or (0,) * len(devices), offloaded_blocks, devices, strict=True):
         names = [name for name, place in placement.items() if place == device]
-        places |= {names[index]: device for index in spread_offloaded(len(names), kept, swapped)}
+        places |= {names[index]: device for index in spread_offloaded(len(names), kept, count)}
     return places
 
 

@@ -91,8 +91,8 @@ def _table(plan: TrainingPlan) -> list[str]:
 
 
 def _blocks(device: DeviceForecast) -> str:
-    """ "23 (1 kept, 5 swapped)"."""
-    parts = ((device.num_uncheckpointed, "kept"), (device.num_offloaded, "swapped"))
+    """ "23 (1 kept, 5 offloaded)"."""
+    parts = ((device.num_uncheckpointed, "kept"), (device.num_offloaded, "offloaded"))
     special = ", ".join(f"{count} {what}" for count, what in parts if count)
     return str(device.num_blocks) + (f" ({special})" if special else "")
 
@@ -133,7 +133,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
                 "device": device.device,
                 "num_blocks": device.num_blocks,
                 "num_kept": device.num_uncheckpointed,
-                "num_swapped": device.num_offloaded,
+                "num_offloaded": device.num_offloaded,
                 "micro_batches_held": device.held,
                 "bytes": parts_of(device),
                 "allocated": device.allocated,

@@ -13,9 +13,8 @@ from typing import Literal
 import torch
 
 from ..config.job import LoraSettings
+from ..execution import Strategy
 from ..quantization.quantize import BEST_FIRST, Scheme
-
-Strategy = Literal["none", "pipeline", "data"]
 
 # All candidates, in the order in which they are looked at; where nobody plans, the first is taken.
 SCHEMES: tuple[Scheme | Literal["none"], ...] = ("none", *BEST_FIRST)

@@ -241,8 +241,8 @@ def _refuse_both(kept: frozenset[nn.Module], offloaded: Collection[nn.Module]) -
     both = kept & frozenset(offloaded)
     if both:
         raise ValueError(
-            f"{len(both)} blocks are to keep their activations and to stream from host memory; lower kept_blocks or "
-            "swapped_blocks, each block can do one of the two"
+            f"{len(both)} blocks are to keep their activations and to stream from host memory; lower "
+            "split.blocks_without_checkpointing or split.offloaded_blocks, each block can do one of the two"
         )
 
 

@@ -72,7 +72,7 @@ def _assemble(info, scheme, swapped, cache=None):
             torch.bfloat16,
             quantize=None if scheme is None else QuantizeSettings(scheme, rotation=0),
             quantized_cache=cache,
-            swapped_blocks=swapped,
+            offloaded_blocks=swapped,
         )
         built = assemble_for_training(info, plan, attach)
     finally:
@@ -178,11 +178,11 @@ def test_a_job_that_does_not_fit_its_cards_streams_by_itself(tmp_path, monkeypat
         job = _job(tmp_path, "run", family="wan", train={"steps": 1, "batch_size": 1})
         monkeypatch.setattr(resolve_module, "cards_of", cards([10**9, 10**9]))
         plan = check_job(job)
-        assert plan.execution.swapped_blocks == (0, 0)
+        assert plan.execution.offloaded_blocks == (0, 0)
         kept = dataclasses.replace(job, split=dataclasses.replace(job.split, blocks_without_checkpointing=(0, 0)))
         second = check_job(kept).training.devices[1]
         monkeypatch.setattr(resolve_module, "cards_of", cards([10**9, second.needed - 1]))
         plan = check_job(job)
-        assert plan.execution.swapped_blocks == (0, 3) and plan.execution.kept_blocks[1] == 0
+        assert plan.execution.offloaded_blocks == (0, 3) and plan.execution.kept_blocks[1] == 0
         assert plan.training.devices[1].needed < second.needed
         assert run_job(job).status == "finished"
