@@ -9,7 +9,7 @@ What is recomputed: "on" every block, "partly" half of each card's blocks, "off"
 chooses for the cards. max_memory_allocated is compared with `allocated`, max_memory_reserved with `reserved`. --cap-gb
 limits what this process may reserve on each card, so that "planned" plans for such cards, with blocks that stream from
 host memory if need be, and would run out of memory where it is wrong. --offload lets the inputs of recomputed blocks
-wait in host memory; with --schedule micro-batches (--accumulation) overlap; with --graphs kept blocks are replayed as
+wait in host memory; with --strategy pipeline micro-batches (--accumulation) overlap; with --graphs kept blocks are replayed as
 CUDA graphs, whose memory is reserved for good and counts as allocated in the step that records them.
 
 --tiny runs the same code with toy shapes on two emulated cards on the CPU, counting live storages, where forecasts have
@@ -73,7 +73,7 @@ def run_case(options: argparse.Namespace, scheme: str, side: int, mode: str) -> 
         plan = make_plan(options, config, job, side, mode)
     except ValueError as error:
         return {"refused": str(error)}
-    if options.schedule != "none":  # the last card has the tail then
+    if options.strategy != "none":  # the last card has the tail then
         plan = replace(plan, placement=replace(plan.placement, tail=tuple(FAMILY.tail)))
     chosen = replace(job.optimizer, name=plan.setting.optimizer)
     measured = train(options, config, replace(job, optimizer=chosen), plan, side)
@@ -97,7 +97,7 @@ def make_job(options: argparse.Namespace, scheme: str, side: int, mode: str) -> 
             "offload_activations": "on" if options.offload and mode != "off" else "off",
             "cuda_graphs": "auto" if options.graphs else "off",
         },
-        parallel={"strategy": options.schedule},
+        parallel={"strategy": options.strategy},
         split=limits_of(options, mode),
     )
 
@@ -107,7 +107,7 @@ def limits_of(options: argparse.Namespace, mode: str) -> dict[str, Any]:
     count = len(options.devices)
     if mode == "planned":
         return {}
-    return {"memory_limit_gb": [1000.0] * count, "offloaded_blocks": options.swapped or [0] * count}
+    return {"memory_limit_gb": [1000.0] * count, "offloaded_blocks": options.offloaded or [0] * count}
 
 
 def make_plan(options: argparse.Namespace, config: Any, job: Any, side: int, mode: str) -> TrainingPlan:
@@ -147,7 +147,7 @@ def train(
         if offload is not None:
             offload.attach(built.split)
         trainer = make_trainer(built, lora, job, make_picture_samples(config, side, is_tiny=options.tiny))
-        if plan.setting.schedule == "1f1b":
+        if plan.setting.strategy == "pipeline":
             trainer.runner = Pipeline(built.model, built.split.bridge, ahead=plan.setting.ahead)
         graphs = apply_cuda_graphs(built.split.kept_blocks) if options.graphs else None
         trainer.graphs = (graphs,) if graphs is not None else ()
@@ -248,9 +248,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument(
-        "--swapped", type=int, nargs="+", default=[], help="blocks of each card that stream, if not planned"
+        "--offloaded", type=int, nargs="+", default=[], help="blocks of each card that stream, if not planned"
     )
-    parser.add_argument("--schedule", choices=["none", "1f1b"], default="none")
+    parser.add_argument("--strategy", choices=["none", "pipeline"], default="none")
     parser.add_argument("--graphs", action="store_true", help="kept blocks are replayed as CUDA graphs")
     parser.add_argument("--offload", action="store_true", help="block inputs wait in host memory")
     parser.add_argument("--tiny", action="store_true")

@@ -34,6 +34,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministi
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
+from devicebridge.config.job import JobConfig  # noqa: E402
 from devicebridge.parallel.devices import available_devices, reset_peaks, synchronize  # noqa: E402
 from devicebridge.parallel.local.block_split import apply_weight_offload  # noqa: E402
 from devicebridge.parallel.local.pipeline import Pipeline  # noqa: E402
@@ -68,20 +69,23 @@ PACKAGES = ("diffusers", "peft", "torchao", "triton")
 def run_scheme(options: argparse.Namespace, scheme: str) -> dict[str, Any]:
     """Build one model, check and time every way."""
     config = TINY_CONFIG if options.tiny else make_config(options.blocks)
-    resident = make_plan(options, config, scheme, None, None)
+    job = make_job(options, scheme, None)
+    resident = make_plan(options, config, job, None)
     counts = [device.num_blocks for device in resident.devices]
     bounds = [sum(counts[:index]) for index in range(1, len(counts))]
     ways: dict[str, TrainingPlan] = {"resident": resident}
     for share in options.offloaded:
         offloaded = tuple(round(share * count) for count in counts)
-        ways[f"offloaded {'+'.join(map(str, offloaded))}"] = make_plan(options, config, scheme, offloaded, bounds)
-    tail = tuple(FAMILY.tail) if options.schedule != "none" else ()
+        ways[f"offloaded {'+'.join(map(str, offloaded))}"] = make_plan(
+            options, config, make_job(options, scheme, offloaded), bounds
+        )
+    tail = tuple(FAMILY.tail) if options.strategy != "none" else ()
     built = make_random_model(config, replace(resident.placement, tail=tail), scheme)
-    lora = attach_lora(built, resident.job)
+    lora = attach_lora(built, job)
     built.model.enable_gradient_checkpointing(built.split.checkpoint)
     pipeline = Pipeline(built.model, built.split.bridge) if tail else None
     data = make_picture_samples(config, options.side, is_tiny=options.tiny)
-    trainer = make_trainer(built, lora, resident.job, data, runner=pipeline)
+    trainer = make_trainer(built, lora, job, data, runner=pipeline)
     compiled = apply_compile(built.model, FAMILY) if options.compile else None
     report: dict[str, Any] = {"placement": resident.placement.describe(), "ways": {name: {} for name in ways}}
     check_gradients(built.split, trainer, ways, report)
@@ -91,18 +95,15 @@ def run_scheme(options: argparse.Namespace, scheme: str) -> dict[str, Any]:
     return report
 
 
-def make_plan(
-    options: argparse.Namespace, config: Any, scheme: str, offloaded: Sequence[int] | None, cuts: Sequence[int] | None
-) -> TrainingPlan:
-    """The planner's, every block recomputed, whatever fits; its forecast is what is compared."""
-    info = make_info(config, is_tiny=options.tiny)
+def make_job(options: argparse.Namespace, scheme: str, offloaded: Sequence[int] | None) -> JobConfig:
+    """Every block recomputed, whatever fits."""
     nothing = [0] * len(options.devices)
-    job = make_random_job(
+    return make_random_job(
         model={"quantize": "none" if scheme == "bf16" else scheme, "dtype": "bfloat16"},
         data={"resolutions": [options.side]},
         lora={"rank": options.rank, "alpha": float(options.rank), "dtype": "float32"},
         train={"gradient_accumulation_steps": options.accumulation, "gradient_checkpointing": True},
-        parallel={"strategy": options.schedule},
+        parallel={"strategy": options.strategy},
         optimizer={"learning_rate": 1e-6},
         split={
             "memory_limit_gb": [1000.0] * len(nothing),
@@ -110,6 +111,11 @@ def make_plan(
             "offloaded_blocks": list(offloaded) if offloaded is not None else nothing,
         },
     )
+
+
+def make_plan(options: argparse.Namespace, config: Any, job: JobConfig, cuts: Sequence[int] | None) -> TrainingPlan:
+    """The planner's; its forecast is what is compared."""
+    info = make_info(config, is_tiny=options.tiny)
     cards = find_cards(options.devices, is_tiny=options.tiny)
     return plan_training(make_question(job, info, cards, options.side, cuts))
 
@@ -194,7 +200,7 @@ def measure(
         row = report["ways"][name]
         row["s_per_sample"], row["all_s_per_sample"] = round(min(found), 4), [round(each, 4) for each in found]
         if any(row.get("copy_s", {}).values()):
-            together = sum if options.schedule == "none" else max  # one card after the other, or all at once
+            together = sum if options.strategy == "none" else max  # one card after the other, or all at once
             row["hidden"] = hidden(min(times["resident"]), together(row["copy_s"].values()), min(found))
         say(f"{name}: {row}")
 
@@ -263,7 +269,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--accumulation", type=int, default=1)
-    parser.add_argument("--schedule", default="none", choices=("none", "1f1b"))
+    parser.add_argument("--strategy", default="none", choices=("none", "pipeline"))
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--compile", action="store_true", help="compile the blocks")
     parser.add_argument("--tiny", action="store_true")
@@ -271,8 +277,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.devices = list(CARDS[:2]) if options.tiny else available_devices()[: options.cards]
     if not options.devices:
         parser.error("found no GPU; use --tiny for emulated ones")
-    if options.schedule != "none" and (len(options.devices) < 2 or options.accumulation < 2):
-        parser.error(f"--schedule {options.schedule} needs two cards and --accumulation 2 or more")
+    if options.strategy != "none" and (len(options.devices) < 2 or options.accumulation < 2):
+        parser.error(f"--strategy {options.strategy} needs two cards and --accumulation 2 or more")
     if options.full:
         options.blocks = (VARIANT.transformer_config["num_layers"], VARIANT.transformer_config["num_single_layers"])
     if options.tiny:
@@ -288,7 +294,7 @@ def main() -> None:
         "devices": [str(device) for device in options.devices],
         "side": options.side,
         "accumulation": options.accumulation,
-        "schedule": options.schedule,
+        "schedule": options.strategy,
         "is_compiled": options.compile,
         **describe_run(*PACKAGES),
         "schemes": {},

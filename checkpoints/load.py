@@ -36,7 +36,7 @@ class LayerWriter(Protocol):
 
 
 class LayerStore(Protocol):
-    """Who takes layers to where they rest as soon as they are final; parallel/offload/weights.py's BlockSwap is one."""
+    """Who takes layers away as soon as they are final; parallel/offload/weights.py's WeightOffload is one."""
 
     def begin(self, model: torch.nn.Module, layers: Collection[str]) -> None: ...
     def finish(self, layer: str) -> None: ...

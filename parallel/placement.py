@@ -250,8 +250,8 @@ def plan_replicas(
         limit = budget_bytes.get(device)
         if limit is not None and num_bytes > limit:
             raise ValueError(
-                f'strategy = "data" puts all {num_bytes / 1e9:.2f} GB of weights on {device}, which may hold '
-                f'{limit / 1e9:.2f} GB; set pipeline.schedule to "auto" or "1f1b", which split the model'
+                f'parallel.strategy = "data" puts all {num_bytes / 1e9:.2f} GB of weights on {device}, which may hold '
+                f'{limit / 1e9:.2f} GB; set it to "auto" or "pipeline", which split the model'
             )
     return Placement(tuple(blocks), (devices[0],) * len(blocks), devices[0], replicas=tuple(devices))
 

@@ -100,6 +100,8 @@ class Pipeline(OneModel):
             return loss
         finally:
             self._local.flight = None
+            flight.borders.clear()  # an error's traceback holds the flight, and the state is saved before it is raised
+            flight.arrivals.clear()
             self.bridge.end()  # whatever the forward left
 
     def _forward(self, flight: _Flight, microbatch: MicroBatch[Any], prefetch: Prefetch) -> torch.Tensor:
