@@ -51,5 +51,5 @@ class ExecutionPlan:
         needs_recompute = any(self.offloaded_blocks) or self.offloads
         assert self.gradient_checkpointing or not needs_recompute, "only blocks that are computed again leave a device"
         assert not (self.placement.replicas and any(self.offloaded_blocks)), "a replica's blocks are all on its card"
-        assert bool(self.placement.replicas) == (self.strategy == "data"), "data parallel trains replicas"
+        assert not self.placement.replicas or self.strategy == "data", "only data parallel trains replicas"
         assert (self.ahead is None) == (self.strategy != "pipeline"), "only a pipeline runs ahead"

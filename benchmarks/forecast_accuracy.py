@@ -9,8 +9,9 @@ What is recomputed: "on" every block, "partly" half of each card's blocks, "off"
 chooses for the cards. max_memory_allocated is compared with `allocated`, max_memory_reserved with `reserved`. --cap-gb
 limits what this process may reserve on each card, so that "planned" plans for such cards, with blocks that stream from
 host memory if need be, and would run out of memory where it is wrong. --offload lets the inputs of recomputed blocks
-wait in host memory; with --strategy pipeline micro-batches (--accumulation) overlap; with --graphs kept blocks are replayed as
-CUDA graphs, whose memory is reserved for good and counts as allocated in the step that records them.
+wait in host memory; with --strategy pipeline micro-batches (--accumulation) overlap; with --graphs blocks that keep
+their activations are replayed as CUDA graphs, whose memory is reserved for good and counts as allocated in the step
+that records them.
 
 --tiny runs the same code with toy shapes on two emulated cards on the CPU, counting live storages, where forecasts have
 no allowance for allocators and no fused attention. Results are written after each case.
