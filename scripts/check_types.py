@@ -21,6 +21,7 @@ ROOMS = (
     "families",
     "headless",
     "jobs",
+    "nodes",
     "parallel",
     "patches",
     "planning",
