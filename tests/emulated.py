@@ -335,8 +335,16 @@ def on_cpu(value: torch.Tensor) -> torch.Tensor:
 def live_bytes(device: torch.device) -> int:
     """Bytes of all storages of this emulated device that some tensor still holds; views count once."""
     storages = {}
-    for tensor in list(_LIVE):
+    for tensor in _live():
         if tensor.device == device:
             storage = tensor.data_on_cpu.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def _live() -> list[EmulatedTensor]:
+    while True:
+        try:
+            return list(_LIVE)
+        except RuntimeError:  # another thread made or dropped one meanwhile
+            continue
