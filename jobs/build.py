@@ -96,11 +96,11 @@ def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner:
             assert plan.execution.ahead is not None
             return Pipeline(assembled.model, assembled.split.bridge, ahead=plan.execution.ahead)
         case "data":
-            every = (assembled, *assembled.replicas)
-            trained = [tuple(_lora_of(each).parameters().values()) for each in every]
-            return DataParallel(
-                [Replica(each.model, each.split.home, own) for each, own in zip(every, trained, strict=True)]
-            )
+            return DataParallel([_replica_of(each) for each in (assembled, *assembled.replicas)])
+
+
+def _replica_of(assembled: Assembled) -> Replica:
+    return Replica(assembled.model, assembled.split.home, tuple(_lora_of(assembled).parameters().values()))
 
 
 def _lora_of(assembled: Assembled) -> LoraHandle:

@@ -50,6 +50,22 @@ def no_thread_left() -> Iterator[None]:
     assert not left
 
 
+@pytest.fixture
+def only_two_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The system has no more threads than two; those that were started."""
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def failing_start(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", failing_start)
+    return started
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """One thread, whatever the environment says: tiny matrices only wait for more."""

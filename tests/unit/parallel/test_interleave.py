@@ -387,22 +387,14 @@ def test_autograd_is_refused():
             Interleave(bridge).run(_jobs(model, bridge, 2))
 
 
-def test_a_thread_that_cannot_start_ends_the_run(monkeypatch):
+def test_a_thread_that_cannot_start_ends_the_run(only_two_threads, monkeypatch):
     """Those that were started end without having run anything."""
     with emulated_cards(), torch.inference_mode():
         model, bridge = _make(HALVES)
-        started, begun, start = [], [], threading.Thread.start
-
-        def failing_start(thread):
-            if len(started) == 2:
-                raise RuntimeError("can't start new thread")
-            started.append(thread)
-            start(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", failing_start)
+        begun = []
         with pytest.raises(RuntimeError, match="can't start"):
             Interleave(bridge).run([lambda: begun.append(1)] * 4)
-        assert len(started) == 2 and begun == []
+        assert len(only_two_threads) == 2 and begun == []
         monkeypatch.undo()
         assert len(Interleave(bridge).run(_jobs(model, bridge, 4))) == 4
 

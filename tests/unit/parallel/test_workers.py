@@ -75,16 +75,8 @@ def test_every_worker_leaves_its_policy_also_one_that_comes_when_the_run_has_fai
     assert sorted(left) == [0, 1, 2] and 2 not in begun
 
 
-def test_without_a_thread_for_each_none_begins(monkeypatch):
-    begun, started, start = [], [], threading.Thread.start
-
-    def failing_start(thread):
-        if len(started) == 2:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", failing_start)
+def test_without_a_thread_for_each_none_begins(only_two_threads):
+    begun = []
     with pytest.raises(RuntimeError, match="can't start"):
         _coordinator().run([lambda: begun.append(1)] * 4)
     assert begun == []
