@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from . import tensor_plans
 from .native import NativeModel
 
 _SELF_ATTENTION = ("attn1_patch", "attn1_output_patch")
@@ -17,6 +18,7 @@ FLUX = NativeModel(
     control_keys=("input", "output"),
     patches_inside=_SELF_ATTENTION,
     note="FLUX.1 and FLUX.2; FLUX.2 passes modulation as dataclasses, and blocks change img and txt in place",
+    tensor=tensor_plans.FLUX,
 )
 
 CHROMA = dataclasses.replace(
@@ -37,6 +39,7 @@ QWEN_IMAGE = NativeModel(
     patches_between={"double_block": ("img", "txt", "x")},
     patches_inside=("attn1_patch",),
     note="blocks return text first; with references at timestep zero their modulation has twice the batch",
+    tensor=tensor_plans.QWEN_IMAGE,
 )
 
 SD3 = NativeModel(

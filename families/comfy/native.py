@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..tensor_plan import TensorPlan
+
 Transport = Literal["stream", "relay"]
 
 
@@ -72,6 +74,8 @@ class NativeModel:
     # sample; for estimates of computing time.
     text_modules: tuple[str, ...] = ("*txt_*", "*context_block*", "*add_?_proj*", "*to_add_out*")
     sample_modules: tuple[str, ...] = ("*mod*", "*adaLN*", "*adaln*", "*_mod.*")
+    # How its blocks are divided among cards that compute each of them together; () if nobody described that.
+    tensor: tuple[TensorPlan, ...] = ()
     # The row was written for a base class of which this class replaces methods. Nobody read those, so its first forward
     # should be watched like an unknown class's.
     is_derived: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from . import tensor_plans
 from .image import FLUX
 from .native import Follows, NativeModel
 
@@ -16,6 +17,7 @@ WAN_MODEL = NativeModel(
     patches_between={"double_block": ("img", "x", "vec")},
     patches_inside=("attn1_patch", "attn2_patch"),
     note="Wan 2.1 and 2.2, text and image to video; modulation is a parameter of the block itself",
+    tensor=tensor_plans.WAN,
 )
 
 WAN_S2V = dataclasses.replace(

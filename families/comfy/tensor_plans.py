@@ -1,0 +1,86 @@
+"""How the blocks of ComfyUI's own classes are divided among cards, one plan per class of block; read in v0.33.0.
+
+tests/comfy/test_native_families.py compares each class, divided among 2 to 4 emulated cards, with the whole one.
+"""
+
+from __future__ import annotations
+
+from ..tensor_plan import Divided, TensorPlan, Unit
+
+_HEADS: tuple[Unit, ...] = ("heads",)
+_QKV: tuple[Unit, ...] = ("heads", "heads", "heads")
+_FEATURES: tuple[Unit, ...] = ("features",)
+
+
+def _mlp(first: str, second: str, *, sum_after: str = "") -> tuple[Divided, Divided]:
+    """The two linears of an MLP; the first may pack a gate beside what it gates."""
+    return (
+        Divided(first, "column", _FEATURES, into=second),
+        Divided(second, "row", _FEATURES, sum_after=sum_after),
+    )
+
+
+# comfy/ldm/flux/layers.py, also HunyuanVideo's and Chroma's blocks
+_FLUX_MLPS = (*_mlp("img_mlp.0", "img_mlp.2"), *_mlp("txt_mlp.0", "txt_mlp.2"))
+_YAK_MLPS = (
+    Divided("*_mlp.gate_proj", "column", _FEATURES),
+    Divided("*_mlp.up_proj", "column", _FEATURES),
+    Divided("*_mlp.down_proj", "row", _FEATURES),
+)
+FLUX = (
+    TensorPlan(
+        block="DoubleStreamBlock",
+        linears=(
+            Divided("*_attn.qkv", "column", _QKV),
+            Divided("*_attn.proj", "row", _HEADS),
+            Divided("*_mod.lin", "gathered", _FEATURES),
+            *_FLUX_MLPS,
+            *_YAK_MLPS,
+        ),
+        num_heads="num_heads",
+        width="hidden_size",
+        attributes={"num_heads": "heads"},
+    ),
+    TensorPlan(
+        block="SingleStreamBlock",
+        linears=(
+            Divided("linear1", "column", (*_QKV, "features"), into="linear2"),
+            Divided("linear2", "row", ("heads", "features")),
+            Divided("modulation.lin", "gathered", _FEATURES),
+        ),
+        num_heads="num_heads",
+        width="hidden_size",
+        attributes={"num_heads": "heads", "hidden_size": "heads", "mlp_hidden_dim_first": "linear1"},
+    ),
+)
+
+# comfy/ldm/wan/model.py; q and k are normalised over all heads, and the MLP may compute its second linear itself
+_WAN_ATTENTION = tuple(
+    Divided(f"*_attn.{name}", "column", _HEADS) for name in ("q", "k", "v", "k_img", "v_img")
+)
+WAN = (
+    TensorPlan(
+        linears=(*_WAN_ATTENTION, Divided("*_attn.o", "row", _HEADS), *_mlp("ffn.0", "ffn.2", sum_after="ffn")),
+        num_heads="num_heads",
+        width="dim",
+        attributes={"*_attn.num_heads": "heads"},
+        norms=("*_attn.norm_*",),
+    ),
+)
+
+# comfy/ldm/qwen_image/model.py
+QWEN_IMAGE = (
+    TensorPlan(
+        linears=(
+            *(Divided(f"attn.{name}", "column", _HEADS) for name in ("to_[qkv]", "add_[qkv]_proj")),
+            Divided("attn.to_out.0", "row", _HEADS),
+            Divided("attn.to_add_out", "row", _HEADS),
+            *_mlp("img_mlp.net.0.proj", "img_mlp.net.2"),
+            *_mlp("txt_mlp.net.0.proj", "txt_mlp.net.2"),
+            Divided("*_mod.1", "gathered", _FEATURES),
+        ),
+        num_heads="attn.heads",
+        width="attn.inner_dim",
+        attributes={"attn.heads": "heads"},
+    ),
+)

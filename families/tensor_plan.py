@@ -1,0 +1,188 @@
+"""How the layers of a block are divided among devices that compute it together (tensor parallelism), as data.
+
+After Megatron-LM (https://arxiv.org/abs/1909.08053): attention is divided by heads and the MLP by hidden features. A
+column-parallel linear has its output features divided, and the row-parallel one behind it its input features. The
+outputs of the latter are partial sums, so every device adds up those of all.
+
+A packed linear, such as [q | k | v | gate | up], is divided part by part: one contiguous slice of it would give one
+device all queries and the other all values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise
+from typing import Literal
+
+# What the divided dimension of a layer counts: all heads, the heads of keys and values where those are fewer, or
+# features that may be cut anywhere.
+Unit = Literal["heads", "kv_heads", "features"]
+# "gathered": as "column", and the outputs of all devices are joined behind it; for layers whose output is small.
+Direction = Literal["column", "row", "gathered"]
+
+_ALIGNMENTS = (128, 64, 32, 16, 8, 1)  # features: cut at the largest multiple that leaves every device some
+
+
+@dataclass(frozen=True)
+class Divided:
+    """The linears of a block whose names match a pattern, and how they are divided.
+
+    Args:
+        linear: pattern of the name inside the block, such as "*_attn.qkv".
+        by: see Direction.
+        parts: what the divided dimension consists of, in order.
+        into: name of the "row" linear that takes the features of this one; "features" in parts then stands for as many
+            parts as fit, two where a gate and what it gates are packed. "" if each is one part.
+        sum_after: of "row": name of the module inside the block whose output is summed, where the block may compute
+            the linear without calling it; "" for the linear itself.
+    """
+
+    linear: str
+    by: Direction
+    parts: tuple[Unit, ...]
+    into: str = ""
+    sum_after: str = ""
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How one kind of block is divided. Names and patterns count from the block.
+
+    Args:
+        linears: the divided linears; every other parameter is whole on each device. The first match counts.
+        num_heads: the attribute that has the number of heads.
+        width: the attribute that has heads times features per head.
+        attributes: pattern of an attribute that holds a number -> what it counts; each device gets its share of the
+            number. A name that is no unit is that of a linear: the number is that of all its features that are of no
+            head.
+        norms: patterns of RMS norms over all heads: their weight is divided, their mean square summed over devices.
+        num_kv_heads: the attribute that has the number of heads of keys and values; "" if there are as many.
+        block: pattern of the name of the block's class.
+    """
+
+    linears: tuple[Divided, ...]
+    num_heads: str
+    width: str
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    norms: tuple[str, ...] = ()
+    num_kv_heads: str = ""
+    block: str = "*"
+
+    def find(self, name: str) -> Divided | None:
+        """How the linear of this name is divided; None if it is whole."""
+        return next((each for each in self.linears if fnmatchcase(name, each.linear)), None)
+
+    def is_norm(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.norms)
+
+
+Range = tuple[int, int]  # first, behind the last
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How many heads each device computes.
+
+    Args:
+        heads: per device. kv_heads: per device, of keys and values. width: features of all heads together.
+    """
+
+    heads: tuple[int, ...]
+    kv_heads: tuple[int, ...]
+    width: int
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.heads)
+
+    def ranges(self, unit: Unit, size: int) -> list[Range]:
+        """The range of each device in a part of this size.
+
+        Raises: ValueError if the part cannot be cut so.
+        """
+        if unit == "features":
+            return self._ranges_of_features(size)
+        counts = self.heads if unit == "heads" else self.kv_heads
+        if size % sum(counts):
+            raise ValueError(f"{size} features are no multiple of {sum(counts)} {unit}")
+        each = size // sum(counts)
+        return list(pairwise(accumulate((count * each for count in counts), initial=0)))
+
+    def _ranges_of_features(self, size: int) -> list[Range]:
+        total = sum(self.heads)
+        step = next(step for step in _ALIGNMENTS if size % step == 0 and size // step >= self.num_devices)
+        cuts = [round(size // step * count / total) * step for count in accumulate(self.heads, initial=0)]
+        return list(pairwise(cuts))
+
+    def count(self, unit: Unit, number: int, rank: int) -> int:
+        """One device's share of a number that counts this."""
+        first, last = self.ranges(unit, number)[rank]
+        return last - first
+
+    def without_heads(self, parts: Sequence[Unit], size: int) -> int:
+        """How much of such a dimension belongs to no head."""
+        return sum(length for unit, length in zip(parts, self._lengths(parts, size), strict=True) if unit == "features")
+
+    def slices(self, parts: Sequence[Unit], size: int, rank: int) -> list[Range]:
+        """The ranges of one device in a dimension of this size that consists of these parts.
+
+        Raises: ValueError if the dimension does not consist of such parts.
+        """
+        found, start = [], 0
+        for unit, length in zip(parts, self._lengths(parts, size), strict=True):
+            first, last = self.ranges(unit, length)[rank]
+            found.append((start + first, start + last))
+            start += length
+        return _joined(found)
+
+    def _lengths(self, parts: Sequence[Unit], size: int) -> list[int]:
+        per_head = self.width // sum(self.heads)
+        known = {"heads": self.width, "kv_heads": per_head * sum(self.kv_heads)}
+        others = [unit for unit in parts if unit == "features"]
+        rest = size - sum(known[unit] for unit in parts if unit != "features")
+        if rest < 0 or (rest and not others) or (others and rest % len(others)):
+            raise ValueError(f"a dimension of {size} cannot consist of {', '.join(parts)}")
+        return [known.get(unit, rest // max(len(others), 1)) for unit in parts]
+
+
+def _joined(ranges: Sequence[Range]) -> list[Range]:
+    """The same ranges with neighbours made one."""
+    found = [ranges[0]]
+    for first, last in ranges[1:]:
+        if first == found[-1][1]:
+            found[-1] = (found[-1][0], last)
+        else:
+            found.append((first, last))
+    return found
+
+
+def share_heads(num_heads: int, num_kv_heads: int, width: int, weights: Sequence[float]) -> Shares:
+    """Give every device heads in proportion to its weight; heads that share keys and values stay together.
+
+    Raises: ValueError if there are more devices than groups of heads.
+    """
+    groups = num_kv_heads or num_heads
+    if num_heads % groups or groups < len(weights):
+        raise ValueError(
+            f"{num_heads} heads ({groups} of keys and values) cannot be divided among {len(weights)} devices; "
+            f"{groups} devices at most"
+        )
+    counts = _proportional(groups, weights)
+    per_group = num_heads // groups
+    return Shares(tuple(count * per_group for count in counts), tuple(counts), width)
+
+
+def _proportional(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers of this sum, at least 1 each, as near to the weights as can be; a rest goes to the last devices,
+    since the first has the rest of the model as well."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [max(1, int(share)) for share in exact]
+    while sum(counts) < total:
+        behind = max(range(len(counts)), key=lambda index: (exact[index] - counts[index], index))
+        counts[behind] += 1
+    while sum(counts) > total:
+        ahead = max(range(len(counts)), key=lambda index: (counts[index] > 1, counts[index] - exact[index], -index))
+        counts[ahead] -= 1
+    return counts

@@ -1,0 +1,174 @@
+"""One device's part of a block that several devices compute together: which slices it holds, where they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ...families.tensor_plan import Shares, TensorPlan, Unit, share_heads
+from .slices import Slice
+
+Cut = Callable[[torch.Tensor, Slice], torch.Tensor]  # a weight and a slice of it -> the slice as a weight
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A module behind which the devices exchange something.
+
+    Args:
+        name: inside the block; the same on every device.
+        how: its outputs are summed, joined along the features, or, of an RMS norm, corrected by the mean square of all.
+    """
+
+    name: str
+    module: nn.Module
+    how: Literal["sum", "join", "norm"]
+
+
+@dataclass
+class BlockShard:
+    """What one device holds of one block.
+
+    Args:
+        meetings: in the order of the block's modules.
+        slices: name of each divided parameter inside the block -> its slice of the whole.
+        wholes: of the same names, the whole parameters.
+    """
+
+    block: nn.Module
+    meetings: list[Meeting] = field(default_factory=list)
+    slices: dict[str, Slice] = field(default_factory=dict)
+    wholes: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+def find_plan(plans: tuple[TensorPlan, ...], block: nn.Module) -> TensorPlan | None:
+    """The plan for blocks of this class."""
+    return next((plan for plan in plans if fnmatchcase(type(block).__name__, plan.block)), None)
+
+
+def shares_of(block: nn.Module, plan: TensorPlan, weights: tuple[float, ...]) -> Shares:
+    """How this block's heads are shared out in proportion to the devices' weights.
+
+    Raises: ValueError if there are too few heads.
+    """
+    num_heads = int(_attribute(block, plan.num_heads))
+    num_kv_heads = int(_attribute(block, plan.num_kv_heads)) if plan.num_kv_heads else 0
+    return share_heads(num_heads, num_kv_heads, int(_attribute(block, plan.width)), weights)
+
+
+def divide_block(block: nn.Module, plan: TensorPlan, shares: Shares, rank: int, cut: Cut = lambda w, s: s.of(w)) -> BlockShard:
+    """Turn a block, which holds all of its weights, into what one device computes of it; in place.
+
+    Args:
+        rank: of the device in shares. cut: makes the slice of a weight.
+    Raises: ValueError if a linear does not consist of the parts that the plan says.
+    """
+    shard = BlockShard(block)
+    parts = _parts(block, plan, shares)
+    lengths = {
+        name: sum(shares.count("features", each, rank) for each in _features(block.get_submodule(name), parts[name], shares))
+        for name in plan.attributes.values()
+        if name in parts
+    }
+    for name, module in block.named_modules():
+        if name in parts:
+            _divide_linear(shard, name, module, plan, parts[name], shares, rank, cut)
+        elif plan.is_norm(name) and getattr(module, "weight", None) is not None:
+            ranges = tuple(shares.slices(("heads",), shares.width, rank))
+            _cut(shard, module, f"{name}.weight", Slice(0, ranges), cut)
+            module.normalized_shape = (sum(last - first for first, last in ranges),)
+            shard.meetings.append(Meeting(name, module, "norm"))
+    for owner, path, number in _numbers(block):
+        counts = next((what for pattern, what in plan.attributes.items() if fnmatchcase(path, pattern)), None)
+        if counts is not None:
+            is_unit = counts in ("heads", "kv_heads")
+            local = shares.count(counts, number, rank) if is_unit else lengths[counts]  # type: ignore[arg-type]
+            setattr(owner, path.rpartition(".")[2], local)
+    return shard
+
+
+def _parts(block: nn.Module, plan: TensorPlan, shares: Shares) -> dict[str, tuple[Unit, ...]]:
+    """Name of each divided linear -> the parts its divided dimension consists of in this build."""
+    linears = {name: module for name, module in block.named_modules() if hasattr(module, "in_features")}
+    found: dict[str, tuple[Unit, ...]] = {}
+    for name, module in linears.items():
+        divided = plan.find(name)
+        if divided is None:
+            continue
+        parts = divided.parts
+        if divided.into:
+            target: Any = linears[divided.into]
+            behind = plan.find(divided.into)
+            assert behind is not None, f"{divided.into} is divided as well"
+            each = shares.without_heads(behind.parts, int(target.in_features))
+            total = shares.without_heads(parts, int(module.out_features))  # type: ignore[arg-type]
+            if not each or total % each:
+                raise ValueError(f"{name} has {total} features beside its heads, and {divided.into} takes {each}")
+            parts = tuple(unit for unit in parts for _ in range(total // each if unit == "features" else 1))
+        found[name] = parts
+    return found
+
+
+def _features(linear: Any, parts: tuple[Unit, ...], shares: Shares) -> list[int]:
+    """The sizes of the parts of a column-parallel linear that belong to no head."""
+    number = parts.count("features")
+    return [shares.without_heads(parts, linear.out_features) // number] * number
+
+
+def _divide_linear(
+    shard: BlockShard,
+    name: str,
+    module: Any,
+    plan: TensorPlan,
+    parts: tuple[Unit, ...],
+    shares: Shares,
+    rank: int,
+    cut: Cut,
+) -> None:
+    divided = plan.find(name)
+    assert divided is not None, "the caller has looked"
+    is_row = divided.by == "row"
+    try:
+        ranges = tuple(shares.slices(parts, module.in_features if is_row else module.out_features, rank))
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be divided: {error}") from error
+    _cut(shard, module, f"{name}.weight", Slice(1 if is_row else 0, ranges), cut)
+    if module.bias is not None and not is_row:
+        _cut(shard, module, f"{name}.bias", Slice(0, ranges), cut)
+    elif module.bias is not None and rank > 0:
+        module.bias = None  # added once
+    length = sum(last - first for first, last in ranges)
+    setattr(module, "in_features" if is_row else "out_features", length)
+    if divided.by == "gathered":
+        shard.meetings.append(Meeting(name, module, "join"))
+    elif is_row:
+        met = divided.sum_after or name
+        shard.meetings.append(Meeting(met, shard.block.get_submodule(met), "sum"))
+
+
+def _cut(shard: BlockShard, module: nn.Module, name: str, part: Slice, cut: Cut) -> None:
+    leaf = name.rpartition(".")[2]
+    whole = module._parameters[leaf]
+    assert whole is not None, "the caller has looked"
+    shard.wholes[name], shard.slices[name] = whole.data, part
+    module._parameters[leaf] = nn.Parameter(cut(whole.data, part), requires_grad=False)
+
+
+def _numbers(block: nn.Module) -> Iterator[tuple[nn.Module, str, int]]:
+    """Every whole number that a module of the block has as an attribute: its owner, its path, its value."""
+    for name, module in block.named_modules():
+        for attribute, value in list(vars(module).items()):
+            if type(value) is int:
+                yield module, f"{name}.{attribute}".lstrip("."), value
+
+
+def _attribute(block: nn.Module, path: str) -> Any:
+    found: Any = block
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found

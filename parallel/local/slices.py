@@ -1,0 +1,93 @@
+"""Slices of weights without a copy: what one device of several holds of a tensor that they compute with together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...families.tensor_plan import Range
+
+_aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Ranges of one dimension. Args: dim: counted from the front."""
+
+    dim: int
+    ranges: tuple[Range, ...]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These ranges joined: a view if there is one, else a JoinedSlices. No memory is taken."""
+        pieces = [tensor.narrow(self.dim, first, last - first) for first, last in self.ranges]
+        return pieces[0] if len(pieces) == 1 else JoinedSlices(pieces, self.dim)
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """These ranges joined, in memory of their own."""
+        pieces = [tensor.narrow(self.dim, first, last - first) for first, last in self.ranges]
+        return torch.cat(pieces, self.dim)
+
+
+class JoinedSlices(torch.Tensor):
+    """Slices of one tensor as if joined along a dimension; they are joined when they are copied, not before.
+
+    So a slice of a packed weight stays in the mapped file until a device takes it. Everything but copies to a device
+    works on a joined copy.
+    """
+
+    pieces: Sequence[torch.Tensor]
+    dim: int
+
+    @staticmethod
+    def __new__(cls, pieces: Sequence[torch.Tensor], dim: int) -> JoinedSlices:
+        first = pieces[0]
+        shape = list(first.shape)
+        shape[dim] = sum(piece.shape[dim] for piece in pieces)
+        made: JoinedSlices = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, shape, dtype=first.dtype, device=first.device, requires_grad=False
+        )
+        made.pieces, made.dim = tuple(pieces), dim
+        return made
+
+    def __init__(self, pieces: Sequence[torch.Tensor], dim: int) -> None:
+        pass
+
+    def __repr__(self, **_: Any) -> str:
+        return f"JoinedSlices({[tuple(piece.shape) for piece in self.pieces]}, dim={self.dim})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.joined()
+
+    def joined(self) -> torch.Tensor:
+        """One ordinary tensor."""
+        return torch.cat(list(self.pieces), self.dim)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (_aten.detach.default, _aten.alias.default):
+            return cls(args[0].pieces, args[0].dim)
+        if func is _aten._to_copy.default:
+            return torch.cat([func(piece, **kwargs) for piece in args[0].pieces], args[0].dim)
+        if func is _aten.copy_.default and isinstance(args[1], cls) and not isinstance(args[0], cls):
+            return _copy_pieces(args[0], args[1], *args[2:], **kwargs)
+        plain = [arg.joined() if isinstance(arg, cls) else arg for arg in args]
+        return func(*plain, **{name: arg.joined() if isinstance(arg, cls) else arg for name, arg in kwargs.items()})
+
+
+def _copy_pieces(target: torch.Tensor, source: JoinedSlices, non_blocking: bool = False) -> torch.Tensor:
+    start = 0
+    for piece in source.pieces:
+        length = piece.shape[source.dim]
+        target.narrow(source.dim, start, length).copy_(piece, non_blocking=non_blocking)
+        start += length
+    return target

@@ -1,0 +1,264 @@
+"""Several devices compute each block of one forward together, every device with its part of the weights.
+
+The model's own forward runs once, at home, on home's part of each block. A hook on the block hands the same arguments to
+a thread per further device, which runs that device's part. Inside the block the parts meet behind row-parallel linears
+(shards.py): each device copies the others' partial sums and adds all of them in the order of ranks, so every device has
+the same bits. Then each device has the block's output. The next block finds it there, if it is handed the very tensor
+that this block returned, unchanged. Everything else is copied from home.
+
+So the code between two blocks, and whatever other people hang into it, sees ordinary tensors of one device. Outputs have
+a version also in inference mode: a residual that is added in place makes the other devices' copies out of date.
+
+The threads live as long as one forward. A device's error ends the meeting of all, and the forward with that error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...patches.hooks import map_tensors
+from ..transfer import copy_to, current_device, versioned
+from .bridge import Bridge
+from .exchange import Exchange
+from .shards import BlockShard, Meeting
+from .workers import ThreadState
+
+# Between devices of one kind the outputs of a block are the same bits; different kinds round differently. A partial sum
+# that nobody added is as large as the output itself.
+_TOLERANCE = 0.02
+
+
+class TensorParallel(Bridge):
+    """Runs the forwards of a model whose blocks are divided among devices; see the module's docstring.
+
+    Args:
+        devices: home first.
+        shards: home's part of each block, in execution order -> the parts of the other devices, in their order.
+        passed_by: as of Bridge; the other devices get a copy of a dict.
+    Raises: ValueError if there is no block.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        shards: Mapping[nn.Module, tuple[BlockShard, Sequence[BlockShard]]],
+        *,
+        passed_by: Sequence[str] = (),
+    ) -> None:
+        super().__init__(dict.fromkeys(shards, devices[0]), devices[0], passed_by=passed_by)
+        self._ranks = tuple(devices)
+        self._shards = dict(shards)
+        self._run: _Run | None = None
+        self._checked: set[nn.Module] = set()
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        return self._ranks
+
+    def attach(self) -> None:
+        if self._hooks:
+            return
+        for block, (own, others) in self._shards.items():
+            self._hooks.before(block, torch.compiler.disable(functools.partial(self._enter, block)))
+            self._hooks.after(block, torch.compiler.disable(self._leave), also_on_error=True)
+            for rank, shard in enumerate((own, *others)):
+                for meeting in shard.meetings:
+                    hook = torch.compiler.disable(functools.partial(self._meet, rank, meeting))
+                    self._hooks.after(meeting.module, hook)
+
+    def end(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.close()
+        super().end()
+
+    def remove(self) -> None:
+        self._checked.clear()
+        super().remove()
+
+    # ---- a block
+
+    def _enter(
+        self, block: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self.is_running:
+            raise RuntimeError(
+                "a block of a model that several devices compute together was called outside the model's forward; "
+                "use the model with whole blocks on each device (way 'blocks')"
+            )
+        copies = self._local.copies
+        if self.trust == "nobody" and copies is not None:
+            copies.clear()
+        if self._run is None:
+            self._run = _Run(self)
+        args, kwargs = self.move((args, kwargs), self.home)
+        for rank, shard in enumerate(self._shards[block][1], start=1):
+            given = map_tensors((args, kwargs), functools.partial(self._give, rank))
+            self._run.calls[rank].put((shard.block, *_with_own_dicts(*given)))
+        self._run.current = block
+        return args, kwargs
+
+    def _give(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor for one of the other devices: what it has of it already, or a copy of its own."""
+        device, copies = self._ranks[rank], self._local.copies
+        if tensor.device.type == "cpu" and tensor.ndim == 0 and device.type != "cpu":
+            return tensor
+        assert copies is not None, "a forward is running"
+        copy = copies.find(tensor, rank)
+        if copy is None:
+            with versioned():
+                made = tensor.clone() if tensor.device == device else copy_to(tensor, device)
+            copy = copies.keep(tensor, rank, made)
+        return copy
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        run = self._run
+        if run is None or run.current is None:
+            return None
+        block, run.current = run.current, None
+        if output is None:  # its forward raised
+            run.exchange.abort(RuntimeError("the block failed on another device"))
+            run.results()
+            return None
+        others = run.results()
+        for each in others:
+            if isinstance(each, _Failed):
+                raise each.error
+        found = [_tensors_in(each) for each in (output, *others)]
+        if len({tuple(tensor.shape for tensor in each) for each in found}) != 1:
+            raise RuntimeError(f"{type(block).__name__} returned different tensors on {', '.join(map(str, self._ranks))}")
+        if block not in self._checked:
+            self._check(block, found)
+            self._checked.add(block)
+        new = {id(own): _with_version(own) for own in found[0]}
+        for rank, tensors in enumerate(found[1:], start=1):
+            for own, other in zip(found[0], tensors, strict=True):
+                self._local.copies.keep(new[id(own)], rank, other)  # type: ignore[union-attr]
+        return map_tensors(output, lambda tensor: new[id(tensor)])
+
+    def _check(self, block: nn.Module, found: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Raises: RuntimeError if the devices did not compute the same, as where a partial sum was not added up."""
+        for rank, tensors in enumerate(found[1:], start=1):
+            for own, other in zip(found[0], tensors, strict=True):
+                a, b = own.float(), copy_to(other, self.home).float()
+                difference = float((a - b).nan_to_num().norm() / a.nan_to_num().norm().clamp_min(1e-20))
+                if difference > _TOLERANCE:
+                    raise RuntimeError(
+                        f"{type(block).__name__} computed something else on {self._ranks[rank]} than on {self.home} "
+                        f"(by {difference:.3g}); another node may have changed layers inside it. Use way 'blocks'"
+                    )
+
+    # ---- inside a block
+
+    def _meet(
+        self, rank: int, meeting: Meeting, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        run = self._run
+        if run is None or run.current is None:
+            raise RuntimeError(
+                f"{meeting.name} of a block that several devices compute together was called outside its block; use "
+                "the model with whole blocks on each device (way 'blocks')"
+            )
+        if meeting.how == "norm":
+            return self._corrected(run, rank, meeting, args[0], output)
+        parts = self._all(run, rank, meeting.name, output)
+        if meeting.how == "join":
+            return torch.cat(parts, dim=-1)
+        return functools.reduce(torch.add, parts)
+
+    def _all(self, run: _Run, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        parts = run.exchange.all(rank, name, tensor)
+        return [part if each == rank else copy_to(part, self._ranks[rank]) for each, part in enumerate(parts)]
+
+    def _corrected(self, run: _Run, rank: int, meeting: Meeting, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """What an RMS norm of these features returned, normalised by the features of all devices instead."""
+        sums = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
+        width = x.new_full((1,), x.shape[-1], dtype=torch.float32).expand_as(sums)
+        parts = self._all(run, rank, meeting.name, torch.stack((sums, width)))
+        total, full = functools.reduce(torch.add, parts)
+        eps = getattr(meeting.module, "eps", None)
+        eps = torch.finfo(x.dtype).eps if eps is None else eps
+        factor = torch.rsqrt(total / full + eps) / torch.rsqrt(sums / x.shape[-1] + eps)
+        return output * factor.to(output.dtype) if output.dtype == torch.float32 else (output.float() * factor).to(output.dtype)
+
+
+class _Run:
+    """The threads of one forward."""
+
+    def __init__(self, owner: TensorParallel) -> None:
+        devices = owner.devices
+        self.exchange = Exchange(len(devices))
+        self.current: nn.Module | None = None  # the block that is being computed
+        self.calls: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
+        self._results: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
+        state = ThreadState(devices)
+        self._tasks = []
+        for rank in range(1, len(devices)):
+            task = owner.pool.task(f"devicebridge-{devices[rank]}", self._serve, rank, devices[rank], state)
+            task.start()
+            self._tasks.append(task)
+
+    def results(self) -> list[Any]:
+        """What the other devices computed, or a _Failed, by rank."""
+        return [results.get() for results in self._results[1:]]
+
+    def close(self) -> None:
+        """End the threads, also in the middle of a block."""
+        if self.current is not None:
+            self.exchange.abort(RuntimeError("the forward was ended"))
+        for calls in self.calls[1:]:
+            calls.put(None)
+        for task in self._tasks:
+            task.join()
+
+    def _serve(self, rank: int, device: torch.device, state: ThreadState) -> None:
+        with state.taken_over(), current_device(device):
+            while (call := self.calls[rank].get()) is not None:
+                block, args, kwargs = call
+                try:
+                    self._results[rank].put(block(*args, **kwargs))
+                except BaseException as error:
+                    self.exchange.abort(error)
+                    self._results[rank].put(_Failed(error))
+                del call, block, args, kwargs
+
+
+class _Failed:
+    """Args: error: what a device raised."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, note)
+    return found
+
+
+def _with_own_dicts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with copies of dicts: a block may write into those it is handed."""
+    own = {name: dict(value) if type(value) is dict else value for name, value in kwargs.items()}
+    return tuple(dict(value) if type(value) is dict else value for value in args), own
+
+
+def _with_version(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or where it has no version another one over the same memory that has."""
+    if not tensor.is_inference():
+        return tensor
+    with versioned():
+        if type(tensor) is not torch.Tensor:
+            return tensor.clone()
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload,no-any-return]
