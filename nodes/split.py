@@ -70,6 +70,15 @@ _INPUTS = (
         tooltip="Compute the first step of every run twice, the second time without overlap and by relay, and stop "
         "with what differs. For the first run of a new graph; costs one slow step.",
     ),
+    io.Combo.Input(
+        "way",
+        options=["auto", "blocks", "tensor"],
+        default="auto",
+        optional=True,
+        tooltip="blocks: every GPU computes its own blocks, one GPU after the other. tensor: all GPUs compute each "
+        "block together, so one picture is faster where the GPUs are linked fast (NVLink, PCIe with peer access). auto "
+        "takes blocks.",
+    ),
 )
 
 
@@ -157,7 +166,7 @@ def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
         _log.warning("split: split_at %s is ignored with balance %s; it is for manual", text, sockets["balance"])
         cuts = ()
     limits = read_list(sockets["memory_limit_gb"], float, "memory_limit_gb")
-    others = {name: sockets[name] for name in ("balance", "overlap", "offload", "verify") if name in sockets}
+    others = {name: sockets[name] for name in ("balance", "overlap", "offload", "verify", "way") if name in sockets}
     transport: Any = read_auto(sockets["transport"]) or None
     return SplitRequest(devices=chosen, split_at=cuts, memory_limit_gb=limits, transport=transport, **others)
 

@@ -55,9 +55,7 @@ FLUX = (
 )
 
 # comfy/ldm/wan/model.py; q and k are normalised over all heads, and the MLP may compute its second linear itself
-_WAN_ATTENTION = tuple(
-    Divided(f"*_attn.{name}", "column", _HEADS) for name in ("q", "k", "v", "k_img", "v_img")
-)
+_WAN_ATTENTION = tuple(Divided(f"*_attn.{name}", "column", _HEADS) for name in ("q", "k", "v", "k_img", "v_img"))
 WAN = (
     TensorPlan(
         linears=(*_WAN_ATTENTION, Divided("*_attn.o", "row", _HEADS), *_mlp("ffn.0", "ffn.2", sum_after="ffn")),

@@ -53,6 +53,9 @@ Transport = Literal["stream", "relay"]
 Trust = Literal["model", "callers", "nobody"]
 
 
+Place = torch.device | int  # where a copy is: a device, or the rank of one of several that may be the same
+
+
 class Traffic(Protocol):
     """Decides when each of several forwards may go on; the bridge asks wherever they cross."""
 
@@ -329,7 +332,7 @@ class _Known(NamedTuple):
 
     source: weakref.ref[torch.Tensor]
     version: int | None
-    copies: dict[tuple[torch.device, bool], torch.Tensor]  # by device and grad mode
+    copies: dict[tuple[Place, bool], torch.Tensor]  # by place and grad mode
 
 
 class _Copies:
@@ -341,11 +344,11 @@ class _Copies:
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor | None:
+    def find(self, tensor: torch.Tensor, device: Place) -> torch.Tensor | None:
         known = self._known_of(tensor)
         return None if known is None else known.copies.get((device, torch.is_grad_enabled()))
 
-    def keep(self, tensor: torch.Tensor, device: torch.device, copy: torch.Tensor) -> torch.Tensor:
+    def keep(self, tensor: torch.Tensor, device: Place, copy: torch.Tensor) -> torch.Tensor:
         """Remember copy as the tensor's on device, and return it."""
         known = self._known_of(tensor)
         if known is None:

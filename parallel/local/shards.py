@@ -61,7 +61,9 @@ def shares_of(block: nn.Module, plan: TensorPlan, weights: tuple[float, ...]) ->
     return share_heads(num_heads, num_kv_heads, int(_attribute(block, plan.width)), weights)
 
 
-def divide_block(block: nn.Module, plan: TensorPlan, shares: Shares, rank: int, cut: Cut = lambda w, s: s.of(w)) -> BlockShard:
+def divide_block(
+    block: nn.Module, plan: TensorPlan, shares: Shares, rank: int, cut: Cut = lambda w, s: s.of(w)
+) -> BlockShard:
     """Turn a block, which holds all of its weights, into what one device computes of it; in place.
 
     Args:
@@ -71,7 +73,9 @@ def divide_block(block: nn.Module, plan: TensorPlan, shares: Shares, rank: int, 
     shard = BlockShard(block)
     parts = _parts(block, plan, shares)
     lengths = {
-        name: sum(shares.count("features", each, rank) for each in _features(block.get_submodule(name), parts[name], shares))
+        name: sum(
+            shares.count("features", each, rank) for each in _features(block.get_submodule(name), parts[name], shares)
+        )
         for name in plan.attributes.values()
         if name in parts
     }
@@ -90,6 +94,21 @@ def divide_block(block: nn.Module, plan: TensorPlan, shares: Shares, rank: int, 
             local = shares.count(counts, number, rank) if is_unit else lengths[counts]  # type: ignore[arg-type]
             setattr(owner, path.rpartition(".")[2], local)
     return shard
+
+
+def divided_bytes(block: nn.Module, plan: TensorPlan, shares: Shares, rank: int) -> int:
+    """Bytes of the weights that one device holds of a block, which is whole."""
+    parts, total = _parts(block, plan, shares), 0
+    for name, module in block.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            share = 1.0
+            divided = plan.find(name) if name in parts else None
+            if divided is not None and (leaf == "weight" or divided.by != "row"):
+                linear: Any = module
+                size = int(linear.in_features if divided.by == "row" else linear.out_features)
+                share = sum(last - first for first, last in shares.slices(parts[name], size, rank)) / size
+            total += int(parameter.numel() * parameter.element_size() * share)
+    return total
 
 
 def _parts(block: nn.Module, plan: TensorPlan, shares: Shares) -> dict[str, tuple[Unit, ...]]:

@@ -39,34 +39,34 @@ class JoinedSlices(torch.Tensor):
     """
 
     pieces: Sequence[torch.Tensor]
-    dim: int
+    along: int
 
     @staticmethod
-    def __new__(cls, pieces: Sequence[torch.Tensor], dim: int) -> JoinedSlices:
+    def __new__(cls, pieces: Sequence[torch.Tensor], along: int) -> JoinedSlices:  # noqa: PYI034
         first = pieces[0]
         shape = list(first.shape)
-        shape[dim] = sum(piece.shape[dim] for piece in pieces)
+        shape[along] = sum(piece.shape[along] for piece in pieces)
         made: JoinedSlices = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=first.dtype, device=first.device, requires_grad=False
         )
-        made.pieces, made.dim = tuple(pieces), dim
+        made.pieces, made.along = tuple(pieces), along
         return made
 
-    def __init__(self, pieces: Sequence[torch.Tensor], dim: int) -> None:
+    def __init__(self, pieces: Sequence[torch.Tensor], along: int) -> None:
         pass
 
-    def __repr__(self, **_: Any) -> str:
-        return f"JoinedSlices({[tuple(piece.shape) for piece in self.pieces]}, dim={self.dim})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"JoinedSlices({[tuple(piece.shape) for piece in self.pieces]}, along={self.along})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.joined()
 
     def joined(self) -> torch.Tensor:
         """One ordinary tensor."""
-        return torch.cat(list(self.pieces), self.dim)
+        return torch.cat(list(self.pieces), self.along)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Any,
@@ -75,9 +75,9 @@ class JoinedSlices(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in (_aten.detach.default, _aten.alias.default):
-            return cls(args[0].pieces, args[0].dim)
+            return cls(args[0].pieces, args[0].along)
         if func is _aten._to_copy.default:
-            return torch.cat([func(piece, **kwargs) for piece in args[0].pieces], args[0].dim)
+            return torch.cat([func(piece, **kwargs) for piece in args[0].pieces], args[0].along)
         if func is _aten.copy_.default and isinstance(args[1], cls) and not isinstance(args[0], cls):
             return _copy_pieces(args[0], args[1], *args[2:], **kwargs)
         plain = [arg.joined() if isinstance(arg, cls) else arg for arg in args]
@@ -87,7 +87,7 @@ class JoinedSlices(torch.Tensor):
 def _copy_pieces(target: torch.Tensor, source: JoinedSlices, non_blocking: bool = False) -> torch.Tensor:
     start = 0
     for piece in source.pieces:
-        length = piece.shape[source.dim]
-        target.narrow(source.dim, start, length).copy_(piece, non_blocking=non_blocking)
+        length = piece.shape[source.along]
+        target.narrow(source.along, start, length).copy_(piece, non_blocking=non_blocking)
         start += length
     return target

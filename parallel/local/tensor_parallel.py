@@ -1,13 +1,13 @@
 """Several devices compute each block of one forward together, every device with its part of the weights.
 
-The model's own forward runs once, at home, on home's part of each block. A hook on the block hands the same arguments to
-a thread per further device, which runs that device's part. Inside the block the parts meet behind row-parallel linears
-(shards.py): each device copies the others' partial sums and adds all of them in the order of ranks, so every device has
-the same bits. Then each device has the block's output. The next block finds it there, if it is handed the very tensor
-that this block returned, unchanged. Everything else is copied from home.
+The model's own forward runs once, at home, on home's part of each block. A hook on the block hands the same arguments
+to a thread per further device, which runs that device's part. Inside the block the parts meet behind row-parallel
+linears (shards.py): each device copies the others' partial sums and adds all of them in the order of ranks. So every
+device has the same bits, and the block's output. The next block finds it there, if it is handed the very tensor that
+this block returned, unchanged. Everything else is copied from home.
 
-So the code between two blocks, and whatever other people hang into it, sees ordinary tensors of one device. Outputs have
-a version also in inference mode: a residual that is added in place makes the other devices' copies out of date.
+So the code between two blocks, and whatever other people hang into it, sees ordinary tensors of one device. Outputs
+have a version also in inference mode: a residual added in place makes the other devices' copies out of date.
 
 The threads live as long as one forward. A device's error ends the meeting of all, and the forward with that error.
 """
@@ -98,10 +98,10 @@ class TensorParallel(Bridge):
         if self._run is None:
             self._run = _Run(self)
         args, kwargs = self.move((args, kwargs), self.home)
+        self._run.current = block  # before any device begins
         for rank, shard in enumerate(self._shards[block][1], start=1):
             given = map_tensors((args, kwargs), functools.partial(self._give, rank))
             self._run.calls[rank].put((shard.block, *_with_own_dicts(*given)))
-        self._run.current = block
         return args, kwargs
 
     def _give(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,9 @@ class TensorParallel(Bridge):
                 raise each.error
         found = [_tensors_in(each) for each in (output, *others)]
         if len({tuple(tensor.shape for tensor in each) for each in found}) != 1:
-            raise RuntimeError(f"{type(block).__name__} returned different tensors on {', '.join(map(str, self._ranks))}")
+            raise RuntimeError(
+                f"{type(block).__name__} returned different tensors on {', '.join(map(str, self._ranks))}"
+            )
         if block not in self._checked:
             self._check(block, found)
             self._checked.add(block)
@@ -185,7 +187,11 @@ class TensorParallel(Bridge):
         eps = getattr(meeting.module, "eps", None)
         eps = torch.finfo(x.dtype).eps if eps is None else eps
         factor = torch.rsqrt(total / full + eps) / torch.rsqrt(sums / x.shape[-1] + eps)
-        return output * factor.to(output.dtype) if output.dtype == torch.float32 else (output.float() * factor).to(output.dtype)
+        return (
+            output * factor.to(output.dtype)
+            if output.dtype == torch.float32
+            else (output.float() * factor).to(output.dtype)
+        )
 
 
 class _Run:

@@ -61,6 +61,7 @@ def main() -> None:
         split_cases_forward,
         split_cases_memory,
         split_cases_nodes,
+        split_cases_tensor,
         split_cases_traces,
         split_cases_weights,
     )

@@ -39,8 +39,27 @@ FAMILIES = [
     "wan_vace",
     "z_image",
 ]
+DIVIDED = [
+    "flux1_heads",
+    "flux2_heads",
+    "chroma_heads",
+    "hunyuan_video_heads",
+    "qwen_image",
+    "wan_heads",
+    "wan_i2v_heads",
+    "wan_vace_heads",
+]
 CASES = [
     *(f"family_{name}" for name in FAMILIES),
+    *(f"tensor_{name}" for name in DIVIDED),
+    "tensor_three_cards",
+    "tensor_loras",
+    "tensor_other_patches",
+    "tensor_controlnets",
+    "tensor_replaced_blocks",
+    "tensor_refusals",
+    "tensor_an_error_on_one_card",
+    "tensor_clones_and_eviction",
     "three_cards",
     "balances",
     "lora_before_split",

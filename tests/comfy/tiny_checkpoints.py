@@ -8,6 +8,7 @@ with. Where ComfyUI reads every size from the weights, a small file is enough. W
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -365,7 +366,7 @@ class _Output(dict[str, Any]):
 
 _DOUBLE_SINGLE = ("double_blocks", "single_blocks")
 
-FAMILIES: Mapping[str, TinyFamily] = {
+FAMILIES: dict[str, TinyFamily] = {
     "flux1": TinyFamily("Flux", _FLUX_1, (16, 8, 8), (6, 48), _DOUBLE_SINGLE, pooled=32),
     "flux2": TinyFamily("Flux2", _FLUX_2, (128, 4, 4), (6, 48), _DOUBLE_SINGLE),
     "chroma": TinyFamily("Chroma", _CHROMA, (16, 8, 8), (6, 48), _DOUBLE_SINGLE, is_detected=False, overlaps=False),
@@ -416,6 +417,24 @@ FAMILIES: Mapping[str, TinyFamily] = {
         overlaps=False,
         options=_llama,
     ),
+}
+
+
+def _with_heads(name: str, **sizes: Any) -> TinyFamily:
+    """The family with more heads than its weights tell: ComfyUI derives their number from the width of a real head."""
+    family = FAMILIES[name]
+    return dataclasses.replace(family, unet_config={**family.unet_config, **sizes}, is_detected=False)
+
+
+# Of families whose tiny build has a single head; for what divides heads among cards.
+FAMILIES |= {
+    "flux1_heads": _with_heads("flux1", num_heads=4, axes_dim=[8, 12, 12]),
+    "flux2_heads": _with_heads("flux2", num_heads=4, axes_dim=[8, 8, 8, 8]),
+    "chroma_heads": _with_heads("chroma", num_heads=4, axes_dim=[8, 12, 12]),
+    "hunyuan_video_heads": _with_heads("hunyuan_video", num_heads=4, axes_dim=[8, 12, 12]),
+    "wan_heads": _with_heads("wan", num_heads=4),
+    "wan_i2v_heads": _with_heads("wan_i2v", num_heads=4),
+    "wan_vace_heads": _with_heads("wan_vace", num_heads=4),
 }
 
 

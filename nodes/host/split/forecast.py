@@ -12,7 +12,9 @@ from comfy.patcher_extension import WrappersMP
 from comfy.sampler_helpers import estimate_memory
 from torch import nn
 
+from ....parallel.local.shards import divided_bytes
 from .attachments import ROOT, is_compiled
+from .division import Division
 from .plan import GB, SplitPlan
 from .tree import SplitTree, tree_of
 
@@ -22,23 +24,51 @@ _log = logging.getLogger(__name__)
 def weight_bytes(base: nn.Module, plan: SplitPlan) -> dict[torch.device, int]:
     """Bytes of weights per device of the plan, as stored."""
     root = base.get_submodule(ROOT)
+    if plan.division is not None:
+        return _divided_bytes(base, plan.division)
     sizes = {
         device: sum(int(management.module_size(root.get_submodule(name))) for name in plan.blocks_on(device))
-        for device in plan.placement.used_devices
+        for device in plan.used_devices
     }
     sizes[plan.home] += int(management.module_size(base)) - sum(sizes.values())
+    return sizes
+
+
+def _divided_bytes(base: nn.Module, division: Division) -> dict[torch.device, int]:
+    tree = tree_of(base)
+    home, *others = division.devices
+    if tree is not None and tree.divided is not None:
+        whole = int(management.module_size(base))
+        return {home: whole, **{device: int(management.module_size(tree.shards[device])) for device in others}}
+    root = base.get_submodule(ROOT)
+    sizes = dict.fromkeys(division.devices, 0)
+    rest = int(management.module_size(base))
+    for name, (plan, shares) in division.blocks.items():
+        block = root.get_submodule(name)
+        rest -= int(management.module_size(block))
+        for rank, device in enumerate(division.devices):
+            sizes[device] += divided_bytes(block, plan, shares, rank)
+    sizes[home] += rest
     return sizes
 
 
 def describe_cards(base: nn.Module, plan: SplitPlan) -> list[str]:
     """One line per card: how much of the model it holds."""
     sizes = weight_bytes(base, plan)
+    if plan.division is not None:
+        return [f"{device} gets a part of every block, {size / GB:.2f} GB of weights" for device, size in sizes.items()]
     counts = {device: len(plan.blocks_on(device)) for device in sizes}
     return [f"{device} gets {counts[device]} blocks, {sizes[device] / GB:.2f} GB of weights" for device in sizes]
 
 
 def log_plan(base: nn.Module, plan: SplitPlan) -> None:
     """What was decided, in one line, and one line per card."""
+    if plan.division is not None:
+        cards = ", ".join(map(str, plan.used_devices))
+        what = f"{plan.layout.class_name}, {len(plan.placement.blocks)} blocks, each computed by {cards} together"
+        for line in (what, *describe_cards(base, plan)):
+            _log.info("split: %s", line)
+        return
     runs = groupby(enumerate(plan.placement.devices), key=lambda each: each[1])
     numbers = [(device, [index for index, _ in run]) for device, run in runs]
     where = ", ".join(f"{indices[0]}-{indices[-1]} on {device}" for device, indices in numbers)
@@ -92,7 +122,7 @@ def _recommend_cfg_split(tree: SplitTree, weights: int, working: float, conds: A
     """Say that a copy per card would be faster where that is so: with CFG, if every card holds the whole model."""
     plan = tree.plan
     has_cfg = sum(bool(cond) for cond in conds.values()) > 1
-    has_room = all(management.get_total_memory(card) > weights + working for card in plan.placement.used_devices)
+    has_room = all(management.get_total_memory(card) > weights + working for card in plan.used_devices)
     if has_cfg and has_room and not plan.limit_bytes:
         tree.say_once(
             f"split: the whole model ({weights / GB:.2f} GB) would fit each of these cards; for CFG, ComfyUI's "

@@ -82,7 +82,8 @@ def describe_split(model: Any) -> str:
     tree = tree_of(model.model)
     if tree is None:
         return f"whole model on {model.load_device}"
-    return f"{'; '.join(describe_cards(model.model, tree.plan))}; {tree.plan.transport}"
+    way = tree.plan.transport if tree.plan.division is None else "each block computed by all of them"
+    return f"{'; '.join(describe_cards(model.model, tree.plan))}; {way}"
 
 
 def _with_wrappers(split: Any) -> Any:

@@ -96,7 +96,7 @@ class _CardPatcher(_Patcher):
 
     def _use_origins(self) -> None:
         """Point every unpatched weight back to its original in host memory instead of copying it from the card."""
-        origin, device = self._tree().origin, self.offload_device
+        origin, device = self._tree().origin_on(self.load_device), self.offload_device
         if origin is None or self.is_dynamic():
             return
         self.unpin_all_weights()
@@ -121,7 +121,7 @@ class ShardMixin(_CardPatcher):
         """Take over what the home patcher wants done to the weights. Keys of other cards do no harm."""
         self._home = weakref.ref(home)
         self.clone_base_uuid = home.clone_base_uuid  # who unloads a model and its clones means its shards too
-        self.patches = home.patches
+        self.patches = self._tree().patches_on(self.load_device, home.patches)
         self.patches_uuid = home.patches_uuid
         self.weight_wrapper_patches = home.weight_wrapper_patches
         self.force_cast_weights = home.force_cast_weights
@@ -154,14 +154,26 @@ class SplitMixin(_CardPatcher):
     companions: tuple[Any, ...] = ()
     _stand_ins: tuple[Any, ...] = ()  # companions of the classic model that stands in for scheduled LoRA
     _makes_stand_in = False
+    _is_own_part = False
+    patches: dict[str, Any]
 
     def _tree(self) -> SplitTree:
         tree = tree_of(self.model)
         assert tree is not None, "a split patcher always has a split tree"
         return tree
 
-    def _own_part(self) -> AbstractContextManager[None]:
-        return self._tree().home_only()
+    @contextlib.contextmanager
+    def _own_part(self) -> Iterator[None]:
+        tree, patches = self._tree(), self.patches
+        with tree.home_only():
+            if tree.divided is None or self._is_own_part:
+                yield
+                return
+            self._is_own_part, self.patches = True, tree.patches_on(self.load_device, patches)
+            try:
+                yield
+            finally:
+                self._is_own_part, self.patches = False, patches
 
     def _home(self) -> SplitMixin:
         return self
@@ -204,6 +216,13 @@ class SplitMixin(_CardPatcher):
     def get_key_patches(self, filter_prefix: str | None = None) -> Any:
         """Weights as they were loaded, for merging: of other cards' blocks the shard's patcher has the originals."""
         found = super().get_key_patches(filter_prefix)
+        divided = self._tree().divided
+        for key in found if divided is not None else ():
+            whole = divided.whole(key)  # type: ignore[union-attr]
+            if whole is not None:
+                found[key][0] = (whole, found[key][0][1])
+        if divided is not None:
+            return found
         for companion in self.companions:
             for key, backup in companion.backup.items():
                 if key in found and key not in self.hook_backup:
@@ -223,7 +242,7 @@ class SplitMixin(_CardPatcher):
     def get_free_memory(self, device: torch.device) -> float:
         """Least free memory of all cards: ComfyUI sizes batches by it, and every card holds activations."""
         free_on = super().get_free_memory
-        return min(free_on(place) for place in self._tree().plan.placement.used_devices)
+        return min(free_on(place) for place in self._tree().plan.used_devices)
 
     # ---- ComfyUI's code that must see the home part alone
 
@@ -243,6 +262,11 @@ class SplitMixin(_CardPatcher):
             raise RuntimeError(
                 f"this MODEL is split with {home} as its first device, and a node behind the split has moved it to "
                 f"{self.load_device}; choose the devices in the split node and take that node out"
+            )
+        if self._tree().divided is not None and self.weight_wrapper_patches:
+            raise RuntimeError(
+                f"another node wraps the weight {next(iter(self.weight_wrapper_patches))}, of which every card has a "
+                "part; use way 'blocks' in the split node, or take that node out"
             )
         return super().partially_load(*args, **kwargs)
 
@@ -329,8 +353,18 @@ class SplitMixin(_CardPatcher):
 
     def _unshare(self, key: str) -> None:
         """Give a weight in host memory a storage of its own: a scheduled LoRA is written into it in place."""
+        tree = self._tree()
+        if tree.divided is not None:
+            raise RuntimeError(
+                "a LoRA that changes during sampling (a hook) cannot be applied where every card has a part of each "
+                "weight; use way 'blocks' in the split node"
+            )
         weight = get_attr(self.model, key)
-        if self._tree().origin is not None and weight.device == self.offload_device and key not in self.hook_backup:
+        if (
+            tree.origin_on(self.load_device) is not None
+            and weight.device == self.offload_device
+            and key not in self.hook_backup
+        ):
             set_attr_param(self.model, key, weight.detach().clone())
 
     def get_all_callbacks(self, call_type: str) -> list[Callable[..., Any]]:

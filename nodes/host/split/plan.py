@@ -15,6 +15,7 @@ from ....families.comfy.native import NativeModel, Transport
 from ....families.comfy.registry import find_native
 from ....parallel.block_lists import execution_order, find_block_lists, followers, placed_blocks, transport_for
 from ....parallel.placement import Placement, check_budgets, native_block_flops, plan_manual, plan_placement
+from .division import Division, plan_division
 
 _log = logging.getLogger(__name__)
 GB = 1e9
@@ -33,6 +34,7 @@ class SplitRequest:
         overlap: let micro-batches of a batch use the cards at the same time where that is known to be right.
         offload: weights beyond a limit stay in host memory and are streamed at every use; else that is refused.
         verify: compute the first step of every run twice, the second time in the plainest way, and compare.
+        way: "blocks" gives every device some of the blocks; "tensor" has all devices compute each block together.
     """
 
     devices: tuple[torch.device, ...]
@@ -43,6 +45,7 @@ class SplitRequest:
     overlap: bool = True
     offload: bool = True
     verify: bool = False
+    way: Literal["auto", "blocks", "tensor"] = "auto"
 
     def __post_init__(self) -> None:
         names = ", ".join(map(str, self.devices))
@@ -64,6 +67,10 @@ class SplitRequest:
             raise ValueError("balance manual needs split_at: the first block of each further device, such as 23")
         if self.balance != "manual" and self.split_at:
             raise ValueError(f"split_at {list(self.split_at)} belongs to balance manual, not {self.balance}")
+        if self.balance == "manual" and self.way == "tensor":
+            raise ValueError(
+                "balance manual says which blocks a device gets; with way tensor every device has all of them"
+            )
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ class SplitPlan:
         layout: what the class is; for a class nobody described a row made from its block lists.
         limit_bytes: weights each device may hold resident; absent is unlimited.
         transport, overlap, verify: as in SplitRequest, decided.
+        division: how the blocks are divided where all devices compute each together; None where each has its own.
     """
 
     placement: Placement
@@ -83,14 +91,19 @@ class SplitPlan:
     limit_bytes: Mapping[torch.device, int]
     overlap: bool
     verify: bool
+    division: Division | None = None
 
     @property
     def home(self) -> torch.device:
         return self.placement.home
 
     @property
+    def used_devices(self) -> tuple[torch.device, ...]:
+        return self.placement.used_devices if self.division is None else self.division.devices
+
+    @property
     def foreign_devices(self) -> tuple[torch.device, ...]:
-        return tuple(device for device in self.placement.used_devices if device != self.home)
+        return tuple(device for device in self.used_devices if device != self.home)
 
     def blocks_on(self, device: torch.device) -> list[str]:
         placement = self.placement
@@ -103,6 +116,8 @@ def plan_split(diffusion_model: nn.Module, request: SplitRequest) -> SplitPlan:
     Raises: ValueError if the class has no blocks that can be found, the cuts are wrong or the limits are too small.
     """
     layout = _layout(diffusion_model)
+    if request.way == "tensor":
+        return _plan_tensor(diffusion_model, layout, request)
     leaders = followers(diffusion_model, layout)
     limit_bytes = {d: int(gb * GB) for d, gb in zip(request.devices, request.memory_limit_gb, strict=False)}
     main = _place(diffusion_model, layout, leaders, request, limit_bytes)
@@ -115,6 +130,28 @@ def plan_split(diffusion_model: nn.Module, request: SplitRequest) -> SplitPlan:
         limit_bytes,
         overlap=request.overlap and transport == "stream" and layout.can_overlap,
         verify=request.verify,
+    )
+
+
+def _plan_tensor(diffusion_model: nn.Module, layout: NativeModel, request: SplitRequest) -> SplitPlan:
+    """All blocks at home, and each divided among the devices in proportion to the memory that they may take."""
+    limit_bytes = {d: int(gb * GB) for d, gb in zip(request.devices, request.memory_limit_gb, strict=False)}
+    budgets = [float(room) for room in _budgets(request.devices, limit_bytes).values() if room is not None]
+    size = int(management.module_size(diffusion_model))
+    has_room = min(budgets) > size / len(budgets)
+    division = plan_division(
+        diffusion_model, layout, request.devices, (1.0,) * len(budgets) if has_room else tuple(budgets)
+    )
+    order = execution_order(diffusion_model, layout)
+    home = request.devices[0]
+    return SplitPlan(
+        Placement(order, (home,) * len(order), home),
+        layout,
+        "stream",
+        limit_bytes,
+        overlap=False,
+        verify=False,
+        division=division,
     )
 
 

@@ -20,8 +20,10 @@ from torch import nn
 
 from ....parallel.block_lists import BlockCalls, hooked_modules, tail_modules
 from ....parallel.local.bridge import Bridge
+from ....parallel.local.tensor_parallel import TensorParallel
 from ....patches.hooks import HookSet
 from .attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
+from .division import DividedBlocks, check_runnable
 from .model_copy import Origin
 from .options import guard_options, wrap_control
 from .plan import SplitPlan
@@ -33,18 +35,18 @@ _ATTRIBUTE = "devicebridge_split"
 class Shard(nn.Module):
     """Some blocks of a model under the names they have there; stands in for the whole where one card is concerned."""
 
-    def __init__(self, base: nn.Module, block_names: list[str]) -> None:
+    def __init__(self, base: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.__dict__["_base"] = weakref.ref(base)
         self.device: torch.device | None = None
-        for name in (f"{ROOT}.{block}" for block in block_names):
+        for name, block in blocks.items():
             parent: nn.Module = self
-            *path, last = name.split(".")
+            *path, last = f"{ROOT}.{name}".split(".")
             for part in path:
                 if part not in parent._modules:
                     parent.add_module(part, nn.Module())
                 parent = parent.get_submodule(part)
-            parent.add_module(last, base.get_submodule(name))
+            parent.add_module(last, block)
 
     @property
     def manual_cast_dtype(self) -> torch.dtype | None:
@@ -60,12 +62,13 @@ class SplitTree:
     def __init__(self, base: nn.Module, plan: SplitPlan, origin: Origin | None) -> None:
         self._base: Callable[[], Any] = weakref.ref(base)
         self.plan = plan
-        self.origin = origin
+        self._origin = origin
         make_shard = type(f"{type(base).__name__}Shard", (Shard,), {})  # ComfyUI logs the name
-        self.shards: dict[torch.device, nn.Module] = {
-            device: make_shard(base, plan.blocks_on(device)) for device in plan.foreign_devices
-        }
         root, blocks = self.diffusion_model, plan.placement.blocks
+        self.divided = DividedBlocks(root, plan.division) if plan.division is not None else None
+        self.shards: dict[torch.device, nn.Module] = {
+            device: make_shard(base, self._blocks_on(device)) for device in plan.foreign_devices
+        }
         self._blocks = {name: root.get_submodule(name) for name in blocks}
         self._lists = {name: root.get_submodule(name) for name in _containers_of(blocks) if name}
         self._hidden: dict[str, dict[str, nn.Module | None]] = {}
@@ -84,6 +87,19 @@ class SplitTree:
     @property
     def diffusion_model(self) -> nn.Module:
         return self._base().diffusion_model
+
+    def _blocks_on(self, device: torch.device) -> dict[str, nn.Module]:
+        if self.divided is not None:
+            return {name: shard.block for name, shard in self.divided.shards[device].items()}
+        return {name: self.diffusion_model.get_submodule(name) for name in self.plan.blocks_on(device)}
+
+    def origin_on(self, device: torch.device) -> Origin | None:
+        """Where the unpatched weights of a card's part lie in host memory; None if nobody knows."""
+        return self._origin if self.divided is None else self.divided.origin(device, self._origin)
+
+    def patches_on(self, device: torch.device, patches: dict[str, Any]) -> dict[str, Any]:
+        """The patches of the whole model as they apply to a card's part."""
+        return patches if self.divided is None else self.divided.patches_on(device, patches)
 
     # ---- views
 
@@ -190,6 +206,10 @@ class SplitTree:
             _log.info(text)
 
     def _make_bridge(self, called: Mapping[nn.Module, torch.device]) -> Bridge:
+        if self.divided is not None:
+            return TensorParallel(
+                self.divided.division.devices, self.divided.by_block(), passed_by=self.plan.layout.passed_by
+            )
         return Bridge(
             called,
             self.plan.home,
@@ -221,7 +241,11 @@ class SplitTree:
         return found is self._lists[name]
 
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._follow_compiled_blocks()
+        if self.divided is not None:
+            options = kwargs.get("transformer_options") or {}
+            check_runnable(self.unseen, options, self.plan.layout.patches_inside)
+        else:
+            self._follow_compiled_blocks()
         self._decide(kwargs.get("transformer_options") or {})
         if not self._is_proven:
             if self._calls is not None:

@@ -49,7 +49,7 @@ def verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) -> 
 
 
 def _plainly(tree: SplitTree, compute: _Compute) -> list[torch.Tensor]:
-    devices = [device for device in tree.plan.placement.used_devices if device.type == "cuda"]
+    devices = [device for device in tree.plan.used_devices if device.type == "cuda"]
     with tree.plainly(), torch.random.fork_rng(devices):
         return compute(is_plain=True)
 

@@ -1,0 +1,263 @@
+"""A MODEL's blocks divided among cards that compute each of them together: whose slices are where, and their patches.
+
+Every card has a copy of each block with its own slices of the weights, which stay views of the given weights until the
+card takes them. LoRAs and other patches are made for whole weights. So a card patches the whole weight and takes its
+slice of the result: right for every kind of patch, also for those that depend on the weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import comfy.lora
+import comfy.model_management
+import torch
+from comfy.quant_ops import QuantizedTensor
+from comfy.weight_adapter.base import WeightAdapterBase
+from comfy.weight_adapter.lora import LoRAAdapter
+from torch import nn
+
+from ....families.comfy.native import NativeModel
+from ....families.tensor_plan import Shares, TensorPlan
+from ....parallel.block_lists import execution_order
+from ....parallel.local.shards import BlockShard, divide_block, find_plan, shares_of
+from ....parallel.local.slices import Slice
+from .attachments import ROOT
+from .model_copy import Origin, copy_structure
+
+# Layouts of comfy_kitchen whose scales are of the whole weight or of its rows.
+_DIVISIBLE_LAYOUTS = (
+    "TensorCoreFP8Layout",
+    "TensorCoreFP8E4M3Layout",
+    "TensorCoreFP8E5M2Layout",
+    "TensorWiseINT8Layout",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How the blocks of a model are divided. Args: devices: home first. blocks: name of a block -> its plan and shares."""
+
+    devices: tuple[torch.device, ...]
+    blocks: Mapping[str, tuple[TensorPlan, Shares]]
+
+
+def plan_division(
+    diffusion_model: nn.Module, layout: NativeModel, devices: tuple[torch.device, ...], weights: tuple[float, ...]
+) -> Division:
+    """Decide how every block is divided, in proportion to the cards' weights; reads sizes only.
+
+    Raises: ValueError if nobody described how, there are fewer heads than cards, or weights have a format that cannot.
+    """
+    blocks = {}
+    for name in execution_order(diffusion_model, layout):
+        block = diffusion_model.get_submodule(name)
+        plan = find_plan(layout.tensor, block)
+        if plan is None:
+            raise ValueError(
+                f"{layout.class_name} cannot be computed by all cards together: nobody has described how its "
+                f"{type(block).__name__} is divided. Use way 'blocks'"
+            )
+        blocks[name] = plan, shares_of(block, plan, weights)
+        _check_formats(name, block, plan)
+    return Division(devices, blocks)
+
+
+def _check_formats(name: str, block: nn.Module, plan: TensorPlan) -> None:
+    for linear, module in block.named_modules():
+        divided, weight = plan.find(linear), getattr(module, "weight", None)
+        if divided is None or weight is None:
+            continue
+        data = getattr(weight, "data", weight)
+        layout = getattr(data, "_layout_cls", None)
+        is_known = layout in _DIVISIBLE_LAYOUTS if layout is not None else type(data) is torch.Tensor
+        params = getattr(data, "_params", None)
+        has_rotation = divided.by == "row" and getattr(params, "convrot", False)
+        if not is_known or has_rotation or getattr(params, "transposed", False):
+            found = layout or type(data).__name__
+            raise ValueError(
+                f"the weights of {name}.{linear} are in the format {found}{' with rotation' if has_rotation else ''}, "
+                "which cannot be divided among cards. Use way 'blocks', or a bf16, fp8 or int8 file without rotation"
+            )
+        if getattr(module, "pre_quant_scale", None) is not None:
+            raise ValueError(f"{name}.{linear} scales its input per feature, which cannot be divided. Use way 'blocks'")
+
+
+class DividedBlocks:
+    """The blocks of one tree, divided: home's in place, and a copy of each for every other card.
+
+    Args:
+        root: the diffusion model; its blocks become home's parts.
+    """
+
+    def __init__(self, root: nn.Module, division: Division) -> None:
+        self.division = division
+        self.shards: dict[torch.device, dict[str, BlockShard]] = {device: {} for device in division.devices}
+        home = division.devices[0]
+        for name, (plan, shares) in division.blocks.items():
+            block = root.get_submodule(name)
+            for rank, device in enumerate(division.devices[1:], start=1):
+                copied, _ = copy_structure(block)
+                self.shards[device][name] = divide_block(copied, plan, shares, rank, cut_weight)
+            self.shards[home][name] = divide_block(block, plan, shares, 0, cut_weight)
+        self._unpatched = {
+            device: {
+                f"{ROOT}.{name}.{parameter}": value.data
+                for name, shard in shards.items()
+                for parameter, value in shard.block.named_parameters()
+            }
+            for device, shards in self.shards.items()
+        }
+
+    def by_block(self) -> dict[nn.Module, tuple[BlockShard, list[BlockShard]]]:
+        """Home's block -> its shard, and those of the other cards."""
+        home, *others = self.division.devices
+        return {
+            shard.block: (shard, [self.shards[device][name] for device in others])
+            for name, shard in self.shards[home].items()
+        }
+
+    def whole(self, key: str) -> torch.Tensor | None:
+        """The whole of a divided weight, by its name in the BaseModel; None if it is not divided."""
+        found = self._find(self.division.devices[0], key)
+        return None if found is None else found[0].wholes[found[1]]
+
+    def origin(self, device: torch.device, given: Origin | None) -> Origin:
+        """Where the unpatched weights of one card lie in host memory."""
+        mine = self._unpatched[device]
+
+        def find(name: str) -> torch.Tensor | None:
+            return mine[name] if name in mine else (given(name) if given is not None else None)
+
+        return find
+
+    def patches_on(self, device: torch.device, patches: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+        """The patches as this card applies them to its slices."""
+        sliced: dict[str, Any] = dict(patches)
+        for key in patches:
+            found = self._find(device, key)
+            if found is not None:
+                shard, name = found
+                sliced[key] = _sliced(list(patches[key]), shard.wholes[name], shard.slices[name])
+        return sliced
+
+    def _find(self, device: torch.device, key: str) -> tuple[BlockShard, str] | None:
+        path = key.removeprefix(f"{ROOT}.")
+        parts = path.split(".")
+        for length in range(len(parts) - 1, 0, -1):
+            shard = self.shards[device].get(".".join(parts[:length]))
+            if shard is not None:
+                name = ".".join(parts[length:])
+                return (shard, name) if name in shard.slices else None
+        return None
+
+
+def _sliced(patches: list[Any], whole: torch.Tensor, part: Slice) -> list[Any]:
+    """Patches of a slice that have the effect which these have on the whole."""
+    loras = [_sliced_lora(patch, part) for patch in patches]
+    if all(each is not None for each in loras):
+        return [patch for each in loras for patch in each or ()]
+    return [(1.0, SlicedPatch(set(), (patches, whole, part)), 1.0, None, None)]
+
+
+def _sliced_lora(patch: Any, part: Slice) -> list[Any] | None:
+    """A LoRA of one weight as LoRAs of its slice: one factor keeps all of it. None for any other patch."""
+    strength, adapter, strength_model, offset, function = patch
+    if type(adapter) is not LoRAAdapter or function is not None or strength_model != 1.0:
+        return None
+    up, down, alpha, mid, dora, reshape = adapter.weights
+    if up.ndim != 2 or down.ndim != 2 or mid is not None or dora is not None or reshape is not None:
+        return None
+
+    def cut(ranges: Sequence[tuple[int, int]]) -> Any:
+        factor = Slice(part.dim, tuple(ranges)).copied(down if part.dim else up)
+        factors = (up, factor) if part.dim else (factor, down)
+        return LoRAAdapter(adapter.loaded_keys, (*factors, alpha, mid, dora, reshape))
+
+    if offset is None or offset[0] != part.dim:
+        return [(strength, cut(part.ranges), strength_model, offset, function)]
+    found, at, (_, start, length) = [], 0, offset
+    for first, last in part.ranges:
+        low, high = max(first, start), min(last, start + length)
+        if low < high:
+            place = (part.dim, at + low - first, high - low)
+            found.append((strength, cut([(low - start, high - start)]), strength_model, place, function))
+        at += last - first
+    return found
+
+
+class SlicedPatch(WeightAdapterBase):
+    """All patches of one weight, of which a card holds a slice.
+
+    Args:
+        loaded_keys: as ComfyUI's adapters have it; empty.
+        weights: the patches in ComfyUI's form, the whole weight they were made for, and the slice. ComfyUI may make
+            another object of this class with the tensors inside on a card.
+    """
+
+    name = "devicebridge_slice"
+
+    def __init__(self, loaded_keys: set[str], weights: tuple[list[Any], torch.Tensor, Slice]) -> None:
+        self.loaded_keys = loaded_keys
+        self.weights = weights
+
+    def calculate_weight(
+        self,
+        weight: torch.Tensor,
+        key: str,
+        strength: float,
+        strength_model: float,
+        offset: Any,
+        function: Any,
+        intermediate_dtype: torch.dtype = torch.float32,
+        original_weight: Any = None,
+    ) -> torch.Tensor:
+        """The slice of the patched whole; of the given slice, only its device and type matter."""
+        patches, whole, part = self.weights
+        plain = whole.dequantize() if isinstance(whole, QuantizedTensor) else whole
+        moved = comfy.model_management.cast_to_device(plain, weight.device, weight.dtype, copy=True)
+        return part.copied(comfy.lora.calculate_weight(patches, moved, key, intermediate_dtype, original_weight))
+
+    def calculate_shape(self, key: str) -> None:
+        """It changes no shape."""
+
+
+def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
+    """A slice of a weight in the weight's own format; a view where the format has one."""
+    if not isinstance(weight, QuantizedTensor):
+        return part.of(weight)
+    params = weight._params
+    scale = params.scale
+    is_per_row = isinstance(scale, torch.Tensor) and scale.ndim > 0 and scale.numel() > 1
+    if is_per_row and part.dim == 0:
+        scale = part.copied(scale)
+    data = part.copied(weight._qdata)
+    own = dataclasses.replace(params, scale=scale, orig_shape=tuple(data.shape))
+    return QuantizedTensor(data, weight._layout_cls, own)
+
+
+def check_runnable(unseen: Sequence[str], options: Mapping[str, Any], inside: Sequence[str]) -> None:
+    """Refuse what other nodes would do inside a block: they would see some of the heads only.
+
+    Args:
+        unseen: what is attached inside the model. options: transformer_options of the forward.
+        inside: names of the patches that this class calls inside a block.
+    Raises: RuntimeError that names it.
+    """
+    patches = options.get("patches", {})
+    found = list(unseen)
+    found += [f"the patch {name!r}" for name in inside if patches.get(name)]
+    found += [
+        f"the replacement {name!r}"
+        for name, keyed in options.get("patches_replace", {}).items()
+        if keyed and name != "dit"
+    ]
+    if options.get("optimized_attention_override") is not None:
+        found.append("an attention override")
+    if found:
+        raise RuntimeError(
+            f"each card of this split computes some of the attention heads, and {found[0]} of another node works inside "
+            "the blocks, where it would see only those. Use way 'blocks' in the split node, or take that node out"
+        )

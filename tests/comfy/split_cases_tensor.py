@@ -1,0 +1,257 @@
+"""A MODEL whose blocks are computed by all cards together, by its whole path; the reference is the unsplit run on the CPU.
+
+The cards add partial sums, so an output is near the reference and not its bits: within 1e-4 of its size in float32
+after three steps. Two runs of the same have the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import comfy.lora
+import comfy.weight_adapter
+import torch
+from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, split
+from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
+from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, live_bytes
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
+
+NEAR = 1e-4
+DIVIDED = (
+    "flux1_heads",
+    "flux2_heads",
+    "chroma_heads",
+    "hunyuan_video_heads",
+    "qwen_image",
+    "wan_heads",
+    "wan_i2v_heads",
+    "wan_vace_heads",
+)
+
+
+def _near(case: Case, claim: str, output: torch.Tensor, reference: torch.Tensor, bound: float = NEAR) -> None:
+    difference = float((output - reference).norm() / reference.norm())
+    case.check(claim, difference < bound and bool(reference.std() > 1e-3), f"{difference:.3g} of the size")
+
+
+def tensor(model: Any, *devices: torch.device, **options: Any) -> Any:
+    """Split Model Across GPUs with way tensor."""
+    return split(model, *devices, way="tensor", **options)
+
+
+def _family(name: str, case: Case) -> None:
+    host = case.host
+    unsplit = host.load(name, load_device=CPU)
+    reference, guided = host.sample(unsplit, name), host.sample(unsplit, name, cfg=4.0)
+    model = host.load(name)
+    whole = sum(parameter.nbytes for parameter in model.model.diffusion_model.parameters())
+    divided = tensor(model)
+    output = host.sample(divided, name)
+    _near(case, "as unsplit", output, reference)
+    case.equal("again, with the same bits", host.sample(divided, name), output)
+    _near(case, "with guidance", host.sample(divided, name, cfg=4.0), guided)
+    batch = host.sample(unsplit, name, batch=2)
+    _near(case, "a batch", host.sample(divided, name, batch=2), batch)
+    held = {device: live_bytes(device) for device in (HOME, OTHER)}
+    case.check("no card holds the whole", max(held.values()) < whole, f"{held} of {whole}")
+    host.unload_all()
+    case.check("nothing stays on the cards", not live_bytes(OTHER), live_bytes(OTHER))
+    case.equal("after it was unloaded", host.sample(divided, name), output)
+
+
+for _name in DIVIDED:
+    CASES[f"tensor_{_name}"] = functools.partial(_family, _name)
+
+
+@case
+def tensor_three_cards(case: Case) -> None:
+    """Heads that do not divide by the number of cards are shared out unevenly."""
+    host = case.host
+    for name in ("flux2_heads", "wan_heads"):
+        reference = host.sample(host.load(name, load_device=CPU), name)
+        _near(case, name, host.sample(tensor(host.load(name), HOME, OTHER, THIRD), name), reference)
+        host.unload_all()
+    case.refused("too few heads", lambda: tensor(host.load("wan")), ValueError, "1 heads", "1 devices at most")
+
+
+@case
+def tensor_loras(case: Case) -> None:
+    """LoRAs before and after the split, two at once, and back to none."""
+    host = case.host
+    for name in ("flux2_heads", "qwen_image", "wan_heads"):
+        unsplit = host.load(name, load_device=CPU)
+        clean, one = host.sample(unsplit, name), host.lora(unsplit, name)
+        reference = host.sample(one, name)
+        both = host.sample(host.lora(one, name, seed=2, strength=0.7), name)
+        case.differs(f"{name}: it does something", reference, clean)
+        divided = tensor(host.load(name))
+        _near(case, f"{name}: after", host.sample(host.lora(divided, name), name), reference)
+        _near(case, f"{name}: none again", host.sample(divided, name), clean)
+        before = tensor(host.lora(host.load(name), name))
+        _near(case, f"{name}: before", host.sample(before, name), reference)
+        two = host.lora(before, name, seed=2, strength=0.7)
+        _near(case, f"{name}: before and after", host.sample(two, name), both)
+        host.unload_all()
+
+
+@case
+def tensor_other_patches(case: Case) -> None:
+    """Patches that depend on the whole weight: DoRA, LoKr, a plain difference, a change of strength."""
+    host, name = case.host, "flux1_heads"
+    key = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
+    row = "diffusion_model.single_blocks.1.linear2.weight"
+    unsplit = host.load(name, load_device=CPU)
+    for what, patches in _patches(unsplit, (key, row)).items():
+        outputs = []
+        for model in (unsplit, tensor(host.load(name))):
+            patched = model.clone()
+            for strength_patch, strength_model, patch in patches:
+                patched.add_patches(patch, strength_patch, strength_model)
+            outputs.append(host.sample(patched, name))
+        _near(case, what, outputs[1], outputs[0])
+        case.differs(f"{what}: it does something", outputs[0], host.sample(unsplit, name))
+        host.unload_all()
+
+
+def _patches(model: Any, keys: tuple[str, ...]) -> dict[str, list[tuple[float, float, dict[Any, Any]]]]:
+    adapters = comfy.weight_adapter
+    shapes = {key: model.model.state_dict()[key].shape for key in keys}
+    generator = torch.Generator().manual_seed(3)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.1
+
+    def lora(rows: int, columns: int, dora: torch.Tensor | None = None) -> Any:
+        return adapters.LoRAAdapter(set(), (noise(rows, 4), noise(4, columns), 4.0, None, dora, None))
+
+    def lokr(rows: int, columns: int) -> Any:
+        weights = (noise(2, 2), noise(rows // 2, columns // 2), None, None, None, None, None, None, None)
+        return adapters.LoKrAdapter(set(), weights)
+
+    third = {key: (0, shape[0] // 3, shape[0] // 3) for key, shape in shapes.items()}
+    half = {key: (1, shape[1] // 4, shape[1] // 2) for key, shape in shapes.items()}
+    return {
+        "DoRA": [(1.0, 1.0, {k: lora(*s, dora=noise(s[0], 1).abs() + 1) for k, s in shapes.items()})],
+        "LoKr": [(1.0, 1.0, {k: lokr(*s) for k, s in shapes.items()})],
+        "a difference": [(1.0, 1.0, {k: (noise(*s),) for k, s in shapes.items()})],
+        "a change of strength": [(0.5, 0.8, {k: (noise(*s),) for k, s in shapes.items()})],
+        "LoRA of some rows": [(1.0, 1.0, {(k, third[k]): lora(third[k][2], s[1]) for k, s in shapes.items()})],
+        "LoRA of some columns": [(1.0, 1.0, {(k, half[k]): lora(s[0], half[k][2]) for k, s in shapes.items()})],
+    }
+
+
+@case
+def tensor_controlnets(case: Case) -> None:
+    """Residuals are added in place between two blocks, so every card's copy of the stream is out of date then."""
+    host = case.host
+    for name in ("flux1_heads", "qwen_image", "hunyuan_video_heads"):
+        outputs = []
+        for model in (host.load(name, load_device=CPU), tensor(host.load(name))):
+            positive = FAMILIES[name].condition(1)
+            positive[0][1] |= {"control": Residuals(_RESIDUALS[name.removesuffix("_heads")])}
+            outputs.append(host.sample(model, name, positive=positive))
+        _near(case, name, outputs[1], outputs[0])
+        case.differs(f"{name}: it does something", outputs[0], host.sample(host.load(name, load_device=CPU), name))
+        host.unload_all()
+
+
+@case
+def tensor_replaced_blocks(case: Case) -> None:
+    """A node's stand-in for a block calls the block, and changes what goes in and comes out."""
+    host, name = case.host, "flux1_heads"
+
+    def stand_in(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+        out = extra["original_block"]({**args, "img": args["img"] * 0.9})
+        out["img"] += 0.1 * args["img"]
+        return out  # type: ignore[no-any-return]
+
+    outputs = []
+    for model in (host.load(name, load_device=CPU), tensor(host.load(name))):
+        patched = model.clone()
+        patched.set_model_patch_replace(stand_in, "dit", "double_block", 1)
+        outputs.append(host.sample(patched, name))
+    _near(case, "as unsplit", outputs[1], outputs[0])
+
+
+@case
+def tensor_refusals(case: Case) -> None:
+    """What would see some of the heads only is refused, in words; the MODEL works without it."""
+    host, name = case.host, "flux1_heads"
+    divided = tensor(host.load(name))
+    patched = divided.clone()
+    patched.set_model_attn1_patch(lambda q, k, v, **_: {"q": q, "k": k, "v": v})
+    case.refused("a patch inside a block", lambda: host.sample(patched, name), RuntimeError, "attn1_patch", "blocks")
+    override = divided.clone()
+    override.model_options["transformer_options"]["optimized_attention_override"] = lambda f, *a, **k: f(*a, **k)
+    case.refused("an attention override", lambda: host.sample(override, name), RuntimeError, "override", "blocks")
+    layer = divided.clone()
+    key = "diffusion_model.double_blocks.0.img_attn.proj"
+    layer.add_object_patch(key, torch.nn.Linear(128, 128))
+    case.refused("a layer replaced", lambda: host.sample(layer, name), RuntimeError, key, "blocks")
+    reference = host.sample(host.load(name, load_device=CPU), name)
+    _near(case, "without them", host.sample(divided, name), reference)
+    case.refused("a class nobody described", lambda: tensor(host.load("sdxl")), ValueError, "UNetModel", "blocks")
+    case.refused("cuts", lambda: tensor(host.load(name), balance="manual", split_at=(1,)), ValueError, "manual")
+
+
+@case
+def tensor_an_error_on_one_card(case: Case) -> None:
+    """An error on either card, anywhere, ends the prompt with that error, and the next prompt works."""
+    host, name = case.host, "flux1_heads"
+    divided = tensor(host.load(name))
+    reference = host.sample(divided, name)
+    for at in (1, 4, 9, 17):
+        for rank in (0, 1):
+            with _failing_meeting(rank, at):
+                case.refused(f"meeting {at} of rank {rank}", lambda: host.sample(divided, name), RuntimeError, "injected")
+            case.equal(f"after meeting {at} of rank {rank}", host.sample(divided, name), reference)
+
+    def cancel(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        host.sample(divided, name, callback=cancel)
+    except KeyboardInterrupt:
+        case.equal("after Cancel", host.sample(divided, name), reference)
+    else:
+        case.check("Cancel ends it", False)
+
+
+@contextmanager
+def _failing_meeting(rank: int, at: int) -> Iterator[None]:
+    """While active one rank fails at its meeting of this number."""
+    meet, count = TensorParallel._meet, 0
+
+    def failing(self: Any, here: int, *args: Any) -> Any:
+        nonlocal count
+        count += here == rank
+        if here == rank and count == at:
+            raise RuntimeError("injected")
+        return meet(self, here, *args)
+
+    with mock.patch.object(TensorParallel, "_meet", failing):
+        yield
+
+
+@case
+def tensor_clones_and_eviction(case: Case) -> None:
+    """Clones with different LoRAs in turn, another model that takes the card, and a card that holds only some."""
+    host, name = case.host, "qwen_image"
+    unsplit = host.load(name, load_device=CPU)
+    references = [host.sample(host.lora(unsplit, name, seed=seed), name) for seed in (1, 2)]
+    divided = tensor(host.load(name))
+    clones = [host.lora(divided, name, seed=seed) for seed in (1, 2)]
+    for turn in range(2):
+        for index, clone in enumerate(clones):
+            _near(case, f"clone {index}, turn {turn}", host.sample(clone, name), references[index])
+        host.free((HOME, OTHER)[turn])
+    _near(case, "after it lost a card", host.sample(clones[0], name), references[0])
+    host.unload_all()
+    size = sum(p.nbytes for p in divided.model.diffusion_model.parameters())
+    with host.machine.room_for(size // 2, OTHER):
+        _near(case, "streamed on one card", host.sample(clones[1], name), references[1])
