@@ -467,6 +467,8 @@ def placement(model: Any) -> str:
     from devicebridge.nodes.host.split.tree import tree_of
 
     tree = tree_of(model.model)
+    if tree is not None and tree.divided is not None:
+        return "each block computed by all cards"
     return "not split" if tree is None else f"{tree.plan.placement.describe()}; {tree.plan.transport}"
 
 
@@ -559,6 +561,20 @@ def cfg(shape: Shape, batch: int) -> dict[str, Any]:
     if batch == 1:
         together = split(one if roomy() == CPU else load(shape, on=CARDS[1]), overlap=False)
         report["split_without_overlap"] = _describe([sample(together, work) for _ in range(2)][1:])
+    return report
+
+
+def tensor(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
+    """One picture or clip whose blocks both cards compute together, against one card and, where it fits, the split."""
+    shape = replace(shape, **latent)
+    one = load(shape, on=CPU)
+    rivals = {"one_gpu": one, "tensor": split(one, way="tensor")}
+    if shape.class_name != "Flux":  # beside those its weights would not fit, and loading would take the time
+        rivals["blocks"] = split(one, way="blocks")
+    work = Work(shape, cfg=cfg)
+    report = compare(rivals, work, "one_gpu")
+    first, second = (sample(one, replace(work, batch=batch, steps=2)).latents[:1] for batch in (1, 2))
+    report["one_gpu_batch_2_against_batch_1"] = _difference(first, second)
     return report
 
 
@@ -679,6 +695,11 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "small_flux2_fp8": functools.partial(small, FLUX2, "fp8"),
     "against_flux2": functools.partial(against, FLUX2),
     "against_wan_cfg_short": functools.partial(against, WAN_14B_SHORT, cfg=5.0),
+    "tensor_flux2": functools.partial(tensor, FLUX2),
+    "tensor_flux2_512": functools.partial(tensor, FLUX2, latent=(128, 32, 32)),
+    "tensor_wan": functools.partial(tensor, WAN_14B),
+    "tensor_wan_cfg": functools.partial(tensor, WAN_14B, cfg=5.0),
+    "tensor_qwen_cfg": functools.partial(tensor, QWEN_IMAGE, cfg=4.0),
     "takeover": functools.partial(takeover, FLUX2_SMALL),
     "loader": functools.partial(loader, FLUX2_SMALL),
 }

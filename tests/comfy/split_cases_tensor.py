@@ -208,7 +208,9 @@ def tensor_an_error_on_one_card(case: Case) -> None:
     for at in (1, 4, 9, 17):
         for rank in (0, 1):
             with _failing_meeting(rank, at):
-                case.refused(f"meeting {at} of rank {rank}", lambda: host.sample(divided, name), RuntimeError, "injected")
+                case.refused(
+                    f"meeting {at} of rank {rank}", lambda: host.sample(divided, name), RuntimeError, "injected"
+                )
             case.equal(f"after meeting {at} of rank {rank}", host.sample(divided, name), reference)
 
     def cancel(*_: Any) -> None:

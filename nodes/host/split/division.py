@@ -225,9 +225,9 @@ class SlicedPatch(WeightAdapterBase):
 
 
 def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
-    """A slice of a weight in the weight's own format; a view where the format has one."""
+    """A slice of a weight in the weight's own format; of an ordinary one in host memory a view."""
     if not isinstance(weight, QuantizedTensor):
-        return part.of(weight)
+        return part.of(weight) if weight.device.type == "cpu" else part.copied(weight)
     params = weight._params
     scale = params.scale
     is_per_row = isinstance(scale, torch.Tensor) and scale.ndim > 0 and scale.numel() > 1
