@@ -28,6 +28,7 @@ from comfy.utils import get_attr, set_attr, set_attr_param
 from comfy.weight_adapter.bypass import BypassForwardHook
 from torch import nn
 
+from ....parallel.local.slices import JoinedSlices
 from .attachments import KEY, is_compiled
 from .model_copy import original_of, reachable
 from .tree import SplitTree, make_tree, tree_of
@@ -65,6 +66,14 @@ class _CardPatcher(_Patcher):
             if vbar is not None:  # under DynamicVRAM weights arrive while they are used, into this address range
                 vbar.set_watermark_limit(limit)
         return loaded
+
+    def patch_weight_to_device(self, key: str, device_to: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """ComfyUI's own. Slices of a packed weight are joined on the card: torch would move them as they are."""
+        done = super().patch_weight_to_device(key, device_to, *args, **kwargs)
+        weight = get_attr(self.model, key) if device_to is not None and key not in self.patches else None
+        if isinstance(weight, torch.Tensor) and isinstance(weight.data, JoinedSlices):
+            set_attr_param(self.model, key, weight.data.to(device_to))
+        return done
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
         self._unhook()
