@@ -23,11 +23,13 @@ class Meeting:
     Args:
         name: inside the block; the same on every device.
         how: its outputs are summed, joined along the features, or, of an RMS norm, corrected by the mean square of all.
+        width: of an RMS norm: the number of features of all devices.
     """
 
     name: str
     module: nn.Module
     how: Literal["sum", "join", "norm"]
+    width: int = 0
 
 
 @dataclass
@@ -86,7 +88,7 @@ def divide_block(
             ranges = tuple(shares.slices(("heads",), shares.width, rank))
             _cut(shard, module, f"{name}.weight", Slice(0, ranges), cut)
             module.normalized_shape = (sum(last - first for first, last in ranges),)
-            shard.meetings.append(Meeting(name, module, "norm"))
+            shard.meetings.append(Meeting(name, module, "norm", shares.width))
     for owner, path, number in _numbers(block):
         counts = next((what for pattern, what in plan.attributes.items() if fnmatchcase(path, pattern)), None)
         if counts is not None:

@@ -42,7 +42,7 @@ class JoinedSlices(torch.Tensor):
     along: int
 
     @staticmethod
-    def __new__(cls, pieces: Sequence[torch.Tensor], along: int) -> JoinedSlices:  # noqa: PYI034
+    def __new__(cls: type[JoinedSlices], pieces: Sequence[torch.Tensor], along: int) -> JoinedSlices:
         first = pieces[0]
         shape = list(first.shape)
         shape[along] = sum(piece.shape[along] for piece in pieces)
@@ -55,7 +55,7 @@ class JoinedSlices(torch.Tensor):
     def __init__(self, pieces: Sequence[torch.Tensor], along: int) -> None:
         pass
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"JoinedSlices({[tuple(piece.shape) for piece in self.pieces]}, along={self.along})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:

@@ -180,18 +180,13 @@ class TensorParallel(Bridge):
 
     def _corrected(self, run: _Run, rank: int, meeting: Meeting, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """What an RMS norm of these features returned, normalised by the features of all devices instead."""
-        sums = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
-        width = x.new_full((1,), x.shape[-1], dtype=torch.float32).expand_as(sums)
-        parts = self._all(run, rank, meeting.name, torch.stack((sums, width)))
-        total, full = functools.reduce(torch.add, parts)
         eps = getattr(meeting.module, "eps", None)
         eps = torch.finfo(x.dtype).eps if eps is None else eps
-        factor = torch.rsqrt(total / full + eps) / torch.rsqrt(sums / x.shape[-1] + eps)
-        return (
-            output * factor.to(output.dtype)
-            if output.dtype == torch.float32
-            else (output.float() * factor).to(output.dtype)
-        )
+        sums = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
+        total = functools.reduce(torch.add, self._all(run, rank, meeting.name, sums))
+        # (sums / own width + eps) / (total / width + eps); what was handed to others must not be written to
+        ratio = (sums + eps * x.shape[-1]).div_(total + eps * meeting.width).mul_(meeting.width / x.shape[-1])
+        return output.mul_(ratio.sqrt_())
 
 
 class _Run:

@@ -1,4 +1,4 @@
-"""A MODEL whose blocks are computed by all cards together, by its whole path; the reference is the unsplit run on the CPU.
+"""A MODEL whose blocks all cards compute together, by its whole path; the reference is the unsplit run on the CPU.
 
 The cards add partial sums, so an output is near the reference and not its bits: within 1e-4 of its size in float32
 after three steps. Two runs of the same have the same bits.

@@ -38,7 +38,12 @@ _DIVISIBLE_LAYOUTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How the blocks of a model are divided. Args: devices: home first. blocks: name of a block -> its plan and shares."""
+    """How the blocks of a model are divided.
+
+    Args:
+        devices: home first.
+        blocks: name of a block -> its plan and shares.
+    """
 
     devices: tuple[torch.device, ...]
     blocks: Mapping[str, tuple[TensorPlan, Shares]]
@@ -258,6 +263,7 @@ def check_runnable(unseen: Sequence[str], options: Mapping[str, Any], inside: Se
         found.append("an attention override")
     if found:
         raise RuntimeError(
-            f"each card of this split computes some of the attention heads, and {found[0]} of another node works inside "
-            "the blocks, where it would see only those. Use way 'blocks' in the split node, or take that node out"
+            f"each card of this split computes some of the attention heads, and {found[0]} of another node works "
+            "inside the blocks, where it would see only those. Use way 'blocks' in the split node, or take that node "
+            "out"
         )
