@@ -9,14 +9,14 @@ this block returned, unchanged. Everything else is copied from home.
 So the code between two blocks, and whatever other people hang into it, sees ordinary tensors of one device. Outputs
 have a version also in inference mode: a residual added in place makes the other devices' copies out of date.
 
-The threads live as long as one forward. A device's error ends the meeting of all, and the forward with that error.
+The threads live as long as one forward, and take turns (exchange.py). A device's error ends the meeting of all, and the
+forward with that error.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -101,7 +101,8 @@ class TensorParallel(Bridge):
         self._run.current = block  # before any device begins
         for rank, shard in enumerate(self._shards[block][1], start=1):
             given = map_tensors((args, kwargs), functools.partial(self._give, rank))
-            self._run.calls[rank].put((shard.block, *_with_own_dicts(*given)))
+            self._run.calls[rank] = (shard.block, *_with_own_dicts(*given))
+        self._run.exchange.begin_round()
         return args, kwargs
 
     def _give(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -124,12 +125,9 @@ class TensorParallel(Bridge):
         block, run.current = run.current, None
         if output is None:  # its forward raised
             run.exchange.abort(RuntimeError("the block failed on another device"))
-            run.results()
             return None
-        others = run.results()
-        for each in others:
-            if isinstance(each, _Failed):
-                raise each.error
+        run.exchange.end_round(0)
+        others = run.results
         found = [_tensors_in(each) for each in (output, *others)]
         if len({tuple(tensor.shape for tensor in each) for each in found}) != 1:
             raise RuntimeError(
@@ -169,21 +167,17 @@ class TensorParallel(Bridge):
             )
         if meeting.how == "norm":
             return self._corrected(run, rank, meeting, args[0], output)
-        parts = self._all(run, rank, meeting.name, output)
+        parts = run.exchange.all(rank, meeting.name, output)
         if meeting.how == "join":
             return torch.cat(parts, dim=-1)
         return functools.reduce(torch.add, parts)
-
-    def _all(self, run: _Run, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        parts = run.exchange.all(rank, name, tensor)
-        return [part if each == rank else copy_to(part, self._ranks[rank]) for each, part in enumerate(parts)]
 
     def _corrected(self, run: _Run, rank: int, meeting: Meeting, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """What an RMS norm of these features returned, normalised by the features of all devices instead."""
         eps = getattr(meeting.module, "eps", None)
         eps = torch.finfo(x.dtype).eps if eps is None else eps
         sums = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
-        total = functools.reduce(torch.add, self._all(run, rank, meeting.name, sums))
+        total = functools.reduce(torch.add, run.exchange.all(rank, meeting.name, sums))
         # (sums / own width + eps) / (total / width + eps); what was handed to others must not be written to
         ratio = (sums + eps * x.shape[-1]).div_(total + eps * meeting.width).mul_(meeting.width / x.shape[-1])
         return output.mul_(ratio.sqrt_())
@@ -194,10 +188,10 @@ class _Run:
 
     def __init__(self, owner: TensorParallel) -> None:
         devices = owner.devices
-        self.exchange = Exchange(len(devices))
+        self.exchange = Exchange(len(devices), lambda tensor, rank: copy_to(tensor, devices[rank]))
         self.current: nn.Module | None = None  # the block that is being computed
-        self.calls: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
-        self._results: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
+        self.calls: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}  # by rank
+        self._results: dict[int, Any] = {}
         state = ThreadState(devices)
         self._tasks = []
         for rank in range(1, len(devices)):
@@ -205,36 +199,32 @@ class _Run:
             task.start()
             self._tasks.append(task)
 
+    @property
     def results(self) -> list[Any]:
-        """What the other devices computed, or a _Failed, by rank."""
-        return [results.get() for results in self._results[1:]]
+        """What the other devices computed last, by rank."""
+        return [self._results.pop(rank) for rank in sorted(self._results)]
 
     def close(self) -> None:
         """End the threads, also in the middle of a block."""
-        if self.current is not None:
-            self.exchange.abort(RuntimeError("the forward was ended"))
-        for calls in self.calls[1:]:
-            calls.put(None)
+        self.exchange.abort(RuntimeError("the forward was ended"))
         for task in self._tasks:
             task.join()
 
     def _serve(self, rank: int, device: torch.device, state: ThreadState) -> None:
         with state.taken_over(), current_device(device):
-            while (call := self.calls[rank].get()) is not None:
-                block, args, kwargs = call
+            while True:
+                self.exchange.await_round(rank)
+                if self.exchange.error is not None:
+                    return
+                block, args, kwargs = self.calls.pop(rank)
                 try:
-                    self._results[rank].put(block(*args, **kwargs))
+                    self._results[rank] = block(*args, **kwargs)
+                    self.exchange.end_round(rank)
                 except BaseException as error:
                     self.exchange.abort(error)
-                    self._results[rank].put(_Failed(error))
-                del call, block, args, kwargs
-
-
-class _Failed:
-    """Args: error: what a device raised."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+                    return
+                finally:
+                    del block, args, kwargs
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
