@@ -6,7 +6,8 @@ run hand the interpreter to and fro at every operation: measured, 60 microsecond
 all have reached. The devices meanwhile work through what was issued.
 
 The holder goes on through a complete meeting up to the next one, so there is one change of threads per meeting.
-What it brings is sent to the others at once: a copy issued later would wait for all that was issued in between.
+What it brings is sent to the others at once, since a copy issued later would wait for all that was issued in between.
+The copy goes beside the kernels of both devices, and the receiver waits for it where it uses it.
 
 Everything here is read and written by the holder only, so nothing is locked.
 """
@@ -15,11 +16,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 import torch
 
-Send = Callable[[torch.Tensor, int], torch.Tensor]  # a tensor and the rank it goes to -> the copy there
+from ..transfer import Arrivals, settle
+
+# A tensor, the rank it goes to, where to note that it is under way -> the copy there, not to be used before settle()
+Send = Callable[[torch.Tensor, int, Arrivals], torch.Tensor]
+
+
+@dataclass
+class _Sent:
+    """What a rank brought to a meeting. Args: name: of the meeting. copies: by rank."""
+
+    name: str
+    copies: list[tuple[torch.Tensor, Arrivals]] = field(default_factory=list)
 
 
 class Exchange:
@@ -29,7 +42,7 @@ class Exchange:
 
     Args:
         size: number of threads.
-        send: makes the copy that another rank is given.
+        send: issues the copy that another rank is given.
     """
 
     def __init__(self, size: int, send: Send) -> None:
@@ -38,7 +51,7 @@ class Exchange:
         self._tokens: list[SimpleQueue[None]] = [SimpleQueue() for _ in range(size)]
         self._num_reached = [0] * size
         self._needs: list[float] = [math.inf] * size  # a rank may go on when all have reached this many meetings
-        self._sent: dict[tuple[int, int], tuple[str, list[torch.Tensor]]] = {}  # by meeting and sender
+        self._sent: dict[tuple[int, int], _Sent] = {}  # by meeting and sender
         self.error: BaseException | None = None
 
     def begin_round(self) -> None:
@@ -70,16 +83,20 @@ class Exchange:
         Raises: RuntimeError if the ranks are at different places, and what `abort` was given.
         """
         number = self._num_reached[rank]
-        copies = [tensor if to == rank else self._send(tensor, to) for to in range(self.size)]
-        self._sent[number, rank] = name, copies
+        self._sent[number, rank] = sent = _Sent(name)
+        for to in range(self.size):
+            arrivals: Arrivals = {}
+            sent.copies.append((tensor if to == rank else self._send(tensor, to, arrivals), arrivals))
         self._reach(rank)
         self._wait(rank)
         parts = []
         for sender in range(self.size):
-            found, brought = self._sent[number, sender]
-            if found != name:
-                self._fail(f"one is at {found}, one at {name}")
-            parts.append(brought[rank])
+            brought = self._sent[number, sender]
+            if brought.name != name:
+                self._fail(f"one is at {brought.name}, one at {name}")
+            part, arrivals = brought.copies[rank]
+            settle(arrivals)
+            parts.append(part)
         self._forget_before(min(self._num_reached) - 1)
         return parts
 

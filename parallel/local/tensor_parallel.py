@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ...patches.hooks import map_tensors
-from ..transfer import copy_to, current_device, versioned
+from ..transfer import Arrivals, copy_to, current_device, versioned
 from .bridge import Bridge
 from .exchange import Exchange
 from .shards import BlockShard, Meeting
@@ -156,6 +156,11 @@ class TensorParallel(Bridge):
 
     # ---- inside a block
 
+    def send_part(self, tensor: torch.Tensor, rank: int, arrivals: Arrivals) -> torch.Tensor:
+        """The tensor for another device, which it may use after settle(arrivals)."""
+        device = self._ranks[rank]
+        return tensor if tensor.device == device else self.side_streams.copy(tensor, device, arrivals)
+
     def _meet(
         self, rank: int, meeting: Meeting, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -188,7 +193,7 @@ class _Run:
 
     def __init__(self, owner: TensorParallel) -> None:
         devices = owner.devices
-        self.exchange = Exchange(len(devices), lambda tensor, rank: copy_to(tensor, devices[rank]))
+        self.exchange = Exchange(len(devices), owner.send_part)
         self.current: nn.Module | None = None  # the block that is being computed
         self.calls: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}  # by rank
         self._results: dict[int, Any] = {}
