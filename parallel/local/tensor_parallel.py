@@ -9,14 +9,14 @@ this block returned, unchanged. Everything else is copied from home.
 So the code between two blocks, and whatever other people hang into it, sees ordinary tensors of one device. Outputs
 have a version also in inference mode: a residual added in place makes the other devices' copies out of date.
 
-The threads live as long as one forward, and take turns (exchange.py). A device's error ends the meeting of all, and the
-forward with that error.
+The threads live as long as one forward. A device's error ends the meeting of all, and the forward with that error.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -65,12 +65,11 @@ class TensorParallel(Bridge):
         if self._hooks:
             return
         for block, (own, others) in self._shards.items():
-            self._hooks.before(block, torch.compiler.disable(functools.partial(self._enter, block)))
-            self._hooks.after(block, torch.compiler.disable(self._leave), also_on_error=True)
+            self._hooks.before(block, functools.partial(self._enter, block))
+            self._hooks.after(block, self._leave, also_on_error=True)
             for rank, shard in enumerate((own, *others)):
                 for meeting in shard.meetings:
-                    hook = torch.compiler.disable(functools.partial(self._meet, rank, meeting))
-                    self._hooks.after(meeting.module, hook)
+                    self._hooks.after(meeting.module, functools.partial(self._meet, rank, meeting))
 
     def end(self) -> None:
         run, self._run = self._run, None
@@ -100,12 +99,10 @@ class TensorParallel(Bridge):
         args, kwargs = self.move((args, kwargs), self.home)
         self._run.current = block  # before any device begins
         for rank, shard in enumerate(self._shards[block][1], start=1):
-            given = map_tensors((args, kwargs), functools.partial(self._give, rank))
-            self._run.calls[rank] = (shard.block, *_with_own_dicts(*given))
-        self._run.exchange.begin_round()
+            self._run.calls[rank].put((shard.block, *self._run.given(rank, args, kwargs)))
         return args, kwargs
 
-    def _give(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+    def give(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor for one of the other devices: what it has of it already, or a copy of its own."""
         device, copies = self._ranks[rank], self._local.copies
         if tensor.device.type == "cpu" and tensor.ndim == 0 and device.type != "cpu":
@@ -125,9 +122,12 @@ class TensorParallel(Bridge):
         block, run.current = run.current, None
         if output is None:  # its forward raised
             run.exchange.abort(RuntimeError("the block failed on another device"))
+            run.results()
             return None
-        run.exchange.end_round(0)
-        others = run.results
+        others = run.results()
+        for each in others:
+            if isinstance(each, _Failed):
+                raise each.error
         found = [_tensors_in(each) for each in (output, *others)]
         if len({tuple(tensor.shape for tensor in each) for each in found}) != 1:
             raise RuntimeError(
@@ -192,11 +192,13 @@ class _Run:
     """The threads of one forward."""
 
     def __init__(self, owner: TensorParallel) -> None:
-        devices = owner.devices
+        devices, self._owner = owner.devices, owner
         self.exchange = Exchange(len(devices), owner.send_part)
         self.current: nn.Module | None = None  # the block that is being computed
-        self.calls: dict[int, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}  # by rank
-        self._results: dict[int, Any] = {}
+        self.calls: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
+        self._results: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
+        self._give = [functools.partial(owner.give, rank) for rank in range(len(devices))]
+        self._options: list[dict[str, tuple[Any, Any]]] = [{} for _ in devices]  # a value, and what it is on the device
         state = ThreadState(devices)
         self._tasks = []
         for rank in range(1, len(devices)):
@@ -204,32 +206,51 @@ class _Run:
             task.start()
             self._tasks.append(task)
 
-    @property
+    def given(self, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments for another device. It gets dicts of its own: a block may write into those it is handed."""
+        args, options = map_tensors(args, self._give[rank]), kwargs.get("transformer_options")
+        named = {name: value for name, value in kwargs.items() if name != "transformer_options"}
+        named = map_tensors(named, self._give[rank])
+        if isinstance(options, dict):  # large, and nearly the same for every block
+            known = self._options[rank]
+            if self._owner.trust != "model":  # other people's code may have written into one
+                known.clear()
+            for name, value in options.items():
+                if name not in known or known[name][0] is not value:
+                    known[name] = value, map_tensors(value, self._give[rank])
+            named["transformer_options"] = {name: known[name][1] for name in options}
+        return args, named
+
     def results(self) -> list[Any]:
-        """What the other devices computed last, by rank."""
-        return [self._results.pop(rank) for rank in sorted(self._results)]
+        """What the other devices computed, or a _Failed, by rank."""
+        return [results.get() for results in self._results[1:]]
 
     def close(self) -> None:
         """End the threads, also in the middle of a block."""
-        self.exchange.abort(RuntimeError("the forward was ended"))
+        if self.current is not None:
+            self.exchange.abort(RuntimeError("the forward was ended"))
+        for calls in self.calls[1:]:
+            calls.put(None)
         for task in self._tasks:
             task.join()
 
     def _serve(self, rank: int, device: torch.device, state: ThreadState) -> None:
         with state.taken_over(), current_device(device):
-            while True:
-                self.exchange.await_round(rank)
-                if self.exchange.error is not None:
-                    return
-                block, args, kwargs = self.calls.pop(rank)
+            while (call := self.calls[rank].get()) is not None:
+                block, args, kwargs = call
                 try:
-                    self._results[rank] = block(*args, **kwargs)
-                    self.exchange.end_round(rank)
+                    self._results[rank].put(block(*args, **kwargs))
                 except BaseException as error:
                     self.exchange.abort(error)
-                    return
-                finally:
-                    del block, args, kwargs
+                    self._results[rank].put(_Failed(error))
+                del call, block, args, kwargs
+
+
+class _Failed:
+    """Args: error: what a device raised."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
@@ -241,12 +262,6 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
     map_tensors(value, note)
     return found
-
-
-def _with_own_dicts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with copies of dicts: a block may write into those it is handed."""
-    own = {name: dict(value) if type(value) is dict else value for name, value in kwargs.items()}
-    return tuple(dict(value) if type(value) is dict else value for value in args), own
 
 
 def _with_version(tensor: torch.Tensor) -> torch.Tensor:

@@ -243,7 +243,8 @@ class SplitTree:
     def _start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.divided is not None:
             options = kwargs.get("transformer_options") or {}
-            check_runnable(self.unseen, options, self.plan.layout.patches_inside)
+            compiled = [] if self._called_modules().keys() == self.bridge.blocks.keys() else ["a compiled block"]
+            check_runnable((*compiled, *self.unseen), options, self.plan.layout.patches_inside)
         else:
             self._follow_compiled_blocks()
         self._decide(kwargs.get("transformer_options") or {})
