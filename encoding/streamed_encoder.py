@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoints.load import find_owner
 from ..checkpoints.weight_file import open_weights
 from ..parallel.devices import synchronize
 from ..parallel.offload.copies import NUM_SLOTS, Slot, Slots, SlotTensor, lay_out
 from ..parallel.offload.pinned import PinnedBuffer
 from ..patches.hooks import HookSet, map_tensors
-from .text_weights import Sources, Storage, find_owner, layer_list, read_weights, refuse_eight_bit, weight_dtypes
+from .text_weights import Sources, Storage, layer_list, read_weights, refuse_eight_bit, weight_dtypes
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def apply_quantization(model: nn.Module, family: ModelFamily, settings: Quantize
     _refuse_quantized(model, settings.scheme)
     lora_before = _snapshot_lora(model)
     for name, module in _sort_modules(model, family)[QUANTIZED].items():
-        replace_module(model, name, quantizer.finish(name, module))
+        model.set_submodule(name, quantizer.finish(name, module))
     return quantizer.close(model, lora_before)
 
 
@@ -297,12 +297,6 @@ def full_weight(linear: nn.Module) -> Tensor:
         return linear.dequantize()
     weight: Any = linear.weight
     return weight.dequantize() if is_torchao_tensor(weight) else weight
-
-
-def replace_module(model: nn.Module, fqn: str, module: nn.Module) -> None:
-    """Put a module in the place of the one of this name."""
-    parent, _, child = fqn.rpartition(".")
-    model.get_submodule(parent)._modules[child] = module
 
 
 def _refuse_nan(fqn: str, weight: Tensor) -> None:

@@ -111,7 +111,7 @@ class DataParallel:
                 for index in dealt[stage]:
                     prepared = prefetch.take(index)
                     order.begin(stage, Work(False, index), microbatches[index].is_alone(prepared))
-                    losses[index] = _forward_and_backward(microbatches[index], prepared)
+                    losses[index] = microbatches[index].compute(prepared)
                     order.finish(stage)
                     del prepared
 
@@ -165,12 +165,6 @@ def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(moved, requires_grad=tensor.requires_grad) if is_parameter else moved
     return copy.deepcopy(model, memo)  # finds every tensor copied already
-
-
-def _forward_and_backward(microbatch: MicroBatch[Any], prepared: Any) -> torch.Tensor:
-    loss = microbatch.forward(prepared)
-    loss.backward()
-    return loss.detach()
 
 
 def _add_gradient(parameter: nn.Parameter, part: torch.Tensor) -> None:
