@@ -1,32 +1,21 @@
 """Activations travel, weights do not: hooks that bring what a block is called with to the device of the block.
 
-How a forward runs. The model's own forward computes embeddings, modulation, rotary tables and context once, at home,
-and passes them into every block. So every block, not only the first of a device, has a pre-hook that brings its
-arguments to its device. Copies are remembered for the length of one forward, so a loop constant crosses once per device
-and not once per block. In stream transport the last block hands its output home in a post-hook: tails that mix free
-parameters with the stream (Wan's scale_shift_table) give no module to hook before. The tail has a pre-hook of its own
-for models that skip their last block. In relay transport every block hands its output home. That is right for any model
-whose forward mixes tensors of its own with the stream between two blocks, and costs two copies per foreign block.
+The model's own forward runs at home and passes its constants (modulation, rotary tables, text) into every block. A
+pre-hook on each block brings the arguments to its device. The transport says which outputs go home: the last block's
+("stream"), or every block's ("relay"), which is right for any model and costs two copies per foreign block.
 
-What is remembered, and for how long. A copy is kept as long as its source lives, and dropped when the forward ends or
-raises. The model's forward holds the loop constants itself, and lets go of the hidden states of a block as soon as it
-has those of the next. So the hidden states of a long video do not pile up on the cards, and an id, unique only among
-the living, never names two tensors. An entry has its source's version (a tensor changed in place is copied again) and
-the grad mode (a copy made under no_grad, as checkpointing does, must not serve a block that needs gradients). Tensors
-made in inference mode have no version; there, whatever a block returns counts as new. While gradient checkpointing
-recomputes a block no forward is running: the hooks fire, move, and remember nothing.
+A copy is remembered while its source lives, until the forward ends or raises, under the source's version and the grad
+mode: one made under no_grad must not serve a block that needs gradients. In inference mode tensors have no version, and
+whatever a block returns counts as new. While blocks are recomputed no forward is running, and nothing is remembered.
 
-Whose code runs between and inside the blocks decides what may be assumed (`trust`). A described model's own code is
-known not to change a loop constant in place. Code of other people may. Then copies have a version in inference mode,
-too, and what a block has written into a copy is written into its source when the block ends. A block that returns the
-very tensor it wrote to is excepted where callers are known: its model goes on with what it returns. A source that was
-written at home shows nowhere in inference mode: whoever runs other people's code calls `forget` behind it. Where such
-code cannot be seen to run, a copy serves one call of a block only.
+`trust` says whose code runs between and inside the blocks. A described model changes no constant in place. Other
+people's code may, so that copies have versions in inference mode, too. What a block writes into a copy is then written
+into its source when the block ends. Whoever runs such code calls `forget` behind it. Where nobody sees it run, a copy
+serves one call of a block.
 
-Hooks are not compiled: a copy kept by the compiler would be kept for all forwards. A compiled block has one graph break
-per hook. While a foreign block runs, the current device is the block's: Triton and hand-written kernels launch on the
-current device, whatever their arguments say. torch calls no hook for exceptions like KeyboardInterrupt, so the end of
-the forward restores what a block left behind.
+Hooks are not compiled: the compiler would keep a copy for all forwards. While a foreign block runs, the current device
+is the block's, since hand-written kernels launch there. torch calls no hook for KeyboardInterrupt, so `end` restores
+what a block left behind. Reasons: docs/decisions/0001-one-process-many-devices.md.
 """
 
 from __future__ import annotations
