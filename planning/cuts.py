@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ..config.model import Strategy
 from ..parallel.offload.copies import NUM_SLOTS
 from .forecast import DeviceForecast, StagePlan, StepSettings
 from .question import Question
@@ -131,7 +132,8 @@ def find_cut(question: Question, setting: Setting, terms: Terms) -> Found | None
 
 def _step_time(settings: StepSettings, times: Sequence[float]) -> float:
     total, count = sum(times), settings.accumulation
-    match settings.strategy:
+    strategy: Strategy = settings.strategy  # named here: mypy's cache misses a new name behind another module's field
+    match strategy:
         case "none":
             return count * total
         case "pipeline":
