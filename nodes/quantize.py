@@ -56,7 +56,8 @@ class Quantize(io.ComfyNode):
         own = read_section(ModelConfig, _INPUTS, sockets, path=model.model.path)
         scheme = asked(own.quantize) or choose_scheme(find_machine(model.split.devices).devices)
         folder = host.folder_in_output(f"{DEFAULT_FOLDER}/quantized", "cache") if sockets.get("cache") else ""
-        changes: Any = {"quantize": scheme, "rotation": own.rotation, "quantized_cache": str(folder)}
+        shown = (each.key.name for each in _INPUTS if isinstance(each, Socket))
+        changes = {name: getattr(own, name) for name in shown} | {"quantize": scheme, "quantized_cache": str(folder)}
         config = dataclasses.replace(model.model, **changes)
         report = preview_model(config, model.split).table()
         host.NodeView(cls.hidden.unique_id).show_text(report)
