@@ -7,7 +7,7 @@ leave out are no change, unless ComfyUI passes them to a method of ours.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,10 @@ class Host(Protocol):
     """A ComfyUI to ask; paths are dotted names. A running one is in living.py, one on the disk in written.py."""
 
     version: str
+    is_written: bool
+
+    def is_pending(self, path: str) -> bool:
+        """Whether its module is there and has not been imported yet."""
 
     def has(self, path: str) -> bool:
         """Whether the name is there, or a method of its class mentions it as an attribute."""
@@ -45,9 +49,23 @@ class Fault:
 
 
 def find_faults(host: Host, rows: Iterable[Row] = ROWS) -> list[Fault]:
-    """What has changed in a host, in the order of the rows."""
-    judged = ((row, _judge(host, row)) for row in rows)
+    """What has changed in a host, in the order of the rows; left out is what it cannot be asked, or not yet."""
+    asked = (row for row in rows if (host.is_written or not row.is_written) and not host.is_pending(row.path))
+    judged = ((row, _judge(host, row)) for row in asked)
     return [Fault(row, text) for row, text in judged if text]
+
+
+def check_parts(host: Host, parts: Collection[str]) -> None:
+    """Raises: RuntimeError if something has changed that these parts of the pack rely on."""
+    faults = find_faults(host, [row for row in ROWS if row.part in parts])
+    if faults:
+        raise RuntimeError(_refusal(host.version, list(dict.fromkeys(fault.text for fault in faults))))
+
+
+def pending_nodes(host: Host) -> set[str]:
+    """Ids of nodes that cannot be judged yet."""
+    parts = {row.part for row in ROWS if host.is_pending(row.path)}
+    return {node for node, needed in NODES.items() if not parts.isdisjoint(needed)}
 
 
 def refusals(version: str, faults: Iterable[Fault]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 import inspect
 import sys
 import types
@@ -11,12 +11,25 @@ from typing import Any
 
 
 class Living:
-    """Looks at modules that are there already; one that is not yet is imported."""
+    """Looks at the modules that ComfyUI has imported.
 
-    def __init__(self) -> None:
+    Args:
+        may_import: also import those that it has not, which may take long and set up devices.
+    """
+
+    is_written = False
+
+    def __init__(self, *, may_import: bool = False) -> None:
+        self._may_import = may_import
+        self._pending: set[str] = set()
         self._modules: dict[str, types.ModuleType | None] = {}
         self._mentioned: dict[type, frozenset[str]] = {}
+        self._found: dict[str, tuple[Any, list[str]]] = {}
         self.version = str(getattr(self._module("comfyui_version"), "__version__", "of unknown version"))
+
+    def is_pending(self, path: str) -> bool:
+        self._find(path)
+        return any(f"{path}.".startswith(f"{name}.") for name in self._pending)
 
     def has(self, path: str) -> bool:
         owner, missing = self._find(path)
@@ -48,6 +61,11 @@ class Living:
 
     def _find(self, path: str) -> tuple[Any, list[str]]:
         """The object, or the last of its owners that is there and the names that are not."""
+        if path not in self._found:
+            self._found[path] = self._look_up(path)
+        return self._found[path]
+
+    def _look_up(self, path: str) -> tuple[Any, list[str]]:
         parts = path.split(".")
         for length in range(len(parts), 0, -1):
             found: Any = self._module(".".join(parts[:length]))
@@ -57,8 +75,23 @@ class Living:
 
     def _module(self, name: str) -> types.ModuleType | None:
         if name not in self._modules:
-            self._modules[name] = _import(name)
+            self._modules[name] = self._import(name)
         return self._modules[name]
+
+    def _import(self, name: str) -> types.ModuleType | None:
+        if name in sys.modules:
+            return sys.modules[name]
+        parent, _, last = name.rpartition(".")
+        if parent and (self._module(parent) is None or hasattr(self._module(parent), last)):
+            return None  # a class, or what lies in one
+        try:
+            if self._may_import:
+                return importlib.import_module(name)
+            if importlib.util.find_spec(name) is not None:
+                self._pending.add(name)
+        except (ImportError, ValueError):  # of something that is no module
+            pass
+        return None
 
     def _mentions(self, owner: type) -> frozenset[str]:
         """Names of attributes in the methods of a class and of its bases."""
@@ -68,20 +101,6 @@ class Living:
             codes = [each.__code__ for each in functions if isinstance(each, types.FunctionType)]
             self._mentioned[owner] = frozenset(name for code in codes for name in code.co_names)
         return self._mentioned[owner]
-
-
-def _import(name: str) -> types.ModuleType | None:
-    if name in sys.modules:
-        return sys.modules[name]
-    parent, _, last = name.rpartition(".")
-    if parent and not hasattr(sys.modules.get(parent), "__path__"):  # a class, or a module without parts
-        return None
-    if parent and hasattr(sys.modules[parent], last):
-        return None
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
 
 
 def _descend(found: Any, names: list[str]) -> tuple[Any, list[str]]:

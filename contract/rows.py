@@ -1,7 +1,7 @@
 """The parts of ComfyUI that this pack touches, one row each, as ComfyUI 0.33.0 has them.
 
-scripts/host_surface.py compares the rows with the pack's own code, and writes them into docs/internals/upstream_facts.md.
-A touch without a row turns a test red. check.py asks a host for every row.
+scripts/host_surface.py compares the rows with the pack's own code and writes them into the page of upstream facts. A
+touch without a row turns a test red. check.py asks a host for every row.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ def _read(part: str, owner: str, uses: dict[str, str], *, is_written: bool = Fal
             yield Row(use, ".".join(filter(None, (owner, name))), words, part, is_written)  # type: ignore[arg-type]
 
 
+EVERY_NODE = "nodes"  # the part that each node relies on
 _PATCHER = "comfy.model_patcher.ModelPatcher"
 _WIDGET = "id, default=, tooltip=, optional=, advanced="
-_SOCKETS = "AnyType Clip Conditioning Image Int Latent LoraModel LossMap Model String Vae".split()
+_INPUTS = ("AnyType", "Clip", "Conditioning", "Latent", "Model", "Vae")
+_OUTPUTS = ("AnyType", "Image", "Int", "LoraModel", "LossMap", "Model", "String")
 
 ROWS: tuple[Row, ...] = (
     # ---- every node: schemas
@@ -60,10 +62,10 @@ ROWS: tuple[Row, ...] = (
             "call": f"Custom(io_type); Boolean.Input({_WIDGET}); Combo.Input({_WIDGET}, options=); "
             f"Int.Input({_WIDGET}, min=, max=, step=); Float.Input({_WIDGET}, min=, max=, step=, round=); "
             f"String.Input({_WIDGET}, multiline=, placeholder=); "
-            + "; ".join(f"{name}.Input(id, tooltip=, optional=)" for name in _SOCKETS if name not in ("Int", "String"))
+            + "; ".join(f"{name}.Input(id, display_name=, tooltip=, optional=)" for name in _INPUTS)
             + "; NodeOutput(..., ui=); Schema(node_id=, display_name=, category=, description=, search_aliases=, "
             "is_output_node=, is_experimental=, is_input_list=, inputs=, outputs=, hidden=); "
-            + "; ".join(f"{name}.Output(id, display_name=, tooltip=)" for name in _SOCKETS),
+            + "; ".join(f"{name}.Output(id, display_name=, tooltip=)" for name in _OUTPUTS),
             "override": "ComfyNode.define_schema(); ComfyNode.execute(...); ComfyNode.fingerprint_inputs(...)",
         },
     ),
@@ -117,12 +119,10 @@ ROWS: tuple[Row, ...] = (
         "encoders",
         "comfy.sd1_clip",
         {
-            "has": "; ".join(
-                f"SDClipModel.{name}"
-                for name in "options_default max_length num_layers special_tokens enable_attention_masks "
-                "zero_out_masked layer_norm_hidden_state return_attention_masks".split()
-            )
-            + "; SDTokenizer.tokenize_with_weights; SDTokenizer.embedding_directory; SD1Tokenizer.state_dict",
+            "has": "SDClipModel.options_default; SDClipModel.max_length; SDClipModel.num_layers; "
+            "SDClipModel.special_tokens; SDClipModel.enable_attention_masks; SDClipModel.zero_out_masked; "
+            "SDClipModel.layer_norm_hidden_state; SDClipModel.return_attention_masks; "
+            "SDTokenizer.tokenize_with_weights; SDTokenizer.embedding_directory; SD1Tokenizer.state_dict",
         },
     ),
     *_read(
@@ -161,8 +161,7 @@ ROWS: tuple[Row, ...] = (
             "patch_cached_hook_weights(cached_weights, key, ...); "
             "patch_hook_weight_to_device(hooks, combined_patches, key, ...); patch_model(...); unpatch_hooks(...); "
             "unpatch_model(device_to, unpatch_weights)",
-            "says": "patch_weight_to_device(weight); match_multigpu_clones(multigpu); set_model_patch(patches); "
-            "set_model_patch_replace(model_options)",
+            "says": "patch_weight_to_device(weight); match_multigpu_clones(multigpu); set_model_patch(patches)",
         },
     ),
     *_read(
@@ -244,7 +243,7 @@ ROWS: tuple[Row, ...] = (
         "split",
         "comfy.patcher_extension",
         {
-            "has": "CallbacksMP; CallbacksMP.ON_PREPARE_STATE; WrapperExecutor; WrappersMP; "
+            "has": "CallbacksMP; CallbacksMP.ON_PREPARE_STATE; WrappersMP; "
             "WrappersMP.PREPARE_SAMPLING; PatcherInjection.inject",
             "call": "PatcherInjection(inject=, eject=)",
             "is": "WrappersMP.APPLY_MODEL(apply_model); WrappersMP.CALC_COND_BATCH(calc_cond_batch); "
@@ -294,7 +293,7 @@ ROWS: tuple[Row, ...] = (
 # Which parts each node relies on; "server" is what the command `devicebridge run` relies on.
 NODES: dict[str, tuple[str, ...]] = {
     "DeviceBridgeLoadModelForTraining": ("nodes", "host", "folders"),
-    "DeviceBridgeQuantize": ("nodes", "host"),
+    "DeviceBridgeQuantize": ("nodes", "host", "folders"),
     "DeviceBridgeTrainingDataset": ("nodes", "host", "folders"),
     "DeviceBridgeCacheCaptionsAndLatents": ("nodes", "host", "folders", "encoders"),
     "DeviceBridgeDatasetFromLatents": ("nodes", "host", "folders"),
@@ -304,4 +303,4 @@ NODES: dict[str, tuple[str, ...]] = {
     "DeviceBridgeLoadDiffusionModelSplit": ("nodes", "host", "folders", "split"),
     "DeviceBridgeRingLseFix": ("nodes",),
 }
-COMMAND = "devicebridge run"
+COMMAND = "devicebridge run"  # relies on the part "server"

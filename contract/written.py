@@ -1,4 +1,4 @@
-"""A ComfyUI that lies on the disk, read without running any of it: no device is touched, and nothing has to be installed.
+"""A ComfyUI that lies on the disk, read without running any of it: no device is touched, nothing has to be installed.
 
 As a program it prints, as JSON, what the folder it is given has changed. The doctor runs it with that ComfyUI's own
 Python, which knows the syntax and the packages of its code.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,11 +29,16 @@ class _Found(NamedTuple):
 class Written:
     """Reads modules of the folder, and of the Python packages beside it."""
 
+    is_written = True
+
     def __init__(self, folder: Path, packages: Sequence[str] = ()) -> None:
         self._roots = [folder, *map(Path, packages)]
         self._modules: dict[str, ast.Module | None] = {}
         self._names: dict[str, dict[str, ast.AST]] = {}
         self.version = str(self.value("comfyui_version.__version__") or "of unknown version")
+
+    def is_pending(self, path: str) -> bool:
+        return False
 
     def has(self, path: str) -> bool:
         if self._find(path) is not None:
@@ -212,7 +218,20 @@ def _signature(found: _Found) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _parameter(
-    name: str, is_required: bool, kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
-) -> inspect.Parameter:
+def _parameter(name: str, is_required: bool, kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD) -> inspect.Parameter:
     return inspect.Parameter(name, kind, default=inspect.Parameter.empty if is_required else None)
+
+
+def main(arguments: Sequence[str]) -> None:
+    host = Written(Path(arguments[0]), tuple(sys.path))
+    runpy.run_path(str(Path(__file__).resolve().parents[1] / "bootstrap.py"))["load_pack"]()
+    from devicebridge.contract.check import find_faults, refusals
+
+    faults = find_faults(host)
+    told = refusals(host.version, faults)
+    answer = {"version": host.version, "faults": [fault.text for fault in faults], "refused": told}
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
