@@ -151,7 +151,7 @@ def _ask_contract(found: comfyui.ComfyUI) -> dict[str, Any] | None:
 
     Nothing of it is run: importing it would set up devices, take ten seconds, and fail where it needs "--cpu".
     """
-    command = [found.python, "-I", comfyui.ROOT / "contract" / "written.py", found.folder]
+    command: list[str | Path] = [found.python, "-I", comfyui.ROOT / "contract" / "written.py", found.folder]
     try:
         return json.loads(processes.run(command, timeout_s=60) or "")
     except ValueError:
