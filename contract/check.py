@@ -92,7 +92,7 @@ def _refusal(version: str, texts: list[str]) -> str:
 
 def _judge(host: Host, row: Row) -> str:
     if not host.has(row.path):
-        return f"{row.path} is gone"
+        return "" if row.is_optional else f"{row.path} is gone"
     if row.use == "says":
         strings = host.strings(row.path)
         lost = [] if strings is None else [word for word in row.form if word not in strings]

@@ -26,6 +26,7 @@ class Row:
         form: parameters ("name=" where we pass it by name, "..." for more that we pass on), strings, or a value.
         part: of the pack, that relies on it; see NODES.
         is_written: cannot be asked of a running host, only of its source.
+        is_optional: some hosts lack it, and we do without; where it is, it is as said.
     """
 
     use: Use
@@ -33,15 +34,16 @@ class Row:
     form: tuple[str, ...]
     part: str
     is_written: bool = False
+    is_optional: bool = False
 
 
-def _read(part: str, owner: str, uses: dict[str, str], *, is_written: bool = False) -> Iterator[Row]:
+def _read(part: str, owner: str, uses: dict[str, str], **more: bool) -> Iterator[Row]:
     """Rows of one module or class. Text such as "get_attr(obj, attr)" names a member and its form."""
     for use, text in uses.items():
         for entry in text.split(";"):
             name, _, form = entry.strip().rstrip(")").partition("(")
             words = tuple(word.strip() for word in form.split(",") if word.strip())
-            yield Row(use, ".".join(filter(None, (owner, name))), words, part, is_written)  # type: ignore[arg-type]
+            yield Row(use, ".".join(filter(None, (owner, name))), words, part, **more)  # type: ignore[arg-type]
 
 
 EVERY_NODE = "nodes"  # the part that each node relies on
@@ -271,6 +273,17 @@ ROWS: tuple[Row, ...] = (
         {"has": "original_forward", "call": "_move_adapter_weights_to_device(device)"},
     ),
     *_read("split", "comfy_api.torch_helpers.torch_compile", {"is": "COMPILE_KEY(torch.compile)"}),
+    # ---- nodes/host/compiler.py: allocation graphs and captured blocks, which hosts before 0.35 have not
+    *_read("split", "comfy.cli_args", {"has": "args"}, is_optional=True),
+    *_read(
+        "split",
+        "comfy.model_prefetch",
+        {
+            "has": "MALLOC_GRAPHS; ACTIVE_MALLOC_GRAPHS; malloc_graph_begin",
+            "call": "cleanup_malloc_graph(); malloc_graph_enabled(device)",
+        },
+        is_optional=True,
+    ),
     # ---- headless/: a ComfyUI that `devicebridge run` starts
     *_read("server", "main", {"has": "start_comfyui"}, is_written=True),
     *_read(

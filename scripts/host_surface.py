@@ -329,7 +329,8 @@ def untouched(rows: Iterable[Any]) -> list[str]:
     words: dict[str, set[str]] = {}
     for path in (ROOT / "nodes").rglob("*.py"):
         words.setdefault(part_of(path), set()).update(re.findall(r"\w+", path.read_text(encoding="utf-8")))
-    asked = [row for row in rows if row.use in ("has", "call", "override") and not row.is_written]
+    asked = [row for row in rows if row.use in ("has", "call", "override")]
+    asked = [row for row in asked if not row.is_written and not row.is_optional]
     lost = [row for row in asked if row.path.rpartition(".")[2] not in words[row.part]]
     return [f"row {row.use} {row.path}: nothing touches it" for row in lost]
 
@@ -386,8 +387,9 @@ def _module_of(row: Any, read: dict[str, Any]) -> str:
 def _told(row: Any, module: str) -> str:
     """A row as the table shows it."""
     name = row.path.removeprefix(module).lstrip(".")
+    name = f"{'where it is: ' if row.is_optional else ''}{name or module}"
     if row.use == "has":
-        return name or module
+        return name
     word = {"call": "", "override": "override ", "wrap": "around ", "says": "strings of ", "is": "value of "}[row.use]
     return f"{word}{name}({', '.join(row.form)})"
 

@@ -223,6 +223,13 @@ def test_a_running_host_is_not_made_to_import_what_it_has_not(tmp_path: Path, mo
     sys.modules.pop("comfyui_version", None)
 
 
+def test_what_some_hosts_lack_is_asked_about_only_where_it_is(ask: Asked) -> None:
+    host = ask(FILES)
+    absent = Row("call", "fake_host.lost.read", ("path",), "split", is_optional=True)
+    other = Row("call", "fake_host.names.load", ("path",), "split", is_optional=True)
+    assert [fault.row for fault in find_faults(host, [absent, other])] == [other]
+
+
 # ---- what is refused
 
 
