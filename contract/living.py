@@ -1,4 +1,8 @@
-"""The ComfyUI that this process runs in, asked by its own objects: fast, and as other packs have left it."""
+"""The ComfyUI that this process runs in, asked by its own objects, which is fast.
+
+Other packs may have put functions of their own in the place of ComfyUI's. How those are called is not judged: it says
+nothing about ComfyUI, and they pass on what they are given.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ class Living:
     def signature(self, path: str) -> inspect.Signature | None:
         found, missing = self._find(path)
         try:
-            signature = None if missing else inspect.signature(found)
+            signature = None if missing or _is_replaced(found, path) else inspect.signature(found)
         except (TypeError, ValueError):
             return None
         if signature is not None and self._is_unbound(path):
@@ -47,8 +51,8 @@ class Living:
 
     def strings(self, path: str) -> frozenset[str] | None:
         found, missing = self._find(path)
-        code = getattr(inspect.unwrap(getattr(found, "__func__", found)), "__code__", None)
-        return None if missing or code is None else frozenset(_strings(code))
+        code = getattr(_plain_function(found), "__code__", None)
+        return None if missing or code is None or _is_replaced(found, path) else frozenset(_strings(code))
 
     def value(self, path: str) -> Any:
         found, missing = self._find(path)
@@ -110,6 +114,16 @@ def _descend(found: Any, names: list[str]) -> tuple[Any, list[str]]:
             return found, names[place:]
         found = getattr(found, name) if isinstance(found, (type, types.ModuleType)) else inner
     return found, []
+
+
+def _plain_function(found: Any) -> Any:
+    return inspect.unwrap(getattr(found, "__func__", found))
+
+
+def _is_replaced(found: Any, path: str) -> bool:
+    """Whether this is somebody else's function in the place of ComfyUI's."""
+    home = getattr(_plain_function(found), "__globals__", {}).get("__name__", "")
+    return bool(home) and home.partition(".")[0] != path.partition(".")[0]
 
 
 def _is_foreign(cls: type) -> bool:

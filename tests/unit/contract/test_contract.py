@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from devicebridge.contract.check import Host, check_parts, find_faults, pending_nodes, refusals
@@ -228,6 +230,20 @@ def test_what_some_hosts_lack_is_asked_about_only_where_it_is(ask: Asked) -> Non
     absent = Row("call", "fake_host.lost.read", ("path",), "split", is_optional=True)
     other = Row("call", "fake_host.names.load", ("path",), "split", is_optional=True)
     assert [fault.row for fault in find_faults(host, [absent, other])] == [other]
+
+
+def test_a_function_that_another_pack_has_put_there_is_not_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path, FILES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names: Any = importlib.import_module("fake_host.names")
+    monkeypatch.setattr(names, "sample", lambda a, b, c: (a, b, c))
+    assert find_faults(Living(), KEPT) == []
+    monkeypatch.delattr(names, "sample")
+    assert {fault.text for fault in find_faults(Living(), KEPT)} == {"fake_host.names.sample is gone"}
+    for name in [name for name in sys.modules if name.split(".")[0] in ("fake_host", "comfyui_version")]:
+        del sys.modules[name]
 
 
 # ---- what is refused
