@@ -285,7 +285,7 @@ ROWS: tuple[Row, ...] = (
         is_optional=True,
     ),
     # ---- headless/: a ComfyUI that `devicebridge run` starts
-    *_read("server", "main", {"has": "start_comfyui"}, is_written=True),
+    *_read("server", "main", {"has": ""}, is_written=True),
     *_read(
         "server",
         "comfy.cli_args",

@@ -43,8 +43,8 @@ class Written:
     def has(self, path: str) -> bool:
         if self._find(path) is not None:
             return True
-        owner = self._find(path.rpartition(".")[0])
-        last = path.rpartition(".")[2]
+        above, _, last = path.rpartition(".")
+        owner = self._find(above) if above else None
         return owner is not None and any(_mentions(each.node, last) for each in self._lineage(owner))
 
     def signature(self, path: str) -> inspect.Signature | None:

@@ -81,6 +81,15 @@ def find_touches() -> list[Touch]:
     return found
 
 
+def missing_words(rows: Iterable[Any]) -> list[str]:
+    """Flags and routes in headless/server.py that no row of the part "server" names."""
+    known = {word for row in rows if row.part == "server" for word in row.form}
+    tree = ast.parse((ROOT / "headless" / "server.py").read_text(encoding="utf-8"))
+    strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    found = {each for each in strings if re.fullmatch(r"--[a-z-]+|/[a-z_]+", each)}
+    return [f"headless/server.py uses {word}: no such row for 'server'" for word in sorted(found - known)]
+
+
 # ---- our code
 
 
@@ -410,7 +419,7 @@ def main(arguments: list[str]) -> int:
         for module in arguments[1:]:
             note_as_read(module, rows)
     touches = find_touches()
-    problems = uncovered(touches, rows.ROWS) + untouched(rows.ROWS)
+    problems = uncovered(touches, rows.ROWS) + untouched(rows.ROWS) + missing_words(rows.ROWS)
     text = PAGE.read_text(encoding="utf-8")
     if not _TABLE.search(text):
         raise SystemExit(f"{PAGE.name} has no place for the table")

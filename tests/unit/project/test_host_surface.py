@@ -94,6 +94,13 @@ def test_a_row_that_nothing_touches_is_found(surface: SimpleNamespace) -> None:
     assert surface.untouched([*ROWS, row]) == ["row call comfy.utils.nobody_calls_this: nothing touches it"]
 
 
+def test_a_flag_without_a_row_is_found(surface: SimpleNamespace) -> None:
+    without = [row for row in ROWS if row.part != "server"]
+    problems = "\n".join(surface.missing_words(without))
+    assert surface.missing_words(ROWS) == []
+    assert "--database-url" in problems and "/system_stats" in problems
+
+
 # ---- which node relies on what
 
 _HOST = ROOT / "nodes" / "host"
