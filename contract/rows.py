@@ -273,6 +273,7 @@ ROWS: tuple[Row, ...] = (
         {"has": "original_forward", "call": "_move_adapter_weights_to_device(device)"},
     ),
     *_read("split", "comfy_api.torch_helpers.torch_compile", {"is": "COMPILE_KEY(torch.compile)"}),
+    *_read("split", _PATCHER, {"has": "fast_disk"}, is_optional=True),
     # ---- nodes/host/compiler.py: allocation graphs and captured blocks, which hosts before 0.35 have not
     *_read("split", "comfy.cli_args", {"has": "args"}, is_optional=True),
     *_read(

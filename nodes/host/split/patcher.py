@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -360,7 +361,10 @@ def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
         tree.check_object_patch(key)
     if companions is None:
         make = _mixed(ShardMixin, unsplit)
-        patcher.companions = tuple(make(shard, device, patcher.offload_device) for device, shard in tree.shards.items())
+        more = {"fast_disk": patcher.fast_disk} if "fast_disk" in inspect.signature(make).parameters else {}
+        patcher.companions = tuple(
+            make(shard, device, patcher.offload_device, **more) for device, shard in tree.shards.items()
+        )
         for companion in patcher.companions:
             companion._tree_of_home = tree
     else:
