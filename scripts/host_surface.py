@@ -31,8 +31,8 @@ _IO = "comfy_api.v0_0_2.io"
 _PATCHER_CLASSES = ("_CardPatcher", "ShardMixin", "SplitMixin")
 # Attributes of Python's and torch's own objects, and of ours, where the code says Any.
 _PLAIN_NAMES = """
-    items values keys get copy update remove pop append startswith removeprefix as_subclass data data_ptr detach device dtype
-    shape type numel element_size to named_parameters parameters named_modules modules state_dict get_submodule
+    items values keys get copy update remove pop append startswith removeprefix as_subclass data data_ptr detach device
+    dtype shape type numel element_size to named_parameters parameters named_modules modules state_dict get_submodule
     get_parameter get_vocab func args keywords cell_contents __closure__ __globals__ __self__ __func__ __module__
     __qualname__ __dict__ __class__ __name__ __defaults__ __kwdefaults__ _orig_mod forward config companions follow
     unsplit_class id
