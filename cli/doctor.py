@@ -149,7 +149,7 @@ def _ask_comfyui() -> dict[str, Any]:
 def _ask_contract(found: comfyui.ComfyUI) -> dict[str, Any] | None:
     """What this ComfyUI has changed of what the pack relies on, read from its source with its own Python.
 
-    Nothing of it is run: importing it would set up devices, take ten seconds, and fail where it needs "--cpu".
+    Nothing of it is run: importing it would set up devices, take seconds, and fail where it needs "--cpu".
     """
     command: list[str | Path] = [found.python, "-I", comfyui.ROOT / "contract" / "written.py", found.folder]
     try:
