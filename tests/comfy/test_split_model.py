@@ -118,6 +118,7 @@ CASES = [
     "fp8_scaled_checkpoint",
     "a_prefixed_file",
     "a_patcher_class_of_a_pack",
+    "cards_stream_as_the_file_lies",
     "a_card_full_while_loading",
     "low_memory_with_a_scheduled_lora",
     "nothing_is_left_on_the_modules",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -343,6 +344,12 @@ def _mixed(mixin: type, unsplit: type) -> type:
     return type(mixin.__name__.removesuffix("Mixin") + unsplit.__name__, (mixin, unsplit), {"unsplit_class": unsplit})
 
 
+def _told_of_disk(shard_class: type, patcher: Any) -> Callable[..., Any]:
+    """The class, called with what ComfyUI after 0.33 also tells a patcher: whether its file lies on a fast disk."""
+    is_told = "fast_disk" in inspect.signature(shard_class).parameters
+    return functools.partial(shard_class, fast_disk=patcher.fast_disk) if is_told else shard_class
+
+
 def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
     """Make a patcher of a split tree act as one, in place; companions of the same tree are cloned, else made.
 
@@ -359,7 +366,7 @@ def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
     for key in patcher.object_patches:
         tree.check_object_patch(key)
     if companions is None:
-        make = _mixed(ShardMixin, unsplit)
+        make = _told_of_disk(_mixed(ShardMixin, unsplit), patcher)
         patcher.companions = tuple(make(shard, device, patcher.offload_device) for device, shard in tree.shards.items())
         for companion in patcher.companions:
             companion._tree_of_home = tree

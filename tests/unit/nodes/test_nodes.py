@@ -34,6 +34,12 @@ NODE_IDS = [
     "DeviceBridgeLoadDiffusionModelSplit",
     "DeviceBridgeRingLseFix",
 ]
+# What the stand-in for ComfyUI has no parts of.
+STUB_LACKS = {
+    "DeviceBridgeCacheCaptionsAndLatents",
+    "DeviceBridgeSplitModel",
+    "DeviceBridgeLoadDiffusionModelSplit",
+}
 
 
 @pytest.fixture
@@ -72,7 +78,22 @@ def test_the_extension_lists_the_nodes(nodes: ModuleType) -> None:
 
     import asyncio
 
-    assert asyncio.run(listed()) == list(nodes.NODES)
+    found = {node.define_schema().node_id: node for node in asyncio.run(listed())}
+    assert list(found) == NODE_IDS
+    known = {node_id: node for node_id, node in found.items() if node in nodes.NODES}
+    assert set(found) - set(known) == STUB_LACKS
+
+
+def test_a_node_whose_part_of_comfyui_has_changed_says_so_when_it_is_run(nodes: ModuleType) -> None:
+    """The stand-in has neither samplers nor loaders: to the contract it is a ComfyUI that has lost them."""
+    import asyncio
+
+    found = {node.define_schema().node_id: node for node in asyncio.run(nodes.make_extension().get_node_list())}
+    with pytest.raises(
+        RuntimeError, match=r"ComfyUI .* changed what .* comfy\.model_patcher.* is gone.* Update DeviceB"
+    ):
+        found["DeviceBridgeSplitModel"].execute(model=object(), devices="auto")
+    assert found["DeviceBridgeRingLseFix"].execute(enabled=False).args == (None, "Off")
 
 
 def test_node_ids_are_literals_for_the_registrys_scanner() -> None:
