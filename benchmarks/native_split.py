@@ -13,7 +13,7 @@ their latents are compared bit for bit.
 `--compiler off` starts ComfyUI with its compiler switched off; "on" is what it starts with, where it has one. Every
 rival's report says how many allocation graphs were recorded and replayed and how many blocks were captured. The cases
 `compiler_...` let the split with the compiler on and off take turns with one card, and `prompts_...` sample with the
-split `--prompts` times, with one card before and after.
+split `--prompts` times, with one card before and after. `--unguarded` takes out what keeps splits outside the compiler.
 
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
 comfy-aimdo all meet the wall a real card has. `--dynamic-vram` starts comfy-aimdo; that cannot be changed within a
@@ -38,6 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--case", action="append", required=True, help="name of a case; may be repeated")
     parser.add_argument("--dynamic-vram", action="store_true", help="with comfy-aimdo, as ComfyUI starts by default")
     parser.add_argument("--compiler", choices=("on", "off"), default="on", help="ComfyUI's own, where it has one")
+    parser.add_argument("--unguarded", action="store_true", help="compile splits, too; may end the process")
     parser.add_argument("--prompts", type=int, default=50, help="samplings of the cases prompts_...")
     parser.add_argument("--card-gb", type=float, help="GiB that each card is cut down to")
     parser.add_argument("--against", type=Path, help="another checkout of the pack, for the cases against_...")
@@ -290,9 +291,12 @@ def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def split(model: Any, **settings: Any) -> Any:
+    from devicebridge.nodes.host.split import patcher, tree
     from devicebridge.nodes.host.split.model import split_model
     from devicebridge.nodes.host.split.plan import SplitRequest
 
+    if OPTIONS.unguarded:
+        tree.outside = patcher.outside = lambda devices: contextlib.nullcontext()  # type: ignore[assignment]
     return split_model(model, SplitRequest(devices=CARDS, **settings))
 
 

@@ -151,7 +151,7 @@ class CompilingHost:
 
         with (
             mock.patch.object(EmulatedTensor, "__new__", staticmethod(make_and_note)),
-            mock.patch.dict(modules, {"comfy.model_prefetch": self.module}),
+            _entry(modules, "comfy.model_prefetch", self.module),
             mock.patch.object(comfy, "model_prefetch", self.module, create=True),
             mock.patch.object(self.args, "disable_cuda_graphs", False, create=True),
             mock.patch.object(self.args, "disable_comfy_compiler", False, create=True)
@@ -285,3 +285,17 @@ class CompilingHost:
                 raise RuntimeError(CAPTURE_ERROR)
             block.__dict__["_comfy_graph"] = SimpleNamespace(device=device, thread=threading.get_ident())
             self.num_captures += 1
+
+
+@contextlib.contextmanager
+def _entry(modules: dict[str, Any], name: str, module: ModuleType) -> Iterator[None]:
+    """modules[name] is this module inside; unlike mock.patch.dict this keeps what is imported meanwhile."""
+    before = modules.get(name)
+    modules[name] = module
+    try:
+        yield
+    finally:
+        if before is None:
+            del modules[name]
+        else:
+            modules[name] = before
