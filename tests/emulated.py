@@ -335,14 +335,15 @@ def on_cpu(value: torch.Tensor) -> torch.Tensor:
 def live_bytes(device: torch.device) -> int:
     """Bytes of all storages of this emulated device that some tensor still holds; views count once."""
     storages = {}
-    for tensor in _live():
+    for tensor in live_tensors():
         if tensor.device == device:
             storage = tensor.data_on_cpu.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
-def _live() -> list[EmulatedTensor]:
+def live_tensors() -> list[EmulatedTensor]:
+    """Every emulated tensor that somebody holds."""
     while True:
         try:
             return list(_LIVE)

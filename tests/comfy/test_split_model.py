@@ -161,6 +161,13 @@ CASES = [
     "verify_passes_what_is_right",
     "verify_stops_what_is_wrong",
     "verify_knows_state_when_it_meets_it",
+    "beside_the_compiler",
+    "without_its_guard_the_compiler_fails",
+    "overlap_beside_the_compiler",
+    "a_graph_around_a_split",
+    "an_interrupt_brings_the_compiler_back",
+    "errors_of_the_compiler_name_its_switch",
+    "a_host_that_cannot_be_switched_off_is_refused",
 ]
 
 

@@ -29,6 +29,7 @@ from comfy.utils import get_attr, set_attr, set_attr_param
 from comfy.weight_adapter.bypass import BypassForwardHook
 from torch import nn
 
+from ..compiler import outside
 from .attachments import KEY, is_compiled
 from .model_copy import original_of, reachable
 from .tree import SplitTree, make_tree, tree_of
@@ -56,7 +57,7 @@ class _CardPatcher(_Patcher):
     def partially_load(self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
         """ComfyUI's own, with no more bytes than the user allows this card to hold."""
         self._unhook()
-        with self._own_part(), cuda_device_context(device_to):
+        with self._own_part(), cuda_device_context(device_to), outside([device_to]):
             extra_memory = self._without_other_objects(extra_memory)
             limit = self._tree().plan.limit_bytes.get(self.load_device)
             if limit is not None:
@@ -308,7 +309,7 @@ class SplitMixin(_CardPatcher):
             super().eject_model()
 
     def cleanup(self) -> None:
-        self._tree().bridge.end()  # Cancel inside a block of another card unwinds past torch's hooks
+        self._tree().end()  # Cancel inside a block of another card unwinds past torch's hooks
         super().cleanup()
 
     def apply_hooks(self, *args: Any, **kwargs: Any) -> Any:

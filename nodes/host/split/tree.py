@@ -9,9 +9,10 @@ Everything else, LoRA key maps, injections, the forward, sees the whole tree.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partialmethod
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 from ....parallel.block_lists import BlockCalls, hooked_modules, tail_modules
 from ....parallel.local.bridge import Bridge
 from ....patches.hooks import HookSet
+from ..compiler import outside
 from .attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
 from .model_copy import Origin
 from .options import guard_options, wrap_control
@@ -76,6 +78,8 @@ class SplitTree:
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
         self._unseen: tuple[str, ...] | None = None
         self._is_plain = False
+        self._is_step = False
+        self._forwards = _Forwards()
         self._said: set[str] = set()  # what needs saying once
         self.is_to_verify = False  # the next step
         self.loaded_layers: dict[torch.device, dict[str, int]] = {}  # of object patches, by name: what each card holds
@@ -161,6 +165,22 @@ class SplitTree:
         if self._attached_by == id(owner):
             self._remove_hooks()
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Forwards inside, in whatever threads, stand outside ComfyUI's compiler and leave nothing behind."""
+        with outside(self.plan.placement.used_devices):
+            self._is_step = True
+            try:
+                yield
+            finally:
+                self._is_step = False
+                self.end()
+
+    def end(self) -> None:
+        """End what a forward of this thread left behind: torch calls no hook of ours when an interrupt unwinds one."""
+        self.bridge.end()
+        self._forwards.guard.close()
+
     def _remove_hooks(self) -> None:
         self._attached_by = None
         self.bridge.remove()
@@ -227,7 +247,9 @@ class SplitTree:
             if self._calls is not None:
                 self._calls.stop()
             self._calls = BlockCalls(self.diffusion_model, self.plan.placement.blocks)
-        self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
+        self.end()
+        if not self._is_step:  # run by somebody else than ComfyUI's sampler
+            self._forwards.guard.enter_context(outside(self.plan.placement.used_devices))
         self.bridge.begin()
         kwargs = dict(kwargs)
         if isinstance(kwargs.get("control"), dict):
@@ -243,7 +265,7 @@ class SplitTree:
                 self._calls, self._is_proven = None, True
             return self.bridge.move(output, self.plan.home) if output is not None else None
         finally:
-            self.bridge.end()
+            self.end()
 
     def _decide(self, options: Mapping[str, Any]) -> None:
         """How this forward travels, and whose code it may meet on its way."""
@@ -266,6 +288,13 @@ class SplitTree:
         self.bridge.remove()
         self.bridge = self._make_bridge(called)
         self.bridge.attach()
+
+
+class _Forwards(threading.local):
+    """Of each thread: what keeps its forward outside the compiler."""
+
+    def __init__(self) -> None:
+        self.guard = ExitStack()
 
 
 def _containers_of(blocks: Sequence[str]) -> list[str]:
