@@ -66,6 +66,14 @@ OMNIGEN_2 = NativeModel(
     note="the three refiners, two blocks each, stay at home",
 )
 
+PIXEL_DIT = NativeModel(
+    class_name="PixDiT_T2I",
+    module="comfy.ldm.pixeldit.model",
+    block_lists=("patch_blocks",),
+    tail=("pixel_embedder", "pixel_blocks", "final_layer"),
+    note="the pixel blocks stay at home: time is added to the stream before them",
+)
+
 IMAGE_MODELS: tuple[NativeModel, ...] = (
     FLUX,
     CHROMA,
@@ -174,5 +182,58 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         block_lists=("layers",),
         tail=("final_layer",),
         note="one packed sequence of text and image",
+    ),
+    NativeModel(
+        class_name="HiDreamO1Transformer",
+        module="comfy.ldm.hidream_o1.model",
+        block_lists=("language_model.layers",),
+        tail=("language_model.norm", "final_layer2"),
+        replace_keys={"double_block": "language_model.layers"},
+        is_sequential=True,
+        remembers=("_kv_cache_entries", "_visual_cache"),
+        note="keys and values of the prompt stay on each block's card from step to step",
+    ),
+    PIXEL_DIT,
+    dataclasses.replace(
+        PIXEL_DIT,
+        class_name="PidNet",
+        module="comfy.ldm.pixeldit.pid",
+        tail=(*PIXEL_DIT.tail, "pit_lq_gate"),
+        transport="relay",
+        note="a gate at home mixes the low resolution into the stream before blocks",
+    ),
+    NativeModel(
+        class_name="HunYuanDiT",
+        module="comfy.ldm.hydit.models",
+        block_lists=("blocks",),
+        tail=("final_layer",),
+        transport="relay",
+        replace_keys={"double_block": "blocks"},
+        control_keys=("output",),
+        note="HunyuanDiT; a ControlNet is added to a skip, and the two are on different cards otherwise",
+    ),
+    dataclasses.replace(
+        FLUX,
+        class_name="Hunyuan3Dv2",
+        module="comfy.ldm.hunyuan3d.model",
+        control_keys=(),
+        note="Hunyuan3D 2; FLUX's blocks without positions",
+    ),
+    NativeModel(
+        class_name="HunYuanDiTPlain",
+        module="comfy.ldm.hunyuan3dv2_1.hunyuandit",
+        block_lists=("blocks",),
+        tail=("final_layer",),
+        replace_keys={"block": "blocks"},
+        is_sequential=True,
+        note="Hunyuan3D 2.1; skips are arguments of the later blocks; the forward swaps the halves of a batch",
+    ),
+    NativeModel(
+        class_name="LatentSeqMMFlowModel",
+        module="comfy.ldm.triposplat.model",
+        block_lists=("blocks",),
+        tail=("out_layer", "cam_out_layer"),
+        transport="relay",
+        note="TripoSplat; before every block a module at home makes its rotary table from the stream",
     ),
 )

@@ -196,6 +196,7 @@ class SplitTree:
             tail=tail_modules(self.diffusion_model, self.plan.layout),
             transport=self.plan.transport,
             passed_by=self.plan.layout.passed_by,
+            per_device=self.plan.layout.per_device,
         )
 
     def _called_modules(self) -> dict[nn.Module, torch.device]:
