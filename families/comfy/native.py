@@ -102,6 +102,11 @@ class NativeModel:
         return self.transport == "stream" and not self.is_sequential
 
     @property
+    def is_watched(self) -> bool:
+        """Whether nobody has seen such a class run: that it calls its blocks is looked at, and nothing is assumed."""
+        return self.is_derived or self.evidence == "read"
+
+    @property
     def main_lists(self) -> tuple[str, ...]:
         """The lists whose blocks are placed; the others follow them."""
         return tuple(name for name in self.block_lists if name not in self.follows)

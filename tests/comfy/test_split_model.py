@@ -31,6 +31,7 @@ FAMILIES = [
     "hunyuan_video",
     "ltxv",
     "lumina2",
+    "minimax_h3",
     "qwen_image",
     "sd3",
     "sdxl",
@@ -160,6 +161,7 @@ CASES = [
     "verify_passes_what_is_right",
     "verify_stops_what_is_wrong",
     "verify_knows_state_when_it_meets_it",
+    "a_class_that_was_read_is_verified_once",
 ]
 
 
