@@ -40,7 +40,7 @@ AUDIO_MODELS: tuple[NativeModel, ...] = (
         block_lists=("model.layers",),
         tail=("model.norm", "llm2vae"),
         is_sequential=True,
-        evidence="read",
+        evidence="outside",
         note="each block gets its own slices of the keys and values in the conditioning, from home, once per chunk",
     ),
 )
