@@ -74,6 +74,19 @@ PIXEL_DIT = NativeModel(
     note="the pixel blocks stay at home: time is added to the stream before them",
 )
 
+_DOWN, _UP = (tuple(f"{name}.{level}" for level in range(4)) for name in ("down_blocks", "up_blocks"))
+
+CASCADE_C = NativeModel(
+    class_name="StageC",
+    module="comfy.ldm.cascade.stage_c",
+    block_lists=(*_DOWN, *_UP),
+    tail=("clf",),
+    transport="relay",
+    control_keys=("input",),
+    optional=(*_DOWN[2:], *_UP[2:]),
+    note="Stable Cascade; between levels, and before the way up's skips, the stream is resized at home",
+)
+
 IMAGE_MODELS: tuple[NativeModel, ...] = (
     FLUX,
     CHROMA,
@@ -130,6 +143,14 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         hooks_children=True,
         optional=("middle_block",),
         note="skips of the way down are joined on the way up; a control that does not fit is skipped without an error",
+    ),
+    CASCADE_C,
+    dataclasses.replace(
+        CASCADE_C,
+        class_name="StageB",
+        module="comfy.ldm.cascade.stage_b",
+        control_keys=(),
+        note="Stable Cascade's second model; the levels of the way up run their blocks several times",
     ),
     NEXT_DIT,
     dataclasses.replace(

@@ -64,17 +64,6 @@ COSMOS_1 = NativeModel(
     note="blocks are in a ModuleDict; extra positions are added to the stream in place before each",
 )
 
-KANDINSKY_6 = NativeModel(
-    class_name="Kandinsky6",
-    module="comfy.ldm.kandinsky6.model",
-    block_lists=("visual_blocks",),
-    tail=("out_layer.norm", "out_layer.out_layer", "audio_outLayer"),
-    replace_keys={"double_block": "visual_blocks"},
-    is_sequential=True,  # a step cache in transformer_options counts the forwards
-    evidence="outside",
-    note="blocks take and return video and audio; the text blocks stay at home and are never called",
-)
-
 VIDEO_MODELS: tuple[NativeModel, ...] = (
     WAN_MODEL,
     dataclasses.replace(WAN_MODEL, class_name="CameraWanModel", note="camera poses are added before the blocks"),
@@ -186,8 +175,16 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         refusal="its fused blocks are never called; the model takes them apart and adds their results at home",
         note="see refusal; a second video model takes the place of one half of each fused block",
     ),
-    KANDINSKY_6,
-    dataclasses.replace(KANDINSKY_6, class_name="Kandinsky6NativeAVDiT"),
+    NativeModel(
+        class_name="Kandinsky6NativeAVDiT",
+        module="comfy.ldm.kandinsky6.model",
+        block_lists=("visual_blocks",),
+        tail=("out_layer.norm", "out_layer.out_layer", "audio_outLayer"),
+        replace_keys={"double_block": "visual_blocks"},
+        is_sequential=True,  # a step cache in transformer_options counts the forwards
+        evidence="outside",
+        note="blocks take and return video and audio; the text blocks stay at home and are never called",
+    ),
     NativeModel(
         class_name="CogVideoXTransformer3DModel",
         module="comfy.ldm.cogvideo.model",

@@ -533,6 +533,54 @@ UNET = Case(
     scale=0.05,
 )
 
+_CASCADE = {
+    "c_in": 4,
+    "c_out": 4,
+    "c_r": 8,
+    "c_cond": 16,
+    "nhead": [2, 2],
+    "blocks": [[1, 1], [1, 1]],
+    "c_hidden": [16, 16],
+    "level_config": ["CTA", "CTA"],
+    "c_clip_seq": 2,
+}
+
+CASCADE_C = Case(
+    "cascade_c",
+    "comfy.ldm.cascade.stage_c",
+    "StageC",
+    {**_CASCADE, "c_clip_text": 12, "c_clip_text_pooled": 10, "c_clip_img": 6},
+    lambda: {
+        "x": rand(2, 4, 6, 8),
+        "r": steps(),
+        "clip_text": rand(2, 5, 12),
+        "clip_text_pooled": rand(2, 1, 10),
+        "clip_img": rand(2, 1, 6),
+        "control": {"input": [rand(2, 16, 3, 4, seed=seed) for seed in range(4)]},
+    },
+    is_exact=False,  # interpolation
+)
+
+CASCADE_B = Case(
+    "cascade_b",
+    "comfy.ldm.cascade.stage_b",
+    "StageB",
+    {
+        **_CASCADE,
+        "c_clip": 12,
+        "c_effnet": 4,
+        "patch_size": 2,
+        "c_hidden": [16, 16, 16],
+        "nhead": [-1, 2, 2],
+        "blocks": [[1, 1, 1], [1, 1, 1]],
+        "block_repeat": [[1, 1, 1], [3, 2, 1]],
+        "level_config": ["CT", "CTA", "CTA"],
+        "dropout": [0.0, 0.0, 0.0],
+    },
+    lambda: {"x": rand(2, 4, 16, 16), "r": steps(), "effnet": rand(2, 4, 3, 3), "clip": rand(2, 1, 12)},
+    is_exact=False,  # interpolation
+)
+
 HIDREAM = Case(
     "hidream",
     "comfy.ldm.hidream.model",
