@@ -43,6 +43,7 @@ FAMILIES = [
 CASES = [
     *(f"family_{name}" for name in FAMILIES),
     "three_cards",
+    "what_a_model_remembers_from_step_to_step",
     "balances",
     "lora_before_split",
     "lora_after_split",

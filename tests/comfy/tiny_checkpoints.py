@@ -320,6 +320,34 @@ _HIDREAM = {
 }
 
 
+_HIDREAM_O1 = {
+    "image_model": "hidream_o1",
+    "text_config_overrides": {
+        "hidden_size": 32,
+        "intermediate_size": 6000,  # the blocks must outweigh a table of 150,000 tokens
+        "num_hidden_layers": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "rope_dims": [4, 2, 2],
+    },
+    "vision_config_overrides": {
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 32,
+        "depth": 1,
+        "num_position_embeddings": 16,
+    },
+}
+
+
+def _token_ids(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """Token ids that end with the one for time, as HiDream-O1's tokenizer gives them."""
+    ids = torch.randint(0, 1000, (1, tokens), generator=generator)
+    ids[:, -1] = 151673
+    return {"text_input_ids": ids}
+
+
 _MINIMAX_H3 = {
     "image_model": "minimax_h3",
     "hidden_size": 64,
@@ -421,6 +449,16 @@ FAMILIES: Mapping[str, TinyFamily] = {
         pooled=1280,
         is_detected=False,
         overlaps=False,
+    ),
+    "hidream_o1": TinyFamily(
+        "HiDreamO1",
+        _HIDREAM_O1,
+        (3, 64, 64),
+        (6, 32),
+        ("language_model.layers",),
+        is_detected=False,
+        overlaps=False,
+        options=_token_ids,
     ),
     "minimax_h3": TinyFamily("MiniMaxH3", _MINIMAX_H3, (24, 2, 4, 6), (6, 48), ("blocks",), sound=(32, 2, 3)),
     "cosmos_predict2": TinyFamily(
