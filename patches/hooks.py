@@ -118,7 +118,8 @@ def _map_closure(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
     )
     fresh.__kwdefaults__ = function.__kwdefaults__
-    return functools.update_wrapper(fresh, function)
+    fresh.__dict__.update(function.__dict__)
+    return fresh
 
 
 def _refill(value: Any, items: list[Any]) -> Any:
