@@ -82,6 +82,9 @@ class EmulatedTensor(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         super().__setitem__(_lists_as_indices(index), value)
 
+    def tolist(self) -> Any:
+        return self.data_on_cpu.tolist()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

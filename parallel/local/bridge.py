@@ -66,6 +66,8 @@ class Bridge:
         transport: "stream" leaves activations on a device until the next device's first block; "relay" brings every
             block's output home.
         passed_by: names of arguments and dict keys whose values are handed over as they are, the same object.
+        per_device: names of keyword arguments with an object that blocks share computed tensors through. Away from home
+            a device gets one of its own for the length of a forward: the object's class called without arguments.
     Raises: ValueError if there is no block.
     """
 
@@ -78,6 +80,7 @@ class Bridge:
         tail_device: torch.device | None = None,
         transport: Transport = "stream",
         passed_by: Collection[str] = (),
+        per_device: Collection[str] = (),
     ) -> None:
         if not blocks:
             raise ValueError("a bridge needs at least one block; the model has none")
@@ -87,6 +90,7 @@ class Bridge:
         self.tail_device = tail_device or home
         self.transport = transport
         self.passed_by = frozenset(passed_by)
+        self.per_device = tuple(per_device)
         self.trust: Trust = "model"
         # Of interleaved runs:
         self.traffic: Traffic | None = None
@@ -148,6 +152,7 @@ class Bridge:
                 "a forward of this thread is running already; end it first, or run the second one in another thread"
             )
         self._local.copies = _Copies()
+        self._local.shared = {}
         self._local.device = self.home
 
     def end(self) -> None:
@@ -156,6 +161,7 @@ class Bridge:
         while local.guards:
             local.guards.pop()[1].__exit__(None, None, None)
         local.calls.clear()
+        local.shared.clear()
         if local.copies is not None:
             local.copies.clear()
             local.copies = None
@@ -248,11 +254,17 @@ class Bridge:
                 guard.__enter__()
                 local.guards.append((module, guard))
             rest = tuple(a if i in kept else map_tensors(a, change, self.passed_by) for i, a in enumerate(args))
-            named = map_tensors(kwargs, change, self.passed_by)
+            named = map_tensors(self._with_own(kwargs, device), change, self.passed_by)
             self._go_on(device)
             return rest, named
 
         return torch.compiler.disable(enter)
+
+    def _with_own(self, kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """The arguments with this device's own objects in the place of those that blocks share tensors through."""
+        names = [name for name in self.per_device if name in kwargs] if device != self.home else []
+        shared = self._local.shared
+        return {**kwargs, **{name: shared.setdefault((name, device), type(kwargs[name])()) for name in names}}
 
     def _make_leave(self, *, is_last: bool) -> AfterHook:
         def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -377,6 +389,7 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.copies: _Copies | None = None
+        self.shared: dict[tuple[str, torch.device], Any] = {}  # the objects of per_device
         self.device = torch.device("cpu")  # read while a forward runs only, begin() sets it
         self.guards: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
         self.calls: list[_Call] = []  # of blocks, innermost last; none where only the model's own code runs

@@ -31,6 +31,7 @@ FAMILIES = [
     "hunyuan_video",
     "ltxv",
     "lumina2",
+    "minimax_h3",
     "qwen_image",
     "sd3",
     "sdxl",
@@ -42,6 +43,7 @@ FAMILIES = [
 CASES = [
     *(f"family_{name}" for name in FAMILIES),
     "three_cards",
+    "what_a_model_remembers_from_step_to_step",
     "balances",
     "lora_before_split",
     "lora_after_split",
@@ -168,6 +170,7 @@ CASES = [
     "an_interrupt_brings_the_compiler_back",
     "errors_of_the_compiler_name_its_switch",
     "a_host_that_cannot_be_switched_off_is_refused",
+    "a_class_that_was_read_is_verified_once",
 ]
 
 

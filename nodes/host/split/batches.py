@@ -67,7 +67,9 @@ def run_overlapped(
         try:
             if tree.is_to_verify:
                 tree.is_to_verify = False
-                return verified(tree, compute, model_options)
+                outputs = verified(tree, compute, model_options)
+                tree.is_verified = True
+                return outputs
             return compute()
         except RuntimeError as error:
             explain(error, tree.unseen, model_options)

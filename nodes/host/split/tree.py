@@ -83,7 +83,8 @@ class SplitTree:
         self._said: set[str] = set()  # what needs saying once
         self.is_to_verify = False  # the next step
         self.loaded_layers: dict[torch.device, dict[str, int]] = {}  # of object patches, by name: what each card holds
-        self._is_proven = not plan.layout.is_derived
+        self._is_proven = not plan.layout.is_watched
+        self.is_verified = plan.layout.evidence != "read"  # or need not be
 
     @property
     def diffusion_model(self) -> nn.Module:
@@ -216,6 +217,7 @@ class SplitTree:
             tail=tail_modules(self.diffusion_model, self.plan.layout),
             transport=self.plan.transport,
             passed_by=self.plan.layout.passed_by,
+            per_device=self.plan.layout.per_device,
         )
 
     def _called_modules(self) -> dict[nn.Module, torch.device]:
@@ -275,7 +277,7 @@ class SplitTree:
             self.say_once(f"split: relay instead of stream: {between[0]}, which may do anything between two blocks")
         goes_home = bool(between) or self._is_plain
         self.bridge.transport = "relay" if goes_home else self.plan.transport
-        if goes_home or self.unseen or self.plan.layout.is_derived:
+        if goes_home or self.unseen or self.plan.layout.is_watched:
             self.bridge.trust = "nobody"
         else:
             self.bridge.trust = "callers" if seen_attachments(options) else "model"
