@@ -12,7 +12,15 @@ if __package__:
     WEB_DIRECTORY = "./web"
 
     async def comfy_entrypoint() -> Any:
-        """Called by ComfyUI when it loads the pack; only now are the nodes imported."""
+        """Called by ComfyUI when it loads the pack; only now are the nodes imported.
+
+        Raises: RuntimeError if ComfyUI has changed what every node is made of.
+        """
+        from .contract.check import check_parts
+        from .contract.living import Living
+        from .contract.rows import EVERY_NODE
+
+        check_parts(Living(may_import=True), [EVERY_NODE])
         from .nodes import make_extension
 
         return make_extension()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
+from .config.model import Strategy, has_stages, holds_copies
 from .parallel.placement import Placement
 from .quantization.quantize import QuantizeSettings
-
-Strategy = Literal["none", "pipeline", "data"]  # how several devices share a step
 
 
 @dataclass(frozen=True)
@@ -51,5 +49,5 @@ class ExecutionPlan:
         needs_recompute = any(self.offloaded_blocks) or self.offloads
         assert self.gradient_checkpointing or not needs_recompute, "only blocks that are computed again leave a device"
         assert not (self.placement.replicas and any(self.offloaded_blocks)), "a replica's blocks are all on its card"
-        assert not self.placement.replicas or self.strategy == "data", "only data parallel trains replicas"
-        assert (self.ahead is None) == (self.strategy != "pipeline"), "only a pipeline runs ahead"
+        assert not self.placement.replicas or holds_copies(self.strategy), "only data parallel trains replicas"
+        assert (self.ahead is None) != has_stages(self.strategy), "only a pipeline runs ahead"

@@ -10,6 +10,11 @@ is timed from one sampler callback to the next with all cards synchronised, so l
 `--against FOLDER` names another checkout of this pack; in the cases `against_...` the splits of both take turns, and
 their latents are compared bit for bit.
 
+`--compiler off` starts ComfyUI with its compiler switched off; "on" is what it starts with, where it has one. Every
+rival's report says how many allocation graphs were recorded and replayed and how many blocks were captured. The cases
+`compiler_...` let the split with the compiler on and off take turns with one card, and `prompts_...` sample with the
+split `--prompts` times, with one card before and after. `--unguarded` takes out what keeps splits outside the compiler.
+
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
 comfy-aimdo all meet the wall a real card has. `--dynamic-vram` starts comfy-aimdo; that cannot be changed within a
 process. `--tiny` runs the same code with toy shapes on emulated cards on the CPU. Results are written after each case.
@@ -32,6 +37,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--comfyui", default=os.environ.get("COMFYUI_PATH", "~/comfy/ComfyUI"))
     parser.add_argument("--case", action="append", required=True, help="name of a case; may be repeated")
     parser.add_argument("--dynamic-vram", action="store_true", help="with comfy-aimdo, as ComfyUI starts by default")
+    parser.add_argument("--compiler", choices=("on", "off"), default="on", help="ComfyUI's own, where it has one")
+    parser.add_argument("--unguarded", action="store_true", help="compile splits, too; may end the process")
+    parser.add_argument("--prompts", type=int, default=50, help="samplings of the cases prompts_...")
     parser.add_argument("--card-gb", type=float, help="GiB that each card is cut down to")
     parser.add_argument("--against", type=Path, help="another checkout of the pack, for the cases against_...")
     parser.add_argument("--steps", type=int, default=6)
@@ -53,6 +61,8 @@ def start_comfyui(options: argparse.Namespace) -> None:
     import cuda_malloc  # noqa: F401
     from comfy.cli_args import args
 
+    if options.compiler == "off" and hasattr(args, "disable_comfy_compiler"):
+        args.disable_comfy_compiler = True
     if options.dynamic_vram:
         comfy_aimdo.control.init(nvml_pressure=not args.disable_nvml_pressure)
     import comfy.memory_management
@@ -80,6 +90,7 @@ import json  # noqa: E402
 import logging  # noqa: E402
 import statistics  # noqa: E402
 import subprocess  # noqa: E402
+import threading  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 from collections.abc import Callable, Iterator, Mapping  # noqa: E402
@@ -90,6 +101,7 @@ from unittest import mock  # noqa: E402
 import comfy.memory_management  # noqa: E402
 import comfy.model_management as management  # noqa: E402
 import comfy.model_patcher  # noqa: E402
+import comfy.model_prefetch  # noqa: E402
 import comfy.multigpu  # noqa: E402
 import comfy.ops  # noqa: E402
 import comfy.quant_ops  # noqa: E402
@@ -97,6 +109,7 @@ import comfy.sample  # noqa: E402
 import comfy.sd  # noqa: E402
 import comfyui_version  # noqa: E402
 import torch  # noqa: E402
+from comfy.cli_args import args as comfy_args  # noqa: E402
 from devicebridge.tests.emulated import emulated_cards, on_cpu  # noqa: E402
 from provenance import describe_run, write_json  # noqa: E402
 
@@ -278,9 +291,12 @@ def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def split(model: Any, **settings: Any) -> Any:
+    from devicebridge.nodes.host.split import patcher, tree
     from devicebridge.nodes.host.split.model import split_model
     from devicebridge.nodes.host.split.plan import SplitRequest
 
+    if OPTIONS.unguarded:
+        tree.outside = patcher.outside = lambda devices: contextlib.nullcontext()  # type: ignore[assignment]
     return split_model(model, SplitRequest(devices=CARDS, **settings))
 
 
@@ -335,6 +351,43 @@ class Turn:
     peak_gb: list[float]
     resident_gb: list[float]
     card_used_gb: list[float]
+    compiled: dict[str, float]
+
+
+class Compiler:
+    """Counts what ComfyUI's compiler does, from its own functions; all stay 0 where it has none."""
+
+    def __init__(self) -> None:
+        self._counts = dict.fromkeys(("graphs", "replays", "captured_blocks"), 0)
+        with contextlib.suppress(ImportError):
+            import comfy_aimdo.malloc_graph as graphs
+
+            self._count(graphs, "record", "graphs")
+            self._count(graphs.MallocGraph, "push", "replays", lambda graph, name=None: name is None)
+        if KIND == "cuda":
+            self._count(torch.cuda.CUDAGraph, "capture_end", "captured_blocks")
+
+    def _count(self, owner: Any, name: str, what: str, counts: Callable[..., bool] = lambda *_, **__: True) -> None:
+        function = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._counts[what] += counts(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        setattr(owner, name, counted)
+
+    def take(self) -> dict[str, float]:
+        """What was counted since the last time, and what the graphs of this thread hold."""
+        found: dict[str, float] = dict(self._counts)
+        self._counts = dict.fromkeys(self._counts, 0)
+        for name in ("MALLOC_GRAPH_BREAKS", "MALLOC_GRAPH_ROGUES"):
+            found[name.removeprefix("MALLOC_GRAPH_").lower()] = getattr(comfy.model_prefetch, name, 0)
+        graphs = getattr(comfy.model_prefetch, "MALLOC_GRAPHS", {})
+        found["graphs_of_other_threads"] = sum(thread != threading.get_ident() for thread in graphs)
+        return found | {"graph_gb": sum(graph.physical_bytes for graph in graphs.values()) / 1e9}
+
+
+COMPILER = Compiler()
 
 
 def synchronize() -> None:
@@ -346,6 +399,7 @@ def synchronize() -> None:
 def sample(model: Any, work: Work, noise: torch.Tensor | None = None) -> Turn:
     """One call of the stock sampler."""
     marks: list[float] = []
+    COMPILER.take()
 
     def mark(*_: Any) -> None:
         synchronize()
@@ -363,7 +417,27 @@ def sample(model: Any, work: Work, noise: torch.Tensor | None = None) -> Turn:
     )  # fmt: skip
     synchronize()
     steps = [after - before for before, after in itertools.pairwise(marks)]
-    return Turn(on_cpu(latents), steps[1:], steps[0], before, *_memory())
+    compiled = COMPILER.take()
+    turn = Turn(on_cpu(latents), steps[1:], steps[0], before, *_memory(), compiled)
+    end_node()
+    return turn
+
+
+def end_node() -> None:
+    """What ComfyUI does behind every node under DynamicVRAM (execution.py)."""
+    if comfy.memory_management.aimdo_enabled:
+        import comfy_aimdo.model_vbar
+
+        comfy.model_prefetch.cleanup_prefetch_queues()
+        management.reset_cast_buffers()
+        comfy_aimdo.model_vbar.vbars_reset_watermark_limits()
+
+
+@contextlib.contextmanager
+def compiler_off() -> Iterator[None]:
+    """ComfyUI's compiler switched off, as by its launch flag, which it reads at every forward."""
+    with mock.patch.object(comfy_args, "disable_comfy_compiler", True, create=True):
+        yield
 
 
 def allocated_gb() -> list[float]:
@@ -443,12 +517,19 @@ def small_cards(gib: float | None) -> Iterator[None]:
 
 
 def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTIONS.rounds) -> dict[str, Any]:
-    """Turns of all rivals, interleaved: seconds per step of each over those of `base`, and equality of latents."""
+    """Turns of all rivals, interleaved: seconds per step of each over those of `base`, and equality of latents.
+
+    A rival whose name ends in compiler_off samples with ComfyUI's compiler switched off. So does core's replica per
+    card: it runs in threads of its own, whose graphs the end of a node does not free.
+    """
     turns: dict[str, list[Turn]] = {name: [] for name in rivals}
     for index in range(rounds + 1):
         for name, model in rivals.items():
-            turn = sample(model, work)
-            say(f"    {name}: {'warm-up ' if index == 0 else ''}{statistics.median(turn.step_s):.4f} s/step")
+            is_off = name.endswith("compiler_off") or name.startswith("core_multigpu")
+            with compiler_off() if is_off else contextlib.nullcontext():
+                turn = sample(model, work)
+            what = f"{turn.compiled['graphs']} graphs, {turn.compiled['replays']} replays"
+            say(f"    {name}: {'warm-up ' if index == 0 else ''}{statistics.median(turn.step_s):.4f} s/step; {what}")
             if index:
                 turns[name].append(turn)
     medians = {name: statistics.median(s for turn in runs for s in turn.step_s) for name, runs in turns.items()}
@@ -488,6 +569,7 @@ def _describe(runs: list[Turn]) -> dict[str, Any]:
         "peak_above_what_was_there_gb": [b - a for a, b in zip(runs[-1].before_gb, runs[-1].peak_gb, strict=False)],
         "resident_weights_gb_all_models": runs[-1].resident_gb,
         "card_used_gb": runs[-1].card_used_gb,
+        "compiled": runs[-1].compiled,
         "repeats_itself": all(torch.equal(runs[0].latents, turn.latents) for turn in runs),
         "latents_finite": bool(torch.isfinite(runs[-1].latents).all()),
         "latents_std": float(runs[-1].latents.float().std()),
@@ -506,6 +588,11 @@ def one_after_the_other(model: Any) -> Any:
     clone = model.clone()
     clone.get_free_memory = lambda device: 0
     return clone
+
+
+def batch_by_batch(model: Any, cfg: float = 1.0, **_: Any) -> Any:
+    """The MODEL as a split with cfg computes it: cond and uncond in a forward each."""
+    return model if cfg == 1.0 else one_after_the_other(model)
 
 
 def image_by_image(model: Any, work: Work) -> torch.Tensor:
@@ -587,6 +674,50 @@ def against(shape: Shape, **work: Any) -> dict[str, Any]:
 def small(shape: Shape, precision: str) -> dict[str, Any]:
     """One card too small for the weights, with core's own offloading, against two such cards."""
     return one_against_split(shape, precision, on=CPU)
+
+
+def beside_the_compiler(shape: Shape, **work: Any) -> dict[str, Any]:
+    """The split with ComfyUI's compiler on and off, and one card with it on and off, in turn."""
+    one = load(shape, on=CPU)
+    divided, one = split(one), batch_by_batch(one, **work)
+    rivals = {"one_gpu": one, "one_gpu_compiler_off": one, "split_compiler_off": divided, "split": divided}
+    report = compare(rivals, Work(shape, **work), "one_gpu")
+    medians = {name: report[name]["s_per_step_median"] for name in rivals}
+    return report | {"split_over_split_compiler_off": medians["split"] / medians["split_compiler_off"]}
+
+
+def prompts(shape: Shape, **work: Any) -> dict[str, Any]:
+    """Many prompts with a split: memory after each, latents of each, and one card before and after."""
+    job = Work(shape, **work)
+    one = batch_by_batch(load(shape, on=CPU), **work)
+    before = [sample(one, job) for _ in range(2)][-1]
+    divided = split(one)
+    used, torch_gb, first, all_equal, seconds, graphs = [], [], None, True, [], 0.0
+    for index in range(OPTIONS.prompts):
+        turn = sample(divided, job)
+        first = turn.latents if first is None else first
+        all_equal = all_equal and torch.equal(first, turn.latents)
+        used.append(_memory()[2])
+        torch_gb.append(allocated_gb())
+        seconds.append(statistics.median(turn.step_s))
+        graphs += turn.compiled["graphs"] + turn.compiled["captured_blocks"]
+        if index in (0, 1, 4, 9, 24, OPTIONS.prompts - 1):
+            say(f"    prompt {index + 1}: {used[-1]} GB taken, {torch_gb[-1]} GB of torch's, {seconds[-1]:.4f} s/step")
+    after = [sample(one, job) for _ in range(2)][-1]
+    settled = min(4, len(used) - 1)  # the first prompts load, and torch's caches fill
+    return {
+        "prompts": len(used),
+        "every_prompt_equals_the_first": all_equal,
+        "split_equals_one_gpu": _difference(before.latents, first) if first is not None else None,
+        "card_used_gb_first_settled_last": [used[0], used[settled], used[-1]],
+        "card_used_gb_growth_since_settled": [b - a for a, b in zip(used[settled], used[-1], strict=True)],
+        "torch_gb_growth_since_settled": [b - a for a, b in zip(torch_gb[settled], torch_gb[-1], strict=True)],
+        "s_per_step_first_settled_last": [seconds[0], seconds[settled], seconds[-1]],
+        "recorded_or_captured_by_the_split": graphs,
+        "one_gpu_before": before.compiled,
+        "one_gpu_after": after.compiled,
+        "one_gpu_after_equals_before": _difference(before.latents, after.latents),
+    }
 
 
 def takeover(shape: Shape) -> dict[str, Any]:
@@ -700,6 +831,12 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "tensor_wan": functools.partial(tensor, WAN_14B),
     "tensor_wan_cfg": functools.partial(tensor, WAN_14B, cfg=5.0),
     "tensor_qwen_cfg": functools.partial(tensor, QWEN_IMAGE, cfg=4.0),
+    "compiler_flux2": functools.partial(beside_the_compiler, FLUX2),
+    "compiler_wan": functools.partial(beside_the_compiler, WAN_14B),
+    "compiler_wan_cfg": functools.partial(beside_the_compiler, WAN_14B, cfg=5.0),
+    "prompts_flux2": functools.partial(prompts, FLUX2, steps=3),
+    "prompts_flux2_small": functools.partial(prompts, FLUX2_SMALL, steps=3),
+    "prompts_wan_cfg_short": functools.partial(prompts, WAN_14B_SHORT, cfg=5.0, steps=3),
     "takeover": functools.partial(takeover, FLUX2_SMALL),
     "loader": functools.partial(loader, FLUX2_SMALL),
 }
@@ -735,6 +872,7 @@ def setup() -> dict[str, Any]:
     return {
         "card_gib": OPTIONS.card_gb or "all",
         "dynamic_vram": OPTIONS.dynamic_vram,
+        "compiler": OPTIONS.compiler if hasattr(comfy_args, "disable_comfy_compiler") else "none",
         "steps": OPTIONS.steps,
         "rounds": OPTIONS.rounds,
         **found,

@@ -32,7 +32,7 @@ from devicebridge.patches.lora_linear import FusedLora
 from devicebridge.planning.cards import Card, cards_of
 from devicebridge.planning.question import ModelCosts, Question
 from devicebridge.quantization.kernel_choice import device_kernels
-from devicebridge.quantization.quantize import Quantizer, QuantizeSettings, replace_module
+from devicebridge.quantization.quantize import Quantizer, QuantizeSettings
 from devicebridge.quantization.report import QuantizeReport
 from devicebridge.quantization.wrapped import plain_parts
 from devicebridge.tests.emulated import CARDS
@@ -136,7 +136,7 @@ def make_random_model(
         module = model.get_submodule(fqn)
         _materialize(fqn, module, placement.device_of(fqn), seeds, fill)
         if quantizer is not None and quantizer.is_wanted(fqn, module):
-            replace_module(model, fqn, quantizer.finish(fqn, module))
+            model.set_submodule(fqn, quantizer.finish(fqn, module))
         if offload is not None and module._parameters:
             offload.finish(fqn)
     for name, buffer in list(model.named_buffers()):

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from ..quantization.quantize import Quantizer, Stored8, replace_module
+from ..quantization.quantize import Quantizer, Stored8
 from .checkpoint import CheckpointInfo
 from .model_class import described, differences, transformer_class
 from .quantized_files import dequantize, read_scales, stays_in_8_bits
@@ -87,8 +87,7 @@ def load_transformer(
         raise ValueError(f"{info.path} does not fit {info.family.title}: {described(found)}")
     _Loader(model, info, device_of, dtype, quantizer, writer, layer_store).load()
     for name, buffer in list(model.named_buffers()):
-        owner, leaf = _owner(model, name)
-        owner._buffers[leaf] = buffer.to(device_of(name))
+        put_tensor(model, name, buffer.to(device_of(name)))
     return model.requires_grad_(False).eval()
 
 
@@ -141,9 +140,10 @@ class _Loader:
             scale = self._scales.get(name)
             self._num_dequantized += 1
             values = tensor.to(device)
-            self._set(name, dequantize(values, None if scale is None else scale.to(device), record, dtype))
+            exact = dequantize(values, None if scale is None else scale.to(device), record, dtype)
+            put_tensor(self.model, name, exact)
         else:
-            self._set(name, tensor.to(device, dtype, copy=True))
+            put_tensor(self.model, name, tensor.to(device, dtype, copy=True))
 
     def _finish_layer_of(self, name: str) -> None:
         """Convert the layer of a tensor that has been placed, if all of the layer is there now."""
@@ -162,10 +162,10 @@ class _Loader:
         if layer in self._taken:
             assert isinstance(module, torch.nn.Linear)
             stored, dtype = self._taken.pop(layer), self._dtype_of(f"{layer}.weight")
-            replace_module(self.model, layer, self.quantizer.take(layer, module, stored, dtype))
+            self.model.set_submodule(layer, self.quantizer.take(layer, module, stored, dtype))
             return
         done = self.quantizer.finish(layer, module)
-        replace_module(self.model, layer, done)
+        self.model.set_submodule(layer, done)
         if self.writer is not None:
             self.writer.add(layer, self.quantizer.store(done))
 
@@ -179,13 +179,6 @@ class _Loader:
         scale = self._scales.get(name, torch.ones(1)).reshape(-1, 1).expand(values.shape[0], 1)
         return Stored8(values, scale.contiguous().to(values.device, copy=True), self.info.tensors[name].rotation)
 
-    def _set(self, name: str, tensor: torch.Tensor) -> None:
-        owner, leaf = _owner(self.model, name)
-        if leaf in owner._parameters:
-            owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
-        else:
-            owner._buffers[leaf] = tensor
-
     def _dtype_of(self, name: str) -> torch.dtype:
         # diffusers' own test for which weights stay float32: a dotted part of the name, not a piece of text
         return self.dtype if self._kept_in_float32.isdisjoint(name.split(".")) else torch.float32
@@ -196,6 +189,16 @@ class _Loader:
         return prod(shape) + 4 * shape[0]
 
 
-def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
-    parent, _, leaf = name.rpartition(".")
-    return model.get_submodule(parent), leaf
+def find_owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    """The module that has the tensor of this name, and its name there."""
+    owner, _, leaf = name.rpartition(".")
+    return model.get_submodule(owner), leaf
+
+
+def put_tensor(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Give a model its tensor of this name, as a frozen parameter or as a buffer."""
+    owner, leaf = find_owner(model, name)
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
+    else:
+        owner._buffers[leaf] = tensor

@@ -1,25 +1,17 @@
 """LoRA tensors under the names that files use, and back.
 
 Three layouts are written; lora_layouts.py says who reads which. "original" has the makers' names with ComfyUI's prefix,
-`diffusion_model.<name>.lora_A.weight`, `.lora_B.weight`, `.alpha` and, for DoRA, `.dora_scale` [out, 1]; ComfyUI loads
-every layer of every family from it. "diffusers" has `transformer.<fqn>...`, for diffusers' pipelines, with DoRA's
-magnitude as PEFT names it.
-
-A file without alpha is applied with strength 1, whatever it was trained with, so the original layout always says it.
-The diffusers layout cannot: the loaders of Flux2Pipeline and WanPipeline refuse names without "lora" in them (seen in
-0.42.1). There, strength is multiplied into B. "both" is what ComfyUI and diffusers read alike.
+`diffusion_model.<name>.lora_A.weight`, `.lora_B.weight`, `.alpha` and, for DoRA, `.dora_scale` [out, 1]. It always has
+an alpha, since a file without one is applied with strength 1. "diffusers" has `transformer.<fqn>...`, DoRA's magnitude
+as PEFT names it, and the strength multiplied into B. "both" is what ComfyUI and diffusers read alike.
 
 Where the original stacks several diffusers layers (qkv), their LoRAs become one, block-diagonal:
 
     [B_q 0  ] [A_q]     with A stacked, B on the diagonal, and alpha times the number n of stacked LoRAs, for the
     [0   B_v] [A_v]     rank is n times larger and the strength alpha / rank stays.
 
-A layer that was not trained has no columns in B and zeros in its rows. With DoRA that would need its weights, whose row
-norms are its magnitude, and is refused.
-
-A trap we cannot remove from here: DoRA is m (W + BA) / |W + BA|, row by row, in PEFT and in the paper. ComfyUI
-(v0.33.0, weight_decompose) divides by |W|. Who has the weights can write m |W| / |W + BA| into `.dora_scale`, which
-ComfyUI then applies exactly at strength 1; a loader that follows the paper would be wrong in turn.
+A layer that was not trained has no columns in B and zeros in its rows. With DoRA that would need its weights and is
+refused. ComfyUI computes DoRA otherwise than PEFT and the paper: docs/internals/upstream_facts.md.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from .header import FILE_ENDINGS, read_weight_map
 
 _SHARD = re.compile(r"^(?P<stem>.+)-(?P<index>\d+)-of-(?P<count>\d+)(?P<ending>\.\w+)$")
 _WEIGHTS = "diffusion_pytorch_model"
-_NUM_NAMED = 3  # offenders an error message names
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return read_json_object(file) if file.is_file() else {}
 
 
-def first(names: Iterable[str]) -> str:
+def first(names: Iterable[str], most: int = 3) -> str:
     """Some names, for a message, and how many more there are."""
     names = list(names)
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else "")
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

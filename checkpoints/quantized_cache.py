@@ -1,22 +1,15 @@
 """Quantized weights kept on disk, so that the next run reads half the bytes and rounds nothing.
 
 An entry is a folder of safetensors shards and an index. It holds the 8-bit weights that we rounded ourselves, with
-their scales, and nothing else: norms, biases and what the family keeps in full precision are read from the checkpoint
-as ever, and so are layers that the checkpoint holds in 8 bits of the right type. Loading through it gives the same bits
-as rounding again, because the same tensors reach the same quantizer by another way.
+their scales; everything else is read from the checkpoint as ever. Loading through it gives the same bits as rounding
+again. Its name is a hash of all that decides its content, wherever the checkpoint lies.
 
-An entry's name is a hash of all that decides its content: the checkpoint's files (sampled, see fingerprint.py), which
-rows of them make which tensor, the scheme, the rotation, the dtype, and the patterns of what stays in full precision.
-Neither the device nor the checkpoint's place is part of it.
-
-A cache must never cost a run. So everything about it that fails (a full disk, a folder one may not write, a damaged
-entry) is one line in the log, and the weights are rounded as if there were none. An entry is written beside its name
-and renamed when whole. Sizes and checksums of the shards' headers, and the values of all scales, are checked before it
-is used. As with the checkpoint itself, single flipped bits among the weights are not looked for. Entries that are no
-longer used stay until their folders are deleted.
+A cache must never cost a run: what fails about it is one line in the log, and the weights are rounded as if there were
+none. An entry is written beside its name and renamed when whole. Sizes and checksums of the shards' headers, and the
+values of all scales, are checked before it is used; single flipped bits among the weights are not looked for.
 
 Two runs may write the same entry: each in a folder of its own, and the first rename wins. Such a folder holds a file
-that its process keeps locked, so the next run knows by its free lock what a killed run has left, and removes it.
+that its process keeps locked. By a lock that is free the next run knows what a killed run has left, and removes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """8-bit weights as checkpoint files hold them: which tensor is whose scale, and what the numbers mean.
 
-The equation. W = q * s, with q in float8 (e4m3fn, e5m2) or int8, and s one number for the tensor or one per row. What
-files differ in is where s is written and how the type is told:
+W = q * s, with q in float8 (e4m3fn, e5m2) or int8, and s one number for the tensor or one per row. Files differ in
+where s is written and how the type is told:
 
     old ComfyUI ("fp8_scaled")    X.weight, X.scale_weight, perhaps X.scale_input; a tensor scaled_fp8 marks the file
     ComfyUI since 2025            X.weight, X.weight_scale, perhaps X.input_scale; X.comfy_quant, a JSON text as bytes,
@@ -9,16 +9,10 @@ files differ in is where s is written and how the type is told:
     plain casts                   float8 weights, often of norms and biases too, without any scale: s = 1
     our own cache                 X.weight, X.weight_scale, the rotation in its index (quantized_cache.py)
 
-Files are often mixed: layers without scales beside such with, in bfloat16 or float8. As ComfyUI does, we take a float8
-tensor that nothing announces as a plain cast, even in a file with scales. Scales of activations (scale_input,
-input_scale) are measured at every call here and are not read.
-
-ComfyUI's int8 files may be rotated ("convrot"): q was rounded from W R with R block-diagonal, of Hadamard matrices that
-are Kronecker powers of one 4 x 4 matrix. Ours (quantization/eight_bit.py) have other signs, so such a weight cannot be
-kept as it is; it is rotated back where it is dequantized.
-
-Refused by name: 4-bit and block-scaled formats (nvfp4, mxfp8, bitsandbytes, GPTQ, SVDQuant, ...). And nothing is
-guessed: a scale without its weight, of odd size, twice, or not positive is an error that names the tensor.
+Files are often mixed: a float8 tensor that nothing announces is a plain cast, even in a file with scales. Scales of
+activations are not read. ComfyUI's int8 files may be rotated ("convrot") with other signs than ours, so such a weight
+is rotated back where it is dequantized. 4-bit and block-scaled formats are refused by name. Nothing is guessed: a scale
+without its weight, of odd size, twice, or not positive is an error that names the tensor.
 """
 
 from __future__ import annotations

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..contract.rows import COMMAND, ROWS
 from ..headless import comfyui
+from ..system import processes
 from ..system.versions import TESTED, TestedRange, installed_version
 from ..version import VERSION
 
@@ -126,9 +129,9 @@ def _peer_lines(access: dict[str, dict[str, bool | None]]) -> list[str]:
     return lines
 
 
-def _ask_comfyui() -> dict[str, str | None]:
+def _ask_comfyui() -> dict[str, Any]:
     """What `devicebridge run` would take: ComfyUI, the folder of this pack among its custom nodes, and comfy-cli."""
-    facts: dict[str, str | None] = {"comfyui": None, "comfyui_pack": None, "comfy_cli": None}
+    facts: dict[str, Any] = {"comfyui": None, "comfyui_pack": None, "comfy_cli": None, "contract": None}
     with contextlib.suppress(RuntimeError):
         facts["comfy_cli"] = str(comfyui.find_comfy_cli())
     with contextlib.suppress(RuntimeError):
@@ -139,17 +142,44 @@ def _ask_comfyui() -> dict[str, str | None]:
         facts["comfyui"] = f"{found.folder} ({number}, {found.python})"
         pack = comfyui.find_pack(found.base / "custom_nodes")
         facts["comfyui_pack"] = str(pack) if pack else None
+        facts["contract"] = _ask_contract(found)
     return facts
+
+
+def _ask_contract(found: comfyui.ComfyUI) -> dict[str, Any] | None:
+    """What this ComfyUI has changed of what the pack relies on, read from its source with its own Python.
+
+    Nothing of it is run: importing it would set up devices, take seconds, and fail where it needs "--cpu".
+    """
+    command: list[str | Path] = [found.python, "-I", comfyui.ROOT / "contract" / "written.py", found.folder]
+    try:
+        return json.loads(processes.run(command, timeout_s=60) or "")
+    except ValueError:
+        return None
+
+
+def _contract_lines(facts: dict[str, Any]) -> list[str]:
+    told = facts["contract"]
+    if told is None:
+        return ["  what the pack relies on in it: could not be read"]
+    if not told["faults"]:
+        return [f"  what the pack relies on in it: all {len(ROWS)} parts are there"]
+    names = ", ".join(told["refused"])
+    return ["  what the pack relies on in it has changed:", *(f"    {each}" for each in told["faults"])] + [
+        f"    so these refuse to run: {names}"
+    ]
 
 
 def _pack_lines(facts: dict[str, Any]) -> list[str]:
     if facts["comfyui"] is None:
         return []
-    if facts["comfyui_pack"]:
-        return [f"  DeviceBridge in its custom_nodes: {facts['comfyui_pack']}"]
-    return [
-        "  DeviceBridge in its custom_nodes: no; its window does not show the nodes (devicebridge run adds them itself)"
-    ]
+    place = facts["comfyui_pack"] or "no; its window does not show the nodes (devicebridge run adds them itself)"
+    lines = [f"  DeviceBridge in its custom_nodes: {place}", *_contract_lines(facts)]
+    if facts["system"].startswith("Windows") and len(_accelerators(facts)) > 1:
+        from ..parallel.devices import ONE_GPU_ON_WINDOWS
+
+        lines.append(f"  its GPUs: {ONE_GPU_ON_WINDOWS}")
+    return lines
 
 
 # ---- in which schemes the frozen weights can be held ----
@@ -214,13 +244,18 @@ def _split_model(facts: dict[str, Any]) -> str:
     """ComfyUI may run in another environment than this one; the cards are the same."""
     if not facts["devices"]:
         return _missing(facts, "torch")
-    return _too_few(facts) or ("" if facts["comfyui"] else "no ComfyUI was found; set COMFYUI_PATH to its folder")
+    why = _too_few(facts) or ("" if facts["comfyui"] else "no ComfyUI was found; set COMFYUI_PATH to its folder")
+    return why or _changed(facts, "DeviceBridgeSplitModel")
+
+
+def _changed(facts: dict[str, Any], node: str) -> str:
+    return ((facts.get("contract") or {}).get("refused") or {}).get(node, "")
 
 
 def _workflows(facts: dict[str, Any]) -> str:
     if facts["comfyui"] is None:
         return "no ComfyUI was found; set COMFYUI_PATH to its folder, or run `comfy install`"
-    return "" if facts["comfy_cli"] else "comfy-cli is missing (pip install comfy-cli)"
+    return _changed(facts, COMMAND) if facts["comfy_cli"] else "comfy-cli is missing (pip install comfy-cli)"
 
 
 _NO_GPU = "torch finds no GPU; training runs on the CPU"

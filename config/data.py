@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from .ranges import STRICT, PathText, Range, RequiredPath, Seed, StepCount
 from .setting import setting
 
-_Quantile = Annotated[float, Range(0.001, 0.999)]
+_Quantiles = Annotated[tuple[Annotated[float, Range(0.001, 0.999)], ...], Field(min_length=1, max_length=1000)]
 _NO_CAPTIONS = "to train without captions, leave out their files"
 
 
@@ -140,15 +140,5 @@ class EvaluationConfig:
 
     folder: PathText = ""
     every_steps: StepCount = setting(0, is_free=True)
-    quantiles: Annotated[tuple[_Quantile, ...], Field(min_length=1, max_length=1000)] = (
-        0.1,
-        0.2,
-        0.3,
-        0.4,
-        0.5,
-        0.6,
-        0.7,
-        0.8,
-        0.9,
-    )
+    quantiles: _Quantiles = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
     seed: Seed = 0

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from ..system.files import write_atomically
 from .data import CacheConfig, DataConfig, EvaluationConfig
 from .data import FolderConfig as FolderConfig
-from .model import ModelConfig, ParallelConfig, SplitConfig
+from .model import ModelConfig, ParallelConfig, SplitConfig, holds_copies
 from .model import ModelScheme as ModelScheme
 from .ranges import STRICT, problems_of
 from .setting import Key, keys_of, with_todays_names
@@ -55,10 +55,11 @@ class JobConfig:
                 'split.balance = "manual" cuts one model, but model.second_expert gives each of two experts cards of '
                 "its own; remove one of the two"
             )
-        if self.parallel.strategy == "data" and self.split.balance != "memory":
+        strategy = self.parallel.asked
+        if strategy and holds_copies(strategy) and self.split.balance != "memory":
             raise ValueError(
                 f'split.balance = "{self.split.balance}" says where to cut the model, but parallel.strategy = '
-                '"data" puts all of it on every device; remove one of the two'
+                f'"{strategy}" puts all of it on every device; remove one of the two'
             )
         if self.data.encoded and (self.cache.text_source or self.cache.latent_source):
             raise ValueError("cache.text_source and latent_source are for images; data.encoded is encoded already")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic.dataclasses import dataclass
 
+from .open import asked
 from .ranges import STRICT, PathText, Range, RequiredPath
 from .setting import setting
 
@@ -109,6 +110,29 @@ class SplitConfig:
             )
 
 
+# How several devices share the microbatches of a step. With a new name the type checker reports each `match` below and
+# elsewhere that does not know it.
+Strategy = Literal["none", "pipeline", "data"]
+
+
+def holds_copies(strategy: Strategy) -> bool:
+    """Whether every device has a copy of the whole model; a microbatch goes through one of them."""
+    match strategy:
+        case "none" | "pipeline":
+            return False
+        case "data":
+            return True
+
+
+def has_stages(strategy: Strategy) -> bool:
+    """Whether several microbatches are in one model at once, each in the stage of another device."""
+    match strategy:
+        case "none" | "data":
+            return False
+        case "pipeline":
+            return True
+
+
 @dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
     """How several devices share the microbatches of a step.
@@ -122,10 +146,15 @@ class ParallelConfig:
             More hides uneven times and takes memory.
     """
 
-    strategy: Literal["auto", "none", "pipeline", "data"] = setting(
+    strategy: Literal["auto", Strategy] = setting(
         "auto",
         is_free=True,
         was=("pipeline.schedule",),
         old_words={"1f1b": "pipeline", "gpipe": "pipeline", "replicas": "data"},
     )
     microbatches_ahead: Annotated[int, Range(0, 1000)] = setting(1, is_free=True, was=("pipeline.ahead",))
+
+    @property
+    def asked(self) -> Strategy | None:
+        """The strategy that is asked for by name; None where it is left open."""
+        return asked(self.strategy)  # type: ignore[arg-type]  # "auto" is what it takes away

@@ -15,9 +15,11 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from ..checkpoints.model_folder import first
 from ..config.job import DataConfig, FolderConfig
 from ..families.spec import LatentSpec
 from ..system.listing import Looked
@@ -37,7 +39,7 @@ _Cuts = tuple[tuple[int, ...], ...]
 _SUFFIXES = (*IMAGE_SUFFIXES, *CLIP_SUFFIXES)
 _MASK_END = "_mask"
 _MAX_CAPTION_BYTES = 1_000_000
-_MAX_NAMES = 5  # file names spelt out in a warning
+_names = partial(first, most=5)  # of files, for a warning
 _MASK_SHAPE_TOLERANCE = 0.02  # mask and image may differ by this much in aspect ratio: sizes get rounded
 
 
@@ -117,11 +119,6 @@ def _in_threads(work: Callable[[_S], _T], items: Sequence[_S], ask: Callable[[],
         finally:
             for future in futures:
                 future.cancel()
-
-
-def _names(names: Sequence[str]) -> str:
-    rest = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 # --- listing ---------------------------------------------------------------------------------------------------------

@@ -1,16 +1,14 @@
 """Who computes which entry, while several processes fill one store.
 
 A claim is an operating system's lock on a file named after the entry. One process at a time has it, and the system
-takes it back when that process ends, however it ends. So there is no time-out, no heartbeat and no server: what a
-killed process had claimed is free at once. An entry is computed a second time only if whoever computed it was killed
-before it was stored.
+takes it back when that process ends, however it ends. So an entry is computed a second time only if whoever computed it
+was killed before it was stored.
 
-The lock file goes when its entry is done. A holder that was killed leaves its file, and perhaps a temporary file of
-the store beside the entry; the next one to claim that entry removes both, and so does pruning. Between opening a file
-and locking it, its holder may have removed it, so a lock counts only while the file still has its name.
+The lock file goes when its entry is done. A holder that was killed leaves its file, and perhaps a temporary file of the
+store. The next one to claim that entry removes both, and so does pruning. Between opening a file and locking it, its
+holder may have removed it, so a lock counts only while the file still has its name.
 
-Locks work across processes of one machine, and across machines where the file system passes them on (NFS 4, SMB).
-Where there are none at all, one warning says so: the store stays whole (see store.py), but work may be done twice.
+Where there are no locks at all, one warning says so: the store stays whole (see store.py), but work may be done twice.
 """
 
 from __future__ import annotations

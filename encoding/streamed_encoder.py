@@ -1,25 +1,16 @@
 """A text encoder larger than the card it runs on: its layers pass through two slots there, one after the other.
 
-A pass over B captions takes max(copying all layers once, computing B captions), since the next layer is copied while
-one computes. So batches make copying vanish: Mistral 3 as FLUX.2-dev uses it has 33 GB in its layers, 1.3 s at 25 GB/s,
-and a caption takes 17 TFLOP. Memory beyond two slots is better spent on more captions per pass.
+The next layer is copied while one computes, so a pass over B captions takes max(copying all layers, computing B).
 
-Bits. Inside a layer captions go one by one, each as a batch of one, so that every matrix product has the shape it has
-where the encoder is resident and rounds as it does there. Results are bitwise those of one caption alone, whatever
-other captions share the pass, and so the cache's keys need not know about passes. This costs nothing: 512 tokens keep a
-card busy. What runs between layers (embedding, rotary frequencies, last norm) sees the batch; it works row by row.
-What one pass must not mix is captions with padding and captions without: the attention of the latter needs no mask,
-and another kernel may compute it.
+Inside a layer captions go one by one, each as a batch of one. So every matrix product has the shape it has where the
+encoder is resident. Results are bitwise those of one caption alone, and the cache's keys need not know about passes.
+One pass must not mix captions with padding and captions without: these need no mask, and another kernel may compute
+their attention.
 
-On the host. A layer's tensors lie in one pinned buffer as the card wants them, in the computation's types. Where memory
-allows, every layer keeps its buffer and files are read once. Else two buffers take turns, and every pass reads the
-files again.
-
-Order. The copy of layer k waits until layer k - 2, which had its slot, has computed (copies.py). A thread of its own
-reads layers from the files; it waits for the last copy out of a host buffer before it writes the buffer anew.
-
-8-bit weights are not streamed. They would halve the copying, which a batch hides already, and what keeps them small on
-a card is that they are resident there.
+A layer's tensors lie in one pinned buffer as the card wants them. Where memory allows, every layer keeps its buffer and
+files are read once. Else two buffers take turns, and a thread reads the files again for every pass. It waits for the
+last copy out of a buffer before it writes the buffer anew. Reasons, and why 8-bit weights are not streamed:
+docs/decisions/0008-blocks-from-host-memory.md.
 """
 
 from __future__ import annotations
@@ -33,12 +24,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoints.load import find_owner
 from ..checkpoints.weight_file import open_weights
 from ..parallel.devices import synchronize
 from ..parallel.offload.copies import NUM_SLOTS, Slot, Slots, SlotTensor, lay_out
 from ..parallel.offload.pinned import PinnedBuffer
 from ..patches.hooks import HookSet, map_tensors
-from .text_weights import Sources, Storage, find_owner, layer_list, read_weights, refuse_eight_bit, weight_dtypes
+from .text_weights import Sources, Storage, layer_list, read_weights, refuse_eight_bit, weight_dtypes
 
 
 @dataclass(frozen=True)

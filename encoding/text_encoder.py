@@ -1,20 +1,14 @@
 """One text encoder: loading no more of it than is needed, and running it exactly as diffusers' pipelines do.
 
-chat_hidden_states (Mistral 3 for FLUX.2-dev, Qwen3 for FLUX.2-klein). hidden_states[k] is what enters layer k, so
-layers from max(k) on are not needed, nor are the vision tower, the projector and lm_head. The language model is
-therefore built with max(k) layers and without the final norm, and only its own tensors are read from the files. The
-result is bitwise that of the whole model: the layers left out come later.
+chat_hidden_states (Mistral 3 for FLUX.2-dev, Qwen3 for FLUX.2-klein): hidden_states[k] is what enters layer k. So the
+language model is built with max(k) layers and without the final norm, and only its own tensors are read.
 
 last_hidden_state (T5 for FLUX.1, UMT5 for Wan) and pooled (CLIP) use the whole encoder. With `zero_padding` a text is
 handled as WanPipeline does: cleaned first, padding masked in the encoder and zero afterwards. Without it, as
 FluxPipeline does: the text as it is, and no mask, so that the padding is encoded too.
 
-Texts are computed one by one. In a batch, matrix products of another size would round differently, and what is cached
-for a caption would depend on which captions happened to be missing beside it. Nor would a CPU be faster: one core made
-97 GFLOP/s in bfloat16 products of 512 tokens with a weight of Mistral 3's width, and 92 in those of 2048. An encoder
-whose layers are streamed (streamed_encoder.py) takes many texts per pass, which go through a layer one by one, too.
-
-Hidden states are taken from the layers by hooks: transformers' own way of recording them changes with its versions.
+Texts are computed one by one: in a batch, matrix products of another size would round differently, and what is cached
+for a caption would depend on its neighbours. Streamed layers (streamed_encoder.py) take each text alone, too.
 
 Shape legend: B captions in a pass, S tokens (the spec's max_length), D width, L number of layers kept.
 """

@@ -25,6 +25,8 @@ import torch
 from torch import nn
 
 from ..checkpoints.header import read_weight_map
+from ..checkpoints.load import find_owner, put_tensor
+from ..checkpoints.model_folder import first
 from ..checkpoints.weight_file import open_weights
 from ..families.spec import TextEncoderSpec
 from ..patches.lora import matches_any
@@ -117,8 +119,8 @@ def weight_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         shards = read_weight_map(index)
-        if lost := [file for file in set(shards.values()) if not (folder / file).is_file()]:
-            raise ValueError(f"{folder} lacks {len(lost)} of the encoder's files: {_first(lost)}; download them too")
+        if lost := sorted(file for file in set(shards.values()) if not (folder / file).is_file()):
+            raise ValueError(f"{folder} lacks {len(lost)} of the encoder's files: {first(lost)}; download them too")
         return {name: folder / file for name, file in shards.items()}
     file = folder / "model.safetensors"
     if not file.is_file():
@@ -144,12 +146,12 @@ def language_model_sources(model: nn.Module, folder: Path) -> Sources:
     Raises: ValueError if one is missing.
     """
     files, names = weight_files(folder), list(model.state_dict())
-    missing = names
+    missing = sorted(names)
     for prefix in sorted(key.removesuffix(_EMBEDDING) for key in files if key.endswith(_EMBEDDING)):
-        missing = [name for name in names if prefix + name not in files]
+        missing = sorted(name for name in names if prefix + name not in files)
         if not missing:
             return {name: (files[prefix + name], prefix + name) for name in names}
-    raise ValueError(f"{folder} does not hold the language model its config describes; missing {_first(missing)}")
+    raise ValueError(f"{folder} does not hold the language model its config describes; missing {first(missing)}")
 
 
 def encoder_sources(model: nn.Module, folder: Path) -> Sources:
@@ -166,8 +168,8 @@ def encoder_sources(model: nn.Module, folder: Path) -> Sources:
     for name in names:
         spellings = (name, f"{_CLIP_PREFIX}{name}", name.removeprefix(_CLIP_PREFIX))
         keys[name] = next((key for key in spellings if key in files), "")
-    if missing := [name for name, key in keys.items() if not key]:
-        raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {_first(missing)}")
+    if missing := sorted(name for name, key in keys.items() if not key):
+        raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {first(missing)}")
     return {name: (files[key], key) for name, key in keys.items()}
 
 
@@ -183,12 +185,6 @@ def tied_names(model: nn.Module) -> dict[str, str]:
         declared = dict.fromkeys(declared, f"{twin}.weight")
     names = model.state_dict().keys()
     return {tied: twin for tied, twin in declared.items() if tied != twin and tied in names and twin in names}
-
-
-def _first(names: Iterable[str]) -> str:
-    """The first three names in order, and how many more there are."""
-    names = sorted(names)
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -218,27 +214,15 @@ def read_weights(model: nn.Module, sources: Sources, storage: Storage) -> None:
         module, leaf = find_owner(model, other)
         module._parameters[leaf] = model.get_parameter(read)
     for name, buffer in list(model.named_buffers()):
-        module, leaf = find_owner(model, name)
-        module._buffers[leaf] = buffer.to(storage.device)
+        put_tensor(model, name, buffer.to(storage.device))
     if storage.scheme != "none":
         _report(model, storage)
-
-
-def find_owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has the tensor of this name, and its name there."""
-    owner, _, leaf = name.rpartition(".")
-    return model.get_submodule(owner), leaf
 
 
 def _place(model: nn.Module, name: str, tensor: torch.Tensor, storage: Storage, dtype: torch.dtype) -> None:
     """The only reference to the tensor is the model's once this returns."""
     # A tensor that shares the file's memory would keep the whole file mapped beside the 8-bit weights.
-    tensor = tensor.to(storage.device, dtype, copy=storage.scheme != "none")
-    owner, leaf = find_owner(model, name)
-    if leaf in owner._parameters:
-        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
-    else:
-        owner._buffers[leaf] = tensor
+    put_tensor(model, name, tensor.to(storage.device, dtype, copy=storage.scheme != "none"))
 
 
 def _finish(model: nn.Module, fqn: str, storage: Storage) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..assembly import Assembled, assemble_for_training
+from ..config.model import Strategy
 from ..data.order import BatchOrder
 from ..events import EventLog
 from ..parallel.devices import reset_peaks
@@ -89,7 +90,8 @@ def _clean_up_later(assembled: Assembled, cleanup: ExitStack) -> None:
 
 
 def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner:
-    match plan.execution.strategy:
+    strategy: Strategy = plan.execution.strategy  # named here: mypy's cache misses a new name behind another's field
+    match strategy:
         case "none":
             return PlainAccumulation(assembled.model, assembled.split.home)
         case "pipeline":

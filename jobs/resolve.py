@@ -20,9 +20,10 @@ from torch import nn
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig, ModelConfig, SplitConfig
+from ..config.model import Strategy, has_stages, holds_copies
 from ..config.open import asked
 from ..data.samples import TrainingSample
-from ..execution import ExecutionPlan, Strategy
+from ..execution import ExecutionPlan
 from ..families.spec import Variant
 from ..parallel.devices import CPU, find_device, find_devices, free_bytes
 from ..parallel.placement import (
@@ -144,7 +145,7 @@ def resolve(
         optimizer=replace(job.optimizer, name=chosen.optimizer),
     )
     if training is None:
-        size, is_copied = _size_of(job, subject), chosen.is_data_parallel
+        size, is_copied = _size_of(job, subject), chosen.holds_copies
         placement = place_by_size(job.model, job.split, subject, machine.devices, size, is_copied=is_copied)
     else:
         placement = training.placement
@@ -153,21 +154,21 @@ def resolve(
         placement = replace(placement, devices=before.devices, home=home, tail=(), replicas=before.replicas)
     if training is None:
         chosen = _first_of(space, placement.used_devices)
-    strategy: Strategy = "data" if placement.replicas else "pipeline" if chosen.strategy == "pipeline" else "none"
+    strategy = _strategy_on(placement, chosen.strategy)
     if strategy == "none" and not is_open(space.strategies) and space.strategies != ("none",):
         _log.warning(
             'parallel.strategy = "%s" needs train.gradient_accumulation_steps above 1 and several GPUs of one kind; '
             "left out",
             *space.strategies,
         )
-    tail = tuple(subject.info.family.tail) if strategy == "pipeline" else ()
+    tail = tuple(subject.info.family.tail) if has_stages(strategy) else ()
     execution = ExecutionPlan(
         placement=replace(placement, tail=tail),
         dtype=space.dtype,
         quantize=job.model.quantize_settings,
         quantized_cache=Path(job.model.quantized_cache) if job.model.quantized_cache else None,
         strategy=strategy,
-        ahead=chosen.ahead if strategy == "pipeline" else None,
+        ahead=chosen.ahead if has_stages(strategy) else None,
         gradient_checkpointing=space.is_checkpointing,
         kept_blocks=space.uncheckpointed if training is None else training.uncheckpointed,
         offloaded_blocks=space.offloaded if training is None else training.offloaded,
@@ -178,14 +179,21 @@ def resolve(
     return Resolution(job, execution, training)
 
 
+def _strategy_on(placement: Placement, chosen: Strategy) -> Strategy:
+    """What is chosen, but on a resumed run's placement copies of the model stay copies, and one model stays one."""
+    if bool(placement.replicas) == holds_copies(chosen):
+        return chosen
+    return "data" if placement.replicas else "none"
+
+
 def search_space(job: JobConfig) -> SearchSpace:
     """What a job leaves open, as candidates; the first is what every machine can do."""
     scheme, optimizer = asked(job.model.quantize), asked(job.optimizer.name)
-    strategy, offload = asked(job.parallel.strategy), asked(job.train.offload_activations)
+    strategy, offload = job.parallel.asked, asked(job.train.offload_activations)
     return SearchSpace(
         schemes=SCHEMES if scheme is None else (scheme,),
         optimizers=OPTIMIZERS if optimizer is None else (optimizer,),
-        strategies=STRATEGIES if strategy is None else (strategy,),  # type: ignore[arg-type]
+        strategies=STRATEGIES if strategy is None else (strategy,),
         offloads=OFFLOADS if offload is None else (offload == "on",),
         ahead=job.parallel.microbatches_ahead,
         split_at=job.split.split_at,
@@ -214,7 +222,7 @@ def _first_of(space: SearchSpace, devices: Sequence[torch.device]) -> Setting:
 def _refuse_other_strategy(job: JobConfig, machine: Machine, before: _Earlier) -> None:
     """Raises: ValueError if the job now asks for data parallel by name and the run had none, or the other way round."""
     space = search_space(job)
-    is_copied = _first_of(space, machine.devices).is_data_parallel
+    is_copied = _first_of(space, machine.devices).holds_copies
     if not is_open(space.strategies) and bool(before.replicas) != is_copied:
         had, wanted = "data parallelism", "one model over all cards"
         if is_copied:
@@ -272,13 +280,13 @@ def plan_on(
 
 def refuse_block_settings(job: JobConfig) -> None:
     """Raises: ValueError for what is asked of blocks and cannot be done, and for two models in one."""
-    has_offloaded = any(job.split.offloaded_blocks)
+    has_offloaded, strategy = any(job.split.offloaded_blocks), job.parallel.asked
     if job.model.second_expert:
         raise ValueError(
             f"model.second_expert names {job.model.second_expert}, and one model is trained here; remove it, or give "
             "the job file to `devicebridge train`, which trains both experts"
         )
-    if has_offloaded and job.parallel.strategy == "data":
+    if has_offloaded and strategy and holds_copies(strategy):
         raise ValueError(
             "split.offloaded_blocks asks for blocks that stream from host memory, and data parallelism puts the whole "
             "model on every card; remove one of the two"

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
+from ..contract.check import check_parts, find_faults, pending_nodes, refusals
+from ..contract.living import Living
+from ..contract.rows import NODES as PARTS_OF
 from .captions import CacheCaptionsAndLatents
 from .dataset import TrainingDatasetNode
 from .encoded_dataset import DatasetFromLatents
@@ -27,9 +33,28 @@ NODES: tuple[type[io.ComfyNode], ...] = (
 )
 
 
+_log = logging.getLogger(__name__)
+
+
 class DeviceBridgeExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return list(NODES)
+        """The nodes; one whose part of ComfyUI has changed is there, too, and refuses to run."""
+        host = Living()
+        told = refusals(host.version, find_faults(host))
+        for node_id, text in told.items():
+            _log.warning("%s will refuse to run: %s", node_id, text)
+        doubtful = {*told, *pending_nodes(host)}
+        return [_guarded(node) if node.define_schema().node_id in doubtful else node for node in NODES]
+
+
+def _guarded(node: type[io.ComfyNode]) -> type[io.ComfyNode]:
+    """The same node, which asks ComfyUI again whenever it is run."""
+
+    def execute(cls: type[io.ComfyNode], **sockets: Any) -> io.NodeOutput:
+        check_parts(Living(may_import=True), PARTS_OF[node.define_schema().node_id])
+        return node.execute.__func__(cls, **sockets)
+
+    return type(node.__name__, (node,), {"execute": classmethod(execute), "__module__": node.__module__})
 
 
 def make_extension() -> ComfyExtension:

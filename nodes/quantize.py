@@ -10,7 +10,7 @@ from ..config.open import asked
 from . import host
 from .captions import DEFAULT_FOLDER
 from .host import io
-from .sockets import AUTO, Socket, make_inputs, read_section
+from .sockets import AUTO, Socket, make_inputs, read_section, setting_names
 from .types import ModelSocket, TrainingModel
 
 _SCHEMES = [AUTO, "fp8-compute", "int8-compute", "fp8", "int8", "none"]
@@ -56,7 +56,10 @@ class Quantize(io.ComfyNode):
         own = read_section(ModelConfig, _INPUTS, sockets, path=model.model.path)
         scheme = asked(own.quantize) or choose_scheme(find_machine(model.split.devices).devices)
         folder = host.folder_in_output(f"{DEFAULT_FOLDER}/quantized", "cache") if sockets.get("cache") else ""
-        changes: Any = {"quantize": scheme, "rotation": own.rotation, "quantized_cache": str(folder)}
+        changes = {name: getattr(own, name) for name in setting_names(_INPUTS)} | {
+            "quantize": scheme,
+            "quantized_cache": str(folder),
+        }
         config = dataclasses.replace(model.model, **changes)
         report = preview_model(config, model.split).table()
         host.NodeView(cls.hidden.unique_id).show_text(report)

@@ -103,6 +103,11 @@ def read_section(kind: type[T], entries: Sequence[Socket | io.Input], given: Map
         raise ValueError("\n".join(_explain(problem, names) for problem in problems_of(error))) from error
 
 
+def setting_names(entries: Sequence[Socket | io.Input]) -> list[str]:
+    """Names, inside their sections, of the settings that have a socket here."""
+    return [each.key.name for each in entries if isinstance(each, Socket)]
+
+
 def _explain(problem: Any, names: Mapping[str, str]) -> str:
     """What is refused, under the name that the socket has."""
     place = ".".join(names.get(part, str(part)) for part in problem["loc"])

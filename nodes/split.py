@@ -159,7 +159,10 @@ def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
 
     chosen, cuts = _find_devices(sockets["devices"]), read_list(sockets["split_at"], int, "split_at")
     if len(chosen) < 2 and not read_auto(sockets["devices"]):
-        _log.warning("split: this machine has %s; the model stays whole", f"only {chosen[0]}" if chosen else "no GPU")
+        from ..parallel.devices import hidden_gpus
+
+        found = f"only {chosen[0]}" if chosen else "no GPU"
+        _log.warning("split: this machine has %s; the model stays whole%s", found, hidden_gpus())
         return None
     if cuts and sockets["balance"] != "manual":
         text = ", ".join(map(str, cuts))

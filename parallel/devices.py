@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 CPU = torch.device("cpu")
+ONE_GPU_ON_WINDOWS = "on Windows ComfyUI shows its nodes one NVIDIA GPU, unless it is started with --cuda-device all"
 
 
 def device_module(device: torch.device) -> ModuleType | None:
@@ -56,7 +58,7 @@ def find_device(name: str) -> torch.device:
         return CPU
     index = device.index or 0
     if index >= _device_count(device):
-        raise ValueError(f"device {name!r} does not exist on this machine; found here: {_existing()}")
+        raise ValueError(f"device {name!r} does not exist on this machine; found here: {_existing()}{hidden_gpus()}")
     return torch.device(device.type, index)
 
 
@@ -67,6 +69,14 @@ def _device_count(device: torch.device) -> int:
 
 def _existing() -> str:
     return ", ".join(str(device) for device in [CPU, *available_devices()])
+
+
+def hidden_gpus() -> str:
+    """What may hide GPUs from torch in this process, as the end of a message; "" where nothing does."""
+    if os.name == "nt":
+        return f"; {ONE_GPU_ON_WINDOWS}"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r} and hides all others"
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -362,19 +362,13 @@ def estimate_block_flops(
     ]
 
 
-def native_block_flops(
-    model: nn.Module,
-    layout: NativeModel,
-    blocks: Sequence[str],
-    num_image_tokens: int = 4096,
-    num_text_tokens: int = 512,
-) -> list[float]:
-    """Floating-point operations of one forward of each block of one of ComfyUI's own models, batch 1, as above.
+def native_block_flops(model: nn.Module, layout: NativeModel, blocks: Sequence[str]) -> list[float]:
+    """As above, for blocks of one of ComfyUI's own models and a picture of 1024x1024.
 
-    The defaults are a picture of 1024x1024; the share of a block changes little with them.
+    The share of a block changes little with the size.
     """
     side = BlockList("", layout.text_modules, is_joint=True, sample_modules=layout.sample_modules)
-    return [_block_flops(model.get_submodule(name), side, num_image_tokens, num_text_tokens) for name in blocks]
+    return [_block_flops(model.get_submodule(name), side, 4096, 512) for name in blocks]
 
 
 def _block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:

@@ -33,6 +33,13 @@ class MicroBatch(Generic[T]):
     forward: Callable[[T], torch.Tensor]
     is_alone: Callable[[T], bool] = lambda prepared: False
 
+    def compute(self, prepared: T) -> torch.Tensor:
+        """Forward and backward, given what prepare returned; the loss, detached."""
+        loss = self.forward(prepared)
+        del prepared  # not held for the backward
+        loss.backward()
+        return loss.detach()
+
 
 class Runner(Protocol):
     """Computes the microbatches of a step."""
@@ -73,9 +80,4 @@ class PlainAccumulation(OneModel):
     """One microbatch after the other in the calling thread. Of a model split over devices, one computes at a time."""
 
     def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
-        losses = []
-        for microbatch in microbatches:
-            loss = microbatch.forward(microbatch.prepare())
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
+        return [microbatch.compute(microbatch.prepare()) for microbatch in microbatches]

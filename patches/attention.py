@@ -1,20 +1,10 @@
 """Gradients of cuDNN's attention made right.
 
-cuDNN plans a kernel for tensors of one layout, and torch keeps the plan for the next call that looks alike. What must
-be alike are the layouts of q, k and v, and not that of the output's gradient. So a model that calls attention twice
-with q, k and v alike, but uses the outputs differently, gets the plan of one gradient for the other. FLUX.1 does: a
-single block joins attention's output with its MLP's, so that the gradient is a slice of wider rows, and a double block
-does not. Compiled blocks do, too. The backward then reads wrong rows, and the gradient is silently wrong, or it reads
-past the end of its tensors (an illegal memory access).
-
-Torch prefers cuDNN's attention on data-centre cards (Hopper, Blackwell), where it takes half of flash attention's time.
-So it stays. While a model trains, every gradient is given the layout of the output, which follows from that of q. A
-plan that somebody else in this process left behind can still be wrong. So the first gradient of every plan is compared
-with the definition for a few queries, and a wrong one ends the run.
-
-Found with compute-sanitizer on H200 (`compute_dot_do_o_specialized`, torch 2.11.0+cu130, cuDNN 9.19). Cause: pytorch's
-aten/src/ATen/native/cudnn/MHA.cpp (MHAParams). Pull request 191576, which adds the layout, was taken back in August
-2026. Figures: docs/internals/experiments.md, 2026-11-22, by benchmarks/attention_gradients.py.
+Torch keeps the kernel that cuDNN planned for the layouts of q, k and v, and reuses it for every layout of the output's
+gradient. A model with two such layouts (FLUX.1, compiled blocks) then gets gradients that are silently wrong, or an
+illegal memory access. While a model trains, every gradient is therefore given the layout of the output. A plan that
+somebody else in this process left behind can still be wrong. So the first gradient of every plan is compared with the
+definition for a few queries, and a wrong one ends the run. Why so: docs/decisions/0009-gradients-of-attention.md.
 
 Shapes: B batch, N heads, S queries, T keys, H head dim.
 """

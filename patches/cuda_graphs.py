@@ -1,26 +1,16 @@
 """Blocks that keep their activations, replayed as CUDA graphs: what Python issued once is launched as a whole after.
 
-Why. To issue one block's kernels, forwards and backwards, takes the host 2.7 ms. An H200 computes them in 4.4 (FLUX.2,
-512 pixels, compiled, fp8-compute). The stages of a pipeline are threads of one process and share Python's lock, so two
-of them take 5.6 ms a block and the cards wait (benchmarks/host_time.py, docs/internals/experiments.md). A replay is one
-call, made without the lock.
+A block's forward is recorded when it first runs, its backward when its gradient first arrives. Later calls copy their
+inputs to where the graph reads them, launch it, and copy its results. Weights are read where they lie, so an optimizer
+may change them; if one has moved before a step, all is recorded anew.
 
-How. A block's forward is recorded when it first runs, its backward when its gradient first arrives. Later calls copy
-their inputs to where the graph reads them, launch it, and copy its results: nobody is handed a graph's own memory.
-Weights and LoRA are read where they lie, so an optimizer may change them. Before every step their addresses are
-compared, and if one has moved, all is recorded anew.
+Each microbatch in flight on a card has a slot: graphs of its own for every block, which share one pool of memory. The
+pool is laid out for the order of recording, all forwards and then all backwards. Any other order is refused.
 
-Memory. A graph writes where it wrote when it was recorded. So each micro-batch in flight on a card has a slot: graphs
-of its own for every block, which share one pool of memory. The pool is laid out for the order of recording, all
-forwards and then all backwards, and any other order is refused. Inputs without a gradient (modulation, rotary tables)
-are copied once per micro-batch and read by all blocks that get the same tensor.
-
-Safety. While a block is recorded it also runs without, and outputs and gradients are compared. Where they differ, or
-something cannot be recorded, the block's own results are used and the card records nothing any more. A micro-batch runs
-without graphs if its first block is called with other shapes than the first time, without gradients, or under autocast.
-If a later block deviates, its backward is refused. Graphs draw no random numbers: do not apply them with dropout.
-
-Not torch.cuda.make_graphed_callables: docs/decisions/0013-graphs-and-threads.md says why.
+While a block is recorded it also runs without, and both are compared. Where they differ, or recording fails, the card
+records nothing any more, and blocks run as ever. So does a microbatch whose first block is called with other shapes,
+without gradients, or under autocast. A later block that deviates has its backward refused. Graphs draw no random
+numbers: do not apply them with dropout. Reasons: docs/decisions/0013-graphs-and-threads.md.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -64,7 +65,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Colle
     Descends into tuples, lists, dicts, dataclasses and objects whose only state is `__slots__` (native models pass
     modulation and compressed timesteps that way). A container none of whose tensors changed is returned as the same
     object, since a model may mutate it on purpose (a key-value cache). Other objects are passed through, and so is what
-    a dict holds under the keys in passed_by.
+    a dict holds under the keys in passed_by. A function that holds tensors, also in tuples and lists, is made anew
+    around the changed ones (native models hand blocks an attention function that holds masks and earlier keys).
     """
     if isinstance(value, Tensor):
         return change(value)
@@ -73,6 +75,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Colle
     if isinstance(value, (tuple, list)):
         items = [map_tensors(item, change, passed_by) for item in value]
         return value if all(new is old for new, old in zip(items, value, strict=True)) else _refill(value, items)
+    if isinstance(value, types.FunctionType):
+        return _map_closure(value, change, passed_by)
     is_dict = isinstance(value, dict)
     parts = value if is_dict else {name: getattr(value, name, None) for name in _attributes(value)}
     changed = {
@@ -88,6 +92,33 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Colle
             fresh[key] = new  # diffusers' and transformers' outputs are dicts that refuse update()
         else:
             object.__setattr__(fresh, key, new)  # frozen dataclasses too: the copy is ours
+    return fresh
+
+
+def _map_closure(
+    function: types.FunctionType, change: Callable[[Tensor], Tensor], passed_by: Collection[Any]
+) -> types.FunctionType:
+    """The function around changed tensors; itself if it holds none. What it holds in dicts and functions stays."""
+    cells, is_new = list(function.__closure__ or ()), False
+    for index, (name, cell) in enumerate(zip(function.__code__.co_freevars, cells, strict=True)):
+        try:
+            held = cell.cell_contents
+        except ValueError:  # a variable that its maker has not set yet
+            continue
+        if name in passed_by or not isinstance(held, (Tensor, tuple, list)):
+            continue
+        if any(isinstance(leaf, types.FunctionType) for leaf in tree_leaves(held)):  # it may hold this one
+            continue
+        new = map_tensors(held, change, passed_by)
+        if new is not held:
+            cells[index], is_new = types.CellType(new), True
+    if not is_new:
+        return function
+    fresh = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    fresh.__kwdefaults__ = function.__kwdefaults__
+    fresh.__dict__.update(function.__dict__)
     return fresh
 
 

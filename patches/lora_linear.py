@@ -2,19 +2,15 @@
 
 Legend: M rows, K in_features, N out_features, R LoRA rank, s scaling (alpha / rank).
 
-Why. PEFT adds a LoRA in separate steps, in the type of the LoRA's weights. Where N is wide (FLUX.2: 55296) each step
-reads and writes the whole output once more, which takes a third of a training step on an H200. Here the scaling meets
-the [M, R] product, and the matmul itself adds the second product. float32 weights are rounded to x's type for the
-products, as autocast would: masters, gradients and optimizer stay float32.
-
     forward    a = s x A^T;  y = base(x);  y += a B^T
     backward   b = s g B;    gx = base's grad_input(g);  gx += b A;   gA = b^T x;   gB = g^T a
 
-The base is a plain linear or a FrozenLinear8, frozen. x and a [M, R] are kept for the backward, as PEFT keeps them.
+The base is a plain linear or a FrozenLinear8, frozen. float32 weights are rounded to x's type for the products, as
+autocast would. x and a [M, R] are kept for the backward.
 
-PEFT keeps its layers: names, state dict, adapters and merging are untouched. Each layer gets a subclass of its class,
-whose forward computes this way where PEFT would compute exactly that (one active plain LoRA, no dropout, not merged, no
-autocast), and calls PEFT's otherwise.
+PEFT keeps its layers: names, state dict, adapters and merging are untouched. Each layer gets a subclass of its class.
+Its forward computes this way where PEFT would compute exactly that (one active plain LoRA, no dropout, not merged, no
+autocast), and calls PEFT's otherwise. Why: docs/decisions/0005-eight-bit-linears.md.
 """
 
 from __future__ import annotations

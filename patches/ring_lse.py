@@ -1,24 +1,14 @@
 """Makes the ring attention of diffusers 0.37 to 0.39 right with torch 2.9 and newer ("ROCm LSE fix").
 
-Ring attention merges partial results with their log-sum-exp (LSE). diffusers needs it as [B, S, N, 1] beside an output
-[B, S, N, H], and some attention kernels return [B, S, N]. Up to 0.39 diffusers asks for torch's version instead of the
-rank, and adds the missing dim for torch older than 2.9 only, when cuDNN's kernel did not return it yet. `_native_flash`
-returns [B, S, N] on every backend, so the merge broadcasts [B, S, N] against [B, S, N, H]. That is an error for most
-shapes, and gives wrong pictures without a word when S (local shard) = N = H.
+Ring attention merges partial results with their log-sum-exp (LSE), which diffusers needs as [B, S, N, 1] beside an
+output [B, S, N, H]. Up to 0.39 torch's version decides whether it adds the last dim, and not the LSE's rank. The merge
+then fails, or gives wrong pictures without a word. Which release does what: docs/decisions/0003-ring-lse-fix.md.
 
-| diffusers | ring | ring anything | unified, its LSE | source |
-|---|---|---|---|---|
-| 0.37 | version test | - | version test | the module's own code |
-| 0.38, 0.39 | rank test | version test | rank test | https://github.com/huggingface/diffusers/pull/13182 |
-| 0.40 on | rank test | rank test | rank test | https://github.com/huggingface/diffusers/pull/14274 |
+The fix wraps the attention op that a ring function is given, so that the LSE has the rank which the version test
+expects. What unified attention exchanges gets its trailing dim where it is exchanged. Places that test the rank are
+left alone. The backward of ring attention before 0.40 is not fixed.
 
-The fix copies nothing of diffusers. It wraps the attention op that a ring function is given, so that the LSE has the
-rank which the version test expects. What unified attention exchanges gets its trailing dim where it is exchanged.
-Places that test the rank are left alone. It can be deleted once the pack requires diffusers 0.40.
-
-Not fixed: the backward of ring attention before 0.40 (every iteration differentiates the local keys and values).
-
-Legend: B batch, S tokens, N heads, H head dim.
+Legend: B batch, S tokens (local shard), N heads, H head dim.
 """
 
 from __future__ import annotations

@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import make_unfilled_transformer
 from ..families.spec import Variant
-from ..parallel.devices import device_module, memory_in_use, own_random_states, release_cached_memory, reset_peaks
+from ..parallel.devices import memory_in_use, own_random_states, release_cached_memory, reset_peaks
 from ..parallel.stopwatch import MakeStopwatch, Stopwatch, make_stopwatch
+from ..parallel.transfer import current_device
 from ..patches.attention import sound_attention
 from ..quantization.rotation import make_rotation
 from .short_model import ShortModel, Work, shorten, training_step
@@ -105,7 +106,7 @@ def _time_blocks(
         torch.enable_grad(),
         sound_attention(),
         own_random_states([device], 0),
-        _current(device),
+        current_device(device),  # kernels that are not torch's own are launched there
     ):
         reset_peaks([device])
         course = _Course(shorten(make_unfilled_transformer(info), info.family, work), device, watch)
@@ -114,12 +115,6 @@ def _time_blocks(
         peak = memory_in_use([device]).get(str(device), {}).get("peak")
     elapsed = time.perf_counter() - start
     return CardTimes(course.kinds(), *ends, elapsed, time.strftime("%Y-%m-%d"), peak)
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Kernels that are not torch's own are launched on the current device."""
-    module = device_module(device)
-    return module.device(device) if module is not None else contextlib.nullcontext()
 
 
 # ---- the course of one measurement

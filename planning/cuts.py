@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ..config.model import Strategy
 from ..parallel.offload.copies import NUM_SLOTS
 from .forecast import DeviceForecast, StagePlan, StepSettings
 from .question import Question
@@ -131,9 +132,14 @@ def find_cut(question: Question, setting: Setting, terms: Terms) -> Found | None
 
 def _step_time(settings: StepSettings, times: Sequence[float]) -> float:
     total, count = sum(times), settings.accumulation
-    if settings.strategy == "none":
-        return count * total
-    return total + (count - 1) * max(max(times), total / settings.held(0, len(times)))
+    strategy: Strategy = settings.strategy  # named here: mypy's cache misses a new name behind another module's field
+    match strategy:
+        case "none":
+            return count * total
+        case "pipeline":
+            return total + (count - 1) * max(max(times), total / settings.held(0, len(times)))
+        case "data":
+            raise AssertionError("each copy of the model is cut alone, by Question.alone")
 
 
 _Value = tuple[float, float, float]  # what a cut is chosen by, see _add
@@ -148,7 +154,7 @@ class _CutSearch:
         self._limits = space.memory_limit_gb if terms.has_limits else ()
         self._checkpoints, self._uncheckpointed = space.is_checkpointing, space.uncheckpointed
         self._offloaded = space.offloaded
-        self._is_by_slowest = setting.strategy != "none" or space.is_cut_by_time
+        self._is_by_slowest = setting.has_stages or space.is_cut_by_time
         blocks = range(len(question.model.names))
         times = [
             [tuple(map(_summable, question.times.of(block, card, setting.scheme))) for block in blocks]

@@ -24,8 +24,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal
 
+from ..config.model import Strategy, has_stages
 from ..parallel.local.schedule import num_held
 from ..parallel.offload.activations import NUM_WAITING
 from ..parallel.offload.copies import NUM_SLOTS
@@ -51,13 +51,13 @@ class StepSettings:
     """How a step runs.
 
     Args:
-        strategy: "none": one micro-batch after the other; "pipeline": micro-batches overlap.
+        strategy: of one copy of the model: "none" where each card has a copy.
         ahead: micro-batches that every stage but the last may hold beyond what 1f1b needs.
         has_graphs: blocks without activation checkpointing are CUDA graphs, which have memory of their own.
         offload_from: inputs of recomputed blocks of at least so many bytes are in host memory; None for none.
     """
 
-    strategy: Literal["none", "pipeline"] = "none"
+    strategy: Strategy = "none"
     accumulation: int = 1
     ahead: int = 0
     has_graphs: bool = False
@@ -65,13 +65,11 @@ class StepSettings:
 
     def held(self, stage: int, num_stages: int) -> int:
         """Micro-batches whose activations a stage holds at once."""
-        if self.strategy == "none":
-            return 1
-        return num_held(num_stages, self.accumulation, self.ahead)[stage]
+        return num_held(num_stages, self.accumulation, self.ahead)[stage] if has_stages(self.strategy) else 1
 
     def tail_stage(self, num_stages: int) -> int:
         """Which device has norm_out, proj_out and loss."""
-        return 0 if self.strategy == "none" else num_stages - 1
+        return num_stages - 1 if has_stages(self.strategy) else 0
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def plan_training(question: Question) -> TrainingPlan:
 
 def _place(question: Question, found: Found) -> Placement:
     names, home = question.model.names, question.cards[0].device
-    if found.setting.is_data_parallel:
+    if found.setting.holds_copies:
         copies = tuple(card.device for card in question.cards)
         return Placement(names, (home,) * len(names), home, replicas=copies)
     devices = [card.device for card, stage in zip(question.cards, found.stages, strict=True) for _ in stage.blocks]
@@ -117,7 +117,7 @@ def _place(question: Question, found: Found) -> Placement:
 def _plain_time(question: Question, found: Found) -> float:
     """Of a step with every block recomputed, one micro-batch after the other, on the found cut or the first card."""
     scheme, settings = found.setting.scheme, replace(found.settings, strategy="none")
-    one_model = found.stages[:1] if found.setting.is_data_parallel else found.stages
+    one_model = found.stages[:1] if found.setting.holds_copies else found.stages
     times = (
         question.recomputed_s(stage.blocks, question.cards[stage.plan.stage], scheme)
         + question.ends_s(stage.plan, scheme, settings)
@@ -145,7 +145,7 @@ def _reasons(question: Question, found: Found, looked_at: Looked) -> Iterator[st
 
 def _cut_reason(question: Question, found: Found) -> Iterator[str]:
     stages = found.stages
-    if found.setting.is_data_parallel:
+    if found.setting.holds_copies:
         each = ", ".join(
             f"{stage.share:.0%} of {card.name}" for stage, card in zip(stages, question.cards, strict=True)
         )
@@ -155,7 +155,7 @@ def _cut_reason(question: Question, found: Found) -> Iterator[str]:
         why = "given"
     elif len(stages) == 1:
         return
-    elif found.setting.strategy != "none" or question.space.is_cut_by_time:
+    elif found.setting.has_stages or question.space.is_cut_by_time:
         why = "shortest time in its slowest stage"
     elif found.is_streaming:
         why = "shortest time, then least from host memory"
@@ -218,7 +218,7 @@ def _without_effect(question: Question, found: Found) -> Iterator[str]:
     if not is_open(space.strategies) and asked not in ("none", chosen):
         why = why_not_shared(space.accumulation, [card.device for card in question.cards])
         yield f'parallel.strategy = "{asked}": without effect, {why}'
-    if space.ahead > 1 and chosen != "pipeline":
+    if space.ahead > 1 and not found.setting.has_stages:
         yield f"parallel.microbatches_ahead = {space.ahead}: without effect, only a pipeline runs ahead"
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import make_empty_transformer
 from ..config.job import OptimizerConfig
+from ..config.model import Strategy, has_stages, holds_copies
 from ..families.spec import ModelFamily, Variant
 from ..parallel.local.data_parallel import num_dealt
 from ..parallel.offload.activations import MIN_BYTES
@@ -30,7 +31,7 @@ from .dry_run import StepCost, dry_run_step
 from .forecast import CONTEXT_BYTES, Backend, Forecaster, Optimizer, StagePlan, StepSettings
 from .meter import UNSEEN_CARD, Kernels
 from .short_model import Work
-from .space import SearchSpace, Setting, Strategy, is_open, strategies_on
+from .space import SearchSpace, Setting, is_open, strategies_on
 
 
 class ModelCosts:
@@ -151,7 +152,7 @@ class Question:
             for scheme in self._schemes()
             for optimizer in space.optimizers
             for strategy in self._strategies()
-            for each in (ahead if strategy == "pipeline" else [0])
+            for each in (ahead if has_stages(strategy) else [0])
             for offloads in (space.offloads if space.is_checkpointing else (False,))
         ]
 
@@ -165,7 +166,8 @@ class Question:
     def _strategies(self) -> Sequence[Strategy]:
         possible = strategies_on(self.space, [card.device for card in self.cards])
         if is_open(possible) and (self.bounds or any(self.space.offloaded)):
-            return [each for each in possible if each != "data"]  # a given cut asks for a split; only it streams
+            # A given cut asks for a split, and only a split streams.
+            return [each for each in possible if not holds_copies(each)]
         return possible
 
     @property
@@ -218,7 +220,7 @@ class Question:
     def step_settings(self, setting: Setting) -> StepSettings:
         space = self.space
         return StepSettings(
-            strategy=setting.strategy,  # type: ignore[arg-type]
+            strategy=setting.strategy,
             accumulation=space.accumulation,
             ahead=setting.ahead,
             has_graphs=space.wants_graphs and not self.graphs_fault,

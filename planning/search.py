@@ -51,7 +51,7 @@ def _look(question: Question, most: float) -> Looked:
     for setting in question.settings():
         if _chose_offload(question, setting) and replace(setting, offloads=False) in resident:
             continue
-        if most > 1 and setting.is_data_parallel and is_open(question.space.strategies):
+        if most > 1 and setting.holds_copies and is_open(question.space.strategies):
             continue
         found = fit(question, setting, most, best)
         looked_at.append((setting, found))
@@ -77,7 +77,7 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
 
     most: see Terms. best: time of what was found before, weighed; blocks need not stream for a slower one.
     """
-    if setting.is_data_parallel:
+    if setting.holds_copies:
         return _each_alone(question, setting, lambda alone, each: fit(alone, each, most))
     found = find_cut(question, setting, Terms(1 - HEADROOM, spares=True)) if most <= 1 else None
     found = found or find_cut(question, setting, Terms(most))
@@ -110,7 +110,7 @@ def _each_alone(
 
 def _cut(question: Question, setting: Setting, terms: Terms) -> Found | None:
     """As find_cut; each card alone where the setting is data parallel, whose blocks never stream."""
-    if setting.is_data_parallel:
+    if setting.holds_copies:
         return _each_alone(question, setting, lambda alone, each: find_cut(alone, each, replace(terms, streams="none")))
     return find_cut(question, setting, terms)
 

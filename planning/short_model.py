@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from ..checkpoints.checkpoint import CheckpointInfo
+from ..checkpoints.load import put_tensor
 from ..config.job import LoraSettings
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
 from ..parallel.placement import block_names
 from ..patches.lora import resolve_targets
-from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8, replace_module
+from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8
 from ..training.adapter import apply_lora
 from ..training.objective import flow_matching_loss
 
@@ -67,7 +68,7 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
             whole = _whole_name(fqn, renamed)
             if isinstance(module, nn.Linear) and quantizer.is_wanted(whole, module):
                 stored = _empty_weight(module, quantizer.settings)
-                replace_module(model, fqn, quantizer.take(whole, module, stored, module.weight.dtype))
+                model.set_submodule(fqn, quantizer.take(whole, module, stored, module.weight.dtype))
     short = tuple(fqn for fqn, _ in model.named_modules() if _whole_name(fqn, renamed) in targets)
     apply_lora(model, family, replace(work.lora, targets=short), seed=0)
     return sample
@@ -111,9 +112,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in list(model.named_parameters()):
         wanted = dtype if kept.isdisjoint(name.split(".")) else torch.float32
-        owner, _, leaf = name.rpartition(".")
-        empty = torch.empty(parameter.shape, dtype=wanted, device=META)
-        model.get_submodule(owner)._parameters[leaf] = nn.Parameter(empty, requires_grad=False)
+        put_tensor(model, name, torch.empty(parameter.shape, dtype=wanted, device=META))
 
 
 # ---- the step

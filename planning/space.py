@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from ..config.job import LoraSettings
-from ..execution import Strategy
+from ..config.model import Strategy, has_stages, holds_copies
 from ..quantization.quantize import BEST_FIRST, Scheme
 
 # All candidates, in the order in which they are looked at; where nobody plans, the first is taken.
@@ -73,8 +73,12 @@ class Setting:
     offloads: bool = False  # inputs of recomputed blocks wait in host memory
 
     @property
-    def is_data_parallel(self) -> bool:
-        return self.strategy == "data"
+    def holds_copies(self) -> bool:
+        return holds_copies(self.strategy)
+
+    @property
+    def has_stages(self) -> bool:
+        return has_stages(self.strategy)
 
     def describe(self) -> str:
         """ "fp8-compute, pipeline, 1 ahead"."""

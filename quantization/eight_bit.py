@@ -1,41 +1,18 @@
 """8-bit products for frozen linears that pass gradients on: 8-bit weights, 8-bit products forwards and backwards.
 
-Legend: M rows (tokens of the whole batch), K in_features, N out_features, B width of a rotated block.
-
-The equation. A weight W [N, K] is stored as q [N, K] in 8 bits with one float32 scale s per output row, W = s * q. An
-input row x_m is rounded to a_m with a scale t_m of its own, measured at every call:
+Legend: M rows (tokens of the whole batch), K in_features, N out_features, B width of a rotated block. A weight W [N, K]
+is stored as q in 8 bits with a float32 scale s per output row, W = s * q. Every call rounds rows of x to a with scales
+t, and rows of gy * s to h with scales u:
 
     forward      y[m, n]  = t_m * s_n * sum_k a[m, k] q[n, k]  + bias_n
-    grad_input   gx[m, k] = u_m * sum_n h[m, n] q[n, k]        with (h, u) = 8-bit rows of (gy * s)
+    grad_input   gx[m, k] = u_m * sum_n h[m, n] q[n, k]
 
-grad_input contracts the dim that s_n stands on, so s_n cannot be pulled out of its sum: it is multiplied into gy before
-gy is rounded. Both products use the same q. There is no gradient of q, and no activation is kept for the backward. x,
-and a LoRA beside the layer, get the gradient of the linear with weights s * q, up to the rounding of gy.
+s stands on the dim that grad_input contracts, hence it goes into gy before gy is rounded. q has no gradient, and no
+activation is kept. A row of zeros gives zeros; a row with an infinity or NaN gives NaN in that row and nowhere else.
 
-The formats. Scales put the largest value of a row at 448 (float8_e4m3fn: 3 mantissa bits) or 127 (int8).
-- float8 errs in proportion to each value. One factor loses r = (1/8)^2 / 12 / (3 / (2 ln 2)) = 6.0e-4 of its energy
-  (quantization/weight_only.py), a product of two 2 r: 29.2 dB below the signal, for any sizes and any outliers.
-  Measured: 28.5, because normal values do not fill a binade evenly.
-- int8 errs by the same step everywhere: step^2 / 12 with step = amax / 127. A row whose amax is c times its rms loses
-  c^2 / (12 * 127^2) of its energy, and both factors add up: 10 log10(193548 / (cx^2 + cw^2)) dB. Normal rows of 6144
-  have c near 3.9: 38 dB. That is ten decibels better than float8, until an outlier makes c large.
-So int8 suits well-behaved rows and cards without float8, and float8 suits outliers. int8 rows can be rotated, which
-spreads their outliers (quantization/rotation.py).
-
-Zero, infinity and NaN. A row of zeros has the scale of the smallest amax (1e-30) and gives zeros. A row that holds an
-infinity or NaN gives NaN everywhere in that row and nowhere else. A plain linear would give infinities and NaN.
-
-The plain product is used instead for 16 rows or fewer (reading the weight takes the time, and CUDA's int8 refuses
-them), for K or N that is no multiple of 16 (float8 on CUDA and our kernels refuse it), for float64, for int8 sums of
-more than 133 144 terms, and on devices without 8-bit products. It makes a plain weight of a piece of q at a time.
-
-CUDA accepts fewer shapes than the CPU. Its rules are asserted everywhere, so that a CPU test finds the fault:
-_int_mm: M > 16, K and N multiples of 8; _scaled_mm: K and N multiples of 16, left operand row-major, right operand
-column-major, row-wise scales contiguous float32 [M, 1] and [1, N], bfloat16 out.
-
-Chosen not to do: one scale per tensor (an outlier row costs all others); a second, transposed copy of the weight; 8-bit
-weight gradients; double backward (refused); save_for_backward for the weight, since hooks that move saved tensors to
-the host would then move every weight at every call.
+Where size or device rule 8 bits out, a piece of q at a time becomes a plain weight. CUDA's rules for shapes are
+asserted on every device, so that a CPU test finds the fault. Formats, their noise, and what was not done:
+docs/decisions/0005-eight-bit-linears.md.
 """
 
 from __future__ import annotations

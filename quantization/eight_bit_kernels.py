@@ -1,23 +1,10 @@
-"""Triton kernels of the 8-bit linears: quantize rows, multiply, transpose, rescale.
-
-quantization/kernel_choice.py decides when.
+"""Triton kernels of the 8-bit linears: quantize rows, multiply, transpose, rescale. kernel_choice.py decides when.
 
 Legend: M rows, I the contracted dim, J columns of a product [M, I] @ [I, J]; B width of a rotated block.
 
-Memory layout. Matrix units want both operands of an 8-bit product with the contracted dim contiguous (on Hopper, wgmma
-takes nothing else below 16 bits). A linear's forward has that: x [M, in] and weight [out, in]. Its grad_input does not:
-grad [M, out] meets the same weight with `out` contracted. There are two ways without a second weight that stays:
-- `matmul` reads the weight as it is, and Triton turns the bytes round in every tile. That takes 128 loads of a byte per
-  thread and step beside 64 mma.sync up to sm_89 and on sm_120, whose tensor units are slow enough to hide it. On sm_90
-  nothing hides it: loads that are not asynchronous, and 64 stores beside 4 wgmma (Triton 3.6).
-- `transpose` writes a transposed slice of the weight at the speed of memory, and the forward's product reads it: 2
-  bytes of traffic per weight byte, once per call and independent of M, for a slice that lives a millisecond.
-
-Reproducible: every configuration the tuner may pick adds the contracted dim in the same steps of BLOCK_I, and a tile's
-height and width do not enter the sum. So which one is fastest today changes no result.
-
-float8 sums: wgmma keeps about 14 bits while it adds up, which over thousands of terms costs more than rounding to
-float8. So `matmul` moves the partial sum to float32 registers after every BLOCK_I terms.
+Every configuration that the tuner may pick adds the contracted dim in steps of BLOCK_I, so its choice changes no
+result. After each step `matmul` moves the sum to float32 registers: wgmma keeps about 14 bits while it adds up float8.
+Why there are two ways to grad_input: docs/decisions/0005-eight-bit-linears.md.
 
 Importing this file is safe without Triton and touches no device. On the CPU the kernels run in Triton's interpreter
 (TRITON_INTERPRET=1), which tests use. On meta they allocate as elsewhere and launch nothing, for forecasts of memory.

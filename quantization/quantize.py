@@ -1,21 +1,14 @@
 """8-bit weights for the frozen linears of a model that trains a LoRA: one entry for every scheme, LoRA left alone.
 
-The schemes, and what one linear y = x W^T becomes:
+    fp8, int8                    stored in 8 bits, multiplied in full precision (weight_only.py)
+    fp8-compute, int8-compute    stored and multiplied in 8 bits, forwards and backwards (eight_bit.py)
 
-    fp8, int8                    stored in 8 bits, multiplied in full precision (quantization/weight_only.py)
-    fp8-compute, int8-compute    stored and multiplied in 8 bits, forwards and backwards (quantization/eight_bit.py)
+In full precision stay LoRA, what the family names in keep_full_precision, and every module that is no nn.Linear. LoRA
+may be attached before or after, once or several times. Its parameters are never converted, moved or replaced, and the
+finished model is checked for that.
 
-All keep one scale per output row. What stays in full precision: LoRA, what the family names in keep_full_precision
-(norms, embedders, modulation, the last projection: few bytes, much harm), and every module that is no nn.Linear.
-
-LoRA may be attached before or after, once or several times, fresh or loaded. Its parameters are never converted, moved
-or replaced, and the finished model is checked for that: a torchao weight accepts requires_grad_(True) and then has no
-gradient, and an unfiltered quantize_ says nothing.
-
-Two ways in. A loader hands over each layer as it arrives (Quantizer), so that only one layer at a time is in full
-precision beside what is kept in it. Or a whole model is converted (apply_quantization). Both give the same bits.
-
-Chosen not to do: convolutions and embeddings, which are few; undoing, since the rounded weights are all there is left.
+There are two ways in, with the same bits. A loader hands over each layer as it arrives (Quantizer), so that one layer
+at a time is in full precision. Or a whole model is converted (apply_quantization). Nothing can be undone.
 """
 
 from __future__ import annotations
@@ -114,7 +107,7 @@ def apply_quantization(model: nn.Module, family: ModelFamily, settings: Quantize
     _refuse_quantized(model, settings.scheme)
     lora_before = _snapshot_lora(model)
     for name, module in _sort_modules(model, family)[QUANTIZED].items():
-        replace_module(model, name, quantizer.finish(name, module))
+        model.set_submodule(name, quantizer.finish(name, module))
     return quantizer.close(model, lora_before)
 
 
@@ -304,12 +297,6 @@ def full_weight(linear: nn.Module) -> Tensor:
         return linear.dequantize()
     weight: Any = linear.weight
     return weight.dequantize() if is_torchao_tensor(weight) else weight
-
-
-def replace_module(model: nn.Module, fqn: str, module: nn.Module) -> None:
-    """Put a module in the place of the one of this name."""
-    parent, _, child = fqn.rpartition(".")
-    model.get_submodule(parent)._modules[child] = module
 
 
 def _refuse_nan(fqn: str, weight: Tensor) -> None:

@@ -1,23 +1,9 @@
 """Rotation of int8 weights and inputs: it spreads the outliers of a row before the row is rounded.
 
-With an orthogonal R, x W^T = (x R) (W R)^T. R is block-diagonal with blocks of B = 16, 64 or 256. A block is a Hadamard
-matrix times 1 / sqrt(B), a power of two, so its entries are exact in every format, and B values share an outlier's
-energy. Its rows carry the signs of the Rudin-Shapiro sequence. Without them a mean, which half of all activation
-functions have, would itself become an outlier (GELU: 36.6 -> 35.4 dB without the signs, 38.1 with).
-
-Weights are rotated once, before they are rounded. x is rotated while it is rounded, at B multiplications per value
-against N of the product, and grad_input afterwards. The N dim of gy is not rotated, since that would take a second
-rotation of the output. Signal to noise of the output, dB, M = 512, K = 6144, N = 1536, normal weights, B = 64 (CPU):
-
-    input                           int8    int8 rotated    float8    float8 rotated
-    normal                          38.0    38.0            28.5      28.5
-    6 channels 30 times larger      21.3    35.4            29.0      28.6
-    1 channel 100 times larger      16.9    33.0            30.1      28.9
-    0.1 % of values 30 times larger 21.2    35.2            29.1      28.5
-    GELU of normal                  36.6    38.1            28.6      28.5
-    Student t, 3 degrees            25.2    36.7            28.7      28.6
-
-float8 has nothing to gain, so only int8 is rotated.
+With an orthogonal R, x W^T = (x R) (W R)^T. R is block-diagonal with blocks of B = 16, 64 or 256: Hadamard matrices
+times 1 / sqrt(B), whose entries are exact in every format. Their rows carry the signs of the Rudin-Shapiro sequence, or
+a mean would become an outlier. Weights are rotated once, and x whenever it is rounded; grad_input is rotated back. The
+N dim of gy is not rotated. float8 has nothing to gain (docs/decisions/0005-eight-bit-linears.md).
 """
 
 from __future__ import annotations

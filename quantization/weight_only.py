@@ -1,30 +1,13 @@
 """Weight-only 8-bit storage of one frozen linear, through torchao: half of bfloat16's memory, none of its speed.
 
-The equation. A weight W [N, K] becomes q = round(W / s) with one float32 scale per output row. A forward computes
-x @ (q * s).T in the activations' dtype, so that gradients reach x and LoRA as if W were q * s. Every call writes the
-whole weight out in full precision first, which is why quantization/eight_bit.py exists.
+A weight W [N, K] becomes q = round(W / s) with one float32 scale s per output row: amax / 448 (fp8) or amax / 127.5
+(int8). A forward computes x @ W.T with W = q * s in the activations' dtype, so that x and LoRA get gradients. Every
+call writes the whole weight out in full precision first.
 
-The formats.
-- fp8: float8_e4m3fn, s = amax(|W_row|) / 448. Largest 448, smallest normal 2^-6, smallest subnormal 2^-9, no infinity.
-  Rounding to 3 mantissa bits errs by up to 1/16 of a value, by 2.65 % rms over a binade (error uniform over a step of
-  1/8, mantissas log-uniform). So a linear's output is 31 to 33 dB above its noise, whatever the model. Weights below
-  3.5e-5 of a row's largest lose bits, below 2.2e-6 they become 0, and neither is noticed. float8_e5m2 has range that
-  nobody needs and a mantissa bit less: not offered.
-- int8: s = amax(|W_row|) / 127.5, the same step everywhere. Normal weights, whose largest of some thousands is about
-  four times their rms, keep 41 dB; a row with one weight c times its rms keeps 10 log10(12 * 127.5^2 / c^2) dB.
-
-Traps, all seen with torchao 0.18:
-- quantize_ without filter_fn also converts the linears inside LoRA, freezes them, and says nothing.
-- A quantized weight accepts requires_grad_(True), runs a backward without error and never gets a gradient.
-- A float8 row of zeros has scale 0, and 0 / 0 fills it with NaN. Here such rows get scale 1.
-- A scale is computed in the weight's type, so that of a bfloat16 row may be 2^-8 of it off. Values are rounded by the
-  scale as it is, so only the largest of an int8 row can err more, by up to one step.
-- The configs change torch._inductor's settings for the whole process (in older releases the precision of float32
-  matmuls too) unless set_inductor_config is False.
-- After model.to(dtype) quantized weights keep their compute dtype while biases, norms and LoRA change, and the next
-  forward fails. Cast before, and afterwards move with model.to(device) only.
-- peft cannot merge a LoRA into a float8 weight; keep it unmerged, or merge before quantizing.
-- safetensors cannot write a torchao tensor: `values_and_scale` gives the plain tensors it is made of.
+torchao computes a scale in the weight's type, so the largest value of an int8 row of bfloat16 may err by a whole step.
+safetensors cannot write a torchao tensor; `values_and_scale` gives what it is made of. More traps:
+docs/guides/quantization.md and docs/internals/upstream_facts.md. What rounding loses:
+docs/decisions/0005-eight-bit-linears.md.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-REFERENCE = "flux2.toml"  # every key of it is explained; in the other examples those that are commented out
+REFERENCE = "flux2.toml"  # every key that stands in it is explained; in the other examples only those commented out
 _TABLE = re.compile(
     r"(?<=<!-- settings, by scripts/settings_tables.py -->\n).*?(?=<!-- end of settings -->)", re.DOTALL
 )

@@ -88,6 +88,23 @@ class NodeOutput:
 class ComfyNode:
     hidden = SimpleNamespace(unique_id="7")
 
+    @classmethod
+    def define_schema(cls) -> Schema:
+        raise NotImplementedError
+
+    @classmethod
+    def execute(cls, **kwargs: Any) -> NodeOutput:
+        raise NotImplementedError
+
+    @classmethod
+    def fingerprint_inputs(cls, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class ComfyExtension:
+    async def get_node_list(self) -> list[type[ComfyNode]]:
+        raise NotImplementedError
+
 
 def install(monkeypatch: pytest.MonkeyPatch, root: Path) -> FakeHost:
     """Put the stand-in into sys.modules until the test ends, with its folders under root; forgets our own nodes."""
@@ -137,7 +154,7 @@ def _api() -> ModuleType:
         Input=object,
         Hidden=SimpleNamespace(unique_id="UNIQUE_ID"),
     )
-    module.ComfyExtension = type("ComfyExtension", (), {})  # type: ignore[attr-defined]
+    module.ComfyExtension = ComfyExtension  # type: ignore[attr-defined]
     return module
 
 
@@ -177,28 +194,34 @@ def _model_management(host: FakeHost) -> ModuleType:
 
 def _server(host: FakeHost) -> ModuleType:
     module = ModuleType("server")
-    instance = SimpleNamespace(
-        client_id="browser",
-        send_progress_text=lambda text, node_id: host.texts.append(text),
-        send_sync=lambda kind, data, client: host.messages.append((kind, data)),
-    )
-    module.PromptServer = SimpleNamespace(instance=instance)  # type: ignore[attr-defined]
+
+    class PromptServer:
+        client_id = "browser"
+
+        def send_progress_text(self, text: str, node_id: str) -> None:
+            host.texts.append(text)
+
+        def send_sync(self, event: str, data: dict[str, Any], sid: str | None = None) -> None:
+            host.messages.append((event, data))
+
+    PromptServer.instance = PromptServer()  # type: ignore[attr-defined]
+    module.PromptServer = PromptServer  # type: ignore[attr-defined]
     return module
 
 
 def _folder_paths(host: FakeHost) -> ModuleType:
-    def names(kind: str) -> list[str]:
-        base = host.root / "models" / kind
+    def names(folder_name: str) -> list[str]:
+        base = host.root / "models" / folder_name
         return sorted(path.relative_to(base).as_posix() for path in base.rglob("*") if path.is_file())
 
-    def full_path(kind: str, name: str) -> str | None:
-        path = host.root / "models" / kind / name
+    def full_path(folder_name: str, filename: str) -> str | None:
+        path = host.root / "models" / folder_name / filename
         return str(path) if path.is_file() else None
 
     module = ModuleType("folder_paths")
     module.get_filename_list = names  # type: ignore[attr-defined]
     module.get_full_path = full_path  # type: ignore[attr-defined]
-    module.get_folder_paths = lambda kind: [str(host.root / "models" / kind)]  # type: ignore[attr-defined]
+    module.get_folder_paths = lambda folder_name: [str(host.root / "models" / folder_name)]  # type: ignore[attr-defined]
     module.get_input_directory = lambda: str(host.root / "input")  # type: ignore[attr-defined]
     module.get_output_directory = lambda: str(host.root / "output")  # type: ignore[attr-defined]
     module.get_temp_directory = lambda: str(host.root / "temp")  # type: ignore[attr-defined]

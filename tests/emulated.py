@@ -82,6 +82,9 @@ class EmulatedTensor(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         super().__setitem__(_lists_as_indices(index), value)
 
+    def tolist(self) -> Any:
+        return self.data_on_cpu.tolist()
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -335,14 +338,15 @@ def on_cpu(value: torch.Tensor) -> torch.Tensor:
 def live_bytes(device: torch.device) -> int:
     """Bytes of all storages of this emulated device that some tensor still holds; views count once."""
     storages = {}
-    for tensor in _live():
+    for tensor in live_tensors():
         if tensor.device == device:
             storage = tensor.data_on_cpu.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
-def _live() -> list[EmulatedTensor]:
+def live_tensors() -> list[EmulatedTensor]:
+    """Every emulated tensor that somebody holds."""
     while True:
         try:
             return list(_LIVE)

@@ -12,7 +12,7 @@ from devicebridge.families.spec import ModelFamily
 from devicebridge.parallel.local.block_split import apply_block_split
 from devicebridge.parallel.local.data_parallel import Replica, copy_model
 from devicebridge.parallel.placement import Placement, block_names
-from devicebridge.quantization.quantize import Quantizer, QuantizeSettings, replace_module
+from devicebridge.quantization.quantize import Quantizer, QuantizeSettings
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
 from torch import nn
@@ -23,7 +23,7 @@ def quantized(model: nn.Module, family: ModelFamily, scheme: Any) -> nn.Module:
     quantizer = Quantizer(family, QuantizeSettings(scheme))
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear):
-            replace_module(model, name, quantizer.finish(name, module))
+            model.set_submodule(name, quantizer.finish(name, module))
     return model
 
 

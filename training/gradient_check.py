@@ -1,17 +1,13 @@
 """Whether compiled blocks compute what uncompiled ones do: outputs, and gradients of inputs and LoRA, block by block.
 
-They are not equal: a compiler rounds at other places, and what is then rounded to 8 bits may fall to another side.
-Through 56 blocks that grows until nothing can be told (FLUX.2 with random weights, fp8-compute: 0.67 of a gradient's
-length, docs/internals/experiments.md). So every block is compared alone, with the inputs that it has in the model and
-the same random gradient of its outputs. A second pass through the uncompiled block, whose inputs and gradient are off
-by as much as their type rounds them, says how far rounding explains a difference. A block that loses a gradient, or
-passes on another one, is further off. One may seem to be by chance, so what is too far off is looked at again.
+Every block is compared alone, with the inputs that it has in the model and one random gradient of its outputs. A second
+pass through the uncompiled block says how far rounding explains a difference: its inputs and gradient are off by as
+much as their type rounds them. What is further off is looked at again, with other random numbers.
 
-A block adds to what passes it by, which in deep models is many times longer and would hide what is added. The norm that
-a block begins with makes the gradient from its first layers as many times shorter. So the inputs that pass by are
-scaled to a sixteenth, by a power of two: behind the norm everything is as it was. Only what is added is compared.
-Meanwhile the half of a fresh LoRA that is zero is not, or the other half would have no gradient to compare.
-Of large tensors a part is looked at, taken evenly from all over.
+What passes a block by would hide what the block adds, and is taken off. The inputs that pass by are scaled to a
+sixteenth: behind the block's first norm all is as it was, and the gradient through that norm is sixteen times longer.
+The half of a fresh LoRA that is zero is not zero meanwhile. Of large tensors a part is looked at. Reasons and figures:
+docs/decisions/0012-compiled-gradients.md.
 """
 
 from __future__ import annotations

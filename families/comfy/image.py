@@ -69,6 +69,27 @@ OMNIGEN_2 = NativeModel(
     note="the three refiners, two blocks each, stay at home",
 )
 
+PIXEL_DIT = NativeModel(
+    class_name="PixDiT_T2I",
+    module="comfy.ldm.pixeldit.model",
+    block_lists=("patch_blocks",),
+    tail=("pixel_embedder", "pixel_blocks", "final_layer"),
+    note="the pixel blocks stay at home: time is added to the stream before them",
+)
+
+_DOWN, _UP = (tuple(f"{name}.{level}" for level in range(4)) for name in ("down_blocks", "up_blocks"))
+
+CASCADE_C = NativeModel(
+    class_name="StageC",
+    module="comfy.ldm.cascade.stage_c",
+    block_lists=(*_DOWN, *_UP),
+    tail=("clf",),
+    transport="relay",
+    control_keys=("input",),
+    optional=(*_DOWN[2:], *_UP[2:]),
+    note="Stable Cascade; between levels, and before the way up's skips, the stream is resized at home",
+)
+
 IMAGE_MODELS: tuple[NativeModel, ...] = (
     FLUX,
     CHROMA,
@@ -80,6 +101,19 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         note="Chroma's blocks, then a pixel decoder of its own blocks, which stay at home",
     ),
     QWEN_IMAGE,
+    NativeModel(
+        class_name="QwenImage21Transformer2DModel",
+        module="comfy.ldm.qwen_image21.model",
+        block_lists=("transformer_blocks",),
+        tail=("norm_out", "proj_out"),
+        replace_keys={"single_block": "transformer_blocks"},
+        patches_between={"single_block": ("img", "x")},
+        patches_inside=("attn1_patch",),
+        is_sequential=True,
+        evidence="outside",
+        remembers=("prefix_cache",),
+        note="blocks are handed an attention function that holds masks, or keys and values kept from the first step",
+    ),
     dataclasses.replace(
         QWEN_IMAGE,
         class_name="MageFlowTransformer2DModel",
@@ -91,6 +125,7 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         class_name="LensTransformer2DModel",
         module="comfy.ldm.lens.model",
         patches_inside=(),
+        tensor=(),
         note="blocks return text first, as Qwen-Image's do",
     ),
     SD3,
@@ -112,6 +147,14 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         hooks_children=True,
         optional=("middle_block",),
         note="skips of the way down are joined on the way up; a control that does not fit is skipped without an error",
+    ),
+    CASCADE_C,
+    dataclasses.replace(
+        CASCADE_C,
+        class_name="StageB",
+        module="comfy.ldm.cascade.stage_b",
+        control_keys=(),
+        note="Stable Cascade's second model; the levels of the way up run their blocks several times",
     ),
     NEXT_DIT,
     dataclasses.replace(
@@ -177,5 +220,67 @@ IMAGE_MODELS: tuple[NativeModel, ...] = (
         block_lists=("layers",),
         tail=("final_layer",),
         note="one packed sequence of text and image",
+    ),
+    NativeModel(
+        class_name="HiDreamO1Transformer",
+        module="comfy.ldm.hidream_o1.model",
+        block_lists=("language_model.layers",),
+        tail=("language_model.norm", "final_layer2"),
+        replace_keys={"double_block": "language_model.layers"},
+        is_sequential=True,
+        remembers=("_kv_cache_entries", "_visual_cache"),
+        note="keys and values of the prompt stay on each block's card from step to step",
+    ),
+    NativeModel(
+        class_name="SenseNovaU15",
+        module="comfy.ldm.sensenova.model",
+        block_lists=("language_model.model.layers",),
+        tail=("language_model.model.norm_mot_gen", "fm_modules"),
+        evidence="read",
+        refusal="its layers are run through forward_prefix, forward_generation and forward_decode, never called",
+        note="see refusal; the prompt is run through the layers before sampling, outside of any forward, as well",
+    ),
+    PIXEL_DIT,
+    dataclasses.replace(
+        PIXEL_DIT,
+        class_name="PidNet",
+        module="comfy.ldm.pixeldit.pid",
+        tail=(*PIXEL_DIT.tail, "pit_lq_gate"),
+        transport="relay",
+        note="a gate at home mixes the low resolution into the stream before blocks",
+    ),
+    NativeModel(
+        class_name="HunYuanDiT",
+        module="comfy.ldm.hydit.models",
+        block_lists=("blocks",),
+        tail=("final_layer",),
+        transport="relay",
+        replace_keys={"double_block": "blocks"},
+        control_keys=("output",),
+        note="HunyuanDiT; a ControlNet is added to a skip, and the two are on different cards otherwise",
+    ),
+    dataclasses.replace(
+        FLUX,
+        class_name="Hunyuan3Dv2",
+        module="comfy.ldm.hunyuan3d.model",
+        control_keys=(),
+        note="Hunyuan3D 2; FLUX's blocks without positions",
+    ),
+    NativeModel(
+        class_name="HunYuanDiTPlain",
+        module="comfy.ldm.hunyuan3dv2_1.hunyuandit",
+        block_lists=("blocks",),
+        tail=("final_layer",),
+        replace_keys={"block": "blocks"},
+        is_sequential=True,
+        note="Hunyuan3D 2.1; skips are arguments of the later blocks; the forward swaps the halves of a batch",
+    ),
+    NativeModel(
+        class_name="LatentSeqMMFlowModel",
+        module="comfy.ldm.triposplat.model",
+        block_lists=("blocks",),
+        tail=("out_layer", "cam_out_layer"),
+        transport="relay",
+        note="TripoSplat; before every block a module at home makes its rotary table from the stream",
     ),
 )

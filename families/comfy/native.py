@@ -1,8 +1,9 @@
 """What a row about one of ComfyUI's own model classes says: where its blocks are and what happens between them.
 
 The rows are in image.py, video.py and audio.py. They were read in ComfyUI v0.33.0 (comfy/ldm/...), forward by forward;
-tests/comfy/test_native_families.py builds every class and compares a split with an unsplit forward. A class without a
-row is relayed: that is right for any model whose blocks are called as modules, and parallel/block_lists.py finds them.
+tests/comfy/test_native_families.py builds every class and compares a split with an unsplit forward. Classes of later
+versions say in `evidence` what was done with them. A class without a row is relayed: that is right for any model whose
+blocks are called as modules, and parallel/block_lists.py finds them.
 
 The code between two calls of blocks decides between stream and relay. Cutting the stream, joining text to it and adding
 a ControlNet residual (which the host hands over on the right card) keep it where it is. Adding or joining another
@@ -21,6 +22,9 @@ from typing import Literal
 from ..tensor_plan import TensorPlan
 
 Transport = Literal["stream", "relay"]
+# "run": tests build the class from an installed ComfyUI. "outside": it is in no ComfyUI that the tests have; its public
+# source was run once beside 0.33.0, split and whole, bit for bit. "read": its source was read, and nothing ran.
+Evidence = Literal["run", "outside", "read"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,13 @@ class NativeModel:
     # patches share and change these objects.
     passed_by: tuple[str, ...] = ("transformer_options", "control")
     refusal: str = ""  # why this class cannot be split at all
+    evidence: Evidence = "run"  # what the row rests on; the first step of a class that was only read is verified
+    # Keyword arguments of blocks with an object in which they share what they have computed, on the device of the first
+    # that did. Away from home each device gets an empty one: its class called without arguments.
+    per_device: tuple[str, ...] = ()
+    # Attributes of the model in which a forward leaves what the next one computes faster with. A step that is computed
+    # twice to be compared must find them twice as they were.
+    remembers: tuple[str, ...] = ()
     # Patterns, relative to a block, of the linears that run over text tokens only and of those that see one vector per
     # sample; for estimates of computing time.
     text_modules: tuple[str, ...] = ("*txt_*", "*context_block*", "*add_?_proj*", "*to_add_out*")
@@ -93,6 +104,11 @@ class NativeModel:
         Each needs its own copy of transformer_options: most classes write block_index into the dict they are given.
         """
         return self.transport == "stream" and not self.is_sequential
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether nobody has seen such a class run: that it calls its blocks is looked at, and nothing is assumed."""
+        return self.is_derived or self.evidence == "read"
 
     @property
     def main_lists(self) -> tuple[str, ...]:

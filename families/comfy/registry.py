@@ -49,6 +49,7 @@ def _as_relay(row: NativeModel, model_class: type, replaced: list[str]) -> Nativ
         class_name=model_class.__name__,
         module=model_class.__module__,
         transport="relay",
+        tensor=(),
         is_derived=True,
         note=f"derived from {row.class_name} with a {', '.join(replaced)} of its own",
     )

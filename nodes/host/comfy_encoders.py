@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.fingerprint import settings_fingerprint, tensors_fingerprint
+from .compiler import outside
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +90,7 @@ class HostClip(_Encoder):
         """A CONDITIONING, as CLIPTextEncode gives it."""
         import torch
 
-        with torch.inference_mode():  # as ComfyUI runs its nodes
+        with torch.inference_mode(), outside():  # as ComfyUI runs its nodes; it forgets recordings behind a node only
             return self._clip.encode_from_tokens_scheduled(self._clip.tokenize(text))
 
 
@@ -109,7 +110,7 @@ class HostVae(_Encoder):
         """[F, height, width, 3] in 0..1 -> the samples of a LATENT, as VAEEncode gives them."""
         import torch
 
-        with torch.inference_mode():
+        with torch.inference_mode(), outside():
             return self._vae.encode(pixels)
 
 

@@ -1,32 +1,21 @@
 """Activations travel, weights do not: hooks that bring what a block is called with to the device of the block.
 
-How a forward runs. The model's own forward computes embeddings, modulation, rotary tables and context once, at home,
-and passes them into every block. So every block, not only the first of a device, has a pre-hook that brings its
-arguments to its device. Copies are remembered for the length of one forward, so a loop constant crosses once per device
-and not once per block. In stream transport the last block hands its output home in a post-hook: tails that mix free
-parameters with the stream (Wan's scale_shift_table) give no module to hook before. The tail has a pre-hook of its own
-for models that skip their last block. In relay transport every block hands its output home. That is right for any model
-whose forward mixes tensors of its own with the stream between two blocks, and costs two copies per foreign block.
+The model's own forward runs at home and passes its constants (modulation, rotary tables, text) into every block. A
+pre-hook on each block brings the arguments to its device. The transport says which outputs go home: the last block's
+("stream"), or every block's ("relay"), which is right for any model and costs two copies per foreign block.
 
-What is remembered, and for how long. A copy is kept as long as its source lives, and dropped when the forward ends or
-raises. The model's forward holds the loop constants itself, and lets go of the hidden states of a block as soon as it
-has those of the next. So the hidden states of a long video do not pile up on the cards, and an id, unique only among
-the living, never names two tensors. An entry has its source's version (a tensor changed in place is copied again) and
-the grad mode (a copy made under no_grad, as checkpointing does, must not serve a block that needs gradients). Tensors
-made in inference mode have no version; there, whatever a block returns counts as new. While gradient checkpointing
-recomputes a block no forward is running: the hooks fire, move, and remember nothing.
+A copy is remembered while its source lives, until the forward ends or raises, under the source's version and the grad
+mode: one made under no_grad must not serve a block that needs gradients. In inference mode tensors have no version, and
+whatever a block returns counts as new. While blocks are recomputed no forward is running, and nothing is remembered.
 
-Whose code runs between and inside the blocks decides what may be assumed (`trust`). A described model's own code is
-known not to change a loop constant in place. Code of other people may. Then copies have a version in inference mode,
-too, and what a block has written into a copy is written into its source when the block ends. A block that returns the
-very tensor it wrote to is excepted where callers are known: its model goes on with what it returns. A source that was
-written at home shows nowhere in inference mode: whoever runs other people's code calls `forget` behind it. Where such
-code cannot be seen to run, a copy serves one call of a block only.
+`trust` says whose code runs between and inside the blocks. A described model changes no constant in place. Other
+people's code may, so that copies have versions in inference mode, too. What a block writes into a copy is then written
+into its source when the block ends. Whoever runs such code calls `forget` behind it. Where nobody sees it run, a copy
+serves one call of a block.
 
-Hooks are not compiled: a copy kept by the compiler would be kept for all forwards. A compiled block has one graph break
-per hook. While a foreign block runs, the current device is the block's: Triton and hand-written kernels launch on the
-current device, whatever their arguments say. torch calls no hook for exceptions like KeyboardInterrupt, so the end of
-the forward restores what a block left behind.
+Hooks are not compiled: the compiler would keep a copy for all forwards. While a foreign block runs, the current device
+is the block's, since hand-written kernels launch there. torch calls no hook for KeyboardInterrupt, so `end` restores
+what a block left behind. Reasons: docs/decisions/0001-one-process-many-devices.md.
 """
 
 from __future__ import annotations
@@ -80,6 +69,8 @@ class Bridge:
         transport: "stream" leaves activations on a device until the next device's first block; "relay" brings every
             block's output home.
         passed_by: names of arguments and dict keys whose values are handed over as they are, the same object.
+        per_device: names of keyword arguments with an object that blocks share computed tensors through. Away from home
+            a device gets one of its own for the length of a forward: the object's class called without arguments.
     Raises: ValueError if there is no block.
     """
 
@@ -92,6 +83,7 @@ class Bridge:
         tail_device: torch.device | None = None,
         transport: Transport = "stream",
         passed_by: Collection[str] = (),
+        per_device: Collection[str] = (),
     ) -> None:
         if not blocks:
             raise ValueError("a bridge needs at least one block; the model has none")
@@ -101,6 +93,7 @@ class Bridge:
         self.tail_device = tail_device or home
         self.transport = transport
         self.passed_by = frozenset(passed_by)
+        self.per_device = tuple(per_device)
         self.trust: Trust = "model"
         # Of interleaved runs:
         self.traffic: Traffic | None = None
@@ -162,6 +155,7 @@ class Bridge:
                 "a forward of this thread is running already; end it first, or run the second one in another thread"
             )
         self._local.copies = _Copies()
+        self._local.shared = {}
         self._local.device = self.home
 
     def end(self) -> None:
@@ -170,6 +164,7 @@ class Bridge:
         while local.guards:
             local.guards.pop()[1].__exit__(None, None, None)
         local.calls.clear()
+        local.shared.clear()
         if local.copies is not None:
             local.copies.clear()
             local.copies = None
@@ -262,11 +257,17 @@ class Bridge:
                 guard.__enter__()
                 local.guards.append((module, guard))
             rest = tuple(a if i in kept else map_tensors(a, change, self.passed_by) for i, a in enumerate(args))
-            named = map_tensors(kwargs, change, self.passed_by)
+            named = map_tensors(self._with_own(kwargs, device), change, self.passed_by)
             self._go_on(device)
             return rest, named
 
         return torch.compiler.disable(enter)
+
+    def _with_own(self, kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+        """The arguments with this device's own objects in the place of those that blocks share tensors through."""
+        names = [name for name in self.per_device if name in kwargs] if device != self.home else []
+        shared = self._local.shared
+        return {**kwargs, **{name: shared.setdefault((name, device), type(kwargs[name])()) for name in names}}
 
     def _make_leave(self, *, is_last: bool) -> AfterHook:
         def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -391,6 +392,7 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.copies: _Copies | None = None
+        self.shared: dict[tuple[str, torch.device], Any] = {}  # the objects of per_device
         self.device = torch.device("cpu")  # read while a forward runs only, begin() sets it
         self.guards: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
         self.calls: list[_Call] = []  # of blocks, innermost last; none where only the model's own code runs

@@ -1,22 +1,14 @@
 """Data parallel in one process: every device holds a copy of the whole model, and the microbatches are dealt out.
 
-Where a model fits each card alone nothing needs to cross between cards while they compute, so this beats every split.
 Each device has one worker, which takes its share of a step's microbatches, forwards and backwards, into gradients of
 its own. One more worker prepares the microbatches in order, one ahead of each device. When all are done, the first
 replica's device (home) adds up:
 
     gradient = ((home's sum + second's sum) + third's sum) + ...        one flat copy per device
 
-clips, and steps the optimizer, which exists there only; sync() then copies the trained values to the others. Only LoRA
-is trained, so both copies are small.
-
-Equal numbers. Which replica has which microbatch, and every order of summation, are fixed, so a run repeats itself bit
-for bit on kernels that do. Against plain accumulation on one device the gradients are the same up to the order of
-summation. Dropout is drawn from each device's own generator, so masks are others than another number of devices would
-draw; all generators are saved.
-
-Left for later: dealing by measured speed instead of round robin (replica_for() would say), and replicas that are
-pipelines over several cards each (a Replica would have a Pipeline to hand its microbatches to).
+It clips, and steps the only optimizer; sync() then copies the trained values to the others. Who has which microbatch,
+and every order of summation, are fixed. Against one device gradients differ by that order, and dropout draws other
+masks. Reasons, and what is left for later: docs/decisions/0010-replicas.md.
 """
 
 from __future__ import annotations
@@ -119,7 +111,7 @@ class DataParallel:
                 for index in dealt[stage]:
                     prepared = prefetch.take(index)
                     order.begin(stage, Work(False, index), microbatches[index].is_alone(prepared))
-                    losses[index] = _forward_and_backward(microbatches[index], prepared)
+                    losses[index] = microbatches[index].compute(prepared)
                     order.finish(stage)
                     del prepared
 
@@ -173,12 +165,6 @@ def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
             is_parameter = isinstance(tensor, nn.Parameter)
             memo[id(tensor)] = nn.Parameter(moved, requires_grad=tensor.requires_grad) if is_parameter else moved
     return copy.deepcopy(model, memo)  # finds every tensor copied already
-
-
-def _forward_and_backward(microbatch: MicroBatch[Any], prepared: Any) -> torch.Tensor:
-    loss = microbatch.forward(prepared)
-    loss.backward()
-    return loss.detach()
 
 
 def _add_gradient(parameter: nn.Parameter, part: torch.Tensor) -> None:

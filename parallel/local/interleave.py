@@ -1,22 +1,17 @@
 """Several forwards in flight over one split model: while one computes on the second card, the next is on the first.
 
-m forwards of equal cost over n equal cards take (m + n - 1) / n of one forward's time when they follow each other
-through the cards, instead of m. Inference only.
+m forwards of equal cost over n equal cards take (m + n - 1) / n of one forward's time, instead of m. Inference only.
 
-Threads without concurrency. Every forward (a job) has a worker of its own, since the model's code is not ours and only
-a thread can be halted in the middle of it. But one token goes round and only its holder runs. So patches and wrappers
-never meet each other, and kernels are issued in the same order each time. The token is handed on at every block, to the
-next job in order that can run. Handing it on only at borders would not do: a card's launch queue takes about a thousand
-kernels, then the host stands still, and with it the feeding of the other card.
+Every forward (a job) has a worker, since only a thread can be halted in the middle of code that is not ours. But one
+token goes round and only its holder runs, so patches and wrappers never meet each other. It is handed on at every
+block, to the next job in order that can run. At borders only would not do: a card's launch queue takes about a thousand
+kernels, then the host stands still and feeds no other card.
 
-Devices are held. A job needs the token and the device it computes on. It gets home in the order of the jobs; at a
-border it lets go of one device and queues for the next, first come first served. So the kernels of one forward never
-stand in a card's queue in front of those of a forward that came before. There is no deadlock: a job that waits for a
-device holds none, so each device waited for is held by a job that can run, and each running job hands the token on.
+A job needs the token and the device it computes on. It gets home in the order of the jobs. At a border it lets go of
+one device and queues for the next. There is no deadlock: a job that waits for a device holds none.
 
-Copies travel beside the kernels (transfer.py): at a border a copy is issued while the source is still held, and so
-waits for this forward's own kernels only. When a job raises, the others are stopped where they next enter a block,
-still one at a time.
+At a border a copy is issued while the source is still held, so it waits for this forward's own kernels only. When a job
+raises, the others are stopped where they next enter a block, still one at a time.
 """
 
 from __future__ import annotations

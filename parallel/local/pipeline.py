@@ -1,27 +1,19 @@
 """All cards of a split model train at once: microbatches follow each other through the stages, forwards and backwards.
 
 A stage is the run of blocks on one device; the first has the model's front as well, the last its tail and the loss.
-Each stage follows an order of its own (schedule.py), and all work at the same time. Devices follow each other in the
-order of the placement, each once; a model that returns to one is refused.
+Each follows an order of its own (schedule.py). A model that returns to a device is refused.
 
-Threads. A worker carries one microbatch after the other, each forwards and backwards, since the model's forward is one
-function that only a thread can leave in the middle. There are as many workers as microbatches in flight, and no two on
-one stage at a time: one host thread per card issues kernels, and torch's backward engine has a thread per card of its
-own. One thread for all cards would not do: every backward holds it until the last kernel is issued (measured on two
-H200: no gain). One more worker prepares the next microbatches on the host, two ahead at most.
+A worker carries one microbatch after the other, forwards and backwards, for only a thread can leave the model's forward
+in the middle. There are as many workers as microbatches in flight, and no two on one stage at a time. One more worker
+prepares the next microbatches on the host, two ahead at most.
 
 A stage's graph ends at its border. What crosses and needs a gradient arrives as the copy of a detached tensor, and a
-scalar stands where it left. After the stage's backward the copies' gradients go back to the stages that the tensors
-came from, and are handed out there by a backward of the scalars. So stages run backward independently, every stage's
-memory is free as soon as its own part is done, and the border itself holds no activations.
+scalar stands where it left. After the stage's backward the gradients of the copies go back to where the tensors came
+from. There a backward of the scalars hands them out. So the border itself holds no activations.
 
-Equal numbers. Each device sees the forwards in the order of the microbatches, and the backwards too; recomputation puts
-the device's generator back. So random numbers are drawn, and gradients summed, in the order of plain accumulation: on
-kernels that repeat themselves the gradients are bitwise the same. What may differ: a tensor that crosses to several
-devices and needs a gradient (LoRA on what makes the modulation) sums its parts in another order.
-
-Copies travel beside the kernels (transfer.py): issued while the worker is still on the stage that it leaves, so they
-wait for no other worker's kernels. A device is made to wait for a copy when the worker goes on to it, and no sooner.
+Random numbers are drawn, and gradients summed, in the order of plain accumulation. Only a tensor that crosses to
+several devices and needs a gradient sums its parts in another order. Reasons:
+docs/decisions/0007-pipelined-training.md.
 """
 
 from __future__ import annotations

@@ -1,31 +1,18 @@
 """Activation offload: what recomputed blocks keep is in host memory until their backward, instead of on their cards.
 
-With gradient checkpointing a block keeps what it was called with until its backward: one hidden state per block and
-micro-batch in flight. For video these are the largest part of a card (Wan at 480x832, 49 frames: 208 MB a block). Here
-they go to pinned host memory while later blocks compute, and come back one block ahead of the backward, with the same
-bytes and strides.
+That is one hidden state per block and microbatch in flight. It goes to pinned host memory while later blocks compute,
+and comes back one block ahead of the backward, with the same bytes and strides.
 
-What goes. A tensor that two neighbouring blocks of a device are called with (modulation, rotary tables, text states
-that nobody changes) is on the card anyway and stays. So the choice for a block is made when the next one of its device
-was called. It is made by identity, on tensors that are both alive; a model that hands on a new object each time has it
-copied, which costs time and nothing else. Small tensors, parameters, and tensors with gaps between their elements stay.
+What two neighbouring blocks of a device are both called with (modulation, rotary tables) is on the card anyway and
+stays, told by identity. So do small tensors, parameters, and tensors with gaps between their elements.
 
-What is on a card. `keep` is called after a block's forward. The newest block's tensors stay: they are the first that a
-backward asks for. The ones before are being copied, and those before that are dropped. So at most NUM_WAITING blocks'
-tensors are there besides those of the block at work, however many micro-batches the device holds: a later one pushes
-out the last blocks of the one before. In a backward there is the block at work and one that arrives.
+`keep` is called after a block's forward. The newest block's tensors stay, those before are being copied, and those
+before that are dropped. So at most NUM_WAITING blocks' tensors are on a card besides those of the block at work,
+however many microbatches it holds. In a backward there is the block at work and one that arrives. Memory on the card is
+taken and given back on the computing stream (copies.py), also when an error drops a tensor on its way.
 
-Order (see copies.py). A copy out waits for the block that used the tensor. One block later the computing stream waits
-for the copy, then the reference is dropped: whatever gets the memory next comes later on the computing stream. For the
-way back memory is taken on the computing stream, too; the copy waits for the point that stream has reached then, and
-the computing stream for the copy. A tensor dropped in between (an error) makes the computing stream wait first.
-
-The first block that a backward asks for waits for its copy unless it is the newest: the order of the micro-batches is
-the schedule's, which is not known here. That is one copy per micro-batch and device.
-
-Memory that cannot be pinned is refused: copies through ordinary memory would hold up the host and all cards.
-
-One backward per forward: what came back is given away. Under autocast torch's own checkpointing runs, and keeps all.
+Memory that cannot be pinned is refused: copies through ordinary memory would hold up the host and all cards. There is
+one backward per forward, for what came back is given away. docs/decisions/0008-blocks-from-host-memory.md says more.
 """
 
 from __future__ import annotations

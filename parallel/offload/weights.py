@@ -1,32 +1,18 @@
 """Weight offload: blocks that do not fit their card keep their weights in host memory and pass them through two slots.
 
-A micro-batch on a device with n offloaded blocks takes max(computing all its blocks, copying n blocks twice), once for
-the forward and once for the backward, as long as these are spread evenly (placement.py): while the blocks between two
-of them compute, the next one is copied. The base is frozen, so nothing is copied back.
+A hook behind the bridge's own sees to it that the block is in a slot. It starts copying the next one of its device into
+the other slot: the next higher in a forward, the next lower while blocks are computed again for the backward. Nothing
+is evicted before its slot is needed. The base is frozen, so nothing is copied back. copies.py keeps order on the card.
 
-Slots. Each is as large as the device's largest offloaded block. Parameters that view a slot are made once per block and
-slot, with the type, shape and strides of the weights, torchao's tensors of several parts among them. Compiled blocks
-read their weights through the module and are not compiled anew.
+A backward never reads evicted weights: the graph of an offloaded block is made, used and dropped within one visit. A
+call that would leave a graph behind is refused: a block that keeps its activations, or runs under autocast.
 
-Which block is copied when. A hook behind the bridge's own (the pipeline's turn on the stage has come) sees to it that
-the block is in a slot, and starts copying the next one of its device into the other slot: the next higher in a forward,
-the next lower while blocks are computed again for the backward. Nothing is evicted before its slot is needed, so where
-a forward turns into its backward, or a backward into the next forward, the two blocks at the turn are there already: a
-forward and a backward together copy 2 (n - 2) blocks. Order on the card is kept by copies.py.
+In host memory are frozen tensors of 64 KiB and more; LoRA, buffers and what trains stay on the card. Between visits the
+module has its host tensors: names, state dict and sizes are as ever. A block has one pinned buffer, since buffers per
+layer could share pages, which cannot be pinned twice.
 
-Why a backward never reads evicted weights. An offloaded block must be recomputed: its graph is made, used and dropped
-within one visit. A call that would leave a graph behind is refused, which covers blocks that keep their activations,
-and autocast, where torch's own checkpointing calls blocks with gradients. Besides, a slot's Parameters share its
-buffer's version counter, so that autograd itself raises for a plain weight it saved and finds evicted.
-
-In host memory are frozen tensors of 64 KiB and more; the rest of a block, its LoRA, its buffers and anything that
-trains stay on the card. The module has its host tensors between visits: names, state dict and sizes are as ever, and a
-call that passes by our hook finds the block's slot, if it is still there, or raises for tensors on two devices. One
-buffer per block is registered with the driver (pinned.py), as large as the block: buffers per layer could share pages
-of memory, which cannot be registered twice. So loading takes host memory for these weights and for one block more,
-while a layer goes to the host as soon as it is final.
-
-One thread at a time works on a device (pipeline.py), so nothing is locked.
+One thread at a time works on a device (pipeline.py), so nothing is locked. Reasons, and what a step takes:
+docs/decisions/0008-blocks-from-host-memory.md.
 """
 
 from __future__ import annotations

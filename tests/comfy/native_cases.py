@@ -6,6 +6,7 @@ videos 3 frames. Parts that are large by construction and have nothing to do wit
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,9 @@ class Case:
         scale: standard deviation of the parameters.
         is_exact: whether one emulated card and the CPU agree in bits. False where the front calls an operation that
             chooses its kernel by the kind of device; such a case is compared with the whole model on one card.
+        device: what the class is built on; "meta" for a class of one size, which adjust makes small on the CPU.
+        num_steps: forwards one after the other, for a class that remembers something from step to step.
+        runs_once: whether one forward runs every block once; else what comes after the last comes before the first.
     """
 
     name: str
@@ -44,6 +48,9 @@ class Case:
     cards: int = 2
     scale: float = 0.2
     is_exact: bool = True
+    device: str = "cpu"
+    num_steps: int = 1
+    runs_once: bool = True
 
     @property
     def model_class(self) -> type[nn.Module]:
@@ -53,7 +60,7 @@ class Case:
     def build(self) -> nn.Module:
         """A new model on the CPU with the same weights every time; its layers are those of ComfyUI that do not cast."""
         operations = importlib.import_module("comfy.ops").disable_weight_init
-        model = self.model_class(**self.config, dtype=torch.float32, device="cpu", operations=operations)
+        model = self.model_class(**self.config, dtype=torch.float32, device=self.device, operations=operations)
         self.adjust(model)
         generator = torch.Generator().manual_seed(0)
         for parameter in model.parameters():
@@ -526,6 +533,54 @@ UNET = Case(
     scale=0.05,
 )
 
+_CASCADE = {
+    "c_in": 4,
+    "c_out": 4,
+    "c_r": 8,
+    "c_cond": 16,
+    "nhead": [2, 2],
+    "blocks": [[1, 1], [1, 1]],
+    "c_hidden": [16, 16],
+    "level_config": ["CTA", "CTA"],
+    "c_clip_seq": 2,
+}
+
+CASCADE_C = Case(
+    "cascade_c",
+    "comfy.ldm.cascade.stage_c",
+    "StageC",
+    {**_CASCADE, "c_clip_text": 12, "c_clip_text_pooled": 10, "c_clip_img": 6},
+    lambda: {
+        "x": rand(2, 4, 6, 8),
+        "r": steps(),
+        "clip_text": rand(2, 5, 12),
+        "clip_text_pooled": rand(2, 1, 10),
+        "clip_img": rand(2, 1, 6),
+        "control": {"input": [rand(2, 16, 3, 4, seed=seed) for seed in range(4)]},
+    },
+    is_exact=False,  # interpolation
+)
+
+CASCADE_B = Case(
+    "cascade_b",
+    "comfy.ldm.cascade.stage_b",
+    "StageB",
+    {
+        **_CASCADE,
+        "c_clip": 12,
+        "c_effnet": 4,
+        "patch_size": 2,
+        "c_hidden": [16, 16, 16],
+        "nhead": [-1, 2, 2],
+        "blocks": [[1, 1, 1], [1, 1, 1]],
+        "block_repeat": [[1, 1, 1], [3, 2, 1]],
+        "level_config": ["CT", "CTA", "CTA"],
+        "dropout": [0.0, 0.0, 0.0],
+    },
+    lambda: {"x": rand(2, 4, 16, 16), "r": steps(), "effnet": rand(2, 4, 3, 3), "clip": rand(2, 1, 12)},
+    is_exact=False,  # interpolation
+)
+
 HIDREAM = Case(
     "hidream",
     "comfy.ldm.hidream.model",
@@ -749,6 +804,211 @@ IDEOGRAM_4 = Case(
         "timesteps": steps(),
         "context": rand(2, 5, 12),
         "attention_mask": padded(2, 5),
+    },
+)
+
+
+class _ConvTower(nn.Module):
+    """Stands for HiDream-O1's vision tower: pixels [N, 6] -> one state of 32 per picture token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 32)
+
+    def forward(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        return self.linear(pixels)
+
+
+class _TokenTable(nn.Module):
+    """Stands for a table of 150,000 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 32)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids % 8)
+
+
+def _with_small_tower(model: nn.Module) -> None:
+    model.visual, model.language_model.embed_tokens = _ConvTower(), _TokenTable()
+
+
+def _hidream_o1(prefix: int) -> Inputs:
+    """Four text tokens, of which one stands for a reference and one for time; 2x2 patches and one of a reference."""
+    ids = torch.tensor([[5, 151655, 7, 151673]])
+    return {
+        "x": rand(2, 3, 64, 64),
+        "timesteps": steps(1000.0),
+        "input_ids": ids.expand(2, 4),
+        "position_ids": torch.arange(9).expand(1, 3, 9),
+        "vinput_mask": torch.tensor([[False] * 4 + [True] * 5]).expand(2, 9),
+        "ar_len": prefix,
+        "ref_pixel_values": rand(1, 1, 6),
+        "ref_image_grid_thw": torch.tensor([[[1, 1, 1]]]),
+        "ref_patches": rand(2, 1, 3072),
+    }
+
+
+HIDREAM_O1 = Case(
+    "hidream_o1",
+    "comfy.ldm.hidream_o1.model",
+    "HiDreamO1Transformer",
+    {
+        "text_config_overrides": {
+            "vocab_size": 8,
+            "hidden_size": 32,
+            "intermediate_size": 600,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "rope_dims": [4, 2, 2],
+        },
+        "vision_config_overrides": {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32},
+    },
+    lambda: _hidream_o1(prefix=3),
+    adjust=_with_small_tower,
+    num_steps=2,  # the second with the keys and values of the first
+    is_exact=False,  # causal attention
+)
+
+HIDREAM_O1_UNCACHED = dataclasses.replace(
+    HIDREAM_O1, name="hidream_o1_uncached", inputs=lambda: _hidream_o1(prefix=0), num_steps=1
+)
+
+_PIXEL_DIT = {
+    "num_groups": 2,
+    "hidden_size": 32,
+    "pixel_hidden_size": 8,
+    "pixel_attn_hidden_size": 32,
+    "pixel_num_groups": 2,
+    "patch_depth": 4,
+    "pixel_depth": 2,
+    "patch_size": 4,
+    "txt_embed_dim": 12,
+    "txt_max_length": 6,
+}
+
+PIXEL_DIT = Case(
+    "pixel_dit",
+    "comfy.ldm.pixeldit.model",
+    "PixDiT_T2I",
+    _PIXEL_DIT,
+    lambda: {"x": rand(2, 3, 11, 16), "timesteps": steps(1000.0), "context": rand(2, 5, 12)},
+)
+
+PID = Case(
+    "pid",
+    "comfy.ldm.pixeldit.pid",
+    "PidNet",
+    {
+        **_PIXEL_DIT,
+        "lq_latent_channels": 4,
+        "lq_hidden_dim": 8,
+        "lq_num_res_blocks": 1,
+        "lq_interval": 1,
+        "sr_scale": 1,
+        "pit_lq_inject": True,
+    },
+    lambda: {
+        "x": rand(2, 3, 12, 16),
+        "timesteps": steps(1000.0),
+        "context": rand(2, 5, 12),
+        "lq_latent": rand(2, 4, 3, 4),
+        "degrade_sigma": torch.tensor([0.4]),
+    },
+)
+
+HUNYUAN_DIT = Case(
+    "hunyuan_dit",
+    "comfy.ldm.hydit.models",
+    "HunYuanDiT",
+    {
+        "hidden_size": 32,
+        "depth": 8,
+        "num_heads": 2,
+        "text_states_dim": 12,
+        "text_states_dim_t5": 16,
+        "text_len": 4,
+        "text_len_t5": 6,
+        "size_cond": True,
+        "use_style_cond": True,
+    },
+    lambda: {
+        "x": rand(2, 4, 6, 8),
+        "t": steps(1000.0),
+        "context": rand(2, 4, 12),
+        "text_embedding_mask": padded(2, 4),
+        "encoder_hidden_states_t5": rand(2, 6, 16),
+        "text_embedding_mask_t5": padded(2, 6),
+        "image_meta_size": rand(2, 6).abs(),
+        "control": {"output": [rand(2, 12, 32, seed=seed) for seed in range(3)]},
+    },
+    scale=0.1,
+    is_exact=False,  # attention of the text pooling
+)
+
+HUNYUAN_3D = Case(
+    "hunyuan3d_2",
+    "comfy.ldm.hunyuan3d.model",
+    "Hunyuan3Dv2",
+    {
+        "in_channels": 4,
+        "context_in_dim": 12,
+        "hidden_size": 32,
+        "mlp_ratio": 2.0,
+        "num_heads": 2,
+        "depth": 2,
+        "depth_single_blocks": 3,
+        "guidance_embed": True,
+    },
+    lambda: {
+        "x": rand(2, 4, 7),
+        "timestep": steps(),
+        "context": rand(2, 5, 12),
+        "guidance": torch.tensor([5.0, 1.0]),
+    },
+    cards=3,
+)
+
+HUNYUAN_3D_21 = Case(
+    "hunyuan3d_2.1",
+    "comfy.ldm.hunyuan3dv2_1.hunyuandit",
+    "HunYuanDiTPlain",
+    {
+        "in_channels": 4,
+        "hidden_size": 32,
+        "context_dim": 12,
+        "depth": 5,
+        "num_heads": 2,
+        "num_moe_layers": 2,
+        "num_experts": 3,
+    },
+    lambda: {"x": rand(2, 4, 7), "t": steps(), "context": rand(2, 5, 12)},
+    cards=3,
+)
+
+TRIPO_SPLAT = Case(
+    "triposplat",
+    "comfy.ldm.triposplat.model",
+    "LatentSeqMMFlowModel",
+    {
+        "q_token_length": 7,
+        "in_channels": 4,
+        "model_channels": 48,
+        "cond_channels": 12,
+        "out_channels": 4,
+        "num_blocks": 4,
+        "num_refiner_blocks": 1,
+        "num_head_channels": 24,
+        "cond2_channels": 6,
+    },
+    lambda: {
+        "x": [rand(2, 7, 4), rand(2, 1, 5)],
+        "t": steps(1000.0),
+        "context": rand(2, 9, 12),
+        "ref_latents": [rand(2, 6, 2, 3)],
     },
 )
 
@@ -996,6 +1256,118 @@ KANDINSKY = Case(
 )
 
 
+def _with_rotary(model: nn.Module) -> None:
+    model.rope.inv_freq = rand(2).abs()
+
+
+_MINIMAX = {
+    "hidden_size": 32,
+    "num_layers": 4,
+    "token_refiner_num_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 16,
+    "ffn_hidden_size": 48,
+    "latents_dim": 4,
+    "audio_latents_dim": 6,
+    "text_dim": 12,
+    "timestep_input_dim": 16,
+    "time_embed_hidden_size": 24,
+    "time_embed_dim": 20,
+    "rope_inv_freq_len": 2,
+}
+
+
+def _minimax(payload: dict[str, Any], **more: Any) -> Inputs:
+    """Two frames of 2x3 patches, three frames of stereo sound; the text tokens are of several kinds."""
+    tags = torch.tensor([1, 1, 0, 0, 1])
+    return {
+        "x": [rand(1, 4, 2, 4, 5), rand(1, 6, 2, 3)],
+        "timestep": steps(1000.0)[:1],
+        "context": rand(1, 5, 12),
+        "minimax_payload": {"text_token_tags": tags, "audio_scale": 1.5, "seed": 3, **payload},
+        **more,
+    }
+
+
+def _minimax_keyframes() -> Inputs:
+    """A first frame with sound, and parts of both streams that are kept."""
+    frame, sound = rand(1, 4, 1, 4, 6), rand(1, 6, 2, 1)
+    mask, audio_mask = torch.ones(1, 1, 2, 4, 5), torch.ones(1, 1, 6)
+    mask[..., :2], audio_mask[..., :2] = 0.25, 0.5
+    return _minimax(
+        {
+            "keyframes": [{"resolved_frame_index": 0, "latent": frame, "audio_latent": sound}],
+            "cond_video_latents": [frame],
+            "cond_audio_latents": [sound],
+            "visual_cond_noise_aug": 0.9,
+        },
+        denoise_mask=mask,
+        audio_denoise_mask=audio_mask,
+    )
+
+
+def _minimax_references() -> Inputs:
+    """A picture, a sound and a video with its sound as references."""
+    picture, video, sounds = rand(1, 4, 1, 4, 4), rand(1, 4, 2, 4, 6), [rand(1, 6, 2, 2), rand(1, 6, 2, 1)]
+    refs = [
+        {"kind": "image", "latent_h": 4, "latent_w": 4},
+        {"kind": "audio", "ref_audio_t": 2},
+        {"kind": "video_audio", "ref_audio_t": 1, "latent_t": 2, "latent_h": 4, "latent_w": 6},
+    ]
+    return _minimax({"refs": refs, "cond_video_latents": [picture, video], "cond_audio_latents": sounds})
+
+
+MINIMAX_H3 = Case(
+    "minimax_h3",
+    "comfy.ldm.minimax.model",
+    "MiniMaxH3Model",
+    _MINIMAX,
+    _minimax_keyframes,
+    adjust=_with_rotary,
+    cards=3,
+)
+
+
+def _with_rotary_and_curves(model: nn.Module) -> None:
+    _with_rotary(model)
+    model.adaln_t_table = rand(*model.adaln_t_table.shape)
+
+
+MINIMAX_H3_CURVES = dataclasses.replace(
+    MINIMAX_H3,
+    name="minimax_h3_curves",
+    config={**_MINIMAX, "adaln_curve_grid": 9},
+    inputs=_minimax_references,
+    adjust=_with_rotary_and_curves,
+)
+
+_SEEDVR = {
+    "norm_eps": 1e-5,
+    "num_layers": 4,
+    "mlp_type": "swiglu",
+    "vid_dim": 48,
+    "txt_in_dim": 12,
+    "heads": 2,
+    "head_dim": 24,
+    "mm_layers": 2,
+    "rope_dim": 24,
+}
+
+SEEDVR_2 = Case(
+    "seedvr2",
+    "comfy.ldm.seedvr.model",
+    "NaDiT",
+    {**_SEEDVR, "vid_out_norm": True},
+    lambda: {
+        "x": rand(2, 16, 3, 4, 6),
+        "timestep": steps(1000.0),
+        "context": rand(2, 5, 12),
+        "condition": rand(2, 17, 3, 4, 6),
+        "transformer_options": {"cond_or_uncond": [0, 1]},
+    },
+)
+
+
 COG_VIDEO_X = Case(
     "cogvideox",
     "comfy.ldm.cogvideo.model",
@@ -1063,6 +1435,138 @@ ACE_STEP = Case(
         "lyric_token_idx": torch.arange(8).reshape(2, 4),
     },
     adjust=_with_small_lyrics,
+)
+
+
+def _with_short_tables(model: nn.Module) -> None:
+    """Rotary tables of 32,768 positions would outweigh tiny blocks."""
+    for module in model.modules():
+        if hasattr(module, "_set_cos_sin_cache"):
+            module._set_cos_sin_cache(64, "cpu", torch.float32)
+
+
+ACE_STEP_15 = Case(
+    "ace_step_1.5",
+    "comfy.ldm.ace.ace_step15",
+    "AceStepConditionGenerationModel",
+    {
+        "in_channels": 12,
+        "hidden_size": 32,
+        "text_hidden_dim": 12,
+        "timbre_hidden_dim": 4,
+        "audio_acoustic_hidden_dim": 4,
+        "num_dit_layers": 4,
+        "num_lyric_layers": 1,
+        "num_timbre_layers": 1,
+        "num_tokenizer_layers": 1,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 512,
+        "sliding_window": 2,
+        "fsq_dim": 32,
+        "fsq_levels": [2, 2, 2],
+        "encoder_hidden_size": 32,
+        "encoder_intermediate_size": 48,
+        "encoder_num_heads": 2,
+    },
+    lambda: {
+        "x": rand(2, 4, 11),
+        "timestep": steps(),
+        "context": rand(2, 5, 12),
+        "lyric_embed": rand(2, 3, 12),
+        "refer_audio": rand(2, 4, 11),
+        "is_covers": False,
+    },
+    adjust=_with_short_tables,
+)
+
+
+def _with_buffers(model: nn.Module) -> None:
+    """Fill what the class leaves to the checkpoint."""
+    for buffer in model.buffers():
+        buffer.copy_(rand(*buffer.shape).abs())
+
+
+_STABLE_AUDIO = {"io_channels": 4, "embed_dim": 64, "cond_token_dim": 32, "depth": 4, "num_heads": 2}
+
+STABLE_AUDIO = Case(
+    "stable_audio",
+    "comfy.ldm.audio.dit",
+    "AudioDiffusionTransformer",
+    {**_STABLE_AUDIO, "global_cond_dim": 12},
+    lambda: {"x": rand(2, 4, 9), "timestep": steps(), "context": rand(2, 5, 32), "global_embed": rand(2, 12)},
+    adjust=_with_buffers,
+)
+
+STABLE_AUDIO_3 = Case(
+    "stable_audio_3",
+    "comfy.ldm.audio.dit",
+    "AudioDiffusionTransformer",
+    {
+        **_STABLE_AUDIO,
+        "cond_token_dim": 16,
+        "project_cond_tokens": True,
+        "global_cond_dim": 12,
+        "global_cond_type": "adaLN",
+        "global_cond_shared_embed": True,
+        "timestep_features_type": "expo",
+        "local_add_cond_dim": 5,
+        "num_memory_tokens": 3,
+        "patch_size": 2,
+    },
+    lambda: {
+        "x": rand(2, 4, 10),
+        "timestep": steps(),
+        "context": rand(2, 5, 16),
+        "global_embed": rand(2, 12),
+        "local_add_cond": rand(2, 5, 5),
+    },
+    adjust=_with_buffers,
+)
+
+
+def _minimax_music(*, length: int, frames: int) -> Inputs:
+    return {
+        "x": rand(2, 128, length),
+        "timestep": steps(),
+        "context": rand(2, frames, 8 * 4096),
+        "conditioning_scale": torch.tensor([1.0, 0.5]).reshape(2, 1, 1),
+    }
+
+
+def _with_narrow_music(model: nn.Module) -> None:
+    """The class has one size, 2.4 billion parameters: its own blocks, narrow."""
+    dit = importlib.import_module("comfy.ldm.minimax_music.dit")
+    operations = importlib.import_module("comfy.ops").disable_weight_init
+    whole: Any = model.diffusion_transformer
+    whole.transformer.layers = nn.ModuleList(
+        dit.TransformerBlock(32, 16, 48, torch.float32, "cpu", operations) for _ in range(4)
+    )
+    whole.transformer.project_in, whole.transformer.project_out = nn.Linear(2304, 32), nn.Linear(32, 128)
+    whole.transformer.rotary_pos_emb = dit.RotaryEmbedding(8, torch.float32, "cpu")
+    whole.to_timestep_embed = nn.Linear(256, 32)
+    whole.preprocess_conv = nn.Conv1d(2304, 2304, 1, groups=256)
+    model.latent_conditioners = nn.Conv1d(4096, 2048, 3, padding=1, groups=512)
+    _with_buffers(model.to_empty(device="cpu"))
+
+
+MINIMAX_MUSIC = Case(
+    "minimax_music_3",
+    "comfy.ldm.minimax_music.dit",
+    "MiniMaxMusic3DiT",
+    {},
+    lambda: _minimax_music(length=9, frames=4),
+    adjust=_with_narrow_music,
+    device="meta",
+    scale=0.05,
+)
+
+MINIMAX_MUSIC_LONG = dataclasses.replace(
+    MINIMAX_MUSIC,
+    name="minimax_music_3_long",  # two windows
+    inputs=lambda: _minimax_music(length=720, frames=210),
+    runs_once=False,
 )
 
 REFUSED = (WAN_ANIMATE_2, WAN_CAUSAL)

@@ -72,7 +72,12 @@ class _Split:
             module: self.device[name] for name in order for module in hooked_modules(model.get_submodule(name), row)
         }
         self.bridge = Bridge(
-            hooked, self.home, tail=tail_modules(model, row), transport=transport, passed_by=row.passed_by
+            hooked,
+            self.home,
+            tail=tail_modules(model, row),
+            transport=transport,
+            passed_by=row.passed_by,
+            per_device=row.per_device,
         )
 
     def prepare(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -156,10 +161,12 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _scaled(args: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+def _scaled(args: dict[str, Any], extra: dict[str, Any]) -> Any:
     """A user's stand-in for a block that mixes what comes in with what goes out."""
-    before = {name: value.clone() for name, value in args.items() if isinstance(value, torch.Tensor)}
+    before = {name: value.clone() for name, value in args.items() if _is_tensor(value) and value.is_floating_point()}
     out = extra["original_block"](args)
+    if _is_tensor(out):  # of a class that takes and returns the stream alone
+        return out * 0.5 + before["x"]
     return {
         name: value * 0.5 + before[name] if isinstance(value, torch.Tensor) and name in before else value
         for name, value in out.items()
@@ -217,7 +224,8 @@ class _Observed:
         for name, child in model.named_children():
             self._watch_child(name, child, row)
         patches, replace = _Asked(self._state), _Asked(self._state)
-        control = _Asked(self._state, {"input": [], "middle": [], "output": []})
+        residuals = inputs.get("control") or {}
+        control = _Asked(self._state, {"input": [], "middle": [], "output": [], **residuals})
         options = {**inputs["transformer_options"], "patches": patches, "patches_replace": {"dit": replace}}
         model(**{**inputs, "control": control, "transformer_options": options})
         for handle in self._handles:
@@ -232,6 +240,11 @@ class _Observed:
         }
 
     def _watch_child(self, name: str, child: nn.Module, row: NativeModel) -> None:
+        """Watch what is called beside the blocks: each child, or each child of what the lists of blocks are in."""
+        if any(each.startswith(f"{name}.") for each in row.block_lists):
+            for inner, grandchild in child.named_children():
+                self._watch_child(f"{name}.{inner}", grandchild, row)
+            return
         members = list(child) if isinstance(child, nn.ModuleList) else [child]
         for module in members if name not in row.block_lists else []:
 
@@ -286,6 +299,8 @@ class _Runs:
             done |= self.last_skipped()
         if self.row.can_overlap:
             done["overlapped"] = _attempt(self.overlapped)
+        if self.row.tensor:
+            done["tensor"] = _attempt(self.divided)
         if self.transport == "relay":
             done["stream"] = _attempt(lambda: self.split("stream", 2))
         return {"transport": self.transport, "facts": json.dumps(self.facts()), **done}
@@ -329,14 +344,23 @@ class _Runs:
         return self._expected[patched]
 
     def _whole_on_cpu(self, patched: bool) -> list[torch.Tensor]:
-        return _flat(self.model(**_inputs(self.case, self.row, patched=patched)))
+        remembered = {name: getattr(self.model, name) for name in self.row.remembers}
+        try:
+            return self._steps(lambda inputs: self.model(**inputs), patched)
+        finally:
+            for name, value in remembered.items():
+                setattr(self.model, name, value)
+
+    def _steps(self, forward: Callable[[dict[str, Any]], Any], patched: bool) -> list[torch.Tensor]:
+        steps = (_inputs(self.case, self.row, patched=patched) for _ in range(self.case.num_steps))
+        return [tensor for inputs in steps for tensor in _flat(forward(inputs))]
 
     def _whole_on_card(self, patched: bool) -> list[torch.Tensor]:
         from devicebridge.tests.emulated import emulated_cards, factories_on_cards
 
         with emulated_cards(1), factories_on_cards():
             alone = _Split(copy.deepcopy(self.model), self.row, 1, self.transport)
-            return _flat(alone.model(**alone.prepare(_inputs(self.case, self.row, patched=patched))))
+            return self._steps(lambda inputs: alone.model(**alone.prepare(inputs)), patched)
 
     def calls(self) -> str:
         """Whether the forward really calls each thing that hooks are put on."""
@@ -350,6 +374,36 @@ class _Runs:
         calls.check()
         silent = [name for name, count in calls._calls.items() if not count]
         return "all" if not silent else f"all but {', '.join(silent)}"
+
+    def divided(self) -> str:
+        """Every block computed by two cards together, twice, against the whole model on one card: the relative error."""
+        from devicebridge.parallel.block_lists import execution_order
+        from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
+        from devicebridge.parallel.local.tensor_parallel import TensorParallel
+        from devicebridge.tests.emulated import CARDS, emulated_cards, factories_on_cards
+
+        with emulated_cards(2), factories_on_cards():
+            alone = _Split(copy.deepcopy(self.model), self.row, 1, self.transport)
+            expected = _flat(alone.model(**alone.prepare(_inputs(self.case, self.row))))
+            model, shards = copy.deepcopy(self.model), {}
+            for name in execution_order(model, self.row):
+                block = model.get_submodule(name)
+                plan = find_plan(self.row.tensor, block)
+                if plan is None:
+                    return f"no plan for {type(block).__name__}"
+                shares = shares_of(block, plan, (1.0, 1.0))
+                other = divide_block(copy.deepcopy(block), plan, shares, 1)
+                other.block.to(CARDS[1])
+                shards[block] = divide_block(block, plan, shares, 0), [other]
+            model.to(CARDS[0])
+            bridge = TensorParallel(CARDS[:2], shards)
+            bridge.attach()
+            errors = []
+            for _ in range(2):
+                with bridge.forward():
+                    found = _flat(model(**alone.prepare(_inputs(self.case, self.row))))
+                errors += [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+        return f"{max(errors):.3g}"
 
     def facts(self) -> dict[str, Any]:
         return _Observed(self.model, self.row, _inputs(self.case, self.row)).facts
@@ -376,7 +430,7 @@ class _Runs:
         calls = BlockCalls(self.model, block_fqns(self.model, lists))
         self._whole_on_cpu(patched=False)
         calls.check()
-        if relay and lists == self.row.block_lists:
+        if relay and lists == self.row.block_lists and not self.row.per_device:
             return relay
         unknown = NativeModel(self.case.class_name, self.case.module, lists, (), "found", "relay")
         return self.split("relay", 2, row=unknown)
@@ -397,9 +451,12 @@ class _Runs:
             split = _Split(copy.deepcopy(self.model), row or self.row, num_cards, transport)
             if is_bridged:
                 split.bridge.attach()
-            inputs = split.prepare(_inputs(self.case, self.row, patched=patched))
-            with split.bridge.forward():
-                return _same(_flat(split.model(**inputs)), expected)
+
+            def forward(inputs: dict[str, Any]) -> Any:
+                with split.bridge.forward():
+                    return split.model(**split.prepare(inputs))
+
+            return _same(self._steps(forward, patched), expected)
 
 
 class _Strange(nn.Module):
@@ -504,6 +561,7 @@ def main(checkout: str) -> None:
     results["rows"] = {
         f"{row.module}.{row.class_name}": "found" if find_native(_class_of(row)) is row else "not found"
         for row in NATIVE_MODELS
+        if row.evidence == "run"
     }
     print(json.dumps(results))
 

@@ -5,6 +5,7 @@ Each of these was once silently wrong on a split MODEL, or failed there with a d
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -22,6 +23,8 @@ import comfy.weight_adapter.bypass
 import torch
 from comfy.ldm.modules.attention import attention_basic, optimized_attention
 from comfy_extras.nodes_model_patch import ZImageControlPatch
+from devicebridge.families.comfy.native import NativeModel
+from devicebridge.families.comfy.registry import find_native
 from devicebridge.parallel.local.bridge import Bridge
 from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
 from devicebridge.tests.comfy.split_fuzz_nodes import exchange_block_lists, forward_with_identity
@@ -495,3 +498,27 @@ def verify_knows_state_when_it_meets_it(case: Case) -> None:
     with case.logged("devicebridge") as messages:
         host.sample(divided, "flux1", cfg=4.0)
     case.check("a warning names it", any("not verified" in m and "attention override" in m for m in messages), messages)
+
+
+@case
+def a_class_that_was_read_is_verified_once(case: Case) -> None:
+    """FLUX's row as if nobody had run the class: the switch is off, and the first step is compared all the same."""
+    host = case.host
+    reference = host.sample(split(host.load("flux1")), "flux1", cfg=4.0)
+
+    def read(model_class: type) -> NativeModel:
+        row = find_native(model_class)
+        assert row is not None
+        return dataclasses.replace(row, evidence="read")
+
+    with mock.patch("devicebridge.nodes.host.split.plan.find_native", read):
+        with case.logged("devicebridge", logging.INFO) as messages:
+            divided = split(host.load("flux1"))
+            outputs = [host.sample(divided, "flux1", cfg=4.0) for _ in range(2)]
+        counting = _changed(split(host.load("flux1")), _count_in_the_attention, HOME)
+    for index, output in enumerate(outputs):
+        case.equal(f"run {index}", output, reference)
+    case.check("the user is told", any("Flux: this class was read, not run" in m for m in messages), messages)
+    case.check("verified once", sum("verified: the first step" in m for m in messages) == 1, messages)
+    run = functools.partial(host.sample, counting, "flux1", cfg=4.0)
+    case.refused("what cannot be compared", run, RuntimeError, "Flux was read, not run", "attention override")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, split
 from devicebridge.tests.comfy.split_host import (
@@ -59,8 +60,33 @@ def _check_placement(case: Case, name: str, divided: object) -> None:
     case.check("home does not hold the whole", held < whole, f"{held} of {whole}")
 
 
-for _name in FAMILIES:
+_ROUNDED_OTHERWISE = {"hidream_o1"}  # on a card than on the CPU
+
+for _name in FAMILIES.keys() - _ROUNDED_OTHERWISE:
     CASES[f"family_{_name}"] = functools.partial(_family, _name)
+
+
+def what_a_model_remembers_from_step_to_step(case: Case) -> None:
+    """HiDream-O1's keys and values of the prompt, on each block's card, also where the first step is computed twice."""
+    host, name = case.host, "hidream_o1"
+    model = host.load(name)
+    reference = host.sample(model, name, steps=STEPS, cfg=4.0)
+    host.unload_all()
+    for options in ({}, {"transport": "relay"}, {"verify": True}):
+        divided = split(host.load(name), **options)
+        with case.logged("devicebridge", logging.INFO) as messages:
+            output = host.sample(divided, name, steps=STEPS, cfg=4.0)
+        case.equal(f"as unsplit: {options}", output, reference)
+        kept = divided.model.diffusion_model._kv_cache_entries
+        devices = {str(tensor.device) for entry in kept for pair in entry["kv"] for tensor in pair}
+        both = {str(HOME)} if "transport" in options else {str(HOME), str(OTHER)}
+        case.check(f"keys and values are kept where they are needed: {options}", devices == both, devices)
+        verified = any("verified: the first step" in message for message in messages)
+        case.check(f"verified if asked: {options}", verified == ("verify" in options), messages)
+        host.unload_all()
+
+
+CASES["what_a_model_remembers_from_step_to_step"] = what_a_model_remembers_from_step_to_step
 
 
 def three_cards(case: Case) -> None:

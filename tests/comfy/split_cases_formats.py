@@ -214,6 +214,32 @@ def a_patcher_class_of_a_pack(case: Case) -> None:
     case.check("its own code loaded both parts", PackPatcher.loads >= 2, PackPatcher.loads)
 
 
+class DiskPatcher(comfy.model_patcher.ModelPatcher):
+    """As of ComfyUI after 0.33, which tells a patcher whether its file lies on a fast disk."""
+
+    def __init__(self, *args: Any, fast_disk: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fast_disk = fast_disk
+
+    def clone(self, *args: Any, **kwargs: Any) -> Any:
+        n = super().clone(*args, **kwargs)
+        n.fast_disk = self.fast_disk
+        return n
+
+
+@case
+def cards_stream_as_the_file_lies(case: Case) -> None:
+    host = case.host
+    reference = host.sample(host.load(NAME, load_device=CPU), NAME)
+    for fast_disk in (True, False):
+        plain = host.load(NAME)
+        plain.__class__, plain.fast_disk = DiskPatcher, fast_disk
+        divided = split(plain)
+        found = [each.fast_disk for each in (divided, *divided.companions, *divided.clone().companions)]
+        case.check(f"every card's patcher knows that it is {fast_disk}", found == [fast_disk] * 3, found)
+        case.equal(f"fast disk {fast_disk}", host.sample(divided, NAME), reference)
+
+
 @case
 def balances(case: Case) -> None:
     """However the blocks are shared out, the numbers are the same; a cut lies where it was asked for."""

@@ -18,6 +18,8 @@ import comfy.model_management
 import comfy.sample
 import comfy.sd
 import torch
+from comfy.nested_tensor import NestedTensor
+from comfy.utils import pack_latents
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, lora_weights, save_checkpoint, small_sizes
 from devicebridge.tests.emulated import (
     CARDS,
@@ -132,9 +134,11 @@ class Host:
         noise_mask: torch.Tensor | None = None,
         callback: Callable[..., None] | None = None,
     ) -> torch.Tensor:
-        """What KSampler does; the samples on the CPU. [batch, *latent]"""
+        """What KSampler does; the samples on the CPU. [batch, *latent], of two streams [batch, 1, values of both]"""
         family = FAMILIES[name]
         samples = torch.zeros(batch, *(latent or family.latent))
+        if family.sound:
+            samples = NestedTensor((samples, torch.zeros(batch, *family.sound)))
         noise = comfy.sample.prepare_noise(samples, seed) if noise is None else noise
         samples = comfy.sample.sample(
             model,
@@ -151,7 +155,7 @@ class Host:
             disable_pbar=True,
             seed=seed,
         )
-        return on_cpu(samples).clone()
+        return on_cpu(pack_latents(samples.unbind())[0] if samples.is_nested else samples).clone()
 
     def free(self, device: torch.device) -> None:
         """Some other node asks for the whole card."""

@@ -32,6 +32,7 @@ WATCHED = (
     "model_base",
     "model_management",
     "model_patcher",
+    "model_prefetch",
     "ops",
     "patcher_extension",
     "sample",
@@ -56,6 +57,7 @@ def main() -> None:
     from devicebridge.tests.comfy import (  # noqa: F401 - they register themselves
         split_cases_attachments,
         split_cases_batches,
+        split_cases_compiler,
         split_cases_families,
         split_cases_formats,
         split_cases_forward,

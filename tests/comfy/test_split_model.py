@@ -31,6 +31,7 @@ FAMILIES = [
     "hunyuan_video",
     "ltxv",
     "lumina2",
+    "minimax_h3",
     "qwen_image",
     "sd3",
     "sdxl",
@@ -61,6 +62,7 @@ CASES = [
     "tensor_an_error_on_one_card",
     "tensor_clones_and_eviction",
     "three_cards",
+    "what_a_model_remembers_from_step_to_step",
     "balances",
     "lora_before_split",
     "lora_after_split",
@@ -137,6 +139,7 @@ CASES = [
     "fp8_scaled_checkpoint",
     "a_prefixed_file",
     "a_patcher_class_of_a_pack",
+    "cards_stream_as_the_file_lies",
     "a_card_full_while_loading",
     "low_memory_with_a_scheduled_lora",
     "nothing_is_left_on_the_modules",
@@ -179,6 +182,14 @@ CASES = [
     "verify_passes_what_is_right",
     "verify_stops_what_is_wrong",
     "verify_knows_state_when_it_meets_it",
+    "beside_the_compiler",
+    "without_its_guard_the_compiler_fails",
+    "overlap_beside_the_compiler",
+    "a_graph_around_a_split",
+    "an_interrupt_brings_the_compiler_back",
+    "errors_of_the_compiler_name_its_switch",
+    "a_host_that_cannot_be_switched_off_is_refused",
+    "a_class_that_was_read_is_verified_once",
 ]
 
 

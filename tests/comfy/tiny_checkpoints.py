@@ -37,6 +37,7 @@ class TinyFamily:
         pooled: width of the pooled embedding, 0 for none.
         is_detected: whether every size is read from the weights.
         overlaps: whether cond and uncond can be computed at the same time once it is split.
+        sound: shape of the latent of a second stream, [C, 2, T]; () for none.
         options: generator, tokens -> further entries of a condition.
     """
 
@@ -48,6 +49,7 @@ class TinyFamily:
     pooled: int = 0
     is_detected: bool = True
     overlaps: bool = True
+    sound: tuple[int, ...] = ()
     options: Callable[[torch.Generator, int], dict[str, Any]] = lambda generator, tokens: {}
 
     def condition(self, seed: int, tokens: int | None = None) -> Condition:
@@ -319,6 +321,52 @@ _HIDREAM = {
 }
 
 
+_HIDREAM_O1 = {
+    "image_model": "hidream_o1",
+    "text_config_overrides": {
+        "hidden_size": 32,
+        "intermediate_size": 6000,  # the blocks must outweigh a table of 150,000 tokens
+        "num_hidden_layers": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "rope_dims": [4, 2, 2],
+    },
+    "vision_config_overrides": {
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 32,
+        "depth": 1,
+        "num_position_embeddings": 16,
+    },
+}
+
+
+def _token_ids(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """Token ids that end with the one for time, as HiDream-O1's tokenizer gives them."""
+    ids = torch.randint(0, 1000, (1, tokens), generator=generator)
+    ids[:, -1] = 151673
+    return {"text_input_ids": ids}
+
+
+_MINIMAX_H3 = {
+    "image_model": "minimax_h3",
+    "hidden_size": 64,
+    "num_layers": 4,
+    "token_refiner_num_layers": 1,
+    "num_attention_heads": 2,
+    "attention_head_dim": 32,
+    "ffn_hidden_size": 96,
+    "latents_dim": 24,
+    "audio_latents_dim": 32,
+    "text_dim": 48,
+    "timestep_input_dim": 32,
+    "time_embed_hidden_size": 48,
+    "time_embed_dim": 40,
+    "rope_inv_freq_len": 4,
+}
+
+
 def _qwen() -> dict[str, Any]:
     return {
         "image_model": "qwen_image",
@@ -403,6 +451,17 @@ FAMILIES: dict[str, TinyFamily] = {
         is_detected=False,
         overlaps=False,
     ),
+    "hidream_o1": TinyFamily(
+        "HiDreamO1",
+        _HIDREAM_O1,
+        (3, 64, 64),
+        (6, 32),
+        ("language_model.layers",),
+        is_detected=False,
+        overlaps=False,
+        options=_token_ids,
+    ),
+    "minimax_h3": TinyFamily("MiniMaxH3", _MINIMAX_H3, (24, 2, 4, 6), (6, 48), ("blocks",), sound=(32, 2, 3)),
     "cosmos_predict2": TinyFamily(
         "CosmosT2IPredict2", _COSMOS_PREDICT_2, (16, 1, 4, 4), (6, 1024), ("blocks",), is_detected=False
     ),

@@ -63,16 +63,17 @@ def run_overlapped(
         outputs = [run() for run in jobs] if is_plain else Interleave(tree.bridge).run(jobs)
         return _join(parts, outputs, conds, x_in)
 
-    try:
-        if tree.is_to_verify:
-            tree.is_to_verify = False
-            return verified(tree, compute, model_options)
-        return compute()
-    except RuntimeError as error:
-        explain(error, tree.unseen, model_options)
-        raise
-    finally:
-        tree.bridge.end()  # Cancel inside a block of another card unwinds past torch's hooks
+    with tree.step():
+        try:
+            if tree.is_to_verify:
+                tree.is_to_verify = False
+                outputs = verified(tree, compute, model_options)
+                tree.is_verified = True
+                return outputs
+            return compute()
+        except RuntimeError as error:
+            explain(error, tree.unseen, model_options)
+            raise
 
 
 def _join(parts: list[_Part], outputs: list[torch.Tensor], conds: list[Any], x_in: torch.Tensor) -> list[torch.Tensor]:

@@ -86,7 +86,7 @@ def _check_formats(name: str, block: nn.Module, plan: TensorPlan) -> None:
                 f"the weights of {name}.{linear} are in the format {found}{' with rotation' if has_rotation else ''}, "
                 "which cannot be divided among cards. Use way 'blocks', or a bf16, fp8 or int8 file without rotation"
             )
-        if getattr(module, "pre_quant_scale", None) is not None:
+        if vars(module).get("pre_quant_scale") is not None or "pre_quant_scale" in module._parameters:
             raise ValueError(f"{name}.{linear} scales its input per feature, which cannot be divided. Use way 'blocks'")
 
 

@@ -61,6 +61,18 @@ def describe_cards(base: nn.Module, plan: SplitPlan) -> list[str]:
     return [f"{device} gets {counts[device]} blocks, {sizes[device] / GB:.2f} GB of weights" for device in sizes]
 
 
+_EVIDENCE = {
+    "read": (
+        "this class was read, not run: its first step is computed a second time without overlap, by relay, and the run "
+        "stops unless the two are the same bits"
+    ),
+    "outside": (
+        "this class is in no ComfyUI that this pack is tested with; its public source was run once, split and whole, "
+        "with the same bits. Turn verify on for the first run"
+    ),
+}
+
+
 def log_plan(base: nn.Module, plan: SplitPlan) -> None:
     """What was decided, in one line, and one line per card."""
     if plan.division is not None:
@@ -75,6 +87,8 @@ def log_plan(base: nn.Module, plan: SplitPlan) -> None:
     what = f"{plan.layout.class_name}, {len(plan.placement.blocks)} blocks: {where}; {plan.transport}"
     for line in (f"{what}; overlap {'on' if plan.overlap else 'off'}", *describe_cards(base, plan)):
         _log.info("split: %s", line)
+    if plan.layout.evidence in _EVIDENCE:
+        _log.warning("split: %s: %s", plan.layout.class_name, _EVIDENCE[plan.layout.evidence])
 
 
 def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +101,7 @@ def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: An
     if tree is not None:
         _refuse_whole_compile(model, tree.plan)
         _forecast(model, tree, noise_shape, conds)
-        tree.is_to_verify = tree.plan.verify
+        tree.is_to_verify = tree.plan.verify or not tree.is_verified
     return executor(model, noise_shape, conds, *args, **kwargs)
 
 

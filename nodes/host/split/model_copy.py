@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Load state that ComfyUI (0.33) leaves on modules; a new tree starts without it.
+# Load state and recordings that ComfyUI (0.33 and later) leaves on modules; a new tree starts without them.
 _RUNTIME_STATE = frozenset(
     {
         "current_patcher",
@@ -36,6 +36,9 @@ _RUNTIME_STATE = frozenset(
         "weight_lowvram_function",
         "bias_lowvram_function",
         "_comfy_cross_step_state",
+        "_comfy_graph",
+        "_comfy_malloc_graph",
+        "_compiled_prefetch_ring",
         "_pin_state",
         "_pins",
         "_prefetch",

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -29,6 +30,7 @@ from comfy.weight_adapter.bypass import BypassForwardHook
 from torch import nn
 
 from ....parallel.local.slices import JoinedSlices
+from ..compiler import outside
 from .attachments import KEY, is_compiled
 from .model_copy import original_of, reachable
 from .tree import SplitTree, make_tree, tree_of
@@ -56,7 +58,7 @@ class _CardPatcher(_Patcher):
     def partially_load(self, device_to: Any, extra_memory: float = 0, force_patch_weights: bool = False) -> Any:
         """ComfyUI's own, with no more bytes than the user allows this card to hold."""
         self._unhook()
-        with self._own_part(), cuda_device_context(device_to):
+        with self._own_part(), cuda_device_context(device_to), outside([device_to]):
             extra_memory = self._without_other_objects(extra_memory)
             limit = self._tree().plan.limit_bytes.get(self.load_device)
             if limit is not None:
@@ -340,7 +342,7 @@ class SplitMixin(_CardPatcher):
             super().eject_model()
 
     def cleanup(self) -> None:
-        self._tree().bridge.end()  # Cancel inside a block of another card unwinds past torch's hooks
+        self._tree().end()  # Cancel inside a block of another card unwinds past torch's hooks
         super().cleanup()
 
     def apply_hooks(self, *args: Any, **kwargs: Any) -> Any:
@@ -386,6 +388,12 @@ def _mixed(mixin: type, unsplit: type) -> type:
     return type(mixin.__name__.removesuffix("Mixin") + unsplit.__name__, (mixin, unsplit), {"unsplit_class": unsplit})
 
 
+def _told_of_disk(shard_class: type, patcher: Any) -> Callable[..., Any]:
+    """The class, called with what ComfyUI after 0.33 also tells a patcher: whether its file lies on a fast disk."""
+    is_told = "fast_disk" in inspect.signature(shard_class).parameters
+    return functools.partial(shard_class, fast_disk=patcher.fast_disk) if is_told else shard_class
+
+
 def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
     """Make a patcher of a split tree act as one, in place; companions of the same tree are cloned, else made.
 
@@ -402,7 +410,7 @@ def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
     for key in patcher.object_patches:
         tree.check_object_patch(key)
     if companions is None:
-        make = _mixed(ShardMixin, unsplit)
+        make = _told_of_disk(_mixed(ShardMixin, unsplit), patcher)
         patcher.companions = tuple(make(shard, device, patcher.offload_device) for device, shard in tree.shards.items())
         for companion in patcher.companions:
             companion._tree_of_home = tree

@@ -9,9 +9,10 @@ Everything else, LoRA key maps, injections, the forward, sees the whole tree.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partialmethod
 from typing import Any
 
@@ -22,6 +23,7 @@ from ....parallel.block_lists import BlockCalls, hooked_modules, tail_modules
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.tensor_parallel import TensorParallel
 from ....patches.hooks import HookSet
+from ..compiler import outside
 from .attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
 from .division import DividedBlocks, check_runnable
 from .model_copy import Origin
@@ -79,10 +81,13 @@ class SplitTree:
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
         self._unseen: tuple[str, ...] | None = None
         self._is_plain = False
+        self._is_step = False
+        self._forwards = _Forwards()
         self._said: set[str] = set()  # what needs saying once
         self.is_to_verify = False  # the next step
         self.loaded_layers: dict[torch.device, dict[str, int]] = {}  # of object patches, by name: what each card holds
-        self._is_proven = not plan.layout.is_derived
+        self._is_proven = not plan.layout.is_watched
+        self.is_verified = plan.layout.evidence != "read"  # or need not be
 
     @property
     def diffusion_model(self) -> nn.Module:
@@ -177,6 +182,22 @@ class SplitTree:
         if self._attached_by == id(owner):
             self._remove_hooks()
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Forwards inside, in whatever threads, stand outside ComfyUI's compiler and leave nothing behind."""
+        with outside(self.plan.used_devices):
+            self._is_step = True
+            try:
+                yield
+            finally:
+                self._is_step = False
+                self.end()
+
+    def end(self) -> None:
+        """End what a forward of this thread left behind: torch calls no hook of ours when an interrupt unwinds one."""
+        self.bridge.end()
+        self._forwards.guard.close()
+
     def _remove_hooks(self) -> None:
         self._attached_by = None
         self.bridge.remove()
@@ -216,6 +237,7 @@ class SplitTree:
             tail=tail_modules(self.diffusion_model, self.plan.layout),
             transport=self.plan.transport,
             passed_by=self.plan.layout.passed_by,
+            per_device=self.plan.layout.per_device,
         )
 
     def _called_modules(self) -> dict[nn.Module, torch.device]:
@@ -252,7 +274,9 @@ class SplitTree:
             if self._calls is not None:
                 self._calls.stop()
             self._calls = BlockCalls(self.diffusion_model, self.plan.placement.blocks)
-        self.bridge.end()  # torch calls no hook of ours when KeyboardInterrupt ends a forward
+        self.end()
+        if not self._is_step:  # run by somebody else than ComfyUI's sampler
+            self._forwards.guard.enter_context(outside(self.plan.used_devices))
         self.bridge.begin()
         kwargs = dict(kwargs)
         if isinstance(kwargs.get("control"), dict):
@@ -268,7 +292,7 @@ class SplitTree:
                 self._calls, self._is_proven = None, True
             return self.bridge.move(output, self.plan.home) if output is not None else None
         finally:
-            self.bridge.end()
+            self.end()
 
     def _decide(self, options: Mapping[str, Any]) -> None:
         """How this forward travels, and whose code it may meet on its way."""
@@ -278,7 +302,7 @@ class SplitTree:
             self.say_once(f"split: relay instead of stream: {between[0]}, which may do anything between two blocks")
         goes_home = bool(between) or self._is_plain
         self.bridge.transport = "relay" if goes_home else self.plan.transport
-        if goes_home or self.unseen or self.plan.layout.is_derived:
+        if goes_home or self.unseen or self.plan.layout.is_watched:
             self.bridge.trust = "nobody"
         else:
             self.bridge.trust = "callers" if seen_attachments(options) else "model"
@@ -291,6 +315,13 @@ class SplitTree:
         self.bridge.remove()
         self.bridge = self._make_bridge(called)
         self.bridge.attach()
+
+
+class _Forwards(threading.local):
+    """Of each thread: what keeps its forward outside the compiler."""
+
+    def __init__(self) -> None:
+        self.guard = ExitStack()
 
 
 def _containers_of(blocks: Sequence[str]) -> list[str]:

@@ -143,3 +143,36 @@ def test_the_report_says_whether_comfyui_has_the_pack(monkeypatch: pytest.Monkey
     pack.mkdir(parents=True)
     (pack / "pyproject.toml").write_text('[project]\nname = "devicebridge"\n')
     assert f"DeviceBridge in its custom_nodes: {pack}" in doctor.report(doctor.collect())
+
+
+def test_the_report_says_what_a_comfyui_has_changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This one has nothing but a version and folders, one of their functions under another name."""
+    (tmp_path / "comfyui_version.py").write_text('__version__ = "0.99.0"\n', encoding="utf-8")
+    (tmp_path / "folder_paths.py").write_text("def get_full_path(folder, filename):\n    pass\n", encoding="utf-8")
+    found = comfyui.ComfyUI(folder=tmp_path, python=Path(sys.executable), base=tmp_path)
+    monkeypatch.setattr(comfyui, "find_comfyui", lambda: found)
+    facts = doctor.collect()
+    assert json.loads(json.dumps(facts)) == facts
+    lines = doctor.report(facts).splitlines()
+    assert "    folder_paths.get_full_path takes 'folder' where 'folder_name' was" in lines
+    assert "    comfy.samplers._calc_cond_batch is gone" in lines
+    refused = next(line for line in lines if "so these refuse to run" in line)
+    assert "DeviceBridgeSplitModel" in refused and "devicebridge run" in refused
+    judge = dict(doctor._FEATURES)["Split Model Across GPUs (sampling in ComfyUI)"]
+    two = {**facts, "devices": [{"name": "cuda:0"}, {"name": "cuda:1"}]}
+    assert judge(two).startswith("ComfyUI 0.99.0 changed what DeviceBridge relies on here: ")
+
+
+def test_a_comfyui_whose_python_does_not_start_is_no_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = comfyui.ComfyUI(folder=tmp_path, python=tmp_path / "none", base=tmp_path)
+    monkeypatch.setattr(comfyui, "find_comfyui", lambda: found)
+    assert "what the pack relies on in it: could not be read" in doctor.report(doctor.collect())
+
+
+def test_on_windows_the_report_says_that_comfyui_shows_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {**doctor.collect(), "comfyui": "there", "contract": {"faults": [], "refused": {}}}
+    cards = [{**facts["devices"][-1], "name": name} for name in ("cuda:0", "cuda:1", "cpu")]
+    hint = "unless it is started with --cuda-device all"
+    assert hint in doctor.report({**facts, "system": "Windows 11 AMD64", "devices": cards})
+    assert hint not in doctor.report({**facts, "system": "Windows 11 AMD64", "devices": cards[1:]})
+    assert hint not in doctor.report({**facts, "system": "Linux 6.18 x86_64", "devices": cards})

@@ -131,6 +131,12 @@ def test_a_row_that_names_a_list_it_does_not_have_is_rejected() -> None:
         dataclasses.replace(WAN_MODEL, optional=("middle",))
 
 
+def test_a_class_that_nobody_ran_is_watched() -> None:
+    assert dataclasses.replace(FLUX, evidence="read").is_watched
+    assert dataclasses.replace(FLUX, is_derived=True).is_watched
+    assert not FLUX.is_watched and not dataclasses.replace(FLUX, evidence="outside").is_watched
+
+
 def test_a_relayed_row_cannot_overlap() -> None:
     assert COSMOS_1.transport == "relay"
     assert not COSMOS_1.can_overlap

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 import types
 from pathlib import Path
 from types import ModuleType
@@ -95,11 +96,15 @@ def test_load_state_stays_behind(model_copy: ModuleType, model: Model) -> None:
     model.blocks[0]._v = ("an address", 1, 2)
     model.blocks[0].comfy_patched_weights = True
     model.model_loaded_weight_memory = 77
+    model._comfy_malloc_graph = object()  # a copy would free the original's memory
+    model.blocks[0]._comfy_graph = {"graph": threading.Lock()}  # as a CUDA graph, it cannot be copied
     model.blocks[1].weight_function = ["a patch"]
     copied, _ = _copy(model_copy, model)
     assert not hasattr(copied.blocks[0], "_v")
     assert not hasattr(copied.blocks[0], "comfy_patched_weights")
     assert not hasattr(copied, "model_loaded_weight_memory")
+    assert not hasattr(copied, "_comfy_malloc_graph")
+    assert not hasattr(copied.blocks[0], "_comfy_graph")
     assert copied.current_patcher is None
     assert copied.blocks[1].weight_function == []
     assert model.blocks[1].weight_function == ["a patch"]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import importlib
+import inspect
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +34,12 @@ NODE_IDS = [
     "DeviceBridgeLoadDiffusionModelSplit",
     "DeviceBridgeRingLseFix",
 ]
+# What the stand-in for ComfyUI has no parts of.
+STUB_LACKS = {
+    "DeviceBridgeCacheCaptionsAndLatents",
+    "DeviceBridgeSplitModel",
+    "DeviceBridgeLoadDiffusionModelSplit",
+}
 
 
 @pytest.fixture
@@ -69,7 +78,22 @@ def test_the_extension_lists_the_nodes(nodes: ModuleType) -> None:
 
     import asyncio
 
-    assert asyncio.run(listed()) == list(nodes.NODES)
+    found = {node.define_schema().node_id: node for node in asyncio.run(listed())}
+    assert list(found) == NODE_IDS
+    known = {node_id: node for node_id, node in found.items() if node in nodes.NODES}
+    assert set(found) - set(known) == STUB_LACKS
+
+
+def test_a_node_whose_part_of_comfyui_has_changed_says_so_when_it_is_run(nodes: ModuleType) -> None:
+    """The stand-in has neither samplers nor loaders: to the contract it is a ComfyUI that has lost them."""
+    import asyncio
+
+    found = {node.define_schema().node_id: node for node in asyncio.run(nodes.make_extension().get_node_list())}
+    with pytest.raises(
+        RuntimeError, match=r"ComfyUI .* changed what .* comfy\.model_patcher.* is gone.* Update DeviceB"
+    ):
+        found["DeviceBridgeSplitModel"].execute(model=object(), devices="auto")
+    assert found["DeviceBridgeRingLseFix"].execute(enabled=False).args == (None, "Off")
 
 
 def test_node_ids_are_literals_for_the_registrys_scanner() -> None:
@@ -584,6 +608,40 @@ def test_cancel_in_the_last_step_keeps_the_result(
     output = _node(nodes, "DeviceBridgeTrainLora").execute(**sockets)
     assert output.args[2] == 3
     assert host.is_interrupted is True, "the host still has to stop before the next node"
+
+
+# ---- settings that nobody reads ----
+
+
+def test_every_setting_on_a_node_is_read(nodes: ModuleType, sockets: dict[str, Any]) -> None:
+    """A node reads the sections that it asks for; a socket of another one would be shown and change nothing."""
+    found = {node.define_schema().node_id: _shown_and_unread(nodes, node, sockets) for node in nodes.NODES}
+    assert sum(shown for shown, _ in found.values()) > 60
+    unread = {node_id: settings for node_id, (_, settings) in found.items() if settings}
+    assert not unread, f"shown and never read, see read_section in nodes/sockets.py: {unread}"
+
+
+def _shown_and_unread(nodes: ModuleType, node: Any, sockets: dict[str, Any]) -> tuple[int, list[str]]:
+    """How many sockets are made from settings; of these, "socket (key)" of those that execute reads in no way: neither
+    with their section nor by name."""
+    module, base, sections = sys.modules[node.__module__], nodes.sockets, set()
+    make_input, shown = base.Socket.make_input, []
+
+    def read_section(kind: type, *entries: Any, **given: Any) -> Any:
+        sections.add(kind)
+        return base.read_section(kind, *entries, **given)
+
+    names = inspect.signature(node.execute).parameters
+    links = {name: sockets[name] for name in ("model", "dataset") if name in names}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base.Socket, "make_input", lambda socket: shown.append(socket) or make_input(socket))
+        patch.setattr(module, "read_section", read_section, raising=False)
+        patch.setattr(nodes.load.host, "find_model", lambda *names: Path("/models/toy"))
+        given = {**_defaults(node.define_schema()), "folder": "dogs", "resolutions": "64", **links}
+        with contextlib.suppress(Exception):  # when everything is read: there is no such model
+            node.execute(**given)
+    read = {*names, *re.findall(r'sockets\["(\w+)"\]', inspect.getsource(module))}
+    return len(shown), [f"{e.id} ({e.key.path})" for e in shown if e.key.owner not in sections and e.id not in read]
 
 
 # ---- planning ----

@@ -179,6 +179,68 @@ def test_what_is_passed_by_stays_the_same_object():
         assert block(_input(), options=options) is options
 
 
+class Shared:
+    """What blocks share: computed by the first that asks, on its device."""
+
+    def __init__(self):
+        self.values = {}
+
+    def __call__(self, key, make):
+        if key not in self.values:
+            self.values[key] = make()
+        return self.values[key]
+
+
+class Sharing(nn.Module):
+    def forward(self, x, *, shared):
+        return x * shared("table", lambda: torch.full_like(x, 2.0))
+
+
+@pytest.mark.parametrize("transport", ["stream", "relay"])
+def test_each_device_has_an_object_of_its_own_to_share_tensors_through(transport):
+    with emulated_cards(), torch.no_grad():
+        places = [HOME, NEXT, NEXT, THIRD]
+        blocks = [Sharing() for _ in places]
+        bridge = Bridge(
+            dict(zip(blocks, places, strict=True)), HOME, transport=transport, per_device=("shared", "absent")
+        )
+        bridge.attach()
+        for _ in range(2):  # what one forward shared is not the next one's
+            shared, x = Shared(), torch.ones(WIDTH).to(HOME)
+            with bridge.forward():
+                for block in blocks:
+                    x = block(x, shared=shared)
+                own = [bridge._local.shared["shared", device] for device in (NEXT, THIRD)]
+            assert torch.equal(on_cpu(x), torch.full((WIDTH,), 16.0))
+            assert [each.values["table"].device for each in (shared, *own)] == [HOME, NEXT, THIRD]
+        assert not bridge._local.shared
+        bridge.remove()
+        bridge.per_device = ()
+        bridge.attach()
+        with bridge.forward(), pytest.raises(RuntimeError, match="same device"):
+            for block in blocks:
+                x = block(x, shared=shared)
+
+
+def test_a_function_handed_to_a_block_is_made_anew_around_its_tensors():
+    class Calling(nn.Module):
+        def forward(self, x, attend):
+            return attend(x)
+
+    with emulated_cards(), torch.no_grad():
+        mask, inputs = torch.full((WIDTH,), 3.0).to(HOME), torch.ones(WIDTH).to(HOME)
+
+        def attend(x):
+            return x * mask
+
+        block = Calling()
+        bridge = Bridge({block: NEXT}, HOME)
+        bridge.attach()
+        with bridge.forward():
+            assert torch.equal(on_cpu(block(inputs, attend)), torch.full((WIDTH,), 3.0))
+        assert mask.device == HOME
+
+
 def test_a_skipped_last_block_is_answered_by_the_tail():
     def without_free_parameter(devices, **settings):
         model, bridge = _make(devices, **settings)

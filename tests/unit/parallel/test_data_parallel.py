@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
-from devicebridge.parallel.local import data_parallel as data_parallel_module
 from devicebridge.parallel.local import workers as workers_module
 from devicebridge.parallel.local.data_parallel import DataParallel, Replica, copy_model, num_dealt
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation
@@ -90,14 +89,14 @@ def test_sums_are_added_in_the_order_of_the_devices():
 def test_it_repeats_itself_bit_for_bit_whatever_the_timing(monkeypatch):
     """With dropout, once with each thread held up in turn."""
     first = _copied("flux2", 2, 3, dropout=0.5)
-    plain = data_parallel_module._forward_and_backward
+    plain = MicroBatch.compute
 
     def slow(microbatch, prepared):
         if threading.current_thread().name.endswith("-0"):
             time.sleep(0.02)
         return plain(microbatch, prepared)
 
-    monkeypatch.setattr(data_parallel_module, "_forward_and_backward", slow)
+    monkeypatch.setattr(MicroBatch, "compute", slow)
     second = _copied("flux2", 2, 3, dropout=0.5)
     for a, b in zip(first, second, strict=True):
         assert all(map(torch.equal, a, b))

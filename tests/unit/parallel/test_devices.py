@@ -36,3 +36,20 @@ def test_a_second_cpu_is_refused(name):
     with pytest.raises(ValueError, match=f"'{name}' does not exist.*one CPU device, cpu"):
         devices.find_devices([name])
     assert devices.find_devices(["cpu:0"]) == devices.find_devices(["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("system", "environment", "told"),
+    [
+        ("posix", {}, ""),
+        ("posix", {"CUDA_VISIBLE_DEVICES": "1"}, "; CUDA_VISIBLE_DEVICES is '1' and hides all others"),
+        ("nt", {"CUDA_VISIBLE_DEVICES": "0"}, f"; {devices.ONE_GPU_ON_WINDOWS}"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_with_what_may_hide_it(
+    monkeypatch: pytest.MonkeyPatch, system: str, environment: dict[str, str], told: str
+) -> None:
+    monkeypatch.setattr(devices, "os", SimpleNamespace(name=system, environ=environment))
+    with pytest.raises(ValueError) as error:
+        devices.find_device("cuda:99")
+    assert str(error.value).endswith(told) and ("; " in str(error.value).partition("found here")[2]) is bool(told)

@@ -97,6 +97,31 @@ def test_map_tensors_passes_by_what_dicts_hold_under_a_name():
     assert map_tensors(kept, double, {"options"}) is kept
 
 
+def test_map_tensors_reaches_what_a_function_holds():
+    def make(mask: torch.Tensor, parts: list[tuple[int, torch.Tensor]], options: dict[str, torch.Tensor]):
+        def attend(x: torch.Tensor, *, scale: float = 3.0) -> torch.Tensor:
+            return x * scale * mask * parts[0][1] * options["kept"]
+
+        return attend
+
+    attend = make(ONE, [(0, ONE)], {"kept": ONE})
+    assert torch.equal(map_tensors({"fn": attend}, double)["fn"](ONE), 12 * ONE)
+    assert torch.equal(map_tensors(attend, double, {"mask"})(ONE, scale=1.0), TWO)
+    assert torch.equal(attend(ONE), 3 * ONE)
+    assert map_tensors(attend, lambda tensor: tensor) is attend
+    assert map_tensors(double, double) is double
+
+
+def test_map_tensors_leaves_functions_that_hold_each_other_alone():
+    callbacks = []
+
+    def call() -> list[object]:
+        return callbacks
+
+    callbacks.append(call)
+    assert map_tensors(call, double) is call
+
+
 def test_hook_set_is_outermost_and_leaves_no_trace():
     layer = nn.Linear(2, 2)
     before = {name: dict(value) for name, value in vars(layer).items() if name.endswith("hooks")}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from devicebridge.cli.main import main
 from devicebridge.config.job import save_job
+from devicebridge.config.model import Strategy
 from devicebridge.families.registry import FAMILIES
 from devicebridge.jobs import resolve as resolve_module
 from devicebridge.jobs.job import check_job, run_job
@@ -24,6 +25,7 @@ from devicebridge.planning.plan_training import TrainingPlan, plan_training
 from devicebridge.planning.question import ModelCosts, Question, optimizer_bytes
 from devicebridge.planning.report import compare, describe_comparison, draw_plan, parts_of, picture_of, plan_values
 from devicebridge.planning.search import but_for_the_host, without_limits
+from devicebridge.planning.space import STRATEGIES
 from devicebridge.tests.plans import MadeUpCosts, MadeUpTimes, full_size, make_cards, make_question, published_info
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 
@@ -44,6 +46,11 @@ def _helps(question: Question) -> list[str]:
     with pytest.raises(ValueError, match="does not fit its cards"):
         plan_training(question)
     return what_helps(question)
+
+
+def test_every_strategy_is_a_candidate():
+    """One that is left out would be chosen for nobody, and no type checker would see it."""
+    assert sorted(STRATEGIES) == sorted(get_args(Strategy))
 
 
 # ---- full-size FLUX.2

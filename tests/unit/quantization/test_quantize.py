@@ -37,7 +37,6 @@ from devicebridge.quantization.quantize import (
     check_packages,
     full_weight,
     refusal,
-    replace_module,
     stored_bytes,
 )
 from devicebridge.quantization.report import KEPT, LORA, NOT_LINEAR, QUANTIZED, layer_class
@@ -664,7 +663,7 @@ def test_modules_keep_their_mode(settings, lora_first):
 def finish_all(model: nn.Module, quantizer: Quantizer, skip: str = "") -> None:
     for name, module in list(model.named_modules()):
         if quantizer.is_wanted(name, module) and name != skip:
-            replace_module(model, name, quantizer.finish(name, module))
+            model.set_submodule(name, quantizer.finish(name, module))
 
 
 @EVERY_VARIANT
@@ -703,7 +702,7 @@ def test_what_is_stored_is_taken_as_it_is(settings, dtype, tmp_path):
         taken = quantizer.take(name, module, stored, dtype)
         assert quantizer.store(taken).weight.data_ptr() == stored.weight.data_ptr()
         assert is_eight_bit(taken, settings)
-        replace_module(second, name, taken)
+        second.set_submodule(name, taken)
     found = quantizer.close(second)
     assert contents(second) == contents(first)
     assert found.groups == report.groups and found.weight_snr_db == {}

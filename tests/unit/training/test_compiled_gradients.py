@@ -14,7 +14,6 @@ from devicebridge.parallel.devices import random_states
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.patches.lora_linear import apply_fused_lora
 from devicebridge.quantization.frozen_linear import FrozenLinear8
-from devicebridge.quantization.quantize import replace_module
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
 from devicebridge.training import gradient_check, loop
@@ -458,7 +457,7 @@ def _real_block(scheme):
     linears = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
     if scheme is not None:
         for name in linears:
-            replace_module(block, name, FrozenLinear8.from_linear(block.get_submodule(name), scheme))
+            block.set_submodule(name, FrozenLinear8.from_linear(block.get_submodule(name), scheme))
     inject_adapter_in_model(LoraConfig(r=8, lora_alpha=8, target_modules=linears, init_lora_weights=False), block)
     apply_fused_lora(block)
     return block.train()

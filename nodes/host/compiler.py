@@ -1,0 +1,142 @@
+"""ComfyUI's compiler, and how this pack's forwards stay outside of it.
+
+Since 0.35 ComfyUI records what a forward allocates (an allocation graph, comfy/model_prefetch.py over
+comfy_aimdo.malloc_graph) and hands out the same addresses at the next one. It also captures single blocks as CUDA
+graphs. Both belong to one thread, one stream and one card. A forward over several cards would be handed memory of the
+wrong card, and what several threads recorded would never be freed. What was read about it, with files and commits, is
+in docs/internals/upstream_facts.md.
+
+The host has two switches, which it reads whenever a forward begins. `outside` sets those that are there and puts back
+what they were. They are the process's: while one of ours computes, nobody else's forward is recorded. What is recorded
+already stays valid. A host without switches and graphs is left as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+
+_ALLOCATIONS, _CAPTURES = "disable_comfy_compiler", "disable_cuda_graphs"  # of comfy.cli_args.args
+_ERROR = "aimdo memory compile error"  # comfy_aimdo.malloc_graph 0.5.0 to 0.6.0
+_CAPTURE_ERRORS = ("stream is capturing", "during capture", "while capturing")  # CUDA's and torch's
+
+
+class _Switches:
+    """The host's switches, set while anybody is inside; the last to leave puts back what was there before."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._before: dict[str, bool] = {}
+
+    def enter(self) -> None:
+        args = _arguments()
+        with self._lock:
+            if self._num_inside == 0:
+                self._before = {name: getattr(args, name) for name in (_ALLOCATIONS, _CAPTURES) if hasattr(args, name)}
+            self._num_inside += 1
+            for name in self._before:
+                setattr(args, name, True)
+
+    def leave(self) -> None:
+        args = _arguments()
+        with self._lock:
+            self._num_inside -= 1
+            for name, value in self._before.items() if self._num_inside == 0 else ():
+                setattr(args, name, value)
+
+
+_SWITCHES = _Switches()
+
+
+@contextmanager
+def outside(devices: Iterable[torch.device] = ()) -> Iterator[None]:
+    """Inside, ComfyUI records no allocation graph and captures no block, in any thread.
+
+    An allocation graph that is active in this thread already is ended first, by ComfyUI's own way of doing so: one that
+    somebody opened around us, or that a forward left behind when it failed.
+
+    Args:
+        devices: where the forward runs; each is asked about.
+    Raises: RuntimeError that names the launch flag if the compiler fails inside, or cannot be switched off.
+    """
+    _SWITCHES.enter()
+    try:
+        _refuse_unknown(devices)
+        _end_active()
+        yield
+    except RuntimeError as error:
+        explain(error)
+        raise
+    finally:
+        _SWITCHES.leave()
+
+
+def explain(error: RuntimeError) -> None:
+    """Raises: RuntimeError that says what to switch off, if the error is of the compiler's."""
+    if str(error).startswith(_ERROR):
+        raise _failure(f"it says {str(error)!r}", _ALLOCATIONS) from error
+    if any(words in str(error) for words in _CAPTURE_ERRORS):
+        first_line = str(error).partition("\n")[0]
+        raise _failure(f"the capture of a block failed with {first_line!r}", _CAPTURES) from error
+
+
+def _failure(what: str, switch: str) -> RuntimeError:
+    return RuntimeError(
+        f"ComfyUI's own compiler does not go with this model on several cards: {what}. Start ComfyUI with "
+        f"--{switch.replace('_', '-')}, and please report it"
+    )
+
+
+def _refuse_unknown(devices: Iterable[torch.device]) -> None:
+    """Raises: RuntimeError if the host would record although its switches are set: it changed in an unknown way."""
+    prefetch = _prefetch()
+    if not hasattr(prefetch, "malloc_graph_begin"):
+        return
+    is_enabled = getattr(prefetch, "malloc_graph_enabled", lambda device: not hasattr(_arguments(), _ALLOCATIONS))
+    still = [str(device) for device in devices if is_enabled(device)]
+    if still:
+        raise RuntimeError(
+            f"this ComfyUI records allocation graphs on {', '.join(still)} in a way that this version of the pack "
+            "cannot switch off; update the pack, start ComfyUI with --disable-comfy-compiler, or use the MODEL without "
+            "the split"
+        )
+
+
+def _end_active() -> None:
+    """Raises: RuntimeError if a graph is active in this thread and the host has no way to end it."""
+    prefetch = _prefetch()
+    if not _is_active(prefetch):
+        return
+    if not hasattr(prefetch, "cleanup_malloc_graph"):
+        raise _failure("an allocation graph is active around it", _ALLOCATIONS)
+    _log.info("an allocation graph of ComfyUI's was active around a split MODEL; it is ended here")
+    prefetch.cleanup_malloc_graph()
+
+
+def _is_active(prefetch: Any) -> bool:
+    """Whether this thread records or replays now: 0.35 lists active graphs, later versions mark them."""
+    thread = threading.get_ident()
+    if thread in getattr(prefetch, "ACTIVE_MALLOC_GRAPHS", {}):
+        return True
+    return bool(getattr(getattr(prefetch, "MALLOC_GRAPHS", {}).get(thread), "_comfy_active", False))
+
+
+def _prefetch() -> Any:
+    """The host's module; None where nothing has imported it, so that nothing can have begun a graph."""
+    return sys.modules.get("comfy.model_prefetch")
+
+
+def _arguments() -> Any:
+    from comfy.cli_args import args
+
+    return args

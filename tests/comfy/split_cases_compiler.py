@@ -1,0 +1,233 @@
+"""A split beside ComfyUI's compiler: a simulated one (tests/compiling_host.py) around FLUX.2's real forward."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+from unittest import mock
+
+import comfy
+import comfy.model_prefetch
+import torch
+from comfy.cli_args import args
+from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock
+from comfy.ldm.flux.model import Flux
+from comfy.model_management import InterruptProcessingException
+from devicebridge.nodes.host import compiler
+from devicebridge.nodes.host.split import patcher as split_patcher
+from devicebridge.nodes.host.split import tree as split_tree
+from devicebridge.tests.comfy.split_cases import Case, case, split
+from devicebridge.tests.comfy.split_host import HOME, OTHER
+from devicebridge.tests.compiling_host import CAPTURE_ERROR, ERROR, AllocationGraph, CompilingHost, Generation
+
+# The models of a host that records itself ask for what its own module has.
+GENERATIONS: tuple[Generation, ...] = (
+    ("graph per thread",) if hasattr(comfy.model_prefetch, "malloc_graph_begin") else get_args(Generation)
+)
+RECORDING = tuple(generation for generation in GENERATIONS if generation != "captures only")
+
+
+@contextlib.contextmanager
+def compiling(generation: Generation = "graph per thread") -> Iterator[CompilingHost]:
+    """Inside, FLUX.2's forward is recorded as MiniMax H3's is, and its blocks are captured as a text encoder's are."""
+    host = CompilingHost(args, generation)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(host.installed(sys.modules, comfy))
+        stack.enter_context(mock.patch.object(Flux, "forward", _recorded(host, Flux.forward)))
+        for block in (DoubleStreamBlock, SingleStreamBlock):
+            stack.enter_context(mock.patch.object(block, "forward", _captured(host, block.forward)))
+        yield host
+
+
+def _recorded(host: CompilingHost, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def run(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not host.records or not host.module.malloc_graph_enabled(x.device):
+            return forward(self, x, *args, **kwargs)
+        out = torch.empty_like(x)
+        host.module.malloc_graph_begin(*([self] if host.generation == "graph per model" else []), x.device)
+        result = forward(self, x, *args, **kwargs)
+        out.copy_(result)
+        del result
+        host.module.malloc_graph_end()
+        return out
+
+    return run
+
+
+def _captured(host: CompilingHost, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found: list[Any] = []
+        host.module.prefetch_queue_pop(
+            None,
+            HOME,
+            self,
+            core=lambda: found.append(forward(self, *args, **kwargs)),
+            enable_graph=True,
+            malloc_scope="block",
+        )
+        return found.pop()
+
+    return run
+
+
+@contextlib.contextmanager
+def without_the_guard() -> Iterator[None]:
+    with (
+        mock.patch.object(split_tree, "outside", lambda devices: contextlib.nullcontext()),
+        mock.patch.object(split_patcher, "outside", lambda devices: contextlib.nullcontext()),
+    ):
+        yield
+
+
+def _sample(case: Case, compiling_host: CompilingHost, model: Any, **options: Any) -> torch.Tensor:
+    """One node: ComfyUI cleans up behind each."""
+    try:
+        return case.host.sample(model, "flux2", **options)
+    finally:
+        compiling_host.module.cleanup_prefetch_queues()
+
+
+@case
+def beside_the_compiler(case: Case) -> None:
+    one = case.host.load("flux2")
+    expected = case.host.sample(one, "flux2")
+    for generation in GENERATIONS:
+        with compiling(generation) as host:
+            case.equal(f"{generation}: compiled on one card", _sample(case, host, one), expected)
+            compiled = _compiled(host)
+            holds = compiled[1] > 0 and (compiled[2] > 0) == host.records
+            case.check(f"{generation}: it compiles", holds, compiled)
+            case.equal(f"{generation}: split", _sample(case, host, split(one)), expected)
+            case.check(f"{generation}: the split is not compiled", _compiled(host) == compiled, _compiled(host))
+            case.check(f"{generation}: the switches are as they were", not any(host.switches()), host.switches())
+            case.equal(f"{generation}: compiled again", _sample(case, host, one), expected)
+            holds = (_compiled(host)[2] > compiled[2]) == host.records
+            case.check(f"{generation}: without the split it compiles as before", holds, _compiled(host))
+        _forget_recordings(one)
+
+
+def _compiled(host: CompilingHost) -> tuple[int, int, int]:
+    """Graphs, captured blocks, replays so far."""
+    return len(host.graphs), host.num_captures, sum(graph.num_replays for graph in host.graphs)
+
+
+def _forget_recordings(model: Any) -> None:
+    for module in model.model.modules():
+        for name in ("_comfy_graph", "_comfy_malloc_graph", "_comfy_warm"):
+            module.__dict__.pop(name, None)
+
+
+@case
+def without_its_guard_the_compiler_fails(case: Case) -> None:
+    divided = split(case.host.load("flux2"))
+    for generation in GENERATIONS:
+        words = ERROR if generation != "captures only" else CAPTURE_ERROR
+        with compiling(generation) as host, without_the_guard():
+            case.refused(generation, lambda: _sample(case, host, divided), RuntimeError, words)
+        divided.cleanup()
+
+
+@case
+def overlap_beside_the_compiler(case: Case) -> None:
+    one = case.host.load("flux2")
+    divided = split(one)
+    expected = case.host.sample(divided, "flux2", cfg=5.0)
+    for generation in RECORDING:
+        with compiling(generation) as host:
+            case.equal(f"{generation}: two forwards in flight", _sample(case, host, divided, cfg=5.0), expected)
+            case.check(f"{generation}: no graph of any thread", not host.graphs, len(host.graphs))
+    blind = mock.patch.object(AllocationGraph, "allocate", lambda self, device, num_bytes: None)
+    unordered = mock.patch.object(AllocationGraph, "note", lambda self, event: None)
+    with (
+        compiling() as host,
+        without_the_guard(),
+        blind,
+        unordered,
+        mock.patch.object(host.args, "disable_cuda_graphs", True),
+    ):
+        _sample(case, host, divided, cfg=5.0)
+        left = host.kept_by_other_threads()
+        case.check("without the guard graphs of threads are left that nobody frees", len(left) >= 2, left)
+
+
+@case
+def a_graph_around_a_split(case: Case) -> None:
+    divided = split(case.host.load("flux2"))
+    expected = case.host.sample(divided, "flux2")
+    with compiling() as host:
+        host.module.malloc_graph_begin(HOME)
+        case.equal("a graph that was left active", _sample(case, host, divided), expected)
+        case.check("it was ended", not host.graphs[0].is_active, host.active())
+        host.module.malloc_graph_begin(HOME)
+        case.host.unload_all()
+        divided.partially_load(HOME, 1e30)
+        case.check("loading ends one, too", not host.graphs[1].is_active, host.active())
+    with compiling("graph per model") as host:
+        host.module.malloc_graph_begin(divided.model.diffusion_model, HOME)
+        case.refused(
+            "where the host cannot end it",
+            lambda: _sample(case, host, divided),
+            RuntimeError,
+            "--disable-comfy-compiler",
+        )
+    _forget_recordings(divided)
+
+
+@case
+def an_interrupt_brings_the_compiler_back(case: Case) -> None:
+    divided = split(case.host.load("flux2"))
+    expected = case.host.sample(divided, "flux2")
+    diffusion_model = divided.model.diffusion_model
+    last = diffusion_model.single_blocks[-1]
+    interrupt = mock.patch.object(last, "forward", side_effect=InterruptProcessingException)
+    with compiling() as host:
+        with interrupt, contextlib.suppress(InterruptProcessingException):
+            _sample(case, host, divided)
+        case.check("Cancel in a block of another card", not any(host.switches()), host.switches())
+        _load(case, divided)
+        with interrupt, contextlib.suppress(InterruptProcessingException):
+            _forward(diffusion_model)
+        divided.cleanup()
+        case.check("Cancel in a forward that no sampler runs", not any(host.switches()), host.switches())
+        _forward(diffusion_model)
+        case.check("a forward that no sampler runs is not compiled", not host.graphs, len(host.graphs))
+        case.check("and leaves the switches", not any(host.switches()), host.switches())
+        case.equal("the next sampling", _sample(case, host, divided), expected)
+
+
+def _load(case: Case, model: Any) -> None:
+    comfy.model_management.load_models_gpu([model])
+
+
+def _forward(diffusion_model: Any) -> None:
+    """One forward as a pack might call it."""
+    width = diffusion_model.txt_in.weight.shape[1]
+    channels = diffusion_model.params.in_channels
+    x, text = torch.ones(1, channels, 4, 4).to(HOME), torch.ones(1, 8, width).to(HOME)
+    diffusion_model(x, torch.ones(1).to(HOME), text, None, torch.ones(1).to(HOME))
+
+
+@case
+def errors_of_the_compiler_name_its_switch(case: Case) -> None:
+    divided = split(case.host.load("flux2"))
+    block = divided.model.diffusion_model.double_blocks[0]
+    for words, flag in ((ERROR, "--disable-comfy-compiler"), (CAPTURE_ERROR, "--disable-cuda-graphs")):
+        with mock.patch.object(block, "forward", side_effect=RuntimeError(words)):
+            case.refused(words, lambda: case.host.sample(divided, "flux2"), RuntimeError, words, flag)
+
+
+@case
+def a_host_that_cannot_be_switched_off_is_refused(case: Case) -> None:
+    divided = split(case.host.load("flux2"))
+    with compiling() as host, mock.patch.object(host.module, "malloc_graph_enabled", lambda device: device == OTHER):
+        case.refused(
+            "before anything is computed",
+            lambda: _sample(case, host, divided),
+            RuntimeError,
+            str(OTHER),
+            "update the pack",
+        )
+        case.check("the switches are as they were", not any(host.switches()), host.switches())
+    case.check("compiler is the module that was tested", split_tree.outside is compiler.outside)

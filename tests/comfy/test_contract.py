@@ -1,0 +1,93 @@
+"""The ComfyUI at hand has every part that the rows of the contract name, whichever way it is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devicebridge.contract.rows import NODES
+from devicebridge.tests.comfy.server import Server, start_server
+from devicebridge.tests.comfy_host import comfy_python
+
+pytestmark = pytest.mark.comfy
+
+WORKER = Path(__file__).with_name("contract_worker.py")
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def told(comfyui: Path) -> dict[str, Any]:
+    command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui)]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "check": False}
+    done = subprocess.run(command, cwd=comfyui, env={**os.environ, **ENVIRONMENT}, **options)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+def test_a_running_comfyui_has_every_part(told: dict[str, Any]) -> None:
+    assert (told["living"], told["pending"]) == ([], [])
+
+
+def test_asking_it_imports_nothing(told: dict[str, Any]) -> None:
+    assert told["imported"] == []
+
+
+def test_its_source_has_every_part(told: dict[str, Any]) -> None:
+    assert told["written"] == []
+
+
+def test_every_method_that_stands_in_for_one_of_comfyuis_has_a_row(told: dict[str, Any]) -> None:
+    assert told["overrides without a row"] == []
+
+
+def test_where_a_function_is_gone_its_nodes_are_guarded_and_look_as_before(told: dict[str, Any]) -> None:
+    assert told["guarded"] == [node for node, parts in NODES.items() if "split" in parts]
+    assert told["same schemas"]
+
+
+# ---- a server whose ComfyUI has renamed a function
+
+_RENAMES = """
+import comfy.utils
+
+comfy.utils.repeat_to_size = comfy.utils.repeat_to_batch_size
+del comfy.utils.repeat_to_batch_size
+"""
+
+
+@pytest.fixture(scope="module")
+def changed(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    base = tmp_path_factory.mktemp("changed")
+    (base / "custom_nodes" / "renames").mkdir(parents=True)
+    (base / "custom_nodes" / "renames" / "prestartup_script.py").write_text(_RENAMES, encoding="utf-8")
+    (base / "models" / "diffusion_models").mkdir(parents=True)
+    (base / "models" / "diffusion_models" / "tiny.safetensors").write_bytes(b"")
+    with start_server(comfyui, base) as server:
+        yield server
+
+
+def test_a_changed_comfyui_starts_and_its_log_names_the_nodes_that_refuse(changed: Server) -> None:
+    log = changed.log.read_text(encoding="utf-8")
+    assert set(re.findall(r"(DeviceBridge\w+) will refuse to run", log)) == {
+        node for node, parts in NODES.items() if "split" in parts
+    }
+    assert set(NODES) <= set(changed.get("/object_info"))
+
+
+def test_the_node_concerned_refuses_and_another_runs(changed: Server) -> None:
+    split = {"unet_name": "tiny.safetensors", "weight_dtype": "default", "devices": "auto", "balance": "memory"}
+    split |= {"split_at": "", "memory_limit_gb": "", "transport": "auto", "overlap": True, "offload": True}
+    shown = {"class_type": "PreviewAny", "inputs": {"source": ["split", 0]}}
+    refused = changed.run(
+        {"split": {"class_type": "DeviceBridgeLoadDiffusionModelSplit", "inputs": split}, "shown": shown}
+    )
+    assert refused.status == "error"
+    assert "changed what DeviceBridge relies on here: comfy.utils.repeat_to_batch_size is gone. Update" in refused.error
+    other = changed.run({"fix": {"class_type": "DeviceBridgeRingLseFix", "inputs": {"enabled": False}}})
+    assert other.status == "success", other.error
