@@ -199,7 +199,10 @@ ROWS: tuple[Row, ...] = (
     *_read(
         "split",
         _PATCHER,
-        {"override": "patch_weight_to_device(key, device_to)", "call": "patch_weight_to_device(key, device_to)"},
+        {
+            "override": "patch_weight_to_device(key, device_to, ...)",
+            "call": "patch_weight_to_device(key, device_to, ...)",
+        },
     ),
     *_read("split", "comfy_aimdo.model_vbar.ModelVBAR", {"call": "set_watermark_limit(size_bytes)"}),
     # ---- nodes/host/split: models, loading, memory
