@@ -31,7 +31,7 @@ from torch import nn
 
 from ..compiler import outside
 from .attachments import KEY, is_compiled
-from .model_copy import original_of, reachable
+from .model_copy import original_of, own_copy, reachable
 from .tree import SplitTree, make_tree, tree_of
 
 # Mixed into ComfyUI's ModelPatcher, whose class is known only at run time.
@@ -333,7 +333,7 @@ class SplitMixin(_CardPatcher):
         """Give a weight in host memory a storage of its own: a scheduled LoRA is written into it in place."""
         weight = get_attr(self.model, key)
         if self._tree().origin is not None and weight.device == self.offload_device and key not in self.hook_backup:
-            set_attr_param(self.model, key, weight.detach().clone())
+            set_attr_param(self.model, key, own_copy(weight))
 
     def get_all_callbacks(self, call_type: str) -> list[Callable[..., Any]]:
         callbacks = super().get_all_callbacks(call_type)
@@ -369,7 +369,9 @@ def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
     if companions is None:
         make = _told_of_disk(_mixed(ShardMixin, unsplit), patcher)
         patcher.companions = tuple(make(shard, device, patcher.offload_device) for device, shard in tree.shards.items())
+        kept = {name: value for name, value in vars(patcher).items() if hasattr(unsplit, name)}  # by a pack's own class
         for companion in patcher.companions:
+            companion.__dict__.update(kept)
             companion._tree_of_home = tree
     else:
         patcher.companions = tuple(companion.clone() for companion in companions)
