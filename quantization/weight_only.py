@@ -28,7 +28,7 @@ from .eight_bit import refuse_broken_rows
 WeightOnlyScheme = Literal["fp8", "int8"]
 WEIGHT_ONLY: Mapping[WeightOnlyScheme, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _PIECE = 2**25  # weights rounded at a time: torchao makes up to 13 bytes of copies for each
-OLDEST_TORCHAO = "0.16"  # peft attaches LoRA to the tensors of no older release
+OLDEST_TORCHAO = "0.18"  # int8 of older ones is another tensor, with other bytes than forecasts count
 
 
 def import_torchao() -> ModuleType:
@@ -83,7 +83,7 @@ def _convert_whole(linear: nn.Linear, scheme: WeightOnlyScheme) -> nn.Linear:
         config = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
     torchao.quantize_(linear, config, filter_fn=lambda candidate, name: candidate is linear)
     weight: Any = linear.weight
-    if not is_torchao_tensor(weight) or weight.qdata.dtype is not WEIGHT_ONLY[scheme]:
+    if not is_torchao_tensor(weight) or getattr(weight, "qdata", weight).dtype is not WEIGHT_ONLY[scheme]:
         raise RuntimeError(
             f"torchao left a linear without {scheme} values; torchao {version('torchao')} is unknown to this pack, "
             f"use {OLDEST_TORCHAO} or newer"

@@ -47,7 +47,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 TESTED: dict[str, TestedRange] = {
     "python": TestedRange("3.10", "3.13", "everything"),
-    "torch": TestedRange("2.11", "2.13", "everything"),
+    "torch": TestedRange("2.11", "2.15", "everything"),
     "diffusers": TestedRange("0.42", "0.42", "loading and training models"),
     "peft": TestedRange("0.21", "0.21", "LoRA training"),
     "transformers": TestedRange("5", "5", "encoding captions"),
@@ -56,5 +56,5 @@ TESTED: dict[str, TestedRange] = {
     "torchao": TestedRange("0.18", "0.18", "weights held in fp8 or int8"),
     "pydantic": TestedRange("2.14", "2.14", "job configs"),
     "tomlkit": TestedRange("0.15", "0.15", "job files"),
-    "av": TestedRange("18.1", "18.1", "reading videos"),
+    "av": TestedRange("18.1", "19.0", "reading videos"),
 }

@@ -29,6 +29,17 @@ def allow_folders(user: Path, *folders: Path) -> None:
     (user / "devicebridge.toml").write_text(f"allowed_folders = {json.dumps([str(folder) for folder in folders])}\n")
 
 
+def find_gguf_pack(checkout: Path) -> Path | None:
+    """ComfyUI-GGUF: COMFYUI_GGUF_PATH, else among the checkout's custom nodes; None if it is not there."""
+    named, packs = os.environ.get("COMFYUI_GGUF_PATH"), checkout / "custom_nodes"
+    folders = [Path(named)] if named else [packs / "ComfyUI-GGUF", packs / "comfyui-gguf"]
+    return next((folder for folder in folders if (folder / "dequant.py").is_file()), None)
+
+
+def can_import(python: Path, module: str) -> bool:
+    return subprocess.run([str(python), "-c", f"import {module}"], capture_output=True, timeout=120).returncode == 0
+
+
 def comfy_python(checkout: Path) -> Path | None:
     """The Python that runs this checkout: its own environment's, else ours if it has what ComfyUI needs."""
     for name in (".venv", "venv"):

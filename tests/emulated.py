@@ -23,6 +23,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._tensor import _convert
+from torch.overrides import get_default_nowrap_functions
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -85,6 +87,12 @@ class EmulatedTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.data_on_cpu.tolist()
 
+    def as_subclass(self, cls: type) -> Any:  # type: ignore[override]
+        """On a card, too, a tensor of a class that a library made to hang its own attributes and methods on."""
+        if issubclass(type(self), cls):
+            return self
+        return EmulatedTensor.__new__(_on_cards(cls), self.data_on_cpu, self.device)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -92,6 +100,19 @@ class EmulatedTensor(torch.Tensor):
             return NotImplemented
         out = NotImplemented if func in _SIMPLE else _run_composite(func, args, kwargs)
         return _run(func, args, kwargs, []) if out is NotImplemented else out
+
+
+@functools.cache
+def _on_cards(library_class: type) -> type:
+    """A library's tensor class, on an emulated card; what its operations return is of that class again, anywhere."""
+
+    def run(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        return out if func in get_default_nowrap_functions() else _convert(out, library_class)
+
+    name, members = f"Emulated{library_class.__name__}", {"__torch_function__": classmethod(run)}
+    return type(name, (library_class, EmulatedTensor), members)
 
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, EmulatedTensor})

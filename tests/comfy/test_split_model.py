@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.comfy_host import can_import, comfy_python, find_gguf_pack
 
 pytestmark = pytest.mark.comfy
 
@@ -192,6 +192,17 @@ CASES = [
     "a_class_that_was_read_is_verified_once",
 ]
 
+GGUF_CASES = [
+    "gguf_files",
+    "gguf_with_loras",
+    "gguf_clones_with_different_loras",
+    "gguf_eviction_and_return",
+    "gguf_low_memory_after_a_return",
+    "gguf_scheduled_lora",
+    "gguf_overlap_and_verify",
+    "gguf_choices_of_the_advanced_loader",
+]
+
 
 class Worker:
     """The process; started once, asked by name."""
@@ -237,11 +248,26 @@ def _check(answer: dict[str, Any]) -> None:
 
 
 def test_every_case_is_listed(worker: Worker) -> None:
-    assert sorted(CASES) == worker.ask("names")["names"]
+    assert sorted(CASES + GGUF_CASES) == worker.ask("names")["names"]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_case(worker: Worker, case: str) -> None:
+    _check(worker.ask(case))
+
+
+@pytest.fixture(scope="module")
+def gguf_pack(comfyui: Path) -> None:
+    """The real ComfyUI-GGUF and the package it reads files with."""
+    if find_gguf_pack(comfyui) is None:
+        pytest.skip("needs ComfyUI-GGUF: set COMFYUI_GGUF_PATH to its folder, or put it among ComfyUI's custom nodes")
+    python = comfy_python(comfyui)
+    if python is None or not can_import(python, "gguf"):
+        pytest.skip("needs the gguf package in ComfyUI's environment; a folder of its own may be named in PYTHONPATH")
+
+
+@pytest.mark.parametrize("case", GGUF_CASES)
+def test_gguf_case(gguf_pack: None, worker: Worker, case: str) -> None:
     _check(worker.ask(case))
 
 

@@ -99,11 +99,31 @@ def _fill(target: nn.Module, source: nn.Module, memo: dict[int, Any], name: str)
 
 
 def _share(parameter: nn.Parameter) -> nn.Parameter:
-    shared = nn.Parameter(parameter.detach(), requires_grad=False)
-    if shared is not parameter:
-        return shared
-    # A tensor subclass whose detach() gives itself back: only a real copy is independent.
-    return nn.Parameter(copy.deepcopy(parameter), requires_grad=False)
+    return nn.Parameter(alias(parameter), requires_grad=False)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor over the same storage, whatever its class makes of detach()."""
+    return _independent(tensor, tensor.detach(), torch.Tensor.detach)
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in a storage of their own, whatever its class makes of detach() and clone()."""
+    return _independent(tensor, tensor.detach().clone(), torch.Tensor.clone)
+
+
+def _independent(
+    tensor: torch.Tensor, other: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """other, or what make gives where other is the tensor itself, with the tensor's attributes and lists of its own.
+
+    ComfyUI-GGUF's weights give themselves back from detach() and clone(). Their attributes say how the bytes are to be
+    read and which LoRA is added to them, and change as a patcher loads them.
+    """
+    if other is tensor:
+        other = make(tensor)
+        other.__dict__.update({name: copy.copy(value) for name, value in tensor.__dict__.items()})
+    return other
 
 
 def follow_copy(value: Any, copies: ModuleMap, held: Collection[int], what: str) -> Any:
@@ -188,4 +208,4 @@ def original_of(origin: Origin, name: str, like: torch.Tensor, device: torch.dev
     found = origin(name)
     if found is None or (found.device, found.shape, found.dtype) != (device, like.shape, like.dtype):
         return None
-    return found.detach()
+    return alias(found)

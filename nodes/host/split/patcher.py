@@ -32,7 +32,7 @@ from torch import nn
 from ....parallel.local.slices import JoinedSlices
 from ..compiler import outside
 from .attachments import KEY, is_compiled
-from .model_copy import original_of, reachable
+from .model_copy import original_of, own_copy, reachable
 from .tree import SplitTree, make_tree, tree_of
 
 # Mixed into ComfyUI's ModelPatcher, whose class is known only at run time.
@@ -371,12 +371,9 @@ class SplitMixin(_CardPatcher):
                 "weight; use way 'blocks' in the split node"
             )
         weight = get_attr(self.model, key)
-        if (
-            tree.origin_on(self.load_device) is not None
-            and weight.device == self.offload_device
-            and key not in self.hook_backup
-        ):
-            set_attr_param(self.model, key, weight.detach().clone())
+        is_shared = tree.origin_on(self.load_device) is not None and weight.device == self.offload_device
+        if is_shared and key not in self.hook_backup:
+            set_attr_param(self.model, key, own_copy(weight))
 
     def get_all_callbacks(self, call_type: str) -> list[Callable[..., Any]]:
         callbacks = super().get_all_callbacks(call_type)
@@ -412,7 +409,9 @@ def become_split(patcher: Any, companions: Iterable[Any] | None = None) -> Any:
     if companions is None:
         make = _told_of_disk(_mixed(ShardMixin, unsplit), patcher)
         patcher.companions = tuple(make(shard, device, patcher.offload_device) for device, shard in tree.shards.items())
+        kept = {name: value for name, value in vars(patcher).items() if hasattr(unsplit, name)}  # by a pack's own class
         for companion in patcher.companions:
+            companion.__dict__.update(kept)
             companion._tree_of_home = tree
     else:
         patcher.companions = tuple(companion.clone() for companion in companions)

@@ -79,6 +79,8 @@ def test_sixteen_bit_grey_is_scaled_and_not_clipped(tmp_path):
 
 @pytest.mark.parametrize("mode", ["L", "CMYK", "1", "YCbCr", "LA"])
 def test_other_modes_become_rgb(tmp_path, mode):
+    if mode == "YCbCr":
+        pytest.importorskip("PIL", "13", reason="older Pillow cannot read the YCbCr TIFF it has written")
     Image.new(mode, (2, 2)).save(tmp_path / "x.tiff")
     assert read_pixels(_whole(tmp_path / "x.tiff", 2, 2)).shape == (3, 2, 2)
 

@@ -211,6 +211,8 @@ def test_odd_sizes(tmp_path, name):
 @pytest.mark.parametrize("matrix", (1, 5, 9))  # BT.709, BT.601, BT.2020
 @pytest.mark.parametrize("name", ("a.mp4", "a.webm"))  # H.264 says full range by the pixel format, VP9 beside it
 def test_the_named_yuv_matrix_and_range_are_used(tmp_path, name, matrix, full_range):
+    if matrix != 1:
+        pytest.importorskip("av", "18", reason="older PyAV writes such files in other colours; it reads them right")
     path = save_video(tmp_path / name, plain_frames(4), colours=matrix, full_range=full_range)
     _check_colours(_read(path, *range(4)), range(4))
     with av.open(str(path)) as container:

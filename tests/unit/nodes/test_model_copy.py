@@ -205,6 +205,45 @@ def test_an_origin_is_used_only_where_it_is_the_same_kind_of_tensor(model_copy: 
     assert original("a", torch.zeros(3), torch.device("meta")) is None
 
 
+class Packed(torch.Tensor):
+    """A weight as some packs have them: it gives itself back, and has attributes that a patcher changes."""
+
+    def detach(self) -> Packed:  # type: ignore[override]
+        return self
+
+    def clone(self) -> Packed:  # type: ignore[override]
+        return self
+
+
+def _packed() -> Any:
+    weight: Any = torch.arange(4.0).as_subclass(Packed)
+    weight.kind, weight.patches = "Q8_0", []
+    return weight
+
+
+def test_a_weight_that_gives_itself_back_is_another_tensor_over_the_same_storage(
+    model_copy: ModuleType, model: Model
+) -> None:
+    model.blocks[0].gain = nn.Parameter(_packed(), requires_grad=False)
+    copied, _ = _copy(model_copy, model)
+    old, new = model.blocks[0].gain, copied.blocks[0].gain
+    returned = model_copy.original_of({"gain": old}.get, "gain", new, torch.device("cpu"))
+    for other in (new, returned):
+        assert type(other) is Packed and other is not old and other.data_ptr() == old.data_ptr()
+        other.patches.append("a LoRA")
+        assert (other.kind, old.patches) == ("Q8_0", [])
+    assert isinstance(new, nn.Parameter)
+
+
+def test_an_own_copy_of_a_weight_that_gives_itself_back_has_its_own_storage(model_copy: ModuleType) -> None:
+    for weight in (_packed(), torch.arange(4.0)):
+        own = model_copy.own_copy(weight)
+        assert type(own) is type(weight)
+        assert vars(own) == vars(weight)
+        own.zero_()
+        assert weight.tolist() == [0, 1, 2, 3]
+
+
 def test_a_partial_stored_on_a_layer_follows_it(model_copy: ModuleType, model: Model) -> None:
     model.blocks[1].forward = functools.partial(lambda layer, x: layer.linear(x), model.blocks[1])
     copied, _ = _copy(model_copy, model)

@@ -1143,7 +1143,7 @@ def test_packages_a_scheme_needs_are_asked_for_before_anything_happens(monkeypat
         monkeypatch.setattr(module, "version", versions(peft="0.18.1", torchao=None))
     for scheme in ("fp8", "int8"):
         model = Net()
-        with pytest.raises(RuntimeError, match="need torchao 0.16 or newer, and none is installed"):
+        with pytest.raises(RuntimeError, match="need torchao 0.18 or newer, and none is installed"):
             apply_quantization(model, Family(), QuantizeSettings(scheme))
         assert model.first.weight.dtype is torch.float32
     with pytest.raises(RuntimeError, match="fp8-compute needs peft 0.19 or newer and found 0.18.1.*use int8-compute"):
@@ -1152,12 +1152,12 @@ def test_packages_a_scheme_needs_are_asked_for_before_anything_happens(monkeypat
     for module in (quantize, weight_only):
         monkeypatch.setattr(module, "version", versions(peft=None, torchao="0.13.0"))
     for scheme in ("fp8", "int8"):
-        with pytest.raises(RuntimeError, match="need torchao 0.16 or newer and found 0.13.0"):
+        with pytest.raises(RuntimeError, match="need torchao 0.18 or newer and found 0.13.0"):
             check_packages(QuantizeSettings(scheme))
     for scheme in ("fp8-compute", "int8-compute"):
         check_packages(QuantizeSettings(scheme))
     for module in (quantize, weight_only):
-        monkeypatch.setattr(module, "version", versions(peft="0.19.0", torchao="0.16.0"))
+        monkeypatch.setattr(module, "version", versions(peft="0.19.0", torchao="0.18.0"))
     for scheme in SCHEMES:
         check_packages(QuantizeSettings(scheme))
 

@@ -275,7 +275,7 @@ def test_an_old_a_missing_and_an_unknown_torchao_are_refused(monkeypatch):
         with pytest.raises(RuntimeError, match=r"left a linear without int8 values; torchao .* is unknown"):
             convert(linear, "int8")
     monkeypatch.setattr(weight_only, "version", lambda package: "0.13.0")
-    with pytest.raises(RuntimeError, match=r"need torchao 0.16 or newer and found 0.13.0.*fp8-compute"):
+    with pytest.raises(RuntimeError, match=r"need torchao 0.18 or newer and found 0.13.0.*fp8-compute"):
         convert(linear, "fp8")
 
     def missing(package: str) -> str:
