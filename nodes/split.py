@@ -76,8 +76,8 @@ _INPUTS = (
         default="auto",
         optional=True,
         tooltip="blocks: every GPU computes its own blocks, one GPU after the other. tensor: all GPUs compute each "
-        "block together, so one picture is faster where the GPUs are linked fast (NVLink, PCIe with peer access). auto "
-        "takes blocks.",
+        "block together, so one picture is faster where the GPUs are linked fast (NVLink, PCIe with peer access); it "
+        "needs ComfyUI started with --disable-dynamic-vram. auto takes blocks.",
     ),
 )
 

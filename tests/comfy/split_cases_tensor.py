@@ -257,3 +257,11 @@ def tensor_clones_and_eviction(case: Case) -> None:
     size = sum(p.nbytes for p in divided.model.diffusion_model.parameters())
     with host.machine.room_for(size // 2, OTHER):
         _near(case, "streamed on one card", host.sample(clones[1], name), references[1])
+
+
+@case
+def tensor_beside_dynamic_vram(case: Case) -> None:
+    """Two threads that fault its pages in at once were never run on cards, so that is refused."""
+    model = case.host.load("flux1_heads")
+    with mock.patch.object(type(model), "is_dynamic", lambda self: True):
+        case.refused("DynamicVRAM", lambda: tensor(model), ValueError, "--disable-dynamic-vram", "blocks")

@@ -61,6 +61,7 @@ CASES = [
     "tensor_refusals",
     "tensor_an_error_on_one_card",
     "tensor_clones_and_eviction",
+    "tensor_beside_dynamic_vram",
     "three_cards",
     "what_a_model_remembers_from_step_to_step",
     "balances",
