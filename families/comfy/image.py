@@ -50,6 +50,7 @@ SD3 = NativeModel(
     replace_keys={"double_block": "joint_blocks"},
     control_keys=("output",),
     note="SD3 and SD3.5; the last block returns no context",
+    tensor=tensor_plans.SD3,
 )
 
 NEXT_DIT = NativeModel(
@@ -59,6 +60,7 @@ NEXT_DIT = NativeModel(
     tail=("final_layer",),
     patches_between={"double_block": ("img", "img_input", "txt", "pe", "vec", "x")},
     note="Lumina 2 and Z-Image; the refiners stay at home; a patch may write to its img and txt in place",
+    tensor=tensor_plans.NEXT_DIT,
 )
 
 OMNIGEN_2 = NativeModel(

@@ -82,3 +82,38 @@ QWEN_IMAGE = (
         attributes={"attn.heads": "heads"},
     ),
 )
+
+# comfy/ldm/modules/diffusionmodules/mmdit.py; the context's last block has neither projection nor MLP
+SD3 = (
+    TensorPlan(
+        block="JointBlock",
+        linears=(
+            Divided("*_block.attn*.qkv", "column", _QKV),
+            Divided("*_block.attn*.proj", "row", _HEADS),
+            *_mlp("x_block.mlp.fc1", "x_block.mlp.fc2"),
+            *_mlp("context_block.mlp.fc1", "context_block.mlp.fc2"),
+            Divided("*_block.adaLN_modulation.1", "gathered", _FEATURES),
+        ),
+        num_heads="x_block.attn.num_heads",
+        width="x_block.attn.qkv.in_features",
+        attributes={"*_block.attn*.num_heads": "heads"},
+    ),
+)
+
+# comfy/ldm/lumina/model.py: Lumina 2 has fewer heads of keys and values, Z-Image as many
+NEXT_DIT = (
+    TensorPlan(
+        block="JointTransformerBlock",
+        linears=(
+            Divided("attention.qkv", "column", ("heads", "kv_heads", "kv_heads")),
+            Divided("attention.out", "row", _HEADS),
+            Divided("feed_forward.w[13]", "column", _FEATURES),
+            Divided("feed_forward.w2", "row", _FEATURES),
+            Divided("adaLN_modulation.*", "gathered", _FEATURES),
+        ),
+        num_heads="attention.n_local_heads",
+        num_kv_heads="attention.n_local_kv_heads",
+        width="attention.out.in_features",
+        attributes={"attention.n_local_heads": "heads", "attention.n_local_kv_heads": "kv_heads"},
+    ),
+)

@@ -414,12 +414,12 @@ _NEXT_DIT = {
     "dim": 48,
     "n_layers": 4,
     "n_refiner_layers": 2,
-    "n_heads": 2,
-    "n_kv_heads": 1,
+    "n_heads": 4,
+    "n_kv_heads": 2,
     "multiple_of": 8,
     "qk_norm": True,
     "cap_feat_dim": 12,
-    "axes_dims": (8, 8, 8),
+    "axes_dims": (4, 4, 4),
 }
 
 LUMINA = Case(
@@ -438,6 +438,7 @@ Z_IMAGE = Case(
         **_NEXT_DIT,
         "dim": 256,  # what its modulation wants at least
         "axes_dims": (32, 48, 48),
+        "n_heads": 2,
         "n_kv_heads": 2,
         "z_image_modulation": True,
         "pad_tokens_multiple": 4,

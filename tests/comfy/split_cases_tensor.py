@@ -31,6 +31,9 @@ DIVIDED = (
     "wan_heads",
     "wan_i2v_heads",
     "wan_vace_heads",
+    "lumina2",
+    "z_image",
+    "sd3",
 )
 
 

@@ -49,6 +49,9 @@ DIVIDED = [
     "wan_heads",
     "wan_i2v_heads",
     "wan_vace_heads",
+    "lumina2",
+    "z_image",
+    "sd3",
 ]
 CASES = [
     *(f"family_{name}" for name in FAMILIES),
