@@ -111,6 +111,87 @@ def test_sizes_of_published_models_are_taken() -> None:
     refuse_absurd_sizes(Path("config.json"), {"rope_theta": 1_000_000_000, "vocab_size": 262_208, "eps": 1e-6})
 
 
+# --- text encoders of another shape ----------------------------------------------------------------------------------
+
+
+def _other_encoder(tmp_path: Path, family: str, width: int) -> Path:
+    from devicebridge.tests.toy_encoders import save_tiny_text_encoder
+
+    for kind, layers, encoder, tokenizer in TINY[family].encoders:
+        names = {"encoder_name": encoder, "tokenizer_name": tokenizer}
+        save_tiny_text_encoder(tmp_path / "other", kind, width, layers, max_length=77, **names)  # type: ignore[arg-type]
+    return tmp_path / "other"
+
+
+@pytest.mark.parametrize(
+    ("family", "found", "wanted"), [("flux2", 96, 48), ("flux1", 32, 16), ("wan", 32, 16)], ids=["flux2", "flux1", "wan"]
+)
+def test_a_text_encoder_of_another_width_is_refused(
+    made: dict[str, Path], tmp_path: Path, family: str, found: int, wanted: int
+) -> None:
+    other = _other_encoder(tmp_path, family, 32)
+    folder = other / TINY[family].encoders[0][2]
+    message = rf"{folder} makes text states of width {found}, but this .* takes {wanted}; use the text encoders"
+    with pytest.raises(ValueError, match=message):
+        check_job(_copy(made, family, tmp_path, cache={"text_encoders": str(other)}))
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "name", "shape"),
+    [
+        ("flux2", "text_encoder", "norm", [1]),  # which would be spread over all
+        ("flux2", "text_encoder", "embed_tokens", [9, 16]),
+        ("flux1", "text_encoder", "position_embedding", [400, 16]),
+        ("flux1", "text_encoder_2", "relative_attention_bias", [64, 4]),
+        ("wan", "text_encoder", "layer_norm", [1]),
+    ],
+)
+def test_an_encoders_weight_of_another_shape_than_its_config_says_is_named(
+    made: dict[str, Path], tmp_path: Path, family: str, file: str, name: str, shape: list[int]
+) -> None:
+    from devicebridge.encoding.text_encoder import load_text_encoder
+    from safetensors.torch import load_file
+
+    job = _copy(made, family, tmp_path)
+    path = tmp_path / family / "model" / file / "model.safetensors"
+    tensors = load_file(path)
+    one = next(key for key in sorted(tensors) if name in key and "vision" not in key and "language_model.norm" not in key)
+    tensors[one] = torch.ones(shape)
+    save_file(tensors, path, metadata={"format": "pt"})
+    message = rf"{path} do(es)? not fit .*config\.json: .*{one} is \[{', '.join(map(str, shape))}\] and should be"
+    with pytest.raises(ValueError, match=message):
+        check_job(job)
+    specs = {"flux2": "flux2-dev", "flux1": "flux1-dev", "wan": "wan2.1-t2v-1.3b"}
+    from devicebridge.families.registry import find_variant
+
+    encoders = find_variant(specs[family])[1].text_encoders
+    spec = next(each for each in encoders if each.folder == file)
+    with pytest.raises(ValueError, match=message):
+        load_text_encoder(spec, tmp_path / family / "model", "cpu", torch.float32)
+
+
+def test_an_encoder_that_lacks_weights_is_named_before_it_is_loaded(made: dict[str, Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    job = _copy(made, "flux2", tmp_path)
+    path = tmp_path / "flux2" / "model" / "text_encoder" / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: each for name, each in tensors.items() if "layers.3" not in name}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"text_encoder does not hold the language model its config describes"):
+        check_job(job)
+
+
+@pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
+def test_a_part_that_is_nothing_but_zeros_is_refused(made: dict[str, Path], tmp_path: Path, part: str) -> None:
+    from safetensors.torch import load_file
+
+    job = _copy(made, "flux2", tmp_path)
+    (path,) = (tmp_path / "flux2" / "model" / part).glob("*.safetensors")
+    save_file({name: torch.zeros_like(each) for name, each in load_file(path).items()}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{part}.* holds nothing but zeros; download it again"):
+        check_job(job)
+
+
 # --- folders that are written ----------------------------------------------------------------------------------------
 
 
