@@ -123,9 +123,7 @@ def _other_encoder(tmp_path: Path, family: str, width: int) -> Path:
     return tmp_path / "other"
 
 
-@pytest.mark.parametrize(
-    ("family", "found", "wanted"), [("flux2", 96, 48), ("flux1", 32, 16), ("wan", 32, 16)], ids=["flux2", "flux1", "wan"]
-)
+@pytest.mark.parametrize(("family", "found", "wanted"), [("flux2", 96, 48), ("flux1", 32, 16), ("wan", 32, 16)])
 def test_a_text_encoder_of_another_width_is_refused(
     made: dict[str, Path], tmp_path: Path, family: str, found: int, wanted: int
 ) -> None:
@@ -155,7 +153,8 @@ def test_an_encoders_weight_of_another_shape_than_its_config_says_is_named(
     job = _copy(made, family, tmp_path)
     path = tmp_path / family / "model" / file / "model.safetensors"
     tensors = load_file(path)
-    one = next(key for key in sorted(tensors) if name in key and "vision" not in key and "language_model.norm" not in key)
+    unread = ("vision", "language_model.norm")
+    one = next(key for key in sorted(tensors) if name in key and not any(part in key for part in unread))
     tensors[one] = torch.ones(shape)
     save_file(tensors, path, metadata={"format": "pt"})
     message = rf"{path} do(es)? not fit .*config\.json: .*{one} is \[{', '.join(map(str, shape))}\] and should be"
