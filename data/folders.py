@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import TypeVar
 
 from ..config.job import DataConfig, FolderConfig
 from ..families.spec import LatentSpec
+from ..system.files import read_ordinary
 from ..system.listing import Looked
 from ..system.stopping import Stopped, never
 from .buckets import aspect, bucket_step, choose_bucket, make_buckets, plan_crop
@@ -252,20 +252,15 @@ def _read_caption(path: Path) -> str | None:
     Raises: ValueError naming the file if it is not UTF-8, no ordinary file, or too long for a caption.
     """
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would keep us waiting, a device has no end
-            raise ValueError(f"{path}: is no ordinary file; put a text file in its place")
-        if status.st_size > _MAX_CAPTION_BYTES:
-            raise ValueError(
-                f"{path}: has {status.st_size} bytes, which is no caption; give a text of up to {_MAX_CAPTION_BYTES}"
-            )
-        return path.read_text(encoding="utf-8-sig").strip()
+        return read_ordinary(path, _MAX_CAPTION_BYTES, "a caption").decode("utf-8-sig").strip()
     except FileNotFoundError:
         return None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _read_mask_size(path: Path) -> tuple[int, int]:

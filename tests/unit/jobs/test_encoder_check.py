@@ -289,12 +289,12 @@ def test_a_caption_that_is_a_pipe_is_named_and_does_not_hang(made: dict[str, Pat
     caption = tmp_path / "flux2" / "data" / "image_1.txt"
     caption.unlink()
     os.mkfifo(caption)
-    with pytest.raises(ValueError, match=r"image_1\.txt: is no ordinary file; put a text file in its place"):
+    with pytest.raises(ValueError, match=r"image_1\.txt: is no ordinary file; give a caption"):
         check_job(job)
 
 
 def test_a_caption_of_a_megabyte_and_more_is_named(made: dict[str, Path], tmp_path: Path) -> None:
     job = _copy(made, "flux2", tmp_path)
     (tmp_path / "flux2" / "data" / "image_1.txt").write_bytes(b"x" * 1_000_001)
-    with pytest.raises(ValueError, match=r"image_1\.txt: has 1000001 bytes, which is no caption"):
+    with pytest.raises(ValueError, match=r"image_1\.txt: has 1000001 bytes, too many; give a caption"):
         check_job(job)
