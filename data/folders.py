@@ -146,6 +146,7 @@ def _list_folder(
     masks = {file.stem.removesuffix(_MASK_END): file for file in files if _is_mask_name(file)}
     images = sorted([*(file for file in files if not _is_mask_name(file)), *sequences], key=lambda f: f.name)
     _warn_of_unused(root, entries, "links lead to nothing and are not used: %s; mend or remove them", _is_dangling)
+    _warn_of_unused(root, entries, "are no ordinary files and are not used: %s; put images in their place", _is_odd)
     _check_masks(root, images, masks)
     if latent.is_video:
         _warn_of_unused(
@@ -172,6 +173,11 @@ def _warn_of_unused(root: Path, entries: Sequence[Path], message: str, is_unused
 
 def _is_dangling(entry: Path) -> bool:
     return entry.is_symlink() and not entry.exists()
+
+
+def _is_odd(entry: Path) -> bool:
+    """Whether a pipe or a device has the name of an image."""
+    return entry.suffix.lower() in _SUFFIXES and entry.exists() and not entry.is_file() and not entry.is_dir()
 
 
 def _check_masks(root: Path, images: Sequence[Path], masks: dict[str, Path]) -> None:

@@ -1,9 +1,9 @@
 """Wrong inputs through the real command: no traceback, no hang, no damage that passes in silence.
 
-The cases are those of tests/bad_inputs.py and tests/bad_runs.py, and so many more of chance. Each runs in a fork of this
-process, in a copy of a tiny job's folder, with its memory limited. Prints a table of groups and every case that went
-wrong; ends with exit code 1 if any did. A case that is late runs a second time, with a minute of patience, before it counts. Needs os.fork,
-so no Windows; no GPU.
+The cases are those of tests/bad_inputs.py and its neighbours, and so many more of chance. Each
+runs in a fork of this process, in a copy of a tiny job's folder, with its memory limited. A case that takes more than
+10 s runs a second time with a minute of patience, for the machine may have been busy; late again, it hangs. Prints a
+table of groups and every case that went wrong; ends with exit code 1 if any did. Needs os.fork, so no Windows; no GPU.
 
     scripts/bad_inputs.py --chance 200 --seed 0
 """
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +41,8 @@ MOST_BYTES = 16 << 30  # of address space
 class Outcome:
     """What became of a case; fault is "" where it is as it should be."""
 
-    case: Case
+    group: str
+    name: str
     fault: str
     code: int
     text: str
@@ -55,24 +56,35 @@ def main() -> int:
     runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
     with tempfile.TemporaryDirectory(prefix="devicebridge-bad-inputs-") as name:
         os.environ["DEVICEBRIDGE_CACHE"] = str(Path(name) / "user_cache")
-        outcomes = list(_run_all(Path(name), arguments))
-    if arguments.out:
-        listed = [[o.case.group, o.case.name, o.fault, o.code, round(o.took_s, 2), o.text[-2000:]] for o in outcomes]
-        arguments.out.write_text(json.dumps(listed, indent=1), encoding="utf-8")
+        bench = Bench(Path(name))
+        outcomes = [*_read_outcomes(arguments.out), *_run_all(bench, arguments)]
+        missed = bench.missed_flips(arguments.flips, arguments.seed)
     _print_table(outcomes)
-    return 1 if any(outcome.fault for outcome in outcomes) else 0
+    print(f"{arguments.flips} bits of a checkpoint and {arguments.flips} of a cache flipped, {len(missed)} not found")
+    return 1 if missed or any(outcome.fault for outcome in outcomes) else 0
 
 
-def _run_all(folder: Path, arguments: argparse.Namespace) -> Iterator[Outcome]:
-    bench = Bench(folder)
+def _read_outcomes(file: Path | None) -> list[Outcome]:
+    """Of a run that was stopped."""
+    if file is None or not file.exists():
+        return []
+    return [Outcome(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _run_all(bench: Bench, arguments: argparse.Namespace) -> Iterator[Outcome]:
+    done = {(outcome.group, outcome.name) for outcome in _read_outcomes(arguments.out)}
     for case in bench.cases(arguments.chance, arguments.seed):
-        if arguments.only and case.group not in arguments.only or arguments.case not in case.name:
+        is_wanted = arguments.case in case.name and (not arguments.only or case.group in arguments.only)
+        if not is_wanted or (case.group, case.name) in done:
             continue
         outcome = bench.run(case)
         if outcome.fault == "hang":
             outcome = bench.run(case, PATIENCE_S)  # the machine may have been busy
         if outcome.fault:
             print(f"{outcome.fault}: {case.group}: {case.name}\n    {outcome.text[-300:]!r}", flush=True)
+        if arguments.out:
+            with arguments.out.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(asdict(outcome)) + "\n")
         yield outcome
 
 
@@ -91,18 +103,24 @@ class Bench:
         self.lora = (self.bases["trained"] / LORA).read_bytes()
 
     def cases(self, num_chance: int, seed: int) -> Iterator[Case]:
-        from devicebridge.tests import bad_inputs, bad_runs
+        from devicebridge.tests import bad_files, bad_inputs, bad_reported, bad_runs
 
         plain, trained = self.bases.values()
         yield from bad_inputs.job_key_cases()
         yield from bad_inputs.job_file_cases()
-        yield from bad_inputs.json_cases(plain)
-        yield from bad_inputs.weight_cases()
+        yield from bad_files.json_cases(plain)
+        yield from bad_files.weight_cases()
         yield from bad_runs.dataset_cases()
         yield from bad_runs.checkpoint_cases(trained)
         yield from bad_runs.cache_cases(trained)
         yield from bad_runs.command_cases()
         yield from bad_runs.random_cases(trained, num_chance, seed)
+        yield from bad_reported.reported_cases(trained)
+
+    def missed_flips(self, number: int, seed: int) -> list[str]:
+        from devicebridge.tests.bad_runs import missed_flips
+
+        return missed_flips(self.bases["trained"], number, seed)
 
     def run(self, case: Case, limit_s: float = LIMIT_S) -> Outcome:
         from devicebridge.tests.bad_inputs import LORA, fault_of
@@ -119,7 +137,7 @@ class Bench:
         fault = "hang" if child.is_late else fault_of(case, code, text, has_same_lora=lora == self.lora)
         shutil.rmtree(place)
         log.unlink(missing_ok=True)
-        return Outcome(case, fault, code, text, took_s)
+        return Outcome(case.group, case.name, fault, code, text[-2000:], round(took_s, 2))
 
 
 def _command(folder: Path, commands: Sequence[Sequence[str]]) -> int:
@@ -155,12 +173,12 @@ def _import_all(folder: Path) -> None:
 
 
 def _print_table(outcomes: Sequence[Outcome]) -> None:
-    groups = collections.Counter(outcome.case.group for outcome in outcomes)
-    faults = collections.Counter((outcome.case.group, outcome.fault) for outcome in outcomes if outcome.fault)
+    groups = collections.Counter(outcome.group for outcome in outcomes)
+    faults = collections.Counter((outcome.group, outcome.fault) for outcome in outcomes if outcome.fault)
     kinds = ("traceback", "hang", "died", "silent", "unclear", "not repaired", "wrong code")
     print(f"{'group':<16}{'cases':>6}{'refused':>8}" + "".join(f"{kind:>13}" for kind in kinds))
     for group, number in groups.items():
-        refused = sum(outcome.code == 2 for outcome in outcomes if outcome.case.group == group)
+        refused = sum(outcome.code == 2 for outcome in outcomes if outcome.group == group)
         print(f"{group:<16}{number:>6}{refused:>8}" + "".join(f"{faults[group, kind]:>13}" for kind in kinds))
     slowest = max((outcome.took_s for outcome in outcomes), default=0.0)
     print(f"{len(outcomes)} cases, {sum(faults.values())} faults, slowest {slowest:.1f} s")
@@ -169,10 +187,13 @@ def _print_table(outcomes: Sequence[Outcome]) -> None:
 def _read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chance", type=int, default=200, help="cases of random damage")
+    parser.add_argument("--flips", type=int, default=1000, help="bits flipped in a checkpoint, and in a cache")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", metavar="GROUP", help="a group of the table; may be repeated")
     parser.add_argument("--case", default="", metavar="TEXT", help="only cases whose name has this")
-    parser.add_argument("--out", type=Path, help="write every case's outcome and message as JSON")
+    parser.add_argument(
+        "--out", type=Path, help="add each outcome as a line of JSON; what it has already is not run again"
+    )
     return parser.parse_args()
 
 

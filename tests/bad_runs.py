@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from devicebridge.tests.bad_files import HEADER_DAMAGE, header_changer
 from devicebridge.tests.bad_inputs import (
-    HEADER_DAMAGE,
     NO_OBJECT,
     ODD_FILES,
     RESUME,
     TRAIN,
     Case,
     Spoil,
+    Verdict,
     at,
     cut,
-    header_changer,
     void,
     writer,
 )
@@ -32,8 +32,10 @@ from devicebridge.tests.bad_inputs import (
 def dataset_cases() -> Iterator[Case]:
     """Images, masks and captions that cannot be used, and folders of them."""
     for name, spoil in ODD_FILES.items():
-        verdict = "any" if name in ("missing", "a folder", "a link to nothing") else "refused"
         for file in ("image_1.png", "image_1.txt", "image_0_mask.png"):
+            verdict: Verdict = "refused" if file.endswith(".txt") else "noticed"
+            if name in ("missing", "a folder", "a link to nothing", "a link to itself"):
+                verdict = "any"
             yield Case("datasets", f"{file} {name}", at(f"data/{file}", spoil), (Path(file).stem,), verdict)
     for name, data in _CAPTIONS.items():
         yield Case("datasets", f"caption {name}", writer("data/image_1.txt", data), ("image_1.txt",))
@@ -167,7 +169,7 @@ def _odd_names(folder: Path) -> None:
 # --- checkpoints and caches ------------------------------------------------------------------------------------------
 
 _STATE_FILES = ("adapter.safetensors", "optimizer.safetensors", "random.safetensors")
-_NEWEST = "run/checkpoints/step-000002"
+NEWEST = "run/checkpoints/step-000002"
 
 
 def checkpoint_cases(trained: Path) -> Iterator[Case]:
@@ -182,19 +184,19 @@ def checkpoint_cases(trained: Path) -> Iterator[Case]:
             yield _of_checkpoint(file, name, spoil)
     for name, data in NO_OBJECT.items():
         yield _of_checkpoint("state.json", name, lambda path, data=data: void(path.write_bytes(data)))  # type: ignore[misc]
-    for key in json.loads((trained / _NEWEST / "state.json").read_bytes()):
+    for key in json.loads((trained / NEWEST / "state.json").read_bytes()):
         for label, value in (("missing", None), ("null", None), ("-1", -1), ("a list", [1]), ("a text", "x")):
-            yield _of_checkpoint("state.json", f"{key} {label}", _state_changer(key, value, label == "missing"))
+            yield _of_checkpoint("state.json", f"{key} {label}", of_other_facts(key, value, label == "missing"))
     yield Case("checkpoints", "of another run", _swap_runs, ("step-000002", "settings"), "noticed", RESUME, "trained")
     yield Case("checkpoints", "all damaged", _spoil_all, ("No checkpoint",), "refused", RESUME, "trained")
 
 
 def _of_checkpoint(file: str, name: str, spoil: Spoil) -> Case:
     names = ("step-000002",)
-    return Case("checkpoints", f"{file} {name}", at(f"{_NEWEST}/{file}", spoil), names, "repaired", RESUME, "trained")
+    return Case("checkpoints", f"{file} {name}", at(f"{NEWEST}/{file}", spoil), names, "repaired", RESUME, "trained")
 
 
-def _state_changer(key: str, value: Any, is_missing: bool) -> Spoil:
+def of_other_facts(key: str, value: Any, is_missing: bool = False) -> Spoil:
     def spoil(path: Path) -> None:
         facts = json.loads(path.read_bytes())
         facts[key] = value
@@ -207,7 +209,7 @@ def _state_changer(key: str, value: Any, is_missing: bool) -> Spoil:
 
 def _swap_runs(folder: Path) -> None:
     """The two checkpoints under each other's names."""
-    newest, older = folder / _NEWEST, folder / _NEWEST.replace("2", "1")
+    newest, older = folder / NEWEST, folder / NEWEST.replace("2", "1")
     newest.rename(folder / "aside")
     older.rename(newest)
     (folder / "aside").rename(older)
@@ -245,9 +247,34 @@ def _of_cache(file: str, name: str, spoil: Spoil) -> Case:
         shutil.rmtree(folder / "run")
         spoil(folder / file)
 
-    kind = "a caption" if name else ""
-    verdict = "repaired"
-    return Case("caches", f"{kind} {file[-20:-12]} {name}", change, (Path(file).stem,), verdict, TRAIN, "trained")
+    names = (Path(file).stem, *(["saved"] if name in ("missing", "a link to nothing") else []))
+    return Case("caches", f"{file[-20:-12]} {name}", change, names, "repaired", TRAIN, "trained")
+
+
+def missed_flips(trained: Path, number: int, seed: int) -> list[str]:
+    """Flips a bit at so many random places of a checkpoint, and as many of the cache; those that nobody found."""
+    from devicebridge.encoding.store import CacheStore
+
+    store, draw, missed = CacheStore(trained / "cache"), random.Random(seed), []
+    checkpoint = [trained / NEWEST / name for name in (*_STATE_FILES, "state.json")]
+    for files in (checkpoint, sorted((trained / "cache").rglob("*.safetensors"))):
+        for path in draw.choices(files, [file.stat().st_size for file in files], k=number):
+            whole, place = path.read_bytes(), draw.randrange(path.stat().st_size)
+            flipped(place, draw.randrange(8))(path)
+            is_found = _is_damaged(path.parent) if files is checkpoint else store.get(path.stem) is None
+            missed += [] if is_found else [f"{path} at byte {place}"]
+            path.write_bytes(whole)
+    return missed
+
+
+def _is_damaged(checkpoint: Path) -> bool:
+    from devicebridge.training.state import DamagedCheckpoint, load_checkpoint
+
+    try:
+        load_checkpoint(checkpoint)
+    except DamagedCheckpoint:
+        return True
+    return False
 
 
 def flipped(place: int, bit: int = 0) -> Spoil:

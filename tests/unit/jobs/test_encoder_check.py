@@ -268,16 +268,19 @@ def test_weights_that_are_all_zeros_are_named(
     assert line.startswith(f"{len(zeros)} of {len(tensors)} weights") and zeros[0] in line and one not in line
 
 
-def test_images_that_share_a_caption_and_links_to_nothing_are_named(
+@pytest.mark.skipif(os.name == "nt", reason="there are no named pipes in folders")
+def test_images_that_share_a_caption_links_to_nothing_and_pipes_are_named(
     made: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = _copy(made, "flux2", tmp_path)
     folder = tmp_path / "flux2" / "data"
     shutil.copy(folder / "image_1.png", folder / "image_1.webp")
     (folder / "gone.png").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(folder / "pipe.png")
     said = _said(job, caplog)
     assert any("image_1.txt of image_1.png and image_1.webp" in line for line in said)
     assert any("1 links lead to nothing and are not used: gone.png" in line for line in said)
+    assert any("1 are no ordinary files and are not used: pipe.png" in line for line in said)
 
 
 # --- captions --------------------------------------------------------------------------------------------------------
