@@ -25,11 +25,12 @@ def transformer_class(family: ModelFamily) -> Any:
 
 def expected_shapes(family: ModelFamily, config: Mapping[str, Any]) -> Shapes:
     """Of every tensor of the model with this config."""
-    return _shapes_of(family.transformer_class, json.dumps(dict(config), sort_keys=True))
+    return shapes_of_class(family.transformer_class, json.dumps(dict(config), sort_keys=True))
 
 
 @functools.lru_cache(maxsize=32)
-def _shapes_of(class_name: str, config: str) -> Shapes:
+def shapes_of_class(class_name: str, config: str) -> Shapes:
+    """Of every tensor of a model of this class of diffusers, with this config as JSON."""
     import diffusers
 
     with torch.device("meta"):

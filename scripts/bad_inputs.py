@@ -92,14 +92,15 @@ class Bench:
     """The folders that cases are copied from, and what an undisturbed run leaves."""
 
     def __init__(self, folder: Path) -> None:
-        from devicebridge.tests.bad_inputs import LORA, make_base
+        from devicebridge.tests.bad_inputs import LORA, TRAIN, make_base, place_copy
 
-        self.folder, self.number = folder, 0
+        self.folder, self.place = folder, folder / "place"
         self.bases = {"plain": make_base(folder), "trained": folder / "trained"}
-        shutil.copytree(self.bases["plain"], self.bases["trained"])
         _import_all(folder / "imports")
-        child = fork(lambda: _command(self.bases["trained"], (("train", "job.toml"),)), folder / "trained.log")
+        place_copy(self.bases["plain"], self.place)
+        child = fork(lambda: _command(self.place, TRAIN), folder / "trained.log")
         assert child.wait() == 0, child.text()
+        shutil.copytree(self.place, self.bases["trained"])
         self.lora = (self.bases["trained"] / LORA).read_bytes()
 
     def cases(self, num_chance: int, seed: int) -> Iterator[Case]:
@@ -123,20 +124,18 @@ class Bench:
         return missed_flips(self.bases["trained"], number, seed)
 
     def run(self, case: Case, limit_s: float = LIMIT_S) -> Outcome:
-        from devicebridge.tests.bad_inputs import LORA, fault_of
+        from devicebridge.tests.bad_inputs import LORA, fault_of, place_copy
 
-        self.number += 1
-        place, log = self.folder / f"case-{self.number}", self.folder / f"case-{self.number}.log"
-        shutil.copytree(self.bases[case.base], place)
-        case.spoil(place)
+        log, lora = self.folder / "log", self.place / LORA
+        log.unlink(missing_ok=True)
+        place_copy(self.bases[case.base], self.place)
+        case.spoil(self.place)
         began = time.monotonic()
-        child = fork(lambda: _command(place, case.commands), log)
+        child = fork(lambda: _command(self.place, case.commands), log)
         code = child.wait(limit_s)
         took_s, text = time.monotonic() - began, child.text()
-        lora = (place / LORA).read_bytes() if (place / LORA).is_file() else b""
-        fault = "hang" if child.is_late else fault_of(case, code, text, has_same_lora=lora == self.lora)
-        shutil.rmtree(place)
-        log.unlink(missing_ok=True)
+        has_same_lora = lora.is_file() and lora.read_bytes() == self.lora
+        fault = "hang" if child.is_late else fault_of(case, code, text, has_same_lora=has_same_lora)
         return Outcome(case.group, case.name, fault, code, text[-2000:], round(took_s, 2))
 
 

@@ -76,10 +76,11 @@ def make_base(folder: Path) -> Path:
     return plain
 
 
-def make_copy(base: Path, target: Path) -> Path:
-    """A copy that a case may change. The files are its own."""
-    shutil.copytree(base, target, symlinks=True)
-    return target
+def place_copy(base: Path, place: Path) -> None:
+    """Put a copy there that a case may change, without a LoRA. A run remembers its paths: all cases have one place."""
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(base, place, symlinks=True)
+    (place / LORA).unlink(missing_ok=True)
 
 
 def _write_job(folder: Path, values: Mapping[str, Any]) -> None:
@@ -309,4 +310,4 @@ def fault_of(case: Case, code: int, text: str, *, has_same_lora: bool) -> str:
         return "silent"
     if code == 2 and not is_named:
         return "unclear"
-    return "not repaired" if case.verdict == "repaired" and not has_same_lora else ""
+    return "not repaired" if case.verdict == "repaired" and (code or not has_same_lora) else ""

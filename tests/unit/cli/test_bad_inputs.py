@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from devicebridge.cli.main import main
 from devicebridge.tests import bad_files, bad_inputs, bad_reported, bad_runs
-from devicebridge.tests.bad_inputs import LORA, Case, fault_of, make_base
+from devicebridge.tests.bad_inputs import LORA, Case, fault_of, make_base, place_copy
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -31,10 +31,11 @@ _SEED = 20261123
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("bad")
-    found = {"plain": make_base(folder), "trained": folder / "trained"}
-    shutil.copytree(found["plain"], found["trained"])
-    code, text = _run(Case("", "", lambda folder: None, ()), found["trained"])
+    found = {"plain": make_base(folder), "trained": folder / "trained", "place": folder / "place"}
+    place_copy(found["plain"], found["place"])
+    code, text = _run(Case("", "", lambda folder: None, ()), found["place"])
     assert code == 0, text
+    shutil.copytree(found["place"], found["trained"])
     return found
 
 
@@ -61,10 +62,9 @@ def _command(arguments: tuple[str, ...]) -> int:
         return int(end.code or 0)
 
 
-def _fault(case: Case, bases: dict[str, Path], tmp_path: Path) -> str:
-    place = tmp_path / "case"
-    shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(bases[case.base], place, symlinks=True)
+def _fault(case: Case, bases: dict[str, Path]) -> str:
+    place = bases["place"]
+    place_copy(bases[case.base], place)
     case.spoil(place)
     code, text = _run(case, place)
     lora, whole = place / LORA, bases["trained"] / LORA
@@ -78,14 +78,14 @@ def _some(cases: Iterator[Case], number: int) -> list[Case]:
     return random.Random(_SEED).sample(found, min(number, len(found)))
 
 
-def test_keys_of_the_job_file_are_refused_by_name(bases: dict[str, Path], tmp_path: Path) -> None:
+def test_keys_of_the_job_file_are_refused_by_name(bases: dict[str, Path]) -> None:
     refused = (case for case in bad_inputs.job_key_cases() if case.verdict == "refused")
     cases = [*_some(refused, _NUM_KEYS), *bad_inputs.job_file_cases()]
-    assert not list(filter(None, (_fault(case, bases, tmp_path) for case in cases)))
+    assert not list(filter(None, (_fault(case, bases) for case in cases)))
 
 
 @pytest.mark.parametrize("group", ["JSON files", "weight files", "datasets", "checkpoints", "caches", "command lines"])
-def test_damage_is_refused_or_repaired(group: str, bases: dict[str, Path], tmp_path: Path) -> None:
+def test_damage_is_refused_or_repaired(group: str, bases: dict[str, Path]) -> None:
     made = {
         "JSON files": lambda: bad_files.json_cases(bases["plain"]),
         "weight files": bad_files.weight_cases,
@@ -95,16 +95,16 @@ def test_damage_is_refused_or_repaired(group: str, bases: dict[str, Path], tmp_p
         "command lines": bad_runs.command_cases,
     }
     wanted = (case for case in made[group]() if case.verdict != "any")
-    assert not list(filter(None, (_fault(case, bases, tmp_path) for case in _some(wanted, _NUM_OF_GROUP))))
+    assert not list(filter(None, (_fault(case, bases) for case in _some(wanted, _NUM_OF_GROUP))))
 
 
-def test_what_was_reported_once_is_refused_or_repaired(bases: dict[str, Path], tmp_path: Path) -> None:
+def test_what_was_reported_once_is_refused_or_repaired(bases: dict[str, Path]) -> None:
     cases = bad_reported.reported_cases(bases["trained"])
-    assert not list(filter(None, (_fault(case, bases, tmp_path) for case in cases)))
+    assert not list(filter(None, (_fault(case, bases) for case in cases)))
 
 
 @pytest.mark.parametrize("group", ["checkpoints", "caches"])
-def test_a_case_that_were_taken_would_show(group: str, bases: dict[str, Path], tmp_path: Path) -> None:
+def test_a_case_that_were_taken_would_show(group: str, bases: dict[str, Path]) -> None:
     """What is damaged in nothing is no damage that was noticed."""
     case = Case(group, "nothing", lambda folder: None, ("step-000002",), "noticed", (("check", "job.toml"),))
-    assert "silent" in _fault(case, bases, tmp_path)
+    assert "silent" in _fault(case, bases)

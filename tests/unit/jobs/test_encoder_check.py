@@ -169,6 +169,35 @@ def test_an_encoders_weight_of_another_shape_than_its_config_says_is_named(
         load_text_encoder(spec, tmp_path / family / "model", "cpu", torch.float32)
 
 
+def test_a_vae_whose_weights_are_not_those_of_its_config_is_named(made: dict[str, Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    job = _copy(made, "flux2", tmp_path)
+    path = tmp_path / "flux2" / "model" / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    tensors["quant_conv.weight"] = tensors["quant_conv.weight"].reshape(-1)
+    save_file(tensors, path, {"format": "pt"})
+    message = (
+        r"1 weights in .*vae are of other shapes .*: quant_conv\.weight is \[64\] and should be \[8, 8, 1, 1\]; give"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_job(job)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"vae has no safetensors file; give the VAE file or folder"):
+        check_job(job)
+
+
+@pytest.mark.parametrize("value", ["many", None, {}])
+def test_a_vae_config_with_values_of_the_wrong_kind_is_named(
+    made: dict[str, Path], tmp_path: Path, value: object
+) -> None:
+    job = _copy(made, "flux2", tmp_path)
+    file = tmp_path / "flux2" / "model" / "vae" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "block_out_channels": value}))
+    with pytest.raises(ValueError, match=r"vae cannot be read as an AutoencoderKLFlux2 \(\w+: .*; give the VAE"):
+        check_job(job)
+
+
 def test_an_encoder_that_lacks_weights_is_named_before_it_is_loaded(made: dict[str, Path], tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
