@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.fingerprint import file_fingerprint, folder_fingerprint, settings_fingerprint
-from ..checkpoints.model_class import shapes_of_class
+from ..checkpoints.model_class import refuse_other_kinds, shapes_of_class
 from ..checkpoints.weight_file import load_tensors
 from ..families.spec import ModelFamily, Variant
 from ..system.json_file import read_json_object
@@ -136,6 +136,7 @@ def _refuse_other_shapes(family: ModelFamily, folder: Path, config: Mapping[str,
     if not shapes:
         raise ValueError(f"{folder} has no safetensors file; {_WHAT_WORKS}")
     plain = {name: value for name, value in config.items() if not name.startswith("_")}
+    refuse_other_kinds(folder / "config.json", family.vae_class, plain)
     with _as_misfit(family, folder):
         wanted = shapes_of_class(family.vae_class, json.dumps(plain, sort_keys=True))
     wrong = [name for name in wanted if name in shapes and shapes[name] != wanted[name]]
