@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import runpy
 import shutil
@@ -45,11 +46,11 @@ NOBODY = 65534
 # ---- the checks ----
 
 
-def kills(labs: Sequence[Lab], number: int) -> Row:
+def kills(labs: Sequence[Lab], number: int, minutes: float) -> Row:
     """One process that caches, trains and saves; on one device, in a pipeline and data parallel on emulated cards."""
     row = Row("kills")
-    turn = 0
-    while row.kills < number:
+    turn, end = 0, time.monotonic() + 60 * minutes
+    while row.kills < number and time.monotonic() < end:
         lab = labs[turn % len(labs)]
         turn += 1
         job = lab.new_job()
@@ -332,7 +333,7 @@ def _rows(folder: Path, arguments: argparse.Namespace) -> Iterator[Row]:
     labs = [lab, *(_lab_of_cards(folder, arguments.seed, strategy) for strategy in ("none", "pipeline", "data"))]
     of_fillers = arguments.kills // 4
     checks: dict[str, Callable[[], Row]] = {
-        "kills": lambda: kills(labs, arguments.kills - of_fillers),
+        "kills": lambda: kills(labs, arguments.kills - of_fillers, arguments.minutes),
         "kills of fillers": lambda: kills_of_fillers(of_fillers, arguments.seed),
         "signals": lambda: signals(lab),
         "one folder": lambda: one_folder(lab),
@@ -377,6 +378,7 @@ def _import_all(folder: Path) -> None:
 def _read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="a quarter of them of processes that fill one cache")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of kills, after which no other run begins")
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", metavar="CHECK", help="one of the checks above; may be repeated")
