@@ -135,7 +135,7 @@ def load_job(path: str | Path) -> JobConfig:
         job = make_job(values)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give the path of a job file (TOML)") from error
-    except (tomlkit.exceptions.ParseError, UnicodeDecodeError, ValueError) as error:
+    except (tomlkit.exceptions.TOMLKitError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
     for line in renamed:
         _log.warning("%s: %s", path, line)

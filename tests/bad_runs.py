@@ -248,7 +248,8 @@ def _of_cache(file: str, name: str, spoil: Spoil) -> Case:
         spoil(folder / file)
 
     names = (Path(file).stem, *(["saved"] if name in ("missing", "a link to nothing") else []))
-    return Case("caches", f"{file[-20:-12]} {name}", change, names, "repaired", TRAIN, "trained")
+    verdict: Verdict = "noticed" if name == "a folder" else "repaired"
+    return Case("caches", f"{file[-20:-12]} {name}", change, names, verdict, TRAIN, "trained")
 
 
 def missed_flips(trained: Path, number: int, seed: int) -> list[str]:

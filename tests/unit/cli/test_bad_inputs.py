@@ -23,8 +23,8 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(os.name == "nt", reason="pipes and links of the cases are POSIX's"),
 ]
-_NUM_KEYS = 150  # of job keys: they end while the job file is read
-_NUM_OF_GROUP = 10  # of each other group
+_NUM_KEYS = 100  # of job keys: they end while the job file is read
+_NUM_OF_GROUP = 6  # of each other group
 _SEED = 20261123
 
 
