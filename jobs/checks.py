@@ -64,7 +64,10 @@ def check_tools(plan: JobPlan) -> None:
         )
     make_optimizer([nn.Parameter(torch.zeros(1))], job.optimizer)
     if job.cache.vae_device:
-        find_device(job.cache.vae_device)
+        try:
+            find_device(job.cache.vae_device)
+        except ValueError as error:
+            raise ValueError(f"cache.vae_device = {job.cache.vae_device!r}: {error}") from error
     if not plan.encoded:
         _check_encoders(plan)
     settings = job.model.quantize_settings

@@ -262,6 +262,14 @@ def test_an_output_folder_that_cannot_be_written_is_refused(made: dict[str, Path
         check_job(job)
 
 
+@pytest.mark.parametrize(("key", "value"), [("text_device", ""), ("text_device", "stream:x"), ("vae_device", "x")])
+def test_a_device_of_an_encoder_that_is_none_is_named_with_its_key(
+    made: dict[str, Path], tmp_path: Path, key: str, value: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"cache\.{key} = '{value}': "):
+        check_job(_copy(made, "flux2", tmp_path, cache={key: value}))
+
+
 # --- cautions --------------------------------------------------------------------------------------------------------
 
 

@@ -127,7 +127,7 @@ def test_a_link_inside_a_dataset_that_leads_out_is_refused(
         "allowed = []",
         "allowed_folders = [",
         "[x]\n",
-        "a = 1\na = 2\n",
+        "[[a]]\nb = 1\nb = 2\n",
     ],
 )
 def test_settings_that_cannot_be_read_are_named(folders: ModuleType, host: comfy_stub.FakeHost, text: str) -> None:
