@@ -333,6 +333,7 @@ def _load_tokenizer(folder: Path) -> Any:
         raise ValueError(f"there is no tokenizer folder {folder}; give a diffusers model folder that has it")
     with _as_damage(folder):
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer(_PROBE)  # some values are first looked at here
     processor_template = folder / "chat_template.json"  # a processor's template goes before the tokenizer's own
     if processor_template.is_file():
         found = read_json_object(processor_template).get("chat_template")
