@@ -152,7 +152,7 @@ def _wrong_numbers(key: Key, *, is_whole: bool, is_text: bool) -> Iterator[tuple
         yield "above", key.limits.high * 2 + 1, "refused"
         if key.limits.low > 0 and not key.limits.or_zero:
             yield "0", 0, "refused"
-        yield from (("lowest", key.limits.low, "any"), ("1e-320", 1e-320, "any" if key.limits.low == 0 else "refused"))
+        yield from (("lowest", key.limits.low, "any"), ("1e-320", 1e-320, "any" if key.limits.low <= 0 else "refused"))
 
 
 def _wrong_paths() -> Iterator[tuple[str, Any, Verdict]]:
