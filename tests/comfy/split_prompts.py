@@ -18,11 +18,11 @@ from devicebridge.tests.comfy.split_host import HOME, OTHER, Host, live_bytes
 
 FAMILIES = ("flux1", "wan")
 _MOST_GROWTH_BYTES = 32 << 20
-_WARM_UP = 10  # of a hundred prompts, before what is held is counted
+_WARM_UP = 50  # of a hundred prompts, before what is held is counted: memory fills up slowly
 
 
 def run_prompts(host: Host, number: int, seed: int) -> dict[str, Any]:
-    """What was found: how many outputs differ, and what the process held after the first tenth and at the end."""
+    """What was found: how many outputs differ, and what the process held after the first half and at the end."""
     draw, models, firsts = random.Random(seed), {}, {}
     different, before = 0, {}
     for index in range(number):
