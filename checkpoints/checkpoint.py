@@ -25,7 +25,15 @@ from ..families.registry import FAMILIES, find_family, find_variant
 from ..families.spec import ModelFamily, Variant
 from .config_sizes import refuse_absurd_sizes
 from .header import TensorRecord, read_header
-from .model_class import Shapes, described, differences, expected_shapes, transformer_class, with_defaults
+from .model_class import (
+    Shapes,
+    described,
+    differences,
+    expected_shapes,
+    refuse_other_kinds,
+    transformer_class,
+    with_defaults,
+)
 from .model_folder import Source, find_source, first
 from .other_files import describe_other, refuse_lora
 from .quantized_files import TYPE_NAMES, pair_scales, read_formats
@@ -129,6 +137,7 @@ def _read_folder(source: Source, records: dict[str, TensorRecord], families: Seq
     ignored = getattr(transformer_class(family), "_keys_to_ignore_on_load_unexpected", None) or ()
     tensors = {name: r for name, r in records.items() if not any(re.search(pattern, name) for pattern in ignored)}
     refuse_absurd_sizes(file, config)
+    refuse_other_kinds(file, class_name, config)
     found = differences(_shapes_of_config(file, family, config), tensors)
     if found:
         raise ValueError(f"the weights in {source.folder} do not fit its config.json: {described(found)}")

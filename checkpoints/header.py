@@ -38,7 +38,7 @@ _ENDINGS = {".gguf": _GGUF, ".ckpt": _PICKLE, ".pt": _PICKLE, ".pth": _PICKLE, "
 _FIRST_BYTES = {  # of files that are called safetensors and are not
     b"GGUF": _GGUF,
     b"PK\x03\x04": _SAVED,
-    b"\x80\x02": _SAVED,
+    **dict.fromkeys((b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"), _SAVED),  # by their protocol
     b"version https://git-lfs": "a Git LFS pointer, not the file itself; fetch it with git lfs pull",
     b"<!DOCTYPE": _WEB_PAGE,
     b"<html": _WEB_PAGE,
@@ -110,8 +110,9 @@ def read_header(file: Path) -> FileHeader:
         raise ValueError(f"{file} is no file of weights; give a .safetensors file")
     with open(file, "rb") as stream:
         start = stream.read(64)
-        for first_bytes, what in _FIRST_BYTES.items():
-            if start.startswith(first_bytes):
+        is_length = _LENGTH_BYTES + int.from_bytes(start[:_LENGTH_BYTES], "little") <= os.path.getsize(file)
+        for first_bytes, what in _FIRST_BYTES.items():  # a header of 640 bytes begins like a pickle
+            if start.startswith(first_bytes) and not is_length:
                 raise ValueError(f"{file} is {what}")
         stream.seek(0)
         return read_file_header(stream)

@@ -6,15 +6,18 @@ import functools
 import inspect
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..families.spec import ModelFamily
+from ..system.json_file import expect
 from .header import TensorRecord
 from .model_folder import first
 
 Shapes = Mapping[str, tuple[int, ...]]
+_KINDS: dict[Any, Any] = {bool: bool, (int, float): (int, float), str: str, (list, tuple): list}  # True is an int
 
 
 def transformer_class(family: ModelFamily) -> Any:
@@ -25,16 +28,40 @@ def transformer_class(family: ModelFamily) -> Any:
 
 def expected_shapes(family: ModelFamily, config: Mapping[str, Any]) -> Shapes:
     """Of every tensor of the model with this config."""
-    return _shapes_of(family.transformer_class, json.dumps(dict(config), sort_keys=True))
+    return shapes_of_class(family.transformer_class, json.dumps(dict(config), sort_keys=True))
 
 
 @functools.lru_cache(maxsize=32)
-def _shapes_of(class_name: str, config: str) -> Shapes:
+def shapes_of_class(class_name: str, config: str) -> Shapes:
+    """Of every tensor of a model of this class of diffusers, with this config as JSON."""
     import diffusers
 
     with torch.device("meta"):
         model = getattr(diffusers, class_name).from_config(json.loads(config))
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def refuse_other_kinds(file: Path, class_name: str, config: Mapping[str, Any]) -> None:
+    """Compare a config's values with the defaults of the class of diffusers that is made with them.
+
+    The class itself takes a text for a list, and fails in the first step.
+
+    Raises: ValueError naming the file and the key.
+    """
+    import diffusers
+
+    parameters = inspect.signature(getattr(diffusers, class_name).__init__).parameters
+    for name in parameters.keys() & config.keys():
+        _expect_kind(config[name], parameters[name].default, f"{file}: {name}")
+
+
+def _expect_kind(value: Any, default: Any, what: str) -> None:
+    kind = next((kinds for given, kinds in _KINDS.items() if isinstance(default, given)), None)
+    if kind is None:  # no default, or None, which says nothing
+        return
+    expect(list(value) if isinstance(value, tuple) else value, kind, what)
+    for each in value if kind is list and default else ():
+        _expect_kind(each, default[0], f"an entry of {what}")
 
 
 def differences(expected: Shapes, tensors: Mapping[str, TensorRecord]) -> dict[str, list[str]]:

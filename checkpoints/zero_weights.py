@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
@@ -24,6 +25,13 @@ def find_zero_weights(records: Mapping[str, TensorRecord]) -> list[str]:
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{file} cannot be read ({error}); download it again") from error
     return found
+
+
+def refuse_zeros(path: Path, records: Mapping[str, TensorRecord]) -> None:
+    """Raises: ValueError naming the path if its weights are zeros and nothing else; ends at the first that is not."""
+    matrices = {name: record for name, record in records.items() if len(record.shape) > 1}
+    if matrices and all(find_zero_weights({name: record}) for name, record in matrices.items()):
+        raise ValueError(f"{path} holds nothing but zeros; download it again")
 
 
 def _is_zero(reader: WeightReader, record: TensorRecord) -> bool:

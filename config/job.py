@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ..system.files import write_atomically
+from ..system.files import read_ordinary, write_atomically
 from .data import CacheConfig, DataConfig, EvaluationConfig
 from .data import FolderConfig as FolderConfig
 from .model import ModelConfig, ParallelConfig, SplitConfig, holds_copies
@@ -28,6 +28,7 @@ from .setting import Key, keys_of, with_todays_names
 from .training import LoopConfig, LoraSettings, ObjectiveConfig, OptimizerConfig, OutputConfig, ScheduleConfig
 
 _log = logging.getLogger(__name__)
+_MAX_JOB_BYTES = 10_000_000
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -128,13 +129,14 @@ def load_job(path: str | Path) -> JobConfig:
 
     path = Path(path)
     try:
-        values = tomlkit.parse(path.read_text(encoding="utf-8-sig")).unwrap()
+        text = read_ordinary(path, _MAX_JOB_BYTES, "a job file (TOML)").decode("utf-8-sig")
+        values = tomlkit.parse(text).unwrap()
         values, renamed = with_todays_names(job_keys(), values)
         _anchor_paths(values, path.resolve().parent)
         job = make_job(values)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}); give the path of a job file (TOML)") from error
-    except (tomlkit.exceptions.ParseError, UnicodeDecodeError, ValueError) as error:
+    except (tomlkit.exceptions.TOMLKitError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
     for line in renamed:
         _log.warning("%s: %s", path, line)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import TypeVar
 from ..checkpoints.model_folder import first
 from ..config.job import DataConfig, FolderConfig
 from ..families.spec import LatentSpec
+from ..system.files import read_ordinary
 from ..system.listing import Looked
 from ..system.stopping import Stopped, never
 from .buckets import aspect, bucket_step, choose_bucket, make_buckets, plan_crop
@@ -143,6 +143,7 @@ def _list_folder(
     masks = {file.stem.removesuffix(_MASK_END): file for file in files if _is_mask_name(file)}
     images = sorted([*(file for file in files if not _is_mask_name(file)), *sequences], key=lambda f: f.name)
     _warn_of_unused(root, entries, "links lead to nothing and are not used: %s; mend or remove them", _is_dangling)
+    _warn_of_unused(root, entries, "are no ordinary files and are not used: %s; put images in their place", _is_odd)
     _check_masks(root, images, masks)
     if latent.is_video:
         _warn_of_unused(
@@ -169,6 +170,11 @@ def _warn_of_unused(root: Path, entries: Sequence[Path], message: str, is_unused
 
 def _is_dangling(entry: Path) -> bool:
     return entry.is_symlink() and not entry.exists()
+
+
+def _is_odd(entry: Path) -> bool:
+    """Whether a pipe or a device has the name of an image."""
+    return entry.suffix.lower() in _SUFFIXES and entry.exists() and not entry.is_file() and not entry.is_dir()
 
 
 def _check_masks(root: Path, images: Sequence[Path], masks: dict[str, Path]) -> None:
@@ -249,20 +255,15 @@ def _read_caption(path: Path) -> str | None:
     Raises: ValueError naming the file if it is not UTF-8, no ordinary file, or too long for a caption.
     """
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # a pipe would keep us waiting, a device has no end
-            raise ValueError(f"{path}: is no ordinary file; put a text file in its place")
-        if status.st_size > _MAX_CAPTION_BYTES:
-            raise ValueError(
-                f"{path}: has {status.st_size} bytes, which is no caption; give a text of up to {_MAX_CAPTION_BYTES}"
-            )
-        return path.read_text(encoding="utf-8-sig").strip()
+        return read_ordinary(path, _MAX_CAPTION_BYTES, "a caption").decode("utf-8-sig").strip()
     except FileNotFoundError:
         return None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _read_mask_size(path: Path) -> tuple[int, int]:

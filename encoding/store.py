@@ -197,13 +197,15 @@ def unwritable(path: Path, error: OSError) -> OSError:
 
 def _read_header(path: Path) -> dict[str, str] | None:
     """The metadata of an entry whose length is right and whose name is its own, else None."""
+    header = None
     try:
-        with open(path, "rb") as file:
-            header = read_file_header(file)
+        if path.is_file() or not os.path.lexists(path):  # opening a pipe would keep us waiting
+            with open(path, "rb") as file:
+                header = read_file_header(file)
     except FileNotFoundError:
         return None
     except ValueError:  # not JSON, or not a safetensors header
-        header = None
+        pass
     if header is None or not _is_ours(header, path.name.removesuffix(_SUFFIX)):
         logger.warning("cache entry %s is torn, foreign or another one's, and will be computed again", path)
         return None

@@ -255,10 +255,5 @@ class _HostLayers:
 
 def _fill(buffer: PinnedBuffer, tensor: SlotTensor, source: tuple[Path, str], found: torch.Tensor) -> None:
     (piece,) = tensor.pieces
-    if found.shape != piece.shape:
-        file, key = source
-        raise ValueError(
-            f"{key} in {file} is {list(found.shape)}, and the encoder's config describes {list(piece.shape)}; config "
-            "and weights belong to different models"
-        )
+    assert found.shape == piece.shape, source  # refuse_other_shapes has looked
     piece.view(buffer.tensor).copy_(found)

@@ -19,7 +19,7 @@ import contextlib
 import html
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from ..system.json_file import expect, read_json_object
 from .streamed_encoder import StreamedLayers, StreamPlan, stream_weights
 from .text_weights import (
     WHAT_WORKS,
+    Sources,
     Storage,
     TextScheme,
     applied_scheme,
@@ -39,6 +40,7 @@ from .text_weights import (
     language_model_sources,
     layer_list,
     read_weights,
+    refuse_other_shapes,
 )
 
 logger = logging.getLogger(__name__)
@@ -158,8 +160,7 @@ def load_text_encoder(
     if stream is not None:
         refuse_streamed_scheme(storage.scheme)
     model, layers = make_empty_encoder(spec, folder), None
-    find_sources = language_model_sources if spec.kind == "chat_hidden_states" else encoder_sources
-    sources = find_sources(model, folder / spec.folder)
+    sources = _find_sources(spec, model, folder / spec.folder)
     if stream is None:
         read_weights(model, sources, storage)
     else:
@@ -324,12 +325,40 @@ def _load_tokenizer(folder: Path) -> Any:
 
     if not folder.is_dir():
         raise ValueError(f"there is no tokenizer folder {folder}; give a diffusers model folder that has it")
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    with _as_damage(folder):
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer(_PROBE)  # some values are first looked at here
     processor_template = folder / "chat_template.json"  # a processor's template goes before the tokenizer's own
     if processor_template.is_file():
         found = read_json_object(processor_template).get("chat_template")
         tokenizer.chat_template = expect(found, str, f"{processor_template}: chat_template")
     return tokenizer
+
+
+def check_encoder(spec: TextEncoderSpec, folder: str | Path, width: int | None) -> None:
+    """Refuse an encoder that its own files or the model would not fit; reads configs and headers only.
+
+    Args:
+        width: of the states that the transformer takes; None where nobody says.
+    Raises: ValueError naming the folder or file.
+    """
+    folder = Path(folder)
+    model: Any = make_empty_encoder(spec, folder)
+    _find_sources(spec, model, folder / spec.folder)
+    found = model.config.hidden_size * max(1, len(spec.layers))
+    if width is not None and found != width:
+        raise ValueError(
+            f"{folder / spec.folder} makes text states of width {found}, but this transformer takes {width}; use the "
+            "text encoders published with the model"
+        )
+
+
+def _find_sources(spec: TextEncoderSpec, model: torch.nn.Module, folder: Path) -> Sources:
+    """Where the tensors of an empty encoder are. Raises: ValueError if one is missing or of another shape."""
+    find = language_model_sources if spec.kind == "chat_hidden_states" else encoder_sources
+    sources = find(model, folder)
+    refuse_other_shapes(model, sources, folder)
+    return sources
 
 
 def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
@@ -343,16 +372,32 @@ def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
     folder = folder / spec.folder
     described = _read_config(folder)
     make = AutoModel.from_config if spec.kind == "chat_hidden_states" else _encoder_class(spec, folder, described)
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
     needs_norm = True
-    if spec.kind == "chat_hidden_states":
-        config = config.get_text_config()
-        needs_norm = _leave_out_layers(config, spec.layers, folder)
-    with init_empty_weights(include_buffers=False):  # rotary frequencies are buffers that no file holds
-        model = make(config)
+    with _as_damage(folder):
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        if spec.kind == "chat_hidden_states":
+            config = config.get_text_config()
+            needs_norm = _leave_out_layers(config, spec.layers, folder)
+        with init_empty_weights(include_buffers=False):  # rotary frequencies are buffers that no file holds
+            model = make(config)
     if not needs_norm:
         model.norm = torch.nn.Identity()
     return model
+
+
+@contextlib.contextmanager
+def _as_damage(folder: Path) -> Iterator[None]:
+    """Whatever transformers raises for what a folder's JSON files say becomes one message that names the folder."""
+    try:
+        yield
+    except Exception as error:  # Rust's readers raise Exception itself
+        if isinstance(error, ValueError) and str(folder) in str(error):
+            raise
+        said = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"the JSON files in {folder} cannot be read by transformers ({type(error).__name__}: {said}); download "
+            "them again"
+        ) from error
 
 
 def _encoder_class(spec: TextEncoderSpec, folder: Path, config: Mapping[str, Any]) -> Any:

@@ -107,9 +107,13 @@ def parse_text_device(setting: str | torch.device) -> TextDevice:
     name = str(setting).strip()
     mode, _, device_name = name.partition(":")
     wanted = asked(mode)
-    if wanted not in ("stream", None):
-        return TextDevice("resident", find_device(name))
-    device = find_device(device_name) if device_name else None
+    is_resident = wanted not in ("stream", None)
+    try:
+        device = find_device(name if is_resident else device_name) if is_resident or device_name else None
+    except ValueError as error:
+        raise ValueError(f"cache.text_device = {name!r}: {error}") from error
+    if is_resident:
+        return TextDevice("resident", device)
     if device == CPU:
         raise ValueError(f'cache.text_device = "{name}": {mode} is for GPUs; use "{mode}:cuda:0", "{mode}" or "cpu"')
     return TextDevice("stream" if wanted else None, device)

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeGuard
 import torch
 from torch import nn
 
-from ..checkpoints.header import read_weight_map
+from ..checkpoints.header import TensorEntry, read_header, read_weight_map
 from ..checkpoints.load import find_owner, put_tensor
 from ..checkpoints.model_folder import first
 from ..checkpoints.weight_file import open_weights
@@ -171,6 +171,30 @@ def encoder_sources(model: nn.Module, folder: Path) -> Sources:
     if missing := sorted(name for name, key in keys.items() if not key):
         raise ValueError(f"{folder} lacks weights of its {type(model).__name__}: {first(missing)}")
     return {name: (files[key], key) for name, key in keys.items()}
+
+
+def refuse_other_shapes(model: nn.Module, sources: Sources, folder: Path) -> None:
+    """Compare an empty model with its files' headers: a norm of one number would be spread over all, and say nothing.
+
+    Raises: ValueError naming the file and the tensors that are not as the folder's config.json describes them.
+    """
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    headers = {file: read_header(file).tensors for file in sorted({file for file, _ in sources.values()})}
+    for file, tensors in headers.items():
+        inside = {name: key for name, (place, key) in sources.items() if place == file}
+        wrong = [_of_shape(key, tensors[key], wanted[name]) for name, key in inside.items() if key in tensors]
+        if found := list(filter(None, wrong)):
+            raise ValueError(
+                f"{file} does not fit {folder / 'config.json'}: {first(found)}; use the folder published "
+                "with the model"
+            )
+
+
+def _of_shape(key: str, entry: TensorEntry, wanted: tuple[int, ...]) -> str:
+    """What is wrong; "" for nothing. Weights in 8 bits are refused for that."""
+    if entry.shape == wanted or entry.dtype in _EIGHT_BIT:
+        return ""
+    return f"{key} is {list(entry.shape)} and should be {list(wanted)}"
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

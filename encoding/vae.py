@@ -12,13 +12,15 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..checkpoints.fingerprint import file_fingerprint, folder_fingerprint, settings_fingerprint
+from ..checkpoints.model_class import refuse_other_kinds, shapes_of_class
 from ..checkpoints.weight_file import load_tensors
 from ..families.spec import ModelFamily, Variant
 from ..system.json_file import read_json_object
@@ -66,13 +68,14 @@ def check_vae(family: ModelFamily, variant: Variant | None, path: str | Path, sh
     """Refuse a VAE that load_vae would refuse, or that makes other latents than the model takes; reads no weights.
 
     Args:
-        shapes: of the tensors of a single file, by name; not looked at for a folder.
+        shapes: of the tensors of all its files, by name.
         channels: of the VAE's own latents, as the model needs them.
     Raises: ValueError.
     """
     source = find_vae(path)
     if source.is_dir():
         config = _folder_config(family, source)
+        _refuse_other_shapes(family, source, config, shapes)
     else:
         stand_ins = {name: torch.zeros(()).expand(shape) for name, shape in shapes.items()}  # of one number each
         config = _load_tensors(family, variant, source, stand_ins).config
@@ -107,11 +110,42 @@ def _load_folder(family: ModelFamily, folder: Path) -> Any:
     import diffusers
 
     _folder_config(family, folder)
-    vae, report = getattr(diffusers, family.vae_class).from_pretrained(
-        str(folder), torch_dtype=torch.float32, local_files_only=True, use_safetensors=True, output_loading_info=True
-    )
+    options: dict[str, Any] = {"torch_dtype": torch.float32, "local_files_only": True, "use_safetensors": True}
+    with _as_misfit(family, folder):
+        vae, report = getattr(diffusers, family.vae_class).from_pretrained(
+            str(folder), output_loading_info=True, **options
+        )
     _refuse(folder, "lacks", report["missing_keys"])
     return vae
+
+
+@contextmanager
+def _as_misfit(family: ModelFamily, folder: Path) -> Iterator[None]:
+    """What diffusers raises for a folder's files becomes one message that names the folder."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{folder} cannot be read as an {family.vae_class} ({type(error).__name__}: {said}); {_WHAT_WORKS}"
+        ) from error
+
+
+def _refuse_other_shapes(family: ModelFamily, folder: Path, config: Mapping[str, Any], shapes: Shapes) -> None:
+    """Only names that are in both: diffusers translates those of older versions."""
+    if not shapes:
+        raise ValueError(f"{folder} has no safetensors file; {_WHAT_WORKS}")
+    plain = {name: value for name, value in config.items() if not name.startswith("_")}
+    refuse_other_kinds(folder / "config.json", family.vae_class, plain)
+    with _as_misfit(family, folder):
+        wanted = shapes_of_class(family.vae_class, json.dumps(plain, sort_keys=True))
+    wrong = [name for name in wanted if name in shapes and shapes[name] != wanted[name]]
+    if wrong:
+        name = min(wrong)
+        raise ValueError(
+            f"{len(wrong)} weights in {folder} are of other shapes than its config.json describes: {name} is "
+            f"{list(shapes[name])} and should be {list(wanted[name])}; {_WHAT_WORKS}"
+        )
 
 
 def _load_tensors(family: ModelFamily, variant: Variant | None, file: Path, tensors: dict[str, torch.Tensor]) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..system.json_file import read_json_object
 from ..system.stopping import STOPPED, interrupt_on_signal
 from .client import TIMED_OUT, ClientRun
 from .comfyui import find_comfy_cli, find_comfyui
@@ -72,12 +72,11 @@ def run_workflow(
 def check_workflow(path: Path) -> None:
     """Raises: ValueError for a file that is missing or holds neither form: node id -> node, or "nodes" and "links"."""
     try:
-        graph = json.loads(path.read_text(encoding="utf-8"))
+        graph = read_json_object(path, "give a workflow that ComfyUI has saved")
     except FileNotFoundError as error:
         raise ValueError(f"there is no workflow {path}") from error
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is no workflow: {error}") from error
-    nodes = list(graph.values()) if isinstance(graph, dict) else []
-    is_api_form = nodes and all(isinstance(node, dict) and "class_type" in node for node in nodes)
-    if not is_api_form and not (isinstance(graph, dict) and isinstance(graph.get("nodes"), list)):
+    is_api_form = graph and all(isinstance(node, dict) and "class_type" in node for node in graph.values())
+    if not is_api_form and not isinstance(graph.get("nodes"), list):
         raise ValueError(f"{path} is no workflow: expected ComfyUI's saved or API form")

@@ -15,13 +15,16 @@ from torch import nn
 
 from ..checkpoints.config_sizes import refuse_absurd_sizes
 from ..checkpoints.fingerprint import folder_fingerprint
-from ..checkpoints.header import TensorEntry, read_header
-from ..checkpoints.zero_weights import find_zero_weights
+from ..checkpoints.header import TensorRecord, read_header
+from ..checkpoints.model_class import with_defaults
+from ..checkpoints.zero_weights import find_zero_weights, refuse_zeros
 from ..config.job import JobConfig, OptimizerConfig
 from ..data.samples import Sample
 from ..data.video import media_fingerprint, sequence_files
+from ..encoding.text_encoder import check_encoder
 from ..encoding.text_place import check_text_device
 from ..encoding.vae import check_vae, find_vae
+from ..families.spec import TextEncoderSpec
 from ..parallel.devices import CPU, find_device
 from ..parallel.placement import check_kept_blocks, check_offloaded_blocks
 from ..quantization.quantize import check_packages, refusal
@@ -61,7 +64,10 @@ def check_tools(plan: JobPlan) -> None:
         )
     make_optimizer([nn.Parameter(torch.zeros(1))], job.optimizer)
     if job.cache.vae_device:
-        find_device(job.cache.vae_device)
+        try:
+            find_device(job.cache.vae_device)
+        except ValueError as error:
+            raise ValueError(f"cache.vae_device = {job.cache.vae_device!r}: {error}") from error
     if not plan.encoded:
         _check_encoders(plan)
     settings = job.model.quantize_settings
@@ -106,9 +112,10 @@ def _check_encoders(plan: JobPlan) -> None:
         dtype = getattr(torch, cache.dtype)
         for spec in plan.variant.text_encoders:
             _check_config(folder / spec.folder)
-            _read_headers(folder / spec.folder)
+            refuse_zeros(folder / spec.folder, _read_headers(folder / spec.folder))
         check_text_device(cache.text_device, plan.variant.text_encoders, folder, dtype, cache.text_quantize)
         for spec in plan.variant.text_encoders:
+            check_encoder(spec, folder, _text_width(plan, spec))
             folder_fingerprint(folder / spec.folder)
             folder_fingerprint(folder / spec.tokenizer_folder)
     if not cache.latent_source:
@@ -120,9 +127,19 @@ def _check_vae(plan: JobPlan) -> None:
     source = find_vae(vae_path(plan))
     if source.is_dir():
         _check_config(source)
-    records = _read_headers(source) if source.is_dir() else read_header(source).tensors
+    records = _read_headers(source) if source.is_dir() else read_header(source).records()
+    refuse_zeros(source, records)
     shapes = {name: record.shape for name, record in records.items()}
     check_vae(plan.family, plan.variant, source, shapes, _vae_channels(plan))
+
+
+def _text_width(plan: JobPlan, spec: TextEncoderSpec) -> int | None:
+    """Of the states that the transformer takes from this encoder; None where the family does not say."""
+    comfy = plan.family.comfy
+    keys = {} if comfy is None else {comfy.states: comfy.width, comfy.pooled: comfy.pooled_width}
+    if spec.output not in keys:
+        return None
+    return int(with_defaults(plan.family, plan.info.config)[keys[spec.output]])
 
 
 def _vae_channels(plan: JobPlan) -> int:
@@ -142,10 +159,10 @@ def _check_config(folder: Path) -> None:
         refuse_absurd_sizes(file, read_json_object(file))
 
 
-def _read_headers(folder: Path) -> dict[str, TensorEntry]:
+def _read_headers(folder: Path) -> dict[str, TensorRecord]:
     """Raises: ValueError naming a file that is cut short."""
     files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
-    return {name: record for file in files for name, record in read_header(file).tensors.items()}
+    return {name: record for file in files for name, record in read_header(file).records().items()}
 
 
 # ---- what its user hardly meant ----
@@ -199,6 +216,7 @@ def _num_bytes(path: str) -> int:
 
 
 def _zero_weights(plan: JobPlan) -> str:
+    refuse_zeros(plan.info.files[0].parent if len(plan.info.files) > 1 else plan.info.files[0], plan.info.tensors)
     zeros = find_zero_weights(plan.info.tensors)
     if not zeros:
         return ""

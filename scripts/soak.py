@@ -7,6 +7,7 @@
     orphans            the process that started a pair's trainings is killed
     full disk          output and cache on a small tmpfs with a random number of bytes left; needs the right to mount
     read-only          output or cache may not be written, from the start or in mid-run
+    prompts            a thousand prompts of plain and split models in one ComfyUI; needs a ComfyUI checkout
     clock              every file is dated in the future, or long ago, before a run is resumed and a cache made anew
 
 In each, the LoRA after resuming must be byte-equal to that of a run that nobody disturbed, and so must every entry of
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import runpy
 import shutil
@@ -44,11 +46,11 @@ NOBODY = 65534
 # ---- the checks ----
 
 
-def kills(labs: Sequence[Lab], number: int) -> Row:
-    """One process that caches, trains and saves; on one device, and on two cards that are emulated."""
+def kills(labs: Sequence[Lab], number: int, minutes: float) -> Row:
+    """One process that caches, trains and saves; on one device, in a pipeline and data parallel on emulated cards."""
     row = Row("kills")
-    turn = 0
-    while row.kills < number:
+    turn, end = 0, time.monotonic() + 60 * minutes
+    while row.kills < number and time.monotonic() < end:
         lab = labs[turn % len(labs)]
         turn += 1
         job = lab.new_job()
@@ -277,6 +279,28 @@ def _date(job: Any, year: int) -> float:
     return moment
 
 
+def prompts(folder: Path, number: int, seed: int) -> Row:
+    """Nothing may grow, and each output has the bits of the first of its kind (tests/comfy/split_prompts.py)."""
+    from devicebridge.tests.comfy_host import comfy_python, find_comfyui
+
+    row, comfyui = Row("prompts"), find_comfyui()
+    python = comfy_python(comfyui) if comfyui is not None else None
+    if python is None:
+        row.skipped = "no ComfyUI was found; set COMFYUI_PATH to its folder"
+        return row
+    place = folder / "prompts"
+    place.mkdir()
+    command = [str(python), str(ROOT / "tests" / "comfy" / "split_worker.py"), str(comfyui), str(place)]
+    asked = json.dumps({"case": f"prompts {number} {seed}"}) + "\n"
+    with open(place / "log", "w", encoding="utf-8") as log:
+        done = subprocess.run(command, input=asked, stdout=subprocess.PIPE, stderr=log, text=True, check=False)
+    if done.returncode or not done.stdout:
+        row.faults.append(f"the worker ended with {done.returncode}: {(place / 'log').read_text()[-400:]}")
+        return row
+    row.runs, row.faults = number, json.loads(done.stdout)["faults"]
+    return row
+
+
 # ---- the table ----
 
 
@@ -306,10 +330,10 @@ def main() -> int:
 def _rows(folder: Path, arguments: argparse.Namespace) -> Iterator[Row]:
     _import_all(folder / "imports")
     lab = Lab(folder, "one", arguments.seed)
-    cards = {"split": {"devices": ["lazy:0", "lazy:1"]}, "cache": {"vae_device": "cpu"}}
+    labs = [lab, *(_lab_of_cards(folder, arguments.seed, strategy) for strategy in ("none", "pipeline", "data"))]
     of_fillers = arguments.kills // 4
     checks: dict[str, Callable[[], Row]] = {
-        "kills": lambda: kills([lab, lab, Lab(folder, "two", arguments.seed, **cards)], arguments.kills - of_fillers),
+        "kills": lambda: kills(labs, arguments.kills - of_fillers, arguments.minutes),
         "kills of fillers": lambda: kills_of_fillers(of_fillers, arguments.seed),
         "signals": lambda: signals(lab),
         "one folder": lambda: one_folder(lab),
@@ -317,6 +341,7 @@ def _rows(folder: Path, arguments: argparse.Namespace) -> Iterator[Row]:
         "full disk": lambda: full_disk(lab),
         "read-only": lambda: read_only(lab),
         "clock": lambda: clock(lab),
+        "prompts": lambda: prompts(folder, arguments.prompts, arguments.seed),
     }
     print(f"{'check':<18}{'runs':>6}{'kills':>7}{'losses':>8}")
     for name in arguments.only or checks:
@@ -324,6 +349,13 @@ def _rows(folder: Path, arguments: argparse.Namespace) -> Iterator[Row]:
             yield checks[name]()
         except Exception:  # the others still say what they found
             yield Row(name, faults=[traceback.format_exc()])
+
+
+def _lab_of_cards(folder: Path, seed: int, strategy: str) -> Lab:
+    """A job on two emulated cards. Two microbatches per step, so that both are used."""
+    train = {"steps": STEPS, "batch_size": 1, "gradient_accumulation_steps": 2, "seed": 3}
+    cards = {"split": {"devices": ["lazy:0", "lazy:1"]}, "cache": {"vae_device": "cpu"}, "train": train}
+    return Lab(folder, strategy, seed, **cards, parallel={"strategy": strategy})
 
 
 def _line(row: Row) -> str:
@@ -346,6 +378,8 @@ def _import_all(folder: Path) -> None:
 def _read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="a quarter of them of processes that fill one cache")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="of kills, after which no other run begins")
+    parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", metavar="CHECK", help="one of the checks above; may be repeated")
     return parser.parse_args()

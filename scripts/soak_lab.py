@@ -134,7 +134,7 @@ class Lab:
                 print(f"writes: {writes.number}", flush=True)
             return code
 
-        return _fork(work, log)
+        return fork(work, log)
 
     def _run_command(self, arguments: Sequence[str]) -> int:
         from devicebridge.cli.main import main
@@ -185,7 +185,7 @@ class _Writes:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _fork(work: Callable[[], int], log: Path) -> Child:
+def fork(work: Callable[[], int], log: Path) -> Child:
     sys.stdout.flush()
     pid = os.fork()
     if pid:

@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import re
+import stat
 import sys
 import uuid
 from collections.abc import Mapping
@@ -38,6 +39,21 @@ def user_cache_folder() -> Path:
     else:
         place = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(place).expanduser() / "devicebridge"
+
+
+def read_ordinary(path: Path, most_bytes: int, wanted: str) -> bytes:
+    """The content of an ordinary file: a pipe would keep us waiting, and a device has no end.
+
+    Args:
+        wanted: what the file should be, for the message.
+    Raises: OSError if it cannot be read; ValueError for another kind of file, or a larger one, without its name.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"is no ordinary file; give {wanted}")
+    if status.st_size > most_bytes:
+        raise ValueError(f"has {status.st_size} bytes, too many; give {wanted} of up to {most_bytes}")
+    return path.read_bytes()
 
 
 def write_atomically(path: Path, data: bytes) -> None:

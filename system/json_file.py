@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .files import read_ordinary
+
+_MOST_BYTES = 500_000_000
 _NAMES = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 
 
@@ -17,7 +20,11 @@ def read_json_object(file: Path, remedy: str = "download it again") -> dict[str,
         remedy: what would help, for the message.
     Raises: ValueError naming the file if it is no JSON or no object; FileNotFoundError.
     """
-    return parse_json_object(file.read_bytes(), str(file), remedy)
+    try:
+        text = read_ordinary(file, _MOST_BYTES, "a JSON file")
+    except ValueError as error:
+        raise ValueError(f"{file} {error}; {remedy}") from error
+    return parse_json_object(text, str(file), remedy)
 
 
 def parse_json_object(text: bytes | str, what: str, remedy: str = "download it again") -> dict[str, Any]:

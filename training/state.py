@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.weight_file import load_tensors
-from ..system.files import remove_leftovers, sync_folder, tensors_as_bytes, what_helps, write_atomically
+from ..system.files import read_ordinary, remove_leftovers, sync_folder, tensors_as_bytes, what_helps, write_atomically
 from ..system.json_file import expect, parse_json_object
 
 _log = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ _VERSION = 2  # 1 had no digests
 _READ_VERSIONS = (1, 2)
 _STATE = "state.json"
 _FILES = ("adapter.safetensors", "optimizer.safetensors", "random.safetensors")
+_MOST_BYTES = 1 << 40
 _DIGEST = "digest"  # of everything else in state.json
 
 
@@ -211,12 +212,14 @@ def _as_damage(file: Path) -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{file} is missing") from error
+    except OSError as error:
+        raise DamagedCheckpoint(f"{file} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise DamagedCheckpoint(str(error)) from error
 
 
 def _read_facts(file: Path) -> dict[str, Any]:
-    data = file.read_bytes()
+    data = _read_bytes(file)
     facts = parse_json_object(data, str(file), "it is damaged")
     if _DIGEST in facts:
         del facts[_DIGEST]
@@ -227,8 +230,16 @@ def _read_facts(file: Path) -> dict[str, Any]:
     return facts
 
 
+def _read_bytes(file: Path) -> bytes:
+    """Raises: ValueError for a pipe, a device or a folder in the file's place; OSError."""
+    try:
+        return read_ordinary(file, _MOST_BYTES, "the file that was written")
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged: it {error}") from error
+
+
 def _read_tensors(file: Path, digest: str | None) -> dict[str, torch.Tensor]:
     with _as_damage(file):
-        if digest is not None and hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+        if digest is not None and hashlib.sha256(_read_bytes(file)).hexdigest() != digest:
             raise ValueError(f"{file} is damaged: it is not what its digest in {_STATE} says")
         return load_tensors(file, "it is damaged")

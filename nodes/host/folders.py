@@ -211,7 +211,7 @@ def _allowed_folders() -> list[str]:
         values = tomlkit.parse(file.read_text(encoding="utf-8-sig")).unwrap()
     except FileNotFoundError:
         return []
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, tomlkit.exceptions.TOMLKitError) as error:
         raise ValueError(f"{file} cannot be read ({error}); repair or remove it") from error
     folders = values.pop("allowed_folders", [])
     is_list = isinstance(folders, list) and all(isinstance(folder, str) for folder in folders)

@@ -4,7 +4,7 @@ Takes ComfyUI's folder and one for checkpoints. Reads {"case": name} line by lin
 line of JSON: {"claims": [[claim, holds, found]], "seconds": s} or {"error": traceback}. {"case": "names"} lists them.
 {"case": "history 7"} runs the random history of that seed: {"verdict": text, "steps": [text]}; "history 7/2" does so on
 two cards. A name behind the seed takes out that guard (split_fuzz.GUARDS). With --gpus behind the folders histories are
-played on the GPUs there are.
+played on the GPUs there are. {"case": "prompts 1000 7"} runs so many prompts of split_prompts.py.
 
 ComfyUI is imported before the pack, so that what the pack does to ComfyUI's own functions shows (see `core_digest`).
 """
@@ -71,6 +71,7 @@ def main() -> None:
     from devicebridge.tests.comfy.split_cases import CASES, Case, run_case
     from devicebridge.tests.comfy.split_fuzz import ground, run_history
     from devicebridge.tests.comfy.split_host import Host, emulated_machine, real_gpus
+    from devicebridge.tests.comfy.split_prompts import faults_of, run_prompts
 
     def core_is_untouched(case: Case) -> None:
         changed = sorted(name for name, identity in before.items() if core_digest().get(name) != identity)
@@ -91,6 +92,11 @@ def main() -> None:
             with emulated_machine() if is_emulated else real_gpus() as machine, torch.inference_mode():
                 history = run_history(Host(machine, folder), int(seed), without.strip(), place)
             _answer(answers, {"verdict": history.verdict, "steps": history.steps})
+        elif name.startswith("prompts "):
+            _, number, seed = name.split()
+            with emulated_machine() as machine, torch.inference_mode():
+                found = run_prompts(Host(machine, folder), int(number), int(seed))
+            _answer(answers, {**found, "faults": faults_of(found)})
         elif name == "core":
             case = Case(None)
             core_is_untouched(case)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import pickle
 import struct
 from pathlib import Path
 
 import pytest
 import torch
-from devicebridge.checkpoints.header import read_file_header
+from devicebridge.checkpoints.header import read_file_header, read_header
 from devicebridge.checkpoints.weight_file import load_tensors, open_weights
 from safetensors.torch import save_file
 
@@ -66,3 +67,19 @@ def test_a_sound_file_is_read(tmp_path):
     assert header.metadata == {"k": "v"} and header.tensors["a"].shape == (2, 3)
     found = load_tensors(tmp_path / "x.safetensors")
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_pickle_is_told_from_its_first_bytes_whatever_its_protocol(protocol, tmp_path):
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(pickle.dumps({"state_dict": list(range(20))}, protocol))
+    with pytest.raises(ValueError, match=r"x\.safetensors is a pickle \(saved by torch\.save\)"):
+        read_header(file)
+
+
+@pytest.mark.parametrize("length", [0x280, 0x380, 0x480, 0x580])
+def test_a_header_whose_length_looks_like_a_pickle_is_read(length, tmp_path):
+    text = json.dumps({"w": WEIGHT}).encode().ljust(length)
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    assert read_header(file).tensors["w"].shape == (2,)

@@ -13,6 +13,7 @@ import diffusers
 import pytest
 import torch
 from devicebridge.checkpoints.config_sizes import refuse_absurd_sizes
+from devicebridge.checkpoints.model_class import refuse_other_kinds
 from devicebridge.config.job import JobConfig
 from devicebridge.jobs.job import check_job
 from devicebridge.tests.tiny_pipeline import make_tiny_job
@@ -97,7 +98,29 @@ def test_a_config_that_describes_no_model_is_named(made: dict[str, Path], tmp_pa
     job = _copy(made, "flux2", tmp_path)
     file = tmp_path / "flux2" / "model" / "transformer" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_attention_heads": value}))
-    with pytest.raises(ValueError, match=r"transformer(/config\.json gives values that| do not fit its config\.json)"):
+    message = r"transformer(/config\.json(: num_attention_heads is| gives values that)| do not fit its config\.json)"
+    with pytest.raises(ValueError, match=message):
+        check_job(job)
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value", "found"),
+    [
+        ("transformer", "axes_dims_rope", "x", "a text in JSON, not a list"),  # which the class takes
+        ("transformer", "axes_dims_rope", True, "true or false in JSON, not a list"),
+        ("transformer", "axes_dims_rope", ["x"], "a text in JSON, not a number"),
+        ("transformer", "eps", None, "null in JSON, not a number"),
+        ("vae", "batch_norm_eps", "x", "a text in JSON, not a number"),
+        ("vae", "block_out_channels", None, "null in JSON, not a list"),
+    ],
+)
+def test_a_config_value_of_another_kind_than_the_class_wants_is_named(
+    made: dict[str, Path], tmp_path: Path, part: str, key: str, value: object, found: str
+) -> None:
+    job = _copy(made, "flux2", tmp_path)
+    file = tmp_path / "flux2" / "model" / part / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    with pytest.raises(ValueError, match=rf"{part}/config\.json: {key} is {found}; download it again"):
         check_job(job)
 
 
@@ -107,8 +130,117 @@ def test_sizes_of_published_models_are_taken() -> None:
     for family in FAMILIES.values():
         for variant in family.variants:
             for config in (variant.transformer_config, variant.vae_config):
-                refuse_absurd_sizes(Path("config.json"), json.loads(json.dumps(dict(config))))
+                plain = json.loads(json.dumps(dict(config)))
+                refuse_absurd_sizes(Path("config.json"), plain)
+                is_vae = config is variant.vae_config
+                refuse_other_kinds(Path("x"), family.vae_class if is_vae else family.transformer_class, plain)
     refuse_absurd_sizes(Path("config.json"), {"rope_theta": 1_000_000_000, "vocab_size": 262_208, "eps": 1e-6})
+
+
+# --- text encoders of another shape ----------------------------------------------------------------------------------
+
+
+def _other_encoder(tmp_path: Path, family: str, width: int) -> Path:
+    from devicebridge.tests.toy_encoders import save_tiny_text_encoder
+
+    for kind, layers, encoder, tokenizer in TINY[family].encoders:
+        names = {"encoder_name": encoder, "tokenizer_name": tokenizer}
+        save_tiny_text_encoder(tmp_path / "other", kind, width, layers, max_length=77, **names)  # type: ignore[arg-type]
+    return tmp_path / "other"
+
+
+@pytest.mark.parametrize(("family", "found", "wanted"), [("flux2", 96, 48), ("flux1", 32, 16), ("wan", 32, 16)])
+def test_a_text_encoder_of_another_width_is_refused(
+    made: dict[str, Path], tmp_path: Path, family: str, found: int, wanted: int
+) -> None:
+    other = _other_encoder(tmp_path, family, 32)
+    folder = other / TINY[family].encoders[0][2]
+    message = rf"{folder} makes text states of width {found}, but this .* takes {wanted}; use the text encoders"
+    with pytest.raises(ValueError, match=message):
+        check_job(_copy(made, family, tmp_path, cache={"text_encoders": str(other)}))
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "name", "shape"),
+    [
+        ("flux2", "text_encoder", "norm", [1]),  # which would be spread over all
+        ("flux2", "text_encoder", "embed_tokens", [9, 16]),
+        ("flux1", "text_encoder", "position_embedding", [400, 16]),
+        ("flux1", "text_encoder_2", "relative_attention_bias", [64, 4]),
+        ("wan", "text_encoder", "layer_norm", [1]),
+    ],
+)
+def test_an_encoders_weight_of_another_shape_than_its_config_says_is_named(
+    made: dict[str, Path], tmp_path: Path, family: str, file: str, name: str, shape: list[int]
+) -> None:
+    from devicebridge.encoding.text_encoder import load_text_encoder
+    from safetensors.torch import load_file
+
+    job = _copy(made, family, tmp_path)
+    path = tmp_path / family / "model" / file / "model.safetensors"
+    tensors = load_file(path)
+    unread = ("vision", "language_model.norm")
+    one = next(key for key in sorted(tensors) if name in key and not any(part in key for part in unread))
+    tensors[one] = torch.ones(shape)
+    save_file(tensors, path, metadata={"format": "pt"})
+    message = rf"{path} do(es)? not fit .*config\.json: .*{one} is \[{', '.join(map(str, shape))}\] and should be"
+    with pytest.raises(ValueError, match=message):
+        check_job(job)
+    specs = {"flux2": "flux2-dev", "flux1": "flux1-dev", "wan": "wan2.1-t2v-1.3b"}
+    from devicebridge.families.registry import find_variant
+
+    encoders = find_variant(specs[family])[1].text_encoders
+    spec = next(each for each in encoders if each.folder == file)
+    with pytest.raises(ValueError, match=message):
+        load_text_encoder(spec, tmp_path / family / "model", "cpu", torch.float32)
+
+
+def test_a_vae_whose_weights_are_not_those_of_its_config_is_named(made: dict[str, Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    job = _copy(made, "flux2", tmp_path)
+    path = tmp_path / "flux2" / "model" / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    tensors["quant_conv.weight"] = tensors["quant_conv.weight"].reshape(-1)
+    save_file(tensors, path, {"format": "pt"})
+    message = (
+        r"1 weights in .*vae are of other shapes .*: quant_conv\.weight is \[64\] and should be \[8, 8, 1, 1\]; give"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_job(job)
+    path.unlink()
+    with pytest.raises(ValueError, match=r"vae has no safetensors file; give the VAE file or folder"):
+        check_job(job)
+
+
+def test_a_vae_config_that_describes_no_vae_is_named(made: dict[str, Path], tmp_path: Path) -> None:
+    job = _copy(made, "flux2", tmp_path)
+    file = tmp_path / "flux2" / "model" / "vae" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "norm_num_groups": 7}))
+    with pytest.raises(ValueError, match=r"vae cannot be read as an AutoencoderKLFlux2 \(\w+: .*; give the VAE"):
+        check_job(job)
+
+
+def test_an_encoder_that_lacks_weights_is_named_before_it_is_loaded(made: dict[str, Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    job = _copy(made, "flux2", tmp_path)
+    path = tmp_path / "flux2" / "model" / "text_encoder" / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: each for name, each in tensors.items() if "layers.3" not in name}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"text_encoder does not hold the language model its config describes"):
+        check_job(job)
+
+
+@pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
+def test_a_part_that_is_nothing_but_zeros_is_refused(made: dict[str, Path], tmp_path: Path, part: str) -> None:
+    from safetensors.torch import load_file
+
+    job = _copy(made, "flux2", tmp_path)
+    (path,) = (tmp_path / "flux2" / "model" / part).glob("*.safetensors")
+    save_file({name: torch.zeros_like(each) for name, each in load_file(path).items()}, path, {"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{part}.* holds nothing but zeros; download it again"):
+        check_job(job)
 
 
 # --- folders that are written ----------------------------------------------------------------------------------------
@@ -128,6 +260,14 @@ def test_an_output_folder_that_cannot_be_written_is_refused(made: dict[str, Path
     job = _copy(made, "flux2", tmp_path, output={"folder": str(tmp_path / "closed" / "run")})
     with pytest.raises(ValueError, match=r"output\.folder .* cannot be written"):
         check_job(job)
+
+
+@pytest.mark.parametrize(("key", "value"), [("text_device", ""), ("text_device", "stream:x"), ("vae_device", "x")])
+def test_a_device_of_an_encoder_that_is_none_is_named_with_its_key(
+    made: dict[str, Path], tmp_path: Path, key: str, value: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"cache\.{key} = '{value}': "):
+        check_job(_copy(made, "flux2", tmp_path, cache={key: value}))
 
 
 # --- cautions --------------------------------------------------------------------------------------------------------
@@ -188,16 +328,19 @@ def test_weights_that_are_all_zeros_are_named(
     assert line.startswith(f"{len(zeros)} of {len(tensors)} weights") and zeros[0] in line and one not in line
 
 
-def test_images_that_share_a_caption_and_links_to_nothing_are_named(
+@pytest.mark.skipif(os.name == "nt", reason="there are no named pipes in folders")
+def test_images_that_share_a_caption_links_to_nothing_and_pipes_are_named(
     made: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = _copy(made, "flux2", tmp_path)
     folder = tmp_path / "flux2" / "data"
     shutil.copy(folder / "image_1.png", folder / "image_1.webp")
     (folder / "gone.png").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(folder / "pipe.png")
     said = _said(job, caplog)
     assert any("image_1.txt of image_1.png and image_1.webp" in line for line in said)
     assert any("1 links lead to nothing and are not used: gone.png" in line for line in said)
+    assert any("1 are no ordinary files and are not used: pipe.png" in line for line in said)
 
 
 # --- captions --------------------------------------------------------------------------------------------------------
@@ -209,12 +352,12 @@ def test_a_caption_that_is_a_pipe_is_named_and_does_not_hang(made: dict[str, Pat
     caption = tmp_path / "flux2" / "data" / "image_1.txt"
     caption.unlink()
     os.mkfifo(caption)
-    with pytest.raises(ValueError, match=r"image_1\.txt: is no ordinary file; put a text file in its place"):
+    with pytest.raises(ValueError, match=r"image_1\.txt: is no ordinary file; give a caption"):
         check_job(job)
 
 
 def test_a_caption_of_a_megabyte_and_more_is_named(made: dict[str, Path], tmp_path: Path) -> None:
     job = _copy(made, "flux2", tmp_path)
     (tmp_path / "flux2" / "data" / "image_1.txt").write_bytes(b"x" * 1_000_001)
-    with pytest.raises(ValueError, match=r"image_1\.txt: has 1000001 bytes, which is no caption"):
+    with pytest.raises(ValueError, match=r"image_1\.txt: has 1000001 bytes, too many; give a caption"):
         check_job(job)

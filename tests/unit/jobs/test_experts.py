@@ -204,6 +204,7 @@ def test_an_error_of_one_stops_the_other_and_says_which(tmp_path, scripted, toge
     scripted[0].update(high_noise="wait", low_noise="fail")
     with pytest.raises(RuntimeError, match="low_noise: its card is on fire; high_noise was stopped and saved after"):
         run_pair(_job(tmp_path, "pair"), ["cpu"])
+    assert not list((tmp_path / "pair").rglob("stop")), "it would stop the next run"
 
 
 def test_an_interrupt_leaves_no_process(tmp_path, scripted, together):

@@ -120,7 +120,15 @@ def test_a_link_inside_a_dataset_that_leads_out_is_refused(
 
 
 @pytest.mark.parametrize(
-    "text", ['allowed_folders = "/data"', 'allowed_folders = ["data"]', "allowed = []", "allowed_folders = [", "[x]\n"]
+    "text",
+    [
+        'allowed_folders = "/data"',
+        'allowed_folders = ["data"]',
+        "allowed = []",
+        "allowed_folders = [",
+        "[x]\n",
+        "[[a]]\nb = 1\nb = 2\n",
+    ],
 )
 def test_settings_that_cannot_be_read_are_named(folders: ModuleType, host: comfy_stub.FakeHost, text: str) -> None:
     _image_folder(host.root / "input" / "dogs")

@@ -12,6 +12,7 @@ from devicebridge.checkpoints.header import read_weight_map
 from devicebridge.encoding.encoded import load_encoded
 from devicebridge.encoding.text_encoder import load_text_encoder
 from devicebridge.encoding.vae import find_vae
+from devicebridge.families.registry import find_variant
 from devicebridge.jobs.job import check_job
 from devicebridge.system.json_file import expect, read_json_object
 from devicebridge.tests.tiny_pipeline import make_tiny_job
@@ -71,9 +72,26 @@ def test_json_of_the_wrong_shape_in_a_model_folder_is_one_message(file, content,
 def test_a_config_with_values_of_the_wrong_kind_names_the_file(tmp_path):
     make_tiny_job(tmp_path)
     file = tmp_path / "model" / "transformer" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "num_layers": "two"}))
+    file.write_text(json.dumps({**json.loads(file.read_text()), "num_layers": 2.5}))
     with pytest.raises(ValueError, match=r"transformer/config\.json gives values that no Flux2.* can be made with"):
         read_checkpoint(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("tokenizer_config.json", "model_max_length", "x"),
+        ("tokenizer.json", "model", []),
+        ("tokenizer.json", "added_tokens", None),
+    ],
+)
+def test_a_tokenizer_with_values_of_the_wrong_kind_names_its_folder(file, key, value, tmp_path):
+    make_tiny_job(tmp_path)
+    path = tmp_path / "model" / "tokenizer" / file
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    spec = find_variant("flux2-dev")[1].text_encoders[0]
+    with pytest.raises(ValueError, match=r"the JSON files in .*model/tokenizer cannot be read by transformers"):
+        load_text_encoder(spec, tmp_path / "model", "cpu", torch.float32)
 
 
 @pytest.mark.parametrize("found", [None, [], {}, {"a": 3}, {"a": "../../secret.safetensors"}, {"a": "/etc/passwd"}])

@@ -1,0 +1,452 @@
+"""Wrong inputs beside the job and its model (bad_inputs.py): images, checkpoints, caches, command lines, and chance."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from devicebridge.tests.bad_files import HEADER_DAMAGE, header_changer
+from devicebridge.tests.bad_inputs import (
+    NO_OBJECT,
+    ODD_FILES,
+    RESUME,
+    TRAIN,
+    Case,
+    Spoil,
+    Verdict,
+    at,
+    cut,
+    void,
+    writer,
+)
+
+# --- datasets --------------------------------------------------------------------------------------------------------
+
+
+def dataset_cases() -> Iterator[Case]:
+    """Images, masks and captions that cannot be used, and folders of them."""
+    for name, spoil in ODD_FILES.items():
+        for file in ("image_1.png", "image_1.txt", "image_0_mask.png"):
+            verdict: Verdict = "refused" if file.endswith(".txt") else "noticed"
+            if name in ("missing", "a folder", "a link to nothing", "a link to itself"):
+                verdict = "any"
+            yield Case("datasets", f"{file} {name}", at(f"data/{file}", spoil), (Path(file).stem,), verdict)
+    for name, data in _CAPTIONS.items():
+        yield Case("datasets", f"caption {name}", writer("data/image_1.txt", data), ("image_1.txt",))
+    for file in ("image_1.png", "image_0_mask.png"):
+        for name, data in _NO_IMAGES.items():
+            yield Case("datasets", f"{file} {name}", writer(f"data/{file}", data), (file,))
+        for share in (0.02, 0.3, 0.6):
+            yield Case("datasets", f"{file} cut at {share:.0%}", at(f"data/{file}", cut(share)), (file,))
+    for form in ("JPEG", "WEBP", "BMP", "GIF", "TIFF"):
+        for share in (0.05, 0.4, 0.8):
+            yield Case("datasets", f"{form} cut at {share:.0%}", _cut_image(form, share), ("image_1.",), "any")
+    for mode in ("1", "L", "LA", "P", "RGBA", "CMYK", "I;16", "F", "HSV", "YCbCr", "LAB"):
+        yield Case("datasets", f"mode {mode}", _of_mode(mode), ("image_1.",), "any")
+    for size in ((1, 1), (1, 3000), (3000, 1), (7, 5000)):
+        yield Case("datasets", f"size {size}", _of_size(size), ("image_1.png",), "any")
+    yield Case("datasets", "mask of another shape", _mask_of((400, 10)), ("image_0_mask.png",))
+    yield Case("datasets", "black mask", _mask_of((40, 40), 0), ("image_0_mask.png",))
+    yield Case(
+        "datasets",
+        "empty folder",
+        lambda folder: [each.unlink() for each in (folder / "data").iterdir()] and None,
+        ("data",),
+    )
+    for name, spoil in ODD_FILES.items():
+        if name != "a folder":
+            yield Case("datasets", f"folder {name}", _folder_as(spoil), ("data",))
+    yield Case("datasets", "a video for an image", writer("data/image_1.mp4", b"\0" * 100), ("image_1",))
+    yield Case("datasets", "odd names", _odd_names, ("data",), "any")
+
+
+_CAPTIONS = {
+    "not UTF-8": b"\xff\xfea",
+    "2 MB": b"x" * 2_000_000,
+    "UTF-16": "picture".encode("utf-16"),
+    "cut UTF-8": "é".encode()[:1],
+}
+
+
+def _png_header(width: int, height: int, kind: int = 2) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
+    chunk = b"IHDR" + header
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk)) + bytes(40)
+
+
+_NO_IMAGES = {
+    "empty": b"",
+    "a text": b"no image\n",
+    "zeros": bytes(2000),
+    "giant": _png_header(2**31 - 1, 2**31 - 1),
+    "wide": _png_header(2**31 - 1, 1),
+    "no pixels": _png_header(0, 0),
+    "odd kind": _png_header(40, 40, 77),
+    "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n",
+    "an SVG": b'<svg xmlns="http://www.w3.org/2000/svg" width="40" height="40"/>',
+    "a web page": b"<!DOCTYPE html>",
+    "a giant BMP": b"BM" + struct.pack("<IHHIIiiHHIIiiII", 100, 0, 0, 54, 40, 2**30, 2**30, 1, 24, 0, 0, 0, 0, 0, 0),
+    "a JPEG's start": b"\xff\xd8\xff\xe0" + bytes(40),
+    "a giant GIF": b"GIF89a" + struct.pack("<HHBBB", 65535, 65535, 0, 0, 0) + b";",
+    "a RIFF": b"RIFF\x10\0\0\0WEBPVP8X" + bytes(20),
+}
+
+
+def _replace_image(save: Callable[[Any, Path], object]) -> Spoil:
+    def spoil(folder: Path) -> None:
+        from PIL import Image
+
+        path = folder / "data" / "image_1.png"
+        with Image.open(path) as image:
+            image.load()
+        path.unlink()
+        save(image, path)
+
+    return spoil
+
+
+def _cut_image(form: str, share: float) -> Spoil:
+    def save(image: Any, path: Path) -> None:
+        target = path.with_suffix({"JPEG": ".jpg", "GIF": ".webp", "TIFF": ".bmp"}.get(form, f".{form.lower()}"))
+        image.save(target, form)
+        cut(share)(target)
+
+    return _replace_image(save)
+
+
+def _of_mode(mode: str) -> Spoil:
+    def save(image: Any, path: Path) -> None:
+        from PIL import ImageCms
+
+        if mode == "LAB":
+            to_lab = ImageCms.buildTransform(
+                ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), "RGB", "LAB"
+            )
+            ImageCms.applyTransform(image, to_lab).save(path, "TIFF")
+        else:
+            image = image.convert("L").convert(mode) if mode in ("I;16", "F") else image.convert(mode)
+            image.save(
+                path, "PNG" if mode in ("1", "L", "LA", "P", "RGBA", "I;16") else "TIFF" if mode != "HSV" else None
+            )
+
+    return _replace_image(lambda image, path: save(image, path) if mode != "HSV" else image.convert("P").save(path))
+
+
+def _of_size(size: tuple[int, int]) -> Spoil:
+    return _replace_image(lambda image, path: image.resize(size).save(path))
+
+
+def _mask_of(size: tuple[int, int], value: int = 128) -> Spoil:
+    def spoil(folder: Path) -> None:
+        from PIL import Image
+
+        Image.new("L", size, value).save(folder / "data" / "image_0_mask.png")
+
+    return spoil
+
+
+def _folder_as(spoil: Spoil) -> Spoil:
+    def change(folder: Path) -> None:
+        shutil.rmtree(folder / "data")
+        (folder / "data").touch()
+        spoil(folder / "data")
+
+    return change
+
+
+def _odd_names(folder: Path) -> None:
+    image = folder / "data" / "image_1.png"
+    for name in ("a\nb.png", "é.png", " .png", "-rf.png", "x" * 240 + ".png", ".png", "..png", "%s%n.png", "a*?.png"):
+        shutil.copy(image, folder / "data" / name)
+
+
+# --- checkpoints and caches ------------------------------------------------------------------------------------------
+
+_STATE_FILES = ("adapter.safetensors", "optimizer.safetensors", "random.safetensors")
+NEWEST = "run/checkpoints/step-000002"
+
+
+def checkpoint_cases(trained: Path) -> Iterator[Case]:
+    """Checkpoints of a run that is resumed; the newest is damaged, and the one before it is whole."""
+    for file in _STATE_FILES:
+        for name, change in HEADER_DAMAGE.items():
+            yield _of_checkpoint(file, name, header_changer(change))
+        for share in (0.0, 0.3, 0.999):
+            yield _of_checkpoint(file, f"cut at {share:.1%}", cut(share))
+    for file in (*_STATE_FILES, "state.json"):
+        for name, spoil in ODD_FILES.items():
+            yield _of_checkpoint(file, name, spoil)
+    for name, data in NO_OBJECT.items():
+        yield _of_checkpoint("state.json", name, lambda path, data=data: void(path.write_bytes(data)))  # type: ignore[misc]
+    for key in json.loads((trained / NEWEST / "state.json").read_bytes()):
+        for label, value in (("missing", None), ("null", None), ("-1", -1), ("a list", [1]), ("a text", "x")):
+            yield _of_checkpoint("state.json", f"{key} {label}", of_other_facts(key, value, label == "missing"))
+    yield Case("checkpoints", "of another run", _swap_runs, ("step-000002", "settings"), "noticed", RESUME, "trained")
+    yield Case("checkpoints", "all damaged", _spoil_all, ("No checkpoint",), "refused", RESUME, "trained")
+
+
+def _of_checkpoint(file: str, name: str, spoil: Spoil) -> Case:
+    names = ("step-000002",)
+    return Case("checkpoints", f"{file} {name}", at(f"{NEWEST}/{file}", spoil), names, "repaired", RESUME, "trained")
+
+
+def of_other_facts(key: str, value: Any, is_missing: bool = False) -> Spoil:
+    def spoil(path: Path) -> None:
+        facts = json.loads(path.read_bytes())
+        facts[key] = value
+        if is_missing:
+            del facts[key]
+        path.write_text(json.dumps(facts))
+
+    return spoil
+
+
+def _swap_runs(folder: Path) -> None:
+    """The two checkpoints under each other's names."""
+    newest, older = folder / NEWEST, folder / NEWEST.replace("2", "1")
+    newest.rename(folder / "aside")
+    older.rename(newest)
+    (folder / "aside").rename(older)
+
+
+def _spoil_all(folder: Path) -> None:
+    for path in (folder / "run" / "checkpoints").glob("*/adapter.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+
+
+def cache_cases(trained: Path) -> Iterator[Case]:
+    """Entries of the cache, of a caption and of an image: computed anew, and the LoRA is the same."""
+    for file in cache_files(trained):
+        for name, change in HEADER_DAMAGE.items():
+            yield _of_cache(file, name, header_changer(change))
+        for name, spoil in ODD_FILES.items():
+            yield _of_cache(file, name, spoil)
+        for share in (0.0, 0.1, 0.5, 0.99):
+            yield _of_cache(file, f"cut at {share:.0%}", cut(share))
+        yield _of_cache(file, "a bit flipped", flipped(-3))
+    first, second = cache_files(trained)
+    yield _of_cache(first, "another's file", lambda path: void(shutil.copy(path.parents[2] / second, path)))
+
+
+def cache_files(trained: Path) -> list[str]:
+    """Of one caption and one image."""
+    found: dict[bool, str] = {}
+    for path in sorted((trained / "cache").rglob("*.safetensors")):
+        found.setdefault(b"prompt_embeds" in path.read_bytes(), str(path.relative_to(trained)))
+    return list(found.values())
+
+
+def _of_cache(file: str, name: str, spoil: Spoil) -> Case:
+    def change(folder: Path) -> None:
+        shutil.rmtree(folder / "run")
+        spoil(folder / file)
+
+    names = (Path(file).stem, *(["saved"] if name in ("missing", "a link to nothing") else []))
+    verdict: Verdict = "noticed" if name == "a folder" else "repaired"
+    return Case("caches", f"{file[-20:-12]} {name}", change, names, verdict, TRAIN, "trained")
+
+
+def missed_flips(trained: Path, number: int, seed: int) -> list[str]:
+    """Flips a bit at so many random places of a checkpoint, and as many of the cache; those that nobody found."""
+    from devicebridge.encoding.store import CacheStore
+
+    store, draw, missed = CacheStore(trained / "cache"), random.Random(seed), []
+    checkpoint = [trained / NEWEST / name for name in (*_STATE_FILES, "state.json")]
+    for files in (checkpoint, sorted((trained / "cache").rglob("*.safetensors"))):
+        for path in draw.choices(files, [file.stat().st_size for file in files], k=number):
+            whole, place = path.read_bytes(), draw.randrange(path.stat().st_size)
+            flipped(place, draw.randrange(8))(path)
+            is_found = _is_damaged(path.parent) if files is checkpoint else store.get(path.stem) is None
+            missed += [] if is_found else [f"{path} at byte {place}"]
+            path.write_bytes(whole)
+    return missed
+
+
+def _is_damaged(checkpoint: Path) -> bool:
+    from devicebridge.training.state import DamagedCheckpoint, load_checkpoint
+
+    try:
+        load_checkpoint(checkpoint)
+    except DamagedCheckpoint:
+        return True
+    return False
+
+
+def flipped(place: int, bit: int = 0) -> Spoil:
+    """One bit of a file."""
+
+    def spoil(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[place] ^= 1 << bit
+        path.write_bytes(data)
+
+    return spoil
+
+
+# --- command lines ---------------------------------------------------------------------------------------------------
+
+
+def command_cases() -> Iterator[Case]:
+    """Arguments that mean nothing. argparse's own refusals have exit code 2 and the word "usage"."""
+    for arguments, names in _COMMANDS:
+        yield Case("command lines", " ".join(arguments), lambda folder: None, names, "refused", (tuple(arguments),))
+    for name, data in {**NO_OBJECT, "empty object": b"{}", "no nodes": b'{"nodes": []}'}.items():
+        if name == "no nodes":
+            continue
+        spoil = writer("flow.json", data)
+        yield Case("command lines", f"workflow {name}", spoil, ("flow.json",), "refused", (("run", "flow.json"),))
+    for name, spoil in ODD_FILES.items():
+        change = _made("flow.json", spoil)
+        yield Case("command lines", f"workflow {name}", change, ("flow.json",), "refused", (("run", "flow.json"),))
+
+
+def _made(name: str, spoil: Spoil) -> Spoil:
+    def change(folder: Path) -> None:
+        (folder / name).write_text("{}")
+        spoil(folder / name)
+
+    return change
+
+
+_PLAN = ("plan", "--model", "flux2-dev")
+_CARDS = ("", "x", "0GB", "-1GB", "1e30GB", "nanGB", "infGB", "24", "24GB@0", "24GB@-1", "24GB@nan", "@", ",", "0x24GB")
+_CARDS += ("99999999x24GB", "24GB,", "24TB@1@1", "2x", "x24GB", "1e-30GB", "24GB@inf", "-3x24GB", "2x24GB@1e400")
+_COMMANDS: list[tuple[Sequence[str], tuple[str, ...]]] = [
+    (("nonsense",), ("usage",)),
+    (("train",), ("usage",)),
+    (("train", "a", "b"), ("usage",)),
+    (("train", "missing.toml"), ("missing.toml",)),
+    (("train", "."), ("cannot be read", "ordinary file")),
+    (("train", ""), ("cannot be read", "ordinary file")),
+    (("train", "/dev/zero"), ("/dev/zero",)),
+    (("train", "x" * 300), ("x" * 300,)),
+    (("train", "a\udcffb"), ("a",)),
+    (("check", "/etc/shadow"), ("/etc/shadow",)),
+    (("check", "model/model_index.json"), ("model_index.json",)),
+    (("check", "model/vae/diffusion_pytorch_model.safetensors"), ("diffusion_pytorch_model",)),
+    (("check", "job.toml", "--nonsense"), ("usage",)),
+    (("plan",), ("--model", "job file")),
+    (("plan", "--model", "nonsense"), ("nonsense",)),
+    (("plan", "--model", ""), ("--model", "job file")),
+    (("plan", "missing.toml", "--cards", "24GB"), ("missing.toml",)),
+    *(((*_PLAN, "--cards", cards), ("cards", "GB", "GPU", "card")) for cards in _CARDS),
+    *(
+        ((*_PLAN, "--cards", "24GB", "--resolution", number), ("resolution", "usage"))
+        for number in ("0", "-1", "10000000000", "x", "1.5", "nan")
+    ),
+    *(
+        ((*_PLAN, "--cards", "24GB", "--frames", number), ("frames", "usage"))
+        for number in ("0", "-1", "10000000000", "x", "2")
+    ),
+    ((*_PLAN, "--cards", "24GB", "--quantize", "int3"), ("usage",)),
+    ((*_PLAN, "--cards", "24GB", "--calibrate"), ("--calibrate",)),
+    (("cache", "job.toml", "--only", "x"), ("usage",)),
+    (("cache", "job.toml", "--device", "cuda:99"), ("cuda:99",)),
+    (("cache", "job.toml", "--device", "cpu:7"), ("cpu:7",)),
+    (("cache", "job.toml", "--device", "nonsense"), ("nonsense",)),
+    (("cache", "job.toml", "--device", "meta"), ("meta",)),
+    (("cache", "job.toml", "--prune", "--only", "captions"), ("--only",)),
+    (("cache", "job.toml", "--verify", "--regenerate"), ("usage",)),
+    (("cache", "job.toml", "missing.toml"), ("missing.toml",)),
+    (("run",), ("usage",)),
+    (("run", "missing.json"), ("missing.json",)),
+    (("run", "job.toml"), ("job.toml",)),
+    (("run", "."), ("no workflow",)),
+    (("run", "model/model_index.json"), ("model_index.json",)),
+    (("run", "model/tokenizer/tokenizer.json", "--timeout", "x"), ("usage",)),
+    (("doctor", "x"), ("usage",)),
+    (("-v",), ("usage",)),
+]
+
+
+# --- chance ----------------------------------------------------------------------------------------------------------
+
+
+def random_cases(trained: Path, number: int, seed: int) -> Iterator[Case]:
+    """Random damage to a random file; what has digests or a checksum must be noticed."""
+    files = [str(path.relative_to(trained)) for path in sorted(trained.rglob("*")) if path.is_file()]
+    kinds = {"checkpoints": "run/checkpoints/step-000002/", "cache": "cache/", "model": "model/", "data": "data/"}
+    groups = {kind: [file for file in files if file.startswith(start)] for kind, start in kinds.items()}
+    groups["checkpoints"] = [file for file in groups["checkpoints"] if not file.endswith("lora.safetensors")]
+    for index in range(number):
+        draw = random.Random(f"{seed} {index}")
+        kind = draw.choice([*groups, "job"])
+        file = "job.toml" if kind == "job" else draw.choice(groups[kind])
+        how, spoil = draw.choice(list(_CHANCE.items()))
+        changed = at(file, _at_random(spoil, f"{seed} {index}"))
+        names = {"checkpoints": ("step-000002",), "job": ("job.toml", "run", "data", "model")}.get(
+            kind, (Path(file).stem, Path(file).parent.name, "LoRA", "finite")
+        )
+        label = f"{index}: {how} in {file}"
+        if kind == "checkpoints":
+            yield Case("chance", label, changed, names, "repaired", RESUME, "trained")
+        elif kind == "cache":
+            yield Case("chance", label, _without_run(changed), names, "repaired", TRAIN, "trained")
+        else:
+            yield Case("chance", label, changed, names, "any")
+
+
+def _without_run(spoil: Spoil) -> Spoil:
+    def change(folder: Path) -> None:
+        shutil.rmtree(folder / "run")
+        spoil(folder)
+
+    return change
+
+
+def _at_random(change: Callable[[bytearray, random.Random], bytes], seed: str) -> Spoil:
+    def spoil(path: Path) -> None:
+        data, draw = path.read_bytes(), random.Random(seed)
+        for _ in range(20):  # until it is another file
+            changed = bytes(change(bytearray(data), draw))
+            if changed != data:
+                break
+        path.write_bytes(changed)
+
+    return spoil
+
+
+def _flip(data: bytearray, draw: random.Random) -> bytes:
+    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    return data
+
+
+def _flip_early(data: bytearray, draw: random.Random) -> bytes:
+    data[draw.randrange(min(len(data), 300))] ^= 1 << draw.randrange(8)
+    return data
+
+
+def _cut_anywhere(data: bytearray, draw: random.Random) -> bytes:
+    return data[: draw.randrange(len(data))]
+
+
+def _drop(data: bytearray, draw: random.Random) -> bytes:
+    start = draw.randrange(len(data))
+    return data[:start] + data[start + draw.randint(1, 200) :]
+
+
+def _double(data: bytearray, draw: random.Random) -> bytes:
+    start = draw.randrange(len(data))
+    return data[:start] + data[max(0, start - 100) :]
+
+
+def _zero_block(data: bytearray, draw: random.Random) -> bytes:
+    start = draw.randrange(len(data))
+    length = min(draw.choice([64, 512, 4096]), len(data) - start)
+    return data[:start] + bytes(length) + data[start + length :]
+
+
+_CHANCE = {
+    "a bit flipped": _flip,
+    "an early bit flipped": _flip_early,
+    "cut": _cut_anywhere,
+    "bytes dropped": _drop,
+    "bytes doubled": _double,
+    "a block of zeros": _zero_block,
+}

@@ -1,0 +1,239 @@
+"""What must hold of any job, header, checkpoint and cache entry, tried on examples that hypothesis finds.
+
+The examples are the same in every run: derandomized, and without a database of earlier ones.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+import torch
+from devicebridge.checkpoints.header import read_header
+from devicebridge.checkpoints.weight_file import load_tensors
+from devicebridge.config.job import JobConfig, job_keys, job_to_dict, load_job, make_job
+from devicebridge.encoding.store import CacheStore
+from devicebridge.system.json_file import parse_json_object
+from devicebridge.training.state import DamagedCheckpoint, TrainingState, load_checkpoint, save_checkpoint
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+stable = settings(
+    derandomize=True, database=None, deadline=None, max_examples=120, suppress_health_check=list(HealthCheck)
+)
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(["auto", "cpu", "cuda:0", "../..", "nan", "\0", "int8"])
+)
+ANY = st.recursive(
+    PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+)
+NAMES = st.text(string.ascii_letters + ".0", min_size=1, max_size=12)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
+MINIMAL: dict[str, Any] = {
+    "model": {"path": "/models/a"},
+    "data": {"folders": [{"path": "/data/cats"}]},
+    "train": {"steps": 10},
+    "output": {"folder": "/runs/a"},
+}
+
+
+@st.composite
+def tensors(draw: Any, finite: bool = False) -> dict[str, torch.Tensor]:
+    found = {}
+    for name in draw(st.lists(NAMES, min_size=1, max_size=4, unique=True)):
+        shape = draw(st.lists(st.integers(0, 4), max_size=3))
+        values = torch.randint(0, 100, shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 9))))
+        found[name] = values.to(torch.float32 if finite else draw(DTYPES))
+    return found
+
+
+def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left
+    )
+
+
+@st.composite
+def damages(draw: Any) -> Any:
+    """bytes -> other bytes."""
+    place, length = draw(st.floats(0, 1)), draw(st.integers(1, 40))
+    put = draw(st.binary(max_size=40))
+
+    def damage(data: bytes) -> bytes:
+        start = int(place * len(data))
+        return data[:start] + put + data[start + length :]
+
+    return damage
+
+
+# --- job files -------------------------------------------------------------------------------------------------------
+
+
+@stable
+@given(st.sampled_from(sorted(job_keys())), ANY)
+def test_any_value_of_any_key_makes_a_job_or_is_refused_with_its_section(key: str, value: Any) -> None:
+    values = json.loads(json.dumps(MINIMAL))
+    *sections, name = key.split(".")
+    section: Any = values
+    for part in sections:
+        section = section.setdefault(part, {})
+        section = section[0] if isinstance(section, list) else section
+    section[name] = value
+    try:
+        job = make_job(values)
+    except ValueError as error:
+        assert sections[0] in str(error)
+    else:
+        assert isinstance(job, JobConfig) and make_job(job_to_dict(job)) == job
+
+
+@stable
+@given(st.dictionaries(st.sampled_from(["model", "data", "train", "output", "lora", "nonsense"]), ANY, max_size=5))
+def test_any_table_makes_a_job_or_is_refused_as_one(values: dict[str, Any]) -> None:
+    try:
+        make_job(values)
+    except ValueError as error:
+        assert "the job config has problems" in str(error)
+
+
+@stable
+@given(damages())
+def test_any_damage_to_a_job_file_is_read_or_refused_with_its_name(damage: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "job.toml"
+        file.write_bytes(damage(tomlkit.dumps(MINIMAL).encode()))
+        try:
+            load_job(file)
+        except ValueError as error:
+            assert "job.toml" in str(error)
+
+
+@stable
+@given(st.binary(max_size=60) | ANY.map(lambda value: json.dumps(value).encode()))
+def test_any_bytes_are_an_object_or_refused_as_none(data: bytes) -> None:
+    try:
+        found = parse_json_object(data, "x.json")
+    except ValueError as error:
+        assert str(error).startswith("x.json")
+    else:
+        assert isinstance(found, dict)
+
+
+# --- headers ---------------------------------------------------------------------------------------------------------
+
+ENTRY = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["F32", "BF16", "I64", "F4", "X", ""]) | PLAIN,
+        "shape": st.lists(st.integers(-1, 5), max_size=3) | ANY,
+        "data_offsets": st.lists(st.integers(-1, 64), min_size=1, max_size=3) | ANY,
+    },
+)
+
+
+@stable
+@given(st.dictionaries(NAMES | st.just("__metadata__"), ENTRY | ANY, max_size=3), st.integers(0, 64))
+def test_any_header_that_is_read_is_read_alike_by_the_library(header: dict[str, Any], num_bytes: int) -> None:
+    text = json.dumps(header).encode()
+    data = struct.pack("<Q", len(text)) + text + bytes(num_bytes)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "x.safetensors"
+        file.write_bytes(data)
+        try:
+            found = load_tensors(file)
+        except ValueError as error:
+            assert "x.safetensors" in str(error)
+        else:
+            assert _same(found, load(data))
+
+
+@stable
+@given(tensors(), damages())
+def test_any_damage_to_weights_is_refused_with_the_file_or_leaves_a_sound_file(found: Any, damage: Any) -> None:
+    from safetensors.torch import save
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "x.safetensors"
+        file.write_bytes(save(found))
+        assert _same(load_tensors(file), found) and read_header(file).tensors.keys() == found.keys()
+        data = damage(file.read_bytes())
+        file.write_bytes(data)
+        try:
+            read = load_tensors(file)
+        except ValueError as error:
+            assert "x.safetensors" in str(error)
+        else:
+            assert _same(read, load(data)), SafetensorError
+
+
+# --- checkpoints and cache entries -----------------------------------------------------------------------------------
+
+
+def _state(adapter: dict[str, torch.Tensor], facts: dict[str, Any]) -> TrainingState:
+    names = {"version", "step", "files", "optimizer", "digest"}
+    kept = {name: value for name, value in facts.items() if name not in names}
+    return TrainingState(3, adapter, ({}, {"a": 1}), {"cpu": torch.get_rng_state()}, kept)
+
+
+@stable
+@given(tensors(finite=True), st.dictionaries(NAMES, ANY, max_size=3))
+def test_any_checkpoint_comes_back_as_it_was(adapter: Any, facts: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        state = _state(adapter, facts)
+        found = load_checkpoint(save_checkpoint(Path(folder), state, keep_last=1))
+    assert _same(found.adapter, adapter) and found.step == 3
+    assert json.dumps(found.facts) == json.dumps(state.facts)
+
+
+@stable
+@given(
+    tensors(finite=True),
+    st.sampled_from(["state.json", "adapter.safetensors", "optimizer.safetensors", "random.safetensors"]),
+    damages(),
+)
+def test_any_damage_to_a_checkpoint_is_found(adapter: Any, name: str, damage: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_checkpoint(Path(folder), _state(adapter, {"config": {"a": [1.5, None]}}), keep_last=1)
+        whole = (path / name).read_bytes()
+        data = damage(whole)
+        (path / name).write_bytes(data)
+        if data == whole:
+            load_checkpoint(path)
+            return
+        with pytest.raises(DamagedCheckpoint, match=name):
+            load_checkpoint(path)
+
+
+KEY, LINK = "ab" * 32, "cd" * 32
+
+
+@stable
+@given(tensors(), st.booleans(), damages())
+def test_any_damage_to_a_cache_entry_is_a_miss_or_leaves_its_tensors(found: Any, is_link: bool, damage: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = CacheStore(folder)
+        store.put(KEY, found)
+        store.link(LINK, [KEY])
+        assert _same(store.get(KEY) or {}, found) and _same(store.get(LINK) or {}, found)
+        path = store.path(LINK if is_link else KEY)
+        path.write_bytes(damage(path.read_bytes()))
+        read = store.get(LINK)
+        assert read is None or _same(read, found)
+        store.put(KEY, found)
+        store.link(LINK, [KEY])
+        assert _same(store.get(LINK) or {}, found), "written over"
