@@ -185,8 +185,7 @@ def refuse_other_shapes(model: nn.Module, sources: Sources, folder: Path) -> Non
         wrong = [_of_shape(key, tensors[key], wanted[name]) for name, key in inside.items() if key in tensors]
         if found := list(filter(None, wrong)):
             raise ValueError(
-                f"{file} does not fit {folder / 'config.json'}: {first(found)}; use the folder published "
-                "with the model"
+                f"{file} does not fit {folder / 'config.json'}: {first(found)}; use the folder published with the model"
             )
 
 
