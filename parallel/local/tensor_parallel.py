@@ -32,6 +32,7 @@ from .workers import ThreadState
 # Between devices of one kind the outputs of a block are the same bits; different kinds round differently. A partial sum
 # that nobody added is as large as the output itself.
 _TOLERANCE = 0.02
+_OPTIONS = "transformer_options"
 
 
 class TensorParallel(Bridge):
@@ -96,7 +97,6 @@ class TensorParallel(Bridge):
             copies.clear()
         if self._run is None:
             self._run = _Run(self)
-        args, kwargs = self.move((args, kwargs), self.home)
         self._run.current = block  # before any device begins
         for rank, shard in enumerate(self._shards[block][1], start=1):
             self._run.calls[rank].put((shard.block, *self._run.given(rank, args, kwargs)))
@@ -198,7 +198,9 @@ class _Run:
         self.calls: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
         self._results: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
         self._give = [functools.partial(owner.give, rank) for rank in range(len(devices))]
-        self._options: list[dict[str, tuple[Any, Any]]] = [{} for _ in devices]  # a value, and what it is on the device
+        self._known: list[dict[Any, tuple[Any, Any]]] = [
+            {} for _ in devices
+        ]  # by argument: a value, and what it is there
         state = ThreadState(devices)
         self._tasks = []
         for rank in range(1, len(devices)):
@@ -208,18 +210,23 @@ class _Run:
 
     def given(self, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The arguments for another device. It gets dicts of its own: a block may write into those it is handed."""
-        args, options = map_tensors(args, self._give[rank]), kwargs.get("transformer_options")
-        named = {name: value for name, value in kwargs.items() if name != "transformer_options"}
-        named = map_tensors(named, self._give[rank])
-        if isinstance(options, dict):  # large, and nearly the same for every block
-            known = self._options[rank]
-            if self._owner.trust != "model":  # other people's code may have written into one
-                known.clear()
-            for name, value in options.items():
-                if name not in known or known[name][0] is not value:
-                    known[name] = value, map_tensors(value, self._give[rank])
-            named["transformer_options"] = {name: known[name][1] for name in options}
-        return args, named
+        if self._owner.trust != "model":  # other people's code may have written into what is known
+            self._known[rank].clear()
+        named = {name: self._on(rank, name, value) for name, value in kwargs.items() if name != _OPTIONS}
+        options = kwargs.get(_OPTIONS)
+        if isinstance(options, dict):
+            named[_OPTIONS] = {name: self._on(rank, (_OPTIONS, name), value) for name, value in options.items()}
+        return tuple(self._on(rank, index, value) for index, value in enumerate(args)), named
+
+    def _on(self, rank: int, key: Any, value: Any) -> Any:
+        """The value of an argument on another device. A tuple is looked through once for all blocks that are given the
+        same one, as modulation is: looking takes as long as a small block."""
+        if type(value) is not tuple:
+            return map_tensors(value, self._give[rank])
+        known = self._known[rank].get(key)
+        if known is None or known[0] is not value:
+            known = self._known[rank][key] = value, map_tensors(value, self._give[rank])
+        return known[1]
 
     def results(self) -> list[Any]:
         """What the other devices computed, or a _Failed, by rank."""
