@@ -376,7 +376,7 @@ class _Runs:
         return "all" if not silent else f"all but {', '.join(silent)}"
 
     def divided(self) -> str:
-        """Every block computed by two cards together, twice, against the whole model on one card: the relative error."""
+        """Every block computed by two cards together, twice, against the whole model on one: the relative error."""
         from devicebridge.parallel.block_lists import execution_order
         from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
         from devicebridge.parallel.local.tensor_parallel import TensorParallel
