@@ -111,9 +111,14 @@ class Shares:
         return list(pairwise(accumulate((count * each for count in counts), initial=0)))
 
     def _ranges_of_features(self, size: int) -> list[Range]:
-        total = sum(self.heads)
-        step = next(step for step in _ALIGNMENTS if size % step == 0 and size // step >= self.num_devices)
-        cuts = [round(size // step * count / total) * step for count in accumulate(self.heads, initial=0)]
+        total, least = sum(self.heads), min(self.heads)
+        step = next((step for step in _ALIGNMENTS if size % step == 0 and size // step * least >= total), 0)
+        if not step:
+            raise ValueError(f"{size} features cannot be divided among {self.num_devices} devices")
+        # Halves are rounded up, all of them: to the even number, a device between two halves would get nothing.
+        cuts = [
+            (2 * (size // step) * count + total) // (2 * total) * step for count in accumulate(self.heads, initial=0)
+        ]
         return list(pairwise(cuts))
 
     def count(self, unit: Unit, number: int, rank: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ...families.tensor_plan import Range
 
@@ -75,13 +76,14 @@ class JoinedSlices(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in (_aten.detach.default, _aten.alias.default):
-            return cls(args[0].pieces, args[0].along)
+            with torch.inference_mode(args[0].is_inference()):  # else torch refuses to give it the other's version
+                return cls(args[0].pieces, args[0].along)
         if func is _aten._to_copy.default:
             return torch.cat([func(piece, **kwargs) for piece in args[0].pieces], args[0].along)
         if func is _aten.copy_.default and isinstance(args[1], cls) and not isinstance(args[0], cls):
             return _copy_pieces(args[0], args[1], *args[2:], **kwargs)
-        plain = [arg.joined() if isinstance(arg, cls) else arg for arg in args]
-        return func(*plain, **{name: arg.joined() if isinstance(arg, cls) else arg for name, arg in kwargs.items()})
+        args, kwargs = tree_map_only(cls, cls.joined, (args, kwargs))  # also inside lists
+        return func(*args, **kwargs)
 
 
 def _copy_pieces(target: torch.Tensor, source: JoinedSlices, non_blocking: bool = False) -> torch.Tensor:

@@ -27,6 +27,12 @@ def test_every_refused_class_is_listed_with_a_reason() -> None:
     assert sorted(found) == sorted(row.class_name for row in NATIVE_MODELS if row.refusal)
 
 
+def test_every_class_whose_blocks_can_be_divided_is_listed() -> None:
+    text = PAGE.read_text(encoding="utf-8").partition("**Classes that have tensor**:")[2].partition("\n\n")[0]
+    found = re.findall(r"`(\w+)`", text)
+    assert sorted(found) == sorted({row.class_name for row in NATIVE_MODELS if row.tensor and not row.refusal})
+
+
 @pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md"])
 def test_the_number_of_classes_is_true(name: str) -> None:
     count = sum(not row.refusal for row in NATIVE_MODELS)

@@ -1,0 +1,175 @@
+"""How layers are shared out among devices: every row is in one device's slices, and what cannot be cut is refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from devicebridge.families.tensor_plan import Divided, Shares, TensorPlan, share_heads
+
+DEVICES = range(2, 9)
+EVEN, LARGER_LAST = "even", "larger last"
+# Heads, heads of keys and values (0: as many), features per head: of FLUX, Wan, Qwen-Image, LTX, and of grouped heads.
+BUILDS = [(24, 0, 128), (48, 0, 128), (40, 0, 128), (12, 0, 64), (32, 8, 128), (9, 0, 8)]
+PACKED = [
+    ("heads", "heads", "heads"),
+    ("heads", "kv_heads", "kv_heads"),
+    ("heads", "kv_heads", "kv_heads", "features", "features"),
+    ("features", "features"),
+    ("heads", "features"),
+    ("features",),
+]
+
+
+def _weights(kind: str, count: int) -> tuple[float, ...]:
+    return (1.0,) * count if kind == EVEN else tuple(float(1 + rank) for rank in range(count))
+
+
+def _size(parts, shares: Shares, features: int) -> int:
+    per_head = shares.width // sum(shares.heads)
+    lengths = {"heads": shares.width, "kv_heads": per_head * sum(shares.kv_heads), "features": features}
+    return sum(lengths[unit] for unit in parts)
+
+
+def _rows(ranges) -> list[int]:
+    return [row for first, last in ranges for row in range(first, last)]
+
+
+@pytest.mark.parametrize("kind", [EVEN, LARGER_LAST])
+@pytest.mark.parametrize("count", DEVICES)
+@pytest.mark.parametrize("build", BUILDS, ids=str)
+def test_every_row_of_a_packed_layer_is_in_exactly_one_devices_slices(build, count, kind) -> None:
+    heads, kv_heads, per_head = build
+    shares = share_heads(heads, kv_heads, heads * per_head, _weights(kind, count))
+    for parts, features in itertools.product(PACKED, (4 * heads * per_head, 1000, 48)):
+        size = _size(parts, shares, features)
+        slices = [shares.slices(parts, size, rank) for rank in range(count)]
+        assert sorted(itertools.chain(*map(_rows, slices))) == list(range(size)), (parts, features)
+        assert all(last > first for ranges in slices for first, last in ranges), (parts, features)
+
+
+@pytest.mark.parametrize("count", DEVICES)
+@pytest.mark.parametrize("build", BUILDS, ids=str)
+def test_a_device_has_the_same_heads_of_queries_keys_and_values(build, count) -> None:
+    """By the rows themselves: the head of each row of q, and the group of heads that each row of k serves."""
+    heads, kv_heads, per_head = build
+    groups = kv_heads or heads
+    shares = share_heads(heads, kv_heads, heads * per_head, _weights(LARGER_LAST, count))
+    size = (heads + 2 * groups) * per_head
+    for rank in range(count):
+        owned = [row // per_head for row in _rows(shares.slices(("heads", "kv_heads", "kv_heads"), size, rank))]
+        queries = {head for head in owned if head < heads}
+        keys = {head - heads for head in owned if heads <= head < heads + groups}
+        values = {head - heads - groups for head in owned if head >= heads + groups}
+        assert keys == values == {head // (heads // groups) for head in queries}
+        assert len(queries) == shares.heads[rank] == shares.count("heads", heads, rank)
+        assert len(keys) == shares.kv_heads[rank] == shares.count("kv_heads", groups, rank)
+
+
+@pytest.mark.parametrize("count", DEVICES)
+def test_a_gate_is_with_what_it_gates(count) -> None:
+    shares = share_heads(24, 0, 3072, _weights(LARGER_LAST, count))
+    hidden = 9216
+    for rank in range(count):
+        gate = shares.slices(("features",), hidden, rank)
+        packed = _rows(shares.slices(("features", "features"), 2 * hidden, rank))
+        assert packed == _rows(gate) + [row + hidden for row in _rows(gate)]
+
+
+def test_a_packed_layer_is_cut_part_by_part() -> None:
+    shares = share_heads(4, 0, 32, (1.0, 1.0))
+    assert shares.slices(("heads", "heads", "heads"), 96, 0) == [(0, 16), (32, 48), (64, 80)]
+    assert shares.slices(("heads", "heads", "heads"), 96, 1) == [(16, 32), (48, 64), (80, 96)]
+    # The input columns of FLUX's fused block are [attention | mlp].
+    assert shares.slices(("heads", "features"), 96, 0) == [(0, 16), (32, 64)]
+    assert shares.slices(("heads", "features"), 96, 1) == [(16, 32), (64, 96)]
+
+
+def test_neighbouring_ranges_become_one() -> None:
+    shares = share_heads(4, 0, 32, (1.0, 1.0))
+    assert shares.slices(("heads", "features"), 32 + 64, 1) == [(16, 32), (64, 96)]
+    assert Shares((4,), (4,), 32).slices(("heads", "heads", "features"), 100, 0) == [(0, 100)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "weights", "expected"),
+    [
+        (48, (1, 1), (24, 24)),
+        (24, (1,) * 5, (4, 5, 5, 5, 5)),
+        (4, (1, 1, 1), (1, 1, 2)),
+        (40, (24, 12), (27, 13)),
+        (8, (1, 1000), (1, 7)),
+    ],
+)
+def test_heads_go_by_weight_and_a_rest_to_the_last(heads, weights, expected) -> None:
+    assert share_heads(heads, 0, heads * 8, weights).heads == expected
+
+
+@pytest.mark.parametrize("kind", [EVEN, LARGER_LAST])
+@pytest.mark.parametrize("count", DEVICES)
+def test_shares_of_heads_are_whole_groups_and_near_the_weights(count, kind) -> None:
+    weights = _weights(kind, count)
+    for heads, kv_heads, per_head in BUILDS:
+        shares = share_heads(heads, kv_heads, heads * per_head, weights)
+        groups = kv_heads or heads
+        assert sum(shares.heads) == heads and sum(shares.kv_heads) == groups and shares.num_devices == count
+        for own, own_groups, weight in zip(shares.heads, shares.kv_heads, weights, strict=True):
+            assert own == own_groups * (heads // groups) >= 1
+            assert abs(own_groups - max(1.0, groups * weight / sum(weights))) < 2
+
+
+@pytest.mark.parametrize("count", DEVICES)
+@pytest.mark.parametrize(
+    ("size", "step"), [(12288, 128), (13824, 128), (8960, 128), (576, 64), (1000, 8), (999, 1), (64, 8), (40, 1)]
+)
+def test_features_are_cut_at_multiples_that_kernels_like(size, step, count) -> None:
+    """The step is the one of 8 equal devices; fewer devices may have a larger one."""
+    ranges = share_heads(8 * count, 0, 64 * count, _weights(EVEN, count)).ranges("features", size)
+    assert [first for first, _ in ranges] == [0, *(last for _, last in ranges[:-1])] and ranges[-1][1] == size
+    assert all(first % step == 0 and last > first for first, last in ranges)
+
+
+def test_a_small_share_of_heads_gets_features_as_well() -> None:
+    """128 at a time would leave the first device none of 256."""
+    assert share_heads(8, 0, 64, (1, 7)).ranges("features", 256) == [(0, 32), (32, 256)]
+
+
+def test_what_belongs_to_no_head_is_counted() -> None:
+    shares = share_heads(8, 2, 64, (1, 1))
+    assert shares.without_heads(("heads", "kv_heads", "kv_heads", "features"), 64 + 16 + 16 + 200) == 200
+    assert shares.without_heads(("heads",), 64) == 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "count", "words"),
+    [
+        (2, 0, 3, ("2 heads", "3 devices", "2 devices at most")),
+        (32, 4, 5, ("32 heads (4 of keys and values)", "5 devices", "4 devices at most")),
+        (10, 4, 2, ("10 heads (4 of keys and values)", "2 devices")),
+    ],
+)
+def test_too_few_heads_are_refused(heads, kv_heads, count, words) -> None:
+    with pytest.raises(ValueError, match="cannot be divided among") as caught:
+        share_heads(heads, kv_heads, heads * 8, (1.0,) * count)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_dimension_of_other_parts_is_refused() -> None:
+    shares = share_heads(4, 0, 32, (1, 1))
+    with pytest.raises(ValueError, match="a dimension of 95 cannot consist of heads, heads, heads"):
+        shares.slices(("heads", "heads", "heads"), 95, 0)
+    with pytest.raises(ValueError, match="a dimension of 97 cannot consist of heads, heads, heads"):
+        shares.slices(("heads", "heads", "heads"), 97, 0)
+    with pytest.raises(ValueError, match="a dimension of 65 cannot consist of heads, features, features"):
+        shares.slices(("heads", "features", "features"), 65, 0)
+    with pytest.raises(ValueError, match="30 features are no multiple of 4 heads"):
+        shares.ranges("heads", 30)
+    with pytest.raises(ValueError, match="1 features cannot be divided among 2 devices"):
+        shares.ranges("features", 1)
+
+
+def test_the_first_matching_pattern_counts() -> None:
+    first, second = Divided("*.proj", "row", ("heads",)), Divided("mlp.*", "column", ("features",))
+    plan = TensorPlan((first, second), "num_heads", "dim", norms=("*.norm_q",))
+    assert plan.find("mlp.proj") is first and plan.find("mlp.up") is second and plan.find("norm") is None
+    assert plan.is_norm("attn.norm_q") and not plan.is_norm("norm_q_later")

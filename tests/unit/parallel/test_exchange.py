@@ -1,0 +1,128 @@
+"""Threads that meet: everyone gets everything by rank, and one that cannot come ends it for all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.parallel.local.exchange import Exchange
+
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+LONG = 20.0  # seconds: a thread that is stuck fails the test and does not hang it
+
+
+def _send(tensor: torch.Tensor, rank: int, arrivals: Any) -> torch.Tensor:
+    """Says for whom a copy is: 1000 for every rank."""
+    return tensor + 1000 * rank
+
+
+def _together(size: int, work: Callable[[int], Any]) -> list[Any]:
+    """work(rank) in a thread each: its result, or its error."""
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    assert not any(thread.is_alive() for thread in threads), f"stuck: {results}"
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_everyone_gets_the_parts_of_all_in_the_order_of_ranks(size) -> None:
+    exchange = Exchange(size, _send)
+
+    def work(rank: int) -> list[list[float]]:
+        return [
+            [float(part) for part in exchange.all(rank, f"meeting {number}", torch.tensor(float(10 * number + rank)))]
+            for number in range(50)
+        ]
+
+    for rank, meetings in enumerate(_together(size, work)):
+        expected = [
+            [10.0 * number + each + (1000 * rank if each != rank else 0) for each in range(size)]
+            for number in range(50)
+        ]
+        assert meetings == expected
+
+
+def test_ones_own_part_is_not_copied() -> None:
+    exchange, own = Exchange(2, _send), [torch.ones(2), torch.zeros(2)]
+    found = _together(2, lambda rank: exchange.all(rank, "here", own[rank]))
+    assert found[0][0] is own[0] and found[1][1] is own[1]
+
+
+def test_a_fast_thread_may_be_a_meeting_ahead() -> None:
+    """It brings its next part before the other one has taken this one."""
+    exchange, ahead = Exchange(3, _send), threading.Event()
+
+    def work(rank: int) -> list[float]:
+        first = exchange.all(rank, "a", torch.tensor(1.0 + rank))
+        if rank == 2:
+            assert ahead.wait(LONG)
+        elif rank == 0:
+            threading.Timer(0.05, ahead.set).start()
+        second = exchange.all(rank, "b", torch.tensor(11.0 + rank))
+        return [float(part) % 1000 for part in first + second]
+
+    assert _together(3, work) == [[1, 2, 3, 11, 12, 13]] * 3
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_abort_wakes_all_and_ends_what_follows(failing) -> None:
+    exchange = Exchange(3, _send)
+
+    def work(rank: int) -> None:
+        exchange.all(rank, "a", torch.zeros(1))
+        if rank == failing:
+            exchange.abort(MemoryError("card full"))
+        exchange.all(rank, "b", torch.zeros(1))
+
+    for error in _together(3, work):
+        assert isinstance(error, MemoryError) and str(error) == "card full"
+    with pytest.raises(MemoryError, match="card full"):
+        exchange.all(0, "c", torch.zeros(1))
+
+
+def test_the_first_error_counts() -> None:
+    exchange = Exchange(2, _send)
+    exchange.abort(ValueError("the cause"))
+    exchange.abort(RuntimeError("what followed from it"))
+    with pytest.raises(ValueError, match="the cause"):
+        exchange.all(0, "a", torch.zeros(1))
+
+
+def test_threads_at_different_places_are_an_error_for_all() -> None:
+    exchange = Exchange(3, _send)
+    names = ["img_attn.proj", "img_attn.proj", "img_mlp.2"]
+    found = _together(3, lambda rank: exchange.all(rank, names[rank], torch.zeros(1)))
+    assert {type(error) for error in found} == {RuntimeError}
+    text = str(found[0])
+    assert "the devices are at different places" in text and "img_attn.proj" in text and "img_mlp.2" in text
+    assert {str(error) for error in found} == {text}
+
+
+def test_a_copy_that_cannot_be_made_reaches_the_one_who_sends_it() -> None:
+    def send(tensor: torch.Tensor, rank: int, arrivals: Any) -> torch.Tensor:
+        raise MemoryError("no room for the copy")
+
+    exchange = Exchange(2, send)
+
+    def work(rank: int) -> None:
+        try:
+            exchange.all(rank, "a", torch.zeros(1))
+        except MemoryError as error:
+            exchange.abort(error)
+            raise
+
+    assert {type(error) for error in _together(2, work)} == {MemoryError}

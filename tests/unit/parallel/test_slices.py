@@ -1,0 +1,163 @@
+"""Slices of a packed weight: as good as joined ones wherever they are used, without memory until they are copied."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from devicebridge.parallel.local.slices import JoinedSlices, Slice
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+ROWS = Slice(0, ((0, 4), (8, 12), (20, 21)))
+COLUMNS = Slice(1, ((2, 5), (9, 16)))
+
+
+def _whole() -> torch.Tensor:
+    return torch.randn(24, 16, generator=torch.Generator().manual_seed(0))
+
+
+def _expected(whole: torch.Tensor, part: Slice) -> torch.Tensor:
+    """By indices, element by element."""
+    index = torch.tensor([i for first, last in part.ranges for i in range(first, last)])
+    return whole.index_select(part.dim, index)
+
+
+@pytest.fixture(params=[ROWS, COLUMNS], ids=["rows", "columns"])
+def part(request) -> Slice:
+    return request.param
+
+
+class Made(TorchDispatchMode):
+    """Notes the bytes of every new storage."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        super().__init__()
+        self.bytes, self._known = 0, {whole.untyped_storage().data_ptr()}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not isinstance(result, JoinedSlices):
+            storage = result.untyped_storage()
+            if storage.data_ptr() not in self._known:
+                self._known.add(storage.data_ptr())
+                self.bytes += storage.nbytes()
+        return result
+
+
+def test_one_range_is_an_ordinary_view() -> None:
+    whole = _whole()
+    found = Slice(0, ((4, 10),)).of(whole)
+    assert type(found) is torch.Tensor and torch.equal(found, whole[4:10])
+    assert found.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def test_a_slice_takes_no_memory(part) -> None:
+    whole = _whole()
+    with Made(whole) as made:
+        found = part.of(whole)
+        parameter = nn.Parameter(found, requires_grad=False)
+        assert made.bytes == 0
+        part.copied(whole)  # what would have been taken
+    assert made.bytes == _expected(whole, part).nbytes
+    assert all(p.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for p in parameter.data.pieces)
+
+
+def test_it_follows_the_whole_until_it_is_copied(part) -> None:
+    whole = _whole()
+    found = part.of(whole)
+    copied = part.copied(whole)
+    whole.mul_(2)
+    assert torch.equal(found.joined(), _expected(whole, part))
+    assert torch.equal(copied * 2, found.joined())
+
+
+def test_it_looks_like_the_joined_tensor(part) -> None:
+    whole = _whole().to(torch.bfloat16)
+    found, expected = part.of(whole), _expected(whole, part)
+    assert isinstance(found, JoinedSlices)
+    assert (found.shape, found.dtype, found.device, found.ndim) == (expected.shape, torch.bfloat16, whole.device, 2)
+    assert found.numel() * found.element_size() == expected.nbytes and "JoinedSlices" in repr(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_to_another_type_or_as_a_copy_gives_an_ordinary_tensor(part, dtype) -> None:
+    whole = _whole()
+    found = part.of(whole).to(dtype=dtype, copy=True)
+    assert type(found) is torch.Tensor and torch.equal(found, _expected(whole, part).to(dtype))
+    whole.zero_()
+    assert found.count_nonzero()
+
+
+def test_copied_into_a_place_it_makes_no_joined_copy_on_the_way(part) -> None:
+    whole = _whole()
+    target = torch.zeros(_expected(whole, part).shape, dtype=torch.float16)
+    with Made(whole) as made:
+        made._known.add(target.untyped_storage().data_ptr())
+        found = target.copy_(part.of(whole), non_blocking=True)
+    assert found is target and torch.equal(target, _expected(whole, part).half())
+    assert made.bytes == 0
+
+
+def test_it_can_be_written_to_nowhere_by_mistake(part) -> None:
+    """Whatever is no copy works on a joined copy, so the whole, which may be a mapped file, stays as it is."""
+    whole = _whole()
+    before = whole.clone()
+    part.of(whole).add_(1)
+    part.of(whole).copy_(torch.ones(_expected(whole, part).shape))
+    assert torch.equal(whole, before)
+
+
+def test_a_linear_computes_with_it(part) -> None:
+    whole, generator = _whole(), torch.Generator().manual_seed(1)
+    expected = _expected(whole, part)
+    x = torch.randn(3, expected.shape[1], generator=generator)
+    assert torch.equal(F.linear(x, part.of(whole)), F.linear(x, expected))
+    linear = nn.Linear(expected.shape[1], expected.shape[0], bias=False)
+    linear.weight = nn.Parameter(part.of(whole), requires_grad=False)
+    assert torch.equal(linear(x), F.linear(x, expected))
+
+
+def test_other_functions_work_on_joined_copies(part) -> None:
+    whole = _whole()
+    found, expected = part.of(whole), _expected(whole, part)
+    assert torch.equal(found + found, expected + expected)
+    assert torch.equal(torch.cat([found, expected]), torch.cat([expected, expected]))
+    assert torch.equal(found.t(), expected.t()) and torch.equal(found[1:3], expected[1:3])
+    assert torch.equal(torch.add(input=found, other=found), expected * 2)
+
+
+def test_a_deep_copy_is_an_ordinary_tensor_of_its_own(part) -> None:
+    whole = _whole()
+    found = copy.deepcopy(part.of(whole))
+    assert type(found) is torch.Tensor and torch.equal(found, _expected(whole, part))
+    whole.zero_()
+    assert found.count_nonzero()
+
+
+def test_a_parameter_of_it_is_one_still(part) -> None:
+    whole = _whole()
+    parameter = nn.Parameter(part.of(whole), requires_grad=False)
+    assert isinstance(parameter.data, JoinedSlices) and isinstance(parameter.detach(), JoinedSlices)
+    assert torch.equal(parameter.data.joined(), _expected(whole, part))
+    module = nn.Module()
+    module.weight = parameter
+    assert torch.equal(module.state_dict()["weight"].joined(), _expected(whole, part))
+    module.weight = nn.Parameter(parameter.data.to(torch.float16), requires_grad=False)
+    assert torch.equal(module.weight, _expected(whole, part).half())
+
+
+@pytest.mark.parametrize("made_inside", [False, True])
+def test_inference_mode_changes_nothing(part, made_inside) -> None:
+    whole = _whole()
+    found = part.of(whole)
+    x = torch.randn(3, _expected(whole, part).shape[1])
+    with torch.inference_mode():
+        if made_inside:
+            found = part.of(whole)
+        assert isinstance(found.detach(), JoinedSlices)
+        assert torch.equal(F.linear(x, found), F.linear(x, _expected(whole, part)))
+        assert torch.equal(found.to(torch.float16), _expected(whole, part).half())
+        assert torch.equal(torch.zeros_like(_expected(whole, part)).copy_(found), _expected(whole, part))
