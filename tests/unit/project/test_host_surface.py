@@ -46,7 +46,7 @@ def test_every_touch_has_a_row_and_the_table_is_up_to_date() -> None:
     [
         ("import comfy.utils\ncomfy.utils.brand_new(1)", "comfy.utils.brand_new(_)"),
         ("from comfy.sd import load_new", "comfy.sd.load_new"),
-        ("def run():\n    from comfy import lora\n    lora.apply", "comfy.lora"),
+        ("def run():\n    from comfy import lora_convert\n    lora_convert.apply", "comfy.lora_convert"),
         ("import comfy.utils\ncomfy.utils.get_attr(1, 2, 3)", "comfy.utils.get_attr(_, _, _)"),
         (
             "import comfy.utils\ncomfy.utils.load_torch_file(1, safe_load=True)",
