@@ -11,14 +11,16 @@ from ..transfer import Arrivals, settle
 
 # A tensor, the rank it goes to, where to note that it is under way -> the copy there, not to be used before settle()
 Send = Callable[[torch.Tensor, int, Arrivals], torch.Tensor]
-_Letter = tuple[str, torch.Tensor, Arrivals]  # name of the meeting, the copy for the receiver, what it must wait for
+# Name of the meeting, number of the round, the copy for the receiver, what it must wait for
+_Letter = tuple[str, int, torch.Tensor | None, Arrivals]
 
 
 class Exchange:
     """Meetings of a fixed number of threads, one after the other.
 
     Every thread comes to every meeting, in the same order. A thread that cannot come ends them for all. What a thread
-    brings is sent at once: a copy issued later would wait for all that was issued in between.
+    brings is sent at once: a copy issued later would wait for all that was issued in between. Meetings are in rounds: a
+    thread that has finished one is at another place for those that still wait for it there.
 
     Args:
         size: number of threads.
@@ -32,6 +34,7 @@ class Exchange:
         self._boxes: list[list[SimpleQueue[_Letter | None]]] = [
             [SimpleQueue() for _ in range(size)] for _ in range(size)
         ]
+        self._rounds = [0] * size  # that each thread has finished
         self._error: BaseException | None = None
 
     def all(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -44,18 +47,27 @@ class Exchange:
         for to, box in enumerate(self._boxes[rank]):
             if to != rank:
                 arrivals: Arrivals = {}
-                box.put((name, self._send(tensor, to, arrivals), arrivals))
+                box.put((name, self._rounds[rank], self._send(tensor, to, arrivals), arrivals))
         return [tensor if each == rank else self._from(each, rank, name) for each in range(self.size)]
+
+    def finish(self, rank: int) -> None:
+        """This thread comes to no further meeting of this round; waits for nobody."""
+        for to, box in enumerate(self._boxes[rank]):
+            if to != rank:
+                box.put(("the end", self._rounds[rank], None, {}))
+        self._rounds[rank] += 1
 
     def _from(self, sender: int, rank: int, name: str) -> torch.Tensor:
         letter = self._boxes[sender][rank].get() if self._error is None else None
+        while letter is not None and letter[1] < self._rounds[rank]:  # the end of an earlier round
+            letter = self._boxes[sender][rank].get()
         if letter is not None and letter[0] != name:
             self.abort(RuntimeError(f"the devices are at different places: one at {letter[0]}, one at {name}"))
         if self._error is not None:
             raise self._error
-        assert letter is not None, "None comes with an error"
-        settle(letter[2])
-        return letter[1]
+        assert letter is not None and letter[2] is not None, "None comes with an error, the end under another name"
+        settle(letter[3])
+        return letter[2]
 
     def abort(self, error: BaseException) -> None:
         """End this and all further meetings by this error; the first one counts."""

@@ -119,12 +119,15 @@ class TensorParallel(Bridge):
         run = self._run
         if run is None or run.current is None:
             return None
-        block, run.current = run.current, None
+        block = run.current
         if output is None:  # its forward raised
             run.exchange.abort(RuntimeError("the block failed on another device"))
-            run.results()
-            return None
+        else:
+            run.exchange.finish(0)
         others = run.results()
+        run.current = None  # the other devices may have been behind
+        if output is None:
+            return None
         for each in others:
             if isinstance(each, _Failed):
                 raise each.error
@@ -246,7 +249,10 @@ class _Run:
             while (call := self.calls[rank].get()) is not None:
                 block, args, kwargs = call
                 try:
-                    self._results[rank].put(block(*args, **kwargs))
+                    output = block(*args, **kwargs)
+                    self.exchange.finish(rank)
+                    self._results[rank].put(output)
+                    del output
                 except BaseException as error:
                     self.exchange.abort(error)
                     self._results[rank].put(_Failed(error))

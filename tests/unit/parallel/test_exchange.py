@@ -126,3 +126,20 @@ def test_a_copy_that_cannot_be_made_reaches_the_one_who_sends_it() -> None:
             raise
 
     assert {type(error) for error in _together(2, work)} == {MemoryError}
+
+
+@pytest.mark.parametrize("absent", [0, 1, 2])
+def test_a_thread_that_has_finished_a_round_is_waited_for_by_nobody(absent) -> None:
+    exchange = Exchange(3, _send)
+
+    def work(rank: int) -> None:
+        for number in range(3):
+            exchange.all(rank, "a", torch.zeros(1))
+            if (rank, number) != (absent, 2):
+                exchange.all(rank, "b", torch.zeros(1))
+            exchange.finish(rank)
+
+    found = _together(3, work)
+    assert found[absent] is None
+    for rank in {0, 1, 2} - {absent}:
+        assert str(found[rank]) == "the devices are at different places: one at the end, one at b"

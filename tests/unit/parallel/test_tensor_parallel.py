@@ -405,3 +405,13 @@ def test_every_device_gets_dicts_of_its_own(x) -> None:
     _run(parallel, model, x)
     # Home's is the caller's own, so the next block finds what was written there.
     assert seen == {(0, 0): set(), (0, 1): set(), (1, 0): {"written by 0"}, (1, 1): {"written by 0"}}
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("name", ["attn.o", "mlp", "linear2"])
+def test_a_device_that_misses_a_meeting_ends_the_forward(name, rank, x) -> None:
+    """Also the last one of a block, where no further meeting tells."""
+    model = _model(Separate(), Fused())
+    parallel = _divide(model, 3, drop=lambda *which: which == (name, rank))
+    with pytest.raises(RuntimeError, match=r"the devices are at different places.*"):
+        _run(parallel, model, x)
