@@ -200,8 +200,8 @@ ROWS: tuple[Row, ...] = (
         "split",
         _PATCHER,
         {
-            "override": "patch_weight_to_device(key, device_to, ...)",
-            "call": "patch_weight_to_device(key, device_to, ...)",
+            "override": "patch_weight_to_device(key, device_to, ...); model_state_dict_for_saving(...)",
+            "call": "patch_weight_to_device(key, device_to, ...); model_state_dict_for_saving(...)",
         },
     ),
     *_read("split", "comfy_aimdo.model_vbar.ModelVBAR", {"call": "set_watermark_limit(size_bytes)"}),

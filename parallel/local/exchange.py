@@ -75,3 +75,8 @@ class Exchange:
         for boxes in self._boxes:
             for box in boxes:
                 box.put(None)
+
+    def forget(self) -> None:
+        """Let go of the error and of what nobody took, when no thread comes any more: they hold activations."""
+        self._error = None
+        self._boxes.clear()

@@ -97,9 +97,11 @@ class TensorParallel(Bridge):
             copies.clear()
         if self._run is None:
             self._run = _Run(self)
-        self._run.current = block  # before any device begins
-        for rank, shard in enumerate(self._shards[block][1], start=1):
-            self._run.calls[rank].put((shard.block, *self._run.given(rank, args, kwargs)))
+        others = enumerate(self._shards[block][1], start=1)
+        calls = [(rank, (shard.block, *self._run.given(rank, args, kwargs))) for rank, shard in others]
+        self._run.current = block  # before any device begins, and after what may run out of memory
+        for rank, call in calls:
+            self._run.calls[rank].put(call)
         return args, kwargs
 
     def give(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -128,9 +130,13 @@ class TensorParallel(Bridge):
         run.current = None  # the other devices may have been behind
         if output is None:
             return None
-        for each in others:
-            if isinstance(each, _Failed):
-                raise each.error
+        error = next((each.error for each in others if isinstance(each, _Failed)), None)
+        if error is not None:
+            del others
+            try:
+                raise error
+            finally:
+                del error  # or its traceback would keep this frame, and this frame the error
         found = [_tensors_in(each) for each in (output, *others)]
         if len({tuple(tensor.shape for tensor in each) for each in found}) != 1:
             raise RuntimeError(
@@ -206,10 +212,14 @@ class _Run:
         ]  # by argument: a value, and what it is there
         state = ThreadState(devices)
         self._tasks = []
-        for rank in range(1, len(devices)):
-            task = owner.pool.task(f"devicebridge-{devices[rank]}", self._serve, rank, devices[rank], state)
-            task.start()
-            self._tasks.append(task)
+        try:
+            for rank in range(1, len(devices)):
+                task = owner.pool.task(f"devicebridge-{devices[rank]}", self._serve, rank, devices[rank], state)
+                task.start()
+                self._tasks.append(task)
+        except BaseException:
+            self.close()
+            raise
 
     def given(self, rank: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """The arguments for another device. It gets dicts of its own: a block may write into those it is handed."""
@@ -243,20 +253,22 @@ class _Run:
             calls.put(None)
         for task in self._tasks:
             task.join()
+        self.exchange.forget()
+        self._results.clear()
 
     def _serve(self, rank: int, device: torch.device, state: ThreadState) -> None:
-        with state.taken_over(), current_device(device):
-            while (call := self.calls[rank].get()) is not None:
-                block, args, kwargs = call
-                try:
+        """Compute block after block; the first error is the last result."""
+        try:
+            with state.taken_over(), current_device(device):
+                while (call := self.calls[rank].get()) is not None:
+                    block, args, kwargs = call
                     output = block(*args, **kwargs)
                     self.exchange.finish(rank)
                     self._results[rank].put(output)
-                    del output
-                except BaseException as error:
-                    self.exchange.abort(error)
-                    self._results[rank].put(_Failed(error))
-                del call, block, args, kwargs
+                    del call, block, args, kwargs, output
+        except BaseException as error:
+            self.exchange.abort(error)
+            self._results[rank].put(_Failed(error))
 
 
 class _Failed:

@@ -13,13 +13,15 @@ from typing import Any
 from unittest import mock
 
 import comfy.lora
+import comfy.sd
 import comfy.weight_adapter
 import torch
+from devicebridge.parallel.local import tensor_parallel
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, split
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD, live_bytes
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights
 
 NEAR = 1e-4
 DIVIDED = (
@@ -268,3 +270,62 @@ def tensor_beside_dynamic_vram(case: Case) -> None:
     model = case.host.load("flux1_heads")
     with mock.patch.object(type(model), "is_dynamic", lambda self: True):
         case.refused("DynamicVRAM", lambda: tensor(model), ValueError, "--disable-dynamic-vram", "blocks")
+
+
+@case
+def tensor_is_not_split_again_nor_saved(case: Case) -> None:
+    """Another split, a saved file or an extracted LoRA would take a card's slices for whole weights."""
+    host, name = case.host, "wan_heads"
+    divided = tensor(host.load(name))
+    case.refused(
+        "blocks behind tensor", lambda: split(divided, way="blocks"), ValueError, "tensor", "before that split"
+    )
+    case.refused("tensor behind tensor", lambda: tensor(divided), ValueError, "tensor", "before that split")
+    blocks = split(host.load(name), way="blocks")
+    reference = host.sample(host.load(name, load_device=CPU), name)
+    _near(case, "tensor behind blocks", host.sample(tensor(blocks), name), reference)
+    case.refused("saved", divided.state_dict_for_saving, RuntimeError, "tensor", "blocks")
+    key = "diffusion_model.blocks.0.self_attn.q.weight"
+    extract = functools.partial(divided.patch_weight_to_device, key, return_weight=True)
+    case.refused("a weight taken out", extract, RuntimeError, "tensor", "blocks")
+
+
+@case
+def tensor_loras_that_do_not_fit(case: Case) -> None:
+    """ComfyUI says that such a LoRA is not applied, and leaves the weight alone; so it is with slices."""
+    host, name = case.host, "flux1_heads"
+    key = "diffusion_model.double_blocks.0.img_attn.qkv.weight"
+    reference = host.sample(host.load(name, load_device=CPU), name)
+    for what, rows, columns in (("too many rows", 500, 128), ("too few rows", 100, 128), ("other columns", 384, 64)):
+        patched = tensor(host.load(name)).clone()
+        factors = (torch.ones(rows, 2), torch.ones(2, columns), 2.0, None, None, None)
+        patched.add_patches({key: comfy.weight_adapter.LoRAAdapter(set(), factors)})
+        _near(case, what, host.sample(patched, name), reference)
+        host.unload_all()
+
+
+@case
+def tensor_beside_a_bypass_lora(case: Case) -> None:
+    host, name = case.host, "flux1_heads"
+    divided = tensor(host.load(name))
+    weights = {f"{key}": value for key, value in lora_weights(name, 1).items()}
+    bypassed, _ = comfy.sd.load_bypass_lora_for_models(divided, None, weights, 1.0, 0)
+    case.refused("bypass", lambda: host.sample(bypassed, name), RuntimeError, "bypass LoRA", "blocks")
+
+
+@case
+def tensor_out_of_memory_on_the_way(case: Case) -> None:
+    """An error while a card is handed its arguments, or before its thread begins, ends one prompt only."""
+    host, name = case.host, "flux1_heads"
+    divided = tensor(host.load(name))
+    reference = host.sample(divided, name)
+    for where, target in (("handing over", "give"), ("the thread", None)):
+        error = torch.OutOfMemoryError("injected")
+        broken = (
+            mock.patch.object(TensorParallel, target, mock.Mock(side_effect=error))
+            if target
+            else mock.patch.object(tensor_parallel, "current_device", mock.Mock(side_effect=error))
+        )
+        with broken:
+            case.refused(where, lambda: host.sample(divided, name), torch.OutOfMemoryError, "injected")
+        case.equal(f"after {where}", host.sample(divided, name), reference)

@@ -8,7 +8,7 @@ slice of the result: right for every kind of patch, also for those that depend o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import comfy.lora
@@ -16,6 +16,7 @@ import comfy.model_management
 import torch
 from comfy.quant_ops import QuantizedTensor
 from comfy.weight_adapter.base import WeightAdapterBase
+from comfy.weight_adapter.bypass import BypassForwardHook
 from comfy.weight_adapter.lora import LoRAAdapter
 from torch import nn
 
@@ -25,7 +26,7 @@ from ....parallel.block_lists import execution_order
 from ....parallel.local.shards import BlockShard, divide_block, find_plan, shares_of
 from ....parallel.local.slices import Slice
 from .attachments import ROOT
-from .model_copy import Origin, copy_structure
+from .model_copy import Origin, copy_structure, reachable
 
 # Layouts of comfy_kitchen whose scales are of the whole weight or of its rows.
 _DIVISIBLE_LAYOUTS = (
@@ -161,19 +162,28 @@ class DividedBlocks:
 
 def _sliced(patches: list[Any], whole: torch.Tensor, part: Slice) -> list[Any]:
     """Patches of a slice that have the effect which these have on the whole."""
-    loras = [_sliced_lora(patch, part) for patch in patches]
+    loras = [_sliced_lora(patch, part, whole.shape) for patch in patches]
     if all(each is not None for each in loras):
         return [patch for each in loras for patch in each or ()]
     return [(1.0, SlicedPatch(set(), (patches, whole, part)), 1.0, None, None)]
 
 
-def _sliced_lora(patch: Any, part: Slice) -> list[Any] | None:
-    """A LoRA of one weight as LoRAs of its slice: one factor keeps all of it. None for any other patch."""
+def _sliced_lora(patch: Any, part: Slice, shape: Sequence[int]) -> list[Any] | None:
+    """A LoRA of one weight as LoRAs of its slice: one factor keeps all of it. None for any other patch, also for a
+    LoRA that does not fit the weight: ComfyUI says so of the whole, and leaves it alone."""
     strength, adapter, strength_model, offset, function = patch
     if type(adapter) is not LoRAAdapter or function is not None or strength_model != 1.0:
         return None
     up, down, alpha, mid, dora, reshape = adapter.weights
     if up.ndim != 2 or down.ndim != 2 or mid is not None or dora is not None or reshape is not None:
+        return None
+
+    wanted = list(shape)
+    if offset is not None:
+        if offset[1] + offset[2] > wanted[offset[0]]:
+            return None
+        wanted[offset[0]] = offset[2]
+    if [up.shape[0], down.shape[1]] != wanted or up.shape[1] != down.shape[0]:
         return None
 
     def cut(ranges: Sequence[tuple[int, int]]) -> Any:
@@ -230,17 +240,35 @@ class SlicedPatch(WeightAdapterBase):
 
 
 def cut_weight(weight: torch.Tensor, part: Slice) -> torch.Tensor:
-    """A slice of a weight in the weight's own format; of an ordinary one in host memory a view."""
+    """A slice of a weight in the weight's own format; a view but for 8-bit slices that are not contiguous.
+
+    Raises: ValueError for a weight that is on a card: the slices of all cards would be made there.
+    """
+    if weight.device.type != "cpu":
+        raise ValueError(
+            f"the weights of this MODEL stay on {weight.device}, as with --highvram or --gpu-only; dividing them among "
+            "cards would take more memory there, not less. Start ComfyUI without that, or use way 'blocks'"
+        )
     if not isinstance(weight, QuantizedTensor):
-        return part.of(weight) if weight.device.type == "cpu" else part.copied(weight)
+        return part.of(weight)
     params = weight._params
     scale = params.scale
     is_per_row = isinstance(scale, torch.Tensor) and scale.ndim > 0 and scale.numel() > 1
     if is_per_row and part.dim == 0:
         scale = part.copied(scale)
-    data = part.copied(weight._qdata)
+    is_contiguous = part.dim == 0 and len(part.ranges) == 1
+    data = part.of(weight._qdata) if is_contiguous else part.copied(weight._qdata)
     own = dataclasses.replace(params, scale=scale, orig_shape=tuple(data.shape))
     return QuantizedTensor(data, weight._layout_cls, own)
+
+
+def find_bypass(blocks: Iterable[nn.Module]) -> list[str]:
+    """A word for ComfyUI's bypass LoRA if it is on a layer of these blocks: it would act on home's slices only."""
+    forwards = (module.__dict__.get("forward") for block in blocks for module in block.modules())
+    found = any(
+        isinstance(part, BypassForwardHook) for each in forwards if each is not None for part in reachable(each)
+    )
+    return ["a bypass LoRA"] if found else []
 
 
 def check_runnable(unseen: Sequence[str], options: Mapping[str, Any], inside: Sequence[str]) -> None:

@@ -105,6 +105,12 @@ def _check_splittable(model: Any) -> None:
     base = getattr(model, "model", None)
     if not hasattr(base, "diffusion_model"):
         raise ValueError(f"this MODEL holds a {type(base).__name__}, no diffusion model")
+    tree = tree_of(model.model)
+    if tree is not None and tree.divided is not None:
+        raise ValueError(
+            "this MODEL is split with way 'tensor' already: each card has a part of every weight. Connect the MODEL "
+            "from before that split"
+        )
     if model.get_additional_models_with_key("multigpu") or model.is_multigpu_base_clone:
         raise ValueError(
             "this MODEL is replicated by 'MultiGPU CFG Split'; splitting it as well is not possible. Use one of the two"

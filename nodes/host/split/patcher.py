@@ -39,6 +39,12 @@ from .tree import SplitTree, make_tree, tree_of
 _Patcher: Any = object
 
 
+_IS_DIVIDED = (
+    "this MODEL is split with way 'tensor', so every card has a part of each weight; to save it or to extract a LoRA "
+    "from it, use way 'blocks' or the MODEL from before the split"
+)
+
+
 class _CardPatcher(_Patcher):
     """What home and shards share: a limit on resident weights, and weights that need no copy on their way back."""
 
@@ -239,6 +245,17 @@ class SplitMixin(_CardPatcher):
                 if key in found and key not in self.hook_backup:
                     found[key][0] = (backup.weight, found[key][0][1])
         return found
+
+    def patch_weight_to_device(self, key: str, device_to: Any = None, *args: Any, **kwargs: Any) -> Any:
+        divided = self._tree().divided
+        if divided is not None and not self._is_own_part and divided.whole(key) is not None:
+            raise RuntimeError(_IS_DIVIDED)
+        return super().patch_weight_to_device(key, device_to, *args, **kwargs)
+
+    def model_state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
+        if self._tree().divided is not None:
+            raise RuntimeError(_IS_DIVIDED)
+        return super().model_state_dict_for_saving(*args, **kwargs)
 
     def add_object_patch(self, name: str, obj: Any) -> None:
         self._tree().check_object_patch(name)

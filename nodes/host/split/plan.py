@@ -136,7 +136,10 @@ def plan_split(diffusion_model: nn.Module, request: SplitRequest) -> SplitPlan:
 def _plan_tensor(diffusion_model: nn.Module, layout: NativeModel, request: SplitRequest) -> SplitPlan:
     """All blocks at home, and each divided among the devices in proportion to the memory that they may take."""
     limit_bytes = {d: int(gb * GB) for d, gb in zip(request.devices, request.memory_limit_gb, strict=False)}
-    budgets = [float(room) for room in _budgets(request.devices, limit_bytes).values() if room is not None]
+    rooms = _budgets(request.devices, limit_bytes).values()
+    budgets = [max(1.0, room) for room in rooms if room is not None]
+    if request.verify or not request.offload:
+        _log.warning("split: verify, and offload off, have no effect with way tensor")
     size = int(management.module_size(diffusion_model))
     has_room = min(budgets) > size / len(budgets)
     division = plan_division(

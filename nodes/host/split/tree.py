@@ -25,7 +25,7 @@ from ....parallel.local.tensor_parallel import TensorParallel
 from ....patches.hooks import HookSet
 from ..compiler import outside
 from .attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
-from .division import DividedBlocks, check_runnable
+from .division import DividedBlocks, check_runnable, find_bypass
 from .model_copy import Origin
 from .options import guard_options, wrap_control
 from .plan import SplitPlan
@@ -266,7 +266,8 @@ class SplitTree:
         if self.divided is not None:
             options = kwargs.get("transformer_options") or {}
             compiled = [] if self._called_modules().keys() == self.bridge.blocks.keys() else ["a compiled block"]
-            check_runnable((*compiled, *self.unseen), options, self.plan.layout.patches_inside)
+            bypass = find_bypass(self.bridge.blocks)
+            check_runnable((*compiled, *bypass, *self.unseen), options, self.plan.layout.patches_inside)
         else:
             self._follow_compiled_blocks()
         self._decide(kwargs.get("transformer_options") or {})
