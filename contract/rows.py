@@ -180,7 +180,6 @@ ROWS: tuple[Row, ...] = (
     *_read(
         "split", "comfy.quant_ops", {"has": "QuantizedTensor", "call": "QuantizedTensor(qdata, layout_cls, params)"}
     ),
-    *_read("split", "comfy.quant_ops.QuantizedTensor", {"has": "_params; _qdata; _layout_cls", "call": "dequantize()"}),
     *_read("split", "comfy.weight_adapter.base", {"has": "WeightAdapterBase"}),
     *_read(
         "split",

@@ -129,6 +129,7 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "text_window_gb": "FLOAT",
         "frames": "STRING",
         "verify": "BOOLEAN",
+        "way": "COMBO",
         "fps": "STRING",
         "window": "COMBO",
         "num_windows": "INT",
