@@ -14,7 +14,7 @@ from torch import nn
 
 from ....parallel.local.shards import divided_bytes
 from .attachments import ROOT, is_compiled
-from .division import Division
+from .division_plan import Division
 from .plan import GB, SplitPlan
 from .tree import SplitTree, tree_of
 

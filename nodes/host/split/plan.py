@@ -15,7 +15,7 @@ from ....families.comfy.native import NativeModel, Transport
 from ....families.comfy.registry import find_native
 from ....parallel.block_lists import execution_order, find_block_lists, followers, placed_blocks, transport_for
 from ....parallel.placement import Placement, check_budgets, native_block_flops, plan_manual, plan_placement
-from .division import Division, plan_division
+from .division_plan import Division, plan_division
 
 _log = logging.getLogger(__name__)
 GB = 1e9
