@@ -87,6 +87,13 @@ def anything(*args, **kwargs):
     return args, kwargs
 
 
+try:
+    from .patcher import Patcher as Preferred
+except ImportError:
+    class Preferred:
+        pass
+
+
 class Marks:
     WORD = "apply"
 """,
@@ -98,6 +105,7 @@ KEPT = (
     Row("says", "fake_host.names.sample", ("transformer_options", "patches"), "split"),
     Row("is", "fake_host.names.Marks.WORD", ("apply",), "split"),
     Row("has", "fake_host.names.MODE", (), "split"),
+    Row("has", "fake_host.names.Preferred.clone", (), "split"),
     Row("has", "fake_host.names.renamed.Patcher", (), "split"),
     Row("call", "fake_host.names.Patcher", ("model", "device"), "split"),
     Row("call", "fake_host.names.Patcher.made", ("path",), "split"),
