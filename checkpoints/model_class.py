@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from .header import TensorRecord
 from .model_folder import first
 
 Shapes = Mapping[str, tuple[int, ...]]
+_REMEDY = "use the config.json published with the model"
+_TAKES_NULL = re.compile(r"\b(None|NoneType|Optional|Any)\b")
 _KINDS: dict[Any, Any] = {bool: bool, (int, float): (int, float), str: str, (list, tuple): list}  # True is an int
 
 
@@ -52,14 +55,28 @@ def refuse_other_kinds(file: Path, class_name: str, config: Mapping[str, Any]) -
 
     parameters = inspect.signature(getattr(diffusers, class_name).__init__).parameters
     for name in parameters.keys() & config.keys():
-        _expect_kind(config[name], parameters[name].default, f"{file}: {name}")
+        if not _is_declared(config[name], parameters[name]):
+            _expect_kind(config[name], parameters[name].default, f"{file}: {name}")
+
+
+def _is_declared(value: Any, parameter: inspect.Parameter) -> bool:
+    """Whether a value of another kind than the default is legal all the same."""
+    if value is None:
+        annotation, is_annotated = str(parameter.annotation), parameter.annotation is not parameter.empty
+        return not is_annotated or isinstance(parameter.default, (bool, str)) or bool(_TAKES_NULL.search(annotation))
+    if isinstance(parameter.default, bool):
+        return isinstance(value, (int, float)) and value in (0, 1)
+    if not parameter.name.endswith("_size") or isinstance(value, (bool, str)):
+        return False
+    numbers = list(value) if isinstance(value, (list, tuple)) else [value]  # one number stands for a pair of them
+    return all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in numbers)
 
 
 def _expect_kind(value: Any, default: Any, what: str) -> None:
     kind = next((kinds for given, kinds in _KINDS.items() if isinstance(default, given)), None)
     if kind is None:  # no default, or None, which says nothing
         return
-    expect(list(value) if isinstance(value, tuple) else value, kind, what)
+    expect(list(value) if isinstance(value, tuple) else value, kind, what, _REMEDY)
     for each in value if kind is list and default else ():
         _expect_kind(each, default[0], f"an entry of {what}")
 

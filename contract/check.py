@@ -7,11 +7,14 @@ leave out are no change, unless ComfyUI passes them to a method of ours.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from .rows import COMMAND, NODES, ROWS, TESTED_VERSION, Row
+
+_log = logging.getLogger(__name__)
 
 _SHOWN = 3
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -50,8 +53,8 @@ class Fault:
 
 def find_faults(host: Host, rows: Iterable[Row] = ROWS) -> list[Fault]:
     """What has changed in a host, in the order of the rows; left out is what it cannot be asked, or not yet."""
-    asked = (row for row in rows if (host.is_written or not row.is_written) and not host.is_pending(row.path))
-    judged = ((row, _judge(host, row)) for row in asked)
+    asked = (row for row in rows if host.is_written or not row.is_written)
+    judged = ((row, _judge_safely(host, row)) for row in asked)
     return [Fault(row, text) for row, text in judged if text]
 
 
@@ -64,7 +67,7 @@ def check_parts(host: Host, parts: Collection[str]) -> None:
 
 def pending_nodes(host: Host) -> set[str]:
     """Ids of nodes that cannot be judged yet."""
-    parts = {row.part for row in ROWS if host.is_pending(row.path)}
+    parts = {row.part for row in ROWS if _is_pending(host, row)}
     return {node for node, needed in NODES.items() if not parts.isdisjoint(needed)}
 
 
@@ -88,6 +91,21 @@ def _refusal(version: str, texts: list[str]) -> str:
 
 
 # ---- one row
+
+
+def _judge_safely(host: Host, row: Row) -> str:
+    try:
+        return "" if host.is_pending(row.path) else _judge(host, row)
+    except Exception as error:  # other packs put things there that fail when they are looked at
+        _log.debug("%s cannot be asked about (%s: %s)", row.path, type(error).__name__, error)
+        return ""
+
+
+def _is_pending(host: Host, row: Row) -> bool:
+    try:
+        return host.is_pending(row.path)
+    except Exception:  # another pack's finder of modules; the node asks again when it is run
+        return True
 
 
 def _judge(host: Host, row: Row) -> str:

@@ -1,7 +1,8 @@
 """The ComfyUI that this process runs in, asked by its own objects, which is fast.
 
-Other packs may have put functions of their own in the place of ComfyUI's. How those are called is not judged: it says
-nothing about ComfyUI, and they pass on what they are given.
+Other packs may have put functions, classes and objects of their own in the place of ComfyUI's. Those are not judged:
+they say nothing about ComfyUI, and they pass on what they are given. Judged are modules, and plain functions and
+classes that were written in the package that the path begins with.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import importlib.util
 import inspect
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
+
+_STANDARD = frozenset({*sys.stdlib_module_names, "torch"})
 
 
 class Living:
@@ -37,12 +41,17 @@ class Living:
 
     def has(self, path: str) -> bool:
         owner, missing = self._find(path)
-        return not missing or (isinstance(owner, type) and len(missing) == 1 and missing[0] in self._mentions(owner))
+        if not missing:
+            return True
+        if not _is_own(owner, path):
+            return owner is not None and type(owner) is not types.ModuleType
+        is_attribute = isinstance(owner, type) and len(missing) == 1
+        return is_attribute and (missing[0] in self._mentions(owner) or _is_patched(owner))
 
     def signature(self, path: str) -> inspect.Signature | None:
         found, missing = self._find(path)
         try:
-            signature = None if missing or _is_replaced(found, path) else inspect.signature(found)
+            signature = inspect.signature(found) if not missing and _is_own(found, path) else None
         except (TypeError, ValueError):
             return None
         if signature is not None and self._is_unbound(path):
@@ -51,8 +60,8 @@ class Living:
 
     def strings(self, path: str) -> frozenset[str] | None:
         found, missing = self._find(path)
-        code = getattr(_plain_function(found), "__code__", None)
-        return None if missing or code is None or _is_replaced(found, path) else frozenset(_strings(code))
+        is_ours = not missing and not isinstance(found, type) and _is_own(found, path)
+        return frozenset(_strings(_plain_function(found).__code__)) if is_ours else None
 
     def value(self, path: str) -> Any:
         found, missing = self._find(path)
@@ -100,9 +109,7 @@ class Living:
     def _mentions(self, owner: type) -> frozenset[str]:
         """Names of attributes in the methods of a class and of its bases."""
         if owner not in self._mentioned:
-            members = (each for cls in owner.__mro__ if not _is_foreign(cls) for each in vars(cls).values())
-            functions = (getattr(each, "fget", None) or getattr(each, "__func__", each) for each in members)
-            codes = [each.__code__ for each in functions if isinstance(each, types.FunctionType)]
+            codes = [each.__code__ for each in _members(owner) if isinstance(each, types.FunctionType)]
             self._mentioned[owner] = frozenset(name for code in codes for name in code.co_names)
         return self._mentioned[owner]
 
@@ -117,17 +124,51 @@ def _descend(found: Any, names: list[str]) -> tuple[Any, list[str]]:
 
 
 def _plain_function(found: Any) -> Any:
-    return inspect.unwrap(getattr(found, "__func__", found))
+    """What is behind a bound method, a property, a method of the class and functools.wraps."""
+    if isinstance(found, property):
+        found = found.fget
+    if isinstance(found, (types.MethodType, classmethod, staticmethod)):
+        found = found.__func__
+    return inspect.unwrap(found)
 
 
-def _is_replaced(found: Any, path: str) -> bool:
-    """Whether this is somebody else's function in the place of ComfyUI's."""
-    home = getattr(_plain_function(found), "__globals__", {}).get("__name__", "")
-    return bool(home) and home.partition(".")[0] != path.partition(".")[0]
+def _is_own(found: Any, path: str) -> bool:
+    """Whether this is a plain function or class that was written in the package that the path begins with."""
+    root = _root(path)
+    if isinstance(found, type):
+        made = [_plain_function(inspect.getattr_static(found, name)) for name in ("__init__", "__new__")]
+        return _root(found.__module__) == root and not any(_is_foreign(each, root) for each in made)
+    inner = found.__func__ if isinstance(found, types.MethodType) else found
+    return isinstance(inner, types.FunctionType) and _home(_plain_function(inner)) == root
 
 
-def _is_foreign(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] in ("builtins", "torch", "abc", "typing")
+def _is_patched(owner: type) -> bool:
+    """Whether another pack has put something into a class or its bases, which may set any attribute."""
+    root = _root(owner.__module__)
+    is_based = any(_root(cls.__module__) not in (root, *_STANDARD) for cls in owner.__mro__)
+    return is_based or any(_is_foreign(each, root) for each in _members(owner))
+
+
+def _members(owner: type) -> Iterator[Any]:
+    """What a class and its bases hold, down to plain functions; Python's and torch's bases are left out."""
+    classes = [cls for cls in owner.__mro__ if _root(cls.__module__) not in _STANDARD]
+    return (_plain_function(each) for cls in classes for each in vars(cls).values())
+
+
+def _is_foreign(member: Any, root: str) -> bool:
+    """Whether a member of a class of this package is another's; an object that wraps a function may be."""
+    if isinstance(member, types.FunctionType):
+        return _home(member) not in (root, *_STANDARD)
+    wraps = isinstance(member, (functools.partial, functools.partialmethod))
+    return wraps or (callable(member) and _root(type(member).__module__) not in (root, *_STANDARD))
+
+
+def _home(function: Any) -> str:
+    return _root(getattr(function, "__globals__", {}).get("__name__"))
+
+
+def _root(name: Any) -> str:
+    return name.partition(".")[0] if isinstance(name, str) else ""
 
 
 @functools.cache

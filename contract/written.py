@@ -171,13 +171,13 @@ class Written:
 
 
 def _statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
-    """Those of a body, and of what is conditional in it."""
+    """Those of a body, and of what is conditional in it; what stands in after an error comes before what it is for."""
     for node in body:
         yield node
         if isinstance(node, (ast.If, ast.Try, ast.With, ast.For, ast.While)):
             inner = [each for field in ("body", "orelse", "finalbody") for each in getattr(node, field, ())]
-            yield from _statements(inner)
             yield from _statements([each for handler in getattr(node, "handlers", ()) for each in handler.body])
+            yield from _statements(inner)
 
 
 def _defined(node: ast.AST) -> list[str]:

@@ -385,18 +385,26 @@ def make_empty_encoder(spec: TextEncoderSpec, folder: Path) -> torch.nn.Module:
     return model
 
 
+_SAYS_WHAT_TO_DO = re.compile(r"\b(install|update|upgrade|pip)\b", re.IGNORECASE)
+
+
 @contextlib.contextmanager
 def _as_damage(folder: Path) -> Iterator[None]:
-    """Whatever transformers raises for what a folder's JSON files say becomes one message that names the folder."""
+    """Whatever transformers raises for what a folder's JSON files say becomes one message that names the folder.
+
+    What is missing here (a package, memory) is no damage and passes.
+    """
     try:
         yield
+    except (ImportError, MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:  # Rust's readers raise Exception itself
         if isinstance(error, ValueError) and str(folder) in str(error):
             raise
-        said = " ".join(str(error).split())[:300]
+        said = " ".join(str(error).split())
+        remedy = "" if _SAYS_WHAT_TO_DO.search(said) else "; download them again"
         raise ValueError(
-            f"the JSON files in {folder} cannot be read by transformers ({type(error).__name__}: {said}); download "
-            "them again"
+            f"the JSON files in {folder} cannot be read by transformers ({type(error).__name__}: {said[:600]}){remedy}"
         ) from error
 
 

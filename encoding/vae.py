@@ -9,6 +9,7 @@ config unless it gets a folder with one; we write it from the variant's `vae_con
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import tempfile
@@ -121,10 +122,17 @@ def _load_folder(family: ModelFamily, folder: Path) -> Any:
 
 @contextmanager
 def _as_misfit(family: ModelFamily, folder: Path) -> Iterator[None]:
-    """What diffusers raises for a folder's files becomes one message that names the folder."""
+    """What diffusers raises for a folder's files becomes one message that names the folder.
+
+    A card without memory, a disk that fails and a file that may not be read pass: no other VAE would help.
+    """
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except (OSError, ValueError, RuntimeError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.EACCES):
+            raise
         said = " ".join(str(error).split())[:200]
         raise ValueError(
             f"{folder} cannot be read as an {family.vae_class} ({type(error).__name__}: {said}); {_WHAT_WORKS}"

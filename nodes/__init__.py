@@ -39,12 +39,20 @@ _log = logging.getLogger(__name__)
 class DeviceBridgeExtension(ComfyExtension):
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """The nodes; one whose part of ComfyUI has changed is there, too, and refuses to run."""
-        host = Living()
-        told = refusals(host.version, find_faults(host))
-        for node_id, text in told.items():
-            _log.warning("%s will refuse to run: %s", node_id, text)
-        doubtful = {*told, *pending_nodes(host)}
+        try:
+            doubtful = _doubtful_nodes(Living())
+        except Exception:
+            _log.exception("what this ComfyUI has changed cannot be told; the nodes are there as they are")
+            doubtful = set()
         return [_guarded(node) if node.define_schema().node_id in doubtful else node for node in NODES]
+
+
+def _doubtful_nodes(host: Living) -> set[str]:
+    """Ids of nodes whose part of ComfyUI has changed, or is not imported yet."""
+    told = refusals(host.version, find_faults(host))
+    for node_id, text in told.items():
+        _log.warning("%s will refuse to run: %s", node_id, text)
+    return {*told, *pending_nodes(host)}
 
 
 def _guarded(node: type[io.ComfyNode]) -> type[io.ComfyNode]:

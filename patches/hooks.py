@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import dis
 import functools
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -98,7 +99,12 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Colle
 def _map_closure(
     function: types.FunctionType, change: Callable[[Tensor], Tensor], passed_by: Collection[Any]
 ) -> types.FunctionType:
-    """The function around changed tensors; itself if it holds none. What it holds in dicts and functions stays."""
+    """The function around changed tensors; itself if it holds none. What it holds in dicts and functions stays.
+
+    One that sets a variable of its maker (`nonlocal`) is left alone: around cells of its own nobody else would see it.
+    """
+    if _sets_free_variables(function.__code__):
+        return function
     cells, is_new = list(function.__closure__ or ()), False
     for index, (name, cell) in enumerate(zip(function.__code__.co_freevars, cells, strict=True)):
         try:
@@ -118,8 +124,20 @@ def _map_closure(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
     )
     fresh.__kwdefaults__ = function.__kwdefaults__
+    fresh.__qualname__, fresh.__module__ = function.__qualname__, function.__module__
     fresh.__dict__.update(function.__dict__)
     return fresh
+
+
+@functools.lru_cache(maxsize=256)
+def _sets_free_variables(code: types.CodeType, names: frozenset[str] | None = None) -> bool:
+    """Whether code, or a function made in it, stores into one of these variables of a maker; None means any."""
+    free = frozenset(code.co_freevars) if names is None else names.intersection(code.co_freevars)
+    if not free:
+        return False
+    stored = (each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_DEREF", "DELETE_DEREF"))
+    inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
+    return any(name in free for name in stored) or any(_sets_free_variables(each, free) for each in inner)
 
 
 def _refill(value: Any, items: list[Any]) -> Any:

@@ -90,7 +90,10 @@ class HostClip(_Encoder):
         """A CONDITIONING, as CLIPTextEncode gives it."""
         import torch
 
-        with torch.inference_mode(), outside():  # as ComfyUI runs its nodes; it forgets recordings behind a node only
+        with (
+            torch.inference_mode(),
+            outside(about="this CLIP"),
+        ):  # as ComfyUI runs its nodes; it forgets recordings behind a node only
             return self._clip.encode_from_tokens_scheduled(self._clip.tokenize(text))
 
 
@@ -110,7 +113,7 @@ class HostVae(_Encoder):
         """[F, height, width, 3] in 0..1 -> the samples of a LATENT, as VAEEncode gives them."""
         import torch
 
-        with torch.inference_mode(), outside():
+        with torch.inference_mode(), outside(about="this VAE"):
             return self._vae.encode(pixels)
 
 

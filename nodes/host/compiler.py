@@ -9,6 +9,9 @@ in docs/internals/upstream_facts.md.
 The host has two switches, which it reads whenever a forward begins. `outside` sets those that are there and puts back
 what they were. They are the process's: while one of ours computes, nobody else's forward is recorded. What is recorded
 already stays valid. A host without switches and graphs is left as it is.
+
+torch runs no hook behind a forward that Cancel unwinds, for that is no Exception. `hold` is for forwards that only
+hooks stand around: it ends when it is told to, and otherwise when somebody asks and the forward has left its thread.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -27,18 +31,24 @@ _log = logging.getLogger(__name__)
 
 _ALLOCATIONS, _CAPTURES = "disable_comfy_compiler", "disable_cuda_graphs"  # of comfy.cli_args.args
 _ERROR = "aimdo memory compile error"  # comfy_aimdo.malloc_graph 0.5.0 to 0.6.0
+_SPLIT = "this model on several cards"
 _CAPTURE_ERRORS = ("stream is capturing", "during capture", "while capturing")  # CUDA's and torch's
+
+
+class _Failure(RuntimeError):
+    """Says already what to switch off."""
 
 
 class _Switches:
     """The host's switches, set while anybody is inside; the last to leave puts back what was there before."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # Python's collector may have a patcher detach, and so ask, at any place
         self._num_inside = 0
         self._before: dict[str, bool] = {}
 
     def enter(self) -> None:
+        settle()
         args = _arguments()
         with self._lock:
             if self._num_inside == 0:
@@ -52,14 +62,41 @@ class _Switches:
         with self._lock:
             self._num_inside -= 1
             for name, value in self._before.items() if self._num_inside == 0 else ():
-                setattr(args, name, value)
+                if getattr(args, name):  # else somebody else has put it back meanwhile
+                    setattr(args, name, value)
+
+
+class Hold:
+    """A stay outside ComfyUI's compiler that ends once: by `end`, or by `settle` when its forward is over."""
+
+    def __init__(self, frame: types.FrameType) -> None:
+        self._thread = threading.get_ident()
+        self._frame = id(frame), frame.f_code  # the frame itself would keep its tensors; ids are used again
+        _SWITCHES.enter()
+        _HELD.append(self)
+
+    def end(self) -> None:
+        try:
+            _HELD.remove(self)
+        except ValueError:  # it has ended
+            return
+        _SWITCHES.leave()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the frame is no longer in its thread's stack."""
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and (id(frame), frame.f_code) != self._frame:
+            frame = frame.f_back
+        return frame is None
 
 
 _SWITCHES = _Switches()
+_HELD: list[Hold] = []
 
 
 @contextmanager
-def outside(devices: Iterable[torch.device] = ()) -> Iterator[None]:
+def outside(devices: Iterable[torch.device] = (), about: str = _SPLIT) -> Iterator[None]:
     """Inside, ComfyUI records no allocation graph and captures no block, in any thread.
 
     An allocation graph that is active in this thread already is ended first, by ComfyUI's own way of doing so: one that
@@ -67,32 +104,62 @@ def outside(devices: Iterable[torch.device] = ()) -> Iterator[None]:
 
     Args:
         devices: where the forward runs; each is asked about.
+        about: what runs, for messages.
     Raises: RuntimeError that names the launch flag if the compiler fails inside, or cannot be switched off.
     """
     _SWITCHES.enter()
     try:
-        _refuse_unknown(devices)
-        _end_active()
+        _prepare(devices, about)
         yield
     except RuntimeError as error:
-        explain(error)
+        explain(error, about)
         raise
     finally:
         _SWITCHES.leave()
+        settle()
 
 
-def explain(error: RuntimeError) -> None:
-    """Raises: RuntimeError that says what to switch off, if the error is of the compiler's."""
+def hold(devices: Iterable[torch.device], frame: types.FrameType) -> Hold:
+    """Like `outside`, for a forward over several cards that only hooks stand around.
+
+    Args:
+        frame: of this thread, left when the forward is over, also when it fails.
+    Raises: RuntimeError if the compiler cannot be switched off.
+    """
+    held = Hold(frame)
+    try:
+        _prepare(devices, _SPLIT)
+    except BaseException:
+        held.end()
+        raise
+    return held
+
+
+def settle() -> None:
+    """End every hold whose forward is over, whatever its thread."""
+    for held in [each for each in list(_HELD) if each.is_over]:
+        held.end()
+
+
+def _prepare(devices: Iterable[torch.device], about: str) -> None:
+    _refuse_unknown(devices)
+    _end_active(about)
+
+
+def explain(error: RuntimeError, about: str = _SPLIT) -> None:
+    """Raises: RuntimeError that says what to switch off, if the error is of the compiler's and does not say so yet."""
+    if isinstance(error, _Failure):
+        return
     if str(error).startswith(_ERROR):
-        raise _failure(f"it says {str(error)!r}", _ALLOCATIONS) from error
+        raise _failure(about, f"it says {str(error)!r}", _ALLOCATIONS) from error
     if any(words in str(error) for words in _CAPTURE_ERRORS):
         first_line = str(error).partition("\n")[0]
-        raise _failure(f"the capture of a block failed with {first_line!r}", _CAPTURES) from error
+        raise _failure(about, f"the capture of a block failed with {first_line!r}", _CAPTURES) from error
 
 
-def _failure(what: str, switch: str) -> RuntimeError:
-    return RuntimeError(
-        f"ComfyUI's own compiler does not go with this model on several cards: {what}. Start ComfyUI with "
+def _failure(about: str, what: str, switch: str) -> _Failure:
+    return _Failure(
+        f"ComfyUI's own compiler does not go with {about}: {what}. Start ComfyUI with "
         f"--{switch.replace('_', '-')}, and please report it"
     )
 
@@ -112,14 +179,14 @@ def _refuse_unknown(devices: Iterable[torch.device]) -> None:
         )
 
 
-def _end_active() -> None:
+def _end_active(about: str) -> None:
     """Raises: RuntimeError if a graph is active in this thread and the host has no way to end it."""
     prefetch = _prefetch()
     if not _is_active(prefetch):
         return
     if not hasattr(prefetch, "cleanup_malloc_graph"):
-        raise _failure("an allocation graph is active around it", _ALLOCATIONS)
-    _log.info("an allocation graph of ComfyUI's was active around a split MODEL; it is ended here")
+        raise _failure(about, "an allocation graph is active around it", _ALLOCATIONS)
+    _log.info("an allocation graph of ComfyUI's was active around %s; it is ended here", about)
     prefetch.cleanup_malloc_graph()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 from unittest import mock
@@ -76,6 +77,7 @@ def _captured(host: CompilingHost, forward: Callable[..., Any]) -> Callable[...,
 def without_the_guard() -> Iterator[None]:
     with (
         mock.patch.object(split_tree, "outside", lambda devices: contextlib.nullcontext()),
+        mock.patch.object(split_tree, "hold", lambda devices, frame: None),
         mock.patch.object(split_patcher, "outside", lambda devices: contextlib.nullcontext()),
     ):
         yield
@@ -195,6 +197,56 @@ def an_interrupt_brings_the_compiler_back(case: Case) -> None:
         case.check("a forward that no sampler runs is not compiled", not host.graphs, len(host.graphs))
         case.check("and leaves the switches", not any(host.switches()), host.switches())
         case.equal("the next sampling", _sample(case, host, divided), expected)
+
+
+@case
+def an_interrupt_outside_the_sampler_brings_the_compiler_back_at_once(case: Case) -> None:
+    divided, other = split(case.host.load("flux2")), split(case.host.load("flux2"))
+    diffusion_model = divided.model.diffusion_model
+    interrupt = mock.patch.object(diffusion_model.single_blocks[-1], "forward", side_effect=_Cancel)
+
+    def cancelled() -> bool:
+        try:
+            with interrupt:
+                _forward(diffusion_model)
+        except _Cancel:
+            return True
+        return False
+
+    with compiling() as host:
+        _load(case, divided)
+        case.check("Cancel stops it", cancelled(), "it ran on")
+        case.check("when Cancel has been handled", not any(host.switches()), host.switches())
+        with mock.patch.object(split_tree, "_Arguments", dict):  # another pack's hook may make them anew
+            for name, ask in {
+                "another split's step": lambda: _sample(case, host, other),
+                "unloading": case.host.unload_all,
+            }.items():
+                _load(case, divided)
+                thread = threading.Thread(target=cancelled)
+                thread.start()
+                thread.join()
+                ask()
+                case.check(f"Cancel in another thread, then {name}", not any(host.switches()), host.switches())
+        _load(case, divided)
+        seen: list[bool] = []
+        block = diffusion_model.double_blocks[0]
+        with mock.patch.object(block, "forward", side_effect=_asking(block.forward, seen, host)):
+            _forward(diffusion_model)
+        case.check("a forward that runs is not taken for one that is over", seen == [True], seen)
+
+
+class _Cancel(InterruptProcessingException):
+    pass
+
+
+def _asking(forward: Callable[..., Any], seen: list[bool], host: CompilingHost) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        compiler.settle()
+        seen.append(all(host.switches()))
+        return forward(*args, **kwargs)
+
+    return run
 
 
 def _load(case: Case, model: Any) -> None:

@@ -9,10 +9,11 @@ Everything else, LoRA key maps, injections, the forward, sees the whole tree.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partialmethod
 from typing import Any
 
@@ -23,7 +24,7 @@ from ....parallel.block_lists import BlockCalls, hooked_modules, tail_modules
 from ....parallel.local.bridge import Bridge
 from ....parallel.local.tensor_parallel import TensorParallel
 from ....patches.hooks import HookSet
-from ..compiler import outside
+from ..compiler import Hold, hold, outside, settle
 from .attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
 from .division import DividedBlocks, check_runnable, find_bypass
 from .model_copy import Origin
@@ -196,12 +197,16 @@ class SplitTree:
     def end(self) -> None:
         """End what a forward of this thread left behind: torch calls no hook of ours when an interrupt unwinds one."""
         self.bridge.end()
-        self._forwards.guard.close()
+        if self._forwards.held is not None:
+            self._forwards.held.end()
+            self._forwards.held = None
+        settle()
 
     def _remove_hooks(self) -> None:
         self._attached_by = None
         self.bridge.remove()
         self._hooks.remove()
+        settle()
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -277,14 +282,15 @@ class SplitTree:
             self._calls = BlockCalls(self.diffusion_model, self.plan.placement.blocks)
         self.end()
         if not self._is_step:  # run by somebody else than ComfyUI's sampler
-            self._forwards.guard.enter_context(outside(self.plan.used_devices))
+            self._forwards.held = hold(self.plan.used_devices, sys._getframe(1))
         self.bridge.begin()
         kwargs = dict(kwargs)
         if isinstance(kwargs.get("control"), dict):
             kwargs["control"] = wrap_control(kwargs["control"], self.bridge)
         if isinstance(kwargs.get("transformer_options"), dict):
             kwargs["transformer_options"] = guard_options(kwargs["transformer_options"], self.bridge, self.plan)
-        return self.bridge.move((args, kwargs), self.plan.home)
+        args, kwargs = self.bridge.move((args, kwargs), self.plan.home)
+        return args, _Arguments(kwargs)
 
     def _finish(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         try:
@@ -321,8 +327,14 @@ class SplitTree:
 class _Forwards(threading.local):
     """Of each thread: what keeps its forward outside the compiler."""
 
-    def __init__(self) -> None:
-        self.guard = ExitStack()
+    held: Hold | None = None
+
+
+class _Arguments(dict[str, Any]):
+    """Keyword arguments that torch holds while the forward runs; when they go, a hold whose forward is over ends."""
+
+    def __del__(self) -> None:
+        settle()
 
 
 def _containers_of(blocks: Sequence[str]) -> list[str]:

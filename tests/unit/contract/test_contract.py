@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from devicebridge.contract import check
 from devicebridge.contract.check import Host, check_parts, find_faults, pending_nodes, refusals
 from devicebridge.contract.living import Living
 from devicebridge.contract.rows import NODES, ROWS, Row
@@ -84,6 +87,13 @@ def anything(*args, **kwargs):
     return args, kwargs
 
 
+try:
+    from .patcher import Patcher as Preferred
+except ImportError:
+    class Preferred:
+        pass
+
+
 class Marks:
     WORD = "apply"
 """,
@@ -95,6 +105,7 @@ KEPT = (
     Row("says", "fake_host.names.sample", ("transformer_options", "patches"), "split"),
     Row("is", "fake_host.names.Marks.WORD", ("apply",), "split"),
     Row("has", "fake_host.names.MODE", (), "split"),
+    Row("has", "fake_host.names.Preferred.clone", (), "split"),
     Row("has", "fake_host.names.renamed.Patcher", (), "split"),
     Row("call", "fake_host.names.Patcher", ("model", "device"), "split"),
     Row("call", "fake_host.names.Patcher.made", ("path",), "split"),
@@ -244,6 +255,99 @@ def test_a_function_that_another_pack_has_put_there_is_not_judged(
     assert {fault.text for fault in find_faults(Living(), KEPT)} == {"fake_host.names.sample is gone"}
     for name in [name for name in sys.modules if name.split(".")[0] in ("fake_host", "comfyui_version")]:
         del sys.modules[name]
+
+
+def _callable_object(**attributes: Any) -> Any:
+    return type("Callable", (), {"__call__": lambda self, *args: None, **attributes})()
+
+
+def _raises(*args: Any) -> Any:
+    raise RuntimeError("not like this")
+
+
+def _endless() -> Any:
+    def stand_in() -> None: ...
+
+    stand_in.__wrapped__ = stand_in  # type: ignore[attr-defined]
+    return stand_in
+
+
+def _executed() -> Any:
+    return types.FunctionType((lambda a, b, c: None).__code__, {"__name__": None})
+
+
+def _wrapping(function: Any) -> Any:
+    @functools.wraps(function)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return stand_in
+
+
+def _subclass(cls: Any) -> Any:
+    class StandIn(cls):  # type: ignore[misc]
+        def __init__(self, first: Any, second: Any, third: Any) -> None: ...
+
+        def clone(self, own: Any) -> Any: ...
+
+    return StandIn
+
+
+PATCHES: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a function whose __wrapped__ loops": ("names.sample", lambda old: _endless()),
+    "a callable object": ("names.sample", lambda old: _callable_object()),
+    "an object that fails when it is looked at": ("names.load", lambda old: _callable_object(__getattr__=_raises)),
+    "a function made by exec": ("names.load", lambda old: _executed()),
+    "a partial for a method": ("patcher.Patcher.clone", lambda old: functools.partial(lambda *given: None)),
+    "a cached method": ("base.Base.clone", functools.lru_cache),
+    "a class of its own": ("names.Patcher", lambda old: type("StandIn", (), {})),
+    "an object for a class": ("patcher.Patcher", lambda old: _callable_object()),
+    "a subclass": ("names.Patcher", _subclass),
+    "another way to make it": ("patcher.Patcher.__init__", lambda old: lambda self: None),
+    "a wrapper around the method that sets an attribute": ("patcher.Patcher.__init__", _wrapping),
+    "a wrapper around a function": ("names.sample", _wrapping),
+}
+
+
+@pytest.fixture
+def host_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    _write(tmp_path, FILES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("comfyui_version", "fake_host.names", "fake_host.base", "fake_host.patcher"):
+        importlib.import_module(name)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] in ("fake_host", "comfyui_version")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_host_that_another_pack_has_patched_is_not_refused(
+    host_modules: None, monkeypatch: pytest.MonkeyPatch, patch: str
+) -> None:
+    path, change = PATCHES[patch]
+    owner: Any = sys.modules[f"fake_host.{path.split('.')[0]}"]
+    *classes, name = path.split(".")[1:]
+    for each in classes:
+        owner = getattr(owner, each)
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    assert [fault.text for fault in find_faults(Living(), KEPT)] == []
+    lost = Row("has", "fake_host.names.lost", (), "split")
+    assert [fault.row for fault in find_faults(Living(), [*KEPT, lost])] == [lost]
+
+
+def test_a_finder_of_modules_that_fails_leaves_the_rows_unjudged(
+    host_modules: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Finder:
+        find_spec = staticmethod(_raises)
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    host = Living()
+    unknown = Row("has", "fake_host.other.read", (), "split")
+    lost = Row("has", "fake_host.names.lost", (), "split")
+    monkeypatch.setattr(check, "ROWS", (unknown, *KEPT))
+    assert "DeviceBridgeSplitModel" in pending_nodes(host)
+    assert [fault.row for fault in find_faults(host, [unknown, *KEPT, lost])] == [lost]
 
 
 # ---- what is refused

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 
@@ -207,3 +208,19 @@ def test_the_fingerprint_follows_content_and_config_of_a_file_but_not_its_name(t
     assert one == two != three
     other = _family("AutoencoderKL", {**FLUX1_CONFIG, "norm_num_groups": 2})
     assert vae_fingerprint(other, None, tmp_path / "one.safetensors") != one
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("no memory"), OSError(errno.EIO, "disk"), PermissionError(errno.EACCES, "locked")]
+)
+def test_what_no_other_vae_would_mend_is_raised_as_it_is(error, tmp_path, monkeypatch):
+    family = _family("AutoencoderKL", KL_CONFIG)
+    diffusers.AutoencoderKL(**KL_CONFIG).save_pretrained(tmp_path)
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", fail)
+    with pytest.raises(type(error)) as caught:
+        load_vae(family, None, tmp_path, torch.float32)
+    assert caught.value is error

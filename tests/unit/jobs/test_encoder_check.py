@@ -120,8 +120,40 @@ def test_a_config_value_of_another_kind_than_the_class_wants_is_named(
     job = _copy(made, "flux2", tmp_path)
     file = tmp_path / "flux2" / "model" / part / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
-    with pytest.raises(ValueError, match=rf"{part}/config\.json: {key} is {found}; download it again"):
+    with pytest.raises(ValueError, match=rf"{part}/config\.json: {key} is {found}; use the config.json publ"):
         check_job(job)
+
+
+@pytest.mark.parametrize(
+    ("class_name", "key", "value"),
+    [
+        ("AutoencoderKLFlux2", "sample_size", [1024, 1024]),
+        ("AutoencoderKLFlux2", "patch_size", 2),
+        ("AutoencoderKLFlux2", "mid_block_add_attention", 1),
+        ("AutoencoderKLFlux2", "use_quant_conv", 1.0),
+        ("AutoencoderKLFlux2", "decoder_block_out_channels", None),
+        ("AutoencoderKLWan", "scale_factor_spatial", None),
+        ("Flux2Transformer2DModel", "guidance_embeds", None),
+        ("WanTransformer3DModel", "qk_norm", None),
+    ],
+)
+def test_a_value_that_the_class_declares_legal_is_taken(class_name: str, key: str, value: object) -> None:
+    refuse_other_kinds(Path("config.json"), class_name, {key: value})
+
+
+@pytest.mark.parametrize(
+    ("class_name", "key", "value"),
+    [
+        ("AutoencoderKLFlux2", "sample_size", ["1024"]),
+        ("AutoencoderKLFlux2", "patch_size", "2"),
+        ("AutoencoderKLFlux2", "use_quant_conv", 2),
+        ("AutoencoderKLFlux2", "latent_channels", [32]),
+        ("WanTransformer3DModel", "num_layers", None),
+    ],
+)
+def test_a_value_that_it_does_not_is_refused(class_name: str, key: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"config\.json: {key} is .*; use the config.json published with the model"):
+        refuse_other_kinds(Path("config.json"), class_name, {key: value})
 
 
 def test_sizes_of_published_models_are_taken() -> None:

@@ -104,6 +104,55 @@ def test_a_user_who_switched_the_compiler_off_keeps_it_off(host: CompilingHost, 
     assert host.switches() == [True, False]
 
 
+def test_a_switch_that_another_pack_has_put_back_meanwhile_stays_so(host: CompilingHost, compiler: ModuleType) -> None:
+    host.args.disable_comfy_compiler = True  # by a pack whose own forward is running
+    with compiler.outside():
+        host.args.disable_comfy_compiler = False  # it is over
+    assert host.switches() == [False, False]
+
+
+def test_a_hold_ends_once_and_at_the_latest_when_somebody_asks_after_its_forward(
+    host: CompilingHost, compiler: ModuleType
+) -> None:
+    def forward(*, is_cancelled: bool) -> Any:
+        held = compiler.hold([HOME, OTHER], sys._getframe())
+        compiler.settle()
+        assert host.switches() == [True, True]
+        if is_cancelled:
+            raise KeyboardInterrupt
+        held.end()
+        assert host.switches() == [False, False]
+        return held
+
+    held = forward(is_cancelled=False)
+    with pytest.raises(KeyboardInterrupt):
+        forward(is_cancelled=True)
+    held.end()
+    assert host.switches() == [True, True]
+    with compiler.outside():
+        assert host.switches() == [True, True]
+    assert host.switches() == [False, False]
+
+
+def test_a_hold_of_another_thread_lasts_as_long_as_its_forward(host: CompilingHost, compiler: ModuleType) -> None:
+    inside, may_leave = threading.Event(), threading.Event()
+
+    def forward() -> None:
+        compiler.hold([HOME, OTHER], sys._getframe())
+        inside.set()
+        may_leave.wait(10)
+
+    thread = threading.Thread(target=forward)
+    thread.start()
+    assert inside.wait(10)
+    compiler.settle()
+    assert host.switches() == [True, True]
+    may_leave.set()
+    thread.join(10)
+    compiler.settle()
+    assert host.switches() == [False, False]
+
+
 def test_an_interrupt_brings_the_switches_back(host: CompilingHost, compiler: ModuleType) -> None:
     with pytest.raises(KeyboardInterrupt), compiler.outside():
         raise KeyboardInterrupt
@@ -155,6 +204,14 @@ def test_an_error_of_a_capture_names_its_launch_flag(compiler: ModuleType) -> No
     with pytest.raises(RuntimeError, match="capturing.*--disable-cuda-graphs") as caught, compiler.outside():
         raise RuntimeError(text)
     assert "\n" not in str(caught.value)
+
+
+def test_an_error_is_explained_once_and_says_what_ran(compiler: ModuleType) -> None:
+    text = "CUDA error: operation not permitted when stream is capturing"
+    with pytest.raises(RuntimeError) as caught, compiler.outside(), compiler.outside(about="this VAE"):
+        raise RuntimeError(text)
+    assert str(caught.value).startswith("ComfyUI's own compiler does not go with this VAE: the capture of a block")
+    assert str(caught.value).count("--disable-cuda-graphs") == 1
 
 
 def test_other_errors_pass(compiler: ModuleType) -> None:

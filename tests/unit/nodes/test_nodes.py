@@ -96,6 +96,22 @@ def test_a_node_whose_part_of_comfyui_has_changed_says_so_when_it_is_run(nodes: 
     assert found["DeviceBridgeRingLseFix"].execute(enabled=False).args == (None, "Off")
 
 
+def test_every_node_is_there_where_comfyui_cannot_be_asked(
+    nodes: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import asyncio
+
+    class Finder:
+        @staticmethod
+        def find_spec(*args: Any) -> Any:
+            raise RuntimeError("a finder of another pack")
+
+    monkeypatch.delitem(sys.modules, "comfyui_version", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder()])
+    assert asyncio.run(nodes.make_extension().get_node_list()) == list(nodes.NODES)
+    assert "a finder of another pack" in caplog.text
+
+
 def test_node_ids_are_literals_for_the_registrys_scanner() -> None:
     found = []
     for path in sorted((ROOT / "nodes").glob("*.py")):

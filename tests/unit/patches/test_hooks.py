@@ -112,6 +112,44 @@ def test_map_tensors_reaches_what_a_function_holds():
     assert map_tensors(double, double) is double
 
 
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_map_tensors_leaves_a_function_alone_that_sets_a_variable_of_its_maker(is_nested):
+    def make():
+        total = ONE
+
+        def add(x: torch.Tensor) -> None:
+            nonlocal total
+            total = total + x
+
+        def add_inside(x: torch.Tensor) -> None:
+            def inner() -> None:
+                nonlocal total
+                total = total + x
+
+            inner()
+
+        return (add_inside if is_nested else add), lambda: total
+
+    add, total = make()
+    map_tensors(add, double)(ONE)
+    assert torch.equal(total(), TWO)
+
+
+def test_a_function_that_is_made_anew_keeps_its_names():
+    def make(mask: torch.Tensor):
+        def attend(x: torch.Tensor) -> torch.Tensor:
+            local = x * mask
+            return (lambda: local)()  # a variable of its own that it shares
+
+        return attend
+
+    attend = make(ONE)
+    attend.__module__, attend.__qualname__ = "another.pack", "Pack.attend"
+    made = map_tensors(attend, double)
+    assert torch.equal(made(ONE), TWO)
+    assert (made.__module__, made.__qualname__) == ("another.pack", "Pack.attend")
+
+
 def test_map_tensors_leaves_functions_that_hold_each_other_alone():
     callbacks = []
 
