@@ -195,6 +195,7 @@ CASES = [
     "overlap_beside_the_compiler",
     "a_graph_around_a_split",
     "an_interrupt_brings_the_compiler_back",
+    "an_interrupt_outside_the_sampler_brings_the_compiler_back_at_once",
     "errors_of_the_compiler_name_its_switch",
     "a_host_that_cannot_be_switched_off_is_refused",
     "a_class_that_was_read_is_verified_once",
