@@ -44,6 +44,7 @@ class DividedBlocks:
                 copied, _ = copy_structure(block)
                 self.shards[device][name] = divide_block(copied, plan, shares, rank, cut_weight)
             self.shards[home][name] = divide_block(block, plan, shares, 0, cut_weight)
+        self._patches: dict[torch.device, tuple[Any, dict[str, Any]]] = {}
         self._unpatched = {
             device: {
                 f"{ROOT}.{name}.{parameter}": value.data
@@ -75,8 +76,14 @@ class DividedBlocks:
 
         return find
 
-    def patches_on(self, device: torch.device, patches: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-        """The patches as this card applies them to its slices."""
+    def patches_on(self, device: torch.device, patches: Mapping[str, Sequence[Any]], uuid: Any) -> dict[str, Any]:
+        """The patches as this card applies them to its slices; made once as long as ComfyUI's number for them stays."""
+        known = self._patches.get(device)
+        if known is None or known[0] != uuid:
+            known = self._patches[device] = uuid, self._slice_patches(device, patches)
+        return known[1]
+
+    def _slice_patches(self, device: torch.device, patches: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         sliced: dict[str, Any] = dict(patches)
         for key in patches:
             found = self._find(device, key)

@@ -138,7 +138,7 @@ class ShardMixin(_CardPatcher):
         """Take over what the home patcher wants done to the weights. Keys of other cards do no harm."""
         self._home = weakref.ref(home)
         self.clone_base_uuid = home.clone_base_uuid  # who unloads a model and its clones means its shards too
-        self.patches = self._tree().patches_on(self.load_device, home.patches)
+        self.patches = self._tree().patches_on(self.load_device, home.patches, home.patches_uuid)
         self.patches_uuid = home.patches_uuid
         self.weight_wrapper_patches = home.weight_wrapper_patches
         self.force_cast_weights = home.force_cast_weights
@@ -186,7 +186,8 @@ class SplitMixin(_CardPatcher):
             if tree.divided is None or self._is_own_part:
                 yield
                 return
-            self._is_own_part, self.patches = True, tree.patches_on(self.load_device, patches)
+            self._is_own_part = True
+            self.patches = tree.patches_on(self.load_device, patches, self.patches_uuid)
             try:
                 yield
             finally:
@@ -234,11 +235,11 @@ class SplitMixin(_CardPatcher):
         """Weights as they were loaded, for merging: of other cards' blocks the shard's patcher has the originals."""
         found = super().get_key_patches(filter_prefix)
         divided = self._tree().divided
-        for key in found if divided is not None else ():
-            whole = divided.whole(key)  # type: ignore[union-attr]
-            if whole is not None:
-                found[key][0] = (whole, found[key][0][1])
         if divided is not None:
+            for key, patches in found.items():
+                whole = divided.whole(key)
+                if whole is not None:
+                    patches[0] = (whole, patches[0][1])
             return found
         for companion in self.companions:
             for key, backup in companion.backup.items():

@@ -103,9 +103,9 @@ class SplitTree:
         """Where the unpatched weights of a card's part lie in host memory; None if nobody knows."""
         return self._origin if self.divided is None else self.divided.origin(device, self._origin)
 
-    def patches_on(self, device: torch.device, patches: dict[str, Any]) -> dict[str, Any]:
-        """The patches of the whole model as they apply to a card's part."""
-        return patches if self.divided is None else self.divided.patches_on(device, patches)
+    def patches_on(self, device: torch.device, patches: dict[str, Any], uuid: Any) -> dict[str, Any]:
+        """The patches of the whole model as they apply to a card's part. uuid: ComfyUI's number for them."""
+        return patches if self.divided is None else self.divided.patches_on(device, patches, uuid)
 
     # ---- views
 
