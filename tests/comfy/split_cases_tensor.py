@@ -265,14 +265,6 @@ def tensor_clones_and_eviction(case: Case) -> None:
 
 
 @case
-def tensor_beside_dynamic_vram(case: Case) -> None:
-    """Two threads that fault its pages in at once were never run on cards, so that is refused."""
-    model = case.host.load("flux1_heads")
-    with mock.patch.object(type(model), "is_dynamic", lambda self: True):
-        case.refused("DynamicVRAM", lambda: tensor(model), ValueError, "--disable-dynamic-vram", "blocks")
-
-
-@case
 def tensor_is_not_split_again_nor_saved(case: Case) -> None:
     """Another split, a saved file or an extracted LoRA would take a card's slices for whole weights."""
     host, name = case.host, "wan_heads"

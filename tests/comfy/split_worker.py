@@ -58,6 +58,7 @@ def main() -> None:
         split_cases_attachments,
         split_cases_batches,
         split_cases_compiler,
+        split_cases_dynamic,
         split_cases_families,
         split_cases_formats,
         split_cases_forward,

@@ -27,6 +27,7 @@ from ....patches.hooks import HookSet
 from ..compiler import Hold, hold, outside, settle
 from .attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
 from .division import DividedBlocks, check_runnable, find_bypass
+from .gathered import Gathered
 from .model_copy import Origin
 from .options import guard_options, wrap_control
 from .plan import SplitPlan
@@ -77,6 +78,9 @@ class SplitTree:
         self._hidden: dict[str, dict[str, nn.Module | None]] = {}
         self._hooks = HookSet()
         self.bridge = self._make_bridge(self._called_modules())
+        self._gathered: Gathered | None = None
+        if self.divided is not None and isinstance(self.bridge, TensorParallel):
+            self._gathered = Gathered(self.bridge, self.divided.shares(), self.divided.division.patches)
         self._calls: BlockCalls | None = None
         self._patcher: Callable[[], Any] = lambda: None  # who attached
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
@@ -272,7 +276,8 @@ class SplitTree:
             options = kwargs.get("transformer_options") or {}
             compiled = [] if self._called_modules().keys() == self.bridge.blocks.keys() else ["a compiled block"]
             bypass = find_bypass(self.bridge.blocks)
-            check_runnable((*compiled, *bypass, *self.unseen), options, self.plan.layout.patches_inside)
+            inside = [name for name in self.plan.layout.patches_inside if name not in self.divided.division.patches]
+            check_runnable((*compiled, *bypass, *self.unseen), options, inside)
         else:
             self._follow_compiled_blocks()
         self._decide(kwargs.get("transformer_options") or {})
@@ -288,7 +293,9 @@ class SplitTree:
         if isinstance(kwargs.get("control"), dict):
             kwargs["control"] = wrap_control(kwargs["control"], self.bridge)
         if isinstance(kwargs.get("transformer_options"), dict):
-            kwargs["transformer_options"] = guard_options(kwargs["transformer_options"], self.bridge, self.plan)
+            kwargs["transformer_options"] = guard_options(
+                kwargs["transformer_options"], self.bridge, self.plan, self._gathered
+            )
         args, kwargs = self.bridge.move((args, kwargs), self.plan.home)
         return args, _Arguments(kwargs)
 
