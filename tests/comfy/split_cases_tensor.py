@@ -188,12 +188,9 @@ def tensor_refusals(case: Case) -> None:
     """What would see some of the heads only is refused, in words; the MODEL works without it."""
     host, name = case.host, "flux1_heads"
     divided = tensor(host.load(name))
-    patched = divided.clone()
-    patched.set_model_attn1_patch(lambda q, k, v, **_: {"q": q, "k": k, "v": v})
-    case.refused("a patch inside a block", lambda: host.sample(patched, name), RuntimeError, "attn1_patch", "blocks")
-    override = divided.clone()
-    override.model_options["transformer_options"]["optimized_attention_override"] = lambda f, *a, **k: f(*a, **k)
-    case.refused("an attention override", lambda: host.sample(override, name), RuntimeError, "override", "blocks")
+    replaced = divided.clone()
+    replaced.set_model_attn1_replace(lambda *args: args[0], "double_block", 0, 0)
+    case.refused("a replaced attention", lambda: host.sample(replaced, name), RuntimeError, "'attn1'", "blocks")
     layer = divided.clone()
     key = "diffusion_model.double_blocks.0.img_attn.proj"
     layer.add_object_patch(key, torch.nn.Linear(128, 128))

@@ -62,7 +62,7 @@ class Gathered:
             if shares is None:
                 return override(attention, *args, **kwargs)
             given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
-            brought = tuple(given.pop(key) for key in ("q", "k", "v", "heads"))
+            brought = tuple(given[key] for key in _ATTENTION[:4])
 
             def compute(everyone: list[tuple[Any, ...]]) -> list[torch.Tensor]:
                 counts = tuple(each[3] for each in everyone)
@@ -72,11 +72,15 @@ class Gathered:
                         f"an attention override of another node met an attention of {counts} heads in a block whose "
                         f"{total} heads are shared out as {shares.heads}; use way 'blocks' in the split node"
                     )
-                dim = 1 if given.get("skip_reshape") else -1
-                q, k, v = (_joined([each[i] for each in everyone], dim if is_divided else None) for i in range(3))
-                output = override(attention, q, k, v, total, **given)
+                dim = (
+                    1 if given.get("skip_reshape") else 2
+                )  # else [batch, tokens, heads, features] or the last two as one
+                tensors = (_joined([each[i] for each in everyone], dim if is_divided else None) for i in range(3))
+                whole = {**given, **dict(zip(_ATTENTION, (*tensors, total), strict=False))}
+                by_place = [whole[key] for key in _ATTENTION[: len(args)]]
+                output = override(attention, *by_place, **{key: whole[key] for key in kwargs})
                 self._bridge.forget()
-                along = (1 if given.get("skip_output_reshape") else -1) if is_divided else None
+                along = (1 if given.get("skip_output_reshape") else 2) if is_divided else None
                 return _cut("an attention override", output, along, shares)
 
             return self._bridge.at_home("an attention override", brought, compute)
