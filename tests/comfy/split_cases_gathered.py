@@ -15,6 +15,7 @@ import torch
 from devicebridge.tests.comfy.split_cases import CPU, Case, case
 from devicebridge.tests.comfy.split_cases_tensor import DIVIDED, _near, tensor
 from devicebridge.tests.comfy.split_host import HOME, OTHER, THIRD
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES
 
 _Change = Callable[[Any], None]
 
@@ -67,6 +68,34 @@ def gathered_nodes(case: Case) -> None:
 
     for name in ("flux1_heads", "chroma_heads", "hunyuan_video_heads"):
         _compare(case, "NAGuidance", name, guide, cfg=4.0)
+
+
+@case
+def gathered_keys_kept_from_step_to_step(case: Case) -> None:
+    """Flux KV Cache: it keeps the keys of a reference picture, and changes an attribute of the model."""
+    host, name = case.host, "flux2_heads"
+    positive = FAMILIES[name].condition(1)
+    positive[0][1] |= {"reference_latents": [torch.randn(1, *FAMILIES[name].latent)]}
+    module, outputs = importlib.import_module("comfy_extras.nodes_flux"), []
+    for model in (host.load(name, load_device=CPU), tensor(host.load(name))):
+        outputs.append(host.sample(module.FluxKVCache.execute(model)[0], name, positive=positive))
+    _near(case, "as unsplit", outputs[1], outputs[0])
+    clean = host.sample(host.load(name, load_device=CPU), name, positive=positive)
+    case.check("it does something", _relative(outputs[0], clean) > 1e-3, _relative(outputs[0], clean))
+
+
+@case
+def attached_outside_of_blocks(case: Case) -> None:
+    """A layer before the blocks replaced, a hook behind them: that is at home, on whole tensors."""
+
+    def change(model: Any) -> None:
+        layer = model.model.diffusion_model.txt_in
+        fresh = torch.nn.Linear(layer.in_features, layer.out_features)
+        torch.nn.init.normal_(fresh.weight, std=0.1, generator=torch.Generator().manual_seed(5))
+        torch.nn.init.zeros_(fresh.bias)
+        model.add_object_patch("diffusion_model.txt_in", fresh)
+
+    _compare(case, "a layer before the blocks", "flux1_heads", change)
 
 
 def _mixing_patches(model: Any) -> None:

@@ -70,6 +70,8 @@ CASES = [
     "gathered_patches_of_wan",
     "gathered_code_runs_once_at_home",
     "gathered_errors",
+    "gathered_keys_kept_from_step_to_step",
+    "attached_outside_of_blocks",
     "dynamic_blocks",
     "dynamic_tensor",
     "dynamic_tensor_with_little_memory",

@@ -85,6 +85,7 @@ class SplitTree:
         self._patcher: Callable[[], Any] = lambda: None  # who attached
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
         self._unseen: tuple[str, ...] | None = None
+        self._inside: tuple[str, ...] = ()  # of that, what is in blocks
         self._is_plain = False
         self._is_step = False
         self._forwards = _Forwards()
@@ -178,6 +179,7 @@ class SplitTree:
         """Hook the tree for this patcher; the hooks of another are replaced, since one patcher is loaded at a time."""
         self._remove_hooks()
         self._attached_by, self._patcher, self._unseen = id(owner), weakref.ref(owner), None
+        self._inside = ()
         self.bridge.attach()
         self._hooks.before(self.diffusion_model, self._start)
         self._hooks.after(self.diffusion_model, self._finish, also_on_error=True)
@@ -215,11 +217,17 @@ class SplitTree:
     @property
     def unseen(self) -> tuple[str, ...]:
         """What other nodes attached inside the model, where it runs unseen; looked up once per loading."""
+        self._look()
+        return self._unseen or ()
+
+    def _look(self) -> None:
         patcher = self._patcher()
         if self._unseen is None and patcher is not None:
             own = self.bridge.hook_ids | self._hooks.ids
             self._unseen = tuple(unseen_attachments(patcher, self.diffusion_model, own))
-        return self._unseen or ()
+            if self._unseen:
+                blocks = self.plan.placement.blocks
+                self._inside = tuple(unseen_attachments(patcher, self.diffusion_model, own, blocks))
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
@@ -277,7 +285,8 @@ class SplitTree:
             compiled = [] if self._called_modules().keys() == self.bridge.blocks.keys() else ["a compiled block"]
             bypass = find_bypass(self.bridge.blocks)
             inside = [name for name in self.plan.layout.patches_inside if name not in self.divided.division.patches]
-            check_runnable((*compiled, *bypass, *self.unseen), options, inside)
+            self._look()
+            check_runnable((*compiled, *bypass, *self._inside), options, inside)
         else:
             self._follow_compiled_blocks()
         self._decide(kwargs.get("transformer_options") or {})
