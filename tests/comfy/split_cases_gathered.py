@@ -51,7 +51,7 @@ def _mixing_override(model: Any) -> None:
 @case
 def gathered_attention(case: Case) -> None:
     """An override of the attention sees all heads and their number, in every family."""
-    for name in (*DIVIDED, "ltxv"):
+    for name in DIVIDED:
         _compare(case, "an override", name, _mixing_override)
     _compare(case, "an override on three cards", "flux2_heads", _mixing_override, HOME, OTHER, THIRD)
 

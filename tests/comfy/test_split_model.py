@@ -49,6 +49,7 @@ DIVIDED = [
     "wan_heads",
     "wan_i2v_heads",
     "wan_vace_heads",
+    "ltxv",
     "lumina2",
     "z_image",
     "sd3",
