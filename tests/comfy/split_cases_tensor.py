@@ -7,6 +7,7 @@ after three steps. Two runs of the same have the same bits.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -260,6 +261,19 @@ def tensor_clones_and_eviction(case: Case) -> None:
     size = sum(p.nbytes for p in divided.model.diffusion_model.parameters())
     with host.machine.room_for(size // 2, OTHER):
         _near(case, "streamed on one card", host.sample(clones[1], name), references[1])
+
+
+@case
+def tensor_verified_and_not_offloaded(case: Case) -> None:
+    """verify computes the first step again with nothing remembered; with offload off a part that does not fit ends it."""
+    host, name = case.host, "flux1_heads"
+    reference = host.sample(tensor(host.load(name)), name)
+    with case.logged("", logging.INFO) as messages:
+        case.equal("verified", host.sample(tensor(host.load(name), verify=True), name), reference)
+    case.check("and said so", any("verified: the first step" in message for message in messages), messages[-8:])
+    limits = {"memory_limit_gb": (1.0, 0.0001), "offload": False}
+    case.refused("no room", lambda: tensor(host.load(name), **limits), ValueError, "lazy:1 would hold", "offload on")
+    case.equal("with room", host.sample(tensor(host.load(name), offload=False), name), reference)
 
 
 @case

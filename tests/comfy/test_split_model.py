@@ -79,6 +79,7 @@ CASES = [
     "dynamic_tensor_loras",
     "dynamic_tensor_refuses_a_scheduled_lora",
     "tensor_is_not_split_again_nor_saved",
+    "tensor_verified_and_not_offloaded",
     "tensor_loras_that_do_not_fit",
     "tensor_beside_a_bypass_lora",
     "tensor_out_of_memory_on_the_way",
