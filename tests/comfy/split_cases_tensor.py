@@ -265,7 +265,7 @@ def tensor_clones_and_eviction(case: Case) -> None:
 
 @case
 def tensor_verified_and_not_offloaded(case: Case) -> None:
-    """verify computes the first step again with nothing remembered; with offload off a part that does not fit ends it."""
+    """verify computes the first step again with nothing remembered; with offload off a part must fit its card."""
     host, name = case.host, "flux1_heads"
     reference = host.sample(tensor(host.load(name)), name)
     with case.logged("", logging.INFO) as messages:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ....families.tensor_plan import PatchCall, Shares
+from ....parallel.local.slices import Slice
 from ....parallel.local.tensor_parallel import TensorParallel
 
 _MASKS = ("attn_mask", "pe")  # what a patch of q, k and v may return besides: usually the same for all heads
@@ -127,10 +128,11 @@ def _cut(what: str, whole: Any, dim: int | None, shares: Shares) -> list[Any]:
     """Each card's part. Raises: RuntimeError if nobody can tell the heads apart."""
     if dim is None:
         return [whole] * shares.num_devices
+    dim %= whole.ndim
     size = whole.shape[dim]
     if size % sum(shares.heads):
         raise RuntimeError(
             f"{what} of another node returned a tensor of shape {tuple(whole.shape)}, in which the {sum(shares.heads)} "
             "heads of this block cannot be told apart; use way 'blocks' in the split node, or take that node out"
         )
-    return [whole.narrow(dim, first, last - first).contiguous() for first, last in shares.ranges("heads", size)]
+    return [Slice(dim, (own,)).copied(whole) for own in shares.ranges("heads", size)]
