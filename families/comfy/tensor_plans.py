@@ -5,11 +5,13 @@ tests/comfy/test_native_families.py compares each class, divided among 2 to 4 em
 
 from __future__ import annotations
 
-from ..tensor_plan import Divided, TensorPlan, Unit
+from ..tensor_plan import Divided, PatchCall, TensorPlan, Unit
 
 _HEADS: tuple[Unit, ...] = ("heads",)
 _QKV: tuple[Unit, ...] = ("heads", "heads", "heads")
 _FEATURES: tuple[Unit, ...] = ("features",)
+# A patch of queries, keys and values [batch, heads, tokens, features] returns a dict with some of them.
+_QKV_PATCH = PatchCall({"q": 1, "k": 1, "v": 1})
 
 
 def _mlp(first: str, second: str, *, sum_after: str = "") -> tuple[Divided, Divided]:
@@ -21,6 +23,7 @@ def _mlp(first: str, second: str, *, sum_after: str = "") -> tuple[Divided, Divi
 
 
 # comfy/ldm/flux/layers.py, also HunyuanVideo's and Chroma's blocks
+_FLUX_PATCHES = {"attn1_patch": _QKV_PATCH, "attn1_output_patch": PatchCall({"attn": -1}, returns="attn")}
 _FLUX_MLPS = (*_mlp("img_mlp.0", "img_mlp.2"), *_mlp("txt_mlp.0", "txt_mlp.2"))
 _YAK_MLPS = (
     Divided("*_mlp.gate_proj", "column", _FEATURES),
@@ -40,6 +43,7 @@ FLUX = (
         num_heads="num_heads",
         width="hidden_size",
         attributes={"num_heads": "heads"},
+        patches=_FLUX_PATCHES,
     ),
     TensorPlan(
         block="SingleStreamBlock",
@@ -51,6 +55,7 @@ FLUX = (
         num_heads="num_heads",
         width="hidden_size",
         attributes={"num_heads": "heads", "hidden_size": "heads", "mlp_hidden_dim_first": "linear1"},
+        patches=_FLUX_PATCHES,
     ),
 )
 
@@ -63,6 +68,10 @@ WAN = (
         width="dim",
         attributes={"*_attn.num_heads": "heads"},
         norms=("*_attn.norm_*",),
+        patches={
+            "attn1_patch": PatchCall({"x": -1, "q": 2, "k": 2}, returns="x", is_dict=True),
+            "attn2_patch": PatchCall({"x": None}, returns="x", is_dict=True),
+        },
     ),
 )
 
@@ -80,6 +89,7 @@ QWEN_IMAGE = (
         num_heads="attn.heads",
         width="attn.inner_dim",
         attributes={"attn.heads": "heads"},
+        patches={"attn1_patch": _QKV_PATCH},
     ),
 )
 
@@ -115,5 +125,23 @@ NEXT_DIT = (
         num_kv_heads="attention.n_local_kv_heads",
         width="attention.out.in_features",
         attributes={"attention.n_local_heads": "heads", "attention.n_local_kv_heads": "kv_heads"},
+    ),
+)
+
+# comfy/ldm/lightricks: q and k are normalised over all heads, and the rotary table has one row per head
+LTX = (
+    TensorPlan(
+        linears=(
+            Divided("*attn*.to_[qkv]", "column", _HEADS),
+            Divided("*attn*.to_gate_logits", "column", _HEADS),
+            Divided("*attn*.to_out.0", "row", _HEADS),
+            *_mlp("ff.net.0.proj", "ff.net.2", sum_after="ff"),
+            *_mlp("audio_ff.net.0.proj", "audio_ff.net.2", sum_after="audio_ff"),
+        ),
+        num_heads="attn1.heads",
+        width="attn1.to_q.out_features",
+        attributes={"*attn*.heads": "heads"},
+        norms=("*attn*.[qk]_norm",),
+        arguments={"*attn?": {"pe": 2, "k_pe": 2}, "*_attn": {"pe": 2, "k_pe": 2}},
     ),
 )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ...families.tensor_plan import Shares, TensorPlan, Unit, share_heads
+from ...patches.hooks import map_tensors
 from .slices import Slice
 
 Cut = Callable[[torch.Tensor, Slice], torch.Tensor]  # a weight and a slice of it -> the slice as a weight
@@ -32,18 +34,51 @@ class Meeting:
     width: int = 0
 
 
+@dataclass(frozen=True)
+class HeadArguments:
+    """A hook before a module: of keyword arguments with tensors of all heads it gets those of one device's heads.
+
+    Args:
+        dims: name of the argument -> the dimension of the heads. One row for all heads stays.
+        rank: of the device in shares.
+    """
+
+    module: nn.Module
+    dims: Mapping[str, int]
+    shares: Shares
+    rank: int
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        own = {
+            name: map_tensors(kwargs[name], partial(self._own_heads, dim))
+            for name, dim in self.dims.items()
+            if kwargs.get(name) is not None
+        }
+        return args, {**kwargs, **own}
+
+    def _own_heads(self, dim: int, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[dim] == 1:
+            return tensor
+        first, last = self.shares.ranges("heads", tensor.shape[dim])[self.rank]
+        return tensor.narrow(dim, first, last - first)
+
+
 @dataclass
 class BlockShard:
     """What one device holds of one block.
 
     Args:
         meetings: in the order of the block's modules.
+        arguments: of modules that are handed something of all heads.
         slices: name of each divided parameter inside the block -> its slice of the whole.
         wholes: of the same names, the whole parameters.
     """
 
     block: nn.Module
     meetings: list[Meeting] = field(default_factory=list)
+    arguments: list[HeadArguments] = field(default_factory=list)
     slices: dict[str, Slice] = field(default_factory=dict)
     wholes: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -85,10 +120,14 @@ def divide_block(
         if name in parts:
             _divide_linear(shard, name, module, plan, parts[name], shares, rank, cut)
         elif plan.is_norm(name) and getattr(module, "weight", None) is not None:
-            ranges = tuple(shares.slices(("heads",), shares.width, rank))
+            width = len(module.weight)
+            ranges = tuple(shares.slices(("heads",), width, rank))
             _cut(shard, module, f"{name}.weight", Slice(0, ranges), cut)
             module.normalized_shape = (sum(last - first for first, last in ranges),)
-            shard.meetings.append(Meeting(name, module, "norm", shares.width))
+            shard.meetings.append(Meeting(name, module, "norm", width))
+        of_heads = next((dims for pattern, dims in plan.arguments.items() if fnmatchcase(name, pattern)), None)
+        if of_heads is not None:
+            shard.arguments.append(HeadArguments(module, of_heads, shares, rank))
     for owner, path, number in _numbers(block):
         counts = next((what for pattern, what in plan.attributes.items() if fnmatchcase(path, pattern)), None)
         if counts is not None:

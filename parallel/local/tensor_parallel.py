@@ -15,7 +15,8 @@ The threads live as long as one forward. A device's error ends the meeting of al
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -71,6 +72,8 @@ class TensorParallel(Bridge):
             for rank, shard in enumerate((own, *others)):
                 for meeting in shard.meetings:
                     self._hooks.after(meeting.module, functools.partial(self._meet, rank, meeting))
+                for hook in shard.arguments:
+                    self._hooks.before(hook.module, hook)
 
     def end(self) -> None:
         run, self._run = self._run, None
@@ -165,6 +168,32 @@ class TensorParallel(Bridge):
 
     # ---- inside a block
 
+    @property
+    def current_block(self) -> nn.Module | None:
+        """Home's part of the block that is being computed; None between blocks."""
+        return None if self._run is None else self._run.current
+
+    def at_home(self, name: str, brought: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
+        """Inside a block, have something computed once, at home, from what all devices bring.
+
+        Args:
+            name: of the meeting; the same on every device.
+            brought: this device's; its tensors are copied home.
+            compute: what all brought, by rank -> what each gets, by rank; home's own is called, in home's thread.
+        Returns: this device's, its tensors copied here.
+        """
+        run = self._run
+        assert run is not None, "a block is running"
+        rank = run.ranks.get(threading.get_ident(), 0)
+        nothing = torch.empty(0, device=self._ranks[rank])
+        run.brought[rank] = brought
+        run.exchange.all(rank, name, nothing)
+        if rank == 0:
+            run.brought = compute([map_tensors(each, lambda x: copy_to(x, self.home)) for each in run.brought])
+        run.exchange.all(rank, f"{name}, computed", nothing)
+        mine, run.brought[rank] = run.brought[rank], None
+        return map_tensors(mine, lambda x: copy_to(x, self._ranks[rank]))
+
     def send_part(self, tensor: torch.Tensor, rank: int, arrivals: Arrivals) -> torch.Tensor:
         """The tensor for another device, which it may use after settle(arrivals)."""
         device = self._ranks[rank]
@@ -204,6 +233,8 @@ class _Run:
         devices, self._owner = owner.devices, owner
         self.exchange = Exchange(len(devices), owner.send_part)
         self.current: nn.Module | None = None  # the block that is being computed
+        self.brought: list[Any] = [None] * len(devices)  # to something that is computed at home, and what came of it
+        self.ranks: dict[int, int] = {}  # of the other devices' threads
         self.calls: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
         self._results: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
         self._give = [functools.partial(owner.give, rank) for rank in range(len(devices))]
@@ -259,6 +290,7 @@ class _Run:
     def _serve(self, rank: int, device: torch.device, state: ThreadState) -> None:
         """Compute block after block; the first error is the last result."""
         try:
+            self.ranks[threading.get_ident()] = rank
             with state.taken_over(), current_device(device):
                 while (call := self.calls[rank].get()) is not None:
                     block, args, kwargs = call

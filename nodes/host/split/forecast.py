@@ -12,7 +12,6 @@ from comfy.patcher_extension import WrappersMP
 from comfy.sampler_helpers import estimate_memory
 from torch import nn
 
-from ....parallel.local.shards import divided_bytes
 from .attachments import ROOT, is_compiled
 from .division_plan import Division
 from .plan import GB, SplitPlan
@@ -41,13 +40,8 @@ def _divided_bytes(base: nn.Module, division: Division) -> dict[torch.device, in
         whole = int(management.module_size(base))
         return {home: whole, **{device: int(management.module_size(tree.shards[device])) for device in others}}
     root = base.get_submodule(ROOT)
-    sizes = dict.fromkeys(division.devices, 0)
-    rest = int(management.module_size(base))
-    for name, (plan, shares) in division.blocks.items():
-        block = root.get_submodule(name)
-        rest -= int(management.module_size(block))
-        for rank, device in enumerate(division.devices):
-            sizes[device] += divided_bytes(block, plan, shares, rank)
+    rest = int(management.module_size(base)) - int(management.module_size(root))
+    sizes = division.bytes_on(root)
     sizes[home] += rest
     return sizes
 

@@ -40,7 +40,6 @@ def split_model(model: Any, request: SplitRequest) -> Any:
     Raises: ValueError or RuntimeError, before anything moves, if the model cannot be split as asked.
     """
     _check_splittable(model)
-    _check_way(model, request)
     plan = plan_split(model.model.diffusion_model, request)
     log_plan(model.model, plan)
     _unload(model)
@@ -72,7 +71,6 @@ def load_split_model(path: Path, weight_dtype: str, request: SplitRequest | None
         model, origin = load_over_file(path, options)
     if request is None:
         return model
-    _check_way(model, request)
     plan = plan_split(model.model.diffusion_model, request)
     log_plan(model.model, plan)
     make_tree(model.model, plan, origin)
@@ -122,15 +120,6 @@ def _check_splittable(model: Any) -> None:
             f"torch.compile was applied to {compiled[0]} before the split. ComfyUI's TorchCompileModel compiles the "
             "whole model, and that cannot span several cards; take it out, or compile single blocks with a node behind "
             "the split"
-        )
-
-
-def _check_way(model: Any, request: SplitRequest) -> None:
-    """Refuse what was never run on cards: two threads that fault pages of DynamicVRAM in at the same time."""
-    if request.way == "tensor" and model.is_dynamic():
-        raise ValueError(
-            "way 'tensor' was not tested with DynamicVRAM, which is on; start ComfyUI with --disable-dynamic-vram, or "
-            "use way 'blocks'"
         )
 
 

@@ -136,15 +136,12 @@ def plan_split(diffusion_model: nn.Module, request: SplitRequest) -> SplitPlan:
 def _plan_tensor(diffusion_model: nn.Module, layout: NativeModel, request: SplitRequest) -> SplitPlan:
     """All blocks at home, and each divided among the devices in proportion to the memory that they may take."""
     limit_bytes = {d: int(gb * GB) for d, gb in zip(request.devices, request.memory_limit_gb, strict=False)}
-    rooms = _budgets(request.devices, limit_bytes).values()
-    budgets = [max(1.0, room) for room in rooms if room is not None]
-    if request.verify or not request.offload:
-        _log.warning("split: verify, and offload off, have no effect with way tensor")
+    rooms = {device: room or 0 for device, room in _budgets(request.devices, limit_bytes).items()}
     size = int(management.module_size(diffusion_model))
-    has_room = min(budgets) > size / len(budgets)
-    division = plan_division(
-        diffusion_model, layout, request.devices, (1.0,) * len(budgets) if has_room else tuple(budgets)
-    )
+    has_room = min(rooms.values()) > size / len(rooms)
+    weights = (1.0,) * len(rooms) if has_room else tuple(max(1.0, room) for room in rooms.values())
+    division = plan_division(diffusion_model, layout, request.devices, weights)
+    _check_room(division.bytes_on(diffusion_model), rooms, request.offload)
     order = execution_order(diffusion_model, layout)
     home = request.devices[0]
     return SplitPlan(
@@ -153,9 +150,22 @@ def _plan_tensor(diffusion_model: nn.Module, layout: NativeModel, request: Split
         "stream",
         limit_bytes,
         overlap=False,
-        verify=False,
+        verify=request.verify,
         division=division,
     )
+
+
+def _check_room(sizes: Mapping[torch.device, int], rooms: Mapping[torch.device, int], may_offload: bool) -> None:
+    """Raises: ValueError for parts of blocks that do not fit their cards, where nothing may be offloaded."""
+    over = [
+        f"{device} would hold {size / GB:.2f} GB of weights and may hold {rooms[device] / GB:.2f} GB"
+        for device, size in sizes.items()
+        if size > rooms[device]
+    ]
+    if over and not may_offload:
+        raise ValueError(f"{'; '.join(over)}. Use more GPUs or a smaller weight type, or turn offload on")
+    if over:
+        _log.warning("split: %s; the rest stays in host memory and is streamed at every step", "; ".join(over))
 
 
 def _layout(diffusion_model: nn.Module) -> NativeModel:

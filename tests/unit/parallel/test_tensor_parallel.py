@@ -271,7 +271,7 @@ def test_a_linear_of_other_parts_is_refused_by_name() -> None:
         divide_block(block, PLANS[0], shares_of(block, PLANS[0], (1.0, 1.0)), 0)
     other = Separate()
     other.attn.k = nn.Linear(WIDTH, WIDTH + 1)
-    with pytest.raises(ValueError, match=r"attn\.k cannot be divided: a dimension of 33"):
+    with pytest.raises(ValueError, match=r"attn\.k cannot be divided: 33 features are no multiple"):
         divide_block(other, PLANS[1], shares_of(other, PLANS[1], (1.0, 1.0)), 0)
     assert find_plan(PLANS, nn.Linear(1, 1)) is None
 
