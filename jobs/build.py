@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from ..events import EventLog
 from ..parallel.devices import reset_peaks
 from ..parallel.local.data_parallel import DataParallel, Replica
 from ..parallel.local.pipeline import Pipeline
+from ..parallel.placement import Placement
 from ..parallel.runner import PlainAccumulation, Runner
 from ..patches.compile_blocks import remove_compiled
-from ..planning.report import compare
+from ..planning.report import compare, parts_of
+from ..system.requests import Requests
 from ..training.adapter import LoraHandle, apply_lora
 from ..training.batches import CachedSamples
 from ..training.loop import Trainer
@@ -38,9 +41,10 @@ def build_trainer(
         cleanup: is given what must be undone before the model is dropped.
     """
     job = plan.job
-    events.emit("phase", name="loading", placement=plan.placement.describe())
+    events.emit("phase", name="loading", placement=plan.placement.describe(), blocks=_blocks_of(plan.placement))
     if plan.training is not None:
-        events.emit("forecast", devices=compare(plan.training.devices))
+        parts = {device.device: parts_of(device) for device in plan.training.devices}
+        events.emit("forecast", devices=compare(plan.training.devices), parts=parts)
     reset_peaks(plan.placement.used_devices)  # of the encoders
     assembled = assemble_for_training(
         plan.info, plan.execution, lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed)
@@ -75,7 +79,14 @@ def build_trainer(
         save_lora=save,
         compiled=assembled.all_compiled,
         graphs=assembled.all_graphs,
+        is_asked=Requests(Path(job.output.folder)).take,
     )
+
+
+def _blocks_of(placement: Placement) -> list[tuple[str, int]]:
+    """Device and number of blocks, in the order in which a sample goes through them."""
+    runs = itertools.groupby(map(str, placement.devices))
+    return [(device, len(list(blocks))) for device, blocks in runs]
 
 
 def _clean_up_later(assembled: Assembled, cleanup: ExitStack) -> None:
