@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from ..events import EventLog
 from ..parallel.devices import reset_peaks
 from ..parallel.local.data_parallel import DataParallel, Replica
 from ..parallel.local.pipeline import Pipeline
-from ..parallel.placement import Placement
 from ..parallel.runner import PlainAccumulation, Runner
 from ..patches.compile_blocks import remove_compiled
 from ..planning.report import compare, parts_of
@@ -41,7 +39,7 @@ def build_trainer(
         cleanup: is given what must be undone before the model is dropped.
     """
     job = plan.job
-    events.emit("phase", name="loading", placement=plan.placement.describe(), blocks=_blocks_of(plan.placement))
+    events.emit("phase", name="loading", placement=plan.placement.describe(), blocks=plan.placement.runs())
     if plan.training is not None:
         parts = {device.device: parts_of(device) for device in plan.training.devices}
         events.emit("forecast", devices=compare(plan.training.devices), parts=parts)
@@ -81,12 +79,6 @@ def build_trainer(
         graphs=assembled.all_graphs,
         is_asked=Requests(Path(job.output.folder)).take,
     )
-
-
-def _blocks_of(placement: Placement) -> list[tuple[str, int]]:
-    """Device and number of blocks, in the order in which a sample goes through them."""
-    runs = itertools.groupby(map(str, placement.devices))
-    return [(device, len(list(blocks))) for device, blocks in runs]
 
 
 def _clean_up_later(assembled: Assembled, cleanup: ExitStack) -> None:
