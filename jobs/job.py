@@ -163,9 +163,9 @@ def run_job(
 
 
 def used_devices(job: JobConfig, of_blocks: Iterable[torch.device]) -> tuple[str, ...]:
-    """Every device that a job names or was given: those of its blocks first, then those of its encoders."""
+    """Every device that a job was given or names by number: those of its blocks first, then those of its encoders."""
     named = (job.cache.text_device, job.cache.vae_device)
-    encoders = (name for name in named if name.partition(":")[0] not in ("", "cpu", "auto", "stream"))
+    encoders = (name for name in named if ":" in name)
     return tuple(dict.fromkeys([*map(str, of_blocks), *encoders]))
 
 

@@ -92,6 +92,9 @@ class Progress:
         elif kind == "eval" and _is_number(event.get("loss")):
             _cut(self.evals, step)
             self.evals.append((step, event["loss"]))
+        elif kind in ("saved", "stopped"):  # of a resumed run that was stopped before its first step
+            _cut(self.steps, step + 1)
+            _cut(self.evals, step + 1)
         elif kind == "phase":
             self.phase, self.phase_progress = str(event.get("name", "")), {}
             self.blocks = event.get("blocks", self.blocks)

@@ -69,6 +69,13 @@ def test_a_resumed_run_replaces_the_steps_that_were_given_up(tmp_path: Path) -> 
     assert (progress.step, progress.step_s, progress.left_s) == (4, 0.5, 2.5)
 
 
+def test_a_resumed_run_that_stops_at_once_stands_at_its_checkpoint(tmp_path: Path) -> None:
+    _write_events(tmp_path, *(_step(step, 1.0) for step in range(1, 6)), {"kind": "stopped", "step": 3, "total": 9})
+    progress = Progress(tmp_path / "events.jsonl")
+    progress.update()
+    assert progress.step == 3
+
+
 def test_half_a_line_waits_for_its_end_and_rubbish_is_passed_over(tmp_path: Path) -> None:
     file = tmp_path / "events.jsonl"
     line = json.dumps(_step(1, 2.0)).encode() + b"\n"
