@@ -35,9 +35,10 @@ class News:
         """Look after the queue, and what is new: {} or {"runs": [...], "jobs": [...], "gone": [...]}."""
         self.queue.tick()
         runs = self.store.ids()
-        news = {run: found for run in runs if (found := self._look(run)) is not None}
+        looked = {run: self._look(run) for run in runs}
+        news = [values for values in looked.values() if values is not None]
         self.is_busy = any(known.state == "running" for known in self._known.values())
-        found: dict[str, Any] = {"runs": list(news.values())} if news else {}
+        found: dict[str, Any] = {"runs": news} if news else {}
         if gone := [run for run in self._known if run not in runs]:
             found["gone"] = gone
             for run in gone:

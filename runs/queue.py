@@ -213,7 +213,7 @@ class JobQueue:
         folder = self.store.root / job.run
         Requests(folder).clear()
         flags = ["--resume"] if job.is_resumed else []
-        command = [sys.executable, "-c", _START, _BOOTSTRAP, "train", folder / _JOB_FILE, *flags]
+        command: list[str | Path] = [sys.executable, "-c", _START, _BOOTSTRAP, "train", folder / _JOB_FILE, *flags]
         started = time.time()
         try:
             process = start_detached(command, folder / LOG)
