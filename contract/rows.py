@@ -73,6 +73,7 @@ ROWS: tuple[Row, ...] = (
     ),
     # ---- nodes/host/__init__.py: progress, Cancel, messages, memory
     *_read("host", "comfy.utils.ProgressBar", {"call": "(total, node_id=); update_absolute(value, total)"}),
+    *_read("host", "comfy_execution.graph_utils", {"call": "ExecutionBlocker(message)"}),
     *_read(
         "host",
         "comfy.model_management",
@@ -95,6 +96,22 @@ ROWS: tuple[Row, ...] = (
             "has": "folder_names_and_paths; models_dir",
             "call": "get_input_directory(); get_output_directory(); get_temp_directory(); get_user_directory(); "
             "get_folder_paths(folder_name); get_filename_list(folder_name); get_full_path(folder_name, filename)",
+        },
+    ),
+    # ---- nodes/host/page.py: routes, messages, what lies on the cards
+    *_read("page", "folder_paths", {"call": "get_output_directory(); get_folder_paths(folder_name)"}),
+    *_read(
+        "page",
+        "server.PromptServer",
+        {"has": "instance; routes; sockets; prompt_queue", "call": "send_sync(event, data)"},
+    ),
+    *_read("page", "execution.PromptQueue", {"call": "set_flag(name, data)"}),
+    *_read(
+        "page",
+        "comfy.model_management",
+        {
+            "has": "current_loaded_models; LoadedModel.device; LoadedModel.model",
+            "call": "is_device_cpu(device); LoadedModel.model_loaded_memory()",
         },
     ),
     # ---- nodes/host/comfy_encoders.py: all that decides what an encoder makes
@@ -344,4 +361,5 @@ NODES: dict[str, tuple[str, ...]] = {
     "DeviceBridgeLoadDiffusionModelSplit": ("nodes", "host", "folders", "split"),
     "DeviceBridgeRingLseFix": ("nodes",),
 }
+PAGE = "page"  # the part that the page in ComfyUI relies on
 COMMAND = "devicebridge run"  # relies on the part "server"

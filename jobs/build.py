@@ -15,7 +15,8 @@ from ..parallel.local.data_parallel import DataParallel, Replica
 from ..parallel.local.pipeline import Pipeline
 from ..parallel.runner import PlainAccumulation, Runner
 from ..patches.compile_blocks import remove_compiled
-from ..planning.report import compare
+from ..planning.report import compare, parts_of
+from ..system.requests import Requests
 from ..training.adapter import LoraHandle, apply_lora
 from ..training.batches import CachedSamples
 from ..training.loop import Trainer
@@ -38,9 +39,10 @@ def build_trainer(
         cleanup: is given what must be undone before the model is dropped.
     """
     job = plan.job
-    events.emit("phase", name="loading", placement=plan.placement.describe())
+    events.emit("phase", name="loading", placement=plan.placement.describe(), blocks=plan.placement.runs())
     if plan.training is not None:
-        events.emit("forecast", devices=compare(plan.training.devices))
+        parts = {device.device: parts_of(device) for device in plan.training.devices}
+        events.emit("forecast", devices=compare(plan.training.devices), parts=parts)
     reset_peaks(plan.placement.used_devices)  # of the encoders
     assembled = assemble_for_training(
         plan.info, plan.execution, lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed)
@@ -75,6 +77,7 @@ def build_trainer(
         save_lora=save,
         compiled=assembled.all_compiled,
         graphs=assembled.all_graphs,
+        is_asked=Requests(Path(job.output.folder)).take,
     )
 
 

@@ -6,10 +6,12 @@ transformer comes. The command line and the nodes call the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig
@@ -21,6 +23,8 @@ from ..planning.calibration import Measuring
 from ..planning.cards import Card
 from ..planning.plan_training import TrainingPlan
 from ..planning.report import Comparison, compare, describe_comparison, describe_pace
+from ..runs.record import recorded_run
+from ..system.requests import Requests
 from ..training.loop import Trainer, checkpoint_folder
 from ..training.objective import make_noise_schedule
 from ..training.preflight import check_compiled
@@ -132,7 +136,10 @@ def run_job(
     Raises: ValueError for a job that cannot be run as written, before weights are loaded; RuntimeError where another
         process runs in its output folder, or for what broke on the way, with what is saved.
     """
-    with run_lock(Path(job.output.folder)):
+    folder, given = Path(job.output.folder), job
+    should_stop = _also_asked(folder, should_stop)
+    with run_lock(folder):
+        Requests(folder).clear()  # of a run that was killed
         state = find_state(job, resume=resume)
         if state is not None:
             job = as_decided(job, state)
@@ -145,8 +152,26 @@ def run_job(
             refuse_other_run(job, identity, state)
         plan = _resolve_and_check(read, None if state is None else state.facts, host_share)
         identity |= placement_facts(plan.placement)
-        with EventLog(Path(job.output.folder), on_event, tensorboard=job.output.tensorboard) as events:
-            return _train(plan, identity, state, events, should_stop)
+        devices = used_devices(plan.job, plan.placement.used_devices)
+        with (
+            EventLog(folder, on_event, tensorboard=job.output.tensorboard) as events,
+            recorded_run(folder, given, devices) as recording,
+        ):
+            result = _train(plan, identity, state, events, should_stop)
+            recording.status = "finished" if result.status == "finished" else "stopped"
+            return result
+
+
+def used_devices(job: JobConfig, of_blocks: Iterable[torch.device]) -> tuple[str, ...]:
+    """Every device that a job was given or names by number: those of its blocks first, then those of its encoders."""
+    named = (job.cache.text_device, job.cache.vae_device)
+    encoders = (name for name in named if ":" in name)
+    return tuple(dict.fromkeys([*map(str, of_blocks), *encoders]))
+
+
+def _also_asked(folder: Path, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+    requests = Requests(folder)
+    return lambda: should_stop() or requests.is_asked("stop")
 
 
 def _train(

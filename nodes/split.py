@@ -106,11 +106,11 @@ class SplitModel(io.ComfyNode):
         request = _read_request(sockets)
         if request is None:
             return io.NodeOutput(model)
-        from .host.split.model import describe_split, split_model
+        from .host.split.model import blocks_by_card, describe_split, split_model
 
         split = split_model(model, request)
         host.NodeView(cls.hidden.unique_id).show_text(describe_split(split))
-        return io.NodeOutput(split)
+        return io.NodeOutput(split, ui={"blocks": blocks_by_card(split)})
 
 
 class LoadDiffusionModelSplit(io.ComfyNode):
@@ -146,11 +146,11 @@ class LoadDiffusionModelSplit(io.ComfyNode):
     @classmethod
     def execute(cls, unet_name: str, weight_dtype: str, **sockets: Any) -> io.NodeOutput:
         path = host.find_checkpoint(unet_name)
-        from .host.split.model import describe_split, load_split_model
+        from .host.split.model import blocks_by_card, describe_split, load_split_model
 
         model = load_split_model(path, weight_dtype, _read_request(sockets))
         host.NodeView(cls.hidden.unique_id).show_text(describe_split(model))
-        return io.NodeOutput(model)
+        return io.NodeOutput(model, ui={"blocks": blocks_by_card(model)})
 
 
 def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:

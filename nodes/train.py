@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import job as config
-from . import host
+from . import background, host
 from .captions import DEFAULT_FOLDER
 from .host import io
 from .sockets import Socket, make_inputs, read_number_or_name, read_section
@@ -61,6 +61,14 @@ _INPUTS = (
     Socket("compile_blocks", "train.compile", optional=True, advanced=True),
     Socket("offload_activations", "train.offload_activations", optional=True, advanced=True),
     Socket("cuda_graphs", "train.cuda_graphs", optional=True, advanced=True),
+    io.Boolean.Input(
+        "background",
+        default=False,
+        optional=True,
+        tooltip="Train in a process of its own: this node is done at once, ComfyUI's queue stays free for other cards, "
+        "and the training goes on if ComfyUI ends. Watch, stop and resume it in the sidebar's tab DeviceBridge. The "
+        "outputs stay empty.",
+    ),
 )
 
 
@@ -94,6 +102,11 @@ class TrainLora(io.ComfyNode):
 
         job = make_job(model, dataset, sockets)
         view = JobView(cls.hidden.unique_id)
+        if sockets.get("background", False):
+            text = background.start(job, is_resumed=resume)
+            view.show_text(text)
+            return io.NodeOutput(*host.blocked(4), ui={"text": (text,)})
+        background.refuse_taken_cards(job)
         with host.training_allowed(), host.host_memory_freed():
             result = run_job(job, resume=resume, on_event=view, should_stop=view.is_cancelled)
         text = describe_result(result)

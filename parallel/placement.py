@@ -6,6 +6,7 @@ forward. The first device is home: it also holds the embedders and the tail.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,6 +43,10 @@ class Placement:
         if len(self.blocks) != len(self.devices):
             raise ValueError(f"{len(self.blocks)} blocks and {len(self.devices)} devices; give one device per block")
         assert not self.replicas or {self.home, *self.devices} == {self.replicas[0]} and not self.tail
+
+    def runs(self) -> list[tuple[str, int]]:
+        """Device and number of blocks, in the order in which a sample goes through them."""
+        return [(name, len(list(blocks))) for name, blocks in itertools.groupby(map(str, self.devices))]
 
     def items(self) -> list[tuple[str, torch.device]]:
         """Every block with its device."""

@@ -128,6 +128,8 @@ def install(monkeypatch: pytest.MonkeyPatch, root: Path) -> FakeHost:
         "comfy": ModuleType("comfy"),
         "comfy.utils": _utils(host),
         "comfy.model_management": _model_management(host),
+        "comfy_execution": ModuleType("comfy_execution"),
+        "comfy_execution.graph_utils": _graph_utils(),
         "server": _server(host),
         "folder_paths": _folder_paths(host),
     }
@@ -189,6 +191,16 @@ def _model_management(host: FakeHost) -> ModuleType:
     module.get_all_torch_devices = lambda: list(host.gpus)  # type: ignore[attr-defined]
     module.is_device_cpu = lambda device: device.type == "cpu"  # type: ignore[attr-defined]
     module.soft_empty_cache = lambda: host.calls.append("empty cache")  # type: ignore[attr-defined]
+    return module
+
+
+def _graph_utils() -> ModuleType:
+    class ExecutionBlocker:
+        def __init__(self, message: str | None) -> None:
+            self.message = message
+
+    module = ModuleType("comfy_execution.graph_utils")
+    module.ExecutionBlocker = ExecutionBlocker  # type: ignore[attr-defined]
     return module
 
 

@@ -27,6 +27,7 @@ from ..parallel.runner import MicroBatch, Runner
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks
 from ..patches.cuda_graphs import GraphedBlocks
+from ..system.requests import Request, nothing_asked
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
 from .loss_growth import describe_growth
@@ -35,6 +36,7 @@ from .optimizer import learning_rate_factor, make_optimizer, pack_optimizer, set
 from .state import TrainingState, list_checkpoints, save_checkpoint
 
 _log = logging.getLogger(__name__)
+_MEMORY_EVERY_STEPS = 50
 
 
 def checkpoint_folder(job: JobConfig) -> Path:
@@ -66,6 +68,7 @@ class Trainer:
         runner: computes the microbatches, and knows the model and its copies.
         compiled: the blocks of the model and its copies, if they are; torch compiles at the first batch of each shape.
         graphs: of blocks that keep their activations, recorded in the first step and replayed from then on.
+        is_asked: whether somebody outside has asked for this since it was answered last.
     """
 
     job: JobConfig
@@ -83,6 +86,7 @@ class Trainer:
     save_lora: Callable[[Path], Path]
     compiled: tuple[CompiledBlocks, ...] = ()
     graphs: tuple[GraphedBlocks, ...] = ()
+    is_asked: Callable[[Request], bool] = nothing_asked
     step: int = 0
     losses: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -173,7 +177,7 @@ class Trainer:
         if not self._has_warned and (growth := describe_growth(self.losses)):
             self._has_warned = True
             _log.warning("%s", growth)
-        if len(self.losses) == 1:
+        if len(self.step_times_s) == 1 or self.step % _MEMORY_EVERY_STEPS == 0:
             self.events.emit("memory", self.step, self.job.train.steps, **memory_in_use(self.devices))
 
     def train_step(self, learning_rate: float) -> float:
@@ -342,7 +346,7 @@ class Trainer:
 
     def _is_save_due(self) -> bool:
         every = self.job.output.save_every_steps
-        return bool(every) and self.step % every == 0
+        return self.is_asked("save") or (bool(every) and self.step % every == 0)
 
     def save(self) -> Path:
         """Write a checkpoint of everything the run needs to continue, and a LoRA file users can load beside it.

@@ -83,6 +83,13 @@ def send_event(data: Mapping[str, Any]) -> None:
     server.send_sync("devicebridge.event", dict(data), server.client_id)
 
 
+def blocked(count: int) -> list[Any]:
+    """Values for so many outputs behind which no node runs, and none fails."""
+    from comfy_execution.graph_utils import ExecutionBlocker
+
+    return [ExecutionBlocker(None)] * count
+
+
 @contextmanager
 def training_allowed() -> Iterator[None]:
     """Leave the inference mode that ComfyUI runs every node in; parameters made inside can have gradients."""

@@ -86,6 +86,17 @@ def describe_split(model: Any) -> str:
     return f"{'; '.join(describe_cards(model.model, tree.plan))}; {way}"
 
 
+def blocks_by_card(model: Any) -> list[tuple[str, int]]:
+    """Card and number of blocks, in the order of the blocks; [] for an unsplit model. Of blocks that all cards compute
+    together each has all."""
+    tree = tree_of(model.model)
+    if tree is None:
+        return []
+    if tree.plan.division is not None:
+        return [(str(device), len(tree.plan.placement.blocks)) for device in tree.plan.used_devices]
+    return tree.plan.placement.runs()
+
+
 def _with_wrappers(split: Any) -> Any:
     for kind, wrapper in (
         (WrappersMP.PREPARE_SAMPLING, prepare_with_forecast),

@@ -154,6 +154,7 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "compile_blocks": "COMBO",
         "offload_activations": "COMBO",
         "cuda_graphs": "COMBO",
+        "background": "BOOLEAN",
     }
 
 
@@ -523,7 +524,7 @@ def test_a_socket_reaches_its_setting_and_no_other(
 
 def test_every_socket_of_the_train_node_is_in_the_table(nodes: ModuleType) -> None:
     ids = {entry.id for entry in _node(nodes, "DeviceBridgeTrainLora").define_schema().inputs}
-    assert ids - {"model", "dataset", "resume"} == {socket for socket, *_ in CHANGES}
+    assert ids - {"model", "dataset", "resume", "background"} == {socket for socket, *_ in CHANGES}
 
 
 @pytest.mark.parametrize("name", ["../../evil", "a/b", "", "  ", ".."])
