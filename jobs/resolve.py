@@ -24,7 +24,7 @@ from ..config.model import Strategy, has_stages, holds_copies
 from ..config.open import asked
 from ..data.samples import TrainingSample
 from ..execution import ExecutionPlan
-from ..families.spec import Variant
+from ..families.spec import Variant, longest_text
 from ..parallel.devices import CPU, find_device, find_devices, free_bytes
 from ..parallel.placement import (
     Placement,
@@ -343,7 +343,7 @@ def place_by_size(
     if split.balance == "time":
         resolution, num_frames = size
         num_image_tokens = family.latent_of(subject.variant).num_tokens(resolution, resolution, num_frames)
-        num_text_tokens = max(encoder.max_length for encoder in subject.variant.text_encoders)
+        num_text_tokens = longest_text(subject.variant)
         cost = estimate_block_flops(model, family, num_image_tokens, num_text_tokens)
         home_cost = 0.0
         capacity = []  # every device is taken for equally fast
