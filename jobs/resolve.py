@@ -155,6 +155,11 @@ def resolve(
     if training is None:
         chosen = _first_of(space, placement.used_devices)
     strategy = _strategy_on(placement, chosen.strategy)
+    if has_stages(strategy) and (fault := why_no_stages(subject)):
+        _log.warning("microbatches do not follow each other through the cards: %s", fault)
+        strategy = "none"
+    if fault := _why_not_offloaded(subject, space):
+        raise ValueError(fault)
     if strategy == "none" and not is_open(space.strategies) and space.strategies != ("none",):
         _log.warning(
             'parallel.strategy = "%s" needs train.gradient_accumulation_steps above 1 and several GPUs of one kind; '
@@ -177,6 +182,25 @@ def resolve(
         has_graphs=is_to_train and _has_graphs(job, subject, placement.used_devices),
     )
     return Resolution(job, execution, training)
+
+
+def why_no_stages(subject: Subject) -> str:
+    """Why the cards of a model cannot work on several microbatches at once; "" for nothing."""
+    native = subject.info.family.native
+    if native is None:
+        return ""
+    if not native.can_overlap:
+        return f"{native.class_name} needs its home card between its blocks"
+    if subject.model._parameters:
+        return f"{native.class_name} has weights of its own ({next(iter(subject.model._parameters))}) behind its blocks"
+    return ""
+
+
+def _why_not_offloaded(subject: Subject, space: SearchSpace) -> str:
+    native = subject.info.family.native
+    if native is None or not native.hooks_children or not any(space.offloaded):
+        return ""
+    return f"split.offloaded_blocks asks for blocks that {native.class_name} never calls; leave the setting out"
 
 
 def _strategy_on(placement: Placement, chosen: Strategy) -> Strategy:
@@ -249,6 +273,9 @@ def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: 
         else:
             cuts = tuple(i for i in range(1, len(before.devices)) if before.devices[i] != before.devices[i - 1])
     if machine.cards is None:
+        return None
+    if subject.info.family.host is not None:
+        _log.warning("no forecast of memory and time is made for %s; it is split by size", subject.info.family.title)
         return None
     training = plan_on(job, subject, machine, MEASURING[job.split.calibrate], cuts)
     if training.warning:
@@ -399,6 +426,8 @@ def _has_graphs(job: JobConfig, subject: Subject, devices: Sequence[torch.device
     if job.train.cuda_graphs == "off":
         return False
     fault = why_no_graphs(job, len(subject.train), devices)
+    if subject.info.family.native is not None:
+        fault = f"{subject.info.family.title} is trained as ComfyUI's own code computes it"
     if fault:
         _log.warning("blocks are not replayed as CUDA graphs: %s", fault)
     return not fault

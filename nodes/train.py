@@ -94,8 +94,8 @@ class TrainLora(io.ComfyNode):
 
         job = make_job(model, dataset, sockets)
         view = JobView(cls.hidden.unique_id)
-        with host.training_allowed(), host.host_memory_freed():
-            result = run_job(job, resume=resume, on_event=view, should_stop=view.is_cancelled)
+        with host.training_allowed(), host.host_memory_freed(), model.prepared() as info:
+            result = run_job(job, info=info, resume=resume, on_event=view, should_stop=view.is_cancelled)
         text = describe_result(result)
         view.show_text(text)
         if result.status == "stopped":

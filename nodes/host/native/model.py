@@ -1,4 +1,4 @@
-"""One of ComfyUI's models as families/spec.py's HostModel: built without weights, noised and called as it is sampled."""
+"""One of ComfyUI's models as families/spec.py's HostModel: built without weights, noised and called as in sampling."""
 
 from __future__ import annotations
 

@@ -151,9 +151,7 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
 def _refuse_other_model(path: Path, base: Any, like: Any) -> None:
     if like is None:
         return
-    found = [
-        (type(each), type(each.diffusion_model).__name__, each.model_type.name) for each in (base, like.model)
-    ]
+    found = [(type(each), type(each.diffusion_model).__name__, each.model_type.name) for each in (base, like.model)]
     if found[0] != found[1]:
         raise ValueError(f"{path} is read as {found[0]}, but the MODEL is {found[1]}; load it again")
 
