@@ -1,4 +1,4 @@
-"""Tiny models of ComfyUI's own classes, trained in a real ComfyUI: every strategy gives the LoRA that one device does."""
+"""Tiny models of ComfyUI's own classes, trained in a real ComfyUI: every strategy gives the LoRA of one device."""
 
 from __future__ import annotations
 
