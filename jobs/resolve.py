@@ -154,12 +154,7 @@ def resolve(
         placement = replace(placement, devices=before.devices, home=home, tail=(), replicas=before.replicas)
     if training is None:
         chosen = _first_of(space, placement.used_devices)
-    strategy = _strategy_on(placement, chosen.strategy)
-    if has_stages(strategy) and (fault := why_no_stages(subject)):
-        _log.warning("microbatches do not follow each other through the cards: %s", fault)
-        strategy = "none"
-    if fault := _why_not_offloaded(subject, space):
-        raise ValueError(fault)
+    strategy = _strategy_of(subject, space, placement, chosen.strategy)
     if strategy == "none" and not is_open(space.strategies) and space.strategies != ("none",):
         _log.warning(
             'parallel.strategy = "%s" needs train.gradient_accumulation_steps above 1 and several GPUs of one kind; '
@@ -182,6 +177,20 @@ def resolve(
         has_graphs=is_to_train and _has_graphs(job, subject, placement.used_devices),
     )
     return Resolution(job, execution, training)
+
+
+def _strategy_of(subject: Subject, space: SearchSpace, placement: Placement, chosen: Strategy) -> Strategy:
+    """What is chosen, as far as the model and a resumed run's placement can do it.
+
+    Raises: ValueError for blocks that cannot stream from host memory.
+    """
+    if fault := _why_not_offloaded(subject, space):
+        raise ValueError(fault)
+    strategy = _strategy_on(placement, chosen)
+    if has_stages(strategy) and (fault := why_no_stages(subject)):
+        _log.warning("microbatches do not follow each other through the cards: %s", fault)
+        return "none"
+    return strategy
 
 
 def why_no_stages(subject: Subject) -> str:

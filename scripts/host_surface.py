@@ -46,7 +46,9 @@ def part_of(path: Path) -> str:
     inner = path.relative_to(ROOT / "nodes").parts
     if inner[0] != "host":
         return "nodes"
-    return {"native": "native", "__init__.py": "host", "folders.py": "folders", "comfy_encoders.py": "encoders"}.get(inner[1], "split")
+    return {"native": "native", "__init__.py": "host", "folders.py": "folders", "comfy_encoders.py": "encoders"}.get(
+        inner[1], "split"
+    )
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -141,8 +140,8 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
         return row.refusal
     if row.follows or row.per_device or row.remembers or row.is_watched:
         return "its blocks share what they compute, or add to others, and nobody has compared its gradients"
-    if base.model_type.name.startswith("IMG_TO_IMG") or base.model_type.name.endswith("_AV"):
-        return f"a model of type {base.model_type.name} needs more than a caption and one latent"
+    if (kind := _kind_of(base)).startswith("IMG_TO_IMG") or kind.endswith("_AV"):
+        return f"a model of type {kind} needs more than a caption and one latent"
     if base.latent_format.latent_dimensions not in (2, 3):
         return "its latents are neither pictures nor videos"
     return ""
@@ -151,9 +150,14 @@ def _why_not(base: Any, row: NativeModel | None) -> str:
 def _refuse_other_model(path: Path, base: Any, like: Any) -> None:
     if like is None:
         return
-    found = [(type(each), type(each.diffusion_model).__name__, each.model_type.name) for each in (base, like.model)]
+    found = [(type(each), type(each.diffusion_model).__name__, _kind_of(each)) for each in (base, like.model)]
     if found[0] != found[1]:
         raise ValueError(f"{path} is read as {found[0]}, but the MODEL is {found[1]}; load it again")
+
+
+def _kind_of(base: Any) -> str:
+    """What it predicts, as ComfyUI spells it: "FLOW", "EPS"."""
+    return str(base.model_type).rpartition(".")[2]
 
 
 def _has_sequence(base: Any) -> bool:
@@ -206,7 +210,7 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
         comfy=ComfyInputs("cond", "", _normaliser(form, dims), latent_dims=dims, reads_all=True),
         native=row,
         host=host,
-        prediction_target=base.model_type.name.lower(),
+        prediction_target=_kind_of(base),
     )
     assert not followers(model, row)
     return family, variant
@@ -232,4 +236,4 @@ def _normaliser(form: Any, dims: int) -> Any:
 
 
 def _unused(*args: Any) -> Any:
-    raise RuntimeError(f"one of ComfyUI's own models was treated as one of diffusers' ({math.nan})")
+    raise RuntimeError("one of ComfyUI's own models was treated as one of diffusers'")
