@@ -303,6 +303,7 @@ ROWS: tuple[Row, ...] = (
     *_read("split", _PATCHER, {"has": "fast_disk"}, is_optional=True),
     # ---- nodes/host/native: its own models, trained
     *_read("native", "comfy.model_management", {"has": "in_training"}),
+    *_read("native", "comfy_kitchen.backends.eager", {"has": "adaln; rope"}),
     *_read(
         "native",
         "comfy.samplers",

@@ -187,7 +187,7 @@ def _trained_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def own_config(config: Any) -> Any:
     """A model config of ComfyUI's of its own, that builds with plain layers; copies of a model share it."""
-    own = config.__class__.__new__(_shared_class(type(config)))
+    own = object.__new__(_shared_class(type(config)))
     own.__dict__.update({name: dict(each) if type(each) is dict else each for name, each in vars(config).items()})
     own.custom_operations = plain_operations()
     return own
