@@ -46,9 +46,8 @@ def part_of(path: Path) -> str:
     inner = path.relative_to(ROOT / "nodes").parts
     if inner[0] != "host":
         return "nodes"
-    return {"native": "native", "__init__.py": "host", "folders.py": "folders", "comfy_encoders.py": "encoders"}.get(
-        inner[1], "split"
-    )
+    parts = {"native": "native", "__init__.py": "host", "folders.py": "folders", "comfy_encoders.py": "encoders"}
+    return parts.get(inner[1], "split")
 
 
 @dataclass(frozen=True)
