@@ -12,10 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+
+    from .comfy.native import NativeModel
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,11 @@ class Variant:
         return self.condition == "first_frame"
 
 
+def longest_text(variant: Variant) -> int:
+    """Text tokens to plan for; of one of ComfyUI's own models nobody knows how many there will be."""
+    return max((encoder.max_length for encoder in variant.text_encoders), default=512)
+
+
 @dataclass(frozen=True)
 class ComfyInputs:
     """What ComfyUI's own model of a family makes of a CONDITIONING and a LATENT before it computes with them.
@@ -181,7 +189,53 @@ class ComfyInputs:
     pooled_width: str = ""
     min_tokens: int = 0  # shorter texts get rows of zeros in front, up to this number of tokens
     latent_dims: Literal[2, 3] = 2  # of a LATENT without batch and channels: 2 for [H, W], 3 for [F, H, W]
+    # Whether the model reads all that a CONDITIONING says, rather than states and pooled_output; then width is "".
+    reads_all: bool = False
     cells_per_token: int = 1  # latent cells that make_inputs packs into one token of the transformer's in_channels
+
+
+class HostModel(Protocol):
+    """One of ComfyUI's own models as training asks for it; nodes/host/native/ makes it, and nobody else can.
+
+    Its modules are what a diffusers model is to the trainer: train(), enable_gradient_checkpointing(function) with
+    function(block, *args), is_gradient_checkpointing. They are called through predict alone.
+    """
+
+    def make(self, *, is_empty: bool) -> nn.Module:
+        """The model with its parameters on meta; buffers too if it is empty."""
+        ...
+
+    def add_noise(
+        self, latents: torch.Tensor, noise: torch.Tensor, times: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Noisy latents, what the network should say of them, and their sigmas, float32.
+
+        Args:
+            latents, noise: float32. [B, C, F, H, W]    times: 0..1, 1 is noise. [B]
+        """
+        ...
+
+    def predict(
+        self,
+        model: nn.Module,
+        noisy: torch.Tensor,
+        sigmas: torch.Tensor,
+        given: Mapping[str, torch.Tensor],
+        guidance: float | None,
+    ) -> torch.Tensor:
+        """What the network says of noisy latents, as sampling calls it. [B, C, F, H, W]
+
+        Args:
+            given: a CONDITIONING as families/comfy/inputs.py reads it from the cache, with a batch.
+        """
+        ...
+
+    def example(self, batch: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """Something to be given to predict, for sizes.
+
+        Raises: ValueError where nobody said what such a model is given.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -228,8 +282,12 @@ class ModelFamily:
     # Patterns of tensor names, in either layout -> why a checkpoint with such a tensor cannot be trained.
     unsupported: Mapping[str, str] = field(default_factory=dict)
     # What the model predicts at sigma t: noise - data, with x_t = (1-t) data + t noise.
-    prediction_target: Literal["velocity"] = "velocity"
+    prediction_target: str = "velocity"
     comfy: ComfyInputs | None = None  # how ComfyUI's classes read what its encoders make; None if nobody has looked
+    # Of a family that is one of ComfyUI's own classes: where its blocks are, and who builds and calls it. Such a family
+    # has the names of that class and no others, and no functions of its own.
+    native: NativeModel | None = None
+    host: HostModel | None = None
 
     def variant(self, name: str) -> Variant:
         """The variant of this name.

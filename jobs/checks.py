@@ -103,6 +103,11 @@ def _nearest(path: Path) -> Path:
 
 def _check_encoders(plan: JobPlan) -> None:
     cache = plan.job.cache
+    if plan.family.host is not None and not (cache.text_source and cache.latent_source):
+        raise ValueError(
+            f"{plan.family.title} is trained on what ComfyUI's own encoders make: connect its CLIP and VAE to Cache "
+            "Captions and Latents as stock CLIP and stock VAE"
+        )
     if cache.text_source or cache.latent_source:
         comfy_reader(plan)
     if cache.latent_source:

@@ -78,17 +78,23 @@ def plan_job(
 
 
 def check_job(
-    job: JobConfig, *, is_to_train: bool = True, host_share: int = 1, should_stop: Callable[[], bool] = never
+    job: JobConfig,
+    *,
+    info: CheckpointInfo | None = None,
+    is_to_train: bool = True,
+    host_share: int = 1,
+    should_stop: Callable[[], bool] = never,
 ) -> JobPlan:
     """Everything that can be refused before weights are loaded.
 
     Args:
+        info: the job's model, if it was read already.
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
         host_share: jobs that share the host's free memory.
     Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
         or settings that contradict the model; Stopped when should_stop() became true while images are looked at.
     """
-    return _resolve_and_check(read_job(job, should_stop=should_stop), None, host_share, is_to_train=is_to_train)
+    return _resolve_and_check(read_job(job, info, should_stop=should_stop), None, host_share, is_to_train=is_to_train)
 
 
 def _resolve_and_check(
@@ -122,6 +128,7 @@ def _resolve_and_check(
 def run_job(
     job: JobConfig,
     *,
+    info: CheckpointInfo | None = None,
     resume: bool = False,
     on_event: Listener | None = None,
     should_stop: Callable[[], bool] = never,
@@ -132,6 +139,7 @@ def run_job(
     The state is saved in both cases, and where something breaks between two saves.
 
     Args:
+        info: the job's model, if it was read already, as only ComfyUI can read its own.
         host_share: jobs that share the host's free memory.
     Raises: ValueError for a job that cannot be run as written, before weights are loaded; RuntimeError where another
         process runs in its output folder, or for what broke on the way, with what is saved.
@@ -144,7 +152,7 @@ def run_job(
         if state is not None:
             job = as_decided(job, state)
         try:
-            read = read_job(job, should_stop=should_stop)
+            read = read_job(job, info, should_stop=should_stop)
         except Stopped as stopped:
             return TrainingResult("stopped", resume_hint=f"{stopped}; start the job again")
         identity = find_identity(read)

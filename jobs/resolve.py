@@ -24,7 +24,7 @@ from ..config.model import Strategy, has_stages, holds_copies
 from ..config.open import asked
 from ..data.samples import TrainingSample
 from ..execution import ExecutionPlan
-from ..families.spec import Variant
+from ..families.spec import Variant, longest_text
 from ..parallel.devices import CPU, find_device, find_devices, free_bytes
 from ..parallel.placement import (
     Placement,
@@ -154,7 +154,7 @@ def resolve(
         placement = replace(placement, devices=before.devices, home=home, tail=(), replicas=before.replicas)
     if training is None:
         chosen = _first_of(space, placement.used_devices)
-    strategy = _strategy_on(placement, chosen.strategy)
+    strategy = _strategy_of(subject, space, placement, chosen.strategy)
     if strategy == "none" and not is_open(space.strategies) and space.strategies != ("none",):
         _log.warning(
             'parallel.strategy = "%s" needs train.gradient_accumulation_steps above 1 and several GPUs of one kind; '
@@ -177,6 +177,39 @@ def resolve(
         has_graphs=is_to_train and _has_graphs(job, subject, placement.used_devices),
     )
     return Resolution(job, execution, training)
+
+
+def _strategy_of(subject: Subject, space: SearchSpace, placement: Placement, chosen: Strategy) -> Strategy:
+    """What is chosen, as far as the model and a resumed run's placement can do it.
+
+    Raises: ValueError for blocks that cannot stream from host memory.
+    """
+    if fault := _why_not_offloaded(subject, space):
+        raise ValueError(fault)
+    strategy = _strategy_on(placement, chosen)
+    if has_stages(strategy) and (fault := why_no_stages(subject)):
+        _log.warning("microbatches do not follow each other through the cards: %s", fault)
+        return "none"
+    return strategy
+
+
+def why_no_stages(subject: Subject) -> str:
+    """Why the cards of a model cannot work on several microbatches at once; "" for nothing."""
+    native = subject.info.family.native
+    if native is None:
+        return ""
+    if not native.can_overlap:
+        return f"{native.class_name} needs its home card between its blocks"
+    if subject.model._parameters:
+        return f"{native.class_name} has weights of its own ({next(iter(subject.model._parameters))}) behind its blocks"
+    return ""
+
+
+def _why_not_offloaded(subject: Subject, space: SearchSpace) -> str:
+    native = subject.info.family.native
+    if native is None or not native.hooks_children or not any(space.offloaded):
+        return ""
+    return f"split.offloaded_blocks asks for blocks that {native.class_name} never calls; leave the setting out"
 
 
 def _strategy_on(placement: Placement, chosen: Strategy) -> Strategy:
@@ -249,6 +282,9 @@ def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: 
         else:
             cuts = tuple(i for i in range(1, len(before.devices)) if before.devices[i] != before.devices[i - 1])
     if machine.cards is None:
+        return None
+    if subject.info.family.host is not None:
+        _log.warning("no forecast of memory and time is made for %s; it is split by size", subject.info.family.title)
         return None
     training = plan_on(job, subject, machine, MEASURING[job.split.calibrate], cuts)
     if training.warning:
@@ -343,7 +379,7 @@ def place_by_size(
     if split.balance == "time":
         resolution, num_frames = size
         num_image_tokens = family.latent_of(subject.variant).num_tokens(resolution, resolution, num_frames)
-        num_text_tokens = max(encoder.max_length for encoder in subject.variant.text_encoders)
+        num_text_tokens = longest_text(subject.variant)
         cost = estimate_block_flops(model, family, num_image_tokens, num_text_tokens)
         home_cost = 0.0
         capacity = []  # every device is taken for equally fast
@@ -399,6 +435,8 @@ def _has_graphs(job: JobConfig, subject: Subject, devices: Sequence[torch.device
     if job.train.cuda_graphs == "off":
         return False
     fault = why_no_graphs(job, len(subject.train), devices)
+    if subject.info.family.native is not None:
+        fault = f"{subject.info.family.title} is trained as ComfyUI's own code computes it"
     if fault:
         _log.warning("blocks are not replayed as CUDA graphs: %s", fault)
     return not fault

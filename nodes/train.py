@@ -103,12 +103,13 @@ class TrainLora(io.ComfyNode):
         job = make_job(model, dataset, sockets)
         view = JobView(cls.hidden.unique_id)
         if sockets.get("background", False):
+            model.refuse_background()
             text = background.start(job, is_resumed=resume)
             view.show_text(text)
             return io.NodeOutput(*host.blocked(4), ui={"text": (text,)})
         background.refuse_taken_cards(job)
-        with host.training_allowed(), host.host_memory_freed():
-            result = run_job(job, resume=resume, on_event=view, should_stop=view.is_cancelled)
+        with host.training_allowed(), host.host_memory_freed(), model.prepared() as info:
+            result = run_job(job, info=info, resume=resume, on_event=view, should_stop=view.is_cancelled)
         text = describe_result(result)
         view.show_text(text)
         if result.status == "stopped":

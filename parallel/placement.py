@@ -18,6 +18,7 @@ from torch import nn
 from ..families.comfy.native import NativeModel
 from ..families.spec import BlockList, ModelFamily
 from ..patches.lora import matches_any
+from .block_lists import placed_blocks
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,8 @@ def block_names(model: nn.Module, family: ModelFamily) -> tuple[str, ...]:
 
     Raises: ValueError if the model lacks one of the family's block lists.
     """
+    if family.native is not None:
+        return placed_blocks(model, family.native)
     names: list[str] = []
     for block_list in family.block_lists:
         container = getattr(model, block_list.name, None)
@@ -360,6 +363,8 @@ def estimate_block_flops(
     Linears cost 2 * weights * tokens they see; attention over all tokens is counted alike for every block (4 S² D),
     which is exact for joint attention and only shifts all blocks equally elsewhere.
     """
+    if family.native is not None:
+        return native_block_flops(model, family.native, block_names(model, family), (num_image_tokens, num_text_tokens))
     return [
         _block_flops(block, block_list, num_image_tokens, num_text_tokens)
         for block_list in family.block_lists
@@ -367,13 +372,15 @@ def estimate_block_flops(
     ]
 
 
-def native_block_flops(model: nn.Module, layout: NativeModel, blocks: Sequence[str]) -> list[float]:
-    """As above, for blocks of one of ComfyUI's own models and a picture of 1024x1024.
+def native_block_flops(
+    model: nn.Module, layout: NativeModel, blocks: Sequence[str], num_tokens: tuple[int, int] = (4096, 512)
+) -> list[float]:
+    """As above, for blocks of one of ComfyUI's own models; num_tokens of image and text, as of a 1024x1024 picture.
 
     The share of a block changes little with the size.
     """
     side = BlockList("", layout.text_modules, is_joint=True, sample_modules=layout.sample_modules)
-    return [_block_flops(model.get_submodule(name), side, 4096, 512) for name in blocks]
+    return [_block_flops(model.get_submodule(name), side, *num_tokens) for name in blocks]
 
 
 def _block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:

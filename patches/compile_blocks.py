@@ -150,7 +150,8 @@ def compile_if_possible(
     """
     is_dynamic = num_shapes != 1
     max_graphs = _GRAPHS_PER_SHAPE * len(devices) * (_SHAPES_IF_UNKNOWN if is_dynamic else 1)
-    reason = compile_fault(devices) or _count_fault(max_graphs, len(devices))
+    reason = "" if family.native is None else f"{family.title} is trained as ComfyUI's own code computes it"
+    reason = reason or compile_fault(devices) or _count_fault(max_graphs, len(devices))
     if reason:
         _log.warning("blocks are not compiled: %s", reason)
         return None

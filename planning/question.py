@@ -18,7 +18,7 @@ from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import make_empty_transformer
 from ..config.job import OptimizerConfig
 from ..config.model import Strategy, has_stages, holds_copies
-from ..families.spec import ModelFamily, Variant
+from ..families.spec import ModelFamily, Variant, longest_text
 from ..parallel.local.data_parallel import num_dealt
 from ..parallel.offload.activations import MIN_BYTES
 from ..parallel.placement import block_names, check_one_each, estimate_block_flops, plan_manual
@@ -56,7 +56,7 @@ class ModelCosts:
     def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
         """Operations of each block's forward for one sample. [num_blocks]"""
         num_image = self.family.latent_of(self.variant).num_tokens(*bucket, frames)
-        num_text = max(encoder.max_length for encoder in self.variant.text_encoders)
+        num_text = longest_text(self.variant)
         return estimate_block_flops(self._model, self.family, num_image, num_text)
 
     @cached_property

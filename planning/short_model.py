@@ -17,7 +17,7 @@ from ..parallel.placement import block_names
 from ..patches.lora import resolve_targets
 from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8
 from ..training.adapter import apply_lora
-from ..training.objective import flow_matching_loss
+from ..training.objective import predict, prediction_loss
 
 META = torch.device("meta")
 _TEXT_WIDTHS = ("joint_attention_dim", "text_dim")  # what transformer configs call the width of the text states
@@ -111,7 +111,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """As loading does: the model's type, but float32 where the class keeps it."""
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in list(model.named_parameters()):
-        wanted = dtype if kept.isdisjoint(name.split(".")) else torch.float32
+        wanted = dtype if kept.isdisjoint((name, *name.split("."))) else torch.float32
         put_tensor(model, name, torch.empty(parameter.shape, dtype=wanted, device=META))
 
 
@@ -121,29 +121,41 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 def training_step(model: Any, info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> None:
     """A micro-batch as Trainer computes it, on random numbers where the latents are. What is not needed any more is
     let go at once, as there: dry runs count what is alive."""
-    family, batch, device = info.family, work.batch_size, latents.device
+    family = info.family
+    prediction = predict(
+        family,
+        model,
+        latents.to(torch.float32 if family.host else work.dtype, copy=True),
+        torch.full((work.batch_size,), 0.5, device=latents.device),
+        _make_given(info, variant, work, latents),
+        variant.training_guidance,
+    )
+    loss = prediction_loss(prediction, latents.clone())
+    del prediction
+    loss.backward()
+
+
+def _make_given(info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Text and conditions of the sizes that training has."""
+    batch, device = work.batch_size, latents.device
+    if info.family.host is not None:
+        return info.family.host.example(batch, device)
     text = {
         encoder.output: torch.randn(batch, *text_shape(encoder, info.config), dtype=work.dtype, device=device)
         for encoder in variant.text_encoders
     }
-    noisy, sigmas = latents.to(work.dtype, copy=True), torch.full((batch,), 0.5, device=device)
-    conditions = _make_conditions(variant, info.config, noisy)
-    inputs = family.make_inputs(noisy, sigmas, {**text, **conditions}, variant.training_guidance)
-    del noisy, text, conditions
-    output = model(**inputs, return_dict=False)[0]
-    del inputs
-    prediction = family.read_prediction(output, latents)
-    loss = flow_matching_loss(prediction, latents.clone(), latents.clone())
-    del output, prediction
-    loss.backward()
+    return {**text, **_make_conditions(variant, info.config, latents, work.dtype)}
 
 
-def _make_conditions(variant: Variant, config: Mapping[str, Any], noisy: torch.Tensor) -> dict[str, torch.Tensor]:
+def _make_conditions(
+    variant: Variant, config: Mapping[str, Any], latents: torch.Tensor, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """What an image-to-video variant is given besides text."""
-    batch, channels, frames, height, width = noisy.shape
+    batch, channels, *sides = latents.shape
     if variant.condition == "first_frame":
-        return {"image_condition": noisy.new_empty(batch, config["in_channels"] - channels, frames, height, width)}
-    return {"first_latents": noisy[:, :, :1]} if variant.condition == "first_latents" else {}
+        size = batch, config["in_channels"] - channels, *sides
+        return {"image_condition": latents.new_empty(size, dtype=dtype)}
+    return {"first_latents": latents[:, :, :1].to(dtype, copy=True)} if variant.condition == "first_latents" else {}
 
 
 def text_shape(encoder: TextEncoderSpec, config: Mapping[str, Any]) -> tuple[int, ...]:

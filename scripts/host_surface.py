@@ -46,8 +46,14 @@ def part_of(path: Path) -> str:
     inner = path.relative_to(ROOT / "nodes").parts
     if inner[0] != "host":
         return "nodes"
-    rooms = {"__init__.py": "host", "folders.py": "folders", "comfy_encoders.py": "encoders", "page.py": "page"}
-    return rooms.get(inner[1], "split")
+    parts = {
+        "native": "native",
+        "__init__.py": "host",
+        "folders.py": "folders",
+        "comfy_encoders.py": "encoders",
+        "page.py": "page",
+    }
+    return parts.get(inner[1], "split")
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def join_texts(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch
     joined: dict[str, torch.Tensor] = {}
     for name in entries[0]:
         states = [entry[name] for entry in entries]
-        lengths = sorted({len(each) for each in states})
+        lengths = sorted({each.shape[0] if each.ndim else 1 for each in states})
         if len(lengths) > 1:
             raise RuntimeError(
                 f"{name} of one batch have lengths {lengths} in the cache, and this model's text encoder "

@@ -31,7 +31,7 @@ from ..system.requests import Request, nothing_asked
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
 from .loss_growth import describe_growth
-from .objective import NoiseSchedule, add_noise, draw_quantiles, flow_matching_loss, make_generator
+from .objective import NoiseSchedule, draw_quantiles, make_generator, noise_latents, predict, prediction_loss
 from .optimizer import learning_rate_factor, make_optimizer, pack_optimizer, set_learning_rate, unpack_optimizer
 from .state import TrainingState, list_checkpoints, save_checkpoint
 
@@ -46,13 +46,12 @@ def checkpoint_folder(job: JobConfig) -> Path:
 
 @dataclass(frozen=True)
 class NoisyBatch:
-    """One forward's worth of data on the CPU, noised: see LoadedBatch and add_noise. text: with the conditions."""
+    """One forward's worth of data on the CPU: see LoadedBatch and NoisyLatents. text: with the conditions."""
 
     text: Mapping[str, torch.Tensor]
     mask: torch.Tensor | None
     noisy: torch.Tensor
-    latents: torch.Tensor
-    noise: torch.Tensor
+    target: torch.Tensor
     sigmas: torch.Tensor
 
 
@@ -287,17 +286,17 @@ class Trainer:
     def _noisy(self, batch: LoadedBatch, quantiles: torch.Tensor, generator: torch.Generator) -> NoisyBatch:
         """One batch at these quantiles, with noise from the generator; still on the host."""
         noise = torch.randn(batch.latents.shape, generator=generator)
-        sigmas = self.schedule.sigmas(quantiles, batch.num_tokens)
-        noisy = add_noise(batch.latents, noise, sigmas).to(self._dtype)
+        made = noise_latents(self.family, batch.latents, noise, self.schedule.sigmas(quantiles, batch.num_tokens))
         given = {**batch.text, **batch.conditions}
         text = {name: self._pinned(self._in_type(states)) for name, states in given.items()}
         mask = None if batch.mask is None else self._pinned(batch.mask)
-        pinned = [self._pinned(tensor) for tensor in (noisy, batch.latents, noise, sigmas)]
+        pinned = [self._pinned(tensor) for tensor in (self._in_type(made.noisy), made.target, made.sigmas)]
         return NoisyBatch(text, mask, *pinned)
 
     def _in_type(self, states: torch.Tensor) -> torch.Tensor:
-        """Text states and conditions in the type that the model computes in; masks stay masks."""
-        return states.to(self._dtype) if states.is_floating_point() else states
+        """Inputs in the type that the model computes in; masks stay masks. ComfyUI's own models round by themselves."""
+        is_ours = states.is_floating_point() and self.family.host is None
+        return states.to(self._dtype) if is_ours else states
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """In memory that a GPU reads by itself, so that the host need not wait for it."""
@@ -306,17 +305,17 @@ class Trainer:
     def _loss(self, batch: NoisyBatch, model: nn.Module, home: torch.device) -> torch.Tensor:
         """Loss of one batch; a scalar on the device of the model's output, float32."""
         guidance = self.job.objective.guidance
-        inputs = self.family.make_inputs(
+        prediction = predict(
+            self.family,
+            model,
             batch.noisy.to(home, non_blocking=True),
             batch.sigmas.to(home, non_blocking=True),
             {name: states.to(home, non_blocking=True) for name, states in batch.text.items()},
             self.variant.training_guidance if guidance is None else guidance,
         )
-        output = model(**inputs, return_dict=False)[0]
-        prediction = self.family.read_prediction(output, batch.latents)
-        latents, noise = (t.to(output.device, non_blocking=True) for t in (batch.latents, batch.noise))
-        mask = None if batch.mask is None else batch.mask.to(output.device, non_blocking=True)
-        return flow_matching_loss(prediction, latents, noise, mask)
+        target = batch.target.to(prediction.device, non_blocking=True)
+        mask = None if batch.mask is None else batch.mask.to(prediction.device, non_blocking=True)
+        return prediction_loss(prediction, target, mask)
 
     @torch.no_grad()
     @sound_attention()

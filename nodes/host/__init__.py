@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from comfy_api.v0_0_2 import ComfyExtension as ComfyExtension
@@ -27,6 +28,8 @@ from .folders import output_entry as output_entry
 
 if TYPE_CHECKING:
     import torch
+
+    from ...checkpoints.checkpoint import CheckpointInfo
 
 
 class NodeView:
@@ -96,6 +99,29 @@ def training_allowed() -> Iterator[None]:
     import torch
 
     with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def path_of_model(model: Any) -> Path:
+    """The file of a stock MODEL. Raises: ValueError for one that a training cannot take."""
+    from .native import source
+
+    return source.path_of_model(model)
+
+
+def read_native(path: str, dtype: str, like: Any = None) -> CheckpointInfo:
+    """A file as ComfyUI's own model. Raises: ValueError for one that cannot be trained."""
+    from .native import source
+
+    return source.read_native(Path(path), dtype, like)
+
+
+@contextmanager
+def native_training() -> Iterator[None]:
+    """Inside, ComfyUI's own models compute what has a backward."""
+    from .native import context
+
+    with context.native_training():
         yield
 
 

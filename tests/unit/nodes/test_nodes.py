@@ -138,6 +138,7 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         optional |= {entry.id: entry.io_type for entry in schema.inputs if entry.options.get("optional")}
     links = {"previous": "DEVICEBRIDGE_DATASET", "anything": "*"}
     assert optional == {
+        "stock_model": "MODEL",
         **links,
         "rotation": "COMBO",
         "cache": "BOOLEAN",

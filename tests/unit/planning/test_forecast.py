@@ -30,7 +30,7 @@ from devicebridge.quantization.quantize import QuantizeSettings, apply_quantizat
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
-from devicebridge.training.objective import flow_matching_loss
+from devicebridge.training.objective import prediction_loss
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -115,7 +115,7 @@ def _loss(model: Any, family: Any, tiny: Any) -> torch.Tensor:
     text = {name: states.to(CARDS[0]) for name, states in tiny.make_text(batch=1).items()}
     inputs = family.make_inputs(latents.to(CARDS[0]), tiny.make_sigma(batch=1).to(CARDS[0]), text, tiny.guidance)
     prediction = family.read_prediction(model(**inputs, return_dict=False)[0], latents)
-    return flow_matching_loss(prediction, latents.to(CARDS[0]), latents.to(CARDS[0]))
+    return prediction_loss(prediction, latents.to(CARDS[0]))
 
 
 def _forecast(
