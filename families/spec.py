@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from .tensor_plan import TensorPlan
+
 if TYPE_CHECKING:
     import torch
 
@@ -229,6 +231,8 @@ class ModelFamily:
     unsupported: Mapping[str, str] = field(default_factory=dict)
     # What the model predicts at sigma t: noise - data, with x_t = (1-t) data + t noise.
     prediction_target: Literal["velocity"] = "velocity"
+    # How its blocks are divided among devices that compute each of them together, a plan per class of block.
+    tensor: tuple[TensorPlan, ...] = ()
     comfy: ComfyInputs | None = None  # how ComfyUI's classes read what its encoders make; None if nobody has looked
 
     def variant(self, name: str) -> Variant:
