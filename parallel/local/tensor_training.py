@@ -145,9 +145,8 @@ class TensorTraining(OneModel):
         prepared = [microbatches[0].prepare()] if microbatches else []
         try:
             for index, microbatch in enumerate(microbatches):
-                given = prepared.pop()
-                following = microbatches[index + 1 : index + 2]
-                losses.append(self._compute(microbatch, given, lambda: prepared.extend(e.prepare() for e in following)))
+                given, following = prepared.pop(), microbatches[index + 1 : index + 2]
+                losses.append(self._compute(microbatch, given, partial(_prepare, following, prepared)))
                 del given
             self._lora.bring_gradients()
         finally:
@@ -161,6 +160,10 @@ class TensorTraining(OneModel):
     def sync(self) -> None:
         """Deal out the values of the LoRA."""
         self._lora.deal_out()
+
+
+def _prepare(microbatches: Sequence[MicroBatch[Any]], prepared: list[Any]) -> None:
+    prepared.extend(each.prepare() for each in microbatches)
 
 
 class _Local(threading.local):
