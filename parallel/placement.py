@@ -267,6 +267,28 @@ def plan_replicas(
     return Placement(tuple(blocks), (devices[0],) * len(blocks), devices[0], replicas=tuple(devices))
 
 
+def plan_shards(
+    blocks: Sequence[str],
+    devices: Sequence[torch.device],
+    block_bytes: Sequence[int],
+    home_bytes: int,
+    budget_bytes: Mapping[torch.device, int | None],
+) -> Placement:
+    """A share of every block on each device, and all else on all of them.
+
+    Raises: ValueError naming the first device that may not hold its share.
+    """
+    num_bytes = sum(block_bytes) // len(devices) + home_bytes
+    for device in devices:
+        limit = budget_bytes.get(device)
+        if limit is not None and num_bytes > limit:
+            raise ValueError(
+                f'parallel.strategy = "tensor" puts {num_bytes / 1e9:.2f} GB of weights on {device}, which may hold '
+                f'{limit / 1e9:.2f} GB; name another device, or set it to "auto"'
+            )
+    return Placement(tuple(blocks), (devices[0],) * len(blocks), devices[0], shards=tuple(devices))
+
+
 def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at: Sequence[int]) -> Placement:
     """Cut where the user says: split_at[i] is the first block of devices[i + 1].
 

@@ -33,6 +33,10 @@ class BlockTimes(Protocol):
         """Bytes per second from pinned host memory to the card, and about as many back."""
         ...
 
+    def between(self, source: Card, target: Card) -> float:
+        """Bytes per second from one card to another."""
+        ...
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -59,4 +63,7 @@ class FlopTimes:
         return 0.0, 0.0
 
     def link(self, card: Card) -> float:
+        return ASSUMED_LINK_BYTES_PER_S
+
+    def between(self, source: Card, target: Card) -> float:
         return ASSUMED_LINK_BYTES_PER_S

@@ -59,7 +59,7 @@ def _attach_to_block(hooks: HookSet, place: _Place, shard: BlockShard) -> None:
     hooks.after(block, inputs.forget, also_on_error=True)
     for meeting in shard.meetings:
         module = block.get_submodule(meeting.name)  # with the LoRA that was put around it
-        meet = {"sum": _sum, "join": _join, "norm": functools.partial(_correct, meeting.width)}[meeting.how]
+        meet = _MEETS[meeting.how] if meeting.how != "norm" else functools.partial(_correct, meeting.width)
         hooks.after(module, functools.partial(_met, meet, place.at(meeting.name)))
 
 
@@ -102,6 +102,9 @@ def _correct(width: int, place: _Place, module: nn.Module, x: torch.Tensor, outp
     sums = sum_of_squares(x)
     ratio = norm_ratio(sums, _SumBothWays.apply(sums, place), x.shape[-1], width, norm_eps(module, x.dtype))
     return (output * ratio).to(output.dtype)
+
+
+_MEETS: Mapping[str, Meet] = {"sum": _sum, "join": _join}
 
 
 class _Inputs:
