@@ -124,6 +124,10 @@ class _Earlier(NamedTuple):
         """What its placement tells; None for blocks on one device each."""
         return "data" if self.replicas else "tensor" if self.shards else None
 
+    def place(self, found: Placement) -> Placement:
+        """As the run began, with the blocks of today's placement."""
+        return Placement(found.blocks, self.devices, self.devices[0], replicas=self.replicas, shards=self.shards)
+
 
 def resolve(
     job: JobConfig,
@@ -161,9 +165,7 @@ def resolve(
     else:
         placement = training.placement
     if before is not None:
-        home = before.devices[0]
-        placement = replace(placement, devices=before.devices, home=home, tail=())
-        placement = replace(placement, replicas=before.replicas, shards=before.shards)
+        placement = before.place(placement)
     if training is None:
         chosen = _first_of(space, placement.used_devices)
     strategy = _strategy_on(placement, chosen.strategy)

@@ -33,8 +33,8 @@ class BlockTimes(Protocol):
         """Bytes per second from pinned host memory to the card, and about as many back."""
         ...
 
-    def between(self, source: Card, target: Card) -> float:
-        """Bytes per second from one card to another."""
+    def between(self, source: Card, target: Card) -> float | None:
+        """Bytes per second from one card to another; None where that was not measured."""
         ...
 
 
@@ -65,5 +65,5 @@ class FlopTimes:
     def link(self, card: Card) -> float:
         return ASSUMED_LINK_BYTES_PER_S
 
-    def between(self, source: Card, target: Card) -> float:
-        return ASSUMED_LINK_BYTES_PER_S
+    def between(self, source: Card, target: Card) -> float | None:
+        return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..families.spec import BlockList, ModelFamily
 from ..parallel.local.shards import find_plan
 from ..patches.lora import matches_any
-from .block_times import BlockTimes
+from .block_times import ASSUMED_LINK_BYTES_PER_S, BlockTimes
 from .cards import Card
 
 # What Python takes to launch the kernels of one block on one card, forwards and backwards. The cards' threads share one
@@ -44,7 +44,10 @@ class DividedTimes:
     def _waiting(self, block: int, card: Card) -> float:
         """Parts from all others arrive one after the other; the slowest link counts."""
         others = [other for other in self.cards if other.device != card.device]
-        return self.exchanged[block] * len(others) / min(self.whole.between(other, card) for other in others)
+        order = {each.device: index for index, each in enumerate(self.cards)}  # both ways are as fast
+        pairs = [sorted((other, card), key=lambda each: order[each.device]) for other in others]
+        links = [self.whole.between(*pair) or ASSUMED_LINK_BYTES_PER_S for pair in pairs]
+        return self.exchanged[block] * len(others) / min(links)
 
     def ends(self, card: Card, scheme: str) -> tuple[float, float]:
         return self.whole.ends(card, scheme)
@@ -52,7 +55,7 @@ class DividedTimes:
     def link(self, card: Card) -> float:
         return self.whole.link(card)
 
-    def between(self, source: Card, target: Card) -> float:
+    def between(self, source: Card, target: Card) -> float | None:
         return self.whole.between(source, target)
 
 

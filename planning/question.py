@@ -6,6 +6,7 @@ Question; they share the ModelCosts, which runs each dry run once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -208,7 +209,14 @@ class Question:
         if is_open(possible) and (self.bounds or any(self.space.offloaded)):
             # A given cut asks for a split, and only a split streams.
             return [each for each in possible if not (holds_copies(each) or divides_blocks(each))]
+        if is_open(possible) and any(map(divides_blocks, possible)) and not self._has_links():
+            return [each for each in possible if not divides_blocks(each)]  # it depends on them, and they differ most
         return possible
+
+    def _has_links(self) -> bool:
+        """Whether it was measured how fast the cards reach each other."""
+        pairs = itertools.combinations(self.cards, 2)
+        return all(self.times.between(source, target) is not None for source, target in pairs)
 
     def _division_fault(self, scheme: str) -> str:
         """Why these cards cannot compute each block together in this scheme; "" if they can."""

@@ -99,7 +99,7 @@ class MadeUpTimes:
         time = (1.0 if scheme == "none" else self._factor) * self.units[block] / card.speed
         return time, time
 
-    def between(self, source: Card, target: Card) -> float:
+    def between(self, source: Card, target: Card) -> float | None:
         return self._link
 
     def ends(self, card: Card, scheme: str) -> tuple[float, float]:
