@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
+from devicebridge.parallel.local import shards as shards_module
 from devicebridge.parallel.runner import PlainAccumulation
 from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.shard_cases import make_divided
 from devicebridge.tests.tiny_split import make_batches_for, make_tiny_split
+from devicebridge.tests.toy import TINY
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_thread_left")
 
@@ -52,12 +54,6 @@ def test_without_recomputation_and_with_inputs_on_the_host_and_with_several_micr
     _assert_close(_divided("flux2", 2, **settings), _on_one_card("flux2", count))
 
 
-def _largest_difference(found, expected):
-    return max(
-        float((found[name] - gradient).norm() / gradient.norm().clamp_min(1e-20)) for name, gradient in expected.items()
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "target"),
     [
@@ -97,3 +93,93 @@ def test_it_repeats_itself_bit_for_bit(settings):
     first, second = (_divided("wan", 3, 2, **settings) for _ in range(2))
     assert first[0] == second[0] and first[1].keys() == second[1].keys()
     assert all(torch.equal(value, second[1][name]) for name, value in first[1].items())
+
+
+# ---- faults
+
+
+class _Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError("in the backward")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_on_one_card_ends_the_step_of_all_and_the_next_step_works(rank, where):
+    def fail(module, args, output):
+        if where == "forward":
+            raise ZeroDivisionError("in the forward")
+        return _Broken.apply(output)
+
+    with emulated_cards(4):
+        runner, lora = make_divided("flux2", CARDS[:2])
+        batches = make_batches_for(runner.replica_for, "flux2", 1)
+        tree = runner.replica_for(0)[0].trees[rank]
+        handle = tree.get_submodule("transformer_blocks.1.ff.linear_in").register_forward_hook(fail)
+        with pytest.raises(ZeroDivisionError, match=where):
+            runner.run(batches)
+        assert all(parameter.grad is None for parameter in tree.parameters())
+        handle.remove()
+        loss = on_cpu(runner.run(batches)[0])
+    assert loss == _divided("flux2", 2)[0][0]
+
+
+def test_cards_that_come_to_different_places_are_told_so():
+    """Where one recomputes a block and the other does not, each would wait for something else."""
+    with emulated_cards(4):
+        runner, _ = make_divided("flux2", CARDS[:2])
+        trees = runner.replica_for(0)[0].trees
+        trees[1].disable_gradient_checkpointing()
+        with pytest.raises(RuntimeError, match="at different places"):
+            runner.run(make_batches_for(runner.replica_for, "flux2", 1))
+
+
+def test_a_block_that_is_called_by_itself_is_refused():
+    with emulated_cards(4):
+        runner, _ = make_divided("wan", CARDS[:2])
+        norm = runner.replica_for(0)[0].trees[0].get_submodule("blocks.0.attn1.norm_q")
+        with pytest.raises(RuntimeError, match="was called by itself"):
+            norm(torch.randn(1, 3, 32).to(CARDS[0]))
+
+
+def test_without_gradients_all_cards_compute_the_output_of_one():
+    with emulated_cards(4):
+        model, _, _ = make_tiny_split("wan", CARDS[:1])
+        inputs = {k: v.to(CARDS[0]) if isinstance(v, torch.Tensor) else v for k, v in TINY["wan"].make_inputs().items()}
+        runner, _ = make_divided("wan", CARDS[:3])
+        with torch.no_grad():
+            expected = on_cpu(model(**inputs, return_dict=False)[0])
+            found = on_cpu(runner.replica_for(0)[0](**inputs, return_dict=False)[0])
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+
+
+# ---- slices that are wrong give another loss: what the comparisons above would see
+
+
+@pytest.mark.parametrize(
+    ("name", "linear", "wrong"),
+    [
+        ("flux2", "attn.to_qkv_mlp_proj", ("features",)),  # rows of [q | k | v | gate | up] as if they were one
+        ("flux2", "attn.to_out", ("features",)),  # columns of [attention | mlp] as if they were one
+        ("flux2", "ff.linear_in", ("features",)),  # the gate's half to one card
+        ("flux1", "proj_out", ("features",)),
+    ],
+)
+def test_a_packed_linear_that_is_cut_as_one_gives_another_loss(monkeypatch, name, linear, wrong):
+    plain = shards_module._parts
+
+    def cut_as_one(block, plan, shares):
+        return {each: wrong if each == linear else parts for each, parts in plain(block, plan, shares).items()}
+
+    expected = _on_one_card(name)[0][0]
+    monkeypatch.setattr(shards_module, "_parts", cut_as_one)
+    try:
+        found = _divided(name, 2)[0][0]
+    except (RuntimeError, ValueError, AssertionError):
+        return  # slices that do not even fit
+    assert abs(found - expected) > 1e-3 * abs(expected)
