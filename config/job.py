@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from ..system.files import read_ordinary, write_atomically
 from .data import CacheConfig, DataConfig, EvaluationConfig
 from .data import FolderConfig as FolderConfig
-from .model import ModelConfig, ParallelConfig, SplitConfig, holds_copies
+from .model import ModelConfig, ParallelConfig, SplitConfig, divides_blocks, holds_copies
 from .model import ModelScheme as ModelScheme
 from .ranges import STRICT, problems_of
 from .setting import Key, keys_of, with_todays_names
@@ -57,10 +57,11 @@ class JobConfig:
                 "its own; remove one of the two"
             )
         strategy = self.parallel.asked
-        if strategy and holds_copies(strategy) and self.split.balance != "memory":
+        if strategy and self.split.balance != "memory" and (holds_copies(strategy) or divides_blocks(strategy)):
+            what = "all of it" if holds_copies(strategy) else "a share of each block"
             raise ValueError(
                 f'split.balance = "{self.split.balance}" says where to cut the model, but parallel.strategy = '
-                f'"{strategy}" puts all of it on every device; remove one of the two'
+                f'"{strategy}" puts {what} on every device; remove one of the two'
             )
         if self.data.encoded and (self.cache.text_source or self.cache.latent_source):
             raise ValueError("cache.text_source and latent_source are for images; data.encoded is encoded already")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from .flux import DOUBLE_ATTENTION, SHIFTS, SINGLE, TEXT_MODULES, TO_SINGLE, flux_renames
+from .flux import DIVIDED_ATTENTION, DOUBLE_ATTENTION, SHIFTS, SINGLE, TEXT_MODULES, TO_SINGLE, flux_renames
 from .spec import (
     BlockList,
     ComfyInputs,
@@ -25,6 +25,7 @@ from .spec import (
     TimestepSpec,
     Variant,
 )
+from .tensor_plan import QKV, Divided, TensorPlan, mlp_plan
 
 # diffusers' pipelines/flux2/system_messages.py; the line break is part of it (some trainers have a space there).
 _SYSTEM_MESSAGE = (
@@ -176,6 +177,30 @@ _RENAMES = (
     Rename(SINGLE + "linear2", (TO_SINGLE + "attn.to_out",)),
 )
 
+_TENSOR = (
+    TensorPlan(
+        block="Flux2TransformerBlock",
+        linears=(
+            *DIVIDED_ATTENTION,
+            *mlp_plan("ff.linear_in", "ff.linear_out"),
+            *mlp_plan("ff_context.linear_in", "ff_context.linear_out"),
+        ),
+        num_heads="attn.heads",
+        width="attn.inner_dim",
+        attributes={"attn.heads": "heads"},
+    ),
+    TensorPlan(
+        block="Flux2SingleTransformerBlock",
+        linears=(
+            Divided("attn.to_qkv_mlp_proj", "column", (*QKV, "features"), into="attn.to_out"),
+            Divided("attn.to_out", "row", ("heads", "features")),
+        ),
+        num_heads="attn.heads",
+        width="attn.inner_dim",
+        attributes={"attn.heads": "heads", "attn.inner_dim": "heads", "attn.mlp_hidden_dim": "attn.to_out"},
+    ),
+)
+
 FLUX2 = ModelFamily(
     name="flux2",
     title="FLUX.2",
@@ -230,5 +255,6 @@ FLUX2 = ModelFamily(
     read_prediction=read_prediction,
     encode_latents=encode_latents,
     decode_latents=decode_latents,
+    tensor=_TENSOR,
     comfy=_COMFY,
 )

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from .tensor_plan import TensorPlan
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -283,6 +285,8 @@ class ModelFamily:
     unsupported: Mapping[str, str] = field(default_factory=dict)
     # What the model predicts at sigma t: noise - data, with x_t = (1-t) data + t noise.
     prediction_target: str = "velocity"
+    # How its blocks are divided among devices that compute each of them together, a plan per class of block.
+    tensor: tuple[TensorPlan, ...] = ()
     comfy: ComfyInputs | None = None  # how ComfyUI's classes read what its encoders make; None if nobody has looked
     # Of a family that is one of ComfyUI's own classes: where its blocks are, and who builds and calls it. Such a family
     # has the names of that class and no others, and no functions of its own.

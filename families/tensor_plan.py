@@ -99,6 +99,19 @@ class TensorPlan:
         return any(fnmatchcase(name, pattern) for pattern in self.norms)
 
 
+HEADS: tuple[Unit, ...] = ("heads",)
+QKV: tuple[Unit, ...] = ("heads", "heads", "heads")
+FEATURES: tuple[Unit, ...] = ("features",)
+
+
+def mlp_plan(first: str, second: str, *, sum_after: str = "") -> tuple[Divided, Divided]:
+    """The two linears of an MLP; the first may pack a gate beside what it gates."""
+    return (
+        Divided(first, "column", FEATURES, into=second),
+        Divided(second, "row", FEATURES, sum_after=sum_after),
+    )
+
+
 Range = tuple[int, int]  # first, behind the last
 
 

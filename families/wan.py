@@ -30,6 +30,7 @@ from .spec import (
     TimestepSpec,
     Variant,
 )
+from .tensor_plan import HEADS, Divided, TensorPlan, mlp_plan
 
 # WanPipeline cuts the states to the caption's length and pads with zeros; the transformer sees no mask.
 _UMT5 = TextEncoderSpec(
@@ -271,6 +272,21 @@ _RENAMES = (
     *(Rename(original, (diffusers,)) for original, diffusers in _OUTSIDE.items()),
 )
 
+# q and k are normalised over all heads.
+_TENSOR = (
+    TensorPlan(
+        linears=(
+            Divided("attn[12].to_[qkv]", "column", HEADS),
+            Divided("attn[12].to_out.0", "row", HEADS),
+            *mlp_plan("ffn.net.0.proj", "ffn.net.2"),
+        ),
+        num_heads="attn1.heads",
+        width="attn1.inner_dim",
+        attributes={"attn[12].heads": "heads"},
+        norms=("attn[12].norm_[qk]",),
+    ),
+)
+
 WAN = ModelFamily(
     name="wan",
     title="Wan",
@@ -313,5 +329,6 @@ WAN = ModelFamily(
         "vace_*": "it is VACE, whose control inputs are not made here",
         "control_adapter.*": "it is a camera model, whose control inputs are not made here",
     },
+    tensor=_TENSOR,
     comfy=_COMFY,
 )

@@ -12,7 +12,9 @@ from ..data.order import BatchOrder
 from ..events import EventLog
 from ..parallel.devices import reset_peaks
 from ..parallel.local.data_parallel import DataParallel, Replica
+from ..parallel.local.lora_slices import LoraSlices
 from ..parallel.local.pipeline import Pipeline
+from ..parallel.local.tensor_training import DividedModel, TensorTraining
 from ..parallel.runner import PlainAccumulation, Runner
 from ..patches.compile_blocks import remove_compiled
 from ..planning.report import compare, parts_of
@@ -83,7 +85,7 @@ def build_trainer(
 
 def _clean_up_later(assembled: Assembled, cleanup: ExitStack) -> None:
     """What is registered last is undone first."""
-    for each in (assembled, *assembled.replicas):
+    for each in assembled.parts:
         cleanup.callback(each.split.stop_offload)
     cleanup.callback(remove_compiled, assembled.all_compiled)
     for graphs in assembled.all_graphs:
@@ -101,7 +103,16 @@ def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner:
             assert plan.execution.ahead is not None
             return Pipeline(assembled.model, assembled.split.bridge, ahead=plan.execution.ahead)
         case "data":
-            return DataParallel([_replica_of(each) for each in (assembled, *assembled.replicas)])
+            return DataParallel([_replica_of(each) for each in assembled.parts])
+        case "tensor":
+            return make_tensor_training(assembled)
+
+
+def make_tensor_training(assembled: Assembled) -> TensorTraining:
+    """Of a model whose blocks are divided."""
+    assert isinstance(assembled.model, DividedModel)
+    own = [_lora_of(each).parameters() for each in assembled.shards]
+    return TensorTraining(assembled.model, LoraSlices(_lora_of(assembled).parameters(), own, assembled.slices))
 
 
 def _replica_of(assembled: Assembled) -> Replica:

@@ -32,6 +32,8 @@ class Placement:
         tail: fqns of the modules after the last block that live on its device instead, for pipelines.
         replicas: devices that each hold a copy of all of it, home first; () for one model over all devices. devices
             are those of home's copy then.
+        shards: devices that compute every block together, home first, each with a share of its weights and with all
+            of what is outside the blocks; () where a block is on one device. devices are all home then.
     """
 
     blocks: tuple[str, ...]
@@ -39,11 +41,13 @@ class Placement:
     home: torch.device
     tail: tuple[str, ...] = ()
     replicas: tuple[torch.device, ...] = ()
+    shards: tuple[torch.device, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.blocks) != len(self.devices):
             raise ValueError(f"{len(self.blocks)} blocks and {len(self.devices)} devices; give one device per block")
-        assert not self.replicas or {self.home, *self.devices} == {self.replicas[0]} and not self.tail
+        assert not (self.replicas and self.shards)
+        assert not self.side_by_side or {self.home, *self.devices} == {self.side_by_side[0]} and not self.tail
 
     def runs(self) -> list[tuple[str, int]]:
         """Device and number of blocks, in the order in which a sample goes through them."""
@@ -52,6 +56,11 @@ class Placement:
     def items(self) -> list[tuple[str, torch.device]]:
         """Every block with its device."""
         return list(zip(self.blocks, self.devices, strict=True))
+
+    @property
+    def side_by_side(self) -> tuple[torch.device, ...]:
+        """Devices that each have all blocks, or a share of each; () where they have different ones."""
+        return self.replicas or self.shards
 
     @cached_property
     def _device_by_block(self) -> dict[str, torch.device]:
@@ -65,15 +74,15 @@ class Placement:
     @property
     def used_devices(self) -> tuple[torch.device, ...]:
         """Home first, then the others in the order they are reached."""
-        return tuple(dict.fromkeys((self.home, *self.devices, *self.replicas)))
+        return tuple(dict.fromkeys((self.home, *self.devices, *self.side_by_side)))
 
     def on(self, device: torch.device) -> Placement:
-        """All of the model on one device: one replica's."""
+        """All of the model on one device: one replica's, or one tree of shards."""
         return Placement(self.blocks, (device,) * len(self.blocks), device)
 
     def num_blocks_on(self, device: torch.device) -> int:
         """How many blocks a device holds."""
-        return len(self.blocks) if device in self.replicas else self.devices.count(device)
+        return len(self.blocks) if device in self.side_by_side else self.devices.count(device)
 
     def device_of(self, fqn: str) -> torch.device:
         """Device of a module or parameter by its name in the model: its block's or the tail's, else home."""
@@ -88,6 +97,8 @@ class Placement:
         """One line for a log: "cuda:0: 20 blocks, cuda:1: 36 blocks"."""
         if self.replicas:
             return f"all {len(self.blocks)} blocks on each of {', '.join(map(str, self.replicas))}"
+        if self.shards:
+            return f"each of {len(self.blocks)} blocks divided among {', '.join(map(str, self.shards))}"
         counts = {device: self.devices.count(device) for device in self.used_devices}
         return ", ".join(f"{device}: {count} blocks" for device, count in counts.items())
 
@@ -262,6 +273,28 @@ def plan_replicas(
                 f'{limit / 1e9:.2f} GB; set it to "auto" or "pipeline", which split the model'
             )
     return Placement(tuple(blocks), (devices[0],) * len(blocks), devices[0], replicas=tuple(devices))
+
+
+def plan_shards(
+    blocks: Sequence[str],
+    devices: Sequence[torch.device],
+    block_bytes: Sequence[int],
+    home_bytes: int,
+    budget_bytes: Mapping[torch.device, int | None],
+) -> Placement:
+    """A share of every block on each device, and all else on all of them.
+
+    Raises: ValueError naming the first device that may not hold its share.
+    """
+    num_bytes = sum(block_bytes) // len(devices) + home_bytes
+    for device in devices:
+        limit = budget_bytes.get(device)
+        if limit is not None and num_bytes > limit:
+            raise ValueError(
+                f'parallel.strategy = "tensor" puts {num_bytes / 1e9:.2f} GB of weights on {device}, which may hold '
+                f'{limit / 1e9:.2f} GB; name another device, or set it to "auto"'
+            )
+    return Placement(tuple(blocks), (devices[0],) * len(blocks), devices[0], shards=tuple(devices))
 
 
 def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at: Sequence[int]) -> Placement:

@@ -233,6 +233,9 @@ class MeasuredTimes:
     def link(self, card: Card) -> float:
         return self.speed(None, card) or ASSUMED_LINK_BYTES_PER_S
 
+    def between(self, source: Card, target: Card) -> float | None:
+        return self.speed(source, target)
+
     def times(self, card: Card, scheme: str) -> CardTimes:
         """Of one card: known, on disk, or measured now."""
         if (card.device, scheme) not in self._found:

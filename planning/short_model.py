@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,9 @@ from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import put_tensor
 from ..config.job import LoraSettings
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
+from ..parallel.local.shard_trees import shares_in
+from ..parallel.local.shards import BlockShard, divide_block, find_plan
+from ..parallel.local.tensor_gradients import attach_meetings
 from ..parallel.placement import block_names
 from ..patches.lora import resolve_targets
 from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8
@@ -26,13 +30,17 @@ _POOLED_WIDTHS = ("pooled_projection_dim",)
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computes; dtype is of frozen weights and computation."""
+    """What a step computes; dtype is of frozen weights and computation.
+
+    num_devices: that compute each block together; what is run is the share of the last one, which has the most.
+    """
 
     latent_shape: tuple[int, int, int, int]  # of one sample. [C, F, H, W]
     batch_size: int
     dtype: torch.dtype
     quantize: QuantizeSettings | None
     lora: LoraSettings
+    num_devices: int = 1
 
 
 @dataclass
@@ -63,6 +71,7 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
         sample.kind_of.append(known[kind])
     renamed = _keep_kinds(sample, family)
     _cast(model, work.dtype)
+    shards = _divide(sample, family, work.num_devices) if work.num_devices > 1 else {}
     if quantizer is not None:
         for fqn, module in list(model.named_modules()):
             whole = _whole_name(fqn, renamed)
@@ -71,7 +80,41 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
                 model.set_submodule(fqn, quantizer.take(whole, module, stored, module.weight.dtype))
     short = tuple(fqn for fqn, _ in model.named_modules() if _whole_name(fqn, renamed) in targets)
     apply_lora(model, family, replace(work.lora, targets=short), seed=0)
+    if shards:
+        parts = _OwnParts(work.num_devices, shards)
+        attach_meetings(shards, work.num_devices - 1, lambda: parts)
     return sample
+
+
+def _divide(sample: ShortModel, family: ModelFamily, num_devices: int) -> dict[str, BlockShard]:
+    """Leave of every block what the last of several devices computes."""
+    shards = {}
+    for name, block in zip(sample.kinds, sample.modules, strict=True):
+        plan, shares = find_plan(family.tensor, block), shares_in(block, family, num_devices)
+        assert plan is not None, "shares_in has looked"
+        shards[name] = divide_block(block, plan, shares, num_devices - 1, lambda weight, part: part.copied(weight))
+    return shards
+
+
+class _OwnParts:
+    """A device that meets nobody: what others would bring are tensors of the right size."""
+
+    def __init__(self, num_devices: int, shards: Mapping[str, BlockShard]) -> None:
+        self._num_others = num_devices - 1
+        self._widths = {
+            f"{name}.{meeting.name}": meeting.width
+            for name, shard in shards.items()
+            for meeting in shard.meetings
+            if meeting.how == "join"
+        }
+
+    def all(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        if name in self._widths:
+            return [tensor.new_empty(*tensor.shape[:-1], self._widths[name] - tensor.shape[-1]), tensor]
+        return [*(torch.empty_like(tensor) for _ in range(self._num_others)), tensor]
+
+    def sum(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(torch.add, self.all(rank, name, tensor))
 
 
 def _empty_weight(linear: nn.Linear, settings: QuantizeSettings) -> Stored8:

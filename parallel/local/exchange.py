@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -49,6 +50,10 @@ class Exchange:
                 arrivals: Arrivals = {}
                 box.put((name, self._rounds[rank], self._send(tensor, to, arrivals), arrivals))
         return [tensor if each == rank else self._from(each, rank, name) for each in range(self.size)]
+
+    def sum(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What every thread brought, added in the order of ranks: the same bits for all, and in every run."""
+        return functools.reduce(torch.add, self.all(rank, name, tensor))
 
     def finish(self, rank: int) -> None:
         """This thread comes to no further meeting of this round; waits for nobody."""

@@ -25,7 +25,7 @@ class Meeting:
     Args:
         name: inside the block; the same on every device.
         how: its outputs are summed, joined along the features, or, of an RMS norm, corrected by the mean square of all.
-        width: of an RMS norm: the number of features of all devices.
+        width: the number of features of all devices: of an RMS norm, or of joined outputs.
     """
 
     name: str
@@ -74,6 +74,7 @@ class BlockShard:
         arguments: of modules that are handed something of all heads.
         slices: name of each divided parameter inside the block -> its slice of the whole.
         wholes: of the same names, the whole parameters.
+        entered: linears that each device calls with the same input, and whose output it has a part of.
     """
 
     block: nn.Module
@@ -81,6 +82,7 @@ class BlockShard:
     arguments: list[HeadArguments] = field(default_factory=list)
     slices: dict[str, Slice] = field(default_factory=dict)
     wholes: dict[str, torch.Tensor] = field(default_factory=dict)
+    entered: list[str] = field(default_factory=list)
 
 
 def find_plan(plans: tuple[TensorPlan, ...], block: nn.Module) -> TensorPlan | None:
@@ -111,7 +113,8 @@ def divide_block(
     parts = _parts(block, plan, shares)
     lengths = {
         name: sum(
-            shares.count("features", each, rank) for each in _features(block.get_submodule(name), parts[name], shares)
+            shares.count("features", each, rank)
+            for each in _features(block.get_submodule(name), plan, name, parts[name], shares)
         )
         for name in plan.attributes.values()
         if name in parts
@@ -152,6 +155,27 @@ def divided_bytes(block: nn.Module, plan: TensorPlan, shares: Shares, rank: int)
     return total
 
 
+def norm_ratio(sums: torch.Tensor, total: torch.Tensor, own: int, width: int, eps: float) -> torch.Tensor:
+    """What the output of an RMS norm of one device's features is multiplied with to be that of all devices' features.
+
+    Args:
+        sums, total: of squares, of this device's features and of all, float32. [..., 1]
+        own, width: how many features these are.
+    """
+    return ((sums + eps * own) / (total + eps * width) * (width / own)).sqrt()
+
+
+def norm_eps(norm: nn.Module, dtype: torch.dtype) -> float:
+    """What the norm adds to the mean square of features of this type."""
+    eps = getattr(norm, "eps", None)
+    return float(torch.finfo(dtype).eps if eps is None else eps)
+
+
+def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    """Of one device's features, float32. [..., D] -> [..., 1]"""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
+
+
 def _parts(block: nn.Module, plan: TensorPlan, shares: Shares) -> dict[str, tuple[Unit, ...]]:
     """Name of each divided linear -> the parts its divided dimension consists of in this build."""
     linears = {name: module for name, module in block.named_modules() if hasattr(module, "in_features")}
@@ -174,10 +198,11 @@ def _parts(block: nn.Module, plan: TensorPlan, shares: Shares) -> dict[str, tupl
     return found
 
 
-def _features(linear: Any, parts: tuple[Unit, ...], shares: Shares) -> list[int]:
-    """The sizes of the parts of a column-parallel linear that belong to no head."""
-    number = parts.count("features")
-    return [shares.without_heads(parts, linear.out_features) // number] * number
+def _features(linear: Any, plan: TensorPlan, name: str, parts: tuple[Unit, ...], shares: Shares) -> list[int]:
+    """The sizes of the parts of a linear's divided dimension that belong to no head."""
+    divided, number = plan.find(name), parts.count("features")
+    size = linear.in_features if divided is not None and divided.by == "row" else linear.out_features
+    return [shares.without_heads(parts, size) // number] * number
 
 
 def _divide_linear(
@@ -202,10 +227,13 @@ def _divide_linear(
         _cut(shard, module, f"{name}.bias", Slice(0, ranges), cut)
     elif module.bias is not None and rank > 0:
         module.bias = None  # added once
+    whole = module.in_features if is_row else module.out_features
     length = sum(last - first for first, last in ranges)
     setattr(module, "in_features" if is_row else "out_features", length)
+    if not is_row:
+        shard.entered.append(name)
     if divided.by == "gathered":
-        shard.meetings.append(Meeting(name, module, "join"))
+        shard.meetings.append(Meeting(name, module, "join", whole))
     elif is_row:
         met = divided.sum_after or name
         shard.meetings.append(Meeting(met, shard.block.get_submodule(met), "sum"))

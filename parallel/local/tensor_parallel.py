@@ -27,7 +27,7 @@ from ...patches.hooks import map_tensors
 from ..transfer import Arrivals, copy_to, current_device, versioned
 from .bridge import Bridge
 from .exchange import Exchange
-from .shards import BlockShard, Meeting
+from .shards import BlockShard, Meeting, norm_eps, norm_ratio, sum_of_squares
 from .workers import ThreadState
 
 # Between devices of one kind the outputs of a block are the same bits; different kinds round differently. A partial sum
@@ -210,20 +210,16 @@ class TensorParallel(Bridge):
             )
         if meeting.how == "norm":
             return self._corrected(run, rank, meeting, args[0], output)
-        parts = run.exchange.all(rank, meeting.name, output)
         if meeting.how == "join":
-            return torch.cat(parts, dim=-1)
-        return functools.reduce(torch.add, parts)
+            return torch.cat(run.exchange.all(rank, meeting.name, output), dim=-1)
+        return run.exchange.sum(rank, meeting.name, output)
 
     def _corrected(self, run: _Run, rank: int, meeting: Meeting, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """What an RMS norm of these features returned, normalised by the features of all devices instead."""
-        eps = getattr(meeting.module, "eps", None)
-        eps = torch.finfo(x.dtype).eps if eps is None else eps
-        sums = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
-        total = functools.reduce(torch.add, run.exchange.all(rank, meeting.name, sums))
-        # (sums / own width + eps) / (total / width + eps); what was handed to others must not be written to
-        ratio = (sums + eps * x.shape[-1]).div_(total + eps * meeting.width).mul_(meeting.width / x.shape[-1])
-        return output.mul_(ratio.sqrt_())
+        sums = sum_of_squares(x)
+        total = run.exchange.sum(rank, meeting.name, sums)
+        eps = norm_eps(meeting.module, x.dtype)
+        return output.mul_(norm_ratio(sums, total, x.shape[-1], meeting.width, eps))
 
 
 class _Run:
