@@ -20,8 +20,9 @@ from .file_weights import load_over_file
 from .forecast import describe_cards, log_plan, prepare_with_forecast
 from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy
 from .patcher import become_split
-from .plan import SplitRequest, plan_split
+from .plan import SplitRequest
 from .tree import make_tree, tree_of
+from .ways import plan_way
 
 _WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -40,8 +41,7 @@ def split_model(model: Any, request: SplitRequest) -> Any:
     Raises: ValueError or RuntimeError, before anything moves, if the model cannot be split as asked.
     """
     _check_splittable(model)
-    _check_way(model, request)
-    plan = plan_split(model.model.diffusion_model, request)
+    plan = plan_way(model, request)
     log_plan(model.model, plan)
     _unload(model)
     copied, copies = copy_structure(model.model)
@@ -72,8 +72,7 @@ def load_split_model(path: Path, weight_dtype: str, request: SplitRequest | None
         model, origin = load_over_file(path, options)
     if request is None:
         return model
-    _check_way(model, request)
-    plan = plan_split(model.model.diffusion_model, request)
+    plan = plan_way(model, request)
     log_plan(model.model, plan)
     make_tree(model.model, plan, origin)
     return _with_wrappers(become_split(model))
@@ -122,15 +121,6 @@ def _check_splittable(model: Any) -> None:
             f"torch.compile was applied to {compiled[0]} before the split. ComfyUI's TorchCompileModel compiles the "
             "whole model, and that cannot span several cards; take it out, or compile single blocks with a node behind "
             "the split"
-        )
-
-
-def _check_way(model: Any, request: SplitRequest) -> None:
-    """Refuse what was never run on cards: two threads that fault pages of DynamicVRAM in at the same time."""
-    if request.way == "tensor" and model.is_dynamic():
-        raise ValueError(
-            "way 'tensor' was not tested with DynamicVRAM, which is on; start ComfyUI with --disable-dynamic-vram, or "
-            "use way 'blocks'"
         )
 
 
