@@ -14,7 +14,7 @@ from devicebridge.tests.streams import SimulatedMachine, is_view
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HOME, NEXT = CARDS[:2]
-COPY_S, KERNEL_S = 1.0, 10.0  # of a piece one way, and of a matrix product
+COPY_S, KERNEL_S = 1.0, 10.0  # of a piece to the host, and of a matrix product
 PIECE_BYTES = 64
 
 
@@ -27,9 +27,9 @@ class HostClock(TorchDispatchMode):
     """A time for every piece that is copied to or from the host, and for matrix products; counts what begins to read
     before it is there, or overwrites what is being read."""
 
-    def __init__(self, machine: SimulatedMachine) -> None:
+    def __init__(self, machine: SimulatedMachine, from_host_s: float = COPY_S) -> None:
         super().__init__()
-        self.machine, self.races = machine, 0
+        self.machine, self.from_host_s, self.races = machine, from_host_s, 0
         self.there: dict[int, float] = {}
         self.read_until: dict[int, float] = {}
 
@@ -44,8 +44,9 @@ class HostClock(TorchDispatchMode):
         start = stream.busy_until
         self.races += any(self.there.get(_place(x), 0.0) > start for x in tensors)
         self.races += isinstance(out, torch.Tensor) and self.read_until.get(_place(out), 0.0) > start
-        is_copy = func is torch.ops.aten.copy_.default
-        stream.busy_until = start + (COPY_S if is_copy else KERNEL_S if func is torch.ops.aten.mm.default else 0.0)
+        copying = COPY_S if out.device.type == "cpu" else self.from_host_s
+        costs = {torch.ops.aten.copy_.default: copying, torch.ops.aten.mm.default: KERNEL_S}
+        stream.busy_until = start + costs.get(func, 0.0)
         self.there[_place(out)] = stream.busy_until
         for x in tensors:
             self.read_until[_place(x)] = stream.busy_until
@@ -93,6 +94,15 @@ def test_both_directions_of_the_host_are_in_use_at_once(machine) -> None:
         settle(arrivals)
         _ = again + 1
         assert clock.races == 0 and torch.equal(on_cpu(again), on_cpu(tensor))
+
+
+def test_a_buffer_is_filled_again_only_when_the_target_has_read_it(machine) -> None:
+    """Where reading from the host is the slower direction."""
+    with emulated_cards(2), machine.installed(), HostClock(machine, from_host_s=3 * COPY_S) as clock:
+        tensor, arrivals = _product(), {}
+        StagedCopies(PIECE_BYTES).copy(tensor, NEXT, arrivals)
+        settle(arrivals)
+        assert clock.races == 0 and machine.default[NEXT].busy_until == KERNEL_S + COPY_S + 4 * 3 * COPY_S
 
 
 def test_the_simulation_sees_a_copy_that_is_not_waited_for(machine) -> None:
