@@ -75,7 +75,7 @@ class TensorParallel(Bridge):
             for rank, shard in enumerate((own, *others)):
                 for meeting in shard.meetings:
                     if meeting.how == "sum" and self.chunks is not None:
-                        self._hooks.before(meeting.module, functools.partial(self._begin, rank, meeting, self.chunks))
+                        self._hooks.before(meeting.module, functools.partial(self._begin, rank, meeting))
                     self._hooks.after(meeting.module, functools.partial(self._meet, rank, meeting))
 
     def end(self) -> None:
@@ -177,19 +177,13 @@ class TensorParallel(Bridge):
         return tensor if tensor.device == device else self.side_streams.copy(tensor, device, arrivals)
 
     def _begin(
-        self,
-        rank: int,
-        meeting: Meeting,
-        chunks: TokenChunks,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, rank: int, meeting: Meeting, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All but the last chunk of a layer; its own forward computes the last one."""
         run = self._run
-        if run is None or run.current is None or kwargs:  # _meet says what is wrong
+        if run is None or run.current is None or kwargs or self.chunks is None:  # _meet says what is wrong
             return args, kwargs
-        return chunks.bring_first(run.exchange, rank, meeting.name, module, args), kwargs
+        return self.chunks.bring_first(run.exchange, rank, meeting.name, module, args), kwargs
 
     def _meet(
         self, rank: int, meeting: Meeting, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
