@@ -670,10 +670,11 @@ def forecasts(one: Any, shape: Shape) -> dict[str, Any]:
     """Seconds per step both ways, as way auto forecasts them for this size, for one forward and for two."""
     from devicebridge.nodes.host.split import ways
     from devicebridge.nodes.host.split.plan import SplitRequest, plan_split
+    from devicebridge.planning import divided_work
 
     root, requests = one.model.diffusion_model, [SplitRequest(CARDS, way=way) for way in ("blocks", "tensor")]
     known = ways._compare(one, *(plan_split(root, request) for request in requests))
-    tokens = ways._count_tokens(root, (1, *(shape.tiny_latent if OPTIONS.tiny else shape.latent)))
+    tokens = divided_work.count_tokens(root, (1, *(shape.tiny_latent if OPTIONS.tiny else shape.latent)))
     steps = {f"{count} forwards of {tokens} tokens": str(known.seconds(tokens, count)) for count in (1, 2)}
     return steps | {"machine": known.machine.describe(), "measured_in_s": known.machine.elapsed_s}
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -48,3 +49,18 @@ def divided_work(model: nn.Module, layout: NativeModel, blocks: Blocks, num_toke
     stream = _ACTIVATION_BYTES * width * (num_tokens + NUM_TEXT_TOKENS)
     flops = sum(native_block_flops(model, layout, list(blocks), num_tokens, NUM_TEXT_TOKENS))
     return Work(flops, row_flops, sent, stream, num_modules, num_exchanges)
+
+
+def is_told_guidance(model: nn.Module) -> bool:
+    """Whether a model is given the strength of its guidance as a number, so that nobody runs it twice for CFG."""
+    return bool(getattr(getattr(model, "params", None), "guidance_embed", False))
+
+
+def count_tokens(model: nn.Module, latent_shape: Sequence[int]) -> int | None:
+    """Picture tokens of one latent; None if the model does not say how large its patches are."""
+    patch = getattr(model, "patch_size", None)
+    dims = list(latent_shape[2:])
+    sizes = [1] * (len(dims) - 2) + [patch] * 2 if isinstance(patch, int) else patch
+    if not isinstance(sizes, (tuple, list)) or len(sizes) != len(dims):
+        return None
+    return math.prod(math.ceil(dim / size) for dim, size in zip(dims, sizes, strict=True))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from typing import Any
 
 import comfy.model_management as management
@@ -18,7 +17,7 @@ import comfy.model_management as management
 from ....events import first_line
 from ....families.comfy.video import VIDEO_MODELS
 from ....parallel.transfer import module_with_streams
-from ....planning.divided_work import work_by_size
+from ....planning.divided_work import count_tokens, is_told_guidance, work_by_size
 from ....planning.machine_speed import machine_speed
 from ....planning.ways import GAIN, Ways
 from .division import check_runnable
@@ -47,7 +46,7 @@ def plan_way(model: Any, request: SplitRequest) -> SplitPlan:
         _log.info("split: way auto takes blocks: %s", first_line(error))
         return blocks
     tokens = _CLIP_TOKENS if blocks.layout in VIDEO_MODELS else _PICTURE_TOKENS
-    counts = (1,) if getattr(getattr(root, "params", None), "guidance_embed", False) else (1, 2)
+    counts = (1,) if is_told_guidance(root) else (1, 2)
     takes_tensor = ways.prefers_tensor(tokens, counts)
     taken = "tensor" if takes_tensor else "blocks"
     forecasts = "; with CFG ".join(str(ways.seconds(tokens, count)) for count in counts)
@@ -57,7 +56,7 @@ def plan_way(model: Any, request: SplitRequest) -> SplitPlan:
 
 def say_other_way(tree: SplitTree, noise_shape: Any, conds: Any) -> None:
     """Say that the other way would be faster for this run, if way auto took this one and it is forecast so."""
-    ways, tokens = tree.plan.ways, _count_tokens(tree.diffusion_model, noise_shape)
+    ways, tokens = tree.plan.ways, count_tokens(tree.diffusion_model, noise_shape)
     count = int(noise_shape[0]) * sum(bool(cond) for cond in conds.values())
     if ways is None or tokens is None or not count:
         return
@@ -113,13 +112,3 @@ def _compare(model: Any, blocks: SplitPlan, tensor: SplitPlan) -> Ways:
         [max(each[rank] / sum(each) for each in heads) for rank in range(len(devices))],
         blocks.overlap,
     )
-
-
-def _count_tokens(diffusion_model: Any, noise_shape: Any) -> int | None:
-    """Picture tokens of one latent; None if the model does not say how large its patches are."""
-    patch = getattr(diffusion_model, "patch_size", None)
-    dims = list(noise_shape[2:])
-    sizes = [1] * (len(dims) - 2) + [patch] * 2 if isinstance(patch, int) else patch
-    if not isinstance(sizes, (tuple, list)) or len(sizes) != len(dims):
-        return None
-    return math.prod(math.ceil(dim / size) for dim, size in zip(dims, sizes, strict=True))
