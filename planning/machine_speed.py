@@ -126,11 +126,11 @@ def measure_machine(devices: Sequence[torch.device]) -> MachineSpeed:
     start = time.perf_counter()
     with torch.inference_mode():
         cards = tuple(CardSpeed(str(device), product_speed(device), launch_s(device)) for device in devices)
-        links = tuple(
-            ExchangeSpeed(
-                pair, *exchange_speed(*(devices[i] for i in pair)), has_peer_access(*(devices[i] for i in pair))
-            )
-            for pair in combinations(range(len(devices)), 2)
-        )
+        links = tuple(_measure_link(devices, pair) for pair in combinations(range(len(devices)), 2))
     release_cached_memory()
     return MachineSpeed(cards, links, time.perf_counter() - start, time.strftime("%Y-%m-%d"))
+
+
+def _measure_link(devices: Sequence[torch.device], pair: tuple[int, int]) -> ExchangeSpeed:
+    one, other = (devices[index] for index in pair)
+    return ExchangeSpeed(pair, *exchange_speed(one, other), has_peer_access(one, other))
