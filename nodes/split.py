@@ -77,7 +77,7 @@ _INPUTS = (
         optional=True,
         tooltip="blocks: every GPU computes its own blocks, one GPU after the other. tensor: all GPUs compute each "
         "block together, so one picture is faster where the GPUs are linked fast (NVLink, PCIe with peer access); it "
-        "needs ComfyUI started with --disable-dynamic-vram. auto takes blocks.",
+        "needs ComfyUI started with --disable-dynamic-vram. auto takes the one that is forecast to be faster.",
     ),
 )
 
@@ -169,9 +169,10 @@ def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
         _log.warning("split: split_at %s is ignored with balance %s; it is for manual", text, sockets["balance"])
         cuts = ()
     limits = read_list(sockets["memory_limit_gb"], float, "memory_limit_gb")
-    others = {name: sockets[name] for name in ("balance", "overlap", "offload", "verify", "way") if name in sockets}
+    others = {name: sockets[name] for name in ("balance", "overlap", "offload", "verify") if name in sockets}
     transport: Any = read_auto(sockets["transport"]) or None
-    return SplitRequest(devices=chosen, split_at=cuts, memory_limit_gb=limits, transport=transport, **others)
+    way: Any = read_auto(sockets.get("way", AUTO)) or None
+    return SplitRequest(devices=chosen, split_at=cuts, memory_limit_gb=limits, transport=transport, way=way, **others)
 
 
 def _find_devices(text: str) -> tuple[torch.device, ...]:

@@ -397,7 +397,7 @@ def estimate_block_flops(
     which is exact for joint attention and only shifts all blocks equally elsewhere.
     """
     if family.native is not None:
-        return native_block_flops(model, family.native, block_names(model, family), (num_image_tokens, num_text_tokens))
+        return native_block_flops(model, family.native, block_names(model, family), num_image_tokens, num_text_tokens)
     return [
         _block_flops(block, block_list, num_image_tokens, num_text_tokens)
         for block_list in family.block_lists
@@ -406,14 +406,18 @@ def estimate_block_flops(
 
 
 def native_block_flops(
-    model: nn.Module, layout: NativeModel, blocks: Sequence[str], num_tokens: tuple[int, int] = (4096, 512)
+    model: nn.Module,
+    layout: NativeModel,
+    blocks: Sequence[str],
+    num_image_tokens: int = 4096,
+    num_text_tokens: int = 512,
 ) -> list[float]:
-    """As above, for blocks of one of ComfyUI's own models; num_tokens of image and text, as of a 1024x1024 picture.
+    """As above, for blocks of one of ComfyUI's own models; if nothing is said, for a picture of 1024x1024.
 
     The share of a block changes little with the size.
     """
     side = BlockList("", layout.text_modules, is_joint=True, sample_modules=layout.sample_modules)
-    return [_block_flops(model.get_submodule(name), side, *num_tokens) for name in blocks]
+    return [_block_flops(model.get_submodule(name), side, num_image_tokens, num_text_tokens) for name in blocks]
 
 
 def _block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:
@@ -422,11 +426,14 @@ def _block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int,
     width = min((module.in_features for module in linears.values()), default=0)  # D; the others read wider states
     total = 4.0 * all_tokens**2 * width
     for name, module in linears.items():
-        if matches_any(name, block_list.sample_modules):
-            tokens = 1
-        elif matches_any(name, block_list.text_modules):
-            tokens = num_text_tokens
-        else:
-            tokens = all_tokens if block_list.is_joint else num_image_tokens
-        total += 2.0 * module.weight.numel() * tokens
+        total += 2.0 * module.weight.numel() * tokens_seen(name, block_list, num_image_tokens, num_text_tokens)
     return total
+
+
+def tokens_seen(name: str, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> int:
+    """How many tokens a linear of a block runs over, by its name in the block."""
+    if matches_any(name, block_list.sample_modules):
+        return 1
+    if matches_any(name, block_list.text_modules):
+        return num_text_tokens
+    return num_image_tokens + num_text_tokens if block_list.is_joint else num_image_tokens

@@ -24,9 +24,10 @@ import torch
 from torch import nn
 
 from ...patches.hooks import map_tensors
+from ..staged_copies import StagedCopies, go_through_host
 from ..transfer import Arrivals, copy_to, current_device, versioned
 from .bridge import Bridge
-from .exchange import Exchange
+from .exchange import Exchange, TokenChunks, summed
 from .shards import BlockShard, Meeting, norm_eps, norm_ratio, sum_of_squares
 from .workers import ThreadState
 
@@ -58,6 +59,9 @@ class TensorParallel(Bridge):
         self._shards = dict(shards)
         self._run: _Run | None = None
         self._checked: set[nn.Module] = set()
+        self.chunks: TokenChunks | None = None  # of row-parallel layers; None computes each at once
+        if go_through_host(devices):
+            self.side_streams, self.chunks = StagedCopies(), TokenChunks()
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -71,6 +75,8 @@ class TensorParallel(Bridge):
             self._hooks.after(block, self._leave, also_on_error=True)
             for rank, shard in enumerate((own, *others)):
                 for meeting in shard.meetings:
+                    if meeting.how == "sum" and self.chunks is not None:
+                        self._hooks.before(meeting.module, functools.partial(self._begin, rank, meeting))
                     self._hooks.after(meeting.module, functools.partial(self._meet, rank, meeting))
                 for hook in shard.arguments:
                     self._hooks.before(hook.module, hook)
@@ -199,6 +205,15 @@ class TensorParallel(Bridge):
         device = self._ranks[rank]
         return tensor if tensor.device == device else self.side_streams.copy(tensor, device, arrivals)
 
+    def _begin(
+        self, rank: int, meeting: Meeting, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """All but the last chunk of a layer; its own forward computes the last one."""
+        run = self._run
+        if run is None or run.current is None or kwargs or self.chunks is None:  # _meet says what is wrong
+            return args, kwargs
+        return self.chunks.bring_first(run.exchange, rank, meeting.name, module, args), kwargs
+
     def _meet(
         self, rank: int, meeting: Meeting, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -212,7 +227,8 @@ class TensorParallel(Bridge):
             return self._corrected(run, rank, meeting, args[0], output)
         if meeting.how == "join":
             return torch.cat(run.exchange.all(rank, meeting.name, output), dim=-1)
-        return run.exchange.sum(rank, meeting.name, output)
+        run.exchange.bring(rank, meeting.name, output)
+        return summed(run.exchange.collect(rank, meeting.name))
 
     def _corrected(self, run: _Run, rank: int, meeting: Meeting, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """What an RMS norm of these features returned, normalised by the features of all devices instead."""

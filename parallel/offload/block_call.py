@@ -54,7 +54,7 @@ def checkpoint_calls(modules: Iterable[nn.Module], checkpoint: Checkpoint | None
     """Have calls of these blocks, hooks included, go through checkpoint; None lets them be made as usual."""
     for module in modules:
         if type(module).__dict__.get("_is_intercepted") is None:
-            module.__class__ = _intercepted(type(module))
+            module.__class__ = _intercepted(type(module))  # type: ignore[arg-type]
         module.__dict__["_checkpoint"] = (checkpoint, tuple(passed_by))
 
 

@@ -68,6 +68,7 @@ def main() -> None:
         split_cases_nodes,
         split_cases_tensor,
         split_cases_traces,
+        split_cases_ways,
         split_cases_weights,
     )
     from devicebridge.tests.comfy.split_cases import CASES, Case, run_case

@@ -50,7 +50,7 @@ class ComfyModel:
         model: nn.Module = base.diffusion_model
         base.model_sampling.__dict__["calculate_denoised"] = _raw
         model.__dict__[_BASE] = base
-        model.__class__ = _trained_class(type(model))
+        model.__class__ = _trained_class(type(model))  # type: ignore[arg-type]
         _leave_out_buffers(model, {name.removeprefix(self._prefix) for name in self._names})
         model._keep_in_fp32_modules = [  # type: ignore[assignment]
             name for name, each in model.named_parameters() if each.dtype is torch.float32
@@ -187,7 +187,7 @@ def _trained_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def own_config(config: Any) -> Any:
     """A model config of ComfyUI's of its own, that builds with plain layers; copies of a model share it."""
-    own = object.__new__(_shared_class(type(config)))
+    own: Any = object.__new__(_shared_class(type(config)))  # type: ignore[arg-type]
     own.__dict__.update({name: dict(each) if type(each) is dict else each for name, each in vars(config).items()})
     own.custom_operations = plain_operations()
     return own

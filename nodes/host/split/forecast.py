@@ -16,6 +16,7 @@ from .attachments import ROOT, is_compiled
 from .division_plan import Division
 from .plan import GB, SplitPlan
 from .tree import SplitTree, tree_of
+from .ways import say_other_way
 
 _log = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: An
     if tree is not None:
         _refuse_whole_compile(model, tree.plan)
         _forecast(model, tree, noise_shape, conds)
+        say_other_way(tree, noise_shape, conds)
         tree.is_to_verify = tree.plan.verify or not tree.is_verified
     return executor(model, noise_shape, conds, *args, **kwargs)
 

@@ -20,8 +20,9 @@ from .file_weights import load_over_file
 from .forecast import describe_cards, log_plan, prepare_with_forecast
 from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy
 from .patcher import become_split
-from .plan import SplitRequest, plan_split
+from .plan import SplitRequest
 from .tree import make_tree, tree_of
+from .ways import plan_way
 
 _WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -40,7 +41,7 @@ def split_model(model: Any, request: SplitRequest) -> Any:
     Raises: ValueError or RuntimeError, before anything moves, if the model cannot be split as asked.
     """
     _check_splittable(model)
-    plan = plan_split(model.model.diffusion_model, request)
+    plan = plan_way(model, request)
     log_plan(model.model, plan)
     _unload(model)
     copied, copies = copy_structure(model.model)
@@ -71,7 +72,7 @@ def load_split_model(path: Path, weight_dtype: str, request: SplitRequest | None
         model, origin = load_over_file(path, options)
     if request is None:
         return model
-    plan = plan_split(model.model.diffusion_model, request)
+    plan = plan_way(model, request)
     log_plan(model.model, plan)
     make_tree(model.model, plan, origin)
     return _with_wrappers(become_split(model))
