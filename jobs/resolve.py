@@ -46,6 +46,7 @@ from ..planning.question import ModelCosts, Question
 from ..planning.space import OFFLOADS, OPTIMIZERS, SCHEMES, STRATEGIES, SearchSpace, Setting, is_open, strategies_on
 from ..quantization.quantize import QuantizeSettings, stored_bytes
 from .checked_job import why_no_graphs
+from .native_limits import why_no_stages, why_not_offloaded
 
 _log = logging.getLogger(__name__)
 
@@ -195,32 +196,13 @@ def _strategy_of(subject: Subject, space: SearchSpace, placement: Placement, cho
 
     Raises: ValueError for blocks that cannot stream from host memory.
     """
-    if fault := _why_not_offloaded(subject, space):
+    if fault := why_not_offloaded(subject.info.family.native, space):
         raise ValueError(fault)
     strategy = _strategy_on(placement, chosen)
-    if has_stages(strategy) and (fault := why_no_stages(subject)):
+    if has_stages(strategy) and (fault := why_no_stages(subject.info.family.native, subject.model)):
         _log.warning("microbatches do not follow each other through the cards: %s", fault)
         return "none"
     return strategy
-
-
-def why_no_stages(subject: Subject) -> str:
-    """Why the cards of a model cannot work on several microbatches at once; "" for nothing."""
-    native = subject.info.family.native
-    if native is None:
-        return ""
-    if not native.can_overlap:
-        return f"{native.class_name} needs its home card between its blocks"
-    if subject.model._parameters:
-        return f"{native.class_name} has weights of its own ({next(iter(subject.model._parameters))}) behind its blocks"
-    return ""
-
-
-def _why_not_offloaded(subject: Subject, space: SearchSpace) -> str:
-    native = subject.info.family.native
-    if native is None or not native.hooks_children or not any(space.offloaded):
-        return ""
-    return f"split.offloaded_blocks asks for blocks that {native.class_name} never calls; leave the setting out"
 
 
 def _strategy_on(placement: Placement, chosen: Strategy) -> Strategy:
