@@ -21,6 +21,7 @@ from ..training.batches import CachedSamples
 from ..training.loop import Trainer
 from .checked_job import JobPlan
 from .lora_output import save_lora
+from .samples import make_sampler
 
 
 def build_trainer(
@@ -54,11 +55,12 @@ def build_trainer(
     def save(folder: Path) -> Path:
         return save_lora(plan, lora, folder)
 
+    runner = _make_runner(plan, assembled)
     return Trainer(
         job=job,
         family=plan.family,
         variant=plan.variant,
-        runner=_make_runner(plan, assembled),
+        runner=runner,
         lora=lora,
         schedule=plan.schedule,
         train_data=data[0],
@@ -75,6 +77,7 @@ def build_trainer(
         save_lora=save,
         compiled=assembled.all_compiled,
         graphs=assembled.all_graphs,
+        samples=make_sampler(plan, assembled, lambda: runner.replica_for(0), data[0], events),
     )
 
 

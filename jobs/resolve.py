@@ -44,6 +44,7 @@ from ..planning.question import ModelCosts, Question
 from ..planning.space import OFFLOADS, OPTIMIZERS, SCHEMES, STRATEGIES, SearchSpace, Setting, is_open, strategies_on
 from ..quantization.quantize import stored_bytes
 from .checked_job import why_no_graphs
+from .samples import size_of_pictures
 
 _log = logging.getLogger(__name__)
 
@@ -265,6 +266,7 @@ def plan_on(
     """
     assert machine.cards is not None
     model = ModelCosts(subject.info, subject.variant, subject.model)
+    longest = max((size[-1] for size in subject.train), default=1)
     question = Question(
         model,
         search_space(job),
@@ -274,6 +276,7 @@ def plan_on(
         cuts=cuts,
         host_bytes=machine.host_bytes,
         graphs_fault=why_no_graphs(job, len(subject.train), machine.devices),
+        picture=size_of_pictures(job, subject.info.family, subject.variant, longest),
     )
     return plan_training(question) if machine.named else plan_calibrated(question, measuring)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -66,11 +67,18 @@ class ModelCosts:
 
     def latent_shape(self, bucket: tuple[int, int], frames: int) -> tuple[int, int, int, int]:
         """Of one sample. [C, F, H, W]"""
-        latent = self.family.latent_of(self.variant)
-        height, width = (side // latent.spatial_stride for side in bucket)
-        published = self.variant.transformer_config["in_channels"]  # a model of its own size may have another VAE
-        channels = latent.channels * self.info.config.get("in_channels", published) // published
-        return channels, 1 + (frames - 1) // latent.frame_stride, height, width
+        return latent_shape_of(self.info, self.variant, bucket, frames)
+
+
+def latent_shape_of(
+    info: CheckpointInfo, variant: Variant, bucket: tuple[int, int], frames: int
+) -> tuple[int, int, int, int]:
+    """Of one sample of height and width in pixels and video frames. [C, F, H, W]"""
+    latent = info.family.latent_of(variant)
+    height, width = (side // latent.spatial_stride for side in bucket)
+    published = variant.transformer_config["in_channels"]  # a model of its own size may have another VAE
+    channels = latent.channels * info.config.get("in_channels", published) // published
+    return channels, 1 + (frames - 1) // latent.frame_stride, height, width
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ class Question:
         host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
         graphs_fault: why no block can be recorded as a CUDA graph.
         replica: which copy of the model is asked for, on a card of its own.
+        picture: height, width and frames of the sample pictures that the first copy draws between steps, if any.
     """
 
     model: ModelCosts
@@ -97,6 +106,7 @@ class Question:
     host_bytes: int | None = None
     graphs_fault: str = ""
     replica: int | None = None
+    picture: tuple[int, int, int] | None = None
 
     def changed(self, **changes: Any) -> Question:
         """Another question of the same model. Measured times are of this one and left out; what fits does not depend
@@ -121,6 +131,7 @@ class Question:
         )
         free = None if self.host_bytes is None else self.host_bytes // count
         given = {"given_times": self.times, "cuts": None, "host_bytes": free, "replica": index}
+        given["picture"] = None if index else self.picture
         return replace(self, space=own, cards=self.cards[mine], **given)  # type: ignore[arg-type]
 
     def check_counts(self) -> None:
@@ -236,7 +247,18 @@ class Question:
             self.step_settings(setting),
             backend=Backend(context=0 if has_context else CONTEXT_BYTES),
             largest_layer=0 if setting.scheme == "none" else self.model.largest_linear * self.space.dtype.itemsize,
+            picture=self._picture_cost(setting.scheme),
         )
+
+    def _picture_cost(self, scheme: str) -> StepCost | None:
+        """Of drawing a sample picture; None where a forward of training takes as much."""
+        if self.picture is None:
+            return None
+        *bucket, frames = self.picture
+        shape, work = self.model.latent_shape((bucket[0], bucket[1]), frames), self.work(scheme)
+        if prod(shape) <= work.batch_size * prod(work.latent_shape):
+            return None
+        return self.model.dry_run(replace(work, latent_shape=shape, batch_size=1), self._kernels(scheme))
 
     def _kernels(self, scheme: str) -> Kernels:
         """Those of the first card; only 8-bit products ask a card for what it has, which compiles a kernel there."""
