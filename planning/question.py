@@ -130,8 +130,8 @@ class Question:
             accumulation=max(1, share),  # an idle card is planned all the same
         )
         free = None if self.host_bytes is None else self.host_bytes // count
-        given = {"given_times": self.times, "cuts": None, "host_bytes": free, "replica": index}
-        given["picture"] = None if index else self.picture
+        picture = None if index else self.picture
+        given = {"given_times": self.times, "cuts": None, "host_bytes": free, "replica": index, "picture": picture}
         return replace(self, space=own, cards=self.cards[mine], **given)  # type: ignore[arg-type]
 
     def check_counts(self) -> None:

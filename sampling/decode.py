@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class Decoder:
     limits: Mapping[torch.device, int] = field(default_factory=dict)
     _needs: dict[Any, int] = field(default_factory=dict)
 
-    def decode(self, drawn: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def decode(self, drawn: Sequence[torch.Tensor]) -> Generator[torch.Tensor, None, None]:
         """Pixels of each, 0..255; every entry of drawn is [1, C, F, H, W]. Yields [F, height, width, 3], uint8.
 
         Raises: ValueError or OSError for a VAE that cannot be read.

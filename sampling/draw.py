@@ -62,7 +62,7 @@ def _make_scheduler(drawing: Drawing, num_tokens: int) -> Any:
     """A scheduler whose steps are the drawing's: evenly from 1 to 1 / steps, shifted, then 0."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=drawing.shift(num_tokens, drawing.steps))
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=drawing.shift(num_tokens, drawing.steps))
     even = [1 - index / drawing.steps for index in range(drawing.steps)]
     scheduler.set_timesteps(sigmas=even)
     scheduler.set_begin_index(0)
