@@ -20,7 +20,7 @@ class SamplesConfig:
 
     Args:
         prompts: Texts to draw, one picture each, or one clip for video. They are encoded with the captions. Left out:
-            nothing is drawn.
+            no pictures.
         every_steps: Draw every so many steps, and after the last one; 0 only before the first and after the last. A
             picture takes as long as its steps take forwards.
         before_first: Also draw before the first step, what the model makes without the LoRA.

@@ -1,4 +1,4 @@
-"""Pictures of whole tiny jobs: those of diffusers' pipelines, the same on any cards, and none of the LoRA's business."""
+"""Pictures of whole tiny jobs: those of diffusers' pipelines, the same on any cards; the LoRA is as without."""
 
 from __future__ import annotations
 
@@ -332,7 +332,9 @@ def test_an_error_in_a_picture_is_a_warning_and_training_goes_on(
     job = _job(tmp_path, "broken", **sections)
     with caplog.at_level(logging.WARNING):
         result = _run(job)
-    assert result.status == "finished" and "no sample pictures after step 2, and training goes on: no room" in caplog.text
+    assert (
+        result.status == "finished" and "no sample pictures after step 2, and training goes on: no room" in caplog.text
+    )
     assert plain.lora_path and result.lora_path
     assert result.lora_path.read_bytes() == plain.lora_path.read_bytes()
     assert sorted(_files(job)) == ["000000_0.png", "000000_1.png", "000003_0.png", "000003_1.png"]
