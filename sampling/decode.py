@@ -105,11 +105,14 @@ def _room(device: torch.device, limit: int) -> int | None:
     return min(limit - module.memory_reserved(device), free)
 
 
-def decoding_bytes(family: ModelFamily, vae: Any, shape: tuple[int, ...], *, is_tiled: bool) -> int:
+def decoding_bytes(
+    family: ModelFamily, vae: Any, shape: tuple[int, ...], *, is_tiled: bool, kernels: Kernels | None = None
+) -> int:
     """Bytes of a VAE and of the tensors of its decoding at their peak, counted without data.
 
     Args:
         shape: of the latents, [B, C, F, H, W].
+        kernels: the way operations take; None for that of cards.
     """
     with _META:
         twin = type(vae).from_config(vae.config).to(vae.dtype).eval().requires_grad_(False)
@@ -117,7 +120,7 @@ def decoding_bytes(family: ModelFamily, vae: Any, shape: tuple[int, ...], *, is_
         _use_tiles(twin)
     held = sum(tensor.numel() * tensor.element_size() for tensor in (*twin.parameters(), *twin.buffers()))
     meter = MemoryMeter()
-    with torch.no_grad(), as_on_card(Kernels()), meter:
+    with torch.no_grad(), as_on_card(kernels or Kernels()), meter:
         family.decode_latents(twin, torch.empty(shape, device=_META))
     return held + meter.peak
 

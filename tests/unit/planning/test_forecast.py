@@ -270,11 +270,13 @@ def _block(**changes: Any) -> BlockCost:
     return BlockCost(**{**values, **changes})
 
 
-def _forecaster(settings: StepSettings, num_blocks: int = 6, **changes: Any) -> Forecaster:
+def _forecaster(
+    settings: StepSettings, num_blocks: int = 6, picture: StepCost | None = None, **changes: Any
+) -> Forecaster:
     block = _block(**changes)
     names = tuple(f"blocks.{index}" for index in range(num_blocks))
     cost = StepCost(names, (block,) * num_blocks, 50, 20, 0, 0, 150, 100, 60)
-    return Forecaster(cost, Optimizer(state=2.0, step=1.0), settings, backend=NO_OVERHEAD)
+    return Forecaster(cost, Optimizer(state=2.0, step=1.0), settings, backend=NO_OVERHEAD, picture=picture)
 
 
 def test_the_sum_of_one_card_by_hand():
@@ -480,3 +482,17 @@ def test_video_variants_are_forecast_with_what_they_are_given(name):
         found = dry_run_step(model, _info(family, config), variant, work, Kernels(UNSEEN_CARD))
         kept.append(found.blocks[1].inputs)
     assert kept[1] / kept[0] == pytest.approx(5 / 3, rel=0.01)
+
+
+def test_a_large_picture_is_a_moment_of_its_own_and_a_small_one_is_not():
+    """One block's forward at its size on every card; at home also the tail, and what comes before the blocks."""
+    block = _block()
+    large = replace(_block(), inputs=3000, forward=7000, constants={0: 500})
+    cost = StepCost(("b",) * 6, (large,) * 6, 0, 0, 0, 0, front=9000, first_inputs=3000, tail=20_000)
+    plain, drawing = _forecaster(StepSettings()), _forecaster(StepSettings(), picture=cost)
+    one, two = StagePlan(0, 2, 0, 3), StagePlan(1, 2, 3, 6)
+    assert plain.device("x", two).moment != "sample picture" == drawing.device("x", two).moment
+    assert drawing.device("x", two).moving == 500 + 3000 + 7000
+    assert drawing.device("x", one).moving == 6000 + large.outputs + 20_000  # its tail is at home without a pipeline
+    assert drawing.device("x", one).gradients == drawing.device("x", one).checkpoints == 0
+    assert drawing.device("x", two).lora == 3 * block.lora

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,16 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from devicebridge import assembly
 from devicebridge.config.job import JobConfig, ParallelConfig
 from devicebridge.events import Event, EventLog
 from devicebridge.families.registry import FAMILIES
+from devicebridge.jobs import job as job_module
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.jobs.result import TrainingResult
 from devicebridge.parallel.offload import weights as weights_module
+from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.sampling import decode, sampler
 from devicebridge.sampling.sampler import Sampler, ask_for_samples
 from devicebridge.tests.clips import save_clip
@@ -410,3 +414,38 @@ def test_jobs_whose_pictures_cannot_be_drawn_are_refused(tmp_path: Path, caplog:
     with caplog.at_level(logging.WARNING):
         check_job(_with(job, parallel={"strategy": ParallelConfig().strategy}))
     assert "drawn by wan2.2-t2v-a14b-high alone" in caplog.text
+
+
+def test_blocks_draw_uncompiled_and_are_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if blocks were compiled: who calls a block's compiled forward is written down."""
+    called: list[bool] = []
+
+    def compile_all(model: Any, family: Any, *rest: Any) -> CompiledBlocks:
+        blocks = [block for each in family.block_lists for block in model.get_submodule(each.name).children()]
+        for block in blocks:
+            block.forward = _counting(block.forward, called)
+        return CompiledBlocks(blocks, ExitStack())
+
+    monkeypatch.setattr(assembly, "compile_if_possible", compile_all)
+    job = _job(tmp_path, "run", samples={"every_steps": 1}, train={**TRAIN, "compile": "auto"})
+    during: list[int] = []
+    plain = Sampler.draw
+
+    def draw(self: Sampler, *arguments: Any) -> None:
+        before = len(called)
+        plain(self, *arguments)
+        during.append(len(called) - before)
+
+    monkeypatch.setattr(Sampler, "draw", draw)
+    monkeypatch.setattr(job_module, "check_compiled", lambda trainer: None)
+    _run(job)
+    assert during == [0, 0, 0, 0] and len(called) == 3 * 2 * 4 * 2  # steps, micro-batches, blocks, and once recomputed
+    assert len(_files(job)) == 8
+
+
+def _counting(forward: Callable[..., Any], called: list[bool]) -> Callable[..., Any]:
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        called.append(torch.is_grad_enabled())
+        return forward(*args, **kwargs)
+
+    return compiled
