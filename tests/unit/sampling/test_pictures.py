@@ -449,3 +449,20 @@ def _counting(forward: Callable[..., Any], called: list[bool]) -> Callable[..., 
         return forward(*args, **kwargs)
 
     return compiled
+
+
+def test_random_numbers_that_drawing_takes_are_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a library does that fills a fresh VAE with random weights before it reads the file's."""
+    split = {"split": TWO}
+    without = _run(_job(tmp_path, "without", **split, samples={"prompts": []}))
+    plain = decode.load_vae
+
+    def drawing(*arguments: Any) -> Any:
+        for device in ("cpu", "lazy:0", "lazy:1"):
+            torch.empty(3, device=device).uniform_()
+        return plain(*arguments)
+
+    monkeypatch.setattr(decode, "load_vae", drawing)
+    result = _run(_job(tmp_path, "with", **split, samples={"every_steps": 1}))
+    assert result.lora_path and without.lora_path and result.losses == without.losses
+    assert result.lora_path.read_bytes() == without.lora_path.read_bytes()
