@@ -499,7 +499,7 @@ def test_video_variants_are_forecast_with_what_they_are_given(name):
 
 @pytest.mark.parametrize("name", ["flux2", "flux1", "wan"])
 def test_a_large_picture_takes_no_more_than_is_forecast(name, monkeypatch):
-    """Four times the cells that are trained on. The forecast counts the tail with a backward, which a picture has not."""
+    """Four times the cells that are trained on. The forecast gives its tail a backward, which a picture has not."""
     tiny = _tiny(name)
     picture = (*tiny.latent_shape[:2], 32, 32)
     small = _forecast(tiny, 2, (0, 0), 1, "none")
