@@ -72,6 +72,8 @@ def _describe(event: Event) -> str:
         return f"step {event.step}/{event.total} loss {values['loss']:.5f} {values['elapsed_s']:.2f} s"
     if event.kind == "eval":
         return f"step {event.step}/{event.total} evaluation loss {values['loss']:.6f}"
+    if event.kind == "sample":
+        return f"step {event.step}/{event.total} sample {values['file']}: {values['prompt']}"
     if event.kind == "forecast":
         return "\n".join([*describe_comparison(values["devices"]), *filter(None, [values.get("pace", "")])])
     return f"saved {values['path']}" if event.kind == "saved" else ""

@@ -24,6 +24,7 @@ from .data import FolderConfig as FolderConfig
 from .model import ModelConfig, ParallelConfig, SplitConfig, divides_blocks, holds_copies
 from .model import ModelScheme as ModelScheme
 from .ranges import STRICT, problems_of
+from .samples import SamplesConfig
 from .setting import Key, keys_of, with_todays_names
 from .training import LoopConfig, LoraSettings, ObjectiveConfig, OptimizerConfig, OutputConfig, ScheduleConfig
 
@@ -47,10 +48,15 @@ class JobConfig:
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    samples: SamplesConfig = Field(default_factory=SamplesConfig)
 
     def __post_init__(self) -> None:
         if self.data.encoded and self.evaluation.folder:
             raise ValueError("evaluation.folder holds images, but a job on data.encoded has no encoders; remove it")
+        if self.data.encoded and self.samples.prompts:
+            raise ValueError(
+                "samples.prompts are to be encoded, but a job on data.encoded has no encoders; remove them"
+            )
         if self.model.second_expert and self.split.balance == "manual":
             raise ValueError(
                 'split.balance = "manual" cuts one model, but model.second_expert gives each of two experts cards of '

@@ -72,7 +72,7 @@ ROWS: tuple[Row, ...] = (
         },
     ),
     # ---- nodes/host/__init__.py: progress, Cancel, messages, memory
-    *_read("host", "comfy.utils.ProgressBar", {"call": "(total, node_id=); update_absolute(value, total)"}),
+    *_read("host", "comfy.utils.ProgressBar", {"call": "(total, node_id=); update_absolute(value, total, preview=)"}),
     *_read("host", "comfy_execution.graph_utils", {"call": "ExecutionBlocker(message)"}),
     *_read(
         "host",

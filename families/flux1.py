@@ -30,6 +30,7 @@ from .spec import (
     LatentSpec,
     ModelFamily,
     Rename,
+    SamplingSpec,
     ShiftRule,
     TextEncoderSpec,
     TimestepSpec,
@@ -250,6 +251,7 @@ FLUX1 = ModelFamily(
             vae_config=_VAE,
             # Its scheduler has no shift (shift 1, no dynamic shifting).
             timesteps=TimestepSpec(sampling="logit_normal", shift="none", shift_presets=_SHIFTS),
+            sampling=SamplingSpec(steps=4, guidance=1.0, shift=lambda num_tokens, steps: 1.0),
             caution="schnell is step-distilled, and training it undoes that: images in four steps will get worse",
         ),
     ),
@@ -262,4 +264,6 @@ FLUX1 = ModelFamily(
     decode_latents=decode_latents,
     tensor=_TENSOR,
     comfy=_COMFY,
+    # FluxPipeline's steps and guidance; dev's scheduler shifts as it was trained.
+    sampling=SamplingSpec(28, 3.5, shift=lambda num_tokens, steps: SHIFTS["resolution"].factor(num_tokens)),
 )

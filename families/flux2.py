@@ -7,6 +7,7 @@ patchified and normalised before they are noised; positions have four axes (t, h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from .spec import (
     LatentSpec,
     ModelFamily,
     Rename,
+    SamplingSpec,
     ShiftRule,
     TextEncoderSpec,
     TimestepSpec,
@@ -95,6 +97,15 @@ def _klein(name: str, config: Mapping[str, Any]) -> Variant:
         "with either: training the distilled one undoes its distillation"
     )
     return Variant(name, config, (_QWEN3,), vae_config=_VAE, caution=caution)
+
+
+def sampling_shift(num_tokens: int, steps: int) -> float:
+    """The factor that compute_empirical_mu of diffusers' pipelines/flux2 gives; fewer steps stay in noise longer."""
+    mu_200 = 0.00016927 * num_tokens + 0.45666666
+    if num_tokens > 4300:
+        return math.exp(mu_200)
+    mu_10 = 8.73809524e-05 * num_tokens + 1.89833333
+    return math.exp(mu_200 + (mu_200 - mu_10) / 190 * (steps - 200))
 
 
 def make_inputs(
@@ -257,4 +268,6 @@ FLUX2 = ModelFamily(
     decode_latents=decode_latents,
     tensor=_TENSOR,
     comfy=_COMFY,
+    # The pipelines' guidance (klein's: that of the base model). They take 50 steps; 28 is what dev's card recommends.
+    sampling=SamplingSpec(28, 4.0, sampling_shift),
 )

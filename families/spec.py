@@ -127,6 +127,19 @@ class TimestepSpec:
 
 
 @dataclass(frozen=True)
+class SamplingSpec:
+    """How a model draws a picture: Euler steps along shifted noise levels, as diffusers' pipeline of it does.
+
+    steps: a usual number. guidance: a usual value, of the model's guidance input where it has one, else of
+    classifier-free guidance against the empty prompt; 1 is none. shift: s of ShiftRule, by image tokens and steps.
+    """
+
+    steps: int
+    guidance: float
+    shift: Callable[[int, int], float]
+
+
+@dataclass(frozen=True)
 class Rename:
     """One row of the table between original and diffusers names.
 
@@ -158,8 +171,9 @@ class Variant:
     vae_config: Mapping[str, Any] = field(default_factory=dict)  # for single-file VAEs
     training_guidance: float | None = None  # embedded guidance while training; None for a model without that input
     sigma_range: tuple[float, float] = (0.0, 1.0)  # timesteps it is trained on; all unless it is one expert of a pair
-    timesteps: TimestepSpec | None = None  # in place of the family's, as is latent
+    timesteps: TimestepSpec | None = None  # in place of the family's, as are latent and sampling
     latent: LatentSpec | None = None
+    sampling: SamplingSpec | None = None
     transformer_folder: str = "transformer"  # in a diffusers model folder; the second expert of a pair lies elsewhere
     partner: str = ""  # the variant that is the other expert of the pair; "" for a model that is whole
     caution: str = ""  # what to know before training it; logged when the variant is chosen
@@ -292,6 +306,7 @@ class ModelFamily:
     # has the names of that class and no others, and no functions of its own.
     native: NativeModel | None = None
     host: HostModel | None = None
+    sampling: SamplingSpec | None = None  # how pictures are drawn while it trains; likewise
 
     def variant(self, name: str) -> Variant:
         """The variant of this name.
@@ -308,3 +323,6 @@ class ModelFamily:
 
     def latent_of(self, variant: Variant) -> LatentSpec:
         return variant.latent or self.latent
+
+    def sampling_of(self, variant: Variant) -> SamplingSpec | None:
+        return variant.sampling or self.sampling

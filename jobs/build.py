@@ -24,6 +24,7 @@ from ..training.batches import CachedSamples
 from ..training.loop import Trainer
 from .checked_job import JobPlan
 from .lora_output import save_lora
+from .samples import make_sampler
 
 
 def build_trainer(
@@ -58,11 +59,12 @@ def build_trainer(
     def save(folder: Path) -> Path:
         return save_lora(plan, lora, folder)
 
+    runner = _make_runner(plan, assembled)
     return Trainer(
         job=job,
         family=plan.family,
         variant=plan.variant,
-        runner=_make_runner(plan, assembled),
+        runner=runner,
         lora=lora,
         schedule=plan.schedule,
         train_data=data[0],
@@ -80,6 +82,7 @@ def build_trainer(
         compiled=assembled.all_compiled,
         graphs=assembled.all_graphs,
         is_asked=Requests(Path(job.output.folder)).take,
+        samples=make_sampler(plan, assembled, lambda: runner.replica_for(0), data[0], events),
     )
 
 

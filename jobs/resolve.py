@@ -47,6 +47,7 @@ from ..planning.space import OFFLOADS, OPTIMIZERS, SCHEMES, STRATEGIES, SearchSp
 from ..quantization.quantize import QuantizeSettings, stored_bytes
 from .checked_job import why_no_graphs
 from .native_limits import why_no_stages, why_not_offloaded
+from .samples import size_of_pictures
 
 _log = logging.getLogger(__name__)
 
@@ -339,6 +340,7 @@ def plan_on(
     if job.parallel.asked and divides_blocks(strategy):
         _refuse_undividable(job, subject, min(len(machine.cards), len(block_names(subject.model, subject.info.family))))
     model = ModelCosts(subject.info, subject.variant, subject.model)
+    longest = max((size[-1] for size in subject.train), default=1)
     question = Question(
         model,
         search_space(job),
@@ -348,6 +350,7 @@ def plan_on(
         cuts=cuts,
         host_bytes=machine.host_bytes,
         graphs_fault=why_no_graphs(job, len(subject.train), machine.devices),
+        picture=size_of_pictures(job, subject.info.family, subject.variant, longest),
     )
     return plan_training(question) if machine.named else plan_calibrated(question, measuring)
 

@@ -11,7 +11,7 @@ from ..config import job as config
 from . import background, host
 from .captions import DEFAULT_FOLDER
 from .host import io
-from .sockets import Socket, make_inputs, read_number_or_name, read_section
+from .sockets import Socket, make_inputs, read_lines, read_number_or_name, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
@@ -69,6 +69,16 @@ _INPUTS = (
         "and the training goes on if ComfyUI ends. Watch, stop and resume it in the sidebar's tab DeviceBridge. The "
         "outputs stay empty.",
     ),
+    Socket(
+        "sample_prompts",
+        "samples.prompts",
+        "One prompt per line. The node shows the newest picture; all are in the run folder.",
+        read=read_lines,
+        multiline=True,
+        placeholder="a photo of my subject on a beach",
+        optional=True,
+    ),
+    Socket("sample_every", "samples.every_steps", max=_MOST_STEPS, optional=True),
 )
 
 
@@ -121,7 +131,7 @@ class TrainLora(io.ComfyNode):
             {"loss": result.losses},
             result.step,
             str(result.lora_path),
-            ui={"text": (text,), "lora": [entry] if entry else []},
+            ui={"text": (text,), "lora": [entry] if entry else [], **_images(view)},
         )
 
 
@@ -148,7 +158,15 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
         optimizer=read(config.OptimizerConfig),
         schedule=read(config.ScheduleConfig),
         output=read(config.OutputConfig, folder=str(folder)),
+        samples=read(config.SamplesConfig),
     )
+
+
+def _images(view: JobView) -> dict[str, Any]:
+    """The newest pictures as ComfyUI shows images on a node; {} if none were drawn."""
+    entries = [entry for path in view.pictures.values() if (entry := host.output_entry(path))]
+    is_animated = any(entry["filename"].endswith(".webp") for entry in entries)
+    return ({"images": entries} | ({"animated": (True,)} if is_animated else {})) if entries else {}
 
 
 def describe_result(result: TrainingResult) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..system.pace import describe_duration, describe_progress
@@ -18,6 +19,7 @@ _PHASES = {
     "latents": "Encoding images",
     "loading": "Loading the model onto its devices",
     "training": "Training",
+    "samples": "Drawing sample pictures",
 }
 
 
@@ -33,6 +35,7 @@ class JobView(host.NodeView):
         self._clock = clock
         self._last_text_s = -_TEXT_INTERVAL_S  # the first line is never too early
         self._seconds_per_step = 0.0
+        self.pictures: dict[int, Path] = {}  # the newest of each prompt
 
     def __call__(self, event: Event) -> None:
         host.send_event(
@@ -46,6 +49,9 @@ class JobView(host.NodeView):
         )
         if event.kind in {"progress", "step"}:
             self.show_progress(event.step, event.total)
+        if event.kind == "sample":
+            path = self.pictures[event.values["index"]] = Path(event.values["path"])
+            self.show_picture(path, event.step, event.total)
         self._show_line(event)
 
     def _show_line(self, event: Event) -> None:

@@ -78,6 +78,18 @@ class CompiledBlocks:
             for block, forward in compiled.items():
                 block.forward = forward
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, blocks compute by their classes' own forwards: shapes that come now make no graphs."""
+        held = {block: block.__dict__["forward"] for block in self._blocks}
+        for block in held:
+            del block.__dict__["forward"]
+        try:
+            yield
+        finally:
+            for block, forward in held.items():
+                block.forward = forward
+
     def remove(self) -> None:
         """Give every block its own forward back; a second call is a no-op."""
         if self._blocks:

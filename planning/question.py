@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -91,11 +92,18 @@ class ModelCosts:
 
     def latent_shape(self, bucket: tuple[int, int], frames: int) -> tuple[int, int, int, int]:
         """Of one sample. [C, F, H, W]"""
-        latent = self.family.latent_of(self.variant)
-        height, width = (side // latent.spatial_stride for side in bucket)
-        published = self.variant.transformer_config["in_channels"]  # a model of its own size may have another VAE
-        channels = latent.channels * self.info.config.get("in_channels", published) // published
-        return channels, 1 + (frames - 1) // latent.frame_stride, height, width
+        return latent_shape_of(self.info, self.variant, bucket, frames)
+
+
+def latent_shape_of(
+    info: CheckpointInfo, variant: Variant, bucket: tuple[int, int], frames: int
+) -> tuple[int, int, int, int]:
+    """Of one sample of height and width in pixels and video frames. [C, F, H, W]"""
+    latent = info.family.latent_of(variant)
+    height, width = (side // latent.spatial_stride for side in bucket)
+    published = variant.transformer_config["in_channels"]  # a model of its own size may have another VAE
+    channels = latent.channels * info.config.get("in_channels", published) // published
+    return channels, 1 + (frames - 1) // latent.frame_stride, height, width
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,7 @@ class Question:
         graphs_fault: why no block can be recorded as a CUDA graph.
         replica: which copy of the model is asked for, on a card of its own.
         num_shares: cards that compute each block together; one of them is asked for.
+        picture: height, width and frames of the sample pictures that the first copy draws between steps, if any.
     """
 
     model: ModelCosts
@@ -124,6 +133,7 @@ class Question:
     graphs_fault: str = ""
     replica: int | None = None
     num_shares: int = 1
+    picture: tuple[int, int, int] | None = None
 
     def changed(self, **changes: Any) -> Question:
         """Another question of the same model. Measured times are of this one and left out; what fits does not depend
@@ -135,7 +145,7 @@ class Question:
         """For one card that holds a copy of the whole model: its share of the micro-batches and of host memory."""
         share = num_dealt(self.space.accumulation, len(self.cards))[index]
         one = self._of_one(index, accumulation=max(1, share))  # an idle card is planned all the same
-        return replace(one, given_times=self.times, replica=index)
+        return replace(one, given_times=self.times, replica=index, picture=None if index else self.picture)
 
     def divided(self, index: int, fewest: int | None = None) -> Question:
         """For one card that computes its share of every block: all micro-batches, and its share of host memory.
@@ -290,7 +300,18 @@ class Question:
             self.step_settings(setting),
             backend=Backend(context=0 if has_context else CONTEXT_BYTES),
             largest_layer=0 if setting.scheme == "none" else self.model.largest_linear * self.space.dtype.itemsize,
+            picture=self._picture_cost(setting.scheme),
         )
+
+    def _picture_cost(self, scheme: str) -> StepCost | None:
+        """Of drawing a sample picture; None where a forward of training takes as much."""
+        if self.picture is None:
+            return None
+        *bucket, frames = self.picture
+        shape, work = self.model.latent_shape((bucket[0], bucket[1]), frames), self.work(scheme)
+        if prod(shape) <= work.batch_size * prod(work.latent_shape):
+            return None
+        return self.model.dry_run(replace(work, latent_shape=shape, batch_size=1), self._kernels(scheme))
 
     def _kernels(self, scheme: str) -> Kernels:
         """Those of the first card; only 8-bit products ask a card for what it has, which compiles a kernel there."""

@@ -40,6 +40,7 @@ class FakeHost:
     texts: list[str] = field(default_factory=list)
     progress: list[tuple[int, int]] = field(default_factory=list)
     messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    previews: list[tuple[str, Any, int]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     gpus: tuple[torch.device, ...] = ()
     folder_names_and_paths: dict[str, tuple[list[str], set[str]]] = field(default_factory=dict)
@@ -167,11 +168,13 @@ def _utils(host: FakeHost) -> ModuleType:
         def __init__(self, total: int, node_id: str | None = None) -> None:
             self.total = total
 
-        def update_absolute(self, value: int, total: int | None = None) -> None:
+        def update_absolute(self, value: int, total: int | None = None, preview: Any = None) -> None:
             if host.is_interrupted:
                 host.is_interrupted = False
                 raise InterruptProcessingException
             host.progress.append((value, total or self.total))
+            if preview is not None:
+                host.previews.append(preview)
 
     module = ModuleType("comfy.utils")
     module.ProgressBar = ProgressBar  # type: ignore[attr-defined]

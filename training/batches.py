@@ -74,6 +74,10 @@ class CachedSamples:
         """A sample, for a message."""
         return str(getattr(self.samples[index], "path", f"sample {index + 1} of the encoded dataset"))
 
+    def text(self, caption: str) -> Mapping[str, torch.Tensor]:
+        """What the text encoders left of one caption, as a batch of one."""
+        return join_texts([self.read_text(self._entry(self.text_keys[caption]))])
+
     def not_finite(self, index: int, drop_caption: bool, dtype: torch.dtype) -> str:
         """What of a sample is not finite in this type; "" if all is."""
         latents = self.latent_keys[index]

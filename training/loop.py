@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -55,6 +55,14 @@ class NoisyBatch:
     sigmas: torch.Tensor
 
 
+class Samples(Protocol):
+    """Pictures that are drawn between two steps; sampling/sampler.py."""
+
+    def is_due(self, step: int, *, is_start: bool = False) -> bool: ...
+
+    def draw(self, step: int, should_stop: Callable[[], bool]) -> None: ...
+
+
 @dataclass
 class Trainer:
     """One run: a model with a LoRA, its data, and where it stands.
@@ -68,6 +76,7 @@ class Trainer:
         compiled: the blocks of the model and its copies, if they are; torch compiles at the first batch of each shape.
         graphs: of blocks that keep their activations, recorded in the first step and replayed from then on.
         is_asked: whether somebody outside has asked for this since it was answered last.
+        samples: pictures to draw, or None.
     """
 
     job: JobConfig
@@ -86,6 +95,7 @@ class Trainer:
     compiled: tuple[CompiledBlocks, ...] = ()
     graphs: tuple[GraphedBlocks, ...] = ()
     is_asked: Callable[[Request], bool] = nothing_asked
+    samples: Samples | None = None
     step: int = 0
     losses: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -137,11 +147,13 @@ class Trainer:
             preflight(self)
         if not should_stop():
             self._evaluate_if_due(is_end=self.step >= last)
+        self._draw_if_due(should_stop, is_start=True)
         while self.step < last and not should_stop():
             self._timed_step()
             self._evaluate_if_due(is_end=self.step == last)
-            if self._is_save_due():
+            if self._is_save_due() or self.step == last:
                 self.save()
+            self._draw_if_due(should_stop)
 
     def _save_before_the_end(self) -> str:
         """Save what is done after something broke, if that has not been tried; what to say of it."""
@@ -342,6 +354,10 @@ class Trainer:
             return
         self.evaluations[self.step] = self.evaluate()
         self.events.emit("eval", self.step, self.job.train.steps, loss=self.evaluations[self.step])
+
+    def _draw_if_due(self, should_stop: Callable[[], bool], *, is_start: bool = False) -> None:
+        if self.samples is not None and not should_stop() and self.samples.is_due(self.step, is_start=is_start):
+            self.samples.draw(self.step, should_stop)
 
     def _is_save_due(self) -> bool:
         every = self.job.output.save_every_steps

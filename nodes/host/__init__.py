@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from ...checkpoints.checkpoint import CheckpointInfo
 
 
+_PREVIEW_SIDE = 512  # pixels; ComfyUI sends no more
+
+
 class NodeView:
     """What a running node shows on itself, and whether its user has pressed Cancel.
 
@@ -45,10 +48,20 @@ class NodeView:
         self._bar = ProgressBar(1, node_id=self.node_id or None)
 
     def show_progress(self, done: int, total: int) -> None:
+        self._update(done, total, None)
+
+    def show_picture(self, path: Path, done: int, total: int) -> None:
+        """A file as the node's preview, of a clip its first frame; progress as it was. Raises: OSError."""
+        from PIL import Image
+
+        with Image.open(path) as picture:
+            self._update(done, total, ("JPEG", picture.convert("RGB"), _PREVIEW_SIDE))
+
+    def _update(self, done: int, total: int, preview: tuple[str, Any, int] | None) -> None:
         from comfy.model_management import InterruptProcessingException, interrupt_current_processing
 
         try:
-            self._bar.update_absolute(done, max(total, 1))
+            self._bar.update_absolute(done, max(total, 1), preview=preview)
         except InterruptProcessingException:
             interrupt_current_processing(True)  # the bar took the request away; is_cancelled must still see it
 

@@ -156,6 +156,8 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "offload_activations": "COMBO",
         "cuda_graphs": "COMBO",
         "background": "BOOLEAN",
+        "sample_prompts": "STRING",
+        "sample_every": "INT",
     }
 
 
@@ -507,6 +509,8 @@ CHANGES = [
     ("compile_blocks", "auto", "train.compile", "auto"),
     ("offload_activations", "on", "train.offload_activations", "on"),
     ("cuda_graphs", "auto", "train.cuda_graphs", "auto"),
+    ("sample_prompts", "a cat, asleep\n\n a dog \n", "samples.prompts", ("a cat, asleep", "a dog")),
+    ("sample_every", 7, "samples.every_steps", 7),
 ]
 
 

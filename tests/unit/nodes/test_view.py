@@ -6,11 +6,12 @@ import importlib
 from pathlib import Path
 
 import pytest
-from devicebridge.events import EventLog
+from devicebridge.events import Event, EventLog
 from devicebridge.jobs.encode_job import tell_progress
 from devicebridge.system.pace import Pace
 from devicebridge.tests import comfy_stub
 from devicebridge.tests.unit.system.test_pace import _Clock
+from PIL import Image
 
 
 @pytest.fixture
@@ -46,3 +47,24 @@ def test_a_node_shows_captions_per_second_and_the_time_left(host: comfy_stub.Fak
     assert host.progress == [(40, 100), (41, 100), (42, 100), (43, 100), (100, 100)]
     told = [message for _, message in host.messages if message["kind"] == "progress"]
     assert told[2]["values"] == {"what": "captions", "per_second": pytest.approx(1 / 15), "left_s": pytest.approx(870)}
+
+
+def test_a_node_previews_the_newest_picture_and_its_progress_stays(host: comfy_stub.FakeHost, tmp_path: Path) -> None:
+    view = importlib.import_module("devicebridge.nodes.view").JobView("7", _Clock())
+    for index, (name, colour) in enumerate([("0.png", "red"), ("1.webp", "blue")]):
+        Image.new("RGB", (8, 4), colour).save(tmp_path / name, lossless=True)
+        values = {"index": index, "prompt": "a", "seed": 0, "file": name, "path": str(tmp_path / name)}
+        view(Event("sample", 250, 1000, values))
+    assert host.progress == [(250, 1000), (250, 1000)]
+    (_, red, _), (kind, blue, side) = host.previews
+    assert (kind, side) == ("JPEG", 512) and blue.size == (8, 4)
+    assert red.getpixel((0, 0)) == (255, 0, 0) and blue.getpixel((0, 0)) == (0, 0, 255)
+    assert view.pictures == {0: tmp_path / "0.png", 1: tmp_path / "1.webp"}
+
+
+def test_cancel_while_a_picture_is_shown_is_seen_by_the_run(host: comfy_stub.FakeHost, tmp_path: Path) -> None:
+    view = importlib.import_module("devicebridge.nodes.view").JobView("7", _Clock())
+    Image.new("RGB", (8, 4)).save(tmp_path / "0.png")
+    host.is_interrupted = True
+    view.show_picture(tmp_path / "0.png", 1, 2)
+    assert view.is_cancelled()
