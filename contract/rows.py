@@ -424,5 +424,6 @@ NODES: dict[str, tuple[str, ...]] = {
     "DeviceBridgeLoadDiffusionModelSplit": ("nodes", "host", "folders", "split"),
     "DeviceBridgeRingLseFix": ("nodes",),
 }
+NATIVE = "native"  # the part that training ComfyUI's own models relies on; asked when one is read
 PAGE = "page"  # the part that the page in ComfyUI relies on
 COMMAND = "devicebridge run"  # relies on the part "server"

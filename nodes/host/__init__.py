@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from comfy_api.v0_0_2 import ComfyExtension as ComfyExtension
 from comfy_api.v0_0_2 import io as io
 
+from ...contract.check import check_parts
+from ...contract.living import Living
+from ...contract.rows import NATIVE
 from .comfy_encoders import HostClip as HostClip
 from .comfy_encoders import HostVae as HostVae
 from .folders import USE_PATH as USE_PATH
@@ -123,9 +126,13 @@ def path_of_model(model: Any) -> Path:
 
 
 def read_native(path: str, dtype: str, like: Any = None) -> CheckpointInfo:
-    """A file as ComfyUI's own model. Raises: ValueError for one that cannot be trained."""
+    """A file as ComfyUI's own model.
+
+    Raises: ValueError for one that cannot be trained; RuntimeError if this ComfyUI has changed what that relies on.
+    """
     from .native import source
 
+    check_parts(Living(may_import=True), [NATIVE])
     return source.read_native(Path(path), dtype, like)
 
 
