@@ -344,7 +344,9 @@ ROWS: tuple[Row, ...] = (
             "ModelSamplingDiscrete.percent_to_sigma(percent)",
         },
     ),
-    *_read("native", "comfy.model_detection", {"call": "model_config_from_unet(state_dict, prefix, metadata=)"}),
+    *_read(
+        "native", "comfy.model_detection", {"call": "model_config_from_unet(state_dict, unet_key_prefix, metadata=)"}
+    ),
     *_read(
         "native",
         "comfy.supported_models_base.BASE",
