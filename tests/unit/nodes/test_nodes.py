@@ -553,7 +553,7 @@ def training(nodes: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.M
         cancel_at = 99
         calls: list[dict[str, Any]] = []
 
-        def run(self, job: Any, *, resume: bool, on_event: Any, should_stop: Any) -> Any:
+        def run(self, job: Any, *, info: Any, resume: bool, on_event: Any, should_stop: Any) -> Any:
             grad = torch.zeros(1, requires_grad=True).sum().requires_grad
             mode = {"inference": torch.is_inference_mode_enabled(), "grad": grad, "host": list(host.calls)}
             self.calls.append({"job": job, "resume": resume, **mode})
