@@ -182,6 +182,7 @@ class ComfyInputs:
     min_tokens: int = 0  # shorter texts get rows of zeros in front, up to this number of tokens
     latent_dims: Literal[2, 3] = 2  # of a LATENT without batch and channels: 2 for [H, W], 3 for [F, H, W]
     cells_per_token: int = 1  # latent cells that make_inputs packs into one token of the transformer's in_channels
+    clip_type: str = ""  # what its Load CLIP calls the text encoders' type
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any
 from ..config.job import LoopConfig, LoraSettings, OptimizerConfig, OutputConfig
 from . import host
 from .host import io
+from .saying import said_on_node
 from .sockets import make_inputs, read_section
 from .train import training_sockets
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
@@ -50,6 +51,7 @@ class PlanTraining(io.ComfyNode):
         )
 
     @classmethod
+    @said_on_node
     def execute(cls, model: TrainingModel, dataset: TrainingDataset, cards: str, **sockets: Any) -> io.NodeOutput:
         from contextlib import nullcontext
 

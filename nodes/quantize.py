@@ -10,8 +10,11 @@ from ..config.open import asked
 from . import host
 from .captions import DEFAULT_FOLDER
 from .host import io
+from .saying import said_on_node
 from .sockets import AUTO, Socket, make_inputs, read_section, setting_names
 from .types import ModelSocket, TrainingModel
+
+_TITLE = "Quantize (skip LoRA)"
 
 _SCHEMES = [AUTO, "fp8-compute", "int8-compute", "fp8", "int8", "none"]
 _INPUTS = (
@@ -34,13 +37,13 @@ class Quantize(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="DeviceBridgeQuantize",
-            display_name="Quantize (skip LoRA)",
+            display_name=_TITLE,
             category="DeviceBridge/training",
             description="Holds the model's frozen linear layers in 8 bits while a LoRA is trained on top, and can "
             "multiply in 8 bits too. LoRA weights, norms and embeddings keep their precision. Shows what is "
             "quantized and the memory it takes.",
             search_aliases=["fp8", "float8", "int8", "8 bit", "torchao"],
-            inputs=make_inputs(_INPUTS),
+            inputs=make_inputs(_INPUTS, _TITLE),
             outputs=[
                 ModelSocket.Output("quantized", display_name="model", tooltip="The same model, to be quantized."),
                 io.String.Output("report", tooltip="What is quantized and what is not, and memory."),
@@ -49,6 +52,7 @@ class Quantize(io.ComfyNode):
         )
 
     @classmethod
+    @said_on_node
     def execute(cls, model: TrainingModel, **sockets: Any) -> io.NodeOutput:
         from ..jobs.quantize_preview import choose_scheme, preview_model
         from ..jobs.resolve import find_machine

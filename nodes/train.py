@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import job as config
+from ..config.training import LORA_ENDING
 from . import host
 from .captions import DEFAULT_FOLDER
 from .host import io
+from .saying import said_on_node
 from .sockets import Socket, make_inputs, read_number_or_name, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
@@ -18,25 +20,35 @@ from .view import JobView
 if TYPE_CHECKING:
     from ..jobs.job import TrainingResult
 
+_TITLE = "Train LoRA Across GPUs"
+
 _MOST_STEPS = 1_000_000
-_RUN_FOLDER = "The run folder is devicebridge/<name> in ComfyUI's output folder; another name starts another run."
+_RUN_FOLDER = "The run folder is devicebridge/<name> in ComfyUI's output folder. A further run gets a number: <name>_2."
+
+
+def plain_name(text: str) -> str:
+    """Without spaces around it, and without the extension that the LoRA file gets."""
+    return text.strip().removesuffix(LORA_ENDING)
+
+
 # A socket added after a release goes at the end, with optional=True: workflows saved before do not know it.
 _INPUTS = (
     ModelSocket.Input("model", tooltip="The model to train, from Load Model for Training Across GPUs."),
     DatasetSocket.Input("dataset", tooltip="The images; encoded first if they are not yet."),
-    Socket("name", "output.name", _RUN_FOLDER, default="my_lora"),
+    Socket("name", "output.name", _RUN_FOLDER, read=plain_name, default="my_lora"),
     Socket("steps", "train.steps", default=1000, max=_MOST_STEPS),
     Socket("learning_rate", "optimizer.learning_rate", min=1e-8, step=1e-6, round=1e-9),
     Socket("rank", "lora.rank"),
     Socket("alpha", "lora.alpha", min=0.01, max=1024.0, step=0.5),
     Socket("batch_size", "train.batch_size"),
-    Socket("accumulation", "train.gradient_accumulation_steps"),
+    Socket("accumulation", "train.gradient_accumulation_steps", default=4),  # with 1 the cards take turns
     Socket("random_seed", "train.seed"),  # the interface changes one called seed after every run: no run would resume
     io.Boolean.Input(
         "resume",
         default=False,
         tooltip="Continue from the newest checkpoint of the run folder, exactly as if it had not stopped. Turn it on "
-        "after Cancel or a crash; the other settings must be as they were.",
+        "after Cancel or a crash; the other settings must be as they were. Off, a finished run with these settings "
+        "gives its LoRA at once, and other settings start a new run beside it (my_lora_2).",
     ),
     Socket("gradient_checkpointing", "train.gradient_checkpointing", advanced=True),
     Socket("optimizer", "optimizer.name", options=["adamw", "adamw8bit"], advanced=True),
@@ -69,14 +81,14 @@ class TrainLora(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="DeviceBridgeTrainLora",
-            display_name="Train LoRA Across GPUs",
+            display_name=_TITLE,
             category="DeviceBridge/training",
             description="Trains a LoRA on a model split over several GPUs. Cancel finishes the step, saves everything "
             "and can be continued later with resume. The LoRA file is written to the run folder in ComfyUI's output "
             "folder.",
             search_aliases=["lora trainer", "finetune", "fine-tune", "flux lora", "dreambooth"],
             is_output_node=True,
-            inputs=make_inputs(_INPUTS),
+            inputs=make_inputs(_INPUTS, _TITLE),
             outputs=[
                 io.LoraModel.Output("lora", tooltip="The LoRA's tensors, for Save LoRA Weights or Load LoRA Model."),
                 io.LossMap.Output("loss_map", tooltip="The loss of every step, for Plot Loss Graph."),
@@ -89,14 +101,27 @@ class TrainLora(io.ComfyNode):
         )
 
     @classmethod
+    @said_on_node
     def execute(cls, model: TrainingModel, dataset: TrainingDataset, resume: bool, **sockets: Any) -> io.NodeOutput:
+        from ..encoding.encode import Stopped
         from ..jobs.job import run_job
+        from ..jobs.run_again import next_run
 
         job = make_job(model, dataset, sockets)
         view = JobView(cls.hidden.unique_id)
-        with host.training_allowed(), host.host_memory_freed():
-            result = run_job(job, resume=resume, on_event=view, should_stop=view.is_cancelled)
-        text = describe_result(result)
+        with host.training_allowed():
+            try:
+                run = next_run(job, resume=resume, should_stop=view.is_cancelled)
+            except Stopped:
+                host.cancel()
+            if run.finished is None:
+                if run.note:
+                    view.show_text(run.note)
+                with host.host_memory_freed():
+                    result = run_job(run.job, resume=run.resume, on_event=view, should_stop=view.is_cancelled)
+            else:
+                result = run.finished
+        text = "\n".join(filter(None, [run.note, describe_result(result)]))
         view.show_text(text)
         if result.status == "stopped":
             host.cancel()
@@ -122,7 +147,7 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
 
     Raises: ValueError for a setting that is refused, or a name that leads out of the output folder.
     """
-    folder = host.folder_in_output(f"devicebridge/{sockets['name'].strip()}", "name")
+    folder = host.folder_in_output(f"devicebridge/{plain_name(sockets['name'])}", "name")
     read = partial(read_section, entries=_INPUTS, given=sockets)
     return model.job(
         dataset,

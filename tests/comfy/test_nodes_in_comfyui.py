@@ -21,6 +21,7 @@ pytestmark = pytest.mark.comfy
 
 GOLDEN = ROOT / "tests" / "assets" / "object_info.json"
 EXAMPLES = ("train_lora_demo", "split_flux2_lora")
+FILES = ("folder", "evaluation_folder", "text_encoders", "text_encoder_2", "vae")
 EXAMPLE_API = ROOT / "tests" / "assets" / "train_lora_demo_api.json"
 
 
@@ -33,16 +34,18 @@ def object_info(server: Server) -> dict[str, Any]:
 def _without_words(info: dict[str, Any]) -> dict[str, Any]:
     """What a saved workflow depends on; texts may improve."""
     inputs = {
-        group: {name: _entry_without_words(entry) for name, entry in entries.items()}
+        group: {name: _entry_without_words(name, entry) for name, entry in entries.items()}
         for group, entries in info["input"].items()
     }
     kept = ("input_order", "output", "output_name", "output_is_list", "output_node", "display_name", "category")
     return {"input": inputs, **{key: info[key] for key in kept}}
 
 
-def _entry_without_words(entry: list[Any]) -> list[Any]:
+def _entry_without_words(name: str, entry: list[Any]) -> list[Any]:
+    """Nor the files that are there now."""
     kind, *rest = entry
-    return [kind, *({k: v for k, v in options.items() if k not in {"tooltip", "placeholder"}} for options in rest)]
+    left_out = {"tooltip", "placeholder"} | ({"options", "default"} if name in FILES else set())
+    return [kind, *({k: v for k, v in options.items() if k not in left_out} for options in rest)]
 
 
 def test_sockets_are_as_released(object_info: dict[str, Any]) -> None:
