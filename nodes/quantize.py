@@ -54,17 +54,18 @@ class Quantize(io.ComfyNode):
     @classmethod
     @said_on_node
     def execute(cls, model: TrainingModel, **sockets: Any) -> io.NodeOutput:
-        from ..jobs.quantize_preview import choose_scheme, preview_model
+        from ..jobs.quantize_preview import foresee_scheme, preview_model
         from ..jobs.resolve import find_machine
 
         own = read_section(ModelConfig, _INPUTS, sockets, path=model.model.path)
-        scheme = asked(own.quantize) or choose_scheme(find_machine(model.split.devices).devices)
         folder = host.folder_in_output(f"{DEFAULT_FOLDER}/quantized", "cache") if sockets.get("cache") else ""
         changes = {name: getattr(own, name) for name in setting_names(_INPUTS)} | {
-            "quantize": scheme,
             "quantized_cache": str(folder),
         }
         config = dataclasses.replace(model.model, **changes)
-        report = preview_model(config, model.split).table()
+        scheme = asked(own.quantize) or foresee_scheme(find_machine(model.split.devices))
+        report = preview_model(dataclasses.replace(config, quantize=scheme), model.split).table()
+        if own.quantize != scheme:
+            report += f"\nauto: the training's plan decides, and takes {scheme} on these devices if it fits"
         host.NodeView(cls.hidden.unique_id).show_text(report)
         return io.NodeOutput(dataclasses.replace(model, model=config), report)

@@ -73,6 +73,8 @@ def _settings(pipeline: Path, dataset: Path, **train: Any) -> dict[str, Any]:
         "TrainingDataset.folder": str(dataset),
         "TrainingDataset.resolutions": "32",
         "CacheCaptionsAndLatents.dtype": "float32",
+        "Quantize.quantize": "none",
+        "TrainLora.accumulation": 1,
         "TrainLora.rank": 2,
         "TrainLora.alpha": 2.0,
         "TrainLora.learning_rate": 0.01,
@@ -173,8 +175,10 @@ def test_the_report_of_quantizing_is_an_ordinary_text(server: Server, graph: Any
     (quantize,) = (key for key, node in whole.items() if node["class_type"] == "DeviceBridgeQuantize")
     whole["preview"] = {"class_type": "PreviewAny", "inputs": {"source": [quantize, 1]}}
     (text,) = _succeed(server.run(whole)).outputs["preview"]["text"]
-    assert text.startswith(f"{'fp8' if scheme == 'auto' else scheme}: 28 linears in 8 bits")  # devices is cpu
-    assert "LoRA: attached later, never quantized" in text
+    assert text.startswith(
+        "none: all weights" if scheme == "auto" else f"{scheme}: 28 linears in 8 bits"
+    )  # devices is cpu
+    assert "auto: " in text if scheme == "auto" else "LoRA: attached later, never quantized" in text
 
 
 def _save_comfy_sized_pipeline(folder: Path) -> Path:
@@ -284,7 +288,23 @@ def test_resume_with_other_settings_is_refused_and_names_them(server: Server, gr
     _succeed(server.run(graph(name="changed", steps=2)))
     finished = server.run(graph(name="changed", steps=2, learning_rate=0.5, resume=True))
     assert finished.status == "error"
-    assert "optimizer.learning_rate: 0.01 -> 0.5" in finished.error
+    assert "learning_rate of Train LoRA Across GPUs: 0.01 -> 0.5" in finished.error
+
+
+def test_the_same_graph_run_again_gives_its_lora_and_a_changed_one_a_new_run(server: Server, graph: Any) -> None:
+    """/free empties ComfyUI's cache, as a restart does."""
+    first = _succeed(server.run(graph(name="again", steps=2)))
+    server.post("/free", {"unload_models": True, "free_memory": True})
+    again = _succeed(server.run(graph(name="again", steps=2)))
+    changed = _succeed(server.run(graph(name="again", steps=2, learning_rate=0.5)))
+
+    def told(finished: Finished) -> dict[str, Any]:
+        return next(output for output in finished.outputs.values() if "lora" in output)
+
+    assert told(again)["lora"] == told(first)["lora"]
+    assert told(again)["text"][0].startswith("Finished before: nothing was trained.")
+    assert told(changed)["lora"][0]["filename"] == "again_2.safetensors"
+    assert len(_steps(_run_folder(server, "again"))) == 2 and len(_steps(_run_folder(server, "again_2"))) == 2
 
 
 def test_a_cached_dataset_is_not_encoded_again(server: Server, graph: Any) -> None:

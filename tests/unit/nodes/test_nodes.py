@@ -356,14 +356,16 @@ def test_the_sockets_of_the_quantize_node_reach_their_settings(
     assert not Path(found.quantized_cache).exists() and model.model.quantize == "none"
 
 
-def test_auto_chooses_by_the_models_devices(nodes: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_left_to_the_plan(nodes: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by those of the machine that the node runs on: a plan may be of other cards."""
     from devicebridge.jobs import quantize_preview
 
-    assert _quantized(nodes, model, "auto")[0].model.quantize == "fp8"
-    asked = []
-    monkeypatch.setattr(quantize_preview, "choose_scheme", lambda devices: asked.append(devices) or "int8-compute")
-    assert _quantized(nodes, model, "auto")[0].model.quantize == "int8-compute"
-    assert asked == [(torch.device("cpu"),)]
+    found, report = _quantized(nodes, model, "auto")
+    assert found.model.quantize == "auto" and report.startswith("none: all weights"), "as training on a CPU"
+    monkeypatch.setattr(quantize_preview, "foresee_scheme", lambda machine: "int8-compute")
+    found, report = _quantized(nodes, model, "auto")
+    assert found.model.quantize == "auto" and report.startswith("int8-compute: ")
+    assert report.endswith("auto: the training's plan decides, and takes int8-compute on these devices if it fits")
 
 
 # ---- datasets ----
