@@ -67,5 +67,8 @@ class Quantize(io.ComfyNode):
         report = preview_model(dataclasses.replace(config, quantize=scheme), model.split).table()
         if own.quantize != scheme:
             report += f"\nauto: the training's plan decides, and takes {scheme} on these devices if it fits"
-        host.NodeView(cls.hidden.unique_id).show_text(report)
-        return io.NodeOutput(dataclasses.replace(model, model=config), report)
+        from ..system.text_picture import draw_text
+
+        host.NodeView(cls.hidden.unique_id).show_text(report.splitlines()[0])
+        shown = {"text": (report,), "images": [host.shown_picture(draw_text(report))]}
+        return io.NodeOutput(dataclasses.replace(model, model=config), report, ui=shown)

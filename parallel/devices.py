@@ -76,7 +76,8 @@ def _without_ordinal(name: str) -> str:
 def device_title(device: torch.device) -> str:
     """What the card is called, such as "NVIDIA GeForce RTX 4090"; "" where torch does not tell."""
     module: Any = device_module(device)
-    return str(module.get_device_properties(device).name) if hasattr(module, "get_device_properties") else ""
+    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    return str(getattr(properties, "name", ""))
 
 
 def _device_count(device: torch.device) -> int:

@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import folder_paths
 
 from ...system.listing import Looked, go_on
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
 
 USE_PATH = "[path below]"
 OWN_PART = "[model folder]"  # of a diffusers model, which brings it
@@ -108,6 +112,16 @@ def list_input_folders() -> list[str]:
         allowed = []  # whoever reads a folder is told
     more = [folder for each in allowed for folder in (each, *_folders_in(each))]
     return sorted(names)[:_MOST_LISTED] + [str(folder) for folder in more if _has_files(folder)][:_MOST_LISTED]
+
+
+def shown_picture(picture: Picture) -> dict[str, str]:
+    """Keep a picture in ComfyUI's temp folder, and say how a node shows it."""
+    folder = Path(folder_paths.get_temp_directory())
+    folder.mkdir(parents=True, exist_ok=True)
+    number, path = tempfile.mkstemp(prefix="devicebridge_", suffix=".png", dir=folder)
+    with os.fdopen(number, "wb") as file:
+        picture.save(file, format="PNG")
+    return {"filename": Path(path).name, "subfolder": "", "type": "temp"}
 
 
 def _folders_in(folder: Path) -> list[Path]:

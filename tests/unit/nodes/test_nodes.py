@@ -157,6 +157,7 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "compile_blocks": "COMBO",
         "offload_activations": "COMBO",
         "cuda_graphs": "COMBO",
+        "steps": "INT",
     }
 
 
@@ -341,6 +342,7 @@ def test_the_report_is_shown_and_handed_on(
     assert report == preview_model(found.model, model.split).table()
     (text,) = host.texts
     assert text.splitlines()[0] == report.splitlines()[0] and report.startswith(scheme)
+    assert len(text.splitlines()) == 2, "the whole is a picture, which both renderers show"
     assert text.splitlines()[-1].startswith("Warning: ") and "a size of its own" in text
 
 
@@ -681,14 +683,20 @@ def test_the_plan_node_shows_the_plan_of_the_job(
 
     asked = []
     monkeypatch.setattr(job_module, "plan_job", lambda job, cards, **how: asked.append((job, cards, list(host.calls))))
-    monkeypatch.setattr(plan_view, "describe_plan", lambda plan: "the plan")
+    monkeypatch.setattr(plan_view, "describe_plan", lambda plan, steps: f"the plan of {steps} steps")
+    monkeypatch.setattr(plan_view, "describe_verdict", lambda plan, steps: ["fits", f"{steps} steps take an hour"])
+    monkeypatch.setattr(plan_view, "draw_plan", lambda plan: Image.new("RGB", (8, 4)))
     monkeypatch.setattr(plan_view, "picture_of", lambda plan: "the picture")
     node = _node(nodes, "DeviceBridgePlanTraining")
     settings = {**_defaults(node.define_schema()), "rank": 32, "batch_size": 2, "optimizer": "adamw8bit"}
     settings |= {"training_dtype": "bfloat16", "offload_activations": "on", "targets": "*.to_q\n*.to_k", "dora": True}
+    settings["steps"] = 7
     for cards in ("24GB, 12GB@0.5", " "):
         output = node.execute(model=sockets["model"], dataset=sockets["dataset"], **settings | {"cards": cards})
-        assert output.args == ("the plan", "the picture") and host.texts[-1] == "the plan"
+        assert output.args == ("the plan of 7 steps", "the picture")
+        assert host.texts[-1] == "fits. 7 steps take an hour", "short: the canvas renderer shows two lines"
+        (shown,) = output.ui["images"]
+        assert Image.open(host.root / "temp" / shown["filename"]).size == (8, 4) and shown["type"] == "temp"
     (job, named, calls), (_, own, later_calls) = asked
     assert (job.lora.rank, job.train.batch_size, job.optimizer.name) == (32, 2, "adamw8bit")
     assert (job.lora.dtype, job.train.offload_activations) == ("bfloat16", "on")
