@@ -142,6 +142,18 @@ def _make_parser() -> argparse.ArgumentParser:
         help="JSON file of a workflow: as ComfyUI saves it, or its API form (Export (API)); needs comfy-cli, "
         "which `pip install -e .[comfy]` brings",
     )
+    run.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NODE.INPUT=VALUE",
+        help="replace an input, such as DeviceBridgeTrainLora.steps=500; a node by its number, type or title; may be "
+        "given several times",
+    )
+    run.add_argument(
+        "--base-directory", type=Path, help="where models, input and output are, if not in ComfyUI's folder"
+    )
+    run.add_argument("server_flags", nargs="*", metavar="-- FLAGS", help="flags for ComfyUI's server, behind --")
     run.add_argument("--comfyui", type=Path, help="ComfyUI's folder; found by itself otherwise")
     run.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help="give up after this long")
     run.set_defaults(command=_run)
@@ -159,8 +171,17 @@ def _command(module: str, name: str) -> Callable[[argparse.Namespace], int]:
 
 def _run(options: argparse.Namespace) -> int:
     from ..headless.run import run_workflow
+    from ..headless.workflow import parse_setting
 
-    result = run_workflow(options.workflow, comfyui=options.comfyui, timeout_s=options.timeout, on_progress=say)
+    result = run_workflow(
+        options.workflow,
+        comfyui=options.comfyui,
+        timeout_s=options.timeout,
+        on_progress=say,
+        base=options.base_directory,
+        server_arguments=options.server_flags,
+        values=dict(map(parse_setting, options.set)),
+    )
     for path in result.outputs:
         say(str(path))
     if result.message:
