@@ -22,7 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A problem the user can mend is one message on stderr and code 2; a Ctrl-C that nothing else answers is one line
     and 130.
     """
-    options = _make_parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    end = arguments.index("--") if "run" in arguments and "--" in arguments else len(arguments)
+    options = _make_parser().parse_args(arguments[:end])
+    options.server_flags = arguments[end + 1 :]
     set_up_logging(is_verbose=options.verbose)
     try:
         return options.command(options)
@@ -150,10 +153,8 @@ def _make_parser() -> argparse.ArgumentParser:
         help="replace an input, such as DeviceBridgeTrainLora.steps=500; a node by its number, type or title; may be "
         "given several times",
     )
-    run.add_argument(
-        "--base-directory", type=Path, help="where models, input and output are, if not in ComfyUI's folder"
-    )
-    run.add_argument("server_flags", nargs="*", metavar="-- FLAGS", help="flags for ComfyUI's server, behind --")
+    run.add_argument("--base-directory", type=Path, help="where models, input and output are, if not ComfyUI's folder")
+    run.epilog = "Flags for ComfyUI's server stand behind --, such as: devicebridge run workflow.json -- --lowvram"
     run.add_argument("--comfyui", type=Path, help="ComfyUI's folder; found by itself otherwise")
     run.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help="give up after this long")
     run.set_defaults(command=_run)

@@ -53,7 +53,8 @@ def run_workflow(
         base: other place for models, inputs and outputs than ComfyUI's folder.
         server_arguments: added to ComfyUI's own, such as "--cpu".
         values: inputs that are replaced, see set_values.
-    Raises: ValueError for a file that is no workflow, or an input that it has not; RuntimeError if ComfyUI or comfy-cli is missing or fails.
+    Raises: ValueError for a file that is no workflow, or an input that it has not; RuntimeError if ComfyUI or comfy-cli
+        is missing or fails.
     """
     check_workflow(workflow)
     with interrupt_on_signal(), tempfile.TemporaryDirectory(prefix="devicebridge-run-") as scratch:

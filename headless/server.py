@@ -74,7 +74,7 @@ class Server:
                 time.sleep(_POLL_S)
 
     def find_outputs(self) -> list[Path]:
-        """Files that finished nodes have announced, and weights that were saved: core's Save LoRA Weights announces none.
+        """Files that finished nodes have announced, and new weights: core's Save LoRA Weights announces none.
 
         The server is ours alone, so all its history is this run.
         """
@@ -173,7 +173,7 @@ def tell_lines(log: Path, say: Callable[[str], object]) -> Iterator[None]:
 
 
 def _read_told_line(line: str) -> str:
-    """The part of a log line that begins with "split:" or "training:", with the level in front where that is not INFO; else ""."""
+    """The part of a log line that begins with "split:" or "training:", with a level in front that is not INFO; else ""."""
     found = _TOLD_LINE.match(_COLOUR.sub("", line.rstrip()))
     if found is None:
         return ""
