@@ -21,6 +21,7 @@ if __package__:
         from .contract.rows import EVERY_NODE
 
         check_parts(Living(may_import=True), [EVERY_NODE])
-        from .nodes import make_extension
+        from .nodes import add_page, make_extension
 
+        add_page()
         return make_extension()

@@ -12,11 +12,14 @@ from torch import nn
 from .checkpoints.checkpoint import CheckpointInfo
 from .checkpoints.load import load_transformer
 from .checkpoints.quantized_cache import load_through_cache
+from .config.model import Strategy
 from .execution import ExecutionPlan
 from .families.spec import ModelFamily
 from .parallel.devices import CPU
 from .parallel.local.block_split import BlockSplit, apply_block_split
 from .parallel.local.data_parallel import copy_model
+from .parallel.local.shard_trees import ShardTrees, Slices
+from .parallel.local.tensor_training import DividedModel
 from .parallel.offload.weights import WeightOffload
 from .parallel.placement import Placement, place_offloaded
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible, remove_compiled
@@ -36,6 +39,9 @@ class Assembled:
 
     Args:
         replicas: the same on further devices, as the placement says.
+        shards: where every block is divided: the tree of each device, home's first. model calls all of them then, split
+            is the first one's, and adapter is of the whole.
+        slices: of each shard, which parts of the weights it has.
     """
 
     model: nn.Module
@@ -46,16 +52,23 @@ class Assembled:
     weight_offload: WeightOffload | None = None
     graphs: GraphedBlocks | None = None
     replicas: tuple[Assembled, ...] = ()
+    shards: tuple[Assembled, ...] = ()
+    slices: tuple[Slices, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Assembled, ...]:
+        """What has a split of its own: this and its replicas, or the trees of all devices."""
+        return self.shards or (self, *self.replicas)
 
     @property
     def all_graphs(self) -> tuple[GraphedBlocks, ...]:
-        """Of this and its replicas; () if no block has a CUDA graph."""
-        return tuple(each.graphs for each in (self, *self.replicas) if each.graphs is not None)
+        """Of all parts; () if no block has a CUDA graph."""
+        return tuple(each.graphs for each in self.parts if each.graphs is not None)
 
     @property
     def all_compiled(self) -> tuple[CompiledBlocks, ...]:
-        """Of this and its replicas, in the order they were made in; () if blocks are not compiled."""
-        return tuple(each.compiled for each in (self, *self.replicas) if each.compiled is not None)
+        """Of all parts, in the order they were made in; () if blocks are not compiled."""
+        return tuple(each.compiled for each in self.parts if each.compiled is not None)
 
 
 def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter: AttachAdapter) -> Assembled:
@@ -67,6 +80,8 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
         attach_adapter: adds the LoRA in place and returns its handle.
     """
     placement = plan.placement
+    if placement.shards:
+        return _assemble_divided(info, plan, attach_adapter)
     # 1. Every tensor goes from the file to its device; loading first and splitting later would need one device, or the
     #    host, to hold the whole model. A layer is quantized before the next is read, else the devices would have to
     #    hold the model in full precision first; and before LoRA exists, so that no LoRA weight can be caught by it.
@@ -97,10 +112,38 @@ def assemble_for_training(info: CheckpointInfo, plan: ExecutionPlan, attach_adap
     return replace(finished[0], quantized=quantized, replicas=tuple(finished[1:]))
 
 
+def _assemble_divided(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter: AttachAdapter) -> Assembled:
+    """As above, for blocks that several devices compute together. A layer is cut as soon as it is rounded."""
+    devices = plan.placement.shards
+    places = {name: devices[index % len(devices)] for index, name in enumerate(plan.placement.blocks)}
+
+    def owner_of(name: str) -> torch.device:
+        return places.get(".".join(name.split(".")[:2]), devices[0])
+
+    trees = ShardTrees(info.family, devices, owner_of)
+    quantizer = Quantizer(info.family, plan.quantize) if plan.quantize is not None else None
+    if quantizer is None:
+        whole = load_transformer(info, owner_of, plan.dtype, layer_store=trees)
+    else:
+        whole = load_through_cache(plan.quantized_cache, info, owner_of, plan.dtype, quantizer, trees)
+    quantized = quantizer.close(whole) if quantizer is not None else None
+    trees.close(plan.dtype)
+    adapter = attach_adapter(whole)  # drawn whole, so that it begins with the values of one device
+    plans = [_of_one(plan, index, plan.placement.on(device)) for index, device in enumerate(devices)]
+    shards = tuple(
+        _finish(tree, info.family, own, devices, None, attach_adapter)
+        for tree, own in zip(trees.trees, plans, strict=True)
+    )
+    model = DividedModel(trees.trees, devices, trees.shards)  # meets behind each linear and the LoRA around it
+    split = shards[0].split
+    return Assembled(model, split, adapter, quantized=quantized, shards=shards, slices=trees.slices)
+
+
 def _of_one(plan: ExecutionPlan, index: int, placement: Placement) -> ExecutionPlan:
     """The plan for one replica, or for the one model there is."""
-    kept = plan.kept_blocks[index : index + 1] if plan.placement.replicas else plan.kept_blocks
-    return replace(plan, placement=placement, kept_blocks=kept)
+    kept = plan.kept_blocks[index : index + 1] if plan.placement.side_by_side else plan.kept_blocks
+    strategy: Strategy = "none" if plan.placement.shards else plan.strategy
+    return replace(plan, placement=placement, kept_blocks=kept, strategy=strategy)
 
 
 def _finish(

@@ -655,6 +655,7 @@ def tensor(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     """One picture or clip whose blocks both cards compute together, against one card and, where it fits, the split."""
     shape = replace(shape, **latent)
     one = load(shape, on=CPU)
+    forecast = forecasts(one, shape)
     rivals = {"one_gpu": one, "tensor": split(one, way="tensor")}
     if shape.class_name != "Flux":  # beside those its weights would not fit, and loading would take the time
         rivals["blocks"] = split(one, way="blocks")
@@ -662,7 +663,51 @@ def tensor(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     report = compare(rivals, work, "one_gpu")
     first, second = (sample(one, replace(work, batch=batch, steps=2)).latents[:1] for batch in (1, 2))
     report["one_gpu_batch_2_against_batch_1"] = _difference(first, second)
-    return report
+    return report | {"forecasts": forecast}
+
+
+def forecasts(one: Any, shape: Shape) -> dict[str, Any]:
+    """Seconds per step both ways, as way auto forecasts them for this size, for one forward and for two."""
+    from devicebridge.nodes.host.split import ways
+    from devicebridge.nodes.host.split.plan import SplitRequest, plan_split
+    from devicebridge.planning import divided_work
+
+    root, requests = one.model.diffusion_model, [SplitRequest(CARDS, way=way) for way in ("blocks", "tensor")]
+    known = ways._compare(one, *(plan_split(root, request) for request in requests))
+    tokens = divided_work.count_tokens(root, (1, *(shape.tiny_latent if OPTIONS.tiny else shape.latent)))
+    steps = {f"{count} forwards of {tokens} tokens": str(known.seconds(tokens, count)) for count in (1, 2)}
+    return steps | {"machine": known.machine.describe(), "measured_in_s": known.machine.elapsed_s}
+
+
+def slow_link(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
+    """Tensor with copies through pinned host memory only, with and without chunks of tokens, beside direct copies, one
+    card and blocks; and what is forecast for each link."""
+    from devicebridge.nodes.host.split.tree import tree_of
+    from devicebridge.parallel import exchange_speed, staged_copies
+    from devicebridge.planning import machine_speed
+
+    shape = replace(shape, **latent)
+    one = load(shape, on=CPU)
+    direct = forecasts(one, shape)
+    rivals = {"one_gpu": one, "blocks": split(one, way="blocks"), "tensor_direct": split(one, way="tensor")}
+    with contextlib.ExitStack() as stack:  # as cards without access to each other's memory; asked when a split is made
+        for module in (staged_copies, machine_speed):
+            stack.enter_context(mock.patch.object(module, "has_peer_access", lambda source, target: source == target))
+        rivals["tensor_host"] = split(one, way="tensor")
+        rivals["tensor_host_chunks"] = split(one, way="tensor")
+        through_host = forecasts(one, shape)
+    tree_of(rivals["tensor_host"].model).bridge.chunks = None
+    if OPTIONS.tiny:  # has fewer tokens than a chunk
+        tree_of(rivals["tensor_host_chunks"].model).bridge.chunks.least_tokens = 4
+    report = compare(rivals, Work(shape, cfg=cfg), "one_gpu")
+    report["chunks_equal_no_chunks"] = _difference(
+        *(sample(rivals[name], Work(shape, cfg=cfg, steps=2)).latents for name in ("tensor_host", "tensor_host_chunks"))
+    )
+    pieces = {f"{size >> 20} MiB": staged_copies.StagedCopies(size) for size in (2**20, 2**22, 2**23, 2**25)}
+    report["host_gb_per_s_by_piece"] = {
+        name: exchange_speed.exchange_speed(*CARDS, copies)[1] / 1e9 for name, copies in pieces.items()
+    }
+    return report | {"forecasts": {"direct": direct, "through the host": through_host}}
 
 
 def against(shape: Shape, **work: Any) -> dict[str, Any]:
@@ -831,6 +876,10 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "tensor_wan": functools.partial(tensor, WAN_14B),
     "tensor_wan_cfg": functools.partial(tensor, WAN_14B, cfg=5.0),
     "tensor_qwen_cfg": functools.partial(tensor, QWEN_IMAGE, cfg=4.0),
+    # Half the blocks: beside one card's, three divided copies would not fit otherwise.
+    "tensor_flux2_slow_link": functools.partial(slow_link, FLUX2_SMALL),
+    "tensor_flux2_512_slow_link": functools.partial(slow_link, FLUX2_SMALL, latent=(128, 32, 32)),
+    "tensor_wan_slow_link": functools.partial(slow_link, WAN_14B),
     "compiler_flux2": functools.partial(beside_the_compiler, FLUX2),
     "compiler_wan": functools.partial(beside_the_compiler, WAN_14B),
     "compiler_wan_cfg": functools.partial(beside_the_compiler, WAN_14B, cfg=5.0),

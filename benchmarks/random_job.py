@@ -16,6 +16,7 @@ import diffusers
 import torch
 from accelerate import init_empty_weights
 from devicebridge.checkpoints.checkpoint import CheckpointInfo, make_published_info
+from devicebridge.checkpoints.load import LayerStore
 from devicebridge.config.job import JobConfig, make_job
 from devicebridge.data.order import BatchOrder
 from devicebridge.data.samples import Sample
@@ -119,32 +120,50 @@ def make_random_model(
     family: ModelFamily = FAMILY,
     offload: WeightOffload | None = None,
 ) -> RandomModel:
-    """Draw each layer on its device and quantize it before the next one exists; then split the model.
+    """Draw a model layer by layer, then split it.
+
+    Args:
+        offload: takes the layers of its blocks to the host as they are done; to be attached when the LoRA is.
+    """
+    model, report = draw_model(config, placement.device_of, scheme, seed=seed, fill=fill, family=family, store=offload)
+    split = apply_block_split(model.requires_grad_(False), family, placement, offload)
+    return RandomModel(scheme, model, split, report, family)
+
+
+def draw_model(
+    config: Mapping[str, Any],
+    device_of: Callable[[str], torch.device],
+    scheme: str,
+    *,
+    seed: int = 0,
+    fill: Fill = fill_normal,
+    family: ModelFamily = FAMILY,
+    store: LayerStore | None = None,
+) -> tuple[Any, QuantizeReport | None]:
+    """Draw each layer on its device and quantize it before the next one exists.
 
     The weights before rounding depend on seed and fill alone, so all schemes round the same model.
 
     Args:
-        offload: takes the layers of its blocks to the host as they are done; to be attached when the LoRA is.
+        store: takes layers as they are done.
     """
     with init_empty_weights(include_buffers=False):  # Wan's rotary tables are computed in the constructor
         model = getattr(diffusers, family.transformer_class)(**config)
     quantizer = None if scheme == "bf16" else Quantizer(family, QuantizeSettings(scheme))  # type: ignore[arg-type]
     seeds = {name: seed * 100_003 + index for index, (name, _) in enumerate(model.named_parameters())}
-    if offload is not None:
-        offload.begin(model, [fqn for fqn, module in model.named_modules() if module._parameters])
+    if store is not None:
+        store.begin(model, [fqn for fqn, module in model.named_modules() if module._parameters])
     for fqn in [fqn for fqn, _ in model.named_modules()]:  # names: the modules would be held, and their weights
         module = model.get_submodule(fqn)
-        _materialize(fqn, module, placement.device_of(fqn), seeds, fill)
+        _materialize(fqn, module, device_of(fqn), seeds, fill)
         if quantizer is not None and quantizer.is_wanted(fqn, module):
             model.set_submodule(fqn, quantizer.finish(fqn, module))
-        if offload is not None and module._parameters:
-            offload.finish(fqn)
+        if store is not None and any(parameter is not None for parameter in module._parameters.values()):
+            store.finish(fqn)
     for name, buffer in list(model.named_buffers()):
         owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._buffers[leaf] = buffer.to(placement.device_of(name))
-    report = quantizer.close(model) if quantizer is not None else None
-    split = apply_block_split(model.requires_grad_(False), family, placement, offload)
-    return RandomModel(scheme, model, split, report, family)
+        model.get_submodule(owner)._buffers[leaf] = buffer.to(device_of(name))
+    return model, quantizer.close(model) if quantizer is not None else None
 
 
 @torch.no_grad()

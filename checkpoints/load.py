@@ -44,12 +44,16 @@ class LayerStore(Protocol):
 
 def make_empty_transformer(info: CheckpointInfo) -> torch.nn.Module:
     """The transformer on meta, buffers included: sizes without weights, for planning."""
+    if info.family.host is not None:
+        return info.family.host.make(is_empty=True)
     with torch.device("meta"):
         return transformer_class(info.family).from_config(dict(info.config))
 
 
 def make_unfilled_transformer(info: CheckpointInfo) -> torch.nn.Module:
     """The transformer with its parameters on meta, and real buffers and tables on the CPU."""
+    if info.family.host is not None:
+        return info.family.host.make(is_empty=False)
     from accelerate import init_empty_weights
 
     # Buffers that no file holds (Wan's rotary tables) must be real; they are computed in the constructor.
@@ -181,7 +185,7 @@ class _Loader:
 
     def _dtype_of(self, name: str) -> torch.dtype:
         # diffusers' own test for which weights stay float32: a dotted part of the name, not a piece of text
-        return self.dtype if self._kept_in_float32.isdisjoint(name.split(".")) else torch.float32
+        return self.dtype if self._kept_in_float32.isdisjoint((name, *name.split("."))) else torch.float32
 
     def _stored_bytes(self, layer: str) -> int:
         """A byte per weight and a float32 per row."""

@@ -38,6 +38,11 @@ def check_lora_layout(family: ModelFamily, modules: Sequence[str], layout: LoraL
     """
     if layout == "original":
         check_original_layout(family, modules, dora)
+    elif not family.renames:
+        raise ValueError(
+            f'lora_layout = "{layout}" asks for names of diffusers, and {family.title} is trained as ComfyUI has it; '
+            'choose "original"'
+        )
     if layout == "both":
         fault = _why_not_both(family, modules, dora)
         if fault:
@@ -104,6 +109,8 @@ def _why_not_both(family: ModelFamily, modules: Iterable[str], dora: bool) -> st
 
 def _lost_in_diffusers(family: ModelFamily, modules: Iterable[str], dora: bool) -> str:
     """Of the original layout."""
+    if not family.renames:
+        return "may not know these names"
     if family.shared_lora_names == "diffusers":
         return "cannot load these names"
     if dora:

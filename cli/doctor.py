@@ -28,6 +28,7 @@ def collect() -> dict[str, Any]:
         "torch_build": None,
         "devices": [],
         "peer_access": {},
+        "machine_speed": [],
         **_ask_comfyui(),
     }
     if versions["torch"]:
@@ -45,6 +46,7 @@ def report(facts: dict[str, Any]) -> str:
     if not facts["devices"]:
         lines.append("  unknown: torch cannot be imported")
     lines += _peer_lines(facts["peer_access"])
+    lines += [f"  {line}" for line in facts["machine_speed"]]
     lines += ["", "Versions", *(_version_line(name, found) for name, found in facts["versions"].items())]
     if facts["torch_build"]:
         lines.append(f"  torch build: {facts['torch_build']}")
@@ -93,7 +95,22 @@ def _ask_torch() -> dict[str, Any]:
             for source in accelerators
             if len(accelerators) > 1
         },
+        "machine_speed": _measure(accelerators) if len(accelerators) > 1 else [],
     }
+
+
+def _measure(accelerators: list[Any]) -> list[str]:
+    """What cards and links were measured at, or are now, a line each; what way "auto" of a split goes by."""
+    try:
+        from ..planning.machine_speed import machine_key, machine_speed
+        from ..planning.measurements import CalibrationStore, calibration_folder
+
+        store = CalibrationStore(calibration_folder())
+        found = machine_speed(accelerators, store)
+        path = store.path_of(machine_key(accelerators))
+        return [*found.describe(), f"measured {found.date} in {found.elapsed_s:.2f} s, kept in {path}"]
+    except (ImportError, RuntimeError) as error:
+        return [f"not measured: {error}"]
 
 
 def _describe_device(device: Any) -> dict[str, Any]:

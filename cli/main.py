@@ -138,6 +138,14 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     cache.set_defaults(command=_command("cache", "cache"))
 
+    jobs = commands.add_parser("jobs", help="show the trainings of a ComfyUI, and its queue of those in the background")
+    jobs.add_argument(
+        "folder", type=Path, nargs="?", help="the folder of the runs, output/devicebridge of a ComfyUI; found otherwise"
+    )
+    jobs.add_argument("--stop", metavar="RUN", help="have a run end its step, save, and stop")
+    jobs.add_argument("--json", action="store_true", help="print as JSON")
+    jobs.set_defaults(command=_command("queue", "jobs"))
+
     run = commands.add_parser("run", help="run a ComfyUI workflow file through ComfyUI, without its window")
     run.add_argument(
         "workflow",

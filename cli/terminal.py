@@ -62,6 +62,8 @@ def _describe(event: Event) -> str:
         return str(values["summary"])
     if event.kind == "eval":
         return f"step {event.step}/{event.total} evaluation loss {values['loss']:.6f}"
+    if event.kind == "sample":
+        return f"step {event.step}/{event.total} sample {values['file']}: {values['prompt']}"
     if event.kind == "forecast":
         return "\n".join([*describe_comparison(values["devices"]), *filter(None, [values.get("pace", "")])])
     return f"saved {values['path']}" if event.kind == "saved" else ""

@@ -21,9 +21,10 @@ from pydantic.dataclasses import dataclass
 from ..system.files import read_ordinary, write_atomically
 from .data import CacheConfig, DataConfig, EvaluationConfig
 from .data import FolderConfig as FolderConfig
-from .model import ModelConfig, ParallelConfig, SplitConfig, holds_copies
+from .model import ModelConfig, ParallelConfig, SplitConfig, divides_blocks, holds_copies
 from .model import ModelScheme as ModelScheme
 from .ranges import STRICT, problems_of
+from .samples import SamplesConfig
 from .setting import Key, keys_of, with_todays_names
 from .training import LoopConfig, LoraSettings, ObjectiveConfig, OptimizerConfig, OutputConfig, ScheduleConfig
 
@@ -47,20 +48,26 @@ class JobConfig:
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    samples: SamplesConfig = Field(default_factory=SamplesConfig)
 
     def __post_init__(self) -> None:
         if self.data.encoded and self.evaluation.folder:
             raise ValueError("evaluation.folder holds images, but a job on data.encoded has no encoders; remove it")
+        if self.data.encoded and self.samples.prompts:
+            raise ValueError(
+                "samples.prompts are to be encoded, but a job on data.encoded has no encoders; remove them"
+            )
         if self.model.second_expert and self.split.balance == "manual":
             raise ValueError(
                 'split.balance = "manual" cuts one model, but model.second_expert gives each of two experts cards of '
                 "its own; remove one of the two"
             )
         strategy = self.parallel.asked
-        if strategy and holds_copies(strategy) and self.split.balance != "memory":
+        if strategy and self.split.balance != "memory" and (holds_copies(strategy) or divides_blocks(strategy)):
+            what = "all of it" if holds_copies(strategy) else "a share of each block"
             raise ValueError(
                 f'split.balance = "{self.split.balance}" says where to cut the model, but parallel.strategy = '
-                f'"{strategy}" puts all of it on every device; remove one of the two'
+                f'"{strategy}" puts {what} on every device; remove one of the two'
             )
         if self.data.encoded and (self.cache.text_source or self.cache.latent_source):
             raise ValueError("cache.text_source and latent_source are for images; data.encoded is encoded already")

@@ -112,22 +112,31 @@ class SplitConfig:
 
 # How several devices share the microbatches of a step. With a new name the type checker reports each `match` below and
 # elsewhere that does not know it.
-Strategy = Literal["none", "pipeline", "data"]
+Strategy = Literal["none", "pipeline", "data", "tensor"]
 
 
 def holds_copies(strategy: Strategy) -> bool:
     """Whether every device has a copy of the whole model; a microbatch goes through one of them."""
     match strategy:
-        case "none" | "pipeline":
+        case "none" | "pipeline" | "tensor":
             return False
         case "data":
+            return True
+
+
+def divides_blocks(strategy: Strategy) -> bool:
+    """Whether every device has a share of each block, and all of them compute each microbatch together."""
+    match strategy:
+        case "none" | "pipeline" | "data":
+            return False
+        case "tensor":
             return True
 
 
 def has_stages(strategy: Strategy) -> bool:
     """Whether several microbatches are in one model at once, each in the stage of another device."""
     match strategy:
-        case "none" | "data":
+        case "none" | "data" | "tensor":
             return False
         case "pipeline":
             return True
@@ -140,8 +149,10 @@ class ParallelConfig:
     Args:
         strategy: How devices share the microbatches of a step. none: one microbatch at a time, one device computing.
             pipeline: microbatches follow each other through the devices, with the same numbers. data: each device holds
-            the whole model and trains its share of them. auto takes what the planner finds fastest. Needs two or more
-            GPUs of one kind and gradient_accumulation_steps above 1. A run with data is resumed as it began.
+            the whole model and trains its share of them. tensor: all devices compute each microbatch together, each
+            with a share of every block; it suits steps of one microbatch and fast links. auto takes what the planner
+            finds fastest. Needs two or more GPUs of one kind, and all but tensor gradient_accumulation_steps above 1.
+            A run with data or tensor is resumed as it began.
         microbatches_ahead: Microbatches that each device of a pipeline but the last may hold beyond what 1F1B needs.
             More hides uneven times and takes memory.
     """

@@ -73,7 +73,8 @@ ROWS: tuple[Row, ...] = (
         },
     ),
     # ---- nodes/host/__init__.py: progress, Cancel, messages, memory
-    *_read("host", "comfy.utils.ProgressBar", {"call": "(total, node_id=); update_absolute(value, total)"}),
+    *_read("host", "comfy.utils.ProgressBar", {"call": "(total, node_id=); update_absolute(value, total, preview=)"}),
+    *_read("host", "comfy_execution.graph_utils", {"call": "ExecutionBlocker(message)"}),
     *_read(
         "host",
         "comfy.model_management",
@@ -96,6 +97,22 @@ ROWS: tuple[Row, ...] = (
             "has": "folder_names_and_paths; models_dir",
             "call": "get_input_directory(); get_output_directory(); get_temp_directory(); get_user_directory(); "
             "get_folder_paths(folder_name); get_filename_list(folder_name); get_full_path(folder_name, filename)",
+        },
+    ),
+    # ---- nodes/host/page.py: routes, messages, what lies on the cards
+    *_read("page", "folder_paths", {"call": "get_output_directory(); get_folder_paths(folder_name)"}),
+    *_read(
+        "page",
+        "server.PromptServer",
+        {"has": "instance; routes; sockets; prompt_queue", "call": "send_sync(event, data)"},
+    ),
+    *_read("page", "execution.PromptQueue", {"call": "set_flag(name, data)"}),
+    *_read(
+        "page",
+        "comfy.model_management",
+        {
+            "has": "current_loaded_models; LoadedModel.device; LoadedModel.model",
+            "call": "is_device_cpu(device); LoadedModel.model_loaded_memory()",
         },
     ),
     # ---- nodes/host/comfy_encoders.py: all that decides what an encoder makes
@@ -305,6 +322,71 @@ ROWS: tuple[Row, ...] = (
     ),
     *_read("split", "comfy_api.torch_helpers.torch_compile", {"is": "COMPILE_KEY(torch.compile)"}),
     *_read("split", _PATCHER, {"has": "fast_disk"}, is_optional=True),
+    # ---- nodes/host/native: its own models, trained
+    *_read("native", "comfy.model_management", {"has": "in_training"}),
+    *_read("native", "comfy_kitchen.backends.eager", {"has": "adaln; rope"}),
+    *_read(
+        "native",
+        "comfy.samplers",
+        {"call": "encode_model_conds(model_function, conds, noise, device, prompt_type, ...); cond_cat(c_list)"},
+    ),
+    *_read("native", "comfy.conds.CONDRegular", {"call": "process_cond(batch_size=, area=)"}),
+    *_read(
+        "native",
+        "comfy.model_base.BaseModel",
+        {
+            "has": "diffusion_model; extra_conds; model_sampling; model_type; model_config; latent_format",
+            "call": "apply_model(x, t, transformer_options=)",
+        },
+    ),
+    *_read(
+        "native",
+        "comfy.model_sampling",
+        {
+            "has": "CONST.calculate_denoised",
+            "call": "CONST.noise_scaling(sigma, noise, latent_image, max_denoise); "
+            "ModelSamplingDiscrete.percent_to_sigma(percent)",
+        },
+    ),
+    *_read(
+        "native", "comfy.model_detection", {"call": "model_config_from_unet(state_dict, unet_key_prefix, metadata=)"}
+    ),
+    *_read(
+        "native",
+        "comfy.supported_models_base.BASE",
+        {
+            "has": "custom_operations; unet_config",
+            "call": "get_model(state_dict, prefix, device=); set_inference_dtype(dtype, manual_cast_dtype); "
+            "process_unet_state_dict(state_dict)",
+        },
+    ),
+    *_read(
+        "native",
+        "comfy.latent_formats.LatentFormat",
+        {
+            "has": "latent_dimensions; latent_channels; spacial_downscale_ratio; temporal_downscale_ratio",
+            "call": "process_in(latent)",
+        },
+    ),
+    *_read(
+        "native",
+        "comfy.ops.disable_weight_init",
+        {"has": "Conv1d; Conv2d; Conv3d; GroupNorm; LayerNorm; RMSNorm; ConvTranspose1d; ConvTranspose2d"},
+    ),
+    *_read(
+        "native",
+        "comfy.ldm.modules.attention",
+        {"has": "optimized_attention", "call": "attention_pytorch(...)"},
+    ),
+    *_read("native", "comfy.sd", {"has": "load_diffusion_model; load_checkpoint_guess_config"}),
+    *_read(
+        "native",
+        _PATCHER,
+        {
+            "has": "model; patches; object_patches; hook_patches; weight_wrapper_patches; injections; wrappers; "
+            "callbacks; cached_patcher_init"
+        },
+    ),
     # ---- nodes/host/compiler.py: allocation graphs and captured blocks, which hosts before 0.35 have not
     *_read("split", "comfy.cli_args", {"has": "args"}, is_optional=True),
     *_read(
@@ -348,4 +430,6 @@ NODES: dict[str, tuple[str, ...]] = {
     "DeviceBridgeLoadDiffusionModelSplit": ("nodes", "host", "folders", "split"),
     "DeviceBridgeRingLseFix": ("nodes",),
 }
+NATIVE = "native"  # the part that training ComfyUI's own models relies on; asked when one is read
+PAGE = "page"  # the part that the page in ComfyUI relies on
 COMMAND = "devicebridge run"  # relies on the part "server"

@@ -1,7 +1,8 @@
 """ComfyUI's CONDITIONING and LATENT taken apart: plain lists, dicts and tensors, of which nothing is imported.
 
-A CONDITIONING is a list of [states [1, S, D], options]. Of the options the model we train reads pooled_output. All
-others change what the model is given (areas, reference images, guidance, hooks), so they are refused rather than lost.
+A CONDITIONING is a list of [states [1, S, D], options]. Of the options the families of our own read pooled_output; one
+of ComfyUI's own models reads what it likes, so tensors and numbers are kept for it. What is neither kept nor read
+(areas, reference images, guidance, hooks) is refused rather than lost.
 A LATENT is {"samples": [B, C, H, W] or [B, C, F, H, W]}, as the VAE made it: samplers normalise it, so it is not yet.
 
 Core's convention for lists of both (Make Training Dataset, Resolution Bucket): entry by entry they belong together, and
@@ -10,47 +11,57 @@ where a LATENT is a batch, its CONDITIONING has one item per sample of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
-from ..families.comfy.inputs import COND, POOLED, SAMPLES
+from ..families.comfy.inputs import COND, OPTION, POOLED, SAMPLES, WITHOUT_EFFECT
 
 Entry = dict[str, torch.Tensor]
 
-# Without attention_mask_img_shape no model that we train reads the mask.
-_WITHOUT_EFFECT = frozenset({"attention_mask"})
 # What ComfyUI's nodes note beside the samples, without changing them.
 _LATENT_NOTES = frozenset({"batch_index", "downscale_ratio_spacial", "downscale_ratio_temporal"})
+# What ComfyUI's sampler does something with, beside handing it to the model.
+_FOR_SAMPLERS = frozenset(
+    (
+        *("area", "mask", "mask_strength", "set_area_to_bounds", "strength", "default", "model_conds", "uuid"),
+        *("start_percent", "end_percent", "timestep_start", "timestep_end", "clip_start_percent", "clip_end_percent"),
+        *("control", "control_apply_to_uncond", "gligen", "hooks", "guidance", "noise_augmentation"),
+        *("concat_latent_image", "concat_mask", "denoise_mask"),
+    )
+)
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _REMEDIES = {
     "guidance": "take the FluxGuidance node out, and set guidance on the training node",
     "hooks": "take the hooks off the CLIP",
 }
 
 
-def read_conditioning(conditioning: Any, what: str) -> Entry:
+def read_conditioning(conditioning: Any, what: str, *, keeps_all: bool = False) -> Entry:
     """The states and the pooled output of a CONDITIONING with one item, without their batch.
 
     Args:
         what: names it in a message.
-    Raises: ValueError if it is none, or says more than those two.
+        keeps_all: also its other tensors and numbers, under names that begin with OPTION.
+    Raises: ValueError if it is none, or says more than that.
     """
     if not isinstance(conditioning, (list, tuple)) or len(conditioning) != 1:
         raise ValueError(
             f"{what}: a CONDITIONING with one item is needed, found {_describe(conditioning)}; training knows no "
             "combined or scheduled prompts"
         )
-    return _read_item(conditioning[0], what)
+    return _read_item(conditioning[0], what, keeps_all=keeps_all)
 
 
-def _read_item(item: Any, what: str) -> Entry:
+def _read_item(item: Any, what: str, *, keeps_all: bool) -> Entry:
     is_pair = isinstance(item, (list, tuple)) and len(item) == 2 and isinstance(item[1], Mapping)
     states = item[0] if is_pair else None
     if not isinstance(states, torch.Tensor) or states.ndim != 3 or states.shape[0] != 1 or not states.numel():
         raise ValueError(f"{what}: a CONDITIONING is a list of [states [1, S, D], options], found {_describe(item)}")
-    _refuse_options(item[1], what)
-    entry = {COND: states[0]}
+    options = _plain_options(item[1]) if keeps_all else {}
+    _refuse_options(item[1], what, {name.removeprefix(OPTION) for name in options} if keeps_all else WITHOUT_EFFECT)
+    entry = {COND: states[0], **options}
     pooled = item[1].get(POOLED)
     if pooled is not None:
         if not isinstance(pooled, torch.Tensor) or pooled.ndim != 2 or pooled.shape[0] != 1:
@@ -59,8 +70,21 @@ def _read_item(item: Any, what: str) -> Entry:
     return entry
 
 
-def _refuse_options(options: Mapping[str, Any], what: str) -> None:
-    known = {POOLED, *_WITHOUT_EFFECT}
+def _plain_options(options: Mapping[str, Any]) -> Entry:
+    """What else a model of ComfyUI's may read: tensors of one sample, and numbers as tensors without sides."""
+    found = {}
+    for name, value in options.items():
+        if name == POOLED or name in _FOR_SAMPLERS:
+            continue
+        if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == 1:
+            found[f"{OPTION}{name}"] = value[0]
+        elif type(value) in _NUMBERS:
+            found[f"{OPTION}{name}"] = torch.tensor(value, dtype=_NUMBERS[type(value)])
+    return found
+
+
+def _refuse_options(options: Mapping[str, Any], what: str, others: Set[str]) -> None:
+    known = {POOLED, *others}
     extra = sorted(str(name) for name, value in options.items() if name not in known and value is not None)
     if extra:
         remedy = _REMEDIES.get(extra[0], f"take out the node that adds {'it' if len(extra) == 1 else 'them'}")
@@ -93,7 +117,7 @@ def read_pairs(latents: Sequence[Any], conditioning: Sequence[Any]) -> Iterator[
                 f"{_describe(texts)}; training knows no combined prompts"
             )
         for sample, item in zip(samples, texts, strict=True):
-            text = _read_item(item, what)
+            text = _read_item(item, what, keeps_all=True)
             if broken := [name for name, tensor in (sample | text).items() if not tensor.isfinite().all()]:
                 names = ", ".join(broken)
                 raise ValueError(f"{what}: {names} holds NaN or infinity; encode it again, in another number type")

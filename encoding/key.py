@@ -109,9 +109,10 @@ def _request_facts(image_fingerprint: str, request: ImageRequest) -> dict[str, A
     return {"image": image_fingerprint, "resize": request.resize, "crop": request.crop, **clip}
 
 
-def comfy_text_key(text: str, fingerprint: str) -> str:
-    """Key of what ComfyUI's CLIP makes of one text; its fingerprint covers all but the text."""
-    return settings_fingerprint({"what": "stock text", "version": COMFY_VERSION, "text": text, "clip": fingerprint})
+def comfy_text_key(text: str, fingerprint: str, *, keeps_all: bool = False) -> str:
+    """Key of what ComfyUI's CLIP makes of one text; its fingerprint covers all but that and keeps_all."""
+    facts = {"what": "stock text", "version": COMFY_VERSION, "text": text, "clip": fingerprint}
+    return settings_fingerprint({**facts, "keeps_all": True} if keeps_all else facts)
 
 
 def comfy_latent_key(image_fingerprint: str, request: ImageRequest, fingerprint: str) -> str:

@@ -198,6 +198,7 @@ class ComfyTexts:
     fingerprint: str  # everything that decides what it makes, from the host
     problem: Problem  # asked after each text, so that a CLIP of another model is refused at the first
     clip: ComfyClip | None = None  # None where only its name is known
+    keeps_all: bool = False  # of a CONDITIONING, for a model that reads more than states and pooled output
     name: str = "stock CLIP"
     device: str = "cpu"  # of the results; the host places the encoder itself
     batch_size: int = 1
@@ -212,7 +213,7 @@ class ComfyTexts:
                 f"the caption {text!r} names a textual inversion (embedding:), whose file is not part of the cache's "
                 "key; write it without, or leave stock_clip unconnected"
             )
-        return comfy_text_key(text, self.fingerprint)
+        return comfy_text_key(text, self.fingerprint, keeps_all=self.keeps_all)
 
     def plan(self, num_missing: int) -> None:
         if self.clip is None:
@@ -225,7 +226,7 @@ class ComfyTexts:
         assert self.clip is not None
         entries = []
         for text in texts:
-            entry = read_conditioning(self.clip.encode(text), f"the caption {text!r}")
+            entry = read_conditioning(self.clip.encode(text), f"the caption {text!r}", keeps_all=self.keeps_all)
             if reason := self.problem(shapes_of(entry)):
                 raise ValueError(f"the stock CLIP does not fit: of the caption {text!r}, {reason}")
             entries.append(entry)

@@ -13,18 +13,30 @@ from typing import Any
 import torch
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from .flux import DOUBLE, DOUBLE_ATTENTION, SHIFTS, SINGLE, TEXT_MODULES, TO_DOUBLE, TO_SINGLE, flux_renames
+from .flux import (
+    DIVIDED_ATTENTION,
+    DOUBLE,
+    DOUBLE_ATTENTION,
+    SHIFTS,
+    SINGLE,
+    TEXT_MODULES,
+    TO_DOUBLE,
+    TO_SINGLE,
+    flux_renames,
+)
 from .spec import (
     BlockList,
     ComfyInputs,
     LatentSpec,
     ModelFamily,
     Rename,
+    SamplingSpec,
     ShiftRule,
     TextEncoderSpec,
     TimestepSpec,
     Variant,
 )
+from .tensor_plan import FEATURES, HEADS, Divided, TensorPlan, mlp_plan
 
 _CLIP = TextEncoderSpec(
     kind="pooled",
@@ -166,6 +178,33 @@ _RENAMES = (
     Rename(SINGLE + "linear2", (TO_SINGLE + "proj_out",)),
 )
 
+_TENSOR = (
+    TensorPlan(
+        block="FluxTransformerBlock",
+        linears=(
+            *DIVIDED_ATTENTION,
+            Divided("norm1*.linear", "gathered", FEATURES),  # modulation, a sixth of the model's weights
+            *mlp_plan("ff.net.0.proj", "ff.net.2"),
+            *mlp_plan("ff_context.net.0.proj", "ff_context.net.2"),
+        ),
+        num_heads="attn.heads",
+        width="attn.inner_dim",
+        attributes={"attn.heads": "heads"},
+    ),
+    TensorPlan(
+        block="FluxSingleTransformerBlock",
+        linears=(
+            Divided("attn.to_[qkv]", "column", HEADS),
+            Divided("norm.linear", "gathered", FEATURES),
+            Divided("proj_mlp", "column", FEATURES, into="proj_out"),
+            Divided("proj_out", "row", ("heads", "features")),
+        ),
+        num_heads="attn.heads",
+        width="attn.inner_dim",
+        attributes={"attn.heads": "heads"},
+    ),
+)
+
 FLUX1 = ModelFamily(
     name="flux1",
     title="FLUX.1",
@@ -213,6 +252,7 @@ FLUX1 = ModelFamily(
             vae_config=_VAE,
             # Its scheduler has no shift (shift 1, no dynamic shifting).
             timesteps=TimestepSpec(sampling="logit_normal", shift="none", shift_presets=_SHIFTS),
+            sampling=SamplingSpec(steps=4, guidance=1.0, shift=lambda num_tokens, steps: 1.0),
             caution="schnell is step-distilled, and training it undoes that: images in four steps will get worse",
         ),
     ),
@@ -223,5 +263,8 @@ FLUX1 = ModelFamily(
     read_prediction=read_prediction,
     encode_latents=encode_latents,
     decode_latents=decode_latents,
+    tensor=_TENSOR,
     comfy=_COMFY,
+    # FluxPipeline's steps and guidance; dev's scheduler shifts as it was trained.
+    sampling=SamplingSpec(28, 3.5, shift=lambda num_tokens, steps: SHIFTS["resolution"].factor(num_tokens)),
 )

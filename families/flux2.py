@@ -7,24 +7,27 @@ patchified and normalised before they are noised; positions have four axes (t, h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from .flux import DOUBLE_ATTENTION, SHIFTS, SINGLE, TEXT_MODULES, TO_SINGLE, flux_renames
+from .flux import DIVIDED_ATTENTION, DOUBLE_ATTENTION, SHIFTS, SINGLE, TEXT_MODULES, TO_SINGLE, flux_renames
 from .spec import (
     BlockList,
     ComfyInputs,
     LatentSpec,
     ModelFamily,
     Rename,
+    SamplingSpec,
     ShiftRule,
     TextEncoderSpec,
     TimestepSpec,
     Variant,
 )
+from .tensor_plan import QKV, Divided, TensorPlan, mlp_plan
 
 # diffusers' pipelines/flux2/system_messages.py; the line break is part of it (some trainers have a space there).
 _SYSTEM_MESSAGE = (
@@ -94,6 +97,15 @@ def _klein(name: str, config: Mapping[str, Any]) -> Variant:
         "with either: training the distilled one undoes its distillation"
     )
     return Variant(name, config, (_QWEN3,), vae_config=_VAE, caution=caution)
+
+
+def sampling_shift(num_tokens: int, steps: int) -> float:
+    """The factor that compute_empirical_mu of diffusers' pipelines/flux2 gives; fewer steps stay in noise longer."""
+    mu_200 = 0.00016927 * num_tokens + 0.45666666
+    if num_tokens > 4300:
+        return math.exp(mu_200)
+    mu_10 = 8.73809524e-05 * num_tokens + 1.89833333
+    return math.exp(mu_200 + (mu_200 - mu_10) / 190 * (steps - 200))
 
 
 def make_inputs(
@@ -182,6 +194,30 @@ _RENAMES = (
     Rename(SINGLE + "linear2", (TO_SINGLE + "attn.to_out",)),
 )
 
+_TENSOR = (
+    TensorPlan(
+        block="Flux2TransformerBlock",
+        linears=(
+            *DIVIDED_ATTENTION,
+            *mlp_plan("ff.linear_in", "ff.linear_out"),
+            *mlp_plan("ff_context.linear_in", "ff_context.linear_out"),
+        ),
+        num_heads="attn.heads",
+        width="attn.inner_dim",
+        attributes={"attn.heads": "heads"},
+    ),
+    TensorPlan(
+        block="Flux2SingleTransformerBlock",
+        linears=(
+            Divided("attn.to_qkv_mlp_proj", "column", (*QKV, "features"), into="attn.to_out"),
+            Divided("attn.to_out", "row", ("heads", "features")),
+        ),
+        num_heads="attn.heads",
+        width="attn.inner_dim",
+        attributes={"attn.heads": "heads", "attn.inner_dim": "heads", "attn.mlp_hidden_dim": "attn.to_out"},
+    ),
+)
+
 FLUX2 = ModelFamily(
     name="flux2",
     title="FLUX.2",
@@ -236,5 +272,8 @@ FLUX2 = ModelFamily(
     read_prediction=read_prediction,
     encode_latents=encode_latents,
     decode_latents=decode_latents,
+    tensor=_TENSOR,
     comfy=_COMFY,
+    # The pipelines' guidance (klein's: that of the base model). They take 50 steps; 28 is what dev's card recommends.
+    sampling=SamplingSpec(28, 4.0, sampling_shift),
 )

@@ -61,8 +61,12 @@ def find_by_original(name: str, renames: Sequence[Rename]) -> Stack | None:
 def originals_of(names: Iterable[str], renames: Sequence[Rename]) -> dict[str, Stack]:
     """The stacks that hold these diffusers tensors or modules, by original name, in order of first appearance.
 
+    A family without a table has one set of names.
+
     Raises: ValueError naming those no row names.
     """
+    if not renames:
+        return {name: Stack(name, (name,), (1,), swap_halves=False) for name in names}
     stacks: dict[str, Stack] = {}
     unknown: list[str] = []
     for name in names:

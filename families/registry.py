@@ -10,6 +10,7 @@ from .flux2 import FLUX2
 from .spec import ModelFamily, Variant
 from .wan import WAN
 
+COMFYUI = "comfyui"  # in a job's model.family: one of ComfyUI's own classes, whichever ComfyUI finds in the file
 FAMILIES: dict[str, ModelFamily] = {family.name: family for family in (FLUX2, FLUX1, WAN)}
 
 
@@ -18,6 +19,11 @@ def find_family(name: str) -> ModelFamily:
 
     Raises: ValueError that lists the families there are.
     """
+    if name == COMFYUI:
+        raise ValueError(
+            "this model was trained as one of ComfyUI's own, which only ComfyUI can build: run the job from its nodes, "
+            "with the MODEL connected to Load Model for Training Across GPUs"
+        )
     if name not in FAMILIES:
         raise ValueError(f"there is no family {name!r}; the families are {', '.join(FAMILIES)}")
     return FAMILIES[name]

@@ -12,10 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from .tensor_plan import TensorPlan
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+
+    from .comfy.native import NativeModel
 
 
 @dataclass(frozen=True)
@@ -122,6 +127,19 @@ class TimestepSpec:
 
 
 @dataclass(frozen=True)
+class SamplingSpec:
+    """How a model draws a picture: Euler steps along shifted noise levels, as diffusers' pipeline of it does.
+
+    steps: a usual number. guidance: a usual value, of the model's guidance input where it has one, else of
+    classifier-free guidance against the empty prompt; 1 is none. shift: s of ShiftRule, by image tokens and steps.
+    """
+
+    steps: int
+    guidance: float
+    shift: Callable[[int, int], float]
+
+
+@dataclass(frozen=True)
 class Rename:
     """One row of the table between original and diffusers names.
 
@@ -153,8 +171,9 @@ class Variant:
     vae_config: Mapping[str, Any] = field(default_factory=dict)  # for single-file VAEs
     training_guidance: float | None = None  # embedded guidance while training; None for a model without that input
     sigma_range: tuple[float, float] = (0.0, 1.0)  # timesteps it is trained on; all unless it is one expert of a pair
-    timesteps: TimestepSpec | None = None  # in place of the family's, as is latent
+    timesteps: TimestepSpec | None = None  # in place of the family's, as are latent and sampling
     latent: LatentSpec | None = None
+    sampling: SamplingSpec | None = None
     transformer_folder: str = "transformer"  # in a diffusers model folder; the second expert of a pair lies elsewhere
     partner: str = ""  # the variant that is the other expert of the pair; "" for a model that is whole
     caution: str = ""  # what to know before training it; logged when the variant is chosen
@@ -164,6 +183,11 @@ class Variant:
     def encodes_condition(self) -> bool:
         """Whether the cache holds more than latents for it, and its transformer takes more channels than it makes."""
         return self.condition == "first_frame"
+
+
+def longest_text(variant: Variant) -> int:
+    """Text tokens to plan for; of one of ComfyUI's own models nobody knows how many there will be."""
+    return max((encoder.max_length for encoder in variant.text_encoders), default=512)
 
 
 @dataclass(frozen=True)
@@ -181,8 +205,54 @@ class ComfyInputs:
     pooled_width: str = ""
     min_tokens: int = 0  # shorter texts get rows of zeros in front, up to this number of tokens
     latent_dims: Literal[2, 3] = 2  # of a LATENT without batch and channels: 2 for [H, W], 3 for [F, H, W]
+    # Whether the model reads all that a CONDITIONING says, rather than states and pooled_output; then width is "".
+    reads_all: bool = False
     cells_per_token: int = 1  # latent cells that make_inputs packs into one token of the transformer's in_channels
     clip_type: str = ""  # what its Load CLIP calls the text encoders' type
+
+
+class HostModel(Protocol):
+    """One of ComfyUI's own models as training asks for it; nodes/host/native/ makes it, and nobody else can.
+
+    Its modules are what a diffusers model is to the trainer: train(), enable_gradient_checkpointing(function) with
+    function(block, *args), is_gradient_checkpointing. They are called through predict alone.
+    """
+
+    def make(self, *, is_empty: bool) -> nn.Module:
+        """The model with its parameters on meta; buffers too if it is empty."""
+        ...
+
+    def add_noise(
+        self, latents: torch.Tensor, noise: torch.Tensor, times: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Noisy latents, what the network should say of them, and their sigmas, float32.
+
+        Args:
+            latents, noise: float32. [B, C, F, H, W]    times: 0..1, 1 is noise. [B]
+        """
+        ...
+
+    def predict(
+        self,
+        model: nn.Module,
+        noisy: torch.Tensor,
+        sigmas: torch.Tensor,
+        given: Mapping[str, torch.Tensor],
+        guidance: float | None,
+    ) -> torch.Tensor:
+        """What the network says of noisy latents, as sampling calls it. [B, C, F, H, W]
+
+        Args:
+            given: a CONDITIONING as families/comfy/inputs.py reads it from the cache, with a batch.
+        """
+        ...
+
+    def example(self, batch: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """Something to be given to predict, for sizes.
+
+        Raises: ValueError where nobody said what such a model is given.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -229,8 +299,15 @@ class ModelFamily:
     # Patterns of tensor names, in either layout -> why a checkpoint with such a tensor cannot be trained.
     unsupported: Mapping[str, str] = field(default_factory=dict)
     # What the model predicts at sigma t: noise - data, with x_t = (1-t) data + t noise.
-    prediction_target: Literal["velocity"] = "velocity"
+    prediction_target: str = "velocity"
+    # How its blocks are divided among devices that compute each of them together, a plan per class of block.
+    tensor: tuple[TensorPlan, ...] = ()
     comfy: ComfyInputs | None = None  # how ComfyUI's classes read what its encoders make; None if nobody has looked
+    # Of a family that is one of ComfyUI's own classes: where its blocks are, and who builds and calls it. Such a family
+    # has the names of that class and no others, and no functions of its own.
+    native: NativeModel | None = None
+    host: HostModel | None = None
+    sampling: SamplingSpec | None = None  # how pictures are drawn while it trains; likewise
 
     def variant(self, name: str) -> Variant:
         """The variant of this name.
@@ -247,3 +324,6 @@ class ModelFamily:
 
     def latent_of(self, variant: Variant) -> LatentSpec:
         return variant.latent or self.latent
+
+    def sampling_of(self, variant: Variant) -> SamplingSpec | None:
+        return variant.sampling or self.sampling

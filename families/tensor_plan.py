@@ -47,6 +47,22 @@ class Divided:
 
 
 @dataclass(frozen=True)
+class PatchCall:
+    """How a class calls other people's patches of one name inside a block.
+
+    Args:
+        tensors: names of the tensors with heads that a patch is given first, in order -> the dimension that counts the
+            heads or their features; None for a tensor that every device has whole.
+        returns: which of them a patch returns anew; "" where it returns a dict of them.
+        is_dict: a patch is given one dict, by these names.
+    """
+
+    tensors: Mapping[str, int | None]
+    returns: str = ""
+    is_dict: bool = False
+
+
+@dataclass(frozen=True)
 class TensorPlan:
     """How one kind of block is divided. Names and patterns count from the block.
 
@@ -60,6 +76,9 @@ class TensorPlan:
         norms: patterns of RMS norms over all heads: their weight is divided, their mean square summed over devices.
         num_kv_heads: the attribute that has the number of heads of keys and values; "" if there are as many.
         block: pattern of the name of the block's class.
+        patches: names of other people's patches inside the block that can be given all heads -> how they are called.
+        arguments: pattern of a module -> keyword arguments with tensors of all heads, and the dimension of those; each
+            device gets its own heads.
     """
 
     linears: tuple[Divided, ...]
@@ -69,6 +88,8 @@ class TensorPlan:
     norms: tuple[str, ...] = ()
     num_kv_heads: str = ""
     block: str = "*"
+    patches: Mapping[str, PatchCall] = field(default_factory=dict)
+    arguments: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def find(self, name: str) -> Divided | None:
         """How the linear of this name is divided; None if it is whole."""
@@ -76,6 +97,19 @@ class TensorPlan:
 
     def is_norm(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.norms)
+
+
+HEADS: tuple[Unit, ...] = ("heads",)
+QKV: tuple[Unit, ...] = ("heads", "heads", "heads")
+FEATURES: tuple[Unit, ...] = ("features",)
+
+
+def mlp_plan(first: str, second: str, *, sum_after: str = "") -> tuple[Divided, Divided]:
+    """The two linears of an MLP; the first may pack a gate beside what it gates."""
+    return (
+        Divided(first, "column", FEATURES, into=second),
+        Divided(second, "row", FEATURES, sum_after=sum_after),
+    )
 
 
 Range = tuple[int, int]  # first, behind the last
@@ -143,6 +177,8 @@ class Shares:
         return _joined(found)
 
     def _lengths(self, parts: Sequence[Unit], size: int) -> list[int]:
+        if len(parts) == 1:  # also of heads of another width, as an audio stream's, or one number per head
+            return [size]
         per_head = self.width // sum(self.heads)
         known = {"heads": self.width, "kv_heads": per_head * sum(self.kv_heads)}
         others = [unit for unit in parts if unit == "features"]

@@ -25,11 +25,13 @@ from .spec import (
     LatentSpec,
     ModelFamily,
     Rename,
+    SamplingSpec,
     ShiftRule,
     TextEncoderSpec,
     TimestepSpec,
     Variant,
 )
+from .tensor_plan import HEADS, Divided, TensorPlan, mlp_plan
 
 # WanPipeline cuts the states to the caption's length and pads with zeros; the transformer sees no mask.
 _UMT5 = TextEncoderSpec(
@@ -50,6 +52,12 @@ _SHIFTS = {
     "diffsynth_5.0": ShiftRule("constant", 5.0),
     "a14b_inference_12.0": ShiftRule("constant", 12.0),
 }
+
+
+def _sampling(guidance: float, shift: float) -> SamplingSpec:
+    """The makers' guidance and shift (wan/configs; generate.py for 2.1), in fewer steps than their 40 to 50."""
+    return SamplingSpec(30, guidance, lambda num_tokens, steps: shift)
+
 
 _LATENT = LatentSpec(
     channels=16,
@@ -127,7 +135,7 @@ _VAE_22 = {
 
 
 def _experts(
-    name: str, config: Mapping[str, Any], boundary: float, condition: Condition = "none"
+    name: str, config: Mapping[str, Any], boundary: float, sampling: SamplingSpec, condition: Condition = "none"
 ) -> tuple[Variant, Variant]:
     """The two halves of A14B. Noise above WanPipeline's boundary_ratio is the first one's, the rest the second's."""
     high = Variant(
@@ -137,6 +145,7 @@ def _experts(
         vae_config=_VAE_21,
         sigma_range=(boundary, 1.0),
         partner=f"{name}-low",
+        sampling=sampling,
         condition=condition,
     )
     low = replace(
@@ -273,6 +282,21 @@ _RENAMES = (
     *(Rename(original, (diffusers,)) for original, diffusers in _OUTSIDE.items()),
 )
 
+# q and k are normalised over all heads.
+_TENSOR = (
+    TensorPlan(
+        linears=(
+            Divided("attn[12].to_[qkv]", "column", HEADS),
+            Divided("attn[12].to_out.0", "row", HEADS),
+            *mlp_plan("ffn.net.0.proj", "ffn.net.2"),
+        ),
+        num_heads="attn1.heads",
+        width="attn1.inner_dim",
+        attributes={"attn[12].heads": "heads"},
+        norms=("attn[12].norm_[qk]",),
+    ),
+)
+
 WAN = ModelFamily(
     name="wan",
     title="Wan",
@@ -296,9 +320,9 @@ WAN = ModelFamily(
     variants=(
         Variant("wan2.1-t2v-14b", _14B, (_UMT5,), vae_config=_VAE_21),
         Variant("wan2.1-t2v-1.3b", _config(30, 12, 8960), (_UMT5,), vae_config=_VAE_21),
-        *_experts("wan2.2-t2v-a14b", _14B, boundary=0.875),
+        *_experts("wan2.2-t2v-a14b", _14B, boundary=0.875, sampling=_sampling(4.0, 12.0)),
         Variant("wan2.2-ti2v-5b", _5B, (_UMT5,), vae_config=_VAE_22, latent=_LATENT_5B),
-        *_experts("wan2.2-i2v-a14b", _I2V_14B, boundary=0.9, condition="first_frame"),
+        *_experts("wan2.2-i2v-a14b", _I2V_14B, boundary=0.9, sampling=_sampling(3.5, 5.0), condition="first_frame"),
         Variant("wan2.2-ti2v-5b-i2v", _5B, (_UMT5,), vae_config=_VAE_22, latent=_LATENT_5B, condition="first_latents"),
     ),
     renames=_RENAMES,
@@ -315,5 +339,7 @@ WAN = ModelFamily(
         "vace_*": "it is VACE, whose control inputs are not made here",
         "control_adapter.*": "it is a camera model, whose control inputs are not made here",
     },
+    tensor=_TENSOR,
     comfy=_COMFY,
+    sampling=_sampling(5.0, 5.0),
 )

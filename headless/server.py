@@ -173,7 +173,7 @@ def tell_lines(log: Path, say: Callable[[str], object]) -> Iterator[None]:
 
 
 def _read_told_line(line: str) -> str:
-    """The part of a log line that begins with "split:" or "training:", with a level in front that is not INFO; else ""."""
+    """The part of a log line from "split:" or "training:" on, with any other level than INFO in front; else ""."""
     found = _TOLD_LINE.match(_COLOUR.sub("", line.rstrip()))
     if found is None:
         return ""

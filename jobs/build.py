@@ -12,15 +12,19 @@ from ..data.order import BatchOrder
 from ..events import EventLog
 from ..parallel.devices import reset_peaks
 from ..parallel.local.data_parallel import DataParallel, Replica
+from ..parallel.local.lora_slices import LoraSlices
 from ..parallel.local.pipeline import Pipeline
+from ..parallel.local.tensor_training import DividedModel, TensorTraining
 from ..parallel.runner import PlainAccumulation, Runner
 from ..patches.compile_blocks import remove_compiled
-from ..planning.report import compare
+from ..planning.report import compare, parts_of
+from ..system.requests import Requests
 from ..training.adapter import LoraHandle, apply_lora
 from ..training.batches import CachedSamples
 from ..training.loop import Trainer
 from .checked_job import JobPlan
 from .lora_output import save_lora
+from .samples import make_sampler
 
 
 def build_trainer(
@@ -38,9 +42,10 @@ def build_trainer(
         cleanup: is given what must be undone before the model is dropped.
     """
     job = plan.job
-    events.emit("phase", name="loading", placement=plan.placement.describe())
+    events.emit("phase", name="loading", placement=plan.placement.describe(), blocks=plan.placement.runs())
     if plan.training is not None:
-        events.emit("forecast", devices=compare(plan.training.devices))
+        parts = {device.device: parts_of(device) for device in plan.training.devices}
+        events.emit("forecast", devices=compare(plan.training.devices), parts=parts)
     reset_peaks(plan.placement.used_devices)  # of the encoders
     assembled = assemble_for_training(
         plan.info, plan.execution, lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed)
@@ -54,11 +59,12 @@ def build_trainer(
     def save(folder: Path) -> Path:
         return save_lora(plan, lora, folder)
 
+    runner = _make_runner(plan, assembled)
     return Trainer(
         job=job,
         family=plan.family,
         variant=plan.variant,
-        runner=_make_runner(plan, assembled),
+        runner=runner,
         lora=lora,
         schedule=plan.schedule,
         train_data=data[0],
@@ -75,12 +81,14 @@ def build_trainer(
         save_lora=save,
         compiled=assembled.all_compiled,
         graphs=assembled.all_graphs,
+        is_asked=Requests(Path(job.output.folder)).take,
+        samples=make_sampler(plan, assembled, lambda: runner.replica_for(0), data[0], events),
     )
 
 
 def _clean_up_later(assembled: Assembled, cleanup: ExitStack) -> None:
     """What is registered last is undone first."""
-    for each in (assembled, *assembled.replicas):
+    for each in assembled.parts:
         cleanup.callback(each.split.stop_offload)
     cleanup.callback(remove_compiled, assembled.all_compiled)
     for graphs in assembled.all_graphs:
@@ -98,7 +106,16 @@ def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner:
             assert plan.execution.ahead is not None
             return Pipeline(assembled.model, assembled.split.bridge, ahead=plan.execution.ahead)
         case "data":
-            return DataParallel([_replica_of(each) for each in (assembled, *assembled.replicas)])
+            return DataParallel([_replica_of(each) for each in assembled.parts])
+        case "tensor":
+            return make_tensor_training(assembled)
+
+
+def make_tensor_training(assembled: Assembled) -> TensorTraining:
+    """Of a model whose blocks are divided."""
+    assert isinstance(assembled.model, DividedModel)
+    own = [_lora_of(each).parameters() for each in assembled.shards]
+    return TensorTraining(assembled.model, LoraSlices(_lora_of(assembled).parameters(), own, assembled.slices))
 
 
 def _replica_of(assembled: Assembled) -> Replica:

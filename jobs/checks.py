@@ -33,6 +33,7 @@ from ..training.optimizer import make_optimizer
 from .checked_job import JobPlan, comfy_reader, component_folder, vae_path
 from .comfy_entries import refuse_condition
 from .read_job import ReadJob
+from .samples import check_samples, describe_expert
 
 _log = logging.getLogger(__name__)
 _MAX_NAMES = 5  # spelt out in a message
@@ -70,6 +71,8 @@ def check_tools(plan: JobPlan) -> None:
             raise ValueError(f"cache.vae_device = {job.cache.vae_device!r}: {error}") from error
     if not plan.encoded:
         _check_encoders(plan)
+    if job.samples.prompts:
+        _check_vae(plan, check_samples(plan))
     settings = job.model.quantize_settings
     if settings is not None:
         check_packages(settings)
@@ -103,6 +106,11 @@ def _nearest(path: Path) -> Path:
 
 def _check_encoders(plan: JobPlan) -> None:
     cache = plan.job.cache
+    if plan.family.host is not None and not (cache.text_source and cache.latent_source):
+        raise ValueError(
+            f"{plan.family.title} is trained on what ComfyUI's own encoders make: connect its CLIP and VAE to Cache "
+            "Captions and Latents as stock CLIP and stock VAE"
+        )
     if cache.text_source or cache.latent_source:
         comfy_reader(plan)
     if cache.latent_source:
@@ -119,12 +127,12 @@ def _check_encoders(plan: JobPlan) -> None:
             folder_fingerprint(folder / spec.folder)
             folder_fingerprint(folder / spec.tokenizer_folder)
     if not cache.latent_source:
-        _check_vae(plan)
+        _check_vae(plan, vae_path(plan))
 
 
-def _check_vae(plan: JobPlan) -> None:
+def _check_vae(plan: JobPlan, path: Path) -> None:
     """Raises: ValueError naming a VAE of another family, of other latents than the model takes, or a file cut short."""
-    source = find_vae(vae_path(plan))
+    source = find_vae(path)
     if source.is_dir():
         _check_config(source)
     records = _read_headers(source) if source.is_dir() else read_header(source).records()
@@ -173,7 +181,9 @@ def give_cautions(plan: JobPlan) -> None:
 
     Raises: ValueError naming a model file that cannot be read.
     """
-    for line in filter(None, [_ignored_rate(plan.job.optimizer), _trained_on(plan), _zero_weights(plan)]):
+    for line in filter(
+        None, [_ignored_rate(plan.job.optimizer), _trained_on(plan), _zero_weights(plan), describe_expert(plan)]
+    ):
         _log.warning("%s", line)
 
 

@@ -88,7 +88,7 @@ def comfy_texts(settings: CacheConfig, reader: ComfyReader, encoders: ComfyEncod
     Raises: ValueError if another CLIP is given than is named.
     """
     _refuse_other(settings.text_source, encoders.clip, "text_source")
-    return ComfyTexts(settings.text_source, reader.text_problem, encoders.clip)
+    return ComfyTexts(settings.text_source, reader.text_problem, encoders.clip, keeps_all=reader.comfy.reads_all)
 
 
 def comfy_latents(settings: CacheConfig, reader: ComfyReader, encoders: ComfyEncoders) -> ComfyLatents:

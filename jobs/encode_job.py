@@ -185,7 +185,9 @@ def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
 
 
 def _captions(plan: JobPlan) -> list[str]:
-    return sorted({"", *(sample.caption for sample in (*plan.samples, *plan.eval_samples))})
+    """Of all samples, the empty one, and the prompts that pictures are drawn of."""
+    captions = {sample.caption for sample in (*plan.samples, *plan.eval_samples)}
+    return sorted({"", *captions, *plan.job.samples.prompts})
 
 
 def _image_requests(plan: JobPlan) -> list[ImageRequest]:

@@ -6,10 +6,12 @@ transformer comes. The command line and the nodes call the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig
@@ -21,6 +23,8 @@ from ..planning.calibration import Measuring
 from ..planning.cards import Card
 from ..planning.plan_training import TrainingPlan
 from ..planning.report import Comparison, compare, describe_comparison, describe_pace
+from ..runs.record import recorded_run
+from ..system.requests import Requests
 from ..training.loop import Trainer, checkpoint_folder
 from ..training.objective import make_noise_schedule
 from ..training.preflight import check_compiled
@@ -74,17 +78,23 @@ def plan_job(
 
 
 def check_job(
-    job: JobConfig, *, is_to_train: bool = True, host_share: int = 1, should_stop: Callable[[], bool] = never
+    job: JobConfig,
+    *,
+    info: CheckpointInfo | None = None,
+    is_to_train: bool = True,
+    host_share: int = 1,
+    should_stop: Callable[[], bool] = never,
 ) -> JobPlan:
     """Everything that can be refused before weights are loaded.
 
     Args:
+        info: the job's model, if it was read already.
         is_to_train: False for filling caches, while other processes may use the cards: nothing is forecast then.
         host_share: jobs that share the host's free memory.
     Raises: ValueError for a file that is no such model, a placement that does not fit, a dataset that cannot be read,
         or settings that contradict the model; Stopped when should_stop() became true while images are looked at.
     """
-    return _resolve_and_check(read_job(job, should_stop=should_stop), None, host_share, is_to_train=is_to_train)
+    return _resolve_and_check(read_job(job, info, should_stop=should_stop), None, host_share, is_to_train=is_to_train)
 
 
 def _resolve_and_check(
@@ -118,6 +128,7 @@ def _resolve_and_check(
 def run_job(
     job: JobConfig,
     *,
+    info: CheckpointInfo | None = None,
     resume: bool = False,
     on_event: Listener | None = None,
     should_stop: Callable[[], bool] = never,
@@ -128,16 +139,20 @@ def run_job(
     The state is saved in both cases, and where something breaks between two saves.
 
     Args:
+        info: the job's model, if it was read already, as only ComfyUI can read its own.
         host_share: jobs that share the host's free memory.
     Raises: ValueError for a job that cannot be run as written, before weights are loaded; RuntimeError where another
         process runs in its output folder, or for what broke on the way, with what is saved.
     """
-    with run_lock(Path(job.output.folder)):
+    folder, given = Path(job.output.folder), job
+    should_stop = _also_asked(folder, should_stop)
+    with run_lock(folder):
+        Requests(folder).clear()  # of a run that was killed
         state = find_state(job, resume=resume)
         if state is not None:
             job = as_decided(job, state)
         try:
-            read = read_job(job, should_stop=should_stop)
+            read = read_job(job, info, should_stop=should_stop)
         except Stopped as stopped:
             return TrainingResult("stopped", resume_hint=f"{stopped}; start the job again")
         identity = find_identity(read)
@@ -145,8 +160,26 @@ def run_job(
             refuse_other_run(job, identity, state)
         plan = _resolve_and_check(read, None if state is None else state.facts, host_share)
         identity |= placement_facts(plan.placement)
-        with EventLog(Path(job.output.folder), on_event, tensorboard=job.output.tensorboard) as events:
-            return _train(plan, identity, state, events, should_stop)
+        devices = used_devices(plan.job, plan.placement.used_devices)
+        with (
+            EventLog(folder, on_event, tensorboard=job.output.tensorboard) as events,
+            recorded_run(folder, given, devices) as recording,
+        ):
+            result = _train(plan, identity, state, events, should_stop)
+            recording.status = "finished" if result.status == "finished" else "stopped"
+            return result
+
+
+def used_devices(job: JobConfig, of_blocks: Iterable[torch.device]) -> tuple[str, ...]:
+    """Every device that a job was given or names by number: those of its blocks first, then those of its encoders."""
+    named = (job.cache.text_device, job.cache.vae_device)
+    encoders = (name for name in named if ":" in name)
+    return tuple(dict.fromkeys([*map(str, of_blocks), *encoders]))
+
+
+def _also_asked(folder: Path, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+    requests = Requests(folder)
+    return lambda: should_stop() or requests.is_asked("stop")
 
 
 def _train(

@@ -131,6 +131,6 @@ def _without_places(config: dict[str, Any]) -> dict[str, Any]:
     config["data"]["folders"] = [{**folder, "path": Path(folder["path"]).name} for folder in config["data"]["folders"]]
     config["data"]["encoded"] = Path(config["data"]["encoded"]).name
     config["evaluation"]["folder"] = Path(config["evaluation"]["folder"]).name
-    for section in ("split", "parallel", "cache", "output"):
+    for section in ("split", "parallel", "cache", "output", "samples"):
         del config[section]
     return config

@@ -72,7 +72,7 @@ def read_job(
     """Read headers and images.
 
     Args:
-        info: a model in place of the job's, whose files are then not read.
+        info: the job's model if it was read already, or another in its place.
         has_data: False takes one square of the job's settings in place of its data.
     Raises: ValueError for settings that contradict each other or the model, or files that cannot be read; Stopped when
         should_stop() became true while images were looked at.

@@ -20,12 +20,13 @@ from torch import nn
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig, ModelConfig, SplitConfig
-from ..config.model import Strategy, has_stages, holds_copies
+from ..config.model import Strategy, divides_blocks, has_stages, holds_copies
 from ..config.open import asked
 from ..data.samples import TrainingSample
 from ..execution import ExecutionPlan
-from ..families.spec import Variant
+from ..families.spec import Variant, longest_text
 from ..parallel.devices import CPU, find_device, find_devices, free_bytes
+from ..parallel.local.shard_trees import division_fault
 from ..parallel.placement import (
     Placement,
     block_names,
@@ -36,14 +37,17 @@ from ..parallel.placement import (
     plan_manual,
     plan_placement,
     plan_replicas,
+    plan_shards,
 )
 from ..planning.calibration import Measuring, plan_calibrated
 from ..planning.cards import Card, cards_of
 from ..planning.plan_training import TrainingPlan, plan_training
 from ..planning.question import ModelCosts, Question
 from ..planning.space import OFFLOADS, OPTIMIZERS, SCHEMES, STRATEGIES, SearchSpace, Setting, is_open, strategies_on
-from ..quantization.quantize import stored_bytes
+from ..quantization.quantize import QuantizeSettings, stored_bytes
 from .checked_job import why_no_graphs
+from .native_limits import why_no_stages, why_not_offloaded
+from .samples import size_of_pictures
 
 _log = logging.getLogger(__name__)
 
@@ -111,10 +115,20 @@ class Resolution:
 
 
 class _Earlier(NamedTuple):
-    """Where the run that is resumed has its blocks, and its copies of the model."""
+    """Where the run that is resumed has its blocks, its copies of the model, and its shares of each block."""
 
     devices: tuple[torch.device, ...]
     replicas: tuple[torch.device, ...]
+    shards: tuple[torch.device, ...]
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """What its placement tells; None for blocks on one device each."""
+        return "data" if self.replicas else "tensor" if self.shards else None
+
+    def place(self, found: Placement) -> Placement:
+        """As the run began, with the blocks of today's placement."""
+        return Placement(found.blocks, self.devices, self.devices[0], replicas=self.replicas, shards=self.shards)
 
 
 def resolve(
@@ -134,7 +148,8 @@ def resolve(
     """
     before = None
     if earlier is not None:
-        before = _Earlier(*(tuple(map(find_device, earlier.get(key, ()))) for key in ("placement", "replicas")))
+        keys = ("placement", "replicas", "shards")
+        before = _Earlier(*(tuple(map(find_device, earlier.get(key, ()))) for key in keys))
         _refuse_other_strategy(job, machine, before)
     space = search_space(job)
     training = _plan_as_before(job, subject, machine, before) if is_to_train else None
@@ -145,22 +160,20 @@ def resolve(
         optimizer=replace(job.optimizer, name=chosen.optimizer),
     )
     if training is None:
-        size, is_copied = _size_of(job, subject), chosen.holds_copies
-        placement = place_by_size(job.model, job.split, subject, machine.devices, size, is_copied=is_copied)
+        if chosen.divides_blocks:
+            _refuse_undividable(job, subject, len(machine.devices))
+        size = _size_of(job, subject)
+        placement = place_by_size(job.model, job.split, subject, machine.devices, size, strategy=chosen.strategy)
     else:
         placement = training.placement
     if before is not None:
-        home = before.devices[0]
-        placement = replace(placement, devices=before.devices, home=home, tail=(), replicas=before.replicas)
+        placement = before.place(placement)
     if training is None:
         chosen = _first_of(space, placement.used_devices)
-    strategy = _strategy_on(placement, chosen.strategy)
+    strategy = _strategy_of(subject, space, placement, chosen.strategy)
     if strategy == "none" and not is_open(space.strategies) and space.strategies != ("none",):
-        _log.warning(
-            'parallel.strategy = "%s" needs train.gradient_accumulation_steps above 1 and several GPUs of one kind; '
-            "left out",
-            *space.strategies,
-        )
+        also = "" if divides_blocks(space.strategies[0]) else "train.gradient_accumulation_steps above 1 and "
+        _log.warning('parallel.strategy = "%s" needs %sseveral GPUs of one kind; left out', *space.strategies, also)
     tail = tuple(subject.info.family.tail) if has_stages(strategy) else ()
     execution = ExecutionPlan(
         placement=replace(placement, tail=tail),
@@ -173,17 +186,32 @@ def resolve(
         kept_blocks=space.uncheckpointed if training is None else training.uncheckpointed,
         offloaded_blocks=space.offloaded if training is None else training.offloaded,
         offloads=chosen.offloads,
-        compiled_shapes=_shapes_to_compile(job, subject) if is_to_train else None,
-        has_graphs=is_to_train and _has_graphs(job, subject, placement.used_devices),
+        compiled_shapes=_shapes_to_compile(job, subject, strategy) if is_to_train else None,
+        has_graphs=is_to_train and _has_graphs(job, subject, placement.used_devices, strategy),
     )
     return Resolution(job, execution, training)
 
 
+def _strategy_of(subject: Subject, space: SearchSpace, placement: Placement, chosen: Strategy) -> Strategy:
+    """What is chosen, as far as the model and a resumed run's placement can do it.
+
+    Raises: ValueError for blocks that cannot stream from host memory.
+    """
+    if fault := why_not_offloaded(subject.info.family.native, space):
+        raise ValueError(fault)
+    strategy = _strategy_on(placement, chosen)
+    if has_stages(strategy) and (fault := why_no_stages(subject.info.family.native, subject.model)):
+        _log.warning("microbatches do not follow each other through the cards: %s", fault)
+        return "none"
+    return strategy
+
+
 def _strategy_on(placement: Placement, chosen: Strategy) -> Strategy:
-    """What is chosen, but on a resumed run's placement copies of the model stay copies, and one model stays one."""
-    if bool(placement.replicas) == holds_copies(chosen):
+    """What is chosen, but on a resumed run's placement copies of the model stay copies, shares of blocks stay shares,
+    and one model stays one."""
+    if bool(placement.replicas) == holds_copies(chosen) and bool(placement.shards) == divides_blocks(chosen):
         return chosen
-    return "data" if placement.replicas else "none"
+    return "data" if placement.replicas else "tensor" if placement.shards else "none"
 
 
 def search_space(job: JobConfig) -> SearchSpace:
@@ -193,7 +221,7 @@ def search_space(job: JobConfig) -> SearchSpace:
     return SearchSpace(
         schemes=SCHEMES if scheme is None else (scheme,),
         optimizers=OPTIMIZERS if optimizer is None else (optimizer,),
-        strategies=STRATEGIES if strategy is None else (strategy,),
+        strategies=_open_strategies(job) if strategy is None else (strategy,),
         offloads=OFFLOADS if offload is None else (offload == "on",),
         ahead=job.parallel.microbatches_ahead,
         split_at=job.split.split_at,
@@ -213,6 +241,41 @@ def search_space(job: JobConfig) -> SearchSpace:
     )
 
 
+def _open_strategies(job: JobConfig) -> tuple[Strategy, ...]:
+    """What may be chosen. Blocks that are divided are not compiled and not recorded, which others are faster by."""
+    is_eager = job.train.compile == "off" and job.train.cuda_graphs == "off"
+    can_divide = is_eager and not _undivided_settings(job)
+    return tuple(each for each in STRATEGIES if can_divide or not divides_blocks(each))
+
+
+def _undivided_settings(job: JobConfig) -> str:
+    """The setting that goes with no block that is divided among devices, and what would work; "" if there is none."""
+    kept = set(job.split.blocks_without_checkpointing)
+    faults = {
+        "lora.dora = true asks for norms of whole weights, of which each device has a share; set it to false": (
+            job.lora.dora
+        ),
+        f"lora.dropout = {job.lora.dropout} draws other random numbers on each device; set it to 0": job.lora.dropout,
+        "split.offloaded_blocks asks for blocks that stream from host memory; remove it, each device holds a share of "
+        "every block": any(job.split.offloaded_blocks),
+        f"split.blocks_without_checkpointing = {list(job.split.blocks_without_checkpointing)} differs between devices, "
+        "which compute each block together; give each the same number": len(kept) > 1,
+    }
+    return next((text for text, is_asked in faults.items() if is_asked), "")
+
+
+def _refuse_undividable(job: JobConfig, subject: Subject, num_devices: int) -> None:
+    """Raises: ValueError if the model's blocks cannot be divided among so many devices."""
+    fault = division_fault(subject.model, subject.info.family, num_devices, _asked_quantizing(job))
+    if fault:
+        raise ValueError(f'parallel.strategy = "tensor" was asked for, but {fault}')
+
+
+def _asked_quantizing(job: JobConfig) -> QuantizeSettings | None:
+    """As the job says; None where it leaves that open, for a scheme that goes with the blocks is found then."""
+    return None if asked(job.model.quantize) is None else job.model.quantize_settings
+
+
 def _first_of(space: SearchSpace, devices: Sequence[torch.device]) -> Setting:
     """What every machine can do, for where nobody plans."""
     strategy = strategies_on(space, devices)[0]
@@ -220,18 +283,23 @@ def _first_of(space: SearchSpace, devices: Sequence[torch.device]) -> Setting:
 
 
 def _refuse_other_strategy(job: JobConfig, machine: Machine, before: _Earlier) -> None:
-    """Raises: ValueError if the job now asks for data parallel by name and the run had none, or the other way round."""
+    """Raises: ValueError if the job now asks by name for copies or shares of the model where the run had none, or the
+    other way round."""
     space = search_space(job)
-    is_copied = _first_of(space, machine.devices).holds_copies
-    if not is_open(space.strategies) and bool(before.replicas) != is_copied:
-        had, wanted = "data parallelism", "one model over all cards"
-        if is_copied:
-            had, wanted = wanted, had
+    wanted = _first_of(space, machine.devices).strategy
+    if not is_open(space.strategies) and _kind_of(before.strategy) != _kind_of(wanted):
         raise ValueError(
-            f'the run in {job.output.folder} was trained with {had}, and parallel.strategy = "{space.strategies[0]}" '
-            f'now asks for {wanted}, which would not be the same run; set it to "auto" to resume, or start anew in '
-            "another output folder"
+            f"the run in {job.output.folder} was trained with {_kind_of(before.strategy)}, and parallel.strategy = "
+            f'"{space.strategies[0]}" now asks for {_kind_of(wanted)}, which would not be the same run; set it to '
+            '"auto" to resume, or start anew in another output folder'
         )
+
+
+def _kind_of(strategy: Strategy | None) -> str:
+    """What a run must not change."""
+    if strategy and divides_blocks(strategy):
+        return "tensor parallelism"
+    return "data parallelism" if strategy and holds_copies(strategy) else "one model over all cards"
 
 
 def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: _Earlier | None) -> TrainingPlan | None:
@@ -241,14 +309,18 @@ def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: 
     """
     cuts = None
     if before is not None:
-        machine = replace(machine, devices=tuple(dict.fromkeys(before.replicas or before.devices)))
-        if before.replicas:  # which a cut of today's would contradict
+        devices = before.replicas or before.shards or before.devices
+        machine = replace(machine, devices=tuple(dict.fromkeys(devices)))
+        if before.strategy is not None:  # which a cut of today's would contradict
             split = replace(job.split, balance="memory", split_at=())
-            job = replace(job, parallel=replace(job.parallel, strategy="data"), split=split)
+            job = replace(job, parallel=replace(job.parallel, strategy=before.strategy), split=split)
             refuse_block_settings(job)
         else:
             cuts = tuple(i for i in range(1, len(before.devices)) if before.devices[i] != before.devices[i - 1])
     if machine.cards is None:
+        return None
+    if subject.info.family.host is not None:
+        _log.warning("no forecast of memory and time is made for %s; it is split by size", subject.info.family.title)
         return None
     training = plan_on(job, subject, machine, MEASURING[job.split.calibrate], cuts)
     if training.warning:
@@ -264,7 +336,11 @@ def plan_on(
     Raises: ValueError if nothing fits.
     """
     assert machine.cards is not None
+    strategy = _first_of(search_space(job), [card.device for card in machine.cards]).strategy
+    if job.parallel.asked and divides_blocks(strategy):
+        _refuse_undividable(job, subject, min(len(machine.cards), len(block_names(subject.model, subject.info.family))))
     model = ModelCosts(subject.info, subject.variant, subject.model)
+    longest = max((size[-1] for size in subject.train), default=1)
     question = Question(
         model,
         search_space(job),
@@ -274,6 +350,7 @@ def plan_on(
         cuts=cuts,
         host_bytes=machine.host_bytes,
         graphs_fault=why_no_graphs(job, len(subject.train), machine.devices),
+        picture=size_of_pictures(job, subject.info.family, subject.variant, longest),
     )
     return plan_training(question) if machine.named else plan_calibrated(question, measuring)
 
@@ -286,6 +363,8 @@ def refuse_block_settings(job: JobConfig) -> None:
             f"model.second_expert names {job.model.second_expert}, and one model is trained here; remove it, or give "
             "the job file to `devicebridge train`, which trains both experts"
         )
+    if strategy and divides_blocks(strategy) and (fault := _undivided_settings(job)):
+        raise ValueError(f'{fault}, or set parallel.strategy, which is "{strategy}", to "auto"')
     if has_offloaded and strategy and holds_copies(strategy):
         raise ValueError(
             "split.offloaded_blocks asks for blocks that stream from host memory, and data parallelism puts the whole "
@@ -318,21 +397,23 @@ def place_by_size(
     devices: Sequence[torch.device],
     size: tuple[int, int],
     *,
-    is_copied: bool = False,
+    strategy: Strategy = "none",
 ) -> Placement:
     """Which block goes where, from sizes alone.
 
     Args:
         size: resolution in pixels and frames of the largest samples.
-        is_copied: whether each device gets a copy of the model.
+        strategy: whether each device gets a copy of the model, or a share of each block.
     Raises: ValueError if it does not fit or the cuts are impossible.
     """
     model, family = subject.model, subject.info.family
     blocks = block_names(model, family)
     block_bytes, home_bytes = held_bytes(config, subject)
     budgets = _budgets(split, devices)
-    if is_copied:
+    if holds_copies(strategy):
         return plan_replicas(blocks, devices, sum(block_bytes) + home_bytes, budgets)
+    if divides_blocks(strategy):
+        return plan_shards(blocks, devices, block_bytes, home_bytes, budgets)
     if split.balance == "manual":
         manual = plan_manual(blocks, list(devices), split.split_at)
         check_budgets(manual, block_bytes, home_bytes, budgets)
@@ -343,7 +424,7 @@ def place_by_size(
     if split.balance == "time":
         resolution, num_frames = size
         num_image_tokens = family.latent_of(subject.variant).num_tokens(resolution, resolution, num_frames)
-        num_text_tokens = max(encoder.max_length for encoder in subject.variant.text_encoders)
+        num_text_tokens = longest_text(subject.variant)
         cost = estimate_block_flops(model, family, num_image_tokens, num_text_tokens)
         home_cost = 0.0
         capacity = []  # every device is taken for equally fast
@@ -383,9 +464,12 @@ def sizes_of(samples: Iterable[TrainingSample]) -> frozenset[tuple[int, ...]]:
     return frozenset((*sample.bucket, sample.num_frames) for sample in samples)
 
 
-def _shapes_to_compile(job: JobConfig, subject: Subject) -> int | None:
+def _shapes_to_compile(job: JobConfig, subject: Subject, strategy: Strategy) -> int | None:
     """Of all batches of a job, at most; None if nothing is compiled."""
     if job.train.compile == "off":
+        return None
+    if divides_blocks(strategy):
+        _log.warning("blocks are not compiled: devices that compute a block together meet in the middle of it")
         return None
     if job.lora.dora:
         _log.warning("blocks are not compiled: torch cannot trace PEFT's DoRA")
@@ -395,10 +479,14 @@ def _shapes_to_compile(job: JobConfig, subject: Subject) -> int | None:
     return len(subject.train) * sizes + len(alone)
 
 
-def _has_graphs(job: JobConfig, subject: Subject, devices: Sequence[torch.device]) -> bool:
+def _has_graphs(job: JobConfig, subject: Subject, devices: Sequence[torch.device], strategy: Strategy) -> bool:
     if job.train.cuda_graphs == "off":
         return False
     fault = why_no_graphs(job, len(subject.train), devices)
+    if subject.info.family.native is not None:
+        fault = f"{subject.info.family.title} is trained as ComfyUI's own code computes it"
+    if divides_blocks(strategy):
+        fault = "devices that compute a block together meet in the middle of it"
     if fault:
         _log.warning("blocks are not replayed as CUDA graphs: %s", fault)
     return not fault

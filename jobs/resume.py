@@ -96,10 +96,11 @@ def find_identity(read: ReadJob) -> dict[str, Any]:
 
 
 def placement_facts(placement: Placement) -> dict[str, list[str]]:
-    """The device of every block, and of every replica, as a checkpoint keeps them."""
+    """The device of every block, and of every replica or shard, as a checkpoint keeps them."""
     return {
         "placement": [str(device) for device in placement.devices],
         "replicas": [str(device) for device in placement.replicas],
+        "shards": [str(device) for device in placement.shards],
     }
 
 

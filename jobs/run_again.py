@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
+from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.weight_file import load_tensors, open_weights
 from ..config.job import JobConfig
 from ..encoding.encode import never
+from ..runs.record import read_record
 from ..training.loop import checkpoint_folder
 from ..training.state import TrainingState, list_checkpoints, load_checkpoint
 from .lora_output import describe_kind
@@ -42,20 +44,27 @@ class NextRun:
     note: str = ""
 
 
-def next_run(job: JobConfig, *, resume: bool, should_stop: Callable[[], bool] = never) -> NextRun:
+def next_run(
+    job: JobConfig,
+    *,
+    resume: bool,
+    info: CheckpointInfo | None = None,
+    should_stop: Callable[[], bool] = never,
+) -> NextRun:
     """The run that a job means, among those in its folder and in the numbered ones beside it.
 
     Reads headers and images, and no weights of the model.
 
     Args:
         resume: go on with the newest run that has these settings; the number of steps may differ.
-    Raises: ValueError for a run with these very settings that was stopped, unless resume is on; Stopped when
-        should_stop() became true while images were looked at.
+        info: the job's model, if it was read already.
+    Raises: ValueError for a run with these very settings that was stopped, unless resume is on, or that is under way;
+        Stopped when should_stop() became true while images were looked at.
     """
     earlier, free = _earlier(job)
     if not earlier:
         return NextRun(free, resume)
-    identity = find_identity(read_job(job, should_stop=should_stop))
+    identity = find_identity(read_job(job, info, should_stop=should_stop))
     states = [(each, _newest(each)) for each in reversed(earlier)]
     known = [(each, state, differences(each, identity, state)) for each, state in states if state is not None]
     same = [(each, state) for each, state, differing in known if not differing and _may_be(each, state, resume)]
@@ -64,12 +73,22 @@ def next_run(job: JobConfig, *, resume: bool, should_stop: Callable[[], bool] = 
         return _finished(each, state) if state is not None and _is_done(each, state) else NextRun(each, resume=True)
     for each, state in same:
         if state.step < each.train.steps:
+            _refuse_under_way(each)
             raise ValueError(
                 f"{each.output.folder} holds a run with these settings that was stopped after step {state.step} of "
                 f"{each.train.steps}; turn on resume to go on from there, or change output.name to start anew"
             )
         return _finished(each, state)
     return NextRun(free, resume=False, note=_describe_new(free, known))
+
+
+def _refuse_under_way(job: JobConfig) -> None:
+    record = read_record(Path(job.output.folder))
+    if record is not None and record.state == "running":
+        raise ValueError(
+            f"{job.output.folder} holds a run with these settings that is under way; wait for its end, stop it in the "
+            "sidebar's tab DeviceBridge, or change output.name for another"
+        )
 
 
 def _earlier(job: JobConfig) -> tuple[list[JobConfig], JobConfig]:

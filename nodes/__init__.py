@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 from ..contract.check import check_parts, find_faults, pending_nodes, refusals
 from ..contract.living import Living
 from ..contract.rows import NODES as PARTS_OF
+from ..contract.rows import PAGE
 from .captions import CacheCaptionsAndLatents
 from .dataset import TrainingDatasetNode
 from .encoded_dataset import DatasetFromLatents
@@ -63,6 +65,20 @@ def _guarded(node: type[io.ComfyNode]) -> type[io.ComfyNode]:
         return node.execute.__func__(cls, **sockets)
 
     return type(node.__name__, (node,), {"execute": classmethod(execute), "__module__": node.__module__})
+
+
+def add_page() -> None:
+    """Give ComfyUI's page what it asks this pack for. A ComfyUI that has changed there has the nodes alone."""
+    if not hasattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance"):
+        return  # no server: a test, or a script
+    try:
+        check_parts(Living(may_import=True), [PAGE])
+    except RuntimeError as error:
+        _log.warning("the page DeviceBridge is not there: %s", error)
+        return
+    from .host.page import add_page
+
+    add_page()
 
 
 def make_extension() -> ComfyExtension:

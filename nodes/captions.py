@@ -144,7 +144,8 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         view = JobView(cls.hidden.unique_id)
         with host.training_allowed(), host.host_memory_freed(), EventLog(folder, view) as events:
             try:
-                plan = check_job(job, is_to_train=False, should_stop=view.is_cancelled)
+                with model.prepared() as info:
+                    plan = check_job(job, info=info, is_to_train=False, should_stop=view.is_cancelled)
                 data, held_out = cache_job(plan, events, view.is_cancelled, encoders)
             except Stopped:
                 view.show_text("Cancelled. What was encoded is kept; run again to continue.")

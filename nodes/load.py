@@ -42,16 +42,29 @@ class LoadModelForTraining(io.ComfyNode):
 
     @classmethod
     @said_on_node
-    def execute(cls, model: str, path: str, **sockets: Any) -> io.NodeOutput:
+    def execute(cls, model: str, path: str, stock_model: Any = None, **sockets: Any) -> io.NodeOutput:
         from ..checkpoints.checkpoint import read_checkpoint
 
         split, devices = _read_split(sockets)
+        if stock_model is not None:
+            return cls._take(stock_model, split, sockets)
         checkpoint = host.find_model(model, path)
         config = read_section(ModelConfig, _inputs(), sockets, path=str(checkpoint))
         info = read_checkpoint(checkpoint, variant=config.variant)
         name = info.variant.name if info.variant else f"{info.family.title} of its own size"
         text = f"{name}, {len(info.tensors)} tensors, on {', '.join(map(str, devices))}"
         host.NodeView(cls.hidden.unique_id).show_text(text)
+        return io.NodeOutput(TrainingModel(config, split))
+
+    @classmethod
+    def _take(cls, stock: Any, split: SplitConfig, sockets: dict[str, Any]) -> io.NodeOutput:
+        """A stock MODEL, which ComfyUI's own code will build again for training."""
+        from ..families.registry import COMFYUI
+
+        path = host.path_of_model(stock)
+        config = read_section(ModelConfig, _inputs(), sockets, path=str(path), family=COMFYUI, variant="")
+        info = host.read_native(str(path), config.dtype, stock)
+        host.NodeView(cls.hidden.unique_id).show_text(f"{info.family.title}, {len(info.tensors)} tensors")
         return io.NodeOutput(TrainingModel(config, split))
 
 
@@ -87,6 +100,13 @@ def _inputs() -> list[Socket | io.Input]:
         Socket("split_at", "split.split_at", placeholder="12, 30", advanced=True),
         Socket("memory_limit_gb", "split.memory_limit_gb", placeholder="20, 14", advanced=True),
         Socket("dtype", "model.dtype", advanced=True),
+        io.Model.Input(
+            "stock_model",
+            display_name="stock MODEL",
+            optional=True,
+            tooltip="ComfyUI's MODEL, from Load Diffusion Model or Load Checkpoint. Connected, it is what is trained, "
+            "and model, path and variant have no effect. Captions and latents then come from stock CLIP and stock VAE.",
+        ),
     ]
 
 

@@ -79,7 +79,8 @@ class PlanTraining(io.ComfyNode):
         known = parse_cards(cards) if cards.strip() else []
         with nullcontext() if known else host.host_memory_freed():
             try:
-                plan = plan_job(job, known, should_stop=host.is_cancelled)
+                with model.prepared() as info:
+                    plan = plan_job(job, known, info=info, should_stop=host.is_cancelled)
             except Stopped:
                 host.cancel()
         steps = sockets.get("steps", 1000)

@@ -146,6 +146,11 @@ def read_list(text: str, kind: Callable[[str], T], what: str) -> tuple[T, ...]:
     return tuple(values)
 
 
+def read_lines(text: str) -> tuple[str, ...]:
+    """Every line that is not blank: text with commas in it."""
+    return tuple(filter(None, (line.strip() for line in text.splitlines())))
+
+
 def read_number_or_name(text: str) -> float | str:
     """A number where the text is one, else the text; "" for "auto"."""
     text = read_auto(text)

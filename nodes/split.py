@@ -73,8 +73,8 @@ _FIXED = (
         default="auto",
         optional=True,
         tooltip="blocks: every GPU computes its own blocks, one GPU after the other. tensor: all GPUs compute each "
-        "block together, so one picture is faster where the GPUs are linked fast (NVLink, PCIe with peer access); "
-        "it needs ComfyUI started with --disable-dynamic-vram. auto takes blocks.",
+        "block together, so one picture is faster where the GPUs are linked fast (NVLink, PCIe with peer access); it "
+        "needs ComfyUI started with --disable-dynamic-vram. auto takes the one that is forecast to be faster.",
     ),
 )
 
@@ -124,11 +124,11 @@ class SplitModel(io.ComfyNode):
         request = _read_request(sockets)
         if request is None:
             return io.NodeOutput(model)
-        from .host.split.model import describe_split, split_model
+        from .host.split.model import blocks_by_card, describe_split, split_model
 
         split = split_model(model, request)
         host.NodeView(cls.hidden.unique_id).show_text(describe_split(split))
-        return io.NodeOutput(split)
+        return io.NodeOutput(split, ui={"blocks": blocks_by_card(split)})
 
 
 class LoadDiffusionModelSplit(io.ComfyNode):
@@ -170,11 +170,11 @@ class LoadDiffusionModelSplit(io.ComfyNode):
     @said_on_node
     def execute(cls, unet_name: str, weight_dtype: str, **sockets: Any) -> io.NodeOutput:
         path = host.find_checkpoint(unet_name)
-        from .host.split.model import describe_split, load_split_model
+        from .host.split.model import blocks_by_card, describe_split, load_split_model
 
         model = load_split_model(path, weight_dtype, _read_request(sockets))
         host.NodeView(cls.hidden.unique_id).show_text(describe_split(model))
-        return io.NodeOutput(model)
+        return io.NodeOutput(model, ui={"blocks": blocks_by_card(model)})
 
 
 def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
@@ -193,9 +193,10 @@ def _read_request(sockets: dict[str, Any]) -> SplitRequest | None:
         _log.warning("split: split_at %s is ignored with balance %s; it is for manual", text, sockets["balance"])
         cuts = ()
     limits = read_list(sockets["memory_limit_gb"], float, "memory_limit_gb")
-    others = {name: sockets[name] for name in ("balance", "overlap", "offload", "verify", "way") if name in sockets}
+    others = {name: sockets[name] for name in ("balance", "overlap", "offload", "verify") if name in sockets}
     transport: Any = read_auto(sockets["transport"]) or None
-    return SplitRequest(devices=chosen, split_at=cuts, memory_limit_gb=limits, transport=transport, **others)
+    way: Any = read_auto(sockets.get("way", AUTO)) or None
+    return SplitRequest(devices=chosen, split_at=cuts, memory_limit_gb=limits, transport=transport, way=way, **others)
 
 
 def _find_devices(text: str) -> tuple[torch.device, ...]:

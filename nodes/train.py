@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import job as config
 from ..config.training import LORA_ENDING
-from . import host
+from . import background, host
 from .captions import DEFAULT_FOLDER
 from .host import io
 from .saying import said_on_node
-from .sockets import Socket, make_inputs, read_number_or_name, read_section
+from .sockets import Socket, make_inputs, read_lines, read_number_or_name, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
 if TYPE_CHECKING:
+    from ..checkpoints.checkpoint import CheckpointInfo
     from ..jobs.job import TrainingResult
+    from ..jobs.run_again import NextRun
 
 _TITLE = "Train LoRA Across GPUs"
 
@@ -73,6 +75,24 @@ _INPUTS = (
     Socket("compile_blocks", "train.compile", optional=True, advanced=True),
     Socket("offload_activations", "train.offload_activations", optional=True, advanced=True),
     Socket("cuda_graphs", "train.cuda_graphs", optional=True, advanced=True),
+    io.Boolean.Input(
+        "background",
+        default=False,
+        optional=True,
+        tooltip="Train in a process of its own: this node is done at once, ComfyUI's queue stays free for other cards, "
+        "and the training goes on if ComfyUI ends. Watch, stop and resume it in the sidebar's tab DeviceBridge. The "
+        "outputs stay empty.",
+    ),
+    Socket(
+        "sample_prompts",
+        "samples.prompts",
+        "One prompt per line. The node shows the newest picture; all are in the run folder.",
+        read=read_lines,
+        multiline=True,
+        placeholder="a photo of my subject on a beach",
+        optional=True,
+    ),
+    Socket("sample_every", "samples.every_steps", max=_MOST_STEPS, optional=True),
 )
 
 
@@ -103,24 +123,13 @@ class TrainLora(io.ComfyNode):
     @classmethod
     @said_on_node
     def execute(cls, model: TrainingModel, dataset: TrainingDataset, resume: bool, **sockets: Any) -> io.NodeOutput:
-        from ..encoding.encode import Stopped
-        from ..jobs.job import run_job
-        from ..jobs.run_again import next_run
-
         job = make_job(model, dataset, sockets)
         view = JobView(cls.hidden.unique_id)
-        with host.training_allowed():
-            try:
-                run = next_run(job, resume=resume, should_stop=view.is_cancelled)
-            except Stopped:
-                host.cancel()
-            if run.finished is None:
-                if run.note:
-                    view.show_text(run.note)
-                with host.host_memory_freed():
-                    result = run_job(run.job, resume=run.resume, on_event=view, should_stop=view.is_cancelled)
-            else:
-                result = run.finished
+        with host.training_allowed(), model.prepared() as info:
+            run = _find_run(job, info, resume, view)
+            if run.finished is None and sockets.get("background", False):
+                return _start_in_background(model, run, view)
+            result = run.finished or _train(run, info, view)
         text = "\n".join(filter(None, [run.note, describe_result(result)]))
         view.show_text(text)
         if result.status == "stopped":
@@ -132,8 +141,37 @@ class TrainLora(io.ComfyNode):
             {"loss": result.losses},
             result.step,
             str(result.lora_path),
-            ui={"text": (text,), "lora": [entry] if entry else []},
+            ui={"text": (text,), "lora": [entry] if entry else [], **_images(view)},
         )
+
+
+def _find_run(job: config.JobConfig, info: CheckpointInfo | None, resume: bool, view: JobView) -> NextRun:
+    """The run that the job means, in its folder or in a numbered one beside it; the node says why."""
+    from ..encoding.encode import Stopped
+    from ..jobs.run_again import next_run
+
+    try:
+        run = next_run(job, info=info, resume=resume, should_stop=view.is_cancelled)
+    except Stopped:
+        host.cancel()
+    if run.note:
+        view.show_text(run.note)
+    return run
+
+
+def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> TrainingResult:
+    from ..jobs.job import run_job
+
+    background.refuse_taken_cards(run.job)
+    with host.host_memory_freed():
+        return run_job(run.job, info=info, resume=run.resume, on_event=view, should_stop=view.is_cancelled)
+
+
+def _start_in_background(model: TrainingModel, run: NextRun, view: JobView) -> io.NodeOutput:
+    model.refuse_background()
+    text = "\n".join(filter(None, [run.note, background.start(run.job, is_resumed=run.resume)]))
+    view.show_text(text)
+    return io.NodeOutput(*host.blocked(4), ui={"text": (text,)})
 
 
 def training_sockets(*ids: str) -> list[Socket]:
@@ -159,7 +197,15 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
         optimizer=read(config.OptimizerConfig),
         schedule=read(config.ScheduleConfig),
         output=read(config.OutputConfig, folder=str(folder)),
+        samples=read(config.SamplesConfig),
     )
+
+
+def _images(view: JobView) -> dict[str, Any]:
+    """The newest pictures as ComfyUI shows images on a node; {} if none were drawn."""
+    entries = [entry for path in view.pictures.values() if (entry := host.output_entry(path))]
+    is_animated = any(entry["filename"].endswith(".webp") for entry in entries)
+    return ({"images": entries} | ({"animated": (True,)} if is_animated else {})) if entries else {}
 
 
 def describe_result(result: TrainingResult) -> str:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config.job import CacheConfig, DataConfig, EvaluationConfig, JobConfig, ModelConfig, SplitConfig
+from ..families.registry import COMFYUI
+from . import host
 from .host import io
+
+if TYPE_CHECKING:
+    from ..checkpoints.checkpoint import CheckpointInfo
 
 ModelSocket = io.Custom("DEVICEBRIDGE_MODEL")
 DatasetSocket = io.Custom("DEVICEBRIDGE_DATASET")
@@ -18,6 +25,20 @@ class TrainingModel:
 
     model: ModelConfig
     split: SplitConfig
+
+    @contextmanager
+    def prepared(self) -> Iterator[CheckpointInfo | None]:
+        """Inside, ComfyUI is ready to train its own model, which is given; None for a family that we build."""
+        if self.model.family != COMFYUI:
+            yield None
+            return
+        with host.native_training():
+            yield host.read_native(self.model.path, self.model.dtype)
+
+    def refuse_background(self) -> None:
+        """Raises: ValueError for a model of ComfyUI's own, which only a process with ComfyUI can build."""
+        if self.model.family == COMFYUI:
+            raise ValueError("a stock MODEL is trained inside ComfyUI; switch background off")
 
     def job(self, dataset: TrainingDataset, **sections: Any) -> JobConfig:
         return JobConfig(model=self.model, split=self.split, data=dataset.data, **sections)

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..system.pace import StepPace, describe_progress
@@ -24,6 +25,7 @@ _PHASES = {
     "latents": "Encoding images",
     "loading": "Loading the model onto its devices",
     "training": "Training",
+    "samples": "Drawing sample pictures",
 }
 
 
@@ -43,6 +45,7 @@ class JobView(host.NodeView):
         self._pace = StepPace()
         self._terminal = ProgressLine(sys.stderr) if sys.stderr.isatty() else None
         self._log_lines = NowAndThen(_LOG_INTERVAL_S, clock)
+        self.pictures: dict[int, Path] = {}  # the newest of each prompt
 
     def __call__(self, event: Event) -> None:
         host.send_event(
@@ -65,6 +68,9 @@ class JobView(host.NodeView):
             self._show_in_terminal(event, text)
         elif self._terminal is not None:
             self._terminal.close()
+        if event.kind == "sample":
+            path = self.pictures[event.values["index"]] = Path(event.values["path"])
+            self.show_picture(path, event.step, event.total)
         self._show_line(event, text)
 
     def _show_in_terminal(self, event: Event, text: str) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..families.comfy.native import NativeModel, Transport
+from ..families.spec import ModelFamily
 from ..patches.hooks import HookSet
 
 # Lists below this share of a model's bytes are embedders and the like: moving them saves nothing and costs two copies.
@@ -82,6 +83,12 @@ def transport_for(model: nn.Module, native: NativeModel) -> Transport:
 def hooked_modules(block: nn.Module, native: NativeModel) -> tuple[nn.Module, ...]:
     """The modules of one block that the model calls: the block itself, or its children where only those are called."""
     return tuple(block.children()) if native.hooks_children else (block,)
+
+
+def called_modules(model: nn.Module, family: ModelFamily, name: str) -> tuple[nn.Module, ...]:
+    """The modules of the block of this fqn that the model calls."""
+    block = model.get_submodule(name)
+    return (block,) if family.native is None else hooked_modules(block, family.native)
 
 
 def tail_modules(model: nn.Module, native: NativeModel) -> tuple[nn.Module, ...]:

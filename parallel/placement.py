@@ -6,6 +6,7 @@ forward. The first device is home: it also holds the embedders and the tail.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,7 @@ from torch import nn
 from ..families.comfy.native import NativeModel
 from ..families.spec import BlockList, ModelFamily
 from ..patches.lora import matches_any
+from .block_lists import placed_blocks
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Placement:
         tail: fqns of the modules after the last block that live on its device instead, for pipelines.
         replicas: devices that each hold a copy of all of it, home first; () for one model over all devices. devices
             are those of home's copy then.
+        shards: devices that compute every block together, home first, each with a share of its weights and with all
+            of what is outside the blocks; () where a block is on one device. devices are all home then.
     """
 
     blocks: tuple[str, ...]
@@ -37,15 +41,26 @@ class Placement:
     home: torch.device
     tail: tuple[str, ...] = ()
     replicas: tuple[torch.device, ...] = ()
+    shards: tuple[torch.device, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.blocks) != len(self.devices):
             raise ValueError(f"{len(self.blocks)} blocks and {len(self.devices)} devices; give one device per block")
-        assert not self.replicas or {self.home, *self.devices} == {self.replicas[0]} and not self.tail
+        assert not (self.replicas and self.shards)
+        assert not self.side_by_side or {self.home, *self.devices} == {self.side_by_side[0]} and not self.tail
+
+    def runs(self) -> list[tuple[str, int]]:
+        """Device and number of blocks, in the order in which a sample goes through them."""
+        return [(name, len(list(blocks))) for name, blocks in itertools.groupby(map(str, self.devices))]
 
     def items(self) -> list[tuple[str, torch.device]]:
         """Every block with its device."""
         return list(zip(self.blocks, self.devices, strict=True))
+
+    @property
+    def side_by_side(self) -> tuple[torch.device, ...]:
+        """Devices that each have all blocks, or a share of each; () where they have different ones."""
+        return self.replicas or self.shards
 
     @cached_property
     def _device_by_block(self) -> dict[str, torch.device]:
@@ -59,15 +74,15 @@ class Placement:
     @property
     def used_devices(self) -> tuple[torch.device, ...]:
         """Home first, then the others in the order they are reached."""
-        return tuple(dict.fromkeys((self.home, *self.devices, *self.replicas)))
+        return tuple(dict.fromkeys((self.home, *self.devices, *self.side_by_side)))
 
     def on(self, device: torch.device) -> Placement:
-        """All of the model on one device: one replica's."""
+        """All of the model on one device: one replica's, or one tree of shards."""
         return Placement(self.blocks, (device,) * len(self.blocks), device)
 
     def num_blocks_on(self, device: torch.device) -> int:
         """How many blocks a device holds."""
-        return len(self.blocks) if device in self.replicas else self.devices.count(device)
+        return len(self.blocks) if device in self.side_by_side else self.devices.count(device)
 
     def device_of(self, fqn: str) -> torch.device:
         """Device of a module or parameter by its name in the model: its block's or the tail's, else home."""
@@ -82,6 +97,8 @@ class Placement:
         """One line for a log: "cuda:0: 20 blocks, cuda:1: 36 blocks"."""
         if self.replicas:
             return f"all {len(self.blocks)} blocks on each of {', '.join(map(str, self.replicas))}"
+        if self.shards:
+            return f"each of {len(self.blocks)} blocks divided among {', '.join(map(str, self.shards))}"
         counts = {device: self.devices.count(device) for device in self.used_devices}
         return ", ".join(f"{device}: {count} blocks" for device, count in counts.items())
 
@@ -128,6 +145,8 @@ def block_names(model: nn.Module, family: ModelFamily) -> tuple[str, ...]:
 
     Raises: ValueError if the model lacks one of the family's block lists.
     """
+    if family.native is not None:
+        return placed_blocks(model, family.native)
     names: list[str] = []
     for block_list in family.block_lists:
         container = getattr(model, block_list.name, None)
@@ -256,6 +275,28 @@ def plan_replicas(
     return Placement(tuple(blocks), (devices[0],) * len(blocks), devices[0], replicas=tuple(devices))
 
 
+def plan_shards(
+    blocks: Sequence[str],
+    devices: Sequence[torch.device],
+    block_bytes: Sequence[int],
+    home_bytes: int,
+    budget_bytes: Mapping[torch.device, int | None],
+) -> Placement:
+    """A share of every block on each device, and all else on all of them.
+
+    Raises: ValueError naming the first device that may not hold its share.
+    """
+    num_bytes = sum(block_bytes) // len(devices) + home_bytes
+    for device in devices:
+        limit = budget_bytes.get(device)
+        if limit is not None and num_bytes > limit:
+            raise ValueError(
+                f'parallel.strategy = "tensor" puts {num_bytes / 1e9:.2f} GB of weights on {device}, which may hold '
+                f'{limit / 1e9:.2f} GB; name another device, or set it to "auto"'
+            )
+    return Placement(tuple(blocks), (devices[0],) * len(blocks), devices[0], shards=tuple(devices))
+
+
 def plan_manual(blocks: Sequence[str], devices: Sequence[torch.device], split_at: Sequence[int]) -> Placement:
     """Cut where the user says: split_at[i] is the first block of devices[i + 1].
 
@@ -355,6 +396,8 @@ def estimate_block_flops(
     Linears cost 2 * weights * tokens they see; attention over all tokens is counted alike for every block (4 S² D),
     which is exact for joint attention and only shifts all blocks equally elsewhere.
     """
+    if family.native is not None:
+        return native_block_flops(model, family.native, block_names(model, family), num_image_tokens, num_text_tokens)
     return [
         _block_flops(block, block_list, num_image_tokens, num_text_tokens)
         for block_list in family.block_lists
@@ -362,13 +405,19 @@ def estimate_block_flops(
     ]
 
 
-def native_block_flops(model: nn.Module, layout: NativeModel, blocks: Sequence[str]) -> list[float]:
-    """As above, for blocks of one of ComfyUI's own models and a picture of 1024x1024.
+def native_block_flops(
+    model: nn.Module,
+    layout: NativeModel,
+    blocks: Sequence[str],
+    num_image_tokens: int = 4096,
+    num_text_tokens: int = 512,
+) -> list[float]:
+    """As above, for blocks of one of ComfyUI's own models; if nothing is said, for a picture of 1024x1024.
 
     The share of a block changes little with the size.
     """
     side = BlockList("", layout.text_modules, is_joint=True, sample_modules=layout.sample_modules)
-    return [_block_flops(model.get_submodule(name), side, 4096, 512) for name in blocks]
+    return [_block_flops(model.get_submodule(name), side, num_image_tokens, num_text_tokens) for name in blocks]
 
 
 def _block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> float:
@@ -377,11 +426,14 @@ def _block_flops(block: nn.Module, block_list: BlockList, num_image_tokens: int,
     width = min((module.in_features for module in linears.values()), default=0)  # D; the others read wider states
     total = 4.0 * all_tokens**2 * width
     for name, module in linears.items():
-        if matches_any(name, block_list.sample_modules):
-            tokens = 1
-        elif matches_any(name, block_list.text_modules):
-            tokens = num_text_tokens
-        else:
-            tokens = all_tokens if block_list.is_joint else num_image_tokens
-        total += 2.0 * module.weight.numel() * tokens
+        total += 2.0 * module.weight.numel() * tokens_seen(name, block_list, num_image_tokens, num_text_tokens)
     return total
+
+
+def tokens_seen(name: str, block_list: BlockList, num_image_tokens: int, num_text_tokens: int) -> int:
+    """How many tokens a linear of a block runs over, by its name in the block."""
+    if matches_any(name, block_list.sample_modules):
+        return 1
+    if matches_any(name, block_list.text_modules):
+        return num_text_tokens
+    return num_image_tokens + num_text_tokens if block_list.is_joint else num_image_tokens

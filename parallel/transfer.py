@@ -46,9 +46,7 @@ class SideStreams:
         module = module_with_streams(*pair)
         if module is None:
             return copy_to(tensor, device)
-        if pair not in self.pairs:
-            self.pairs[pair] = module.Stream(pair[0]), module.Stream(device)
-        leaving, arriving = self.pairs[pair]
+        leaving, arriving = self.streams_of(pair, module)
         leaving.wait_stream(module.current_stream(pair[0]))
         # torch runs the copy on the source's current stream and has it wait for the target's: both must be ours.
         with module.stream(leaving), module.stream(arriving):
@@ -57,6 +55,12 @@ class SideStreams:
         copy.record_stream(module.current_stream(device))
         arrivals[pair] = arriving.record_event()
         return copy
+
+    def streams_of(self, pair: Pair, module: Any) -> tuple[Any, Any]:
+        """The stream that reads the source and the one that writes the target; made once."""
+        if pair not in self.pairs:
+            self.pairs[pair] = module.Stream(pair[0]), module.Stream(pair[1])
+        return self.pairs[pair]
 
 
 def settle(arrivals: Arrivals, device: torch.device | None = None) -> None:

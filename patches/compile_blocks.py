@@ -78,6 +78,18 @@ class CompiledBlocks:
             for block, forward in compiled.items():
                 block.forward = forward
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, blocks compute by their classes' own forwards: shapes that come now make no graphs."""
+        held = {block: block.__dict__["forward"] for block in self._blocks}
+        for block in held:
+            del block.__dict__["forward"]
+        try:
+            yield
+        finally:
+            for block, forward in held.items():
+                block.forward = forward
+
     def remove(self) -> None:
         """Give every block its own forward back; a second call is a no-op."""
         if self._blocks:
@@ -150,7 +162,8 @@ def compile_if_possible(
     """
     is_dynamic = num_shapes != 1
     max_graphs = _GRAPHS_PER_SHAPE * len(devices) * (_SHAPES_IF_UNKNOWN if is_dynamic else 1)
-    reason = compile_fault(devices) or _count_fault(max_graphs, len(devices))
+    reason = "" if family.native is None else f"{family.title} is trained as ComfyUI's own code computes it"
+    reason = reason or compile_fault(devices) or _count_fault(max_graphs, len(devices))
     if reason:
         _log.warning("blocks are not compiled: %s", reason)
         return None

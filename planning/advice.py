@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..config.model import holds_copies
+from ..config.model import divides_blocks, holds_copies
 from .cuts import Found
 from .question import Question
 from .search import but_for_the_host, is_possible, without_limits
@@ -116,7 +116,11 @@ def _choices(question: Question) -> list[_Change]:
         (bool(space.offloaded), "split.offloaded_blocks = []", {"offloaded": ()}),
         (bool(space.memory_limit_gb), "split.memory_limit_gb = []", {"memory_limit_gb": ()}),
         (bool(space.split_at), 'split.balance = "memory"', {"split_at": ()}),
-        (all(map(holds_copies, space.strategies)), 'parallel.strategy = "auto"', {"strategies": STRATEGIES}),
+        (
+            all(holds_copies(each) or divides_blocks(each) for each in space.strategies),
+            'parallel.strategy = "auto"',
+            {"strategies": STRATEGIES},
+        ),
         (bool(scheme), f'model.quantize = "{scheme}"', {"schemes": (scheme,)}),
         (space.optimizers == ("adamw",), 'optimizer.name = "adamw8bit"', {"optimizers": ("adamw8bit",)}),
         (

@@ -33,6 +33,10 @@ class BlockTimes(Protocol):
         """Bytes per second from pinned host memory to the card, and about as many back."""
         ...
 
+    def between(self, source: Card, target: Card) -> float | None:
+        """Bytes per second from one card to another; None where that was not measured."""
+        ...
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -60,3 +64,6 @@ class FlopTimes:
 
     def link(self, card: Card) -> float:
         return ASSUMED_LINK_BYTES_PER_S
+
+    def between(self, source: Card, target: Card) -> float | None:
+        return None

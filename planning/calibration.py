@@ -11,16 +11,15 @@ times of the plan are estimates, and a line in the log names the reason.
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from ..checkpoints.checkpoint import CheckpointInfo
@@ -28,14 +27,14 @@ from ..checkpoints.fingerprint import file_fingerprint
 from ..encoding.key import settings_fingerprint
 from ..events import first_line
 from ..families.spec import Variant
-from ..parallel.devices import CPU, device_module, release_cached_memory, total_bytes
+from ..parallel.devices import CPU, release_cached_memory
 from ..parallel.stopwatch import link_speed
-from ..system.files import user_cache_folder, write_atomically
 from ..system.versions import installed_version
 from ..version import VERSION
 from .block_clock import CardTimes, time_blocks
 from .block_times import ASSUMED_LINK_BYTES_PER_S, Timing
 from .cards import Card
+from .measurements import CalibrationStore, Key, calibration_folder, describe_card, describe_slot
 from .plan_training import TrainingPlan, plan_training
 from .question import Question
 from .short_model import Work, text_shape
@@ -51,8 +50,6 @@ _ATTENTION = (
     torch.backends.cuda.cudnn_sdp_enabled,
     torch.backends.cuda.math_sdp_enabled,
 )
-
-Key = Mapping[str, Any]
 
 
 class NotMeasured(RuntimeError):
@@ -107,28 +104,6 @@ class CardBench:
         return link_speed(CPU if source is None else source, target)
 
 
-def describe_card(device: torch.device) -> dict[str, Any]:
-    """What makes two cards alike."""
-    found: dict[str, Any] = {"name": device.type, "total_bytes": total_bytes(device), "capability": None}
-    module = device_module(device)
-    if module is not None and hasattr(module, "get_device_properties"):
-        properties = module.get_device_properties(device)
-        capability = [getattr(properties, name, None) for name in ("major", "minor")]
-        found |= {"name": properties.name, "capability": capability}
-        found["multiprocessors"] = getattr(properties, "multi_processor_count", None)
-    return found
-
-
-def describe_slot(device: torch.device) -> dict[str, Any]:
-    """What makes a card this one, where it is."""
-    found: dict[str, Any] = {"device": str(device), **describe_card(device)}
-    module = device_module(device)
-    if module is not None and hasattr(module, "get_device_properties"):
-        properties = module.get_device_properties(device)
-        found |= {name: str(getattr(properties, name, "")) for name in ("uuid", "pci_domain_id", "pci_bus_id")}
-    return found
-
-
 def describe_software() -> dict[str, Any]:
     """Versions and switches that choose kernels, and a hash of our own."""
     root = Path(__file__).resolve().parent.parent
@@ -146,54 +121,6 @@ def describe_software() -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         **{name: installed_version(name) or "" for name in _PACKAGES},
     }
-
-
-# ---- on disk
-
-_Kept = TypeVar("_Kept", CardTimes, LinkSpeed)
-
-
-class CalibrationStore:
-    """Measurements as files of a folder, each {"key": ..., "value": ...}."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def path_of(self, key: Key) -> Path:
-        """Where a measurement of this key lies, or would."""
-        return self._folder / f"{settings_fingerprint(key)[:24]}.json"
-
-    def get(self, key: Key, kind: type[_Kept]) -> _Kept | None:
-        """What was measured under exactly this key; None where there is nothing that can be read."""
-        path = self.path_of(key)
-        try:
-            entry = json.loads(path.read_text(encoding="utf-8"))
-            if entry["key"] != _plain(key):
-                raise ValueError("it holds another key")
-            return TypeAdapter(kind).validate_python(entry["value"])
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            _log.warning("%s cannot be used (%s); it is measured again", path, str(error).splitlines()[0])
-            return None
-
-    def put(self, key: Key, value: CardTimes | LinkSpeed) -> None:
-        """Keep a measurement; where the disk refuses, the next job measures again."""
-        text = json.dumps({"key": key, "value": asdict(value)}, indent=2)
-        try:
-            write_atomically(self.path_of(key), text.encode("utf-8"))
-        except OSError as error:
-            _log.warning("a calibration is not kept: %s", error)
-
-
-def _plain(key: Key) -> Any:
-    """As JSON gives it back."""
-    return json.loads(json.dumps(key))
-
-
-def calibration_folder() -> Path:
-    """Where measurements of this machine are kept."""
-    return user_cache_folder() / "calibration"
 
 
 # ---- as the planner asks for them
@@ -232,6 +159,9 @@ class MeasuredTimes:
 
     def link(self, card: Card) -> float:
         return self.speed(None, card) or ASSUMED_LINK_BYTES_PER_S
+
+    def between(self, source: Card, target: Card) -> float | None:
+        return self.speed(source, target)
 
     def times(self, card: Card, scheme: str) -> CardTimes:
         """Of one card: known, on disk, or measured now."""

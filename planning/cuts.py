@@ -140,6 +140,8 @@ def _step_time(settings: StepSettings, times: Sequence[float]) -> float:
             return total + (count - 1) * max(max(times), total / settings.held(0, len(times)))
         case "data":
             raise AssertionError("each copy of the model is cut alone, by Question.alone")
+        case "tensor":
+            raise AssertionError("each card's share of the blocks is planned alone, by Question.divided")
 
 
 _Value = tuple[float, float, float]  # what a cut is chosen by, see _add

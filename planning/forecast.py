@@ -8,6 +8,7 @@ it computes. The peak is the largest sum over the moments of a step:
     tail                     all inputs and kept activations, tail, loss and their backward
     backward of block i      inputs 0..i, kept activations 0..i-1, recomputation and backward, gradients of i+1..
     optimizer step           no activations; a copy as large as the trained weights while AdamW divides by it
+    sample picture           no gradients; one block's forward at the picture's size, if that is the larger one
     loading                  weights, and the layer that is being rounded
 
 Where inputs are offloaded (parallel/offload/activations.py), those of recomputed blocks count in host memory. On the
@@ -157,7 +158,12 @@ class StagePlan:
 
 
 class Forecaster:
-    """Adds up for any cut of one model. largest_layer: bytes of the widest one that is rounded on load, 0 for none."""
+    """Adds up for any cut of one model.
+
+    Args:
+        largest_layer: bytes of the widest one that is rounded on load, 0 for none.
+        picture: what a step of one sample picture costs, where its forward takes more than training's.
+    """
 
     def __init__(
         self,
@@ -167,12 +173,14 @@ class Forecaster:
         *,
         backend: Backend | None = None,
         largest_layer: int = 0,
+        picture: StepCost | None = None,
     ) -> None:
         self.cost = cost
         self.settings = settings
         self._optimizer = optimizer
         self._backend = backend or Backend()
         self._largest_layer = largest_layer
+        self._picture = picture
 
     @cached_property
     def _sums(self) -> dict[str, list[int]]:
@@ -317,9 +325,23 @@ class Forecaster:
             inputs = before + all_inputs - self._away(plan, end, NUM_WAITING)
             yield _Moment("last layers and loss", inputs, (others + 1) * all_kept, tail, gradients)
         yield _Moment("optimizer step", 0, 0, int(trained * self._optimizer.step), lora)
+        if self._picture is not None:
+            yield _Moment("sample picture", 0, 0, self._drawing_bytes(self._picture, plan), 0)
         if self._largest_layer:
             copies = min(ROUNDING_BYTES, ROUNDING_COPIES * self._largest_layer)
             yield _Moment("loading", 0, 0, self._largest_layer + copies, 0, has_lora=False)
+
+    def _drawing_bytes(self, cost: StepCost, plan: StagePlan) -> int:
+        """What a picture takes while it is drawn: constants, and the inputs and the forward of one block."""
+        blocks = [cost.blocks[index] for index in self._ends_of_runs(plan.start, plan.end, plan.end)]
+        constants = {name: size for block in blocks for name, size in block.constants.items()}
+        held = sum(constants.values())
+        if plan.stage == 0:
+            held = max(held, cost.front - cost.first_inputs)
+        moments = [block.inputs + block.forward for block in blocks]
+        if plan.stage == self.settings.tail_stage(plan.num_stages):
+            moments.append(cost.blocks[-1].outputs + cost.tail)
+        return held + max(moments)
 
     @property
     def loading_bytes(self) -> int:

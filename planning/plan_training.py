@@ -37,7 +37,7 @@ class TrainingPlan:
         bucket, frames: (height, width) in pixels, and video frames, that were planned for.
         variant: name of the model.
         relative_time: of a step, over the same with every block recomputed, one micro-batch after the other and, for
-            data parallel, on the first card alone.
+            data and tensor parallel, on the first card alone.
         has_graphs: whether blocks without activation checkpointing are counted as CUDA graphs.
         step_s: of a step at this size, seconds. timing: where its times were measured; None for estimates.
         warning: why it may not fit after all, where the user has vouched for it; "" otherwise.
@@ -110,6 +110,8 @@ def _place(question: Question, found: Found) -> Placement:
     if found.setting.holds_copies:
         copies = tuple(card.device for card in question.cards)
         return Placement(names, (home,) * len(names), home, replicas=copies)
+    if found.setting.divides_blocks:
+        return Placement(names, (home,) * len(names), home, shards=tuple(card.device for card in question.cards))
     devices = [card.device for card, stage in zip(question.cards, found.stages, strict=True) for _ in stage.blocks]
     return Placement(names, tuple(devices), home)
 
@@ -117,7 +119,8 @@ def _place(question: Question, found: Found) -> Placement:
 def _plain_time(question: Question, found: Found) -> float:
     """Of a step with every block recomputed, one micro-batch after the other, on the found cut or the first card."""
     scheme, settings = found.setting.scheme, replace(found.settings, strategy="none")
-    one_model = found.stages[:1] if found.setting.holds_copies else found.stages
+    is_whole = found.setting.holds_copies or found.setting.divides_blocks
+    one_model = found.stages[:1] if is_whole else found.stages
     times = (
         question.recomputed_s(stage.blocks, question.cards[stage.plan.stage], scheme)
         + question.ends_s(stage.plan, scheme, settings)
@@ -150,6 +153,10 @@ def _cut_reason(question: Question, found: Found) -> Iterator[str]:
             f"{stage.share:.0%} of {card.name}" for stage, card in zip(stages, question.cards, strict=True)
         )
         yield f"data parallel: each card holds the whole model and needs no other's activations; it needs {each}"
+        return
+    if found.setting.divides_blocks:
+        shares = " and ".join(f"{stage.share:.0%}" for stage in stages)
+        yield f"tensor parallel: the cards compute each block together; it needs {shares} of what they have free"
         return
     if question.bounds:
         why = "given"
@@ -216,7 +223,7 @@ def _without_effect(question: Question, found: Found) -> Iterator[str]:
     space, chosen = question.space, found.setting.strategy
     asked = space.strategies[0]
     if not is_open(space.strategies) and asked not in ("none", chosen):
-        why = why_not_shared(space.accumulation, [card.device for card in question.cards])
+        why = why_not_shared(asked, space.accumulation, [card.device for card in question.cards])
         yield f'parallel.strategy = "{asked}": without effect, {why}'
     if space.ahead > 1 and not found.setting.has_stages:
         yield f"parallel.microbatches_ahead = {space.ahead}: without effect, only a pipeline runs ahead"
@@ -259,7 +266,7 @@ def _joined(numbers: Iterable[int]) -> str:
 def _hint_of_pipeline(question: Question, found: Found) -> str:
     """What several micro-batches would gain where a step of one keeps one card busy; "" for next to nothing."""
     space = question.space
-    if space.accumulation > 1 or "pipeline" not in space.strategies:
+    if space.accumulation > 1 or found.setting.divides_blocks or "pipeline" not in space.strategies:
         return ""
     several = replace(space, accumulation=_SEVERAL)
     if "pipeline" not in strategies_on(several, [card.device for card in question.cards]):

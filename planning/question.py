@@ -6,9 +6,11 @@ Question; they share the ModelCosts, which runs each dry run once.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -17,9 +19,10 @@ from torch import nn
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import make_empty_transformer
 from ..config.job import OptimizerConfig
-from ..config.model import Strategy, has_stages, holds_copies
-from ..families.spec import ModelFamily, Variant
+from ..config.model import Strategy, divides_blocks, has_stages, holds_copies
+from ..families.spec import ModelFamily, Variant, longest_text
 from ..parallel.local.data_parallel import num_dealt
+from ..parallel.local.shard_trees import division_fault
 from ..parallel.offload.activations import MIN_BYTES
 from ..parallel.placement import block_names, check_one_each, estimate_block_flops, plan_manual
 from ..quantization.kernel_choice import device_kernels
@@ -27,7 +30,9 @@ from ..quantization.quantize import BEST_FIRST, QuantizeSettings, Scheme, check_
 from ..training.optimizer import make_optimizer
 from .block_times import SCHEME_TIMES, BlockTimes, FlopTimes
 from .cards import Card
+from .divided_times import DividedTimes, exchanged_bytes
 from .dry_run import StepCost, dry_run_step
+from .dry_run_block import BlockCost
 from .forecast import CONTEXT_BYTES, Backend, Forecaster, Optimizer, StagePlan, StepSettings
 from .meter import UNSEEN_CARD, Kernels
 from .short_model import Work
@@ -43,20 +48,41 @@ class ModelCosts:
         self._model = make_empty_transformer(info) if model is None else model
         self.names = block_names(self._model, self.family)
         self._known: dict[tuple[Work, str], StepCost] = {}
+        self._division_faults: dict[tuple[int, QuantizeSettings | None], str] = {}
 
     def dry_run(self, work: Work, kernels: Kernels) -> StepCost:
         """What a step of this work holds."""
         key = work, repr(kernels)
-        if key not in self._known:
-            with torch.inference_mode(False):  # ComfyUI runs nodes in it, and such tensors pass no gradients
-                model = make_empty_transformer(self.info)
-            self._known[key] = dry_run_step(model, self.info, self.variant, work, kernels)
+        if key not in self._known and work.num_devices > 1:
+            alone = self.dry_run(replace(work, num_devices=1), kernels)
+            self._known[key] = _with_whole_lora(self._run(work, kernels), alone, work.num_devices)
+        elif key not in self._known:
+            self._known[key] = self._run(work, kernels)
         return self._known[key]
+
+    def _run(self, work: Work, kernels: Kernels) -> StepCost:
+        with torch.inference_mode(False):  # ComfyUI runs nodes in it, and such tensors pass no gradients
+            model = make_empty_transformer(self.info)
+        return dry_run_step(model, self.info, self.variant, work, kernels)
+
+    def division_fault(self, num_devices: int, quantize: QuantizeSettings | None) -> str:
+        """Why the blocks cannot be divided among so many devices; "" if they can."""
+        key = num_devices, quantize
+        if key not in self._division_faults:
+            self._division_faults[key] = division_fault(self._model, self.family, num_devices, quantize)
+        return self._division_faults[key]
+
+    def exchanged(self, bucket: tuple[int, int], frames: int, element_size: int) -> list[float]:
+        """Bytes of partial sums of each block's forward for one sample, where devices compute it together.
+        [num_blocks]"""
+        num_image = self.family.latent_of(self.variant).num_tokens(*bucket, frames)
+        num_text = max(encoder.max_length for encoder in self.variant.text_encoders)
+        return exchanged_bytes(self._model, self.family, num_image, num_text, element_size)
 
     def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
         """Operations of each block's forward for one sample. [num_blocks]"""
         num_image = self.family.latent_of(self.variant).num_tokens(*bucket, frames)
-        num_text = max(encoder.max_length for encoder in self.variant.text_encoders)
+        num_text = longest_text(self.variant)
         return estimate_block_flops(self._model, self.family, num_image, num_text)
 
     @cached_property
@@ -66,11 +92,18 @@ class ModelCosts:
 
     def latent_shape(self, bucket: tuple[int, int], frames: int) -> tuple[int, int, int, int]:
         """Of one sample. [C, F, H, W]"""
-        latent = self.family.latent_of(self.variant)
-        height, width = (side // latent.spatial_stride for side in bucket)
-        published = self.variant.transformer_config["in_channels"]  # a model of its own size may have another VAE
-        channels = latent.channels * self.info.config.get("in_channels", published) // published
-        return channels, 1 + (frames - 1) // latent.frame_stride, height, width
+        return latent_shape_of(self.info, self.variant, bucket, frames)
+
+
+def latent_shape_of(
+    info: CheckpointInfo, variant: Variant, bucket: tuple[int, int], frames: int
+) -> tuple[int, int, int, int]:
+    """Of one sample of height and width in pixels and video frames. [C, F, H, W]"""
+    latent = info.family.latent_of(variant)
+    height, width = (side // latent.spatial_stride for side in bucket)
+    published = variant.transformer_config["in_channels"]  # a model of its own size may have another VAE
+    channels = latent.channels * info.config.get("in_channels", published) // published
+    return channels, 1 + (frames - 1) // latent.frame_stride, height, width
 
 
 @dataclass(frozen=True)
@@ -85,6 +118,8 @@ class Question:
         host_bytes: free host memory; None where that is not known, as for cards that are elsewhere.
         graphs_fault: why no block can be recorded as a CUDA graph.
         replica: which copy of the model is asked for, on a card of its own.
+        num_shares: cards that compute each block together; one of them is asked for.
+        picture: height, width and frames of the sample pictures that the first copy draws between steps, if any.
     """
 
     model: ModelCosts
@@ -97,6 +132,8 @@ class Question:
     host_bytes: int | None = None
     graphs_fault: str = ""
     replica: int | None = None
+    num_shares: int = 1
+    picture: tuple[int, int, int] | None = None
 
     def changed(self, **changes: Any) -> Question:
         """Another question of the same model. Measured times are of this one and left out; what fits does not depend
@@ -106,22 +143,35 @@ class Question:
 
     def alone(self, index: int) -> Question:
         """For one card that holds a copy of the whole model: its share of the micro-batches and of host memory."""
+        share = num_dealt(self.space.accumulation, len(self.cards))[index]
+        one = self._of_one(index, accumulation=max(1, share))  # an idle card is planned all the same
+        return replace(one, given_times=self.times, replica=index, picture=None if index else self.picture)
+
+    def divided(self, index: int, fewest: int | None = None) -> Question:
+        """For one card that computes its share of every block: all micro-batches, and its share of host memory.
+
+        Args:
+            fewest: how many blocks keep their activations; None leaves that as it is.
+        """
+        exchanged = self.model.exchanged(self.bucket, self.frames, self.space.dtype.itemsize)
+        times = DividedTimes(self.times, self.cards, [self.space.batch_size * each for each in exchanged])
+        changes = {} if fewest is None else {"uncheckpointed": (fewest,)}
+        return replace(self._of_one(index, **changes), given_times=times, num_shares=len(self.cards))
+
+    def _of_one(self, index: int, **changes: Any) -> Question:
+        """For one card by itself, with its own settings and its share of host memory."""
         self.check_counts()
-        space, count = self.space, len(self.cards)
-        share = num_dealt(space.accumulation, count)[index]
-        mine = slice(index, index + 1)
-        own = replace(
-            space,
-            strategies=("none",),
-            split_at=(),
-            uncheckpointed=space.uncheckpointed[mine],
-            offloaded=space.offloaded[mine],
-            memory_limit_gb=space.memory_limit_gb[mine],
-            accumulation=max(1, share),  # an idle card is planned all the same
-        )
-        free = None if self.host_bytes is None else self.host_bytes // count
-        given = {"given_times": self.times, "cuts": None, "host_bytes": free, "replica": index}
-        return replace(self, space=own, cards=self.cards[mine], **given)  # type: ignore[arg-type]
+        space, mine = self.space, slice(index, index + 1)
+        given = {
+            "strategies": ("none",),
+            "split_at": (),
+            "uncheckpointed": space.uncheckpointed[mine],
+            "offloaded": space.offloaded[mine],
+            "memory_limit_gb": space.memory_limit_gb[mine],
+        }
+        free = None if self.host_bytes is None else self.host_bytes // len(self.cards)
+        own = replace(space, **{**given, **changes})
+        return replace(self, space=own, cards=self.cards[mine], cuts=None, host_bytes=free)
 
     def check_counts(self) -> None:
         """Raises: ValueError for settings per device that are not as many as there are cards."""
@@ -152,6 +202,7 @@ class Question:
             for scheme in self._schemes()
             for optimizer in space.optimizers
             for strategy in self._strategies()
+            if not divides_blocks(strategy) or not self._division_fault(scheme)
             for each in (ahead if has_stages(strategy) else [0])
             for offloads in (space.offloads if space.is_checkpointing else (False,))
         ]
@@ -167,8 +218,19 @@ class Question:
         possible = strategies_on(self.space, [card.device for card in self.cards])
         if is_open(possible) and (self.bounds or any(self.space.offloaded)):
             # A given cut asks for a split, and only a split streams.
-            return [each for each in possible if not holds_copies(each)]
+            return [each for each in possible if not (holds_copies(each) or divides_blocks(each))]
+        if is_open(possible) and any(map(divides_blocks, possible)) and not self._has_links():
+            return [each for each in possible if not divides_blocks(each)]  # it depends on them, and they differ most
         return possible
+
+    def _has_links(self) -> bool:
+        """Whether it was measured how fast the cards reach each other."""
+        pairs = itertools.combinations(self.cards, 2)
+        return all(self.times.between(source, target) is not None for source, target in pairs)
+
+    def _division_fault(self, scheme: str) -> str:
+        """Why these cards cannot compute each block together in this scheme; "" if they can."""
+        return self.model.division_fault(len(self.cards), self.work(scheme).quantize)
 
     @property
     def able_schemes(self) -> list[Scheme]:
@@ -179,7 +241,8 @@ class Question:
     @property
     def may_stream(self) -> bool:
         """Whether it is the planner's to say which blocks stream from host memory."""
-        return self.space.is_checkpointing and not self.space.offloaded and self.replica is None
+        is_split = self.replica is None and self.num_shares == 1
+        return self.space.is_checkpointing and not self.space.offloaded and is_split
 
     @property
     def most(self) -> float:
@@ -215,6 +278,7 @@ class Question:
             dtype=space.dtype,
             quantize=None if scheme == "none" else QuantizeSettings(scheme, space.rotation),  # type: ignore[arg-type]
             lora=space.lora,
+            num_devices=self.num_shares,
         )
 
     def step_settings(self, setting: Setting) -> StepSettings:
@@ -236,7 +300,18 @@ class Question:
             self.step_settings(setting),
             backend=Backend(context=0 if has_context else CONTEXT_BYTES),
             largest_layer=0 if setting.scheme == "none" else self.model.largest_linear * self.space.dtype.itemsize,
+            picture=self._picture_cost(setting.scheme),
         )
+
+    def _picture_cost(self, scheme: str) -> StepCost | None:
+        """Of drawing a sample picture; None where a forward of training takes as much."""
+        if self.picture is None:
+            return None
+        *bucket, frames = self.picture
+        shape, work = self.model.latent_shape((bucket[0], bucket[1]), frames), self.work(scheme)
+        if prod(shape) <= work.batch_size * prod(work.latent_shape):
+            return None
+        return self.model.dry_run(replace(work, latent_shape=shape, batch_size=1), self._kernels(scheme))
 
     def _kernels(self, scheme: str) -> Kernels:
         """Those of the first card; only 8-bit products ask a card for what it has, which compiles a kernel there."""
@@ -253,6 +328,17 @@ class Question:
             return whole
         flat = float(getattr(torch, self.space.lora.dtype).itemsize)
         return Optimizer(whole.state, max(whole.step, flat)) if self.replica == 0 else Optimizer(0.0, flat)
+
+
+def _with_whole_lora(share: StepCost, whole: StepCost, num_devices: int) -> StepCost:
+    """The cost of one of several devices that compute blocks together. Beside the slices of the LoRA that it computes
+    with it owns some of the whole LoRA's parameters, with their optimizer state: as many as every other."""
+    known: dict[int, BlockCost] = {}
+    for mine, all_of_it in zip(share.blocks, whole.blocks, strict=True):
+        lora, num_trained = mine.lora + all_of_it.lora // num_devices, all_of_it.num_trained // num_devices
+        known.setdefault(id(mine), replace(mine, lora=lora, num_trained=num_trained))
+    blocks = tuple(known[id(each)] for each in share.blocks)
+    return replace(share, blocks=blocks, home_lora=2 * share.home_lora)
 
 
 def _has_packages(scheme: Scheme) -> bool:

@@ -163,6 +163,7 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
             "cuda_graphs": plan.has_graphs,
             "split_at": _cuts(plan),
             "replicas": [str(device) for device in plan.placement.replicas],
+            "shards": [str(device) for device in plan.placement.shards],
             "blocks_without_checkpointing": list(plan.uncheckpointed),
             "offloaded_blocks": list(plan.offloaded),
         },

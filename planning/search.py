@@ -17,7 +17,7 @@ from .question import Question
 from .space import Setting, is_open
 
 # How many times faster a setting must be for blocks, and again for block inputs, to wait in host memory where something
-# fits without: how far copies are hidden is an estimate.
+# fits without, and for blocks to be divided among cards: how far copies are hidden is an estimate.
 HOST_GAIN = 1.1
 
 Looked = list[tuple[Setting, Found | None]]  # every setting that was looked at
@@ -51,7 +51,7 @@ def _look(question: Question, most: float) -> Looked:
     for setting in question.settings():
         if _chose_offload(question, setting) and replace(setting, offloads=False) in resident:
             continue
-        if most > 1 and setting.holds_copies and is_open(question.space.strategies):
+        if most > 1 and (setting.holds_copies or setting.divides_blocks) and is_open(question.space.strategies):
             continue
         found = fit(question, setting, most, best)
         looked_at.append((setting, found))
@@ -67,7 +67,8 @@ def _chose_offload(question: Question, setting: Setting) -> bool:
 
 
 def _weighed(question: Question, found: Found) -> float:
-    waiting = _chose_offload(question, found.setting), found.is_streaming and question.may_stream
+    chose_shares = found.setting.divides_blocks and is_open(question.space.strategies)
+    waiting = _chose_offload(question, found.setting), found.is_streaming and question.may_stream, chose_shares
     return found.time * HOST_GAIN ** sum(waiting)
 
 
@@ -79,6 +80,8 @@ def fit(question: Question, setting: Setting, most: float = 1.0, best: float = m
     """
     if setting.holds_copies:
         return _each_alone(question, setting, lambda alone, each: fit(alone, each, most))
+    if setting.divides_blocks:
+        return _together(question, setting, lambda share, each: fit(share, each, most))
     found = find_cut(question, setting, Terms(1 - HEADROOM, spares=True)) if most <= 1 else None
     found = found or find_cut(question, setting, Terms(most))
     if found is None:
@@ -108,10 +111,34 @@ def _each_alone(
     )
 
 
+def _together(question: Question, setting: Setting, find: Callable[[Question, Setting], Found | None]) -> Found | None:
+    """Tensor parallel: what is found for every card's share of the blocks, together; None if one cannot hold it.
+
+    Cards meet inside the blocks, so all of them recompute the same ones.
+    """
+    plain, count = replace(setting, strategy="none", ahead=0), len(question.cards)
+    found = [find(question.divided(index), plain) for index in range(count)]
+    kept = {one.stages[0].plan.num_uncheckpointed for one in found if one is not None}
+    if None not in found and len(kept) > 1:
+        found = [find(question.divided(index, min(kept)), plain) for index in range(count)]
+    fitting = [one for one in found if one is not None]
+    if len(fitting) < count:
+        return None
+    return replace(
+        fitting[0],
+        setting=setting,
+        stages=tuple(one.stages[0] for one in fitting),
+        time=max(one.time for one in fitting),
+        offloaded_inputs=sum(one.offloaded_inputs for one in fitting),
+    )
+
+
 def _cut(question: Question, setting: Setting, terms: Terms) -> Found | None:
-    """As find_cut; each card alone where the setting is data parallel, whose blocks never stream."""
+    """As find_cut; each card alone where the setting is data or tensor parallel, whose blocks never stream."""
     if setting.holds_copies:
         return _each_alone(question, setting, lambda alone, each: find_cut(alone, each, replace(terms, streams="none")))
+    if setting.divides_blocks:
+        return _together(question, setting, lambda share, each: find_cut(share, each, replace(terms, streams="none")))
     return find_cut(question, setting, terms)
 
 

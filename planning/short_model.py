@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,11 +14,14 @@ from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import put_tensor
 from ..config.job import LoraSettings
 from ..families.spec import ModelFamily, TextEncoderSpec, Variant
+from ..parallel.local.shard_trees import shares_in
+from ..parallel.local.shards import BlockShard, divide_block, find_plan
+from ..parallel.local.tensor_gradients import attach_meetings
 from ..parallel.placement import block_names
 from ..patches.lora import resolve_targets
 from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8
 from ..training.adapter import apply_lora
-from ..training.objective import flow_matching_loss
+from ..training.objective import predict, prediction_loss
 
 META = torch.device("meta")
 _TEXT_WIDTHS = ("joint_attention_dim", "text_dim")  # what transformer configs call the width of the text states
@@ -26,13 +30,17 @@ _POOLED_WIDTHS = ("pooled_projection_dim",)
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computes; dtype is of frozen weights and computation."""
+    """What a step computes; dtype is of frozen weights and computation.
+
+    num_devices: that compute each block together; what is run is the share of the last one, which has the most.
+    """
 
     latent_shape: tuple[int, int, int, int]  # of one sample. [C, F, H, W]
     batch_size: int
     dtype: torch.dtype
     quantize: QuantizeSettings | None
     lora: LoraSettings
+    num_devices: int = 1
 
 
 @dataclass
@@ -63,6 +71,7 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
         sample.kind_of.append(known[kind])
     renamed = _keep_kinds(sample, family)
     _cast(model, work.dtype)
+    shards = _divide(sample, family, work.num_devices) if work.num_devices > 1 else {}
     if quantizer is not None:
         for fqn, module in list(model.named_modules()):
             whole = _whole_name(fqn, renamed)
@@ -71,7 +80,41 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
                 model.set_submodule(fqn, quantizer.take(whole, module, stored, module.weight.dtype))
     short = tuple(fqn for fqn, _ in model.named_modules() if _whole_name(fqn, renamed) in targets)
     apply_lora(model, family, replace(work.lora, targets=short), seed=0)
+    if shards:
+        parts = _OwnParts(work.num_devices, shards)
+        attach_meetings(shards, work.num_devices - 1, lambda: parts)
     return sample
+
+
+def _divide(sample: ShortModel, family: ModelFamily, num_devices: int) -> dict[str, BlockShard]:
+    """Leave of every block what the last of several devices computes."""
+    shards = {}
+    for name, block in zip(sample.kinds, sample.modules, strict=True):
+        plan, shares = find_plan(family.tensor, block), shares_in(block, family, num_devices)
+        assert plan is not None, "shares_in has looked"
+        shards[name] = divide_block(block, plan, shares, num_devices - 1, lambda weight, part: part.copied(weight))
+    return shards
+
+
+class _OwnParts:
+    """A device that meets nobody: what others would bring are tensors of the right size."""
+
+    def __init__(self, num_devices: int, shards: Mapping[str, BlockShard]) -> None:
+        self._num_others = num_devices - 1
+        self._widths = {
+            f"{name}.{meeting.name}": meeting.width
+            for name, shard in shards.items()
+            for meeting in shard.meetings
+            if meeting.how == "join"
+        }
+
+    def all(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        if name in self._widths:
+            return [tensor.new_empty(*tensor.shape[:-1], self._widths[name] - tensor.shape[-1]), tensor]
+        return [*(torch.empty_like(tensor) for _ in range(self._num_others)), tensor]
+
+    def sum(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return functools.reduce(torch.add, self.all(rank, name, tensor))
 
 
 def _empty_weight(linear: nn.Linear, settings: QuantizeSettings) -> Stored8:
@@ -111,7 +154,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """As loading does: the model's type, but float32 where the class keeps it."""
     kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for name, parameter in list(model.named_parameters()):
-        wanted = dtype if kept.isdisjoint(name.split(".")) else torch.float32
+        wanted = dtype if kept.isdisjoint((name, *name.split("."))) else torch.float32
         put_tensor(model, name, torch.empty(parameter.shape, dtype=wanted, device=META))
 
 
@@ -121,29 +164,41 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 def training_step(model: Any, info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> None:
     """A micro-batch as Trainer computes it, on random numbers where the latents are. What is not needed any more is
     let go at once, as there: dry runs count what is alive."""
-    family, batch, device = info.family, work.batch_size, latents.device
+    family = info.family
+    prediction = predict(
+        family,
+        model,
+        latents.to(torch.float32 if family.host else work.dtype, copy=True),
+        torch.full((work.batch_size,), 0.5, device=latents.device),
+        _make_given(info, variant, work, latents),
+        variant.training_guidance,
+    )
+    loss = prediction_loss(prediction, latents.clone())
+    del prediction
+    loss.backward()
+
+
+def _make_given(info: CheckpointInfo, variant: Variant, work: Work, latents: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Text and conditions of the sizes that training has."""
+    batch, device = work.batch_size, latents.device
+    if info.family.host is not None:
+        return info.family.host.example(batch, device)
     text = {
         encoder.output: torch.randn(batch, *text_shape(encoder, info.config), dtype=work.dtype, device=device)
         for encoder in variant.text_encoders
     }
-    noisy, sigmas = latents.to(work.dtype, copy=True), torch.full((batch,), 0.5, device=device)
-    conditions = _make_conditions(variant, info.config, noisy)
-    inputs = family.make_inputs(noisy, sigmas, {**text, **conditions}, variant.training_guidance)
-    del noisy, text, conditions
-    output = model(**inputs, return_dict=False)[0]
-    del inputs
-    prediction = family.read_prediction(output, latents)
-    loss = flow_matching_loss(prediction, latents.clone(), latents.clone())
-    del output, prediction
-    loss.backward()
+    return {**text, **_make_conditions(variant, info.config, latents, work.dtype)}
 
 
-def _make_conditions(variant: Variant, config: Mapping[str, Any], noisy: torch.Tensor) -> dict[str, torch.Tensor]:
+def _make_conditions(
+    variant: Variant, config: Mapping[str, Any], latents: torch.Tensor, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """What an image-to-video variant is given besides text."""
-    batch, channels, frames, height, width = noisy.shape
+    batch, channels, *sides = latents.shape
     if variant.condition == "first_frame":
-        return {"image_condition": noisy.new_empty(batch, config["in_channels"] - channels, frames, height, width)}
-    return {"first_latents": noisy[:, :, :1]} if variant.condition == "first_latents" else {}
+        size = batch, config["in_channels"] - channels, *sides
+        return {"image_condition": latents.new_empty(size, dtype=dtype)}
+    return {"first_latents": latents[:, :, :1].to(dtype, copy=True)} if variant.condition == "first_latents" else {}
 
 
 def text_shape(encoder: TextEncoderSpec, config: Mapping[str, Any]) -> tuple[int, ...]:

@@ -13,13 +13,13 @@ from typing import Literal
 import torch
 
 from ..config.job import LoraSettings
-from ..config.model import Strategy, has_stages, holds_copies
+from ..config.model import Strategy, divides_blocks, has_stages, holds_copies
 from ..quantization.quantize import BEST_FIRST, Scheme
 
 # All candidates, in the order in which they are looked at; where nobody plans, the first is taken.
 SCHEMES: tuple[Scheme | Literal["none"], ...] = ("none", *BEST_FIRST)
 OPTIMIZERS = ("adamw", "adamw8bit")
-STRATEGIES: tuple[Strategy, ...] = ("pipeline", "none", "data")
+STRATEGIES: tuple[Strategy, ...] = ("pipeline", "none", "data", "tensor")
 OFFLOADS = (False, True)
 
 
@@ -77,6 +77,10 @@ class Setting:
         return holds_copies(self.strategy)
 
     @property
+    def divides_blocks(self) -> bool:
+        return divides_blocks(self.strategy)
+
+    @property
     def has_stages(self) -> bool:
         return has_stages(self.strategy)
 
@@ -97,19 +101,21 @@ def is_open(candidates: Sequence[object]) -> bool:
     return len(candidates) > 1
 
 
-def why_not_shared(accumulation: int, devices: Sequence[torch.device]) -> str:
-    """What is missing for several devices to share a step; "" if nothing is.
+def why_not_shared(strategy: Strategy, accumulation: int, devices: Sequence[torch.device]) -> str:
+    """What is missing for several devices to share a step in this way; "" if nothing is.
 
     The CPU is left out: its random numbers are drawn from one generator by all threads.
     """
     kinds = {device.type for device in devices}
     if len(devices) < 2:
         return "there is one card"
-    if accumulation < 2:
+    if accumulation < 2 and not divides_blocks(strategy):
         return "there is one micro-batch in a step (train.gradient_accumulation_steps)"
     return "the devices are not cards of one kind" if len(kinds) > 1 or "cpu" in kinds else ""
 
 
 def strategies_on(space: SearchSpace, devices: Sequence[torch.device]) -> tuple[Strategy, ...]:
-    """The candidates, or none but "none" where these devices cannot share a step."""
-    return ("none",) if why_not_shared(space.accumulation, devices) else space.strategies
+    """The candidates that these devices can do; "none" where there is no other."""
+    count = space.accumulation
+    able = tuple(each for each in space.strategies if each == "none" or not why_not_shared(each, count, devices))
+    return able or ("none",)

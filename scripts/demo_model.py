@@ -28,7 +28,7 @@ from devicebridge.cli.main import set_up_logging
 from devicebridge.config.job import ObjectiveConfig
 from devicebridge.encoding.text_encoder import load_text_encoder, prepare_text
 from devicebridge.families.flux2 import FLUX2
-from devicebridge.training.objective import add_noise, draw_quantiles, flow_matching_loss, make_noise_schedule
+from devicebridge.training.objective import add_noise, draw_quantiles, make_noise_schedule, prediction_loss
 from torch import nn
 
 # Free to use: NASA, CC0 by Rachel Michetti, SpaceX (public domain), NASA, CC0.
@@ -354,7 +354,7 @@ def train_transformer(
         noise = torch.randn(clean.shape, generator=generator)
         inputs = FLUX2.make_inputs(add_noise(clean, noise, sigmas), sigmas, {"prompt_embeds": text}, None)
         prediction = FLUX2.read_prediction(model(**inputs, return_dict=False)[0], clean)
-        loss = flow_matching_loss(prediction, clean, noise)
+        loss = prediction_loss(prediction, noise - clean)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -29,13 +29,13 @@ _HOST = ("comfy", "comfy_api", "comfy_aimdo", "comfy_kitchen", "comfy_extras", "
 _HOST += ("folder_paths", "server", "execution", "nodes", "latent_preview", "node_helpers")
 _IO = "comfy_api.v0_0_2.io"
 _PATCHER_CLASSES = ("_CardPatcher", "ShardMixin", "SplitMixin")
-# Attributes of Python's and torch's own objects, and of ours, where the code says Any.
+# Attributes of Python's, torch's and aiohttp's own objects, and of ours, where the code says Any.
 _PLAIN_NAMES = """
     items values keys get copy update remove pop append startswith removeprefix as_subclass data data_ptr detach device
     dtype shape type numel element_size to named_parameters parameters named_modules modules state_dict get_submodule
     get_parameter get_vocab func args keywords cell_contents __closure__ __globals__ __self__ __func__ __module__
     __qualname__ __dict__ __class__ __name__ __defaults__ __kwdefaults__ _orig_mod forward config companions follow
-    unsplit_class id ndim scale _params _qdata _layout_cls dequantize
+    unsplit_class id ndim index post scale _params _qdata _layout_cls dequantize
 """
 _NOT_THE_HOSTS = frozenset(_PLAIN_NAMES.split())
 _LOOKED_UP = ("getattr", "hasattr")
@@ -46,7 +46,14 @@ def part_of(path: Path) -> str:
     inner = path.relative_to(ROOT / "nodes").parts
     if inner[0] != "host":
         return "nodes"
-    return {"__init__.py": "host", "folders.py": "folders", "comfy_encoders.py": "encoders"}.get(inner[1], "split")
+    parts = {
+        "native": "native",
+        "__init__.py": "host",
+        "folders.py": "folders",
+        "comfy_encoders.py": "encoders",
+        "page.py": "page",
+    }
+    return parts.get(inner[1], "split")
 
 
 @dataclass(frozen=True)

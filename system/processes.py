@@ -1,20 +1,23 @@
 """Every process this pack starts is started here, from a list of arguments and never through a shell.
 
-A started process leads its own group, so that stopping it stops what it started in turn. It ends with us, however we
-end, SIGKILL included. For that this file is also a program, the guard, between us and what we start. It holds the read
-end of a pipe whose write end is ours alone. When we end, the system closes that, and the guard asks the whole group to
-end (SIGTERM), gives it time to save, and kills it. Linux's parent-death signal would not do: it reaches no grandchild,
-and comes when the *thread* that started the process ends. On Windows a job object does it (windows_job.py).
+A started process leads its own group, so that stopping it stops what it started in turn. But for those of
+start_detached, which outlive us on purpose, it ends with us, however we end, SIGKILL included. For that this file is
+also a program, the guard, between us and what we start. It holds the read end of a pipe whose write end is ours alone.
+When we end, the system closes that, and the guard asks the whole group to end (SIGTERM), gives it time to save, and
+kills it. Linux's parent-death signal would not do: it reaches no grandchild, and comes when the *thread* that started
+the process ends. On Windows a job object does it (windows_job.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ from typing import IO, Any
 
 _IS_WINDOWS = os.name == "nt"
 _POLL_S = 0.05
+_SAME_START_S = 1.0  # what clocks may disagree by
 
 
 @dataclass
@@ -165,6 +169,71 @@ def run(command: Sequence[str | Path], *, timeout_s: float, environment: Mapping
     except (OSError, subprocess.TimeoutExpired):
         return None
     return output if running.exit_code == 0 else None
+
+
+# ---- processes that outlive us ----
+
+
+@dataclass(frozen=True)
+class ProcessMark:
+    """Names one process for ever: its number, the moment it started (seconds since 1970), and its computer."""
+
+    pid: int
+    started: float
+    host: str
+
+    @staticmethod
+    def read(values: Mapping[str, Any]) -> ProcessMark:
+        """From a file. Raises: ValueError."""
+        pid, started, host = values.get("pid"), values.get("started"), values.get("host")
+        if type(pid) is not int or not isinstance(started, (int, float)) or not isinstance(host, str):
+            raise ValueError("this names no process")
+        return ProcessMark(pid, float(started), host)
+
+    def is_alive(self) -> bool:
+        """Whether that very process runs. One of another computer, which nobody can ask, counts as alive."""
+        if self.host != platform.node():
+            return True
+        return (found := _process(self.pid)) is not None and abs(found - self.started) < _SAME_START_S
+
+
+def own_mark() -> ProcessMark:
+    """This process."""
+    return _mark_of(os.getpid())
+
+
+def _mark_of(pid: int) -> ProcessMark:
+    return ProcessMark(pid, _process(pid) or 0.0, platform.node())
+
+
+def _process(pid: int) -> float | None:
+    """When it started; None if it does not run."""
+    import psutil  # comes with accelerate; the guard below runs without it
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+    except psutil.Error:
+        return None
+
+
+def start_detached(command: Sequence[str | Path], log: Path) -> ProcessMark:
+    """Start a program that goes on when we end, in a session of its own, and no longer belongs to us.
+
+    Args:
+        log: what it prints is added to this file.
+    Raises: OSError if it cannot be started.
+    """
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+    if _IS_WINDOWS:
+        flags = ("CREATE_NEW_PROCESS_GROUP", "DETACHED_PROCESS", "CREATE_BREAKAWAY_FROM_JOB")
+        options["creationflags"] = sum(getattr(subprocess, name) for name in flags)
+    else:
+        options["start_new_session"] = True
+    with log.open("ab") as output:
+        process = subprocess.Popen([str(part) for part in command], stdout=output, **options)
+    threading.Thread(target=process.wait, name="devicebridge-reaper", daemon=True).start()  # no zombie stays
+    return _mark_of(process.pid)
 
 
 # ---- the guard, a program of its own ----

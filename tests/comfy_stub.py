@@ -41,6 +41,7 @@ class FakeHost:
     progress: list[tuple[int, int]] = field(default_factory=list)
     shown: list[tuple[int, int]] = field(default_factory=list)  # of progress, what the window shows: see ProgressBar
     messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    previews: list[tuple[str, Any, int]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     gpus: tuple[torch.device, ...] = ()
     folder_names_and_paths: dict[str, tuple[list[str], set[str]]] = field(default_factory=dict)
@@ -133,6 +134,8 @@ def install(monkeypatch: pytest.MonkeyPatch, root: Path) -> FakeHost:
         "comfy": ModuleType("comfy"),
         "comfy.utils": _utils(host),
         "comfy.model_management": _model_management(host),
+        "comfy_execution": ModuleType("comfy_execution"),
+        "comfy_execution.graph_utils": _graph_utils(),
         "server": _server(host),
         "folder_paths": _folder_paths(host),
     }
@@ -172,7 +175,7 @@ def _utils(host: FakeHost) -> ModuleType:
             self.total = total
             self.most = -1
 
-        def update_absolute(self, value: int, total: int | None = None) -> None:
+        def update_absolute(self, value: int, total: int | None = None, preview: Any = None) -> None:
             if host.is_interrupted:
                 host.is_interrupted = False
                 raise InterruptProcessingException
@@ -180,6 +183,8 @@ def _utils(host: FakeHost) -> ModuleType:
             if value > self.most or value >= (total or self.total):
                 self.most = value
                 host.shown.append((value, total or self.total))
+            if preview is not None:
+                host.previews.append(preview)
 
     module = ModuleType("comfy.utils")
     module.ProgressBar = ProgressBar  # type: ignore[attr-defined]
@@ -199,6 +204,16 @@ def _model_management(host: FakeHost) -> ModuleType:
     module.get_all_torch_devices = lambda: list(host.gpus)  # type: ignore[attr-defined]
     module.is_device_cpu = lambda device: device.type == "cpu"  # type: ignore[attr-defined]
     module.soft_empty_cache = lambda: host.calls.append("empty cache")  # type: ignore[attr-defined]
+    return module
+
+
+def _graph_utils() -> ModuleType:
+    class ExecutionBlocker:
+        def __init__(self, message: str | None) -> None:
+            self.message = message
+
+    module = ModuleType("comfy_execution.graph_utils")
+    module.ExecutionBlocker = ExecutionBlocker  # type: ignore[attr-defined]
     return module
 
 

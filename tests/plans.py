@@ -62,6 +62,9 @@ class MadeUpCosts(ModelCosts):
         block = self._blocks[work.quantize is not None]
         return StepCost(self.names, (block,) * len(self.names), 0, 0, 0, 0, 0, 0, 0)
 
+    def division_fault(self, num_devices: int, quantize: Any) -> str:
+        return "its blocks are made up"
+
     def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
         return [1e12] * len(self.names)
 
@@ -95,6 +98,9 @@ class MadeUpTimes:
     def of(self, block: int, card: Card, scheme: str) -> tuple[float, float]:
         time = (1.0 if scheme == "none" else self._factor) * self.units[block] / card.speed
         return time, time
+
+    def between(self, source: Card, target: Card) -> float | None:
+        return self._link
 
     def ends(self, card: Card, scheme: str) -> tuple[float, float]:
         return 0.0, 0.0

@@ -74,6 +74,10 @@ class CachedSamples:
         """A sample, for a message."""
         return str(getattr(self.samples[index], "path", f"sample {index + 1} of the encoded dataset"))
 
+    def text(self, caption: str) -> Mapping[str, torch.Tensor]:
+        """What the text encoders left of one caption, as a batch of one."""
+        return join_texts([self.read_text(self._entry(self.text_keys[caption]))])
+
     def not_finite(self, index: int, drop_caption: bool, dtype: torch.dtype) -> str:
         """What of a sample is not finite in this type; "" if all is."""
         latents = self.latent_keys[index]
@@ -144,7 +148,7 @@ def join_texts(entries: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch
     joined: dict[str, torch.Tensor] = {}
     for name in entries[0]:
         states = [entry[name] for entry in entries]
-        lengths = sorted({len(each) for each in states})
+        lengths = sorted({each.shape[0] if each.ndim else 1 for each in states})
         if len(lengths) > 1:
             raise RuntimeError(
                 f"{name} of one batch have lengths {lengths} in the cache, and this model's text encoder "

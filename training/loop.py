@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,14 +27,16 @@ from ..parallel.runner import MicroBatch, Runner
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks
 from ..patches.cuda_graphs import GraphedBlocks
+from ..system.requests import Request, nothing_asked
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
 from .loss_growth import describe_growth
-from .objective import NoiseSchedule, add_noise, draw_quantiles, flow_matching_loss, make_generator
+from .objective import NoiseSchedule, draw_quantiles, make_generator, noise_latents, predict, prediction_loss
 from .optimizer import learning_rate_factor, make_optimizer, pack_optimizer, set_learning_rate, unpack_optimizer
 from .state import TrainingState, list_checkpoints, save_checkpoint
 
 _log = logging.getLogger(__name__)
+_MEMORY_EVERY_STEPS = 50
 
 
 def checkpoint_folder(job: JobConfig) -> Path:
@@ -44,14 +46,21 @@ def checkpoint_folder(job: JobConfig) -> Path:
 
 @dataclass(frozen=True)
 class NoisyBatch:
-    """One forward's worth of data on the CPU, noised: see LoadedBatch and add_noise. text: with the conditions."""
+    """One forward's worth of data on the CPU: see LoadedBatch and NoisyLatents. text: with the conditions."""
 
     text: Mapping[str, torch.Tensor]
     mask: torch.Tensor | None
     noisy: torch.Tensor
-    latents: torch.Tensor
-    noise: torch.Tensor
+    target: torch.Tensor
     sigmas: torch.Tensor
+
+
+class Samples(Protocol):
+    """Pictures that are drawn between two steps; sampling/sampler.py."""
+
+    def is_due(self, step: int, *, is_start: bool = False) -> bool: ...
+
+    def draw(self, step: int, should_stop: Callable[[], bool]) -> None: ...
 
 
 @dataclass
@@ -66,6 +75,8 @@ class Trainer:
         runner: computes the microbatches, and knows the model and its copies.
         compiled: the blocks of the model and its copies, if they are; torch compiles at the first batch of each shape.
         graphs: of blocks that keep their activations, recorded in the first step and replayed from then on.
+        is_asked: whether somebody outside has asked for this since it was answered last.
+        samples: pictures to draw, or None.
     """
 
     job: JobConfig
@@ -83,6 +94,8 @@ class Trainer:
     save_lora: Callable[[Path], Path]
     compiled: tuple[CompiledBlocks, ...] = ()
     graphs: tuple[GraphedBlocks, ...] = ()
+    is_asked: Callable[[Request], bool] = nothing_asked
+    samples: Samples | None = None
     step: int = 0
     losses: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -134,11 +147,13 @@ class Trainer:
             preflight(self)
         if not should_stop():
             self._evaluate_if_due(is_end=self.step >= last)
+        self._draw_if_due(should_stop, is_start=True)
         while self.step < last and not should_stop():
             self._timed_step()
             self._evaluate_if_due(is_end=self.step == last)
-            if self._is_save_due():
+            if self._is_save_due() or self.step == last:
                 self.save()
+            self._draw_if_due(should_stop)
 
     def _save_before_the_end(self) -> str:
         """Save what is done after something broke, if that has not been tried; what to say of it."""
@@ -173,7 +188,7 @@ class Trainer:
         if not self._has_warned and (growth := describe_growth(self.losses)):
             self._has_warned = True
             _log.warning("%s", growth)
-        if len(self.losses) == 1:
+        if len(self.step_times_s) == 1 or self.step % _MEMORY_EVERY_STEPS == 0:
             self.events.emit("memory", self.step, self.job.train.steps, **memory_in_use(self.devices))
 
     def train_step(self, learning_rate: float) -> float:
@@ -283,17 +298,17 @@ class Trainer:
     def _noisy(self, batch: LoadedBatch, quantiles: torch.Tensor, generator: torch.Generator) -> NoisyBatch:
         """One batch at these quantiles, with noise from the generator; still on the host."""
         noise = torch.randn(batch.latents.shape, generator=generator)
-        sigmas = self.schedule.sigmas(quantiles, batch.num_tokens)
-        noisy = add_noise(batch.latents, noise, sigmas).to(self._dtype)
+        made = noise_latents(self.family, batch.latents, noise, self.schedule.sigmas(quantiles, batch.num_tokens))
         given = {**batch.text, **batch.conditions}
         text = {name: self._pinned(self._in_type(states)) for name, states in given.items()}
         mask = None if batch.mask is None else self._pinned(batch.mask)
-        pinned = [self._pinned(tensor) for tensor in (noisy, batch.latents, noise, sigmas)]
+        pinned = [self._pinned(tensor) for tensor in (self._in_type(made.noisy), made.target, made.sigmas)]
         return NoisyBatch(text, mask, *pinned)
 
     def _in_type(self, states: torch.Tensor) -> torch.Tensor:
-        """Text states and conditions in the type that the model computes in; masks stay masks."""
-        return states.to(self._dtype) if states.is_floating_point() else states
+        """Inputs in the type that the model computes in; masks stay masks. ComfyUI's own models round by themselves."""
+        is_ours = states.is_floating_point() and self.family.host is None
+        return states.to(self._dtype) if is_ours else states
 
     def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """In memory that a GPU reads by itself, so that the host need not wait for it."""
@@ -302,17 +317,17 @@ class Trainer:
     def _loss(self, batch: NoisyBatch, model: nn.Module, home: torch.device) -> torch.Tensor:
         """Loss of one batch; a scalar on the device of the model's output, float32."""
         guidance = self.job.objective.guidance
-        inputs = self.family.make_inputs(
+        prediction = predict(
+            self.family,
+            model,
             batch.noisy.to(home, non_blocking=True),
             batch.sigmas.to(home, non_blocking=True),
             {name: states.to(home, non_blocking=True) for name, states in batch.text.items()},
             self.variant.training_guidance if guidance is None else guidance,
         )
-        output = model(**inputs, return_dict=False)[0]
-        prediction = self.family.read_prediction(output, batch.latents)
-        latents, noise = (t.to(output.device, non_blocking=True) for t in (batch.latents, batch.noise))
-        mask = None if batch.mask is None else batch.mask.to(output.device, non_blocking=True)
-        return flow_matching_loss(prediction, latents, noise, mask)
+        target = batch.target.to(prediction.device, non_blocking=True)
+        mask = None if batch.mask is None else batch.mask.to(prediction.device, non_blocking=True)
+        return prediction_loss(prediction, target, mask)
 
     @torch.no_grad()
     @sound_attention()
@@ -340,9 +355,13 @@ class Trainer:
         self.evaluations[self.step] = self.evaluate()
         self.events.emit("eval", self.step, self.job.train.steps, loss=self.evaluations[self.step])
 
+    def _draw_if_due(self, should_stop: Callable[[], bool], *, is_start: bool = False) -> None:
+        if self.samples is not None and not should_stop() and self.samples.is_due(self.step, is_start=is_start):
+            self.samples.draw(self.step, should_stop)
+
     def _is_save_due(self) -> bool:
         every = self.job.output.save_every_steps
-        return bool(every) and self.step % every == 0
+        return self.is_asked("save") or (bool(every) and self.step % every == 0)
 
     def save(self) -> Path:
         """Write a checkpoint of everything the run needs to continue, and a LoRA file users can load beside it.

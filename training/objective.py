@@ -1,9 +1,10 @@
-"""Flow matching: which noise level a sample is trained at, what the model should predict there, and the loss.
+"""Which noise level a sample is trained at, what the model should predict there, what it predicts, and the loss.
 
-With t in [0, 1] and 1 = noise, x_t = (1 - t) x + t e and the target is the velocity e - x. A timestep is drawn as a
-quantile u of a base distribution (uniform, or the logistic function of a normal), then shifted towards noise:
-t' = s t / (1 + (s - 1) t). Quantiles serve training (u random), evaluation (u fixed) and the experts of Wan 2.2 (u
-restricted so that t' stays in the expert's range).
+The families of our own are trained by flow matching: with t in [0, 1] and 1 = noise, x_t = (1 - t) x + t e and the
+target is the velocity e - x. A timestep is drawn as a quantile u of a base distribution (uniform, or the logistic
+function of a normal), then shifted towards noise: t' = s t / (1 + (s - 1) t). Quantiles serve training (u random),
+evaluation (u fixed) and the experts of Wan 2.2 (u restricted so that t' stays in the expert's range). One of ComfyUI's
+own models (ModelFamily.host) makes noise and target of t' by its own rules.
 
 Everything random is drawn on the CPU from a generator seeded by what it is for (seed, step, ...). So a run is the same
 on one device and on several, and after it is resumed.
@@ -13,9 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ..config.job import ObjectiveConfig
 from ..families.spec import ModelFamily, ShiftRule, TimestepSampling, Variant
@@ -89,22 +92,63 @@ def draw_quantiles(batch_size: int, generator: torch.Generator) -> torch.Tensor:
     return torch.rand(batch_size, generator=generator, dtype=torch.float64).clamp(1e-6, 1 - 1e-6)
 
 
+@dataclass(frozen=True)
+class NoisyLatents:
+    """Latents with noise, what the network should say of them, and how noisy they are; float32.
+
+    Args:
+        noisy, target: [B, C, F, H, W]
+        sigmas: as the network is told, in its family's own measure. [B]
+    """
+
+    noisy: torch.Tensor
+    target: torch.Tensor
+    sigmas: torch.Tensor
+
+
+def noise_latents(family: ModelFamily, latents: torch.Tensor, noise: torch.Tensor, times: torch.Tensor) -> NoisyLatents:
+    """What a sample is trained on: clean latents and noise, both float32 [B, C, F, H, W], at times in 0..1. [B]"""
+    if family.host is not None:
+        return NoisyLatents(*family.host.add_noise(latents, noise, times))
+    return NoisyLatents(add_noise(latents, noise, times), noise - latents, times)
+
+
 def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
     """x_t for clean latents and noise, all float32. [B, C, F, H, W], sigmas [B]"""
     t = sigmas.view(-1, *[1] * (latents.ndim - 1))
     return (1 - t) * latents + t * noise
 
 
-def flow_matching_loss(
-    prediction: torch.Tensor, latents: torch.Tensor, noise: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Mean squared error to the velocity noise - latents, computed in float32. [B, C, F, H, W] -> scalar
+def prediction_loss(prediction: torch.Tensor, target: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Mean squared error of what the network says, computed in float32. [B, C, F, H, W] -> scalar
 
     mask: weight per latent cell, [B, 1, 1 or F, H, W] in 0..1; the loss is the weighted mean, so a small mask does not
         weaken the step. A sample whose mask is all zero contributes nothing.
     """
-    error = (prediction.float() - (noise - latents).float()).square()
+    error = (prediction.float() - target.float()).square()
     if mask is None:
         return error.mean()
     weight = mask.to(error.device, torch.float32).expand_as(error)
     return (error * weight).sum() / weight.sum().clamp_min(1e-8)
+
+
+def predict(
+    family: ModelFamily,
+    model: nn.Module,
+    noisy: torch.Tensor,
+    sigmas: torch.Tensor,
+    given: Mapping[str, torch.Tensor],
+    guidance: float | None,
+) -> torch.Tensor:
+    """What a model says of noisy latents, on the device of its output. [B, C, F, H, W]
+
+    Args:
+        given: text and conditions by name, as the family's make_inputs or its host takes them.
+    """
+    if family.host is not None:
+        return family.host.predict(model, noisy, sigmas, given, guidance)
+    inputs = family.make_inputs(noisy, sigmas, given, guidance)
+    shape = noisy.shape
+    del noisy, given  # packed anew in the inputs
+    output = model(**inputs, return_dict=False)[0]
+    return family.read_prediction(output, torch.empty(shape, device="meta"))

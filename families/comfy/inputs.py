@@ -20,12 +20,18 @@ if TYPE_CHECKING:
 SAMPLES = "samples"  # [C, H, W], of a video [C, F, H, W]
 COND = "cond"  # [S, D]
 POOLED = "pooled_output"  # [D]
+OPTION = "option."  # in front of what else a CONDITIONING says: tensors, and numbers as tensors without sides
+
+# Without attention_mask_img_shape no model of our own families reads the mask.
+WITHOUT_EFFECT = frozenset({"attention_mask"})
 
 Shape = tuple[int, ...]
 
 
 def read_text(comfy: ComfyInputs, entry: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What make_inputs takes as text, of one sample; see ComfyInputs."""
+    if comfy.reads_all:
+        return dict(entry)
     states = entry[COND]
     text = {comfy.states: pad(states, (0, 0, max(0, comfy.min_tokens - states.shape[0]), 0))}
     if comfy.pooled:
@@ -46,6 +52,13 @@ def num_tokens(comfy: ComfyInputs, shapes: Mapping[str, Shape]) -> int:
 
 def text_problem(comfy: ComfyInputs, config: Mapping[str, Any], title: str, shapes: Mapping[str, Shape]) -> str:
     """Why an entry of these shapes cannot condition the model with this config; "" if it can."""
+    if comfy.reads_all:
+        return ""
+    options = [name.removeprefix(OPTION) for name in shapes if name.startswith(OPTION)]
+    if extra := sorted(name for name in options if name not in WITHOUT_EFFECT):
+        return (
+            f"its CONDITIONING has {', '.join(extra)}, which training of {title} does not read; take out what adds it"
+        )
     width, found = config[comfy.width], shapes[COND][-1]
     if found != width:
         return f"its states are {found} wide, but {title} takes {width}; connect the CLIP that belongs to the model"

@@ -5,64 +5,61 @@ tests/comfy/test_native_families.py compares each class, divided among 2 to 4 em
 
 from __future__ import annotations
 
-from ..tensor_plan import Divided, TensorPlan, Unit
+from ..tensor_plan import FEATURES, HEADS, QKV, Divided, PatchCall, TensorPlan, mlp_plan
 
-_HEADS: tuple[Unit, ...] = ("heads",)
-_QKV: tuple[Unit, ...] = ("heads", "heads", "heads")
-_FEATURES: tuple[Unit, ...] = ("features",)
-
-
-def _mlp(first: str, second: str, *, sum_after: str = "") -> tuple[Divided, Divided]:
-    """The two linears of an MLP; the first may pack a gate beside what it gates."""
-    return (
-        Divided(first, "column", _FEATURES, into=second),
-        Divided(second, "row", _FEATURES, sum_after=sum_after),
-    )
-
+# A patch of queries, keys and values [batch, heads, tokens, features] returns a dict with some of them.
+_QKV_PATCH = PatchCall({"q": 1, "k": 1, "v": 1})
 
 # comfy/ldm/flux/layers.py, also HunyuanVideo's and Chroma's blocks
-_FLUX_MLPS = (*_mlp("img_mlp.0", "img_mlp.2"), *_mlp("txt_mlp.0", "txt_mlp.2"))
+_FLUX_PATCHES = {"attn1_patch": _QKV_PATCH, "attn1_output_patch": PatchCall({"attn": -1}, returns="attn")}
+_FLUX_MLPS = (*mlp_plan("img_mlp.0", "img_mlp.2"), *mlp_plan("txt_mlp.0", "txt_mlp.2"))
 _YAK_MLPS = (
-    Divided("*_mlp.gate_proj", "column", _FEATURES),
-    Divided("*_mlp.up_proj", "column", _FEATURES),
-    Divided("*_mlp.down_proj", "row", _FEATURES),
+    Divided("*_mlp.gate_proj", "column", FEATURES),
+    Divided("*_mlp.up_proj", "column", FEATURES),
+    Divided("*_mlp.down_proj", "row", FEATURES),
 )
 FLUX = (
     TensorPlan(
         block="DoubleStreamBlock",
         linears=(
-            Divided("*_attn.qkv", "column", _QKV),
-            Divided("*_attn.proj", "row", _HEADS),
-            Divided("*_mod.lin", "gathered", _FEATURES),
+            Divided("*_attn.qkv", "column", QKV),
+            Divided("*_attn.proj", "row", HEADS),
+            Divided("*_mod.lin", "gathered", FEATURES),
             *_FLUX_MLPS,
             *_YAK_MLPS,
         ),
         num_heads="num_heads",
         width="hidden_size",
         attributes={"num_heads": "heads"},
+        patches=_FLUX_PATCHES,
     ),
     TensorPlan(
         block="SingleStreamBlock",
         linears=(
-            Divided("linear1", "column", (*_QKV, "features"), into="linear2"),
+            Divided("linear1", "column", (*QKV, "features"), into="linear2"),
             Divided("linear2", "row", ("heads", "features")),
-            Divided("modulation.lin", "gathered", _FEATURES),
+            Divided("modulation.lin", "gathered", FEATURES),
         ),
         num_heads="num_heads",
         width="hidden_size",
         attributes={"num_heads": "heads", "hidden_size": "heads", "mlp_hidden_dim_first": "linear1"},
+        patches=_FLUX_PATCHES,
     ),
 )
 
 # comfy/ldm/wan/model.py; q and k are normalised over all heads, and the MLP may compute its second linear itself
-_WAN_ATTENTION = tuple(Divided(f"*_attn.{name}", "column", _HEADS) for name in ("q", "k", "v", "k_img", "v_img"))
+_WAN_ATTENTION = tuple(Divided(f"*_attn.{name}", "column", HEADS) for name in ("q", "k", "v", "k_img", "v_img"))
 WAN = (
     TensorPlan(
-        linears=(*_WAN_ATTENTION, Divided("*_attn.o", "row", _HEADS), *_mlp("ffn.0", "ffn.2", sum_after="ffn")),
+        linears=(*_WAN_ATTENTION, Divided("*_attn.o", "row", HEADS), *mlp_plan("ffn.0", "ffn.2", sum_after="ffn")),
         num_heads="num_heads",
         width="dim",
         attributes={"*_attn.num_heads": "heads"},
         norms=("*_attn.norm_*",),
+        patches={
+            "attn1_patch": PatchCall({"x": -1, "q": 2, "k": 2}, returns="x", is_dict=True),
+            "attn2_patch": PatchCall({"x": None}, returns="x", is_dict=True),
+        },
     ),
 )
 
@@ -70,16 +67,17 @@ WAN = (
 QWEN_IMAGE = (
     TensorPlan(
         linears=(
-            *(Divided(f"attn.{name}", "column", _HEADS) for name in ("to_[qkv]", "add_[qkv]_proj")),
-            Divided("attn.to_out.0", "row", _HEADS),
-            Divided("attn.to_add_out", "row", _HEADS),
-            *_mlp("img_mlp.net.0.proj", "img_mlp.net.2"),
-            *_mlp("txt_mlp.net.0.proj", "txt_mlp.net.2"),
-            Divided("*_mod.1", "gathered", _FEATURES),
+            *(Divided(f"attn.{name}", "column", HEADS) for name in ("to_[qkv]", "add_[qkv]_proj")),
+            Divided("attn.to_out.0", "row", HEADS),
+            Divided("attn.to_add_out", "row", HEADS),
+            *mlp_plan("img_mlp.net.0.proj", "img_mlp.net.2"),
+            *mlp_plan("txt_mlp.net.0.proj", "txt_mlp.net.2"),
+            Divided("*_mod.1", "gathered", FEATURES),
         ),
         num_heads="attn.heads",
         width="attn.inner_dim",
         attributes={"attn.heads": "heads"},
+        patches={"attn1_patch": _QKV_PATCH},
     ),
 )
 
@@ -88,11 +86,11 @@ SD3 = (
     TensorPlan(
         block="JointBlock",
         linears=(
-            Divided("*_block.attn*.qkv", "column", _QKV),
-            Divided("*_block.attn*.proj", "row", _HEADS),
-            *_mlp("x_block.mlp.fc1", "x_block.mlp.fc2"),
-            *_mlp("context_block.mlp.fc1", "context_block.mlp.fc2"),
-            Divided("*_block.adaLN_modulation.1", "gathered", _FEATURES),
+            Divided("*_block.attn*.qkv", "column", QKV),
+            Divided("*_block.attn*.proj", "row", HEADS),
+            *mlp_plan("x_block.mlp.fc1", "x_block.mlp.fc2"),
+            *mlp_plan("context_block.mlp.fc1", "context_block.mlp.fc2"),
+            Divided("*_block.adaLN_modulation.1", "gathered", FEATURES),
         ),
         num_heads="x_block.attn.num_heads",
         width="x_block.attn.qkv.in_features",
@@ -106,14 +104,32 @@ NEXT_DIT = (
         block="JointTransformerBlock",
         linears=(
             Divided("attention.qkv", "column", ("heads", "kv_heads", "kv_heads")),
-            Divided("attention.out", "row", _HEADS),
-            Divided("feed_forward.w[13]", "column", _FEATURES),
-            Divided("feed_forward.w2", "row", _FEATURES),
-            Divided("adaLN_modulation.*", "gathered", _FEATURES),
+            Divided("attention.out", "row", HEADS),
+            Divided("feed_forward.w[13]", "column", FEATURES),
+            Divided("feed_forward.w2", "row", FEATURES),
+            Divided("adaLN_modulation.*", "gathered", FEATURES),
         ),
         num_heads="attention.n_local_heads",
         num_kv_heads="attention.n_local_kv_heads",
         width="attention.out.in_features",
         attributes={"attention.n_local_heads": "heads", "attention.n_local_kv_heads": "kv_heads"},
+    ),
+)
+
+# comfy/ldm/lightricks: q and k are normalised over all heads, and the rotary table has one row per head
+LTX = (
+    TensorPlan(
+        linears=(
+            Divided("*attn*.to_[qkv]", "column", HEADS),
+            Divided("*attn*.to_gate_logits", "column", HEADS),
+            Divided("*attn*.to_out.0", "row", HEADS),
+            *mlp_plan("ff.net.0.proj", "ff.net.2", sum_after="ff"),
+            *mlp_plan("audio_ff.net.0.proj", "audio_ff.net.2", sum_after="audio_ff"),
+        ),
+        num_heads="attn1.heads",
+        width="attn1.to_q.out_features",
+        attributes={"*attn*.heads": "heads"},
+        norms=("*attn*.[qk]_norm",),
+        arguments={"*attn?": {"pe": 2, "k_pe": 2}, "*_attn": {"pe": 2, "k_pe": 2}},
     ),
 )

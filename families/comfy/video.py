@@ -45,6 +45,7 @@ LTXV = NativeModel(
     block_lists=("transformer_blocks",),
     tail=("norm_out", "proj_out"),
     replace_keys={"double_block": "transformer_blocks"},
+    tensor=tensor_plans.LTX,
     note="the tail mixes a free parameter with the stream; a guide mask is an object with tensors in slots",
 )
 

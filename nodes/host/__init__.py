@@ -9,11 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from comfy_api.v0_0_2 import ComfyExtension as ComfyExtension
 from comfy_api.v0_0_2 import io as io
 
+from ...contract.check import check_parts
+from ...contract.living import Living
+from ...contract.rows import NATIVE
 from .comfy_encoders import HostClip as HostClip
 from .comfy_encoders import HostVae as HostVae
 from .comfy_encoders import load_clip as load_clip
@@ -33,6 +37,11 @@ from .folders import shown_picture as shown_picture
 
 if TYPE_CHECKING:
     import torch
+
+    from ...checkpoints.checkpoint import CheckpointInfo
+
+
+_PREVIEW_SIDE = 512  # pixels; ComfyUI sends no more
 
 
 class NodeView:
@@ -55,10 +64,20 @@ class NodeView:
         self._bar = ProgressBar(1, node_id=self.node_id or None)
 
     def show_progress(self, done: int, total: int) -> None:
+        self._update(done, total, None)
+
+    def show_picture(self, path: Path, done: int, total: int) -> None:
+        """A file as the node's preview, of a clip its first frame; progress as it was. Raises: OSError."""
+        from PIL import Image
+
+        with Image.open(path) as picture:
+            self._update(done, total, ("JPEG", picture.convert("RGB"), _PREVIEW_SIDE))
+
+    def _update(self, done: int, total: int, preview: tuple[str, Any, int] | None) -> None:
         from comfy.model_management import InterruptProcessingException, interrupt_current_processing
 
         try:
-            self._bar.update_absolute(done, max(total, 1))
+            self._bar.update_absolute(done, max(total, 1), preview=preview)
         except InterruptProcessingException:
             interrupt_current_processing(True)  # the bar took the request away; is_cancelled must still see it
 
@@ -104,12 +123,46 @@ def send_event(data: Mapping[str, Any]) -> None:
     server.send_sync("devicebridge.event", dict(data), server.client_id)
 
 
+def blocked(count: int) -> list[Any]:
+    """Values for so many outputs behind which no node runs, and none fails."""
+    from comfy_execution.graph_utils import ExecutionBlocker
+
+    return [ExecutionBlocker(None)] * count
+
+
 @contextmanager
 def training_allowed() -> Iterator[None]:
     """Leave the inference mode that ComfyUI runs every node in; parameters made inside can have gradients."""
     import torch
 
     with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def path_of_model(model: Any) -> Path:
+    """The file of a stock MODEL. Raises: ValueError for one that a training cannot take."""
+    from .native import source
+
+    return source.path_of_model(model)
+
+
+def read_native(path: str, dtype: str, like: Any = None) -> CheckpointInfo:
+    """A file as ComfyUI's own model.
+
+    Raises: ValueError for one that cannot be trained; RuntimeError if this ComfyUI has changed what that relies on.
+    """
+    from .native import source
+
+    check_parts(Living(may_import=True), [NATIVE])
+    return source.read_native(Path(path), dtype, like)
+
+
+@contextmanager
+def native_training() -> Iterator[None]:
+    """Inside, ComfyUI's own models compute what has a backward."""
+    from .native import context
+
+    with context.native_training():
         yield
 
 

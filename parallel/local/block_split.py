@@ -23,7 +23,9 @@ from torch import nn
 from ...families.spec import ModelFamily
 from ...patches.hooks import AfterHook, HookSet
 from ...patches.lora import is_lora_name, place_lora_with_base
+from ..block_lists import called_modules, transport_for
 from ..offload.activations import MIN_BYTES, ActivationOffload
+from ..offload.block_call import BlockCall, module_of
 from ..offload.recompute import recompute
 from ..offload.weights import WeightOffload
 from ..placement import Placement, block_names, check_kept_blocks
@@ -41,9 +43,15 @@ class BlockSplit:
         self.placement = placement
         self.model = model
         self._weights = weights
-        blocks = {model.get_submodule(name): device for name, device in placement.items()}
-        tail = [model.get_submodule(name) for name in family.tail]
-        self.bridge = Bridge(blocks, placement.home, tail=tail, tail_device=placement.tail_device)
+        self._called = {name: called_modules(model, family, name) for name in placement.blocks}
+        self.bridge = Bridge(
+            {module: device for name, device in placement.items() for module in self._called[name]},
+            placement.home,
+            tail=[model.get_submodule(name) for name in family.tail],
+            tail_device=placement.tail_device,
+            transport="stream" if family.native is None else transport_for(model, family.native),
+            passed_by=() if family.native is None else family.native.passed_by,
+        )
         self._read_by_tail = {model.get_submodule(name): index for name, index in family.read_by_tail.items()}
         self._residents = _residents(model, placement)
         self._found_on = [(module, self._found(module)) for module, _ in self._residents]
@@ -84,14 +92,15 @@ class BlockSplit:
         for module, device in self._found_on:
             _move_module(module, device)
 
-    def checkpoint(self, block: nn.Module, *args: Any) -> Any:
+    def checkpoint(self, block: nn.Module | BlockCall, *args: Any) -> Any:
         """Run a block without keeping its activations; for diffusers' enable_gradient_checkpointing.
 
         The block is one of the placement's, args are its positional arguments on any device.
         """
-        device = self.bridge.blocks[block]
+        module = module_of(block)
+        device = self.bridge.blocks[module]
         moved = self.bridge.bring(args, device) if self._hooks else args
-        return block(*moved) if block in self._kept else recompute(block, moved, device, self.offload)
+        return block(*moved) if module in self._kept else recompute(block, moved, device, self.offload)
 
     def offload_inputs(self, *, min_bytes: int = MIN_BYTES) -> None:
         """Let what recomputed blocks keep wait in host memory, from the next forward on; see activations.py."""
@@ -114,12 +123,13 @@ class BlockSplit:
         Raises: ValueError for another number of devices, more blocks than a device has, or blocks with weight offload.
         """
         check_kept_blocks(num_blocks, self.placement)
-        kept: list[nn.Module] = []
+        kept: list[str] = []
         for device, count in zip(self.bridge.devices, num_blocks, strict=bool(num_blocks)):
-            blocks = [block for block, place in self.bridge.blocks.items() if place == device]
-            kept += blocks[len(blocks) - count :]
-        _refuse_both(frozenset(kept), self._weights.modules if self._weights is not None else ())
-        self._kept = frozenset(kept)
+            names = [name for name, place in self.placement.items() if place == device]
+            kept += names[len(names) - count :]
+        blocks = frozenset(map(self.model.get_submodule, kept))
+        _refuse_both(blocks, self._weights.modules if self._weights is not None else ())
+        self._kept = frozenset(module for name in kept for module in self._called[name])
 
     @property
     def kept_blocks(self) -> dict[nn.Module, torch.device]:
@@ -248,10 +258,19 @@ def _refuse_both(kept: frozenset[nn.Module], offloaded: Collection[nn.Module]) -
 
 def _residents(model: nn.Module, placement: Placement) -> list[tuple[nn.Module, torch.device]]:
     """Modules that together hold every parameter and buffer of the model, each with its device."""
-    lists = {name.partition(".")[0] for name in placement.blocks}
-    others = [(child, placement.device_of(name)) for name, child in model.named_children() if name not in lists]
-    blocks = [(model.get_submodule(name), device) for name, device in placement.items()]
-    return [(_OwnTensors(model), placement.home), *others, *blocks]
+    found: list[tuple[nn.Module, torch.device]] = []
+    parts = {*placement.blocks, *placement.tail}
+
+    def visit(module: nn.Module, name: str) -> None:
+        if name in parts or not any(part.startswith(f"{name}." if name else "") for part in parts):
+            found.append((module, placement.device_of(name)))
+            return
+        found.append((_OwnTensors(module), placement.device_of(name)))
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name)
+
+    visit(model, "")
+    return found
 
 
 class _OwnTensors(nn.Module):

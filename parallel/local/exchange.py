@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Any
 
 import torch
+from torch import nn
 
 from ..transfer import Arrivals, settle
 
@@ -35,6 +38,7 @@ class Exchange:
             [SimpleQueue() for _ in range(size)] for _ in range(size)
         ]
         self._rounds = [0] * size  # that each thread has finished
+        self._brought: list[list[torch.Tensor]] = [[] for _ in range(size)]  # and not yet collected
         self._error: BaseException | None = None
 
     def all(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -44,11 +48,25 @@ class Exchange:
             name: of the meeting; must be the same for all.
         Raises: RuntimeError if the threads are at different places, and what `abort` was given.
         """
+        self.bring(rank, name, tensor)
+        return self.collect(rank, name)[0]
+
+    def bring(self, rank: int, name: str, tensor: torch.Tensor) -> None:
+        """Send what this thread has to all; waits for nobody. More may be brought before any is collected."""
         for to, box in enumerate(self._boxes[rank]):
             if to != rank:
                 arrivals: Arrivals = {}
                 box.put((name, self._rounds[rank], self._send(tensor, to, arrivals), arrivals))
-        return [tensor if each == rank else self._from(each, rank, name) for each in range(self.size)]
+        self._brought[rank].append(tensor)
+
+    def collect(self, rank: int, name: str) -> list[list[torch.Tensor]]:
+        """For each thing that this thread has brought, in order, what `all` returns. Raises: as `all`."""
+        brought, self._brought[rank] = self._brought[rank], []
+        return [[own if each == rank else self._from(each, rank, name) for each in range(self.size)] for own in brought]
+
+    def sum(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What every thread brought, added in the order of ranks: the same bits for all, and in every run."""
+        return functools.reduce(torch.add, self.all(rank, name, tensor))
 
     def finish(self, rank: int) -> None:
         """This thread comes to no further meeting of this round; waits for nobody."""
@@ -80,3 +98,39 @@ class Exchange:
         """Let go of the error and of what nobody took, when no thread comes any more: they hold activations."""
         self._error = None
         self._boxes.clear()
+        self._brought.clear()
+
+
+class TokenChunks:
+    """Row-parallel layers, computed by chunks of tokens: a chunk's partial sum travels while the next is computed.
+
+    Worth it where copies are slow. A matrix product of fewer rows may take another kernel, so on a card the last bits
+    may differ from those of one product; all cards have the same bits all the same.
+
+    Args:
+        most: number of chunks. least_tokens: of a chunk; smaller products are no faster.
+    """
+
+    def __init__(self, most: int = 4, least_tokens: int = 512) -> None:
+        self.most, self.least_tokens = most, least_tokens
+
+    def bring_first(
+        self, exchange: Exchange, rank: int, name: str, layer: nn.Module, args: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """Compute and bring all chunks but the last one -> the arguments for the last one.
+
+        The layer must compute each token alone, and is called by its forward.
+        """
+        if len(args) != 1 or args[0].ndim < 2:
+            return args
+        number = min(self.most, args[0].shape[-2] // self.least_tokens)
+        *first, last = args[0].chunk(max(1, number), dim=-2)
+        for chunk in first:
+            exchange.bring(rank, name, layer.forward(chunk))
+        return (last,)
+
+
+def summed(chunks: list[list[torch.Tensor]]) -> torch.Tensor:
+    """The sums of what `Exchange.collect` returned, chunks of tokens joined again."""
+    sums = [functools.reduce(torch.add, parts) for parts in chunks]
+    return sums[0] if len(sums) == 1 else torch.cat(sums, dim=-2)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ...families.tensor_plan import Shares, TensorPlan, Unit, share_heads
+from ...patches.hooks import map_tensors
 from .slices import Slice
 
 Cut = Callable[[torch.Tensor, Slice], torch.Tensor]  # a weight and a slice of it -> the slice as a weight
@@ -23,7 +25,7 @@ class Meeting:
     Args:
         name: inside the block; the same on every device.
         how: its outputs are summed, joined along the features, or, of an RMS norm, corrected by the mean square of all.
-        width: of an RMS norm: the number of features of all devices.
+        width: the number of features of all devices: of an RMS norm, or of joined outputs.
     """
 
     name: str
@@ -32,20 +34,55 @@ class Meeting:
     width: int = 0
 
 
+@dataclass(frozen=True)
+class HeadArguments:
+    """A hook before a module: of keyword arguments with tensors of all heads it gets those of one device's heads.
+
+    Args:
+        dims: name of the argument -> the dimension of the heads. One row for all heads stays.
+        rank: of the device in shares.
+    """
+
+    module: nn.Module
+    dims: Mapping[str, int]
+    shares: Shares
+    rank: int
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        own = {
+            name: map_tensors(kwargs[name], partial(self._own_heads, dim))
+            for name, dim in self.dims.items()
+            if kwargs.get(name) is not None
+        }
+        return args, {**kwargs, **own}
+
+    def _own_heads(self, dim: int, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[dim] == 1:
+            return tensor
+        first, last = self.shares.ranges("heads", tensor.shape[dim])[self.rank]
+        return tensor.narrow(dim, first, last - first)
+
+
 @dataclass
 class BlockShard:
     """What one device holds of one block.
 
     Args:
         meetings: in the order of the block's modules.
+        arguments: of modules that are handed something of all heads.
         slices: name of each divided parameter inside the block -> its slice of the whole.
         wholes: of the same names, the whole parameters.
+        entered: linears that each device calls with the same input, and whose output it has a part of.
     """
 
     block: nn.Module
     meetings: list[Meeting] = field(default_factory=list)
+    arguments: list[HeadArguments] = field(default_factory=list)
     slices: dict[str, Slice] = field(default_factory=dict)
     wholes: dict[str, torch.Tensor] = field(default_factory=dict)
+    entered: list[str] = field(default_factory=list)
 
 
 def find_plan(plans: tuple[TensorPlan, ...], block: nn.Module) -> TensorPlan | None:
@@ -76,7 +113,8 @@ def divide_block(
     parts = _parts(block, plan, shares)
     lengths = {
         name: sum(
-            shares.count("features", each, rank) for each in _features(block.get_submodule(name), parts[name], shares)
+            shares.count("features", each, rank)
+            for each in _features(block.get_submodule(name), plan, name, parts[name], shares)
         )
         for name in plan.attributes.values()
         if name in parts
@@ -85,10 +123,14 @@ def divide_block(
         if name in parts:
             _divide_linear(shard, name, module, plan, parts[name], shares, rank, cut)
         elif plan.is_norm(name) and getattr(module, "weight", None) is not None:
-            ranges = tuple(shares.slices(("heads",), shares.width, rank))
+            width = len(module.weight)
+            ranges = tuple(shares.slices(("heads",), width, rank))
             _cut(shard, module, f"{name}.weight", Slice(0, ranges), cut)
             module.normalized_shape = (sum(last - first for first, last in ranges),)
-            shard.meetings.append(Meeting(name, module, "norm", shares.width))
+            shard.meetings.append(Meeting(name, module, "norm", width))
+        of_heads = next((dims for pattern, dims in plan.arguments.items() if fnmatchcase(name, pattern)), None)
+        if of_heads is not None:
+            shard.arguments.append(HeadArguments(module, of_heads, shares, rank))
     for owner, path, number in _numbers(block):
         counts = next((what for pattern, what in plan.attributes.items() if fnmatchcase(path, pattern)), None)
         if counts is not None:
@@ -113,6 +155,27 @@ def divided_bytes(block: nn.Module, plan: TensorPlan, shares: Shares, rank: int)
     return total
 
 
+def norm_ratio(sums: torch.Tensor, total: torch.Tensor, own: int, width: int, eps: float) -> torch.Tensor:
+    """What the output of an RMS norm of one device's features is multiplied with to be that of all devices' features.
+
+    Args:
+        sums, total: of squares, of this device's features and of all, float32. [..., 1]
+        own, width: how many features these are.
+    """
+    return ((sums + eps * own) / (total + eps * width) * (width / own)).sqrt()
+
+
+def norm_eps(norm: nn.Module, dtype: torch.dtype) -> float:
+    """What the norm adds to the mean square of features of this type."""
+    eps = getattr(norm, "eps", None)
+    return float(torch.finfo(dtype).eps if eps is None else eps)
+
+
+def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    """Of one device's features, float32. [..., D] -> [..., 1]"""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square()
+
+
 def _parts(block: nn.Module, plan: TensorPlan, shares: Shares) -> dict[str, tuple[Unit, ...]]:
     """Name of each divided linear -> the parts its divided dimension consists of in this build."""
     linears = {name: module for name, module in block.named_modules() if hasattr(module, "in_features")}
@@ -135,10 +198,11 @@ def _parts(block: nn.Module, plan: TensorPlan, shares: Shares) -> dict[str, tupl
     return found
 
 
-def _features(linear: Any, parts: tuple[Unit, ...], shares: Shares) -> list[int]:
-    """The sizes of the parts of a column-parallel linear that belong to no head."""
-    number = parts.count("features")
-    return [shares.without_heads(parts, linear.out_features) // number] * number
+def _features(linear: Any, plan: TensorPlan, name: str, parts: tuple[Unit, ...], shares: Shares) -> list[int]:
+    """The sizes of the parts of a linear's divided dimension that belong to no head."""
+    divided, number = plan.find(name), parts.count("features")
+    size = linear.in_features if divided is not None and divided.by == "row" else linear.out_features
+    return [shares.without_heads(parts, size) // number] * number
 
 
 def _divide_linear(
@@ -163,10 +227,13 @@ def _divide_linear(
         _cut(shard, module, f"{name}.bias", Slice(0, ranges), cut)
     elif module.bias is not None and rank > 0:
         module.bias = None  # added once
+    whole = module.in_features if is_row else module.out_features
     length = sum(last - first for first, last in ranges)
     setattr(module, "in_features" if is_row else "out_features", length)
+    if not is_row:
+        shard.entered.append(name)
     if divided.by == "gathered":
-        shard.meetings.append(Meeting(name, module, "join"))
+        shard.meetings.append(Meeting(name, module, "join", whole))
     elif is_row:
         met = divided.sum_after or name
         shard.meetings.append(Meeting(met, shard.block.get_submodule(met), "sum"))

@@ -15,7 +15,8 @@ The threads live as long as one forward. A device's error ends the meeting of al
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -23,10 +24,11 @@ import torch
 from torch import nn
 
 from ...patches.hooks import map_tensors
+from ..staged_copies import StagedCopies, go_through_host
 from ..transfer import Arrivals, copy_to, current_device, versioned
 from .bridge import Bridge
-from .exchange import Exchange
-from .shards import BlockShard, Meeting
+from .exchange import Exchange, TokenChunks, summed
+from .shards import BlockShard, Meeting, norm_eps, norm_ratio, sum_of_squares
 from .workers import ThreadState
 
 # Between devices of one kind the outputs of a block are the same bits; different kinds round differently. A partial sum
@@ -57,6 +59,9 @@ class TensorParallel(Bridge):
         self._shards = dict(shards)
         self._run: _Run | None = None
         self._checked: set[nn.Module] = set()
+        self.chunks: TokenChunks | None = None  # of row-parallel layers; None computes each at once
+        if go_through_host(devices):
+            self.side_streams, self.chunks = StagedCopies(), TokenChunks()
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -70,7 +75,11 @@ class TensorParallel(Bridge):
             self._hooks.after(block, self._leave, also_on_error=True)
             for rank, shard in enumerate((own, *others)):
                 for meeting in shard.meetings:
+                    if meeting.how == "sum" and self.chunks is not None:
+                        self._hooks.before(meeting.module, functools.partial(self._begin, rank, meeting))
                     self._hooks.after(meeting.module, functools.partial(self._meet, rank, meeting))
+                for hook in shard.arguments:
+                    self._hooks.before(hook.module, hook)
 
     def end(self) -> None:
         run, self._run = self._run, None
@@ -165,10 +174,45 @@ class TensorParallel(Bridge):
 
     # ---- inside a block
 
+    @property
+    def current_block(self) -> nn.Module | None:
+        """Home's part of the block that is being computed; None between blocks."""
+        return None if self._run is None else self._run.current
+
+    def at_home(self, name: str, brought: Any, compute: Callable[[list[Any]], list[Any]]) -> Any:
+        """Inside a block, have something computed once, at home, from what all devices bring.
+
+        Args:
+            name: of the meeting; the same on every device.
+            brought: this device's; its tensors are copied home.
+            compute: what all brought, by rank -> what each gets, by rank; home's own is called, in home's thread.
+        Returns: this device's, its tensors copied here.
+        """
+        run = self._run
+        assert run is not None, "a block is running"
+        rank = run.ranks.get(threading.get_ident(), 0)
+        nothing = torch.empty(0, device=self._ranks[rank])
+        run.brought[rank] = brought
+        run.exchange.all(rank, name, nothing)
+        if rank == 0:
+            run.brought = compute([map_tensors(each, lambda x: copy_to(x, self.home)) for each in run.brought])
+        run.exchange.all(rank, f"{name}, computed", nothing)
+        mine, run.brought[rank] = run.brought[rank], None
+        return map_tensors(mine, lambda x: copy_to(x, self._ranks[rank]))
+
     def send_part(self, tensor: torch.Tensor, rank: int, arrivals: Arrivals) -> torch.Tensor:
         """The tensor for another device, which it may use after settle(arrivals)."""
         device = self._ranks[rank]
         return tensor if tensor.device == device else self.side_streams.copy(tensor, device, arrivals)
+
+    def _begin(
+        self, rank: int, meeting: Meeting, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """All but the last chunk of a layer; its own forward computes the last one."""
+        run = self._run
+        if run is None or run.current is None or kwargs or self.chunks is None:  # _meet says what is wrong
+            return args, kwargs
+        return self.chunks.bring_first(run.exchange, rank, meeting.name, module, args), kwargs
 
     def _meet(
         self, rank: int, meeting: Meeting, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -181,20 +225,17 @@ class TensorParallel(Bridge):
             )
         if meeting.how == "norm":
             return self._corrected(run, rank, meeting, args[0], output)
-        parts = run.exchange.all(rank, meeting.name, output)
         if meeting.how == "join":
-            return torch.cat(parts, dim=-1)
-        return functools.reduce(torch.add, parts)
+            return torch.cat(run.exchange.all(rank, meeting.name, output), dim=-1)
+        run.exchange.bring(rank, meeting.name, output)
+        return summed(run.exchange.collect(rank, meeting.name))
 
     def _corrected(self, run: _Run, rank: int, meeting: Meeting, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """What an RMS norm of these features returned, normalised by the features of all devices instead."""
-        eps = getattr(meeting.module, "eps", None)
-        eps = torch.finfo(x.dtype).eps if eps is None else eps
-        sums = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_()
-        total = functools.reduce(torch.add, run.exchange.all(rank, meeting.name, sums))
-        # (sums / own width + eps) / (total / width + eps); what was handed to others must not be written to
-        ratio = (sums + eps * x.shape[-1]).div_(total + eps * meeting.width).mul_(meeting.width / x.shape[-1])
-        return output.mul_(ratio.sqrt_())
+        sums = sum_of_squares(x)
+        total = run.exchange.sum(rank, meeting.name, sums)
+        eps = norm_eps(meeting.module, x.dtype)
+        return output.mul_(norm_ratio(sums, total, x.shape[-1], meeting.width, eps))
 
 
 class _Run:
@@ -204,6 +245,8 @@ class _Run:
         devices, self._owner = owner.devices, owner
         self.exchange = Exchange(len(devices), owner.send_part)
         self.current: nn.Module | None = None  # the block that is being computed
+        self.brought: list[Any] = [None] * len(devices)  # to something that is computed at home, and what came of it
+        self.ranks: dict[int, int] = {}  # of the other devices' threads
         self.calls: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
         self._results: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
         self._give = [functools.partial(owner.give, rank) for rank in range(len(devices))]
@@ -259,6 +302,7 @@ class _Run:
     def _serve(self, rank: int, device: torch.device, state: ThreadState) -> None:
         """Compute block after block; the first error is the last result."""
         try:
+            self.ranks[threading.get_ident()] = rank
             with state.taken_over(), current_device(device):
                 while (call := self.calls[rank].get()) is not None:
                     block, args, kwargs = call

@@ -30,13 +30,14 @@ from ...patches.hooks import map_tensors
 from ..devices import random_state, set_random_state
 from ..local.workers import autocast_of
 from .activations import ActivationOffload, version_of
+from .block_call import BlockCall, module_of
 
 _local = threading.local()  # is_recomputing, of a thread that is
 _PLACE = torch.empty(0)  # stands where a tensor was
 
 
 def recompute(
-    block: nn.Module, args: tuple[Any, ...], device: torch.device, store: ActivationOffload | None = None
+    block: nn.Module | BlockCall, args: tuple[Any, ...], device: torch.device, store: ActivationOffload | None = None
 ) -> Any:
     """What block(*args) returns, its activations not kept.
 
@@ -50,6 +51,8 @@ def recompute(
     if autocast_of(device.type) is not None:
         if store is not None:
             store.say_kept_elsewhere("autocast is on")
+        if isinstance(block, BlockCall):
+            raise RuntimeError("autocast is on, and ComfyUI's own models are trained without it")
         return torch.utils.checkpoint.checkpoint(block.__call__, *args, use_reentrant=False)
     tensors: list[torch.Tensor] = []
 
@@ -76,7 +79,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: torch.Tensor | None,
-        block: nn.Module,
+        block: nn.Module | BlockCall,
         device: torch.device,
         frame: Any,
         store: ActivationOffload | None,
@@ -88,8 +91,8 @@ class _Recomputed(torch.autograd.Function):
         output = block(*_fill(frame, tensors))
         if versions != [version_of(tensor) for tensor in tensors]:
             raise RuntimeError(
-                f"{type(block).__name__} changes what it is called with in place, so it cannot be computed again; "
-                "switch gradient checkpointing off for this model"
+                f"{type(module_of(block)).__name__} changes what it is called with in place, so it cannot be computed "
+                "again; switch gradient checkpointing off for this model"
             )
         ctx.needs_grad = [tensor.requires_grad for tensor in tensors]
         ctx.handle, others = (None, tensors) if store is None else store.keep(tensors, device)
@@ -138,12 +141,12 @@ def _fill(frame: Any, tensors: Any) -> Any:
     return map_tensors(frame, lambda place: next(remaining))
 
 
-def _checked(output: Any, block: nn.Module) -> Any:
+def _checked(output: Any, block: nn.Module | BlockCall) -> Any:
     parts = output if isinstance(output, tuple) else (output,)
     if not all(isinstance(part, torch.Tensor) for part in parts):
         raise TypeError(
-            f"{type(block).__name__} returns {type(output).__name__} with something else than tensors; gradient "
-            "checkpointing needs a tensor or a tuple of tensors. Switch it off for this model"
+            f"{type(module_of(block)).__name__} returns {type(output).__name__} with something else than tensors; "
+            "gradient checkpointing needs a tensor or a tuple of tensors. Switch it off for this model"
         )
     return output
 

@@ -90,9 +90,10 @@ def start_server(comfyui: Path, base: Path) -> Iterator[Server]:
     for name in ("custom_nodes", "models", "input", "output", "user"):
         (base / name).mkdir(parents=True, exist_ok=True)
     allow_folders(base / "user", base.parent, Path("/nowhere"))
-    (base / "custom_nodes" / "devicebridge").symlink_to(ROOT)
-    for name in ("card_nodes", "stock_nodes"):
-        (base / "custom_nodes" / name).symlink_to(ROOT / "tests" / "comfy" / name)
+    packs = {"devicebridge": ROOT, **{name: ROOT / "tests" / "comfy" / name for name in ("card_nodes", "stock_nodes")}}
+    for name, folder in packs.items():
+        if not (base / "custom_nodes" / name).exists():  # a second server of these folders finds them there
+            (base / "custom_nodes" / name).symlink_to(folder)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

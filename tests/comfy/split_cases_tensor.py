@@ -7,6 +7,7 @@ after three steps. Two runs of the same have the same bits.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,6 +34,7 @@ DIVIDED = (
     "wan_heads",
     "wan_i2v_heads",
     "wan_vace_heads",
+    "ltxv",
     "lumina2",
     "z_image",
     "sd3",
@@ -188,12 +190,9 @@ def tensor_refusals(case: Case) -> None:
     """What would see some of the heads only is refused, in words; the MODEL works without it."""
     host, name = case.host, "flux1_heads"
     divided = tensor(host.load(name))
-    patched = divided.clone()
-    patched.set_model_attn1_patch(lambda q, k, v, **_: {"q": q, "k": k, "v": v})
-    case.refused("a patch inside a block", lambda: host.sample(patched, name), RuntimeError, "attn1_patch", "blocks")
-    override = divided.clone()
-    override.model_options["transformer_options"]["optimized_attention_override"] = lambda f, *a, **k: f(*a, **k)
-    case.refused("an attention override", lambda: host.sample(override, name), RuntimeError, "override", "blocks")
+    replaced = divided.clone()
+    replaced.set_model_attn1_replace(lambda *args: args[0], "double_block", 0, 0)
+    case.refused("a replaced attention", lambda: host.sample(replaced, name), RuntimeError, "'attn1'", "blocks")
     layer = divided.clone()
     key = "diffusion_model.double_blocks.0.img_attn.proj"
     layer.add_object_patch(key, torch.nn.Linear(128, 128))
@@ -265,11 +264,16 @@ def tensor_clones_and_eviction(case: Case) -> None:
 
 
 @case
-def tensor_beside_dynamic_vram(case: Case) -> None:
-    """Two threads that fault its pages in at once were never run on cards, so that is refused."""
-    model = case.host.load("flux1_heads")
-    with mock.patch.object(type(model), "is_dynamic", lambda self: True):
-        case.refused("DynamicVRAM", lambda: tensor(model), ValueError, "--disable-dynamic-vram", "blocks")
+def tensor_verified_and_not_offloaded(case: Case) -> None:
+    """verify computes the first step again with nothing remembered; with offload off a part must fit its card."""
+    host, name = case.host, "flux1_heads"
+    reference = host.sample(tensor(host.load(name)), name)
+    with case.logged("", logging.INFO) as messages:
+        case.equal("verified", host.sample(tensor(host.load(name), verify=True), name), reference)
+    case.check("and said so", any("verified: the first step" in message for message in messages), messages[-8:])
+    limits = {"memory_limit_gb": (1.0, 0.0001), "offload": False}
+    case.refused("no room", lambda: tensor(host.load(name), **limits), ValueError, "lazy:1 would hold", "offload on")
+    case.equal("with room", host.sample(tensor(host.load(name), offload=False), name), reference)
 
 
 @case

@@ -58,14 +58,17 @@ def main() -> None:
         split_cases_attachments,
         split_cases_batches,
         split_cases_compiler,
+        split_cases_dynamic,
         split_cases_families,
         split_cases_formats,
         split_cases_forward,
+        split_cases_gathered,
         split_cases_gguf,
         split_cases_memory,
         split_cases_nodes,
         split_cases_tensor,
         split_cases_traces,
+        split_cases_ways,
         split_cases_weights,
     )
     from devicebridge.tests.comfy.split_cases import CASES, Case, run_case

@@ -92,6 +92,12 @@ def test_a_split_changes_no_bit(results: Results, case: Case) -> None:
     assert results[case.name]["split"] == "equal"
 
 
+@_named([case for case in CASES if _row(case).tensor])
+def test_divided_among_cards_it_computes_the_same(results: Results, case: Case) -> None:
+    """Two cards alike, two that are not, and as many as there are heads, up to four; the largest relative error."""
+    assert float(results[case.name]["tensor"]) < 1e-5
+
+
 @_named(CASES)
 def test_relay_changes_no_bit(results: Results, case: Case) -> None:
     assert results[case.name]["relay"] == "equal"

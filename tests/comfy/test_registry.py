@@ -66,4 +66,4 @@ def test_the_archive_holds_the_pack_and_nothing_else(repository: Path) -> None:
     rooms |= {"web", "example_workflows"}
     assert folders == rooms
     kinds = {Path(name).suffix for name in names if not name.endswith("/")}
-    assert kinds <= {".py", ".md", ".json", ".toml", ".txt", ".jpg", ".js", ""}, names
+    assert kinds <= {".py", ".md", ".json", ".toml", ".txt", ".jpg", ".js", ".css", ""}, names

@@ -12,7 +12,7 @@ blocks compiled one by one keep none.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,21 +34,28 @@ _KNOWN_ENTRIES = frozenset({*_SEEN_ENTRIES, _OVERRIDE, "wrappers", "callbacks", 
 # ---- inside the modules
 
 
-def unseen_attachments(patcher: Any, diffusion_model: nn.Module, own_hooks: set[int]) -> Iterator[str]:
+def unseen_attachments(
+    patcher: Any, diffusion_model: nn.Module, own_hooks: set[int], within: Collection[str] = ("",)
+) -> Iterator[str]:
     """What was attached inside the diffusion model and runs without being seen, in words for the user.
 
     Args:
         patcher: the MODEL as it is loaded now, object patches and injections applied.
         own_hooks: ids of the hooks that belong to the split.
+        within: names of modules of the diffusion model; only what is inside them, or may be.
     """
+
+    def is_within(name: str) -> bool:
+        return any(f"{name}.".startswith(f"{outer}." if outer else "") for outer in within)
+
     for key, value in patcher.object_patches.items():
-        if key.startswith(f"{ROOT}.") and not is_compiled(value):
+        if key.startswith(f"{ROOT}.") and not is_compiled(value) and is_within(key.removeprefix(f"{ROOT}.")):
             yield f"the object patch of {key}"
     for key, injections in patcher.injections.items():
         if key != KEY and not all(_is_comfy_bypass(injection.inject) for injection in injections):
             yield f"the injection {key!r}"
     for name, module in diffusion_model.named_modules():
-        if not name or is_compiled(module):
+        if not name or is_compiled(module) or not is_within(name):
             continue
         if _has_own_forward(module):
             yield f"the replaced forward of {name}"

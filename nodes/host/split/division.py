@@ -20,6 +20,7 @@ from comfy.weight_adapter.bypass import BypassForwardHook
 from comfy.weight_adapter.lora import LoRAAdapter
 from torch import nn
 
+from ....families.tensor_plan import Shares
 from ....parallel.local.shards import BlockShard, divide_block
 from ....parallel.local.slices import Slice
 from .attachments import ROOT
@@ -61,6 +62,11 @@ class DividedBlocks:
             shard.block: (shard, [self.shards[device][name] for device in others])
             for name, shard in self.shards[home].items()
         }
+
+    def shares(self) -> dict[nn.Module, Shares]:
+        """Home's part of each block -> how its heads are shared out."""
+        home = self.shards[self.division.devices[0]]
+        return {home[name].block: shares for name, (_, shares) in self.division.blocks.items()}
 
     def whole(self, key: str) -> torch.Tensor | None:
         """The whole of a divided weight, by its name in the BaseModel; None if it is not divided."""
@@ -215,11 +221,11 @@ def find_bypass(blocks: Iterable[nn.Module]) -> list[str]:
 
 
 def check_runnable(unseen: Sequence[str], options: Mapping[str, Any], inside: Sequence[str]) -> None:
-    """Refuse what other nodes would do inside a block: they would see some of the heads only.
+    """Refuse what other nodes would do inside a block where nobody can give it all heads.
 
     Args:
         unseen: what is attached inside the model. options: transformer_options of the forward.
-        inside: names of the patches that this class calls inside a block.
+        inside: names of the patches that this class calls inside a block, and that cannot be given all heads.
     Raises: RuntimeError that names it.
     """
     patches = options.get("patches", {})
@@ -230,8 +236,6 @@ def check_runnable(unseen: Sequence[str], options: Mapping[str, Any], inside: Se
         for name, keyed in options.get("patches_replace", {}).items()
         if keyed and name != "dit"
     ]
-    if options.get("optimized_attention_override") is not None:
-        found.append("an attention override")
     if found:
         raise RuntimeError(
             f"each card of this split computes some of the attention heads, and {found[0]} of another node works "

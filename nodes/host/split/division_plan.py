@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ....families.comfy.native import NativeModel
-from ....families.tensor_plan import Shares, TensorPlan
+from ....families.tensor_plan import PatchCall, Shares, TensorPlan
 from ....parallel.block_lists import execution_order
-from ....parallel.local.shards import find_plan, shares_of
+from ....parallel.local.shards import divided_bytes, find_plan, shares_of
 
 # Layouts of comfy_kitchen whose scales are of the whole weight or of its rows.
 _DIVISIBLE_LAYOUTS = (
@@ -33,6 +33,27 @@ class Division:
 
     devices: tuple[torch.device, ...]
     blocks: Mapping[str, tuple[TensorPlan, Shares]]
+
+    @property
+    def patches(self) -> dict[str, PatchCall]:
+        """Names of other people's patches inside blocks that can be given all heads -> how they are called."""
+        return {name: call for plan, _ in self.blocks.values() for name, call in plan.patches.items()}
+
+    def bytes_on(self, diffusion_model: nn.Module) -> dict[torch.device, int]:
+        """Bytes of weights that each device holds of this model, which is whole; home has all but the blocks, too."""
+        sizes = dict.fromkeys(self.devices, 0)
+        rest = _bytes(diffusion_model)
+        for name, (plan, shares) in self.blocks.items():
+            block = diffusion_model.get_submodule(name)
+            rest -= _bytes(block)
+            for rank, device in enumerate(self.devices):
+                sizes[device] += divided_bytes(block, plan, shares, rank)
+        sizes[self.devices[0]] += rest
+        return sizes
+
+
+def _bytes(module: nn.Module) -> int:
+    return sum(each.numel() * each.element_size() for each in (*module.parameters(), *module.buffers()))
 
 
 def plan_division(

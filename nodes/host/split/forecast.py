@@ -12,11 +12,11 @@ from comfy.patcher_extension import WrappersMP
 from comfy.sampler_helpers import estimate_memory
 from torch import nn
 
-from ....parallel.local.shards import divided_bytes
 from .attachments import ROOT, is_compiled
 from .division_plan import Division
 from .plan import GB, SplitPlan
 from .tree import SplitTree, tree_of
+from .ways import say_other_way
 
 _log = logging.getLogger(__name__)
 
@@ -41,13 +41,8 @@ def _divided_bytes(base: nn.Module, division: Division) -> dict[torch.device, in
         whole = int(management.module_size(base))
         return {home: whole, **{device: int(management.module_size(tree.shards[device])) for device in others}}
     root = base.get_submodule(ROOT)
-    sizes = dict.fromkeys(division.devices, 0)
-    rest = int(management.module_size(base))
-    for name, (plan, shares) in division.blocks.items():
-        block = root.get_submodule(name)
-        rest -= int(management.module_size(block))
-        for rank, device in enumerate(division.devices):
-            sizes[device] += divided_bytes(block, plan, shares, rank)
+    rest = int(management.module_size(base)) - int(management.module_size(root))
+    sizes = division.bytes_on(root)
     sizes[home] += rest
     return sizes
 
@@ -101,6 +96,7 @@ def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: An
     if tree is not None:
         _refuse_whole_compile(model, tree.plan)
         _forecast(model, tree, noise_shape, conds)
+        say_other_way(tree, noise_shape, conds)
         tree.is_to_verify = tree.plan.verify or not tree.is_verified
     return executor(model, noise_shape, conds, *args, **kwargs)
 

@@ -20,8 +20,9 @@ from .file_weights import load_over_file
 from .forecast import describe_cards, log_plan, prepare_with_forecast
 from .model_copy import ModuleMap, Origin, check_independent, copy_structure, follow_copy
 from .patcher import become_split
-from .plan import SplitRequest, plan_split
+from .plan import SplitRequest
 from .tree import make_tree, tree_of
+from .ways import plan_way
 
 _WEIGHT_DTYPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -40,8 +41,7 @@ def split_model(model: Any, request: SplitRequest) -> Any:
     Raises: ValueError or RuntimeError, before anything moves, if the model cannot be split as asked.
     """
     _check_splittable(model)
-    _check_way(model, request)
-    plan = plan_split(model.model.diffusion_model, request)
+    plan = plan_way(model, request)
     log_plan(model.model, plan)
     _unload(model)
     copied, copies = copy_structure(model.model)
@@ -72,8 +72,7 @@ def load_split_model(path: Path, weight_dtype: str, request: SplitRequest | None
         model, origin = load_over_file(path, options)
     if request is None:
         return model
-    _check_way(model, request)
-    plan = plan_split(model.model.diffusion_model, request)
+    plan = plan_way(model, request)
     log_plan(model.model, plan)
     make_tree(model.model, plan, origin)
     return _with_wrappers(become_split(model))
@@ -86,6 +85,17 @@ def describe_split(model: Any) -> str:
         return f"whole model on {model.load_device}"
     way = tree.plan.transport if tree.plan.division is None else "each block computed by all of them"
     return f"{'; '.join(describe_cards(model.model, tree.plan))}; {way}"
+
+
+def blocks_by_card(model: Any) -> list[tuple[str, int]]:
+    """Card and number of blocks, in the order of the blocks; [] for an unsplit model. Of blocks that all cards compute
+    together each has all."""
+    tree = tree_of(model.model)
+    if tree is None:
+        return []
+    if tree.plan.division is not None:
+        return [(str(device), len(tree.plan.placement.blocks)) for device in tree.plan.used_devices]
+    return tree.plan.placement.runs()
 
 
 def _with_wrappers(split: Any) -> Any:
@@ -122,15 +132,6 @@ def _check_splittable(model: Any) -> None:
             f"torch.compile was applied to {compiled[0]} before the split. ComfyUI's TorchCompileModel compiles the "
             "whole model, and that cannot span several cards; take it out, or compile single blocks with a node behind "
             "the split"
-        )
-
-
-def _check_way(model: Any, request: SplitRequest) -> None:
-    """Refuse what was never run on cards: two threads that fault pages of DynamicVRAM in at the same time."""
-    if request.way == "tensor" and model.is_dynamic():
-        raise ValueError(
-            "way 'tensor' was not tested with DynamicVRAM, which is on; start ComfyUI with --disable-dynamic-vram, or "
-            "use way 'blocks'"
         )
 
 

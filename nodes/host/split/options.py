@@ -23,6 +23,7 @@ from ....parallel.local.bridge import Bridge
 from ....parallel.local.lend import Lent
 from ....parallel.transfer import current_device
 from .attachments import KEY, holds_tensors
+from .gathered import Gathered
 from .plan import SplitPlan
 
 _PASSED_BY = ("transformer_options", "control")
@@ -63,14 +64,24 @@ def bring_controls_home(conds: list[Any], home: torch.device) -> None:
             control = control.previous_controlnet
 
 
-def guard_options(options: dict[str, Any], bridge: Bridge, plan: SplitPlan) -> dict[str, Any]:
-    """transformer_options whose patches work on any card; the original is not modified."""
+def guard_options(
+    options: dict[str, Any], bridge: Bridge, plan: SplitPlan, gathered: Gathered | None = None
+) -> dict[str, Any]:
+    """transformer_options whose patches work on any card; the original is not modified.
+
+    Args:
+        gathered: gives all heads to what works inside blocks that all cards compute together.
+    """
     guarded = dict(options)
     if guarded.get("prefetch_dynamic_vbars"):
         guarded["prefetch_dynamic_vbars"] = False  # it would fetch the next block's weights to the home card
     if "patches" in guarded:
         guarded["patches"] = {
-            name: [_patch(patch, bridge) for patch in patches] for name, patches in guarded["patches"].items()
+            name: [
+                gathered.patch(name, patch) if gathered and name in gathered.calls else _patch(patch, bridge)
+                for patch in patches
+            ]
+            for name, patches in guarded["patches"].items()
         }
     if "patches_replace" in guarded:
         guarded["patches_replace"] = {
@@ -78,7 +89,10 @@ def guard_options(options: dict[str, Any], bridge: Bridge, plan: SplitPlan) -> d
             for name, patches in guarded["patches_replace"].items()
         }
     if guarded.get("optimized_attention_override") is not None:
-        guarded["optimized_attention_override"] = _override(guarded["optimized_attention_override"], bridge)
+        override = guarded["optimized_attention_override"]
+        guarded["optimized_attention_override"] = (
+            gathered.attention(override) if gathered else _override(override, bridge)
+        )
     around = guarded.get("wrappers", {}).get("diffusion_model")
     if around:  # a wrapper may run the forward twice: ours comes last, around each of these forwards
         others = {key: functions for key, functions in around.items() if key != KEY}

@@ -43,6 +43,10 @@ _IS_DIVIDED = (
     "this MODEL is split with way 'tensor', so every card has a part of each weight; to save it or to extract a LoRA "
     "from it, use way 'blocks' or the MODEL from before the split"
 )
+_CHANGES_MEANWHILE = (
+    "a LoRA that changes during sampling (a hook) cannot be applied where every card has a part of each weight; use "
+    "way 'blocks' in the split node"
+)
 
 
 class _CardPatcher(_Patcher):
@@ -225,6 +229,8 @@ class SplitMixin(_CardPatcher):
         return n
 
     def get_non_dynamic_delegate(self) -> Any:
+        if self._tree().divided is not None:
+            raise RuntimeError(_CHANGES_MEANWHILE)
         self._makes_stand_in = True
         try:
             return super().get_non_dynamic_delegate()
@@ -384,10 +390,7 @@ class SplitMixin(_CardPatcher):
         """Give a weight in host memory a storage of its own: a scheduled LoRA is written into it in place."""
         tree = self._tree()
         if tree.divided is not None:
-            raise RuntimeError(
-                "a LoRA that changes during sampling (a hook) cannot be applied where every card has a part of each "
-                "weight; use way 'blocks' in the split node"
-            )
+            raise RuntimeError(_CHANGES_MEANWHILE)
         weight = get_attr(self.model, key)
         is_shared = tree.origin_on(self.load_device) is not None and weight.device == self.offload_device
         if is_shared and key not in self.hook_backup:

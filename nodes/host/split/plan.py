@@ -15,6 +15,7 @@ from ....families.comfy.native import NativeModel, Transport
 from ....families.comfy.registry import find_native
 from ....parallel.block_lists import execution_order, find_block_lists, followers, placed_blocks, transport_for
 from ....parallel.placement import Placement, check_budgets, native_block_flops, plan_manual, plan_placement
+from ....planning.ways import Ways
 from .division_plan import Division, plan_division
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class SplitRequest:
         overlap: let micro-batches of a batch use the cards at the same time where that is known to be right.
         offload: weights beyond a limit stay in host memory and are streamed at every use; else that is refused.
         verify: compute the first step of every run twice, the second time in the plainest way, and compare.
-        way: "blocks" gives every device some of the blocks; "tensor" has all devices compute each block together.
+        way: "blocks" gives every device some of the blocks; "tensor" has all devices compute each block together;
+            None takes the faster one (ways.py).
     """
 
     devices: tuple[torch.device, ...]
@@ -45,7 +47,7 @@ class SplitRequest:
     overlap: bool = True
     offload: bool = True
     verify: bool = False
-    way: Literal["auto", "blocks", "tensor"] = "auto"
+    way: Literal["blocks", "tensor"] | None = "blocks"
 
     def __post_init__(self) -> None:
         names = ", ".join(map(str, self.devices))
@@ -83,6 +85,7 @@ class SplitPlan:
         limit_bytes: weights each device may hold resident; absent is unlimited.
         transport, overlap, verify: as in SplitRequest, decided.
         division: how the blocks are divided where all devices compute each together; None where each has its own.
+        ways: what the way was chosen by; None if there was no choice.
     """
 
     placement: Placement
@@ -92,6 +95,7 @@ class SplitPlan:
     overlap: bool
     verify: bool
     division: Division | None = None
+    ways: Ways | None = None
 
     @property
     def home(self) -> torch.device:
@@ -136,15 +140,12 @@ def plan_split(diffusion_model: nn.Module, request: SplitRequest) -> SplitPlan:
 def _plan_tensor(diffusion_model: nn.Module, layout: NativeModel, request: SplitRequest) -> SplitPlan:
     """All blocks at home, and each divided among the devices in proportion to the memory that they may take."""
     limit_bytes = {d: int(gb * GB) for d, gb in zip(request.devices, request.memory_limit_gb, strict=False)}
-    rooms = _budgets(request.devices, limit_bytes).values()
-    budgets = [max(1.0, room) for room in rooms if room is not None]
-    if request.verify or not request.offload:
-        _log.warning("split: verify, and offload off, have no effect with way tensor")
+    rooms = {device: room or 0 for device, room in card_budgets(request.devices, limit_bytes).items()}
     size = int(management.module_size(diffusion_model))
-    has_room = min(budgets) > size / len(budgets)
-    division = plan_division(
-        diffusion_model, layout, request.devices, (1.0,) * len(budgets) if has_room else tuple(budgets)
-    )
+    has_room = min(rooms.values()) > size / len(rooms)
+    weights = (1.0,) * len(rooms) if has_room else tuple(max(1.0, room) for room in rooms.values())
+    division = plan_division(diffusion_model, layout, request.devices, weights)
+    _check_room(division.bytes_on(diffusion_model), rooms, request.offload)
     order = execution_order(diffusion_model, layout)
     home = request.devices[0]
     return SplitPlan(
@@ -153,9 +154,22 @@ def _plan_tensor(diffusion_model: nn.Module, layout: NativeModel, request: Split
         "stream",
         limit_bytes,
         overlap=False,
-        verify=False,
+        verify=request.verify,
         division=division,
     )
+
+
+def _check_room(sizes: Mapping[torch.device, int], rooms: Mapping[torch.device, int], may_offload: bool) -> None:
+    """Raises: ValueError for parts of blocks that do not fit their cards, where nothing may be offloaded."""
+    over = [
+        f"{device} would hold {size / GB:.2f} GB of weights and may hold {rooms[device] / GB:.2f} GB"
+        for device, size in sizes.items()
+        if size > rooms[device]
+    ]
+    if over and not may_offload:
+        raise ValueError(f"{'; '.join(over)}. Use more GPUs or a smaller weight type, or turn offload on")
+    if over:
+        _log.warning("split: %s; the rest stays in host memory and is streamed at every step", "; ".join(over))
 
 
 def _layout(diffusion_model: nn.Module) -> NativeModel:
@@ -204,7 +218,7 @@ def _place(
     """
     blocks = placed_blocks(diffusion_model, layout)
     sizes, home_bytes = _sizes(diffusion_model, blocks, leaders)
-    budgets = _budgets(request.devices, limit_bytes)
+    budgets = card_budgets(request.devices, limit_bytes)
     by_hand = plan_manual(blocks, request.devices, request.split_at) if request.balance == "manual" else None
     is_time = request.balance == "time"
 
@@ -240,7 +254,7 @@ def _sizes(diffusion_model: nn.Module, blocks: tuple[str, ...], leaders: Mapping
     return list(size.values()), int(management.module_size(diffusion_model)) - sum(size.values())
 
 
-def _budgets(
+def card_budgets(
     devices: tuple[torch.device, ...], limit_bytes: Mapping[torch.device, int]
 ) -> dict[torch.device, int | None]:
     """Bytes of weights each card can hold beside what ComfyUI keeps for computing, and within the user's limit."""

@@ -27,6 +27,7 @@ from ....patches.hooks import HookSet
 from ..compiler import Hold, hold, outside, settle
 from .attachments import ROOT, replaced_methods, seen_attachments, unseen_attachments
 from .division import DividedBlocks, check_runnable, find_bypass
+from .gathered import Gathered
 from .model_copy import Origin
 from .options import guard_options, wrap_control
 from .plan import SplitPlan
@@ -77,10 +78,14 @@ class SplitTree:
         self._hidden: dict[str, dict[str, nn.Module | None]] = {}
         self._hooks = HookSet()
         self.bridge = self._make_bridge(self._called_modules())
+        self._gathered: Gathered | None = None
+        if self.divided is not None and isinstance(self.bridge, TensorParallel):
+            self._gathered = Gathered(self.bridge, self.divided.shares(), self.divided.division.patches)
         self._calls: BlockCalls | None = None
         self._patcher: Callable[[], Any] = lambda: None  # who attached
         self._attached_by: int | None = None  # its id: weak references are dead when the collector has a patcher detach
         self._unseen: tuple[str, ...] | None = None
+        self._inside: tuple[str, ...] = ()  # of that, what is in blocks
         self._is_plain = False
         self._is_step = False
         self._forwards = _Forwards()
@@ -174,6 +179,7 @@ class SplitTree:
         """Hook the tree for this patcher; the hooks of another are replaced, since one patcher is loaded at a time."""
         self._remove_hooks()
         self._attached_by, self._patcher, self._unseen = id(owner), weakref.ref(owner), None
+        self._inside = ()
         self.bridge.attach()
         self._hooks.before(self.diffusion_model, self._start)
         self._hooks.after(self.diffusion_model, self._finish, also_on_error=True)
@@ -211,11 +217,17 @@ class SplitTree:
     @property
     def unseen(self) -> tuple[str, ...]:
         """What other nodes attached inside the model, where it runs unseen; looked up once per loading."""
+        self._look()
+        return self._unseen or ()
+
+    def _look(self) -> None:
         patcher = self._patcher()
         if self._unseen is None and patcher is not None:
             own = self.bridge.hook_ids | self._hooks.ids
             self._unseen = tuple(unseen_attachments(patcher, self.diffusion_model, own))
-        return self._unseen or ()
+            if self._unseen:
+                blocks = self.plan.placement.blocks
+                self._inside = tuple(unseen_attachments(patcher, self.diffusion_model, own, blocks))
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
@@ -272,7 +284,9 @@ class SplitTree:
             options = kwargs.get("transformer_options") or {}
             compiled = [] if self._called_modules().keys() == self.bridge.blocks.keys() else ["a compiled block"]
             bypass = find_bypass(self.bridge.blocks)
-            check_runnable((*compiled, *bypass, *self.unseen), options, self.plan.layout.patches_inside)
+            inside = [name for name in self.plan.layout.patches_inside if name not in self.divided.division.patches]
+            self._look()
+            check_runnable((*compiled, *bypass, *self._inside), options, inside)
         else:
             self._follow_compiled_blocks()
         self._decide(kwargs.get("transformer_options") or {})
@@ -288,7 +302,9 @@ class SplitTree:
         if isinstance(kwargs.get("control"), dict):
             kwargs["control"] = wrap_control(kwargs["control"], self.bridge)
         if isinstance(kwargs.get("transformer_options"), dict):
-            kwargs["transformer_options"] = guard_options(kwargs["transformer_options"], self.bridge, self.plan)
+            kwargs["transformer_options"] = guard_options(
+                kwargs["transformer_options"], self.bridge, self.plan, self._gathered
+            )
         args, kwargs = self.bridge.move((args, kwargs), self.plan.home)
         return args, _Arguments(kwargs)
 

@@ -18,6 +18,10 @@ from .tree import SplitTree
 _log = logging.getLogger(__name__)
 _Compute = Callable[..., list[torch.Tensor]]
 
+# By whether all cards compute each block together: how the second computation differs, and what a user may set.
+_PLAIN = {False: "without overlap and by relay", True: "with every card given all that a block is called with anew"}
+_PLAINER = {False: "transport to relay and overlap off", True: "way to blocks"}
+
 
 def verified(tree: SplitTree, compute: _Compute, options: Mapping[str, Any]) -> list[torch.Tensor]:
     """What compute() gives, after a comparison with compute(is_plain=True) in the plain way.
@@ -43,14 +47,14 @@ def _compared(
     expected = plain()
     differences = _differences(found, expected)
     if not differences:
-        _log.info("split: verified: the first step is the same bits without overlap and by relay")
+        _log.info("split: verified: the first step is the same bits %s", _PLAIN[tree.divided is not None])
         return found
     attached = _names(tree.unseen, options)
     if not _differences(expected, plain()):
         raise RuntimeError(
-            f"verify: the split computed something else than the same step without overlap and by relay: "
+            f"verify: the split computed something else than the same step {_PLAIN[tree.divided is not None]}: "
             f"{'; '.join(differences)}. Attached to this MODEL: {attached}. Take these out one by one, or set "
-            "transport to relay and overlap off; please report the one that differs"
+            f"{_PLAINER[tree.divided is not None]}; please report the one that differs"
         )
     unsteady = (
         "the same step computed twice in the same way differs, so something keeps state from call to call or draws "

@@ -176,3 +176,32 @@ def test_on_windows_the_report_says_that_comfyui_shows_one_of_several_gpus(monke
     assert hint in doctor.report({**facts, "system": "Windows 11 AMD64", "devices": cards})
     assert hint not in doctor.report({**facts, "system": "Windows 11 AMD64", "devices": cards[1:]})
     assert hint not in doctor.report({**facts, "system": "Linux 6.18 x86_64", "devices": cards})
+
+
+def test_links_are_measured_kept_and_printed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DEVICEBRIDGE_CACHE", str(tmp_path))
+    from devicebridge.planning import machine_speed as machine_module
+    from devicebridge.tests.emulated import CARDS, emulated_cards
+
+    with emulated_cards(2):
+        lines = doctor._measure(list(CARDS[:2]))
+        assert "lazy:0 and lazy:1: " in lines[2] and "GB/s each way at once" in lines[2]
+        (path,) = (tmp_path / "calibration").iterdir()
+        assert lines[3].startswith("measured 2") and lines[3].endswith(f"kept in {path}")
+        monkeypatch.setattr(machine_module, "measure_machine", lambda devices: 1 / 0)
+        assert doctor._measure(list(CARDS[:2])) == lines
+    facts = doctor.collect() | {"machine_speed": lines}
+    assert all(f"\n  {line}" in doctor.report(facts) for line in lines)
+
+
+def test_a_card_that_cannot_be_measured_is_no_reason_to_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DEVICEBRIDGE_CACHE", str(tmp_path))
+    from devicebridge.planning import machine_speed as machine_module
+    from devicebridge.tests.emulated import CARDS, emulated_cards
+
+    def full(devices: object) -> None:
+        raise RuntimeError("no room on lazy:1")
+
+    monkeypatch.setattr(machine_module, "measure_machine", full)
+    with emulated_cards(2):
+        assert doctor._measure(list(CARDS[:2])) == ["not measured: no room on lazy:1"]

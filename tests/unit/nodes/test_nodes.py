@@ -140,6 +140,7 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         optional |= {entry.id: entry.io_type for entry in schema.inputs if entry.options.get("optional")}
     links = {"previous": "DEVICEBRIDGE_DATASET", "anything": "*"}
     assert optional == {
+        "stock_model": "MODEL",
         **links,
         "rotation": "COMBO",
         "cache": "BOOLEAN",
@@ -158,6 +159,9 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "offload_activations": "COMBO",
         "cuda_graphs": "COMBO",
         "steps": "INT",
+        "background": "BOOLEAN",
+        "sample_prompts": "STRING",
+        "sample_every": "INT",
     }
 
 
@@ -516,6 +520,8 @@ CHANGES = [
     ("compile_blocks", "auto", "train.compile", "auto"),
     ("offload_activations", "on", "train.offload_activations", "on"),
     ("cuda_graphs", "auto", "train.cuda_graphs", "auto"),
+    ("sample_prompts", "a cat, asleep\n\n a dog \n", "samples.prompts", ("a cat, asleep", "a dog")),
+    ("sample_every", 7, "samples.every_steps", 7),
 ]
 
 
@@ -534,7 +540,7 @@ def test_a_socket_reaches_its_setting_and_no_other(
 
 def test_every_socket_of_the_train_node_is_in_the_table(nodes: ModuleType) -> None:
     ids = {entry.id for entry in _node(nodes, "DeviceBridgeTrainLora").define_schema().inputs}
-    assert ids - {"model", "dataset", "resume"} == {socket for socket, *_ in CHANGES}
+    assert ids - {"model", "dataset", "resume", "background"} == {socket for socket, *_ in CHANGES}
 
 
 @pytest.mark.parametrize("name", ["../../evil", "a/b", "", "  ", ".."])
@@ -558,7 +564,7 @@ def training(nodes: ModuleType, host: comfy_stub.FakeHost, monkeypatch: pytest.M
         cancel_at = 99
         calls: list[dict[str, Any]] = []
 
-        def run(self, job: Any, *, resume: bool, on_event: Any, should_stop: Any) -> Any:
+        def run(self, job: Any, *, info: Any, resume: bool, on_event: Any, should_stop: Any) -> Any:
             grad = torch.zeros(1, requires_grad=True).sum().requires_grad
             mode = {"inference": torch.is_inference_mode_enabled(), "grad": grad, "host": list(host.calls)}
             self.calls.append({"job": job, "resume": resume, **mode})

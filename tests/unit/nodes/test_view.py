@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from devicebridge.events import EventLog
+from devicebridge.events import Event, EventLog
 from devicebridge.jobs.encode_job import tell_progress
 from devicebridge.system.pace import Pace
 from devicebridge.tests import comfy_stub
 from devicebridge.tests.unit.system.test_pace import _Clock
+from PIL import Image
 
 
 @pytest.fixture
@@ -87,3 +88,24 @@ def test_a_terminal_has_one_line_of_progress(
             events.emit("step", step, 3, loss=0.5, learning_rate=1e-4, elapsed_s=1.0)
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and "100%|" in text and "Step 3/3: loss 0.50000" in text
+
+
+def test_a_node_previews_the_newest_picture_and_its_progress_stays(host: comfy_stub.FakeHost, tmp_path: Path) -> None:
+    view = importlib.import_module("devicebridge.nodes.view").JobView("7", _Clock())
+    for index, (name, colour) in enumerate([("0.png", "red"), ("1.webp", "blue")]):
+        Image.new("RGB", (8, 4), colour).save(tmp_path / name, lossless=True)
+        values = {"index": index, "prompt": "a", "seed": 0, "file": name, "path": str(tmp_path / name)}
+        view(Event("sample", 250, 1000, values))
+    assert host.progress == [(250, 1000), (250, 1000)]
+    (_, red, _), (kind, blue, side) = host.previews
+    assert (kind, side) == ("JPEG", 512) and blue.size == (8, 4)
+    assert red.getpixel((0, 0)) == (255, 0, 0) and blue.getpixel((0, 0)) == (0, 0, 255)
+    assert view.pictures == {0: tmp_path / "0.png", 1: tmp_path / "1.webp"}
+
+
+def test_cancel_while_a_picture_is_shown_is_seen_by_the_run(host: comfy_stub.FakeHost, tmp_path: Path) -> None:
+    view = importlib.import_module("devicebridge.nodes.view").JobView("7", _Clock())
+    Image.new("RGB", (8, 4)).save(tmp_path / "0.png")
+    host.is_interrupted = True
+    view.show_picture(tmp_path / "0.png", 1, 2)
+    assert view.is_cancelled()

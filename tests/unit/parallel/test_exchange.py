@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from devicebridge.parallel.local.exchange import Exchange
+from devicebridge.parallel.local.exchange import Exchange, TokenChunks, summed
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 LONG = 20.0  # seconds: a thread that is stuck fails the test and does not hang it
@@ -143,3 +144,66 @@ def test_a_thread_that_has_finished_a_round_is_waited_for_by_nobody(absent) -> N
     assert found[absent] is None
     for rank in {0, 1, 2} - {absent}:
         assert str(found[rank]) == "the devices are at different places: one at the end, one at b"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_several_things_may_be_brought_before_any_is_collected(size) -> None:
+    exchange = Exchange(size, _send)
+
+    def work(rank: int) -> list[list[float]]:
+        for number in range(3):
+            exchange.bring(rank, "a", torch.tensor(float(10 * number + rank)))
+        first = [[float(part) % 1000 for part in parts] for parts in exchange.collect(rank, "a")]
+        assert exchange.collect(rank, "a") == []
+        return first + [[float(part) % 1000 for part in exchange.all(rank, "b", torch.tensor(90.0 + rank))]]
+
+    expected = [[10.0 * number + each for each in range(size)] for number in (0, 1, 2, 9)]
+    assert _together(size, work) == [expected] * size
+
+
+class _Layer(nn.Linear):
+    """Notes the tokens it computes."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__(8, 6)
+        self.seen = seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(f"{x.shape[-2]} tokens computed")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("shape", [(1, 11, 8), (2, 11, 8), (11, 8)])
+def test_a_chunk_leaves_before_the_next_one_is_computed(shape) -> None:
+    seen: list[str] = []
+    layer, x = _Layer(seen), torch.randn(shape)
+
+    def send(tensor: torch.Tensor, rank: int, arrivals: Any) -> torch.Tensor:
+        seen.append(f"{tensor.shape[-2]} tokens sent")
+        return tensor
+
+    exchange = Exchange(2, send)
+    (last,) = TokenChunks(4, 3).bring_first(exchange, 0, "here", layer, (x,))
+    assert seen == ["4 tokens computed", "4 tokens sent", "4 tokens computed", "4 tokens sent"]
+    exchange.bring(0, "here", layer(last))
+    for chunk in x.chunk(3, dim=-2):
+        exchange.bring(1, "here", 2 * layer(chunk))
+    found = summed(exchange.collect(0, "here"))
+    assert found.shape == layer(x).shape and torch.allclose(found, 3 * layer(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "most", "number"), [(11, 4, 3), (12, 4, 4), (40, 4, 4), (5, 4, 1), (40, 1, 1)])
+def test_few_tokens_are_computed_at_once(tokens, most, number) -> None:
+    seen: list[str] = []
+    exchange = Exchange(1, _send)
+    x = torch.ones(1, tokens, 8)
+    (last,) = TokenChunks(most, 3).bring_first(exchange, 0, "here", _Layer(seen), (x,))
+    assert len(seen) == number - 1 == len(exchange.collect(0, "here"))
+    assert number > 1 or torch.equal(last, x)
+
+
+def test_what_is_no_tensor_of_tokens_is_left_to_the_layer() -> None:
+    exchange, layer, vector = Exchange(2, _send), _Layer([]), torch.ones(8)
+    assert TokenChunks(4, 1).bring_first(exchange, 0, "here", layer, (vector,)) == (vector,)
+    two = torch.ones(9, 8), torch.ones(9, 8)
+    assert TokenChunks(4, 1).bring_first(exchange, 0, "here", layer, two) is two

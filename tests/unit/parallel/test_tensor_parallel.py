@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan
+from devicebridge.parallel.local.exchange import Exchange, TokenChunks
 from devicebridge.parallel.local.shards import BlockShard, divide_block, divided_bytes, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from torch import nn
@@ -161,7 +162,11 @@ def _model(*blocks: nn.Module) -> Model:
 
 
 def _divide(
-    model: Model, size: int, weights: Sequence[float] = (), drop: Callable[[str, int], bool] = lambda *_: False
+    model: Model,
+    size: int,
+    weights: Sequence[float] = (),
+    drop: Callable[[str, int], bool] = lambda *_: False,
+    chunks: TokenChunks | None = None,
 ) -> TensorParallel:
     """A divided copy's ranks. drop: name of a meeting, rank -> whether this rank does not come to it."""
     shards = {}
@@ -177,6 +182,7 @@ def _divide(
             shard.meetings[:] = [each for each in shard.meetings if not drop(each.name, rank)]
         shards[own.block] = (own, others)
     parallel = TensorParallel([CPU] * size, shards)
+    parallel.chunks = chunks
     parallel.attach()
     return parallel
 
@@ -271,7 +277,7 @@ def test_a_linear_of_other_parts_is_refused_by_name() -> None:
         divide_block(block, PLANS[0], shares_of(block, PLANS[0], (1.0, 1.0)), 0)
     other = Separate()
     other.attn.k = nn.Linear(WIDTH, WIDTH + 1)
-    with pytest.raises(ValueError, match=r"attn\.k cannot be divided: a dimension of 33"):
+    with pytest.raises(ValueError, match=r"attn\.k cannot be divided: 33 features are no multiple"):
         divide_block(other, PLANS[1], shares_of(other, PLANS[1], (1.0, 1.0)), 0)
     assert find_plan(PLANS, nn.Linear(1, 1)) is None
 
@@ -415,3 +421,44 @@ def test_a_device_that_misses_a_meeting_ends_the_forward(name, rank, x) -> None:
     parallel = _divide(model, 3, drop=lambda *which: which == (name, rank))
     with pytest.raises(RuntimeError, match=r"the devices are at different places.*"):
         _run(parallel, model, x)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("blocks", [(Fused,), (Separate,), (Separate, Fused, Fused, Separate)], ids=len)
+def test_chunks_of_tokens_sum_to_what_whole_layers_do(blocks, size, x, monkeypatch) -> None:
+    model = _model(*(block() for block in blocks))
+    expected, brought = model(x), []
+    bring = Exchange.bring
+    monkeypatch.setattr(Exchange, "bring", lambda *args: brought.append(args[1:3]) or bring(*args))
+    parallel = _divide(model, size, chunks=TokenChunks(4, 2))
+    found = _run(parallel, model, x)
+    assert _difference(found, expected) < NEAR
+    assert torch.equal(_run(parallel, model, x), found)
+    assert brought.count((0, "linear2" if Fused in blocks else "mlp")) == 2 * 3 * max(1, len(blocks) // 2)
+    parallel.remove()
+    parallel.chunks = None
+    parallel.attach()
+    whole = _run(parallel, model, x)
+    assert _difference(found, whole) < 1e-6  # a product of fewer rows may add in another order
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_an_error_in_a_chunk_ends_the_forward_and_the_next_one_works(rank, at, x) -> None:
+    model = _model()
+    expected = model(x)
+    parallel = _divide(model, 3, chunks=TokenChunks(4, 2))
+    own, others = parallel._shards[model.blocks[3]]
+    layer: Any = (own, *others)[rank].block.attn.o
+    failing = Failing(layer.forward, at)  # type: ignore[arg-type]
+    layer.forward = failing.forward
+    found = None
+    for number in range(3):
+        if 3 * number < at <= 3 * number + 3:
+            with pytest.raises(MemoryError, match=f"call {at} had no room"):
+                _run(parallel, model, x)
+            failing.calls, failing.at = 0, 0
+        else:
+            found = _run(parallel, model, x)
+            assert _difference(found, expected) < NEAR
+    assert found is not None and not parallel.is_running

@@ -23,7 +23,7 @@ from devicebridge.jobs.resolve import MEASURING
 from devicebridge.parallel.placement import block_names
 from devicebridge.parallel.stopwatch import link_speed, make_stopwatch
 from devicebridge.patches import attention
-from devicebridge.planning import block_clock, calibration
+from devicebridge.planning import block_clock, calibration, measurements
 from devicebridge.planning.block_clock import CardTimes, KindTimes, time_blocks
 from devicebridge.planning.block_times import FlopTimes
 from devicebridge.planning.calibration import (
@@ -365,17 +365,17 @@ def test_the_key_has_whatever_changes_a_time(monkeypatch):
 def test_what_makes_a_card_is_name_memory_and_capability(monkeypatch):
     properties = type("P", (), {"name": "A", "major": 8, "minor": 6, "multi_processor_count": 28, "uuid": "u"})
     module = type("Module", (), {"get_device_properties": staticmethod(lambda device: properties)})
-    monkeypatch.setattr(calibration, "device_module", lambda device: module)
-    monkeypatch.setattr(calibration, "total_bytes", lambda device: 12 * GB)
+    monkeypatch.setattr(measurements, "device_module", lambda device: module)
+    monkeypatch.setattr(measurements, "total_bytes", lambda device: 12 * GB)
     first, second = (torch.device("cuda", index) for index in range(2))
-    found = calibration.describe_card(first)
+    found = measurements.describe_card(first)
     assert found == {"name": "A", "total_bytes": 12 * GB, "capability": [8, 6], "multiprocessors": 28}
-    assert found == calibration.describe_card(second)
-    assert calibration.describe_slot(first) != calibration.describe_slot(second)
+    assert found == measurements.describe_card(second)
+    assert measurements.describe_slot(first) != measurements.describe_slot(second)
     for name in ("name", "major", "minor", "multi_processor_count"):
         with monkeypatch.context() as changed:
             changed.setattr(properties, name, 5)
-            assert calibration.describe_card(first) != found
+            assert measurements.describe_card(first) != found
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from devicebridge.quantization.quantize import QuantizeSettings, apply_quantizat
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes
 from devicebridge.tests.toy import TINY
 from devicebridge.training.adapter import apply_lora
-from devicebridge.training.objective import flow_matching_loss
+from devicebridge.training.objective import prediction_loss
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,8 +76,12 @@ def _train(
     *,
     swapped: Any = (0, 0),
     offloads: bool = False,
+    picture: tuple[int, int, int, int] | None = None,
 ) -> dict[Any, int]:
-    """Two optimizer steps of a tiny model over two emulated cards -> the most that each held."""
+    """Two optimizer steps of a tiny model over two emulated cards -> the most that each held.
+
+    picture: latents of a forward without gradients after them.
+    """
     family = tiny.family
     gc.collect()  # cards of an earlier test
     with emulated_cards():
@@ -107,6 +111,10 @@ def _train(
         step()  # makes the optimizer's state
         with _watched(monkeypatch) as peaks:
             step()
+            if picture is not None:
+                model.eval()
+                with torch.no_grad():
+                    _loss(model, family, dataclasses.replace(tiny, latent_shape=picture))
         return peaks.of
 
 
@@ -115,7 +123,7 @@ def _loss(model: Any, family: Any, tiny: Any) -> torch.Tensor:
     text = {name: states.to(CARDS[0]) for name, states in tiny.make_text(batch=1).items()}
     inputs = family.make_inputs(latents.to(CARDS[0]), tiny.make_sigma(batch=1).to(CARDS[0]), text, tiny.guidance)
     prediction = family.read_prediction(model(**inputs, return_dict=False)[0], latents)
-    return flow_matching_loss(prediction, latents.to(CARDS[0]), latents.to(CARDS[0]))
+    return prediction_loss(prediction, latents.to(CARDS[0]))
 
 
 def _forecast(
@@ -127,26 +135,31 @@ def _forecast(
     *,
     swapped: Any = (0, 0),
     offloads: bool = False,
+    picture: tuple[int, int, int, int] | None = None,
 ) -> dict[Any, int]:
-    family = tiny.family
-    with torch.device("meta"):
-        import diffusers
-
-        model = getattr(diffusers, family.transformer_class)(**tiny.transformer_config)
-    variant = _variant(tiny)
-    quantize = None if scheme == "none" else QuantizeSettings(scheme)
-    work = Work(tiny.latent_shape, 1, torch.float32, quantize, LORA)
-    kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
-    cost = dry_run_step(model, _info(family, tiny.transformer_config), variant, work, kernels)
+    cost = _dry_run(tiny, tiny.latent_shape, scheme)
     count = len(cost.names)
     settings = StepSettings(
         accumulation=accumulation,
         offload_from=OFFLOAD_FROM if offloads else None,
     )
-    forecaster = Forecaster(cost, Optimizer(state=8, step=0), settings, backend=NO_OVERHEAD)
+    drawn = None if picture is None else _dry_run(tiny, picture, scheme)
+    forecaster = Forecaster(cost, Optimizer(state=8, step=0), settings, backend=NO_OVERHEAD, picture=drawn)
     kept = kept or (cut, count - cut)
     plans = StagePlan(0, 2, 0, cut, kept[0], swapped[0]), StagePlan(1, 2, cut, count, kept[1], swapped[1])
     return {card: forecaster.device(str(card), plan).allocated for card, plan in zip(CARDS, plans, strict=False)}
+
+
+def _dry_run(tiny: Any, shape: tuple[int, int, int, int], scheme: str) -> StepCost:
+    import diffusers
+
+    family = tiny.family
+    with torch.device("meta"):
+        model = getattr(diffusers, family.transformer_class)(**tiny.transformer_config)
+    quantize = None if scheme == "none" else QuantizeSettings(scheme)
+    work = Work(shape, 1, torch.float32, quantize, LORA)
+    kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
+    return dry_run_step(model, _info(family, tiny.transformer_config), _variant(tiny), work, kernels)
 
 
 def _info(family: Any, config: Any) -> CheckpointInfo:
@@ -270,11 +283,13 @@ def _block(**changes: Any) -> BlockCost:
     return BlockCost(**{**values, **changes})
 
 
-def _forecaster(settings: StepSettings, num_blocks: int = 6, **changes: Any) -> Forecaster:
+def _forecaster(
+    settings: StepSettings, num_blocks: int = 6, picture: StepCost | None = None, **changes: Any
+) -> Forecaster:
     block = _block(**changes)
     names = tuple(f"blocks.{index}" for index in range(num_blocks))
     cost = StepCost(names, (block,) * num_blocks, 50, 20, 0, 0, 150, 100, 60)
-    return Forecaster(cost, Optimizer(state=2.0, step=1.0), settings, backend=NO_OVERHEAD)
+    return Forecaster(cost, Optimizer(state=2.0, step=1.0), settings, backend=NO_OVERHEAD, picture=picture)
 
 
 def test_the_sum_of_one_card_by_hand():
@@ -480,3 +495,30 @@ def test_video_variants_are_forecast_with_what_they_are_given(name):
         found = dry_run_step(model, _info(family, config), variant, work, Kernels(UNSEEN_CARD))
         kept.append(found.blocks[1].inputs)
     assert kept[1] / kept[0] == pytest.approx(5 / 3, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["flux2", "flux1", "wan"])
+def test_a_large_picture_takes_no_more_than_is_forecast(name, monkeypatch):
+    """Four times the cells that are trained on. The forecast gives its tail a backward, which a picture has not."""
+    tiny = _tiny(name)
+    picture = (*tiny.latent_shape[:2], 32, 32)
+    small = _forecast(tiny, 2, (0, 0), 1, "none")
+    forecast = _forecast(tiny, 2, (0, 0), 1, "none", picture=picture)
+    measured = _train(tiny, 2, (0, 0), 1, "none", monkeypatch, picture=picture)
+    assert all(forecast[card] > 1.5 * small[card] for card in measured)
+    errors = {str(card): forecast[card] / measured[card] - 1 for card in measured}
+    assert all(-0.01 < error < 0.15 for error in errors.values()), errors
+
+
+def test_a_large_picture_is_a_moment_of_its_own_and_a_small_one_is_not():
+    """One block's forward at its size on every card; at home also the tail, and what comes before the blocks."""
+    block = _block()
+    large = replace(_block(), inputs=3000, forward=7000, constants={0: 500})
+    cost = StepCost(("b",) * 6, (large,) * 6, 0, 0, 0, 0, front=9000, first_inputs=3000, tail=20_000)
+    plain, drawing = _forecaster(StepSettings()), _forecaster(StepSettings(), picture=cost)
+    one, two = StagePlan(0, 2, 0, 3), StagePlan(1, 2, 3, 6)
+    assert plain.device("x", two).moment != "sample picture" == drawing.device("x", two).moment
+    assert drawing.device("x", two).moving == 500 + 3000 + 7000
+    assert drawing.device("x", one).moving == 6000 + large.outputs + 20_000  # its tail is at home without a pipeline
+    assert drawing.device("x", one).gradients == drawing.device("x", one).checkpoints == 0
+    assert drawing.device("x", two).lora == 3 * block.lora

@@ -1,0 +1,72 @@
+"""The command `devicebridge jobs`: what ComfyUI's page shows of trainings, in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ..runs.queue import JobQueue
+from ..runs.store import NotThere, RunStore
+from ..system.pace import describe_duration
+from ..system.requests import Requests
+
+
+def jobs(options: argparse.Namespace) -> int:
+    store = RunStore(_find_root(options.folder))
+    queue = JobQueue(store)
+    if options.stop:
+        _stop(store, queue, options.stop)
+        return 0
+    values = {"runs": [store.summary(run) for run in store.ids()], "jobs": queue.describe()}
+    if options.json:
+        print(json.dumps(values, indent=2))
+        return 0
+    print(f"runs in {store.root}")
+    print("\n".join(_describe(run) for run in values["runs"]) or "none")
+    for number, job in enumerate(values["jobs"], 1):
+        why = f": {job['why']}" if job["why"] else ""
+        print(f"queue {number}. {job['run']}  {job['state']} for {', '.join(job['devices'])}{why}")
+    return 0
+
+
+def _find_root(given: Path | None) -> Path:
+    """The folder itself, or devicebridge in the output folder of the ComfyUI that is found.
+
+    Raises: ValueError if neither is there.
+    """
+    if given is None:
+        from ..headless.comfyui import find_comfyui
+
+        given = find_comfyui().base / "output" / "devicebridge"
+    if not given.is_dir():
+        raise ValueError(f"{given} is no folder; name the one that holds the runs, output/devicebridge of a ComfyUI")
+    return given.resolve()
+
+
+def _stop(store: RunStore, queue: JobQueue, run: str) -> None:
+    """Raises: ValueError if no such run is under way."""
+    if queue.stop_before_its_record(run):
+        return
+    try:
+        folder, record = store.find(run), store.record(run)
+    except NotThere as error:
+        raise ValueError(
+            f"there is no run {run!r} in {store.root}; found: {', '.join(store.ids()) or 'none'}"
+        ) from error
+    if record is None or record.state != "running":
+        raise ValueError(f"{run} is not under way")
+    Requests(folder).ask("stop")
+    print(f"{run} ends its step and saves")
+
+
+def _describe(run: dict[str, Any]) -> str:
+    line = f"{run['run']}  {run['state']}  step {run['step']}/{run['total']}"
+    if run["loss"] is not None:
+        line += f"  loss {run['loss']:.5f}"
+    if run["step_s"] is not None and run["state"] == "running":
+        line += f"  {run['step_s']:.2f} s/step, about {describe_duration(run['left_s'])} left"
+    if run["devices"]:
+        line += f"  on {', '.join(run['devices'])}"
+    return f"{line}: {run['message'].splitlines()[0]}" if run["message"] else line

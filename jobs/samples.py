@@ -1,0 +1,130 @@
+"""The sample pictures of a job: what can be refused of them before weights are loaded, and what draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from PIL import features
+from torch import nn
+
+from ..assembly import Assembled
+from ..config.job import JobConfig
+from ..data.buckets import bucket_step, make_buckets
+from ..events import EventLog
+from ..families.spec import ModelFamily, Variant
+from ..parallel.devices import CPU, find_device
+from ..planning.question import latent_shape_of
+from ..sampling.decode import Decoder
+from ..sampling.draw import make_drawing, picture_size
+from ..sampling.sampler import Sampler
+from ..training.batches import CachedSamples
+from .checked_job import JobPlan, vae_path
+
+
+def size_of_pictures(job: JobConfig, family: ModelFamily, variant: Variant, frames: int) -> tuple[int, int, int] | None:
+    """Height and width in pixels and frames; None where none are drawn, or as large as the samples that are trained on.
+
+    Args:
+        frames: of the largest training sample.
+    Raises: ValueError naming the setting that the model does not take.
+    """
+    settings = job.samples
+    if not settings.prompts:
+        return None
+    if variant.condition != "none":
+        if settings.width or settings.frames:
+            raise ValueError(
+                f"samples.width, height and frames: {variant.name} starts from the first frame of a training clip, and "
+                "its sample clips are as large; leave them out"
+            )
+        return None
+    latent = family.latent_of(variant)
+    ((side, _),) = make_buckets(max(job.data.resolutions), bucket_step(job.data, latent), 1.0)
+    return picture_size(settings, family, variant, side, frames)
+
+
+def samples_vae(plan: JobPlan) -> Path:
+    """Where the VAE that decodes is. Raises: ValueError if nothing names one."""
+    if plan.job.samples.vae:
+        return Path(plan.job.samples.vae)
+    if plan.job.cache.latent_source and plan.info.pipeline_folder is None:
+        raise ValueError(
+            "samples.prompts need a VAE that makes pictures of latents, and the images were encoded by ComfyUI's; name "
+            "its file with samples.vae"
+        )
+    return vae_path(plan)
+
+
+def check_samples(plan: JobPlan) -> Path:
+    """The VAE that will decode.
+
+    Raises: ValueError for pictures that cannot be drawn, naming the setting.
+    """
+    make_drawing(plan.job.samples, plan.family, plan.variant)
+    size = size_of_pictures(plan.job, plan.family, plan.variant, _longest(plan))
+    if not features.check("webp") and (size[2] if size else _longest(plan)) > 1:
+        raise ValueError(
+            "samples.prompts: this Pillow cannot write clips (WebP); install one that can, or set frames = 1"
+        )
+    return samples_vae(plan)
+
+
+def _longest(plan: JobPlan) -> int:
+    """Frames of the longest training sample."""
+    return max(sample.num_frames for sample in plan.training_samples)
+
+
+def describe_expert(plan: JobPlan) -> str:
+    """What to know of the pictures of a model that is one of a pair; "" for a whole one."""
+    if not (plan.job.samples.prompts and plan.variant.partner):
+        return ""
+    return (
+        f"sample pictures are drawn by {plan.variant.name} alone, at every noise level; with {plan.variant.partner} "
+        "they would look better, so compare them only with each other"
+    )
+
+
+def make_sampler(
+    plan: JobPlan,
+    assembled: Assembled,
+    replica: Callable[[], tuple[nn.Module, torch.device]],
+    data: CachedSamples,
+    events: EventLog,
+) -> Sampler | None:
+    """What draws a job's pictures; None if it has none.
+
+    Args:
+        replica: the model that draws, and its home.
+        data: to train on, with the states of all prompts.
+    """
+    job, family, variant = plan.job, plan.family, plan.variant
+    if not job.samples.prompts:
+        return None
+    size = size_of_pictures(job, family, variant, _longest(plan))
+    return Sampler(
+        settings=job.samples,
+        drawing=make_drawing(job.samples, family, variant),
+        family=family,
+        variant=variant,
+        dtype=getattr(torch, job.model.dtype),
+        folder=Path(job.output.folder),
+        last=job.train.steps,
+        shape=() if size is None else latent_shape_of(plan.info, variant, size[:2], size[2]),
+        data=data,
+        replica=replica,
+        compiled=assembled.all_compiled,
+        devices=plan.placement.used_devices,
+        decoder=Decoder(family, variant, samples_vae(plan), getattr(torch, job.cache.dtype), _limits(plan)),
+        events=events,
+    )
+
+
+def _limits(plan: JobPlan) -> dict[torch.device, int]:
+    """What training was forecast to reserve on each device; {} where nobody forecasts, or the CPU is to decode."""
+    wanted = find_device(plan.job.cache.vae_device) if plan.job.cache.vae_device else plan.placement.home
+    if plan.training is None or wanted == CPU:
+        return {}
+    limits = {find_device(each.device): each.reserved for each in plan.training.devices}
+    return {device: limits[device] for device in sorted(limits, key=lambda device: device != wanted)}

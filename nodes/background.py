@@ -1,0 +1,36 @@
+"""A training in a process of its own, as a node starts it; and the cards that such trainings hold."""
+
+from __future__ import annotations
+
+from ..config.job import JobConfig
+from .host.page import background_queue, refuse_cards_of_others
+
+
+def start(job: JobConfig, *, is_resumed: bool) -> str:
+    """Put the job into the queue; what to say of it.
+
+    Raises: ValueError if its run is under way or queued already, or for a job that cannot be run as written.
+    """
+    from ..jobs.read_job import read_job
+
+    read_job(job)  # what a look at headers and images refuses is told here, not in a log
+    queue = background_queue()
+    queued = queue.add(job, cards_of(job), is_resumed=is_resumed)
+    queue.tick()
+    for each in queue.describe():
+        if each["id"] == queued.id and each["why"]:
+            return f"{queued.run} waits: {each['why']}"
+    return f"{queued.run} trains in the background; see the sidebar's tab DeviceBridge"
+
+
+def refuse_taken_cards(job: JobConfig) -> None:
+    """Raises: RuntimeError if a training in the background uses one of the job's cards."""
+    refuse_cards_of_others(cards_of(job))
+
+
+def cards_of(job: JobConfig) -> tuple[str, ...]:
+    """Every device that the job will use, by name."""
+    from ..jobs.job import used_devices
+    from ..jobs.resolve import find_machine
+
+    return used_devices(job, find_machine(job.split.devices).devices)

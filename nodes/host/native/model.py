@@ -1,0 +1,215 @@
+"""One of ComfyUI's models as families/spec.py's HostModel: built without weights, noised and called as in sampling."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....families.comfy.inputs import COND, OPTION
+from ....families.comfy.native import NativeModel
+from ....parallel.block_lists import hooked_modules, placed_blocks
+from ....parallel.offload.block_call import Checkpoint, checkpoint_calls
+from ....parallel.offload.in_place import InPlaceGuard
+from ....patches.lora import is_lora_name
+
+_BASE = "_devicebridge_base"  # of a diffusion model: its BaseModel
+_LEAST = 1e-6  # of a share of the way from noise to data; ComfyUI gives the ends other numbers
+
+
+class ComfyModel:
+    """A model of ComfyUI's, of which nothing is loaded.
+
+    Args:
+        config: what comfy.model_detection made of its file, with the type it computes in.
+        names: the file's tensors, without data, under the names ComfyUI's loader has for them.
+        prefix: of those names.
+        has_sequence: whether a LATENT of it has frames.
+    """
+
+    def __init__(
+        self, config: Any, names: Mapping[str, torch.Tensor], prefix: str, row: NativeModel, *, has_sequence: bool
+    ) -> None:
+        self._config, self._names, self._prefix, self._row = config, dict(names), prefix, row
+        self._has_sequence = has_sequence
+        self.sampling = self._make_base(torch.device("meta")).model_sampling
+
+    def _make_base(self, device: torch.device) -> Any:
+        from accelerate import init_empty_weights
+
+        config = own_config(self._config)
+        with init_empty_weights(include_buffers=False):
+            return config.get_model(dict(self._names), self._prefix, device=device)
+
+    def make(self, *, is_empty: bool) -> nn.Module:
+        """The diffusion model; see HostModel.make."""
+        base = self._make_base(torch.device("meta" if is_empty else "cpu"))
+        model: nn.Module = base.diffusion_model
+        base.model_sampling.__dict__["calculate_denoised"] = _raw
+        model.__dict__[_BASE] = base
+        model.__class__ = _trained_class(type(model))  # type: ignore[arg-type]
+        _leave_out_buffers(model, {name.removeprefix(self._prefix) for name in self._names})
+        model._keep_in_fp32_modules = [  # type: ignore[assignment]
+            name for name, each in model.named_parameters() if each.dtype is torch.float32
+        ]
+        for module in _called(model, self._row):
+            module.forward = InPlaceGuard(module, self._row.passed_by)
+        return model.to("meta") if is_empty else model
+
+    @torch.no_grad()
+    def add_noise(
+        self, latents: torch.Tensor, noise: torch.Tensor, times: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Noise by the model's own rule; the target is what calculate_denoised, which is affine, makes the data of.
+
+        target = (data - D(0)) / (D(1) - D(0)): noise - data for flow, noise for eps, and v for v.
+        """
+        steps = (min(max(1 - float(time), _LEAST), 1 - _LEAST) for time in times)
+        sigmas = torch.tensor([float(self.sampling.percent_to_sigma(step)) for step in steps])
+        wide, clean = sigmas.double(), latents.double()
+        noisy = self.sampling.noise_scaling(wide, noise.double(), clean, False)
+        denoised = functools.partial(self.sampling.calculate_denoised, wide, model_input=noisy)
+        at_zero, at_one = (denoised(model_output=torch.full_like(clean, value)) for value in (0.0, 1.0))
+        return noisy.float(), ((clean - at_zero) / (at_one - at_zero)).float(), sigmas
+
+    def predict(
+        self,
+        model: nn.Module,
+        noisy: torch.Tensor,
+        sigmas: torch.Tensor,
+        given: Mapping[str, torch.Tensor],
+        guidance: float | None,
+    ) -> torch.Tensor:
+        """See HostModel.predict.
+
+        Raises: RuntimeError outside of native_training; ValueError for a model that is given an image beside the noise.
+        """
+        import comfy.model_management
+
+        if not comfy.model_management.in_training:
+            raise RuntimeError("one of ComfyUI's models was called for training outside of native_training")
+        base = model.__dict__[_BASE]
+        base.model_sampling.to(noisy.device)
+        x = noisy if self._has_sequence else noisy[:, :, 0]
+        inputs = _conditions(base, x, given, guidance)
+        if "c_concat" in inputs:
+            raise ValueError(f"{self._row.class_name} is given an image beside the noise here, and there is none")
+        options = {"cond_or_uncond": [0], "sigmas": sigmas, "optimized_attention_override": _plain_attention}
+        output = base.apply_model(x, sigmas, transformer_options=options, **inputs)
+        return output if self._has_sequence else output.unsqueeze(2)
+
+    def example(self, batch: int, device: torch.device) -> dict[str, torch.Tensor]:
+        """See HostModel.example."""
+        raise ValueError(f"there is no forecast for {self._row.class_name} yet")
+
+
+@torch.no_grad()
+def _conditions(base: Any, x: torch.Tensor, given: Mapping[str, torch.Tensor], guidance: float | None) -> Any:
+    """What sampling makes of a CONDITIONING: keyword arguments of apply_model."""
+    import comfy.samplers
+
+    item = {_option(name): _value(name, value) for name, value in given.items() if name != COND}
+    cond: dict[str, Any] = {**item, "cross_attn": given[COND], "model_conds": {}}
+    if guidance is not None:
+        cond["guidance"] = guidance
+    like = torch.zeros_like(x)
+    made = comfy.samplers.encode_model_conds(
+        base.extra_conds, [cond], like, x.device, "positive", latent_image=like, denoise_mask=None, seed=0
+    )[0]["model_conds"]
+    parts = {name: each.process_cond(batch_size=x.shape[0], area=None) for name, each in made.items()}
+    return comfy.samplers.cond_cat([parts])
+
+
+def _option(name: str) -> str:
+    return name.removeprefix(OPTION)
+
+
+def _value(name: str, value: torch.Tensor) -> Any:
+    """A tensor; a number where the CONDITIONING had one, which is equal in all of a batch."""
+    if not name.startswith(OPTION) or value.ndim > 1 or value.dtype not in (torch.bool, torch.int64, torch.float64):
+        return value
+    numbers = set(value.tolist())
+    if len(numbers) > 1:
+        raise ValueError(f"{_option(name)} differs in one batch; set train.batch_size to 1")
+    return numbers.pop()
+
+
+def _raw(sigma: torch.Tensor, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """In the place of calculate_denoised, the last that apply_model does: what the network itself said."""
+    return output
+
+
+def _plain_attention(attention: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Torch's own attention, which has a backward, in the place of whatever ComfyUI was started with."""
+    from comfy.ldm.modules.attention import attention_pytorch
+
+    return attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _called(model: nn.Module, row: NativeModel) -> list[nn.Module]:
+    return [each for name in placed_blocks(model, row) for each in hooked_modules(model.get_submodule(name), row)]
+
+
+def _leave_out_buffers(model: nn.Module, names: set[str]) -> None:
+    """Buffers that the file does not have are computed, as ComfyUI leaves them."""
+    for prefix, module in model.named_modules():
+        for leaf in module._buffers:
+            if (f"{prefix}.{leaf}" if prefix else leaf) not in names:
+                module._non_persistent_buffers_set.add(leaf)
+
+
+@functools.cache
+def _trained_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """What training calls a diffusers model by; the base stays in eval mode, since some classes do otherwise there."""
+
+    class Trained(cls):  # type: ignore[valid-type,misc]
+        is_gradient_checkpointing = False
+
+        def train(self, mode: bool = True) -> Any:
+            for name, module in self.named_modules():
+                module.training = mode and is_lora_name(name)
+            return self
+
+        def enable_gradient_checkpointing(self, checkpoint: Checkpoint) -> None:
+            from ....families.comfy.registry import find_native
+
+            row = find_native(type(self))
+            assert row is not None
+            checkpoint_calls(_called(self, row), checkpoint, row.passed_by)
+            self.is_gradient_checkpointing = True
+
+    Trained.__name__, Trained.__qualname__, Trained.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    return Trained
+
+
+def own_config(config: Any) -> Any:
+    """A model config of ComfyUI's of its own, that builds with plain layers; copies of a model share it."""
+    own: Any = object.__new__(_shared_class(type(config)))  # type: ignore[arg-type]
+    own.__dict__.update({name: dict(each) if type(each) is dict else each for name, each in vars(config).items()})
+    own.custom_operations = plain_operations()
+    return own
+
+
+@functools.cache
+def _shared_class(cls: type) -> type:
+    """ComfyUI's configs answer None to every name, so copy.deepcopy takes that for a method."""
+    methods = {"__deepcopy__": lambda self, memo: self, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), methods)
+
+
+@functools.cache
+def plain_operations() -> Any:
+    """ComfyUI's layers with torch's own forwards, which no Cancel ends, and torch's own Linear, which LoRA knows."""
+    import comfy.ops
+
+    known = comfy.ops.disable_weight_init
+    names = ("Conv1d", "Conv2d", "Conv3d", "GroupNorm", "LayerNorm", "RMSNorm", "ConvTranspose1d", "ConvTranspose2d")
+    layers = {
+        name: type(name, (getattr(known, name),), {"forward": getattr(nn, name).forward})
+        for name in names
+        if hasattr(known, name)
+    }
+    return type("PlainOperations", (known,), {**layers, "Linear": nn.Linear})

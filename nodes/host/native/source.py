@@ -1,0 +1,239 @@
+"""A file, or a stock MODEL, as a CheckpointInfo of a family that ComfyUI itself builds. Reads headers, no weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ....checkpoints.checkpoint import CheckpointInfo
+from ....checkpoints.header import TensorRecord, read_header
+from ....checkpoints.quantized_files import pair_scales, read_formats
+from ....checkpoints.weight_file import TORCH_TYPES
+from ....families.comfy.native import NativeModel
+from ....families.comfy.registry import find_native
+from ....families.registry import COMFYUI
+from ....families.spec import (
+    BlockList,
+    ComfyInputs,
+    LatentSpec,
+    ModelFamily,
+    ShiftRule,
+    TimestepSpec,
+    Variant,
+)
+from ....parallel.block_lists import block_fqns, followers, tail_modules
+from .model import ComfyModel, own_config
+
+_DTYPES = {**TORCH_TYPES}
+_PICKED_APART = (
+    "ComfyUI's loader cuts, joins or makes tensors of {path} while loading ({name}), which training does not do; use a "
+    "file with the model's own layout"
+)
+
+
+def path_of_model(model: Any) -> Path:
+    """The file that a stock MODEL came from, if nothing was done to it since.
+
+    Raises: ValueError that says what was, or which loaders work.
+    """
+    import comfy.sd
+
+    attached = ("patches", "object_patches", "hook_patches", "weight_wrapper_patches", "injections")
+    found = [name for name in attached if getattr(model, name, None)]
+    found += [name for name in ("wrappers", "callbacks") if any(getattr(model, name, {}).values())]
+    if found:
+        raise ValueError(
+            f"the stock MODEL has {', '.join(found)} (a LoRA's, say), and training would leave them out; connect it as "
+            "it comes from its loader"
+        )
+    init = getattr(model, "cached_patcher_init", None)
+    if init is None or init[0] not in (comfy.sd.load_diffusion_model, comfy.sd.load_checkpoint_guess_config):
+        raise ValueError(
+            "this MODEL does not come from Load Diffusion Model or Load Checkpoint; GGUF files and other packs' "
+            "loaders cannot be trained, use a .safetensors file and one of these two"
+        )
+    return Path(init[1][0])
+
+
+def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
+    """What ComfyUI finds in a file.
+
+    Args:
+        dtype: that the model will compute in, such as "bfloat16".
+        like: the stock MODEL that was loaded from it, which must be the same.
+    Raises: ValueError for a file that ComfyUI does not know, or a class that cannot be trained here.
+    """
+    header = read_header(path)
+    records, prefix = _own_records(header.records())
+    formats = read_formats(path, records, [header.metadata])
+    records = pair_scales(path, records, formats)
+    names = {f"{prefix}{n}": torch.empty(r.shape, dtype=_float_type(r), device="meta") for n, r in records.items()}
+    config = _detect(path, names, prefix, dict(header.metadata))
+    config.set_inference_dtype(getattr(torch, dtype), None)
+    tensors = _renamed(path, config, records)
+    base = _first_build(path, config, names, prefix)
+    row = find_native(type(base.diffusion_model))
+    if reason := _why_not(base, row):
+        raise ValueError(f"{type(base.diffusion_model).__name__} cannot be trained here: {reason}")
+    assert row is not None
+    _refuse_other_model(path, base, like)
+    needed = dict(base.diffusion_model.named_parameters())
+    buffers = dict(base.diffusion_model.named_buffers())
+    kept = {name: record for name, record in tensors.items() if name in needed or name in buffers}
+    family, variant = _family_of(base, row, ComfyModel(config, names, prefix, row, has_sequence=_has_sequence(base)))
+    facts = {"in_channels": base.latent_format.latent_channels, "class": row.class_name, "dtype": dtype}
+    return CheckpointInfo(path, family, variant, facts, "original", kept, None)
+
+
+def _own_records(records: dict[str, TensorRecord]) -> tuple[dict[str, TensorRecord], str]:
+    """The diffusion model's tensors without their prefix, and the prefix."""
+    for prefix in ("model.diffusion_model.", "diffusion_model."):
+        own = {name.removeprefix(prefix): each for name, each in records.items() if name.startswith(prefix)}
+        if own:
+            if "v_pred" in records or "edm_mean" in records:
+                raise ValueError("checkpoints that say v_pred or edm_mean beside their weights are not read yet")
+            return own, prefix
+    return records, ""
+
+
+def _float_type(record: TensorRecord) -> torch.dtype:
+    return torch.bfloat16 if record.is_quantized else _DTYPES[record.dtype]
+
+
+def _detect(path: Path, names: dict[str, torch.Tensor], prefix: str, metadata: dict[str, str]) -> Any:
+    import comfy.model_detection
+
+    try:
+        config = comfy.model_detection.model_config_from_unet(dict(names), prefix, metadata=metadata)
+    except RuntimeError as error:  # it looks at numbers, not only names and shapes
+        raise ValueError(f"ComfyUI cannot tell what {path} is without its weights ({error})") from error
+    if config is None:
+        raise ValueError(f"{path} holds no diffusion model that ComfyUI knows")
+    return config
+
+
+def _renamed(path: Path, config: Any, records: dict[str, TensorRecord]) -> dict[str, TensorRecord]:
+    """The records under the names of ComfyUI's module, which its loader may change."""
+    given = {name: torch.empty(record.shape, device="meta") for name, record in records.items()}
+    by_id = {id(tensor): records[name] for name, tensor in given.items()}
+    made = config.process_unet_state_dict(dict(given))
+    for name, tensor in made.items():
+        if id(tensor) not in by_id:
+            raise ValueError(_PICKED_APART.format(path=path, name=name))
+    return {name: by_id[id(tensor)] for name, tensor in made.items()}
+
+
+def _first_build(path: Path, config: Any, names: dict[str, torch.Tensor], prefix: str) -> Any:
+    try:
+        return own_config(config).get_model(dict(names), prefix, device=torch.device("meta"))
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"ComfyUI cannot build the model of {path} without its weights ({error})") from error
+
+
+def _why_not(base: Any, row: NativeModel | None) -> str:
+    """Why a class is refused; "" if it is not."""
+    if row is None:
+        return "nobody has described where its blocks are"
+    if row.refusal:
+        return row.refusal
+    if row.follows or row.per_device or row.remembers or row.is_watched:
+        return "its blocks share what they compute, or add to others, and nobody has compared its gradients"
+    if (kind := _kind_of(base)).startswith("IMG_TO_IMG") or kind.endswith("_AV"):
+        return f"a model of type {kind} needs more than a caption and one latent"
+    if base.latent_format.latent_dimensions not in (2, 3):
+        return "its latents are neither pictures nor videos"
+    return ""
+
+
+def _refuse_other_model(path: Path, base: Any, like: Any) -> None:
+    if like is None:
+        return
+    found = [(type(each), type(each.diffusion_model).__name__, _kind_of(each)) for each in (base, like.model)]
+    if found[0] != found[1]:
+        raise ValueError(f"{path} is read as {found[0]}, but the MODEL is {found[1]}; load it again")
+
+
+def _kind_of(base: Any) -> str:
+    """What it predicts, as ComfyUI spells it: "FLOW", "EPS"."""
+    return str(base.model_type).rpartition(".")[2]
+
+
+def _has_sequence(base: Any) -> bool:
+    return bool(base.latent_format.latent_dimensions == 3)
+
+
+def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFamily, Variant]:
+    model, form = base.diffusion_model, base.latent_format
+    dims = form.latent_dimensions
+    patch = base.model_config.unet_config.get("patch_size") or 2
+    patch = int(patch[-1] if isinstance(patch, (tuple, list)) else patch)
+    stride = int(form.spacial_downscale_ratio)
+    latent = LatentSpec(
+        channels=form.latent_channels,
+        spatial_stride=stride,
+        frame_stride=int(form.temporal_downscale_ratio) if dims == 3 else 1,
+        size_multiple=stride * patch,
+        num_tokens_per_cell=1 / patch**2,
+    )
+    # ComfyUI's own range has the model's shift in it; a shift of ours would come on top.
+    timesteps = TimestepSpec("uniform", "none", {"none": ShiftRule("none")})
+    has_guidance = bool(base.model_config.unet_config.get("guidance_embed"))
+    variant = Variant(
+        name=f"comfyui-{type(base.model_config).__name__}",
+        transformer_config={"in_channels": form.latent_channels},
+        text_encoders=(),
+        training_guidance=1.0 if has_guidance else None,
+    )
+    tail = {module: name for name, module in model.named_modules()}
+    lists = tuple(name for name in row.block_lists if block_fqns(model, (name,), row.block_lists))
+    family = ModelFamily(
+        name=COMFYUI,
+        title=f"ComfyUI's {row.class_name}",
+        transformer_class=row.class_name,
+        vae_class="",
+        block_lists=tuple(BlockList(name) for name in lists),
+        tail=tuple(tail[module] for module in tail_modules(model, row)),
+        keep_full_precision=(*_outside(model, lists), *(f"{name}.*.{p}" for name in lists for p in row.sample_modules)),
+        lora_targets=tuple(f"{name}.*" for name in lists),
+        latent=latent,
+        timesteps=timesteps,
+        variants=(variant,),
+        renames=(),
+        modelspec_architecture=row.class_name.lower(),
+        ss_base_model_version=row.class_name.lower(),
+        make_inputs=_unused,
+        read_prediction=_unused,
+        encode_latents=_unused,
+        decode_latents=_unused,
+        comfy=ComfyInputs("cond", "", _normaliser(form, dims), latent_dims=dims, reads_all=True),
+        native=row,
+        host=host,
+        prediction_target=_kind_of(base),
+    )
+    assert not followers(model, row)
+    return family, variant
+
+
+def _outside(model: Any, lists: tuple[str, ...]) -> list[str]:
+    """Names of the modules that are in no block and hold none."""
+    return [
+        name
+        for name, _ in model.named_modules()
+        if name and not any(f"{each}.".startswith(f"{name}.") or name.startswith(f"{each}.") for each in lists)
+    ]
+
+
+def _normaliser(form: Any, dims: int) -> Any:
+    def normalise(samples: torch.Tensor) -> torch.Tensor:
+        """[C, F, H, W] -> the same, as the sampler hands it to the model."""
+        batch = samples[None] if dims == 3 else samples[None, :, 0]
+        made: torch.Tensor = form.process_in(batch)[0]
+        return made if dims == 3 else made.unsqueeze(1)
+
+    return normalise
+
+
+def _unused(*args: Any) -> Any:
+    raise RuntimeError("one of ComfyUI's own models was treated as one of diffusers'")

@@ -1,0 +1,156 @@
+"""What ComfyUI's own page asks this pack for, below /devicebridge/, and what it is told once a second.
+
+The answers are made in runs/, without knowing ComfyUI. A thread looks after the queue of trainings in the background
+and reads what running ones have written; what is new goes to every open page as a message `devicebridge.page`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import folder_paths
+
+from ...runs.api import PREFIX, Answer, Api, Host
+from ...runs.guard import MOST_BODY
+from ...runs.news import News
+from ...runs.queue import Held, JobQueue, explain
+from ...runs.store import RunStore
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+_log = logging.getLogger(__name__)
+_EVERY_S = 1.0
+_CARDS_EVERY = 2  # turns
+_MESSAGE = "devicebridge.page"
+_lock = threading.Lock()  # of the store: requests come in several threads
+_NOT_KEPT = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+
+
+def add_page() -> None:
+    """Add the routes to ComfyUI's server and start the thread; to be called before the server starts."""
+    from server import PromptServer
+
+    store = RunStore(runs_folder())
+    queue = JobQueue(store, _held_by_models)
+    api = Api(store, queue, Host(_loras, _cards, _free))
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await _respond(api, request)
+
+    routes = PromptServer.instance.routes
+    routes.get(f"{PREFIX}{{name}}")(handle)
+    routes.post(f"{PREFIX}{{name}}")(handle)
+    threading.Thread(target=_tell, args=(News(store, queue),), name="devicebridge-page", daemon=True).start()
+
+
+def runs_folder() -> Path:
+    """Where the runs of this ComfyUI are."""
+    return Path(folder_paths.get_output_directory()).resolve() / "devicebridge"
+
+
+def background_queue() -> JobQueue:
+    """The queue of trainings in processes of their own."""
+    return JobQueue(RunStore(runs_folder()), _held_by_models)
+
+
+def refuse_cards_of_others(devices: Sequence[str]) -> None:
+    """Raises: RuntimeError if a training in the background, or another ComfyUI's, uses one of these cards."""
+    why = explain(devices, JobQueue(RunStore(runs_folder())).held())
+    if why:
+        raise RuntimeError(why)
+
+
+# ---- requests
+
+
+async def _respond(api: Api, request: web.Request) -> web.StreamResponse:
+    body = await _read(request) if request.method == "POST" else b""
+    arguments = (request.method, request.match_info["name"], request.query_string, request.headers, body)
+    return _to_response(await asyncio.to_thread(_answer, api, *arguments))
+
+
+def _answer(api: Api, *arguments: Any) -> Answer:
+    with _lock:
+        return api.answer(*arguments)
+
+
+async def _read(request: web.Request) -> bytes:
+    """The body, as far as it takes to see that it is too long."""
+    found = bytearray()
+    while len(found) <= MOST_BODY and (chunk := await request.content.readany()):
+        found += chunk
+    return bytes(found[: MOST_BODY + 1])
+
+
+def _to_response(answer: Answer) -> web.StreamResponse:
+    from aiohttp import web
+
+    if answer.file is None:
+        return web.json_response(answer.values, status=answer.status, headers=_NOT_KEPT)
+    headers = {"Content-Type": answer.kind, "X-Content-Type-Options": "nosniff"}
+    if answer.is_saved:
+        name = "".join(each if each.isalnum() or each in "-_." else "_" for each in answer.file.name)
+        headers["Content-Disposition"] = f'attachment; filename="{name.encode("ascii", "replace").decode()}"'
+    return web.FileResponse(answer.file, headers=headers)
+
+
+# ---- news
+
+
+def _tell(news: News) -> None:
+    """To the end of the process: look after the queue, and send what is new to whoever has a page open."""
+    from server import PromptServer
+
+    server, pause, turn = PromptServer.instance, threading.Event(), 0
+    while not pause.wait(_EVERY_S):
+        turn += 1
+        try:
+            with _lock:
+                found = news.gather()
+            if turn % _CARDS_EVERY == 0 and server.sockets and news.is_busy:
+                found["cards"] = _cards()
+            if found and server.sockets:
+                server.send_sync(_MESSAGE, found)
+        except Exception:
+            _log.exception("the page is not told what is new")
+            pause.wait(30 * _EVERY_S)
+
+
+# ---- ComfyUI's cards and folders
+
+
+def _loras() -> Path:
+    return Path(folder_paths.get_folder_paths("loras")[0])
+
+
+def _cards() -> list[dict[str, Any]]:
+    from ...parallel.card_state import describe_cards
+
+    return describe_cards()
+
+
+def _held_by_models() -> Held:
+    """Cards that ComfyUI's models lie on."""
+    import comfy.model_management as management
+
+    sizes: dict[str, int] = {}
+    for loaded in list(management.current_loaded_models):
+        if loaded.model is not None and not management.is_device_cpu(loaded.device):
+            name = f"{loaded.device.type}:{loaded.device.index or 0}"
+            sizes[name] = sizes.get(name, 0) + loaded.model_loaded_memory()
+    return {card: f"ComfyUI holds models of {size / 1e9:.1f} GB on" for card, size in sizes.items() if size}
+
+
+def _free() -> None:
+    """Ask for what ComfyUI's own button does: it takes its models out when no workflow runs."""
+    from server import PromptServer
+
+    queue = PromptServer.instance.prompt_queue
+    queue.set_flag("unload_models", True)
+    queue.set_flag("free_memory", True)

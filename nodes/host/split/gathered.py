@@ -1,0 +1,138 @@
+"""Other people's code inside a block that all cards compute together: it is given all heads, once, at home.
+
+A patch of the attention, or a function that replaces it, may mix heads, keep what it saw, or hold tensors of the main
+card. So every card sends its heads home, the code runs there as on one card, and every card gets back the part of its
+own heads. That is slow, and right whatever the code does with them. How a class calls its patches is data (PatchCall).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....families.tensor_plan import PatchCall, Shares
+from ....parallel.local.slices import Slice
+from ....parallel.local.tensor_parallel import TensorParallel
+
+_MASKS = ("attn_mask", "pe")  # what a patch of q, k and v may return besides: usually the same for all heads
+_ATTENTION = ("q", "k", "v", "heads", "mask", "attn_precision", "skip_reshape", "skip_output_reshape")
+
+
+class Gathered:
+    """Makes stand-ins for other people's functions; outside of blocks they call the function as it is.
+
+    Args:
+        bridge: of the model. shares: home's part of each block -> how its heads are shared out.
+        calls: names of patches inside blocks -> how the class calls them.
+    """
+
+    def __init__(
+        self, bridge: TensorParallel, shares: Mapping[nn.Module, Shares], calls: Mapping[str, PatchCall]
+    ) -> None:
+        self._bridge, self._shares, self.calls = bridge, shares, calls
+
+    def patch(self, name: str, patch: Callable[..., Any]) -> Callable[..., Any]:
+        """A patch of one of these names."""
+        call = self.calls[name]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            shares = self._shares_here()
+            if shares is None:
+                return patch(*args, **kwargs)
+            given = args[0] if call.is_dict else dict(zip(call.tensors, args, strict=False))
+            brought = {key: given[key] for key in call.tensors}
+
+            def compute(everyone: list[dict[str, torch.Tensor]]) -> list[Any]:
+                whole = {key: _joined([each[key] for each in everyone], dim) for key, dim in call.tensors.items()}
+                output = _call(patch, call, whole, args, kwargs)
+                self._bridge.forget()  # it may have written into what copies were made of
+                return _parts_of_output(name, call, output, whole, shares)
+
+            return self._bridge.at_home(f"the patch {name}", brought, compute)
+
+        return run
+
+    def attention(self, override: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that replaces ComfyUI's attention: override(attention, q, k, v, heads, ...)."""
+
+        def run(attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            shares = self._shares_here()
+            if shares is None:
+                return override(attention, *args, **kwargs)
+            given = {**dict(zip(_ATTENTION, args, strict=False)), **kwargs}
+            brought = tuple(given[key] for key in _ATTENTION[:4])
+
+            def compute(everyone: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+                counts = tuple(each[3] for each in everyone)
+                total, is_divided = sum(shares.heads), counts == shares.heads
+                if not is_divided and set(counts) != {total}:
+                    raise RuntimeError(
+                        f"an attention override of another node met an attention of {counts} heads in a block whose "
+                        f"{total} heads are shared out as {shares.heads}; use way 'blocks' in the split node"
+                    )
+                dim = (
+                    1 if given.get("skip_reshape") else 2
+                )  # else [batch, tokens, heads, features] or the last two as one
+                tensors = (_joined([each[i] for each in everyone], dim if is_divided else None) for i in range(3))
+                whole = {**given, **dict(zip(_ATTENTION, (*tensors, total), strict=False))}
+                by_place = [whole[key] for key in _ATTENTION[: len(args)]]
+                output = override(attention, *by_place, **{key: whole[key] for key in kwargs})
+                self._bridge.forget()
+                along = (1 if given.get("skip_output_reshape") else 2) if is_divided else None
+                return _cut("an attention override", output, along, shares)
+
+            return self._bridge.at_home("an attention override", brought, compute)
+
+        return run
+
+    def _shares_here(self) -> Shares | None:
+        block = self._bridge.current_block
+        return None if block is None else self._shares[block]
+
+
+def _joined(parts: Sequence[torch.Tensor], dim: int | None) -> torch.Tensor:
+    """What all cards have of one tensor; dim None: each has all of it."""
+    return parts[0] if dim is None else torch.cat(list(parts), dim)
+
+
+def _call(patch: Callable[..., Any], call: PatchCall, whole: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+    """The patch with all heads, and otherwise what home's block hands it."""
+    if call.is_dict:
+        return patch({**args[0], **whole}, *args[1:], **kwargs)
+    return patch(*whole.values(), *args[len(whole) :], **kwargs)
+
+
+def _parts_of_output(
+    name: str, call: PatchCall, output: Any, whole: Mapping[str, torch.Tensor], shares: Shares
+) -> list[Any]:
+    """What each card's block is to be given back."""
+    what = f"the patch {name!r}"
+    if call.returns:
+        return _cut(what, output, call.tensors[call.returns], shares)
+    # What it left out it may have changed in place; the cards have not seen that.
+    tensors = {key: output.get(key, whole[key]) for key in call.tensors}
+    cut = {key: _cut(what, tensor, call.tensors[key], shares) for key, tensor in tensors.items()}
+    cut |= {key: _cut_mask(what, output[key], shares) for key in _MASKS if key in output}
+    return [{key: parts[rank] for key, parts in cut.items()} for rank in range(shares.num_devices)]
+
+
+def _cut_mask(what: str, mask: Any, shares: Shares) -> list[Any]:
+    is_by_heads = isinstance(mask, torch.Tensor) and mask.ndim > 3 and mask.shape[1] == sum(shares.heads) > 1
+    return _cut(what, mask, 1 if is_by_heads else None, shares)
+
+
+def _cut(what: str, whole: Any, dim: int | None, shares: Shares) -> list[Any]:
+    """Each card's part. Raises: RuntimeError if nobody can tell the heads apart."""
+    if dim is None:
+        return [whole] * shares.num_devices
+    dim %= whole.ndim
+    size = whole.shape[dim]
+    if size % sum(shares.heads):
+        raise RuntimeError(
+            f"{what} of another node returned a tensor of shape {tuple(whole.shape)}, in which the {sum(shares.heads)} "
+            "heads of this block cannot be told apart; use way 'blocks' in the split node, or take that node out"
+        )
+    return [Slice(dim, (own,)).copied(whole) for own in shares.ranges("heads", size)]

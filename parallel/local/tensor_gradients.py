@@ -1,0 +1,186 @@
+"""Where devices that compute a block together meet in training, in the forward and in the backward.
+
+After Megatron-LM (https://arxiv.org/abs/1909.08053), whose f and g these are. What lies between column- and
+row-parallel linears, a device has a part of; all else every device computes whole, the same bits on each.
+
+    input of a column-parallel linear     forward the input;         backward the sum of all devices' gradients  (f)
+    output of a row-parallel linear       forward the sum;           backward the gradient, which all have       (g)
+    output of a gathered linear           forward all parts joined;  backward this device's part of the gradient
+    mean square of a norm over all heads  forward the sum;           backward the sum
+
+A linear and its LoRA are one to these: partial sums are added up behind both. Gradients meet in the thread that runs
+the backward, which autograd chooses by device. Every device has one, so that none waits for itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from ...patches.hooks import HookSet
+from .shards import BlockShard, norm_eps, norm_ratio, sum_of_squares
+
+
+class Parts(Protocol):
+    """Where devices meet; an Exchange is one."""
+
+    def all(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """What every device brought, by rank, on this one's device."""
+
+    def sum(self, rank: int, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of what every device brought."""
+
+
+FindParts = Callable[[], Parts]  # of the run in hand
+
+
+def attach_meetings(shards: Mapping[str, BlockShard], rank: int, find_parts: FindParts) -> HookSet:
+    """Let the blocks of one device meet those of the others; to be called when their linears and LoRAs are final.
+
+    Args:
+        shards: name of a block -> this device's part of it.
+    """
+    hooks = HookSet()
+    for name, shard in shards.items():
+        _attach_to_block(hooks, _Place(name, rank, find_parts), shard)
+    return hooks
+
+
+def _attach_to_block(hooks: HookSet, place: _Place, shard: BlockShard) -> None:
+    block = shard.block
+    inputs = _Inputs(place)
+    for linear in shard.entered:
+        hooks.before(block.get_submodule(linear), inputs.share)
+    hooks.after(block, inputs.forget, also_on_error=True)
+    for meeting in shard.meetings:
+        module = block.get_submodule(meeting.name)  # with the LoRA that was put around it
+        meet = _MEETS[meeting.how] if meeting.how != "norm" else functools.partial(_correct, meeting.width)
+        hooks.after(module, functools.partial(_met, meet, place.at(meeting.name)))
+
+
+class _Place:
+    """Where in the model a device is. Args: name: the same on every device."""
+
+    def __init__(self, name: str, rank: int, find_parts: FindParts) -> None:
+        self.name, self.rank, self._find_parts = name, rank, find_parts
+
+    def at(self, name: str) -> _Place:
+        return _Place(f"{self.name}.{name}", self.rank, self._find_parts)
+
+    def all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return self._find_parts().all(self.rank, self.name, tensor)
+
+    def sum(self, tensor: torch.Tensor, *, is_backward: bool = False) -> torch.Tensor:
+        name = f"{self.name}, backward" if is_backward else self.name
+        return self._find_parts().sum(self.rank, name, tensor)
+
+
+Meet = Callable[[_Place, nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _met(
+    meet: Meet, place: _Place, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor
+) -> torch.Tensor:
+    return meet(place, module, args[0] if args else next(iter(kwargs.values())), output)
+
+
+def _sum(place: _Place, module: nn.Module, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    return _Sum.apply(output, place)  # type: ignore[no-any-return]
+
+
+def _join(place: _Place, module: nn.Module, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    return _Join.apply(output, place)  # type: ignore[no-any-return]
+
+
+def _correct(width: int, place: _Place, module: nn.Module, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """What an RMS norm of one device's features returned, normalised by the features of all devices instead."""
+    sums = sum_of_squares(x)
+    ratio = norm_ratio(sums, _SumBothWays.apply(sums, place), x.shape[-1], width, norm_eps(module, x.dtype))
+    return (output * ratio).to(output.dtype)
+
+
+_MEETS: Mapping[str, Meet] = {"sum": _sum, "join": _join}
+
+
+class _Inputs:
+    """The inputs of the column-parallel linears of a block. Those that are called with one tensor, as q, k and v are,
+    share one sum of its gradients."""
+
+    def __init__(self, place: _Place) -> None:
+        self._place = place.at("input")
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def share(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        x = args[0]
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return args, kwargs
+        if self._last is None or self._last[0] is not x:
+            self._last = x, _Share.apply(x, self._place)
+        return (self._last[1], *args[1:]), kwargs
+
+    def forget(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        self._last = None
+
+
+class _Share(torch.autograd.Function):
+    """f: the input of column-parallel linears."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, place: _Place) -> torch.Tensor:
+        ctx.place = place
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.place.sum(grad, is_backward=True), None
+
+
+class _Sum(torch.autograd.Function):
+    """g: the output of a row-parallel linear."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, place: _Place) -> torch.Tensor:
+        return place.sum(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _Join(torch.autograd.Function):
+    """Outputs joined along the last dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, place: _Place) -> torch.Tensor:
+        parts = place.all(part)
+        ctx.start = sum(each.shape[-1] for each in parts[: place.rank])
+        ctx.length = part.shape[-1]
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.narrow(-1, ctx.start, ctx.length), None
+
+
+class _SumBothWays(torch.autograd.Function):
+    """A sum that every device goes on with in its own way, so that each has a part of the gradient, too."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, place: _Place) -> torch.Tensor:
+        ctx.place = place
+        return place.sum(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.place.sum(grad, is_backward=True), None

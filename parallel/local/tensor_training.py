@@ -1,0 +1,170 @@
+"""Training with every block divided among several devices, which compute each microbatch together (tensor parallel).
+
+Every device has a tree of shards (shard_trees.py) and one worker, which runs the whole forward, loss and backward of a
+microbatch through its tree. The workers meet inside the blocks (tensor_gradients.py). All else, embedders, tail and
+loss, every device computes for itself, with the same bits.
+
+A LoRA is held whole, each parameter by one of the devices, and the optimizer knows nothing else: what it starts from,
+its state, clipping and files are those of one device. The trees have slices of it:
+
+    around a column-parallel linear    A whole, its gradient the sum of all devices' parts; B's rows with the linear's
+    around a row-parallel linear       A's columns with the linear's; B whole, its gradient the sum
+    around any other                   both whole; every device has all of their gradient
+
+`sync` deals the values out, and a step ends by bringing the gradients back. All sums are in the order of the devices,
+so that a run repeats itself. Reasons: docs/decisions/0022-training-with-divided-blocks.md.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ...patches.hooks import HookSet
+from ..runner import MicroBatch, OneModel
+from ..transfer import Arrivals, SideStreams, current_device
+from .exchange import Exchange
+from .lora_slices import LoraSlices
+from .shards import BlockShard
+from .tensor_gradients import attach_meetings
+from .thread_pool import ThreadPool
+from .workers import Coordinator
+
+T = TypeVar("T")
+
+
+class DividedModel(nn.Module):
+    """Trees of shards, one per device, called as one model: the output is the first device's, and the same on all.
+
+    Args:
+        trees: with their LoRAs, in the order of devices; each takes inputs from any device.
+        shards: of each device, name of a block -> its part of it.
+    """
+
+    def __init__(
+        self,
+        trees: Sequence[nn.Module],
+        devices: Sequence[torch.device],
+        shards: Sequence[Mapping[str, BlockShard]],
+    ) -> None:
+        super().__init__()
+        self.trees = nn.ModuleList(trees)
+        self.devices = tuple(devices)
+        self._side_streams = SideStreams()
+        self._pool = ThreadPool()
+        self._local = _Local()
+        self._exchange: Exchange | None = None
+        self._running = threading.Lock()
+        self._hooks: list[HookSet] = [
+            attach_meetings(each, rank, self._find_exchange) for rank, each in enumerate(shards)
+        ]
+
+    def remove(self) -> None:
+        """Take off what makes the trees meet; a second call is a no-op."""
+        for hooks in self._hooks:
+            hooks.remove()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Of every device together; inside `together` of this device alone."""
+        if self._local.rank is not None:
+            return self.trees[self._local.rank](*args, **kwargs)
+        return self.together(lambda: self.forward(*args, **kwargs))[0]
+
+    def together(self, work: Callable[[], T], beside: Callable[[], None] = lambda: None) -> list[T]:
+        """What work() returns in a thread per device, in which this model is that device's tree.
+
+        Args:
+            beside: one more thread's work.
+        Raises: the first exception of a thread, and the others end; RuntimeError inside another call.
+        """
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError("this model computes something already; wait for it, runs do not nest")
+        try:
+            self._exchange = exchange = Exchange(len(self.devices), self._send)
+            found: dict[int, T] = {}
+
+            def carry(rank: int) -> None:
+                self._local.rank = rank
+                try:
+                    with current_device(self.devices[rank]):  # for kernels that go by it
+                        found[rank] = work()
+                    exchange.finish(rank)
+                finally:
+                    self._local.rank = None
+
+            def at_end(index: int) -> None:  # also of one that never began: nobody may wait for it
+                if index < len(self.devices) and index not in found:
+                    exchange.abort(RuntimeError(f"{self.devices[index]} has ended"))
+
+            run = Coordinator(self._pool, self.devices)
+            try:
+                run.run([*(partial(carry, rank) for rank in range(len(self.devices))), beside], at_end)
+            finally:
+                exchange.forget()
+            return [found[rank] for rank in range(len(self.devices))]
+        finally:
+            self._exchange = None
+            self._running.release()
+
+    def _find_exchange(self) -> Exchange:
+        if self._exchange is None:
+            raise RuntimeError(
+                "a block that several devices compute together was called by itself; call the model, or run a step"
+            )
+        return self._exchange
+
+    def _send(self, tensor: torch.Tensor, rank: int, arrivals: Arrivals) -> torch.Tensor:
+        return self._side_streams.copy(tensor, self.devices[rank], arrivals)
+
+
+class TensorTraining(OneModel):
+    """Trains a divided model; see Runner.
+
+    Args:
+        lora: of the model, already dealt out.
+    """
+
+    def __init__(self, model: DividedModel, lora: LoraSlices) -> None:
+        super().__init__(model, model.devices[0])
+        self._model, self._lora = model, lora
+        self.sync()
+
+    def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
+        """See Runner.
+
+        Raises: RuntimeError inside another run, without autograd.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("this runner is for training; call the model itself for a forward without gradients")
+        losses: list[torch.Tensor] = []
+        prepared = [microbatches[0].prepare()] if microbatches else []
+        try:
+            for index, microbatch in enumerate(microbatches):
+                given, following = prepared.pop(), microbatches[index + 1 : index + 2]
+                losses.append(self._compute(microbatch, given, partial(_prepare, following, prepared)))
+                del given
+            self._lora.bring_gradients()
+        finally:
+            self._lora.drop_gradients()
+        return losses
+
+    def _compute(self, microbatch: MicroBatch[Any], given: Any, beside: Callable[[], None]) -> torch.Tensor:
+        """The loss that every device has."""
+        return self._model.together(lambda: microbatch.compute(given), beside)[0]
+
+    def sync(self) -> None:
+        """Deal out the values of the LoRA."""
+        self._lora.deal_out()
+
+
+def _prepare(microbatches: Sequence[MicroBatch[Any]], prepared: list[Any]) -> None:
+    prepared.extend(each.prepare() for each in microbatches)
+
+
+class _Local(threading.local):
+    rank: int | None = None  # of the device whose thread this is

@@ -1,0 +1,166 @@
+"""Blocks that write in place where autograd has saved the old values: gradients made right, and refused where they are
+not.
+
+Inference code may write into what a block is called with, and into what an operation of the block was given before
+(x += ...). Autograd raises an error then; where a block is computed again for its backward, torch's own checkpoint says
+nothing, and the gradients are wrong. Here each block is watched once per way of being called: one forward more, whose
+graph is dropped. From then on it gets copies of the arguments that it writes into, and of what autograd saves those
+tensors are copied that are written to later. The others keep their version: if it has changed at the backward, that is
+an error, not a gradient.
+
+That callers use what a block returns, and not what it wrote into its arguments, is what makes copies right; the split
+of ComfyUI's classes rests on it, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ...patches.hooks import map_tensors
+from ..devices import CPU, random_state, set_random_state
+
+_PLACE = torch.empty(0)  # stands where a tensor was
+_Kind = tuple[torch.dtype, int]  # of a saved tensor: type and number of dimensions
+
+
+@dataclass(frozen=True)
+class Writes:
+    """What one block writes into when it is called in one way.
+
+    Args:
+        arguments: which of the tensors it is called with, by number.
+        saved: of every tensor that autograd saves meanwhile, in order: its kind, and whether it is written to later.
+    """
+
+    arguments: frozenset[int]
+    saved: tuple[tuple[_Kind, bool], ...]
+
+    @property
+    def num_copied(self) -> int:
+        """Saved tensors that are copied."""
+        return sum(is_written for _, is_written in self.saved)
+
+
+class InPlaceGuard:
+    """Takes the place of a block's forward.
+
+    Args:
+        passed_by: names of arguments and dict keys that are handed on as they are.
+    """
+
+    def __init__(self, block: nn.Module, passed_by: Sequence[str] = ()) -> None:
+        self.block, self.passed_by = block, tuple(passed_by)
+        self.known: dict[Any, Writes] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors, frame = taken_out((args, kwargs), self.passed_by)
+        key = (len(args), tuple(kwargs), tuple((t.requires_grad, t.ndim) for t in tensors))
+        writes = self.known.get(key)
+        if writes is None:
+            writes = self.known[key] = self._learn(tensors, frame)
+        given = [t.clone() if index in writes.arguments else t for index, t in enumerate(tensors)]
+        before = [_version(tensor) for tensor in tensors]
+        needs_copies = torch.is_grad_enabled() and writes.num_copied
+        with _copies(writes, type(self.block).__name__) if needs_copies else nullcontext():
+            output = self._forward(given, frame)
+        if before != [_version(tensor) for tensor in tensors]:
+            raise RuntimeError(
+                f"{type(self.block).__name__} changed an argument in place that it did not change before, so its "
+                "gradients cannot be trusted; this model cannot be trained here"
+            )
+        return output
+
+    def _forward(self, tensors: Sequence[Tensor], frame: Any) -> Any:
+        args, kwargs = put_back(frame, tensors, self.passed_by)
+        return type(self.block).forward(self.block, *args, **kwargs)
+
+    def _learn(self, tensors: Sequence[Tensor], frame: Any) -> Writes:
+        saved: list[tuple[Tensor, int]] = []
+
+        def note(tensor: Tensor) -> Tensor:
+            same = tensor.detach()
+            saved.append((same, same._version))
+            return same
+
+        device = next((tensor.device for tensor in tensors), CPU)
+        with torch.enable_grad(), _same_random_numbers(device):
+            copies = [tensor.detach().requires_grad_(tensor.requires_grad).clone() for tensor in tensors]
+            before = [copy._version for copy in copies]
+            with saved_tensors_hooks(note, lambda tensor: tensor):
+                self._forward(copies, frame)
+        changed = (index for index, copy in enumerate(copies) if copy._version != before[index])
+        return Writes(
+            frozenset(changed), tuple((_kind(tensor), tensor._version != version) for tensor, version in saved)
+        )
+
+
+@contextmanager
+def _copies(writes: Writes, name: str) -> Iterator[None]:
+    """Inside, of what autograd saves a copy is kept where it is written to later."""
+    number = itertools.count()
+
+    def pack(tensor: Tensor) -> Any:
+        index = next(number)
+        if isinstance(tensor, nn.Parameter):
+            return tensor, None
+        same = tensor.detach()
+        is_known = index < len(writes.saved) and writes.saved[index][0] == _kind(tensor)
+        if not is_known or writes.saved[index][1]:
+            return same.clone(), None
+        return same, same._version
+
+    def unpack(packed: tuple[Tensor, int | None]) -> Tensor:
+        tensor, version = packed
+        if version is not None and tensor._version != version:
+            raise RuntimeError(
+                f"a tensor that the backward of {name} needs was changed in place after it was saved, which did not "
+                "happen before; its gradients would be wrong, so this model cannot be trained here"
+            )
+        return tensor
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
+
+
+@contextmanager
+def _same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Outside, the device's generator is where it was."""
+    state = random_state(device)
+    try:
+        yield
+    finally:
+        if state is not None:
+            set_random_state(device, state)
+
+
+def taken_out(value: Any, passed_by: Sequence[str] = ()) -> tuple[list[Tensor], Any]:
+    """Every tensor in value, in order, and value without them."""
+    tensors: list[Tensor] = []
+
+    def take(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
+        return _PLACE
+
+    return tensors, map_tensors(value, take, passed_by)
+
+
+def put_back(frame: Any, tensors: Sequence[Tensor], passed_by: Sequence[str] = ()) -> Any:
+    """The inverse of taken_out."""
+    remaining = iter(tensors)
+    return map_tensors(frame, lambda place: next(remaining), passed_by)
+
+
+def _kind(tensor: Tensor) -> _Kind:
+    return tensor.dtype, tensor.ndim
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

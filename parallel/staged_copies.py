@@ -1,0 +1,76 @@
+"""Copies between cards that cannot read each other's memory: through pinned host memory, piece by piece.
+
+The source's copy engine fills one of two buffers while the target's empties the other, so both directions of both slots
+are in use. Order, per pair of cards: the source's side stream waits for the kernels so far, and for a buffer until the
+target has read what was in it. The target's side stream waits until a buffer is filled. `settle` has the target's
+current stream wait for the last piece, as with copies that take the direct way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import permutations
+
+import torch
+
+from .devices import has_peer_access
+from .offload.pinned import PinnedBuffer
+from .transfer import Arrivals, Pair, SideStreams, module_with_streams
+
+PIECE_BYTES = 2**23  # large enough that the copy takes longer than its launch, small enough that two of them overlap
+
+
+def go_through_host(devices: Sequence[torch.device]) -> bool:
+    """Whether two of these cards are known to have no access to each other's memory."""
+    return any(has_peer_access(*pair) is False for pair in permutations(dict.fromkeys(devices), 2))
+
+
+class StagedCopies(SideStreams):
+    """As SideStreams, through host memory. A pair of cards takes two buffers of it, and is one thread's at a time."""
+
+    def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
+        super().__init__()
+        self._piece_bytes = piece_bytes
+        self._buffers: dict[Pair, deque[PinnedBuffer]] = {}
+
+    def copy(self, tensor: torch.Tensor, device: torch.device, arrivals: Arrivals) -> torch.Tensor:
+        pair = tensor.device, device
+        module = module_with_streams(*pair)
+        if module is None or not tensor.numel():
+            return super().copy(tensor, device, arrivals)
+        buffers = self._buffers_of(pair)
+        if device.type == "cuda" and not all(buffer.is_pinned for buffer in buffers):
+            return super().copy(tensor, device, arrivals)  # the driver has pinned memory of its own
+        leaving, arriving = self.streams_of(pair, module)
+        source = tensor.contiguous()
+        leaving.wait_stream(module.current_stream(pair[0]))
+        # The pieces are read on the source's current stream and written on the target's: both must be ours.
+        with module.stream(leaving), module.stream(arriving):
+            copy = torch.empty_like(source, device=device)
+            pieces = zip(_pieces(source, self._piece_bytes), _pieces(copy, self._piece_bytes), strict=True)
+            for piece, there in pieces:
+                buffer = buffers[0]
+                buffers.rotate()
+                if buffer.used is not None:
+                    leaving.wait_event(buffer.used)
+                here = buffer.tensor[: piece.numel()]
+                here.copy_(piece, non_blocking=True)
+                arriving.wait_event(leaving.record_event())
+                there.copy_(here, non_blocking=True)
+                buffer.used = arriving.record_event()
+        source.record_stream(leaving)
+        copy.record_stream(module.current_stream(device))
+        arrivals[pair] = arriving.record_event()
+        return copy
+
+    def _buffers_of(self, pair: Pair) -> deque[PinnedBuffer]:
+        """The one that was used longest ago comes first."""
+        if pair not in self._buffers:
+            with torch.inference_mode(False):  # or nobody could write to them outside that mode
+                self._buffers[pair] = deque(PinnedBuffer(self._piece_bytes, pair[0]) for _ in range(2))
+        return self._buffers[pair]
+
+
+def _pieces(tensor: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, ...]:
+    return tensor.view(-1).view(torch.uint8).split(num_bytes)

@@ -1,0 +1,136 @@
+"""What this machine's cards and the links between them can do, measured once and then read from disk."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from ..parallel.devices import has_peer_access, release_cached_memory
+from ..parallel.exchange_speed import exchange_speed, launch_s, product_speed
+from .measurements import CalibrationStore, Key, calibration_folder, describe_slot
+
+_VERSION = 1  # raise it when something else is measured
+_STRICT = ConfigDict(extra="forbid")
+_DRIVER = Path("/proc/driver/nvidia/version")
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class CardSpeed:
+    """flops_per_s: of a large matrix product in half precision. launch_s: of the host, for one small operation."""
+
+    name: str
+    flops_per_s: Positive
+    launch_s: Positive
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ExchangeSpeed:
+    """Two cards that send each other something at the same time.
+
+    Args:
+        cards: their places among those that were measured.
+        latency_s: of an exchange of next to nothing. bytes_per_s: that each of them sends in a large one.
+        is_direct: whether they have access to each other's memory; None if torch cannot tell.
+    """
+
+    cards: tuple[int, int]
+    latency_s: Positive
+    bytes_per_s: Positive
+    is_direct: bool | None
+
+
+@dataclass(frozen=True, config=_STRICT)
+class MachineSpeed:
+    """All cards that were measured together, and the link of every two. date: YYYY-MM-DD."""
+
+    cards: tuple[CardSpeed, ...]
+    links: tuple[ExchangeSpeed, ...]
+    elapsed_s: float
+    date: str
+
+    def __post_init__(self) -> None:
+        if [link.cards for link in self.links] != list(combinations(range(len(self.cards)), 2)):
+            raise ValueError("every two cards have one link")
+
+    def links_of(self, card: int) -> list[ExchangeSpeed]:
+        """Those of one card."""
+        return [link for link in self.links if card in link.cards]
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether no two cards are known to have no access to each other's memory."""
+        return all(link.is_direct is not False for link in self.links)
+
+    def describe(self) -> list[str]:
+        """A line per card and per link."""
+        ways = {True: "direct", False: "through host memory", None: "torch cannot tell which way"}
+        lines = [
+            f"{card.name}: {card.flops_per_s / 1e12:.3g} TFLOP/s in half precision, {card.launch_s * 1e6:.1f} µs of "
+            "the host per launch"
+            for card in self.cards
+        ]
+        for link in self.links:
+            first, second = (self.cards[index].name for index in link.cards)
+            speed = f"{link.bytes_per_s / 1e9:.3g} GB/s each way at once, {link.latency_s * 1e6:.0f} µs"
+            lines.append(f"{first} and {second}: {speed}, {ways[link.is_direct]}")
+        return lines
+
+
+def machine_key(devices: Sequence[torch.device]) -> Key:
+    """Everything that the measurements depend on: the cards, where they are, who reaches whom, driver and torch."""
+    return {
+        "version": _VERSION,
+        "machine": platform.node(),
+        "cards": [describe_slot(device) for device in devices],
+        "access": [[has_peer_access(source, target) for target in devices] for source in devices],
+        "driver": _driver(),
+        "torch": torch.__version__,
+    }
+
+
+def _driver() -> str:
+    """The loaded kernel module's version on Linux, else the newest CUDA that the driver knows; "" for neither."""
+    try:
+        return _DRIVER.read_text(encoding="utf-8").splitlines()[0]
+    except (OSError, IndexError):
+        ask = getattr(torch._C, "_cuda_getDriverVersion", None)
+        return "" if ask is None else str(ask())
+
+
+def machine_speed(devices: Sequence[torch.device], store: CalibrationStore | None = None) -> MachineSpeed:
+    """What these cards can do: as measured before with the same cards, links and driver, else measured now.
+
+    Args:
+        store: None takes the user's cache folder.
+    Raises: what a card raises where it has no memory for the measurement.
+    """
+    store, key = store or CalibrationStore(calibration_folder()), machine_key(devices)
+    found = store.get(key, MachineSpeed)
+    if found is None:
+        found = measure_machine(devices)
+        store.put(key, found)
+    return found
+
+
+def measure_machine(devices: Sequence[torch.device]) -> MachineSpeed:
+    """Takes some 150 MiB of each card, and well under a second on two GPUs."""
+    start = time.perf_counter()
+    with torch.inference_mode():
+        cards = tuple(CardSpeed(str(device), product_speed(device), launch_s(device)) for device in devices)
+        links = tuple(_measure_link(devices, pair) for pair in combinations(range(len(devices)), 2))
+    release_cached_memory()
+    return MachineSpeed(cards, links, time.perf_counter() - start, time.strftime("%Y-%m-%d"))
+
+
+def _measure_link(devices: Sequence[torch.device], pair: tuple[int, int]) -> ExchangeSpeed:
+    one, other = (devices[index] for index in pair)
+    return ExchangeSpeed(pair, *exchange_speed(one, other), has_peer_access(one, other))

@@ -1,0 +1,133 @@
+"""Which of two ways of using several cards is faster for sampling: blocks one after the other, or each block divided.
+
+Seconds of one step, for n cards that take shares of the work, f forwards (conds times pictures) of the same size:
+
+    blocks          f * sum(t)                     t: what a card computes of one forward, by its share
+    with overlap    sum(t) + (f - 1) * max(t)      forwards follow each other through the cards
+    tensor          f * max(t') + f * copies       t': its share, and what every card computes whole
+
+None is faster than the host, which launches the kernels of all cards under one lock. What a forward takes is estimated
+from operations and the rate that each card was measured at, for nobody has timed a MODEL's blocks before it is split.
+The constants were fitted to two H200 (docs/internals/experiments.md, 2026-11-23).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+from .machine_speed import MachineSpeed
+
+BLOCK_RATE = 0.8  # of a large matrix product's rate: FLUX.2, Wan and Qwen-Image on one card
+WHOLE_SHARE = 0.1  # of a block that every card computes whole: norms, modulation, residuals
+# Launches per module with weights, what it leads to included, and per exchange, where a thread per card launches; one
+# thread alone needs half. From FLUX.2 at 512² and Qwen-Image, which waited for the host, at 5 µs per launch (assumed).
+LAUNCHES_PER_MODULE, LAUNCHES_PER_EXCHANGE, ALONE = 38.0, 20.0, 0.5
+EXPOSED_CHUNK = 0.25  # of a partial sum, copied by chunks: the last one has no product to hide behind
+GAIN = 0.9  # of blocks' time at most, or dividing is not worth what it forbids
+
+
+@dataclass(frozen=True)
+class Work:
+    """One forward of one size.
+
+    Args:
+        flops: of all blocks. row_flops: of their row-parallel linears.
+        sent_bytes: of partial sums that a card sends each other card. stream_bytes: of activations between two blocks.
+        num_modules: with weights, inside blocks. num_exchanges: of all blocks.
+    """
+
+    flops: float
+    row_flops: float
+    sent_bytes: float
+    stream_bytes: float
+    num_modules: float
+    num_exchanges: float
+
+
+@dataclass(frozen=True)
+class WorkBySize:
+    """What forwards of any number of tokens take; every value grows with their square at most.
+
+    Args:
+        step: tokens. given: the work of 0, 1 and 2 steps of picture tokens.
+    """
+
+    step: int
+    given: tuple[Work, Work, Work]
+
+    def at(self, num_tokens: int) -> Work:
+        """Of so many picture tokens."""
+        x = num_tokens / self.step
+        weights = ((x - 1) * (x - 2) / 2, -x * (x - 2), x * (x - 1) / 2)
+        values = zip(*(astuple(work) for work in self.given), strict=True)
+        return Work(*(sum(w * value for w, value in zip(weights, each, strict=True)) for each in values))
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one step, each way."""
+
+    blocks: float
+    tensor: float
+
+    def __str__(self) -> str:
+        return f"blocks about {self.blocks:.3g} s per step, tensor {self.tensor:.3g} s"
+
+
+@dataclass(frozen=True)
+class Ways:
+    """The two ways of one MODEL on the cards of this machine.
+
+    Args:
+        block_shares: of the blocks, that each card has. tensor_shares: of every block.
+        can_overlap: whether forwards may follow each other through the cards.
+    """
+
+    work: WorkBySize
+    machine: MachineSpeed
+    block_shares: Sequence[float]
+    tensor_shares: Sequence[float]
+    can_overlap: bool
+
+    def seconds(self, num_tokens: int, num_forwards: int) -> Seconds:
+        """Of a step with so many forwards of so many picture tokens."""
+        work = self.work.at(num_tokens)
+        return Seconds(self._blocks(work, num_forwards), self._tensor(work, num_forwards))
+
+    def prefers_tensor(self, num_tokens: int, counts: Sequence[int]) -> bool:
+        """Whether dividing is faster for each of these numbers of forwards."""
+        found = [self.seconds(num_tokens, count) for count in counts]
+        return all(each.tensor < GAIN * each.blocks for each in found)
+
+    def _card_s(self, flops: float) -> list[float]:
+        return [flops / (card.flops_per_s * BLOCK_RATE) for card in self.machine.cards]
+
+    def _blocks(self, work: Work, count: int) -> float:
+        times = [share * whole for share, whole in zip(self.block_shares, self._card_s(work.flops), strict=True)]
+        crossing = max(link.latency_s + work.stream_bytes / link.bytes_per_s for link in self.machine.links)
+        crossings = len(times) * crossing  # from each card to the next, and home
+        is_overlapped = self.can_overlap and count > 1
+        computing = sum(times) + (count - 1) * max(times) if is_overlapped else count * sum(times)
+        launching = max(card.launch_s for card in self.machine.cards) * work.num_modules * LAUNCHES_PER_MODULE
+        host = ALONE * launching * (count if is_overlapped else 1)
+        return max(computing + crossings, host)
+
+    def _tensor(self, work: Work, count: int) -> float:
+        """The forwards are one batch."""
+        whole = self._card_s(work.flops)
+        shares = [share * (1 - WHOLE_SHARE) + WHOLE_SHARE for share in self.tensor_shares]
+        computing = max(count * share * time for share, time in zip(shares, whole, strict=True))
+        copying = max(self._copying(work, count, card) for card in range(len(whole)))
+        launches = work.num_modules * LAUNCHES_PER_MODULE + work.num_exchanges * LAUNCHES_PER_EXCHANGE
+        host = sum(card.launch_s * launches for card in self.machine.cards)
+        return max(computing + copying, host)
+
+    def _copying(self, work: Work, count: int, card: int) -> float:
+        """What a card waits for partial sums: all others' come over its one slot."""
+        links = self.machine.links_of(card)
+        copying = sum(count * work.sent_bytes / link.bytes_per_s for link in links)
+        if not self.machine.is_direct:  # in chunks, beside the products of the next ones
+            beside = (1 - EXPOSED_CHUNK) * count * self.tensor_shares[card] * self._card_s(work.row_flops)[card]
+            copying = max(EXPOSED_CHUNK * copying, copying - beside)
+        return copying + work.num_exchanges * max(link.latency_s for link in links)

@@ -1,0 +1,183 @@
+"""What the page in ComfyUI asks for, and the answers. Knows nothing of the web server that carries both.
+
+Names in a request are looked for among what is there (store.py). Every answer is JSON, or a file of a run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+from ..config.job import make_job
+from ..system.files import write_atomically
+from ..system.requests import REQUESTS, Requests
+from .guard import Refused, check_origin, choice_of, read_body, step_of, text_of
+from .queue import JobQueue
+from .store import Busy, NotThere, RunStore
+
+_log = logging.getLogger(__name__)
+PREFIX = "/devicebridge/"
+_MOST_RUNS = 200
+_KINDS = {".png": "image/png", ".webp": "image/webp", ".jpg": "image/jpeg", ".mp4": "video/mp4"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """JSON values, or a file. kind: the file's Content-Type; is_saved: the browser saves it under its name."""
+
+    status: int = 200
+    values: Any = None
+    file: Path | None = None
+    kind: str = ""
+    is_saved: bool = False
+
+
+@dataclass(frozen=True)
+class Host:
+    """What the page needs of the program around it.
+
+    Args:
+        loras: folder of the LoRAs that its nodes offer.
+        cards: memory and more of every card, plain values.
+        free: take its models out of the cards.
+    """
+
+    loras: Callable[[], Path]
+    cards: Callable[[], list[dict[str, Any]]]
+    free: Callable[[], None]
+
+
+class Api:
+    """Answers requests for one store of runs. To be called in one thread at a time."""
+
+    def __init__(self, store: RunStore, queue: JobQueue, host: Host) -> None:
+        self._store, self._queue, self._host = store, queue, host
+        self.routes: dict[tuple[str, str], Callable[[dict[str, Any]], Answer]] = {
+            ("GET", "state"): self._state,
+            ("GET", "run"): self._run,
+            ("GET", "sample"): self._sample,
+            ("GET", "lora"): self._lora,
+            ("POST", "ask"): self._ask,
+            ("POST", "resume"): self._resume,
+            ("POST", "use"): self._use,
+            ("POST", "delete"): self._delete,
+            ("POST", "queue"): self._change_queue,
+            ("POST", "free"): self._free,
+        }
+
+    def answer(self, method: str, name: str, query: str, headers: Mapping[str, str], body: bytes) -> Answer:
+        """Never raises: whatever is wrong with a request is an answer of its own.
+
+        Args:
+            query: the part of the address after "?".
+        """
+        try:
+            check_origin(headers)
+            handler = self.routes.get((method, name))
+            if handler is None:
+                raise Refused(404, "there is nothing of this name")
+            return handler(_read_query(query) if method == "GET" else read_body(headers.get("Content-Type", ""), body))
+        except Refused as error:
+            return _problem(error.status, error)
+        except NotThere as error:
+            return _problem(404, error)
+        except Busy as error:
+            return _problem(409, error)
+        except (ValueError, OSError) as error:
+            _log.warning("%s: %s", name, error)
+            return _problem(400 if isinstance(error, ValueError) else 500, error)
+
+    def state(self) -> dict[str, Any]:
+        """Runs, queue and cards: what the page shows first."""
+        runs = [self._store.summary(run) for run in self._store.ids()[:_MOST_RUNS]]
+        return {"runs": runs, "jobs": self._queue.describe(), "cards": self._host.cards()}
+
+    def _state(self, values: dict[str, Any]) -> Answer:
+        return Answer(values=self.state())
+
+    def _run(self, values: dict[str, Any]) -> Answer:
+        return Answer(values=self._store.details(text_of(values, "run")))
+
+    def _sample(self, values: dict[str, Any]) -> Answer:
+        file = self._store.sample(text_of(values, "run"), text_of(values, "file"))
+        return Answer(file=file, kind=_KINDS[file.suffix])
+
+    def _lora(self, values: dict[str, Any]) -> Answer:
+        given = values.get("step", "")
+        if given != "last" and not (given.isascii() and given.isdecimal() and len(given) < 13):
+            raise Refused(400, "step should be a whole number, or last")
+        step = None if given == "last" else int(given)
+        return Answer(
+            file=self._store.lora(text_of(values, "run"), step), kind="application/octet-stream", is_saved=True
+        )
+
+    def _ask(self, values: dict[str, Any]) -> Answer:
+        what, run = choice_of(values, "what", REQUESTS), text_of(values, "run")
+        if what == "stop" and self._queue.stop_before_its_record(run):
+            return Answer(values={"asked": what})
+        folder = self._store.find(run)
+        record = self._store.record(run)
+        if record is None or record.state != "running":
+            raise Busy("this run is not under way")
+        Requests(folder).ask(what)
+        return Answer(values={"asked": what})
+
+    def _resume(self, values: dict[str, Any]) -> Answer:
+        run = text_of(values, "run")
+        folder, record = self._store.find(run), self._store.record(run)
+        if record is None or not record.job:
+            raise Busy("this run was made before runs kept their job; resume it where it was started")
+        job = make_job(record.job)
+        if Path(job.output.folder).resolve() != folder.resolve():
+            raise Busy("this run was moved since; resume it with its job file")
+        queued = self._queue.add(job, record.devices, is_resumed=True)
+        self._queue.tick()
+        return Answer(values={"job": queued.id})
+
+    def _use(self, values: dict[str, Any]) -> Answer:
+        run, step = text_of(values, "run"), step_of(values, may_be_last=True)
+        source = self._store.lora(run, step)
+        name = run.replace("/", "_") + ("" if step is None else f"_step_{step:06d}") + ".safetensors"
+        target, data = self._host.loras() / name, source.read_bytes()
+        if target.is_symlink() or (target.exists() and target.read_bytes() != data):
+            raise Busy(f"another {name} is among the LoRAs; rename or remove it first")
+        write_atomically(target, data)
+        return Answer(values={"name": name})
+
+    def _delete(self, values: dict[str, Any]) -> Answer:
+        step = step_of(values)
+        if choice_of(values, "confirm", (True, False)) is not True:
+            raise Refused(400, "confirm should be true")
+        self._store.delete_checkpoint(text_of(values, "run"), step)
+        return Answer(values={"deleted": step})
+
+    def _change_queue(self, values: dict[str, Any]) -> Answer:
+        job, what = text_of(values, "job"), choice_of(values, "what", ("earlier", "later", "remove"))
+        if what == "remove":
+            self._queue.remove(job)
+        else:
+            self._queue.move(job, is_earlier=what == "earlier")
+        return Answer(values={"jobs": self._queue.describe()})
+
+    def _free(self, values: dict[str, Any]) -> Answer:
+        self._host.free()
+        return Answer(values={"asked": "free"})
+
+
+def _problem(status: int, error: Exception) -> Answer:
+    return Answer(status, {"error": str(error)})
+
+
+def _read_query(query: str) -> dict[str, Any]:
+    """Raises: Refused for more than a few short values."""
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, errors="strict", max_num_fields=8)
+    except ValueError as error:
+        raise Refused(400, "the address cannot be read") from error
+    if len(query) > 4000 or len(dict(pairs)) != len(pairs):
+        raise Refused(400, "the address cannot be read")
+    return dict(pairs)

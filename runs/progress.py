@@ -1,0 +1,145 @@
+"""How far a run is, read from its events.jsonl as that grows: curves, forecast, memory, and what is left to do."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_CHUNK = 1 << 22  # bytes of the file that are read at a time
+_RECENT = 20  # steps whose median time tells how long the rest takes
+Point = tuple[float, ...]
+
+
+@dataclass
+class Progress:
+    """What the events of a run have told up to now.
+
+    Args:
+        steps: per step done: step, loss, learning rate, seconds.
+        evals: step and evaluation loss.
+        total: steps of the run; 0 before the first.
+        phase: what it is doing, such as "captions" or "training".
+        forecast: per device, as the event says it.
+        memory: per device GB, as last measured.
+        samples: file name -> what the event said of it.
+    """
+
+    path: Path
+    steps: list[Point] = field(default_factory=list)
+    evals: list[Point] = field(default_factory=list)
+    total: int = 0
+    phase: str = ""
+    phase_progress: Mapping[str, Any] = field(default_factory=dict)
+    forecast: Mapping[str, Any] = field(default_factory=dict)
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    blocks: Sequence[Any] = ()
+    samples: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _offset: int = 0
+    _rest: bytes = b""
+    _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+    def update(self) -> bool:
+        """Read what was written since the last call; whether there was anything. A file that is gone tells nothing."""
+        try:
+            size = self.path.stat().st_size
+            if size < self._offset:  # another run in the same place
+                self.__init__(self.path)  # type: ignore[misc]
+            if size == self._offset:
+                return False
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                while chunk := file.read(_CHUNK):
+                    self._offset += len(chunk)
+                    *lines, self._rest = (self._rest + chunk).split(b"\n")
+                    for line in lines:
+                        self._hear(line)
+            return True
+        except OSError:
+            return False
+
+    @property
+    def step(self) -> int:
+        return int(self.steps[-1][0]) if self.steps else 0
+
+    @property
+    def step_s(self) -> float | None:
+        """Median of the last steps; None before there are any."""
+        return statistics.median(self._recent_s) if self._recent_s else None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the end at that pace."""
+        return None if self.step_s is None else self.step_s * max(0, self.total - self.step)
+
+    def _hear(self, line: bytes) -> None:
+        try:
+            event = json.loads(line)
+        except ValueError:  # of a killed run
+            return
+        if not isinstance(event, dict):
+            return
+        kind, step = event.get("kind"), event.get("step", 0)
+        if "expert" in event or not isinstance(step, int):  # experts write their own
+            return
+        if kind == "step":
+            self._hear_step(step, event)
+        elif kind == "eval" and _is_number(event.get("loss")):
+            _cut(self.evals, step)
+            self.evals.append((step, event["loss"]))
+        elif kind in ("saved", "stopped"):  # of a resumed run that was stopped before its first step
+            _cut(self.steps, step + 1)
+            _cut(self.evals, step + 1)
+        elif kind == "phase":
+            self.phase, self.phase_progress = str(event.get("name", "")), {}
+            self.blocks = event.get("blocks", self.blocks)
+        elif kind == "progress":
+            self.phase_progress = {name: event.get(name) for name in ("what", "step", "total", "left_s")}
+        elif kind == "forecast":
+            self._hear_forecast(event)
+        elif kind == "memory":
+            self.memory = {name: value for name, value in event.items() if isinstance(value, dict)}
+        elif kind == "sample" and isinstance(event.get("file"), str):
+            self.samples[Path(event["file"]).name] = {"step": step, "prompt": str(event.get("prompt", ""))}
+
+    def _hear_step(self, step: int, event: Mapping[str, Any]) -> None:
+        values = [event.get(name) for name in ("loss", "learning_rate", "elapsed_s")]
+        if not all(_is_number(value) for value in values):
+            return
+        _cut(self.steps, step)  # a resumed run does the steps after its checkpoint again
+        _cut(self.evals, step)
+        self.total = event.get("total", 0)
+        self.phase = "training"
+        self.steps.append((step, *values))  # type: ignore[arg-type]
+        self._recent_s.append(values[-1])  # type: ignore[arg-type]
+
+    def _hear_forecast(self, event: Mapping[str, Any]) -> None:
+        devices = event.get("devices")
+        if isinstance(devices, dict):
+            parts = event.get("parts", {name: self.forecast.get(name, {}).get("parts") for name in devices})
+            self.forecast = {name: {**each, "parts": parts.get(name)} for name, each in devices.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _cut(points: list[Point], step: int) -> None:
+    """Leave out what an attempt that was given up did from this step on."""
+    while points and points[-1][0] >= step:
+        points.pop()
+
+
+def thinned(points: Sequence[Point], most: int) -> list[Point]:
+    """At most so many points: means of runs of neighbours, the last as it is."""
+    if len(points) <= most:
+        return list(points)
+    size = math.ceil((len(points) - 1) / max(1, most - 1))
+    groups = [points[start : min(start + size, len(points) - 1)] for start in range(0, len(points) - 1, size)]
+    means = [tuple(math.fsum(column) / len(group) for column in zip(*group, strict=True)) for group in groups]
+    return [*((round(mean[0]), *mean[1:]) for mean in means), points[-1]]

@@ -1,0 +1,114 @@
+"""run.json in a run's folder: what runs or ran there, in which process, and how it ended.
+
+The process is named with the time it started, so that another with the same number is not taken for it. A record that
+says "running" while its process is gone is that of a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ..config.job import JobConfig, job_to_dict
+from ..events import first_line
+from ..system.files import write_atomically
+from ..system.json_file import expect, read_json_object
+from ..system.processes import ProcessMark, own_mark
+from ..system.requests import Requests
+
+Status = Literal["running", "finished", "stopped", "failed", "crashed"]
+_FILE = "run.json"
+_MOST_MESSAGE = 2000  # characters
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run says of itself.
+
+    Args:
+        status: "running" as long as nothing else was written; state_of tells whether that is so.
+        devices: of its blocks, in order.
+        steps: to the end.
+        job: as job_to_dict gives it, to resume from.
+        message: why it failed.
+        since: when it began, seconds since 1970.
+    """
+
+    status: Status
+    process: ProcessMark
+    devices: tuple[str, ...]
+    steps: int
+    job: dict[str, Any] = field(default_factory=dict)
+    message: str = ""
+    since: float = 0.0
+
+    @property
+    def state(self) -> Status:
+        """The status, with "crashed" for a run whose process is gone."""
+        return "crashed" if self.status == "running" and not self.process.is_alive() else self.status
+
+
+class Recording:
+    """The record of the run that this process is in; setting `status` says how it ends."""
+
+    def __init__(self) -> None:
+        self.status: Status = "finished"
+
+
+@contextmanager
+def recorded_run(folder: Path, job: JobConfig, devices: Sequence[str]) -> Iterator[Recording]:
+    """Say in the folder that a run is under way, and at the end how it ended; what was asked of it is then forgotten.
+
+    Raises: OSError naming the file if the disk refuses at the start.
+    """
+    record = RunRecord("running", own_mark(), tuple(devices), job.train.steps, job_to_dict(job), since=time.time())
+    _write(folder, record)
+    recording = Recording()
+    try:
+        yield recording
+    except BaseException as error:
+        _end(folder, replace(record, status="failed", message=first_line(error)[:_MOST_MESSAGE]))
+        raise
+    _end(folder, replace(record, status=recording.status))
+
+
+def _end(folder: Path, record: RunRecord) -> None:
+    Requests(folder).clear()
+    try:
+        _write(folder, record)
+    except OSError:  # a full disk has been told of; this run is then one that crashed
+        return
+
+
+def _write(folder: Path, record: RunRecord) -> None:
+    write_atomically(folder / _FILE, json.dumps(asdict(record)).encode())
+
+
+def read_record(folder: Path) -> RunRecord | None:
+    """The record of a run folder; None where there is none, or none that can be read."""
+    try:
+        values = read_json_object(folder / _FILE)
+        return _make(values, str(folder / _FILE))
+    except (OSError, ValueError):
+        return None
+
+
+def _make(values: dict[str, Any], what: str) -> RunRecord:
+    status = expect(values.get("status"), str, what)
+    if status not in get_args(Status):
+        raise ValueError(f"{what} says {status!r}")
+    devices = expect(values.get("devices"), list, what)
+    return RunRecord(
+        status=status,
+        process=ProcessMark.read(expect(values.get("process"), dict, what)),
+        devices=tuple(str(each) for each in devices),
+        steps=expect(values.get("steps"), int, what),
+        job=expect(values.get("job"), dict, what),
+        message=expect(values.get("message"), str, what),
+        since=expect(values.get("since"), (int, float), what),
+    )

@@ -1,0 +1,1 @@
+"""Pictures that are drawn while a LoRA trains."""

@@ -1,0 +1,135 @@
+"""From a prompt to latents, in Euler steps of the model that trains.
+
+diffusers' scheduler makes the steps, on noise levels that the makers of the model shift (families/). What is drawn is
+kept on the CPU in float32, so a split changes nothing of it. The noise has a generator of its own, and its numbers are
+those that diffusers' pipelines and ComfyUI draw from the same seed on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config.samples import SamplesConfig
+from ..families.spec import LatentSpec, ModelFamily, Variant
+from ..system.stopping import Stopped
+
+Text = Mapping[str, torch.Tensor]
+# (latents [1, C, F, H, W], sigma [1], text and conditions of one sample), float32 on the CPU -> velocity, likewise
+Predict = Callable[[torch.Tensor, torch.Tensor, Text], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How every picture of a job is drawn.
+
+    Args:
+        guidance: what the model's guidance input gets; None for a model without one.
+        cfg_scale: of classifier-free guidance; 1 computes a step once.
+        shift: of the noise levels, by image tokens and steps.
+    """
+
+    steps: int
+    seed: int
+    guidance: float | None
+    cfg_scale: float
+    shift: Callable[[int, int], float]
+
+
+def make_drawing(settings: SamplesConfig, family: ModelFamily, variant: Variant) -> Drawing:
+    """The job's settings, else what is usual for the model.
+
+    Raises: ValueError for a family that nobody has said how to draw with.
+    """
+    usual = family.sampling_of(variant)
+    if usual is None:
+        raise ValueError(f"samples.prompts: how {family.title} draws pictures is not described; remove them")
+    guidance = usual.guidance if settings.guidance is None else settings.guidance
+    has_input = variant.training_guidance is not None
+    return Drawing(
+        steps=settings.steps or usual.steps,
+        seed=settings.seed,
+        guidance=guidance if has_input else None,
+        cfg_scale=1.0 if has_input else guidance,
+        shift=usual.shift,
+    )
+
+
+def _make_scheduler(drawing: Drawing, num_tokens: int) -> Any:
+    """A scheduler whose steps are the drawing's: evenly from 1 to 1 / steps, shifted, then 0."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler: Any = FlowMatchEulerDiscreteScheduler(shift=drawing.shift(num_tokens, drawing.steps))
+    even = [1 - index / drawing.steps for index in range(drawing.steps)]
+    scheduler.set_timesteps(sigmas=even)
+    scheduler.set_begin_index(0)
+    return scheduler
+
+
+def draw_latents(
+    predict: Predict,
+    drawing: Drawing,
+    shape: tuple[int, int, int, int],
+    num_tokens: int,
+    text: Text,
+    empty: Text,
+    should_stop: Callable[[], bool],
+) -> torch.Tensor:
+    """Normalised latents of one picture, float32 on the CPU. [1, C, F, H, W]
+
+    Args:
+        shape: of them, without the batch.
+        num_tokens: image tokens of the picture.
+        text, empty: what the model reads of the prompt and of the empty one; the latter for classifier-free guidance.
+    Raises: Stopped between two steps, when should_stop() is true.
+    """
+    scheduler = _make_scheduler(drawing, num_tokens)
+    latents = torch.randn((1, *shape), generator=torch.Generator("cpu").manual_seed(drawing.seed))
+    for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas[:-1], strict=True):
+        if should_stop():
+            raise Stopped("stopped while a sample picture was drawn")
+        velocity = predict(latents, sigma.view(1), text)
+        if drawing.cfg_scale > 1:
+            plain = predict(latents, sigma.view(1), empty)
+            velocity = plain + drawing.cfg_scale * (velocity - plain)
+        latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
+    first = text.get("first_latents")
+    return latents if first is None else torch.cat([first.to(latents), latents[:, :, 1:]], dim=2)
+
+
+def picture_size(
+    settings: SamplesConfig, family: ModelFamily, variant: Variant, side: int, frames: int
+) -> tuple[int, int, int]:
+    """Height and width in pixels and frames of every picture.
+
+    Args:
+        side: in pixels along a square, where the job names no size. frames: where it names no length.
+    Raises: ValueError naming the setting that the model does not take.
+    """
+    latent = family.latent_of(variant)
+    width = settings.width or side
+    height = settings.height or width
+    num_frames = settings.frames or (frames if latent.is_video else 1)
+    for name, value in (("width", width), ("height", height)):
+        if value % latent.size_multiple:
+            near = max(1, round(value / latent.size_multiple)) * latent.size_multiple
+            raise ValueError(
+                f"samples.{name} = {value} was asked for, and sides of {variant.name} are multiples of "
+                f"{latent.size_multiple}; {near} works"
+            )
+    _refuse_length(num_frames, latent, variant)
+    return height, width, num_frames
+
+
+def _refuse_length(frames: int, latent: LatentSpec, variant: Variant) -> None:
+    if frames > 1 and not latent.is_video:
+        raise ValueError(f"samples.frames = {frames} was asked for, and {variant.name} makes pictures; leave it out")
+    if (frames - 1) % latent.frame_stride:
+        near = latent.num_frames(latent.num_latent_frames(frames))
+        raise ValueError(
+            f"samples.frames = {frames} was asked for, and clips of {variant.name} have {latent.frame_stride}n + 1 "
+            f"frames; {near} works"
+        )

@@ -1,0 +1,173 @@
+"""When a run draws its sample pictures, and how they reach the disk and the outside.
+
+They are drawn between two steps by the model that trains, in place: eager, without gradients, dropout or gradient
+checkpointing. Everything random is put back afterwards, so training does not know of it. Whatever goes wrong with a
+picture is a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.samples import SamplesConfig
+from ..events import EventLog, first_line
+from ..families.spec import ModelFamily, Variant
+from ..parallel.devices import random_states, release_cached_memory, restore_random_states
+from ..patches.attention import sound_attention
+from ..patches.compile_blocks import CompiledBlocks
+from ..system.files import write_atomically
+from ..system.requests import Requests
+from ..system.stopping import Stopped
+from ..training.batches import CachedSamples
+from .decode import Decoder, as_file
+from .draw import Drawing, Text, draw_latents
+
+_log = logging.getLogger(__name__)
+
+FOLDER = "samples"
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Draws the pictures of one run.
+
+    Args:
+        folder: of the run.
+        last: the last step.
+        shape: of the latents, [C, F, H, W]; () takes that of the training sample whose first frame is given.
+        data: to train on; it has the states of all prompts.
+        replica: the model and the device of its inputs.
+        compiled: its blocks and those of its copies, if they are.
+        devices: every device that trains.
+    """
+
+    settings: SamplesConfig
+    drawing: Drawing
+    family: ModelFamily
+    variant: Variant
+    dtype: torch.dtype
+    folder: Path
+    last: int
+    shape: tuple[int, ...]
+    data: CachedSamples
+    replica: Callable[[], tuple[nn.Module, torch.device]]
+    compiled: Sequence[CompiledBlocks]
+    devices: Sequence[torch.device]
+    decoder: Decoder
+    events: EventLog
+
+    def is_due(self, step: int, *, is_start: bool = False) -> bool:
+        """Whether pictures are wanted after this step.
+
+        Args:
+            is_start: whether the run stands there as it starts. A resumed one draws only what it has not drawn.
+        """
+        if Requests(self.folder).take("sample"):
+            return True
+        if step == 0:
+            return self.settings.before_first
+        every = self.settings.every_steps
+        is_due = step == self.last or (every > 0 and step % every == 0)
+        return is_due and not (is_start and self._are_there(step))
+
+    def _are_there(self, step: int) -> bool:
+        return all(any(self._folder.glob(f"{_stem(step, index)}.*")) for index in range(len(self.settings.prompts)))
+
+    @property
+    def _folder(self) -> Path:
+        return self.folder / FOLDER
+
+    def draw(self, step: int, should_stop: Callable[[], bool]) -> None:
+        """Draw every prompt, write the pictures and tell of each. What fails is warned of; a stop ends it."""
+        self.events.emit("phase", step, self.last, name="samples")
+        made: list[tuple[int, Path]] = []
+        try:
+            with self._apart():
+                made += self._pictures(step, should_stop)
+        except Stopped:
+            return
+        except Exception as error:  # a picture is not worth a training
+            _log.warning("no sample pictures after step %d, and training goes on: %s", step, first_line(error))
+        for index, path in made:
+            prompt, name = self.settings.prompts[index], path.relative_to(self.folder).as_posix()
+            known = {"index": index, "prompt": prompt, "seed": self.settings.seed, "file": name, "path": str(path)}
+            self.events.emit("sample", step, self.last, **known)
+        self.events.emit("phase", step, self.last, name="training")
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Inside, the model draws; afterwards everything is as it was."""
+        states = random_states(self.devices)
+        model, _ = self.replica()
+        release_cached_memory()  # of the step before, in sizes that pictures do not have
+        try:
+            with ExitStack() as stack:
+                for each in self.compiled:
+                    stack.enter_context(each.paused())
+                stack.enter_context(torch.no_grad())
+                stack.enter_context(sound_attention())
+                model.eval()
+                yield
+        finally:
+            model.train()
+            restore_random_states(states)
+            release_cached_memory()
+
+    def _pictures(self, step: int, should_stop: Callable[[], bool]) -> Iterator[tuple[int, Path]]:
+        """Index and file of each picture that was written."""
+        drawn: dict[int, torch.Tensor] = {}
+        for index, prompt in enumerate(self.settings.prompts):
+            latents = self._draw_one(index, prompt, should_stop)
+            if torch.isfinite(latents).all():
+                drawn[index] = latents
+            else:
+                _log.warning("the sample picture of %r after step %d is not finite; none is written", prompt, step)
+        if not drawn:
+            return
+        release_cached_memory()
+        with contextlib.closing(self.decoder.decode(list(drawn.values()))) as decoded:
+            for index, pixels in zip(drawn, decoded, strict=True):
+                if should_stop():
+                    return
+                ending, content = as_file(pixels, self.family.latent_of(self.variant).fps)
+                path = self._folder / f"{_stem(step, index)}.{ending}"
+                write_atomically(path, content)
+                yield index, path
+
+    def _draw_one(self, index: int, prompt: str, should_stop: Callable[[], bool]) -> torch.Tensor:
+        """Latents. [1, C, F, H, W]"""
+        conditions, shape = self._conditions(index)
+        tokens = int(torch.Size(shape[1:]).numel() * self.family.latent_of(self.variant).num_tokens_per_cell)
+        text, empty = ({**self.data.text(each), **conditions} for each in (prompt, ""))
+        return draw_latents(self._predict, self.drawing, shape, tokens, text, empty, should_stop)
+
+    def _conditions(self, index: int) -> tuple[Mapping[str, torch.Tensor], Any]:
+        """What the model is given besides text, and the latents' shape; both of a training sample if it needs any."""
+        if self.variant.condition == "none":
+            return {}, self.shape
+        batch = self.data.load([index % len(self.data.samples)], [True])
+        return batch.conditions, tuple(batch.latents.shape[1:])
+
+    def _predict(self, latents: torch.Tensor, sigma: torch.Tensor, text: Text) -> torch.Tensor:
+        """One forward of the model that trains. See Predict."""
+        model, home = self.replica()
+        given = {name: self._in_type(states).to(home) for name, states in text.items()}
+        inputs = self.family.make_inputs(latents.to(self.dtype).to(home), sigma.to(home), given, self.drawing.guidance)
+        output = model(**inputs, return_dict=False)[0]
+        return self.family.read_prediction(output, latents).float().cpu()
+
+    def _in_type(self, states: torch.Tensor) -> torch.Tensor:
+        return states.to(self.dtype) if states.is_floating_point() else states
+
+
+def _stem(step: int, index: int) -> str:
+    return f"{step:06d}_{index}"

@@ -1,0 +1,99 @@
+"""A split MODEL under DynamicVRAM, where layers ask for their weights while they compute."""
+
+from __future__ import annotations
+
+from devicebridge.tests.comfy.emulated_vram import dynamic_vram
+from devicebridge.tests.comfy.split_cases import CPU, Case, case, split
+from devicebridge.tests.comfy.split_cases_tensor import _near, tensor
+from devicebridge.tests.comfy.split_host import HOME, OTHER, live_bytes
+
+
+@case
+def dynamic_blocks(case: Case) -> None:
+    """The emulation itself: what is known to work on cards works here, with the bits of one card."""
+    host, name = case.host, "flux1_heads"
+    reference = host.sample(host.load(name, load_device=CPU), name)
+    with dynamic_vram() as vram:
+        model = host.load(name)
+        case.check("it is dynamic", model.is_dynamic())
+        divided = split(model)
+        case.equal("as on one card", host.sample(divided, name), reference)
+        case.check("both cards were asked", bool(vram.faults.get(HOME) and vram.faults.get(OTHER)), vram.faults)
+        host.unload_all()
+
+
+@case
+def dynamic_tensor(case: Case) -> None:
+    """Every card's slices come as its own layers ask for them, packed and quantized ones as well."""
+    host = case.host
+    for name in ("flux1_heads", "wan_heads", "lumina2"):
+        reference = host.sample(host.load(name, load_device=CPU), name)
+        with dynamic_vram() as vram:
+            model = host.load(name)
+            whole = sum(parameter.nbytes for parameter in model.model.diffusion_model.parameters())
+            divided = tensor(model)
+            output = host.sample(divided, name)
+            _near(case, f"{name}: as unsplit", output, reference)
+            case.check(f"{name}: both cards were asked", vram.faults.keys() == {HOME, OTHER}, vram.faults)
+            held = {device: live_bytes(device) for device in (HOME, OTHER)}
+            case.check(f"{name}: no card holds the whole", max(held.values()) < whole, f"{held} of {whole}")
+            before = dict(vram.faults)
+            case.equal(f"{name}: again, the same bits", host.sample(divided, name), output)
+            case.check(f"{name}: the second time they are there", vram.faults == before, vram.faults)
+            host.unload_all()
+            left = [vram.held(device) for device in (HOME, OTHER)]
+            case.check(f"{name}: nothing stays", left == [0, 0], left)
+            case.equal(f"{name}: after it was unloaded", host.sample(divided, name), output)
+            host.unload_all()
+
+
+@case
+def dynamic_tensor_with_little_memory(case: Case) -> None:
+    """A card without room for all of its slices copies the others for one use; a user's limit does the same."""
+    host, name = case.host, "flux1_heads"
+    reference = host.sample(host.load(name, load_device=CPU), name)
+    with dynamic_vram() as vram:
+        divided = tensor(host.load(name))
+        output = host.sample(divided, name)
+        host.unload_all()
+        vram.room[OTHER] = 200_000
+        case.equal("the same bits", host.sample(divided, name), output)
+        case.check("some were refused", vram.refused.get(OTHER, 0) > 0, vram.refused)
+        host.unload_all()
+        vram.room.clear()
+        limited = tensor(host.load(name), memory_limit_gb=(0.0002, 1.0))
+        _near(case, "with a limit", host.sample(limited, name), reference)
+        case.check("the limit was kept", vram.refused.get(HOME, 0) > 0, vram.refused)
+        host.unload_all()
+
+
+@case
+def dynamic_tensor_loras(case: Case) -> None:
+    """LoRAs are added where a slice arrives: before and after the split, others in turn, none again."""
+    host = case.host
+    for name in ("flux1_heads", "wan_heads"):
+        unsplit = host.load(name, load_device=CPU)
+        clean = host.sample(unsplit, name)
+        references = [host.sample(host.lora(unsplit, name, seed=seed), name) for seed in (1, 2)]
+        with dynamic_vram() as vram:
+            divided = tensor(host.load(name))
+            clones = [host.lora(divided, name, seed=seed) for seed in (1, 2)]
+            for turn in range(2):
+                for index, clone in enumerate(clones):
+                    _near(case, f"{name}: {index}, turn {turn}", host.sample(clone, name), references[index])
+            _near(case, f"{name}: none", host.sample(divided, name), clean)
+            before = tensor(host.lora(host.load(name), name))
+            _near(case, f"{name}: before the split", host.sample(before, name), references[0])
+            host.unload_all()
+            vram.room[OTHER] = 200_000
+            _near(case, f"{name}: streamed", host.sample(clones[1], name), references[1])
+            host.unload_all()
+
+
+@case
+def dynamic_tensor_refuses_a_scheduled_lora(case: Case) -> None:
+    """Before its stand-in, a whole second model, is read from the file."""
+    host, name = case.host, "flux1_heads"
+    with dynamic_vram():
+        divided = tensor(host.load(name))
+        case.refused("the stand-in", divided.get_non_dynamic_delegate, RuntimeError, "hook", "blocks")

@@ -1,0 +1,145 @@
+"""Copies through host memory: their bits, and in which order simulated streams read and write the buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.parallel import staged_copies as staged_module
+from devicebridge.parallel.staged_copies import StagedCopies, go_through_host
+from devicebridge.parallel.transfer import settle
+from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, on_cpu
+from devicebridge.tests.streams import SimulatedMachine, is_view
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HOME, NEXT = CARDS[:2]
+COPY_S, KERNEL_S = 1.0, 10.0  # of a piece to the host, and of a matrix product
+PIECE_BYTES = 64
+
+
+def _place(tensor: torch.Tensor) -> int:
+    data = tensor.data_on_cpu if isinstance(tensor, EmulatedTensor) else tensor
+    return data.untyped_storage().data_ptr()
+
+
+class HostClock(TorchDispatchMode):
+    """A time for every piece that is copied to or from the host, and for matrix products; counts what begins to read
+    before it is there, or overwrites what is being read."""
+
+    def __init__(self, machine: SimulatedMachine, from_host_s: float = COPY_S) -> None:
+        super().__init__()
+        self.machine, self.from_host_s, self.races = machine, from_host_s, 0
+        self.there: dict[int, float] = {}
+        self.read_until: dict[int, float] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read = [x for x in args[1:] if isinstance(x, torch.Tensor)] if func is torch.ops.aten.copy_.default else args
+        tensors = [x for x in read if isinstance(x, torch.Tensor)]
+        cards = [x.device for x in (*tensors, out) if isinstance(x, EmulatedTensor)]
+        if not cards or is_view(func):
+            return out
+        stream = self.machine.current_stream(cards[0])
+        start = stream.busy_until
+        self.races += any(self.there.get(_place(x), 0.0) > start for x in tensors)
+        self.races += isinstance(out, torch.Tensor) and self.read_until.get(_place(out), 0.0) > start
+        copying = COPY_S if out.device.type == "cpu" else self.from_host_s
+        costs = {torch.ops.aten.copy_.default: copying, torch.ops.aten.mm.default: KERNEL_S}
+        stream.busy_until = start + costs.get(func, 0.0)
+        self.there[_place(out)] = stream.busy_until
+        for x in tensors:
+            self.read_until[_place(x)] = stream.busy_until
+        return out
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimulatedMachine:
+    made = SimulatedMachine(2)
+    monkeypatch.setattr(
+        EmulatedTensor, "record_stream", lambda tensor, stream: made.used_on.append((tensor, stream)), raising=False
+    )
+    return made
+
+
+def _product(rows: int = 16) -> torch.Tensor:
+    return torch.randn(rows, 4).to(HOME) @ torch.randn(4, 4).to(HOME)
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (16, 4), (3, 5, 7), (0, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_what_arrives_has_the_bits_of_what_was_sent(machine, shape, dtype) -> None:
+    with emulated_cards(2), machine.installed(), torch.inference_mode():
+        tensor = torch.randint(-99, 99, shape).to(dtype).to(HOME)
+        copies, arrivals = StagedCopies(PIECE_BYTES), {}
+        for sent in (tensor, tensor.transpose(0, -1), tensor[..., :1]):
+            found = copies.copy(sent, NEXT, arrivals)
+            settle(arrivals)
+            assert found.device == NEXT and found.dtype == dtype and torch.equal(on_cpu(found), on_cpu(sent))
+        assert not arrivals
+
+
+def test_both_directions_of_the_host_are_in_use_at_once(machine) -> None:
+    """Four pieces take the time of five: while one is written to the target, the next one is read."""
+    with emulated_cards(2), machine.installed(), HostClock(machine) as clock:
+        tensor, arrivals = _product(), {}
+        copies = StagedCopies(PIECE_BYTES)
+        found = copies.copy(tensor, NEXT, arrivals)
+        assert machine.default[NEXT].busy_until == 0.0  # nobody waits yet
+        settle(arrivals)
+        assert machine.default[NEXT].busy_until == KERNEL_S + 5 * COPY_S
+        assert machine.default[HOME].busy_until == KERNEL_S  # the source computes on
+        _ = found + 1
+        again = copies.copy(tensor, NEXT, arrivals)
+        settle(arrivals)
+        _ = again + 1
+        assert clock.races == 0 and torch.equal(on_cpu(again), on_cpu(tensor))
+
+
+def test_a_buffer_is_filled_again_only_when_the_target_has_read_it(machine) -> None:
+    """Where reading from the host is the slower direction."""
+    with emulated_cards(2), machine.installed(), HostClock(machine, from_host_s=3 * COPY_S) as clock:
+        tensor, arrivals = _product(), {}
+        StagedCopies(PIECE_BYTES).copy(tensor, NEXT, arrivals)
+        settle(arrivals)
+        assert clock.races == 0 and machine.default[NEXT].busy_until == KERNEL_S + COPY_S + 4 * 3 * COPY_S
+
+
+def test_the_simulation_sees_a_copy_that_is_not_waited_for(machine) -> None:
+    with emulated_cards(2), machine.installed(), HostClock(machine) as clock:
+        _ = StagedCopies(PIECE_BYTES).copy(_product(), NEXT, {}) + 1
+        assert clock.races == 1
+
+
+def test_memory_is_recorded_where_it_is_used(machine) -> None:
+    with emulated_cards(2), machine.installed():
+        tensor, copies = _product(), StagedCopies(PIECE_BYTES)
+        found = copies.copy(tensor, NEXT, {})
+        leaving, arriving = copies.pairs[HOME, NEXT]
+        assert (leaving.device, arriving.device) == (HOME, NEXT)
+        assert [(id(t), s) for t, s in machine.used_on] == [(id(tensor), leaving), (id(found), machine.default[NEXT])]
+
+
+def test_each_direction_has_two_buffers_that_are_kept(machine) -> None:
+    with emulated_cards(2), machine.installed(), torch.inference_mode():
+        there, copies = _product(), StagedCopies(PIECE_BYTES)
+        back = there.to(NEXT)
+        for _ in range(3):
+            copies.copy(there, NEXT, {})
+            copies.copy(back, HOME, {})
+        buffers = [buffer for pair in copies._buffers.values() for buffer in pair]
+        assert [buffer.num_bytes for buffer in buffers] == [PIECE_BYTES] * 4
+        assert not any(buffer.tensor.is_inference() for buffer in buffers)
+
+
+def test_devices_without_streams_copy_as_ever() -> None:
+    with emulated_cards(2):
+        tensor, arrivals = torch.ones(3).to(HOME), {}
+        assert torch.equal(on_cpu(StagedCopies().copy(tensor, NEXT, arrivals)), torch.ones(3)) and not arrivals
+
+
+@pytest.mark.parametrize(("access", "expected"), [(True, False), (False, True), (None, False)])
+def test_only_cards_that_are_known_to_have_no_access_go_through_the_host(monkeypatch, access, expected) -> None:
+    cards = [torch.device("cuda", index) for index in range(3)]
+    monkeypatch.setattr(staged_module, "has_peer_access", lambda a, b: access if {a, b} == set(cards[1:]) else True)
+    assert go_through_host(cards) is expected and go_through_host(cards[:2]) is False

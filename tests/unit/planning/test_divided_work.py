@@ -1,0 +1,103 @@
+"""What a divided block sends, against what emulated cards are seen to send."""
+
+from __future__ import annotations
+
+import copy
+import types
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.families.comfy.native import NativeModel
+from devicebridge.parallel.local.shards import divide_block, find_plan, shares_of
+from devicebridge.parallel.local.tensor_parallel import TensorParallel
+from devicebridge.planning import divided_work as work_module
+from devicebridge.planning.divided_work import count_tokens, divided_work, is_told_guidance, work_by_size
+from devicebridge.tests.emulated import CARDS, emulated_cards
+from devicebridge.tests.unit.parallel.test_tensor_parallel import HIDDEN, PLANS, WIDTH, Fused, Model, Separate
+from torch import nn
+
+LAYOUT = NativeModel("Toy", "toy", ("blocks",), (), "a toy", sample_modules=("*modulation*",), tensor=PLANS)
+TOKENS = 9
+
+
+def _shares(model: Model, size: int) -> dict:
+    plans = {f"blocks.{i}": (find_plan(PLANS, block), block) for i, block in enumerate(model.blocks)}
+    return {name: (plan, shares_of(block, plan, (1.0,) * size)) for name, (plan, block) in plans.items()}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("make", [Fused, Separate])
+def test_bytes_are_those_that_one_card_sends_another(make, size, monkeypatch) -> None:
+    monkeypatch.setattr(work_module, "NUM_TEXT_TOKENS", 0)
+    model = Model([make()])
+    work = divided_work(model, LAYOUT, _shares(model, size), TOKENS)
+    with emulated_cards(4) as cards, torch.no_grad():
+        (plan, shares), block = _shares(model, size)["blocks.0"], model.blocks[0]
+        copies = [copy.deepcopy(block) for _ in range(size - 1)]
+        own, *others = [divide_block(each, plan, shares, rank) for rank, each in enumerate((block, *copies))]
+        for shard, card in zip((own, *others), CARDS, strict=False):
+            shard.block.to(card)
+        parallel = TensorParallel(CARDS[:size], {own.block: (own, others)})
+        parallel.attach()
+        x, vec = torch.randn(1, TOKENS, WIDTH).to(CARDS[0]), torch.randn(1, 1, WIDTH).to(CARDS[0])
+        with parallel.forward():
+            block(x, vec)
+        back = [each for each in cards.copies if (each.source, each.target) == (CARDS[1], CARDS[0])]
+        parallel.remove()
+    # One copy more: the first forward compares the outputs. Numbers have four bytes here, and are forecast with two.
+    outputs = 4 * TOKENS * WIDTH
+    assert len(back) == work.num_exchanges + 1
+    squares = sum(each.num_bytes for each in back if each.shape[-1] == 1)
+    found = (sum(each.num_bytes for each in back) - squares - outputs) / 2 + squares
+    assert found == pytest.approx(work.sent_bytes, rel=0.06)  # the toys' gathered features are shared out unevenly
+
+
+def test_operations_and_modules_are_counted() -> None:
+    model = Model([Separate(), Separate()])
+    work = divided_work(model, LAYOUT, _shares(model, 2), 512)
+    assert work.num_modules == 2 * 8 and work.num_exchanges == 2 * 4
+    assert work.row_flops == 2 * 1024 * 2 * (WIDTH * WIDTH + HIDDEN * WIDTH)
+    assert work.flops == 2 * (1024 * 2 * (4 * WIDTH * WIDTH + 2 * WIDTH * HIDDEN) + 4 * 1024**2 * WIDTH)
+    assert work.stream_bytes == 2 * 1024 * WIDTH
+
+
+def test_a_module_without_weights_counts_nothing() -> None:
+    model = Model([Fused()])
+    before = divided_work(model, LAYOUT, _shares(model, 2), 512)
+    model.blocks[0].dropout = nn.Dropout()
+    assert divided_work(model, LAYOUT, _shares(model, 2), 512) == before and before.num_modules == 5
+
+
+def test_any_size_follows_from_three() -> None:
+    model = Model([Fused(), Separate()])
+    by_size = work_by_size(model, LAYOUT, _shares(model, 3))
+    for tokens in (1024, 14040):
+        expected = divided_work(model, LAYOUT, _shares(model, 3), tokens)
+        for found, value in zip(vars(by_size.at(tokens)).values(), vars(expected).values(), strict=True):
+            assert found == pytest.approx(value, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("patch_size", "latent", "tokens"),
+    [
+        (2, (1, 16, 128, 128), 4096),
+        (1, (2, 128, 64, 64), 4096),
+        (2, (1, 16, 1, 127, 128), 4096),  # a part of a patch is one
+        ((1, 2, 2), (1, 16, 9, 60, 104), 14040),
+        ([1, 2, 2], (1, 16, 64, 64), None),
+        (None, (1, 16, 64, 64), None),
+    ],
+)
+def test_tokens_of_a_latent_follow_from_the_models_patches(patch_size, latent, tokens) -> None:
+    model: Any = nn.Module()
+    model.patch_size = patch_size
+    assert count_tokens(model, latent) == tokens
+
+
+def test_guidance_is_told_where_the_model_says_so() -> None:
+    model: Any = nn.Module()
+    assert not is_told_guidance(model)
+    for told in (True, False):
+        model.params = types.SimpleNamespace(guidance_embed=told)
+        assert is_told_guidance(model) is told

@@ -1,0 +1,183 @@
+"""Measured once and then from disk; again if anything in the key is another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.parallel import exchange_speed as exchange_module
+from devicebridge.parallel.exchange_speed import copies_between, exchange_speed, launch_s, product_speed
+from devicebridge.parallel.staged_copies import StagedCopies
+from devicebridge.planning import machine_speed as machine_module
+from devicebridge.planning.machine_speed import (
+    CardSpeed,
+    ExchangeSpeed,
+    MachineSpeed,
+    machine_key,
+    machine_speed,
+    measure_machine,
+)
+from devicebridge.planning.measurements import CalibrationStore
+from devicebridge.tests.emulated import CARDS, emulated_cards
+
+CARD = CardSpeed("lazy:0", 1e12, 1e-6)
+LINK = ExchangeSpeed((0, 1), 1e-5, 2e10, None)
+SPEED = MachineSpeed((CARD, CARD), (LINK,), 0.1, "2026-11-23")
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The cards of every measurement."""
+    found: list[Any] = []
+    monkeypatch.setattr(machine_module, "measure_machine", lambda devices: found.append(tuple(devices)) or SPEED)
+    return found
+
+
+def _ask(folder: Path, *cards: torch.device) -> MachineSpeed:
+    with emulated_cards(4):
+        return machine_speed(cards or CARDS[:2], CalibrationStore(folder))
+
+
+def test_emulated_cards_are_measured_and_kept(tmp_path) -> None:
+    found = _ask(tmp_path, *CARDS[:3])
+    assert [card.name for card in found.cards] == ["lazy:0", "lazy:1", "lazy:2"]
+    assert [link.cards for link in found.links] == [(0, 1), (0, 2), (1, 2)]
+    assert [link.cards for link in found.links_of(1)] == [(0, 1), (1, 2)] and found.is_direct
+    assert _ask(tmp_path, *CARDS[:3]) == found  # to the last digit: read, not measured
+
+
+def test_a_second_question_measures_nothing(tmp_path, measured) -> None:
+    assert _ask(tmp_path) == _ask(tmp_path) == SPEED
+    assert measured == [CARDS[:2]]
+    assert len(list(tmp_path.iterdir())) == 1  # no temporary file is left
+    _ask(tmp_path, CARDS[1], CARDS[0])
+    assert measured[1:] == [(CARDS[1], CARDS[0])]
+
+
+def test_what_the_key_has_is_measured_again_if_it_changes(tmp_path, measured, monkeypatch) -> None:
+    _ask(tmp_path)
+    changes = {
+        "_VERSION": 99,
+        "_driver": lambda: "another driver",
+        "has_peer_access": lambda source, target: False,
+        "describe_slot": lambda device: {"device": str(device), "uuid": "another card"},
+    }
+    for number, (name, value) in enumerate(changes.items(), start=2):
+        with monkeypatch.context() as changed:
+            changed.setattr(machine_module, name, value)
+            _ask(tmp_path)
+            _ask(tmp_path)
+        assert len(measured) == number, name
+    with monkeypatch.context() as changed:
+        changed.setattr(torch, "__version__", "9.9")
+        _ask(tmp_path)
+    assert len(measured) == 6
+    _ask(tmp_path)
+    assert len(measured) == 6
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace('"latency_s": 1e-05', '"latency_s": -1.0'),
+        lambda text: text.replace('"latency_s": 1e-05', '"latency_s": Infinity'),
+        lambda text: json.dumps(json.loads(text) | {"value": {}}),
+        lambda text: json.dumps(json.loads(text) | {"key": {}}),
+        lambda text: text.replace('"links": [', '"links": [], "more": ['),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_measured_again(tmp_path, measured, damage) -> None:
+    _ask(tmp_path)
+    (path,) = tmp_path.iterdir()
+    text = path.read_text()
+    assert damage(text) != text
+    path.write_text(damage(text))
+    assert _ask(tmp_path) == SPEED and len(measured) == 2
+    assert _ask(tmp_path) == SPEED and len(measured) == 2
+
+
+def test_the_key_names_each_card_and_who_reaches_whom(monkeypatch) -> None:
+    monkeypatch.setattr(machine_module, "has_peer_access", lambda source, target: source == CARDS[0])
+    with emulated_cards(2):
+        key = machine_key(CARDS[:2])
+    assert [card["device"] for card in key["cards"]] == ["lazy:0", "lazy:1"]
+    assert key["access"] == [[True, True], [False, False]]
+
+
+def test_every_two_cards_have_one_link() -> None:
+    with pytest.raises(ValueError, match="every two cards have one link"):
+        MachineSpeed((CARD, CARD, CARD), (LINK,), 0.1, "")
+
+
+def test_lines_for_people() -> None:
+    assert SPEED.describe() == [
+        "lazy:0: 1 TFLOP/s in half precision, 1.0 µs of the host per launch",
+        "lazy:0: 1 TFLOP/s in half precision, 1.0 µs of the host per launch",
+        "lazy:0 and lazy:0: 20 GB/s each way at once, 10 µs, torch cannot tell which way",
+    ]
+
+
+class _Link:
+    """Copies and a stopwatch over a time of their own; both directions of an exchange take place at once."""
+
+    def __init__(self, latency_s: float, bytes_per_s: float) -> None:
+        self.latency_s, self.bytes_per_s, self.now, self.sent = latency_s, bytes_per_s, 0.0, []
+
+    def copy(self, tensor: torch.Tensor, device: torch.device, arrivals: Any) -> torch.Tensor:
+        self.sent.append((tensor.device, device))
+        self.now += (self.latency_s + tensor.nbytes / self.bytes_per_s) / 2
+        return tensor
+
+    def mark(self) -> float:
+        return self.now
+
+    def between(self, start: float, end: float) -> float:
+        return end - start
+
+
+def test_an_exchange_is_a_latency_and_bytes_over_seconds() -> None:
+    link: Any = _Link(30e-6, 20e9)
+    with emulated_cards(2):
+        latency, bytes_per_s = exchange_speed(*CARDS[:2], link, link)
+    assert latency == pytest.approx(30e-6, rel=0.01) and bytes_per_s == pytest.approx(20e9, rel=1e-6)
+    assert link.sent[:2] == [(CARDS[0], CARDS[1]), (CARDS[1], CARDS[0])]
+
+
+class _Watch:
+    """A product of n rows takes n cubed over a rate."""
+
+    def __init__(self, seconds: list[float]) -> None:
+        self.seconds = seconds
+
+    def mark(self) -> float:
+        return 0.0
+
+    def between(self, start: float, end: float) -> float:
+        return self.seconds.pop(0)
+
+
+def test_a_product_is_large_enough_to_take_a_while() -> None:
+    watch: Any = _Watch([9.0, 1e-4, 1e-4, 1e-4, 9.0, 8e-3, 9e-3, 1.0])
+    assert product_speed(torch.device("cpu"), watch) == pytest.approx(2 * 512**3 / 9e-3)
+
+
+def test_launching_takes_some_time() -> None:
+    assert 1e-8 < launch_s(torch.device("cpu")) < 1e-2
+
+
+def test_cards_without_access_are_measured_as_their_blocks_would_copy(monkeypatch) -> None:
+    monkeypatch.setattr(exchange_module, "go_through_host", lambda devices: True)
+    assert type(copies_between(*CARDS[:2])) is StagedCopies
+    monkeypatch.setattr(exchange_module, "go_through_host", lambda devices: False)
+    assert type(copies_between(*CARDS[:2])) is not StagedCopies
+
+
+def test_no_random_state_is_touched() -> None:
+    with emulated_cards(2):
+        before = torch.get_rng_state()
+        measure_machine(CARDS[:2])
+        assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,430 @@
+"""Runs on the disk: what their events say, how they ended, the queue and its cards, and the page's answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devicebridge.cli.main import main
+from devicebridge.config.job import make_job
+from devicebridge.events import Event
+from devicebridge.jobs.job import run_job
+from devicebridge.runs.news import News
+from devicebridge.runs.progress import Progress, thinned
+from devicebridge.runs.queue import JobQueue, explain
+from devicebridge.runs.record import read_record, recorded_run
+from devicebridge.runs.store import Busy, NotThere, RunStore, list_checkpoints
+from devicebridge.system.processes import ProcessMark, own_mark, start_detached
+from devicebridge.system.requests import Requests
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job
+from devicebridge.training.state import list_checkpoints as full_checkpoints
+
+
+def _write_events(folder: Path, *events: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+
+
+def _step(step: int, loss: float, total: int = 9) -> dict[str, Any]:
+    return {"kind": "step", "step": step, "total": total, "loss": loss, "learning_rate": 1e-3, "elapsed_s": 0.5}
+
+
+def _job(folder: Path, steps: int = 9, devices: tuple[str, ...] = ("cpu",)) -> Any:
+    return make_job(
+        {
+            "model": {"path": str(folder / "model")},
+            "data": {"folders": [{"path": str(folder / "data")}]},
+            "split": {"devices": list(devices)},
+            "train": {"steps": steps},
+            "output": {"folder": str(folder)},
+        }
+    )
+
+
+@pytest.fixture
+def gone() -> ProcessMark:
+    """A process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return ProcessMark(process.pid, time.time(), own_mark().host)
+
+
+# ---- events
+
+
+def test_a_resumed_run_replaces_the_steps_that_were_given_up(tmp_path: Path) -> None:
+    _write_events(tmp_path, *(_step(step, 1.0) for step in range(1, 6)), _step(3, 0.5), _step(4, 0.25))
+    progress = Progress(tmp_path / "events.jsonl")
+    assert progress.update() and not progress.update()
+    assert [(step, loss) for step, loss, *_ in progress.steps] == [(1, 1.0), (2, 1.0), (3, 0.5), (4, 0.25)]
+    assert (progress.step, progress.step_s, progress.left_s) == (4, 0.5, 2.5)
+
+
+def test_a_resumed_run_that_stops_at_once_stands_at_its_checkpoint(tmp_path: Path) -> None:
+    _write_events(tmp_path, *(_step(step, 1.0) for step in range(1, 6)), {"kind": "stopped", "step": 3, "total": 9})
+    progress = Progress(tmp_path / "events.jsonl")
+    progress.update()
+    assert progress.step == 3
+
+
+def test_half_a_line_waits_for_its_end_and_rubbish_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    line = json.dumps(_step(1, 2.0)).encode() + b"\n"
+    file.write_bytes(b"\xff{[\n[1]\n" + json.dumps({**_step(1, 1.0), "loss": "x"}).encode() + b"\n" + line[:20])
+    progress = Progress(file)
+    progress.update()
+    assert progress.steps == []
+    with file.open("ab") as more:
+        more.write(line[20:])
+    progress.update()
+    assert [point[:2] for point in progress.steps] == [(1, 2.0)]
+
+
+def test_a_thinned_curve_keeps_its_mean_and_its_last_point() -> None:
+    points = [(float(step), float(step)) for step in range(1, 1002)]
+    thin = thinned(points, 100)
+    assert len(thin) <= 100 and thin[-1] == (1001.0, 1001.0)
+    sizes = [11] * (len(thin) - 2) + [1000 - 11 * (len(thin) - 2)]
+    assert sum(size * value for size, (_, value) in zip(sizes, thin, strict=False)) == sum(range(1, 1001))
+    assert thinned(points[:50], 100) == points[:50]
+
+
+# ---- records
+
+
+def test_a_run_is_running_then_finished_and_failed_with_its_reason(tmp_path: Path) -> None:
+    with recorded_run(tmp_path, _job(tmp_path), ["cpu"]):
+        record = read_record(tmp_path)
+        assert record is not None and record.state == "running" and record.process.pid == os.getpid()
+    assert (read_record(tmp_path) or record).state == "finished"
+    with pytest.raises(RuntimeError), recorded_run(tmp_path, _job(tmp_path), ["cpu"]):
+        raise RuntimeError("the card is gone\nsecond line")
+    failed = read_record(tmp_path)
+    assert failed is not None and (failed.state, failed.message) == ("failed", "the card is gone")
+    assert make_job(failed.job) == _job(tmp_path)
+
+
+def test_a_run_whose_process_is_gone_has_crashed_even_if_its_number_is_in_use(tmp_path: Path) -> None:
+    with recorded_run(tmp_path, _job(tmp_path), ["cpu"]):
+        values = json.loads((tmp_path / "run.json").read_text())
+    values["status"] = "running"
+    values["process"]["started"] -= 100.0  # an earlier process of our number
+    (tmp_path / "run.json").write_text(json.dumps(values))
+    record = read_record(tmp_path)
+    assert record is not None and record.state == "crashed"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"status": "running"}', '{"status": "odd", "devices": []}'])
+def test_a_record_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    assert read_record(tmp_path) is None
+
+
+def test_a_detached_process_leads_a_session_of_its_own_and_is_told_from_its_successors(tmp_path: Path) -> None:
+    code = "import os, time; print(os.getsid(0), flush=True); time.sleep(60)"
+    mark = start_detached([sys.executable, "-c", code], tmp_path / "log")
+    assert mark.is_alive()
+    assert not ProcessMark(mark.pid, mark.started - 60, mark.host).is_alive()
+    assert ProcessMark(1, 0.0, "another computer").is_alive()
+    _wait(lambda: (tmp_path / "log").read_text().strip() == str(mark.pid))
+    os.kill(mark.pid, 9)
+    _wait(lambda: not mark.is_alive())
+
+
+def _wait(is_true: Any, timeout_s: float = 60.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+# ---- a whole job
+
+
+def test_a_run_saves_and_stops_as_it_is_asked_and_the_store_shows_it(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    steps: list[int] = []
+
+    def hear(event: Event) -> None:
+        if event.kind == "step":
+            steps.append(event.step)
+            if event.step == 1:
+                Requests(tmp_path / "run").ask("save")
+            if event.step == 3:
+                Requests(tmp_path / "run").ask("stop")
+                assert store.summary("run")["state"] == "running"
+
+    cache = {"folder": encoded_before(tmp_path), "dtype": "float32"}
+    job = make_tiny_job(tmp_path, cache=cache, output={"save_every_steps": 0, "keep_last": 5})
+    result = run_job(job, on_event=hear)
+    assert (result.status, result.step, steps) == ("stopped", 3, [1, 2, 3])
+    assert [path.name for path in full_checkpoints(tmp_path / "run" / "checkpoints")] == ["step-000001", "step-000003"]
+    assert store.ids() == ["run"]
+    details = store.details("run")
+    assert (details["state"], details["step"], details["total"], details["can_resume"]) == ("stopped", 3, 6, True)
+    assert [step for step, *_ in details["steps"]] == steps
+    assert [loss for _, loss, *_ in details["steps"]] == result.losses
+    assert details["evals"][0] == (0, result.eval_before)
+    assert [(each["step"], each["is_final"], each["lora"]) for each in details["checkpoints"]] == [
+        (1, False, "lora.safetensors"),
+        (3, False, "lora.safetensors"),
+        (3, True, "lora.safetensors"),
+    ]
+    assert details["blocks"] and details["blocks"][0][0] == "cpu"
+    assert not list((tmp_path / "run").glob("*_now"))
+    assert run_job(job, resume=True).status == "finished"
+    assert store.summary("run")["state"] == "finished"
+
+
+# ---- the store
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> RunStore:
+    """A run `a` with two checkpoints and a sample, and a secret outside."""
+    run = tmp_path / "runs" / "a"
+    with recorded_run(run, _job(run), ["cuda:0"]):
+        pass
+    _write_events(run, _step(1, 1.0), {"kind": "sample", "step": 1, "file": "samples/1_0.png", "prompt": "a cat"})
+    for step in (1, 2):
+        folder = run / "checkpoints" / f"step-{step:06d}"
+        folder.mkdir(parents=True)
+        for name in ("lora", "adapter", "optimizer", "random"):
+            (folder / f"{name}.safetensors").write_bytes(f"{name} {step}".encode())
+    (run / "samples").mkdir()
+    (run / "samples" / "1_0.png").write_bytes(b"picture")
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "1_1.png").write_bytes(b"secret")
+    (tmp_path / "secret" / "run.json").write_bytes((run / "run.json").read_bytes())
+    return RunStore(tmp_path / "runs")
+
+
+def test_what_lies_behind_links_is_not_there(store: RunStore, tmp_path: Path) -> None:
+    (store.root / "linked").symlink_to(tmp_path / "secret")
+    (store.root / "a" / "samples" / "1_1.png").symlink_to(tmp_path / "secret" / "1_1.png")
+    (store.root / "a" / "checkpoints" / "step-000003").symlink_to(tmp_path / "secret")
+    assert store.ids() == ["a"]
+    for name in ("linked", "../secret", "/", "", ".", "a/..", "a/../a", None, 1, str(tmp_path / "secret")):
+        with pytest.raises(NotThere):
+            store.find(name)
+    for name in ("1_1.png", "../run.json", "../../../secret/1_1.png", "1_0.png/", "", None):
+        with pytest.raises(NotThere):
+            store.sample("a", name)
+    assert store.sample("a", "1_0.png").read_bytes() == b"picture"
+    assert [each.step for each in list_checkpoints(store.root / "a")] == [1, 2]
+
+
+def test_samples_come_with_their_prompts_and_checkpoints_with_the_lora_for_users(store: RunStore) -> None:
+    details = store.details("a")
+    assert details["samples"] == [{"file": "1_0.png", "step": 1, "index": 0, "prompt": "a cat"}]
+    assert store.lora("a", 2).read_bytes() == b"lora 2"
+    with pytest.raises(NotThere):
+        store.lora("a", None)
+
+
+def test_a_checkpoint_is_deleted_but_never_the_newest_of_a_running_training(store: RunStore) -> None:
+    run = store.root / "a"
+    with recorded_run(run, _job(run), ["cuda:0"]):
+        with pytest.raises(Busy, match="stop it first"):
+            store.delete_checkpoint("a", 2)
+        store.delete_checkpoint("a", 1)
+    assert [each.step for each in list_checkpoints(run)] == [2]
+    store.delete_checkpoint("a", 2)
+    assert list_checkpoints(run) == [] and not list((run / "checkpoints").iterdir())
+
+
+# ---- the queue
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the run folders for which a process was started; each is a program that waits."""
+    found: list[str] = []
+    marks: list[ProcessMark] = []
+
+    def start(command: Any, log: Path) -> ProcessMark:
+        found.append(log.parent.name)
+        marks.append(start_detached([sys.executable, "-c", "import time; time.sleep(60)"], log))
+        return marks[-1]
+
+    monkeypatch.setattr("devicebridge.runs.queue.start_detached", start)
+    yield found
+    for mark in marks:
+        if mark.is_alive():
+            os.kill(mark.pid, 9)
+
+
+def _add(queue: JobQueue, name: str, *devices: str) -> Any:
+    job = _job(queue.store.root / name, devices=devices)
+    return queue.add(job, devices, is_resumed=False)
+
+
+def test_jobs_start_in_order_when_their_cards_are_free_and_no_later_one_takes_them(
+    tmp_path: Path, started: list[str]
+) -> None:
+    queue = JobQueue(RunStore(tmp_path))
+    first, both, other = (
+        _add(queue, "first", "cuda:0"),
+        _add(queue, "both", "cuda:0", "cuda:1"),
+        _add(queue, "other", "cuda:1"),
+    )
+    free = _add(queue, "free", "cuda:2")
+    queue.tick()
+    assert started == ["first", "free"]
+    described = {each["run"]: (each["state"], each["why"]) for each in queue.describe()}
+    assert described["first"] == ("starting", "") and free.run == "free"
+    assert "the run first is starting on cuda:0" in described["both"][1]
+    assert "the queued run both comes first on cuda:1" in described["other"][1]
+    assert "choose other cards" in described["other"][1]
+    queue.move(other.id, is_earlier=True)
+    queue.tick()
+    assert started == ["first", "free", "other"]
+    assert both.run == "both" and first.run == "first"
+    with pytest.raises(Busy, match="stop its run"):
+        queue.remove(first.id)
+    queue.remove(both.id)
+    assert [each.run for each in queue.jobs()] == ["first", "other", "free"]
+
+
+def test_a_queue_that_is_read_again_finds_its_jobs_and_the_processes_that_run(
+    tmp_path: Path, started: list[str]
+) -> None:
+    _add(JobQueue(RunStore(tmp_path)), "one", "cuda:0")
+    JobQueue(RunStore(tmp_path)).tick()
+    again = JobQueue(RunStore(tmp_path))
+    again.tick()
+    assert started == ["one"]
+    assert "cuda:0" in again.held()
+    with pytest.raises(Busy, match="in the queue already"):
+        _add(again, "one", "cuda:1")
+
+
+def test_models_on_a_card_keep_a_job_waiting_and_are_named(tmp_path: Path, started: list[str]) -> None:
+    held = {"cuda:0": "ComfyUI holds models of 12.0 GB on"}
+    queue = JobQueue(RunStore(tmp_path), lambda: held)
+    _add(queue, "one", "cuda:0")
+    queue.tick()
+    assert started == []
+    (job,) = queue.describe()
+    assert job["why"].startswith("ComfyUI holds models of 12.0 GB on cuda:0. Wait until it is free, free it, or")
+    held.clear()
+    queue.tick()
+    assert started == ["one"]
+
+
+def test_a_process_that_ends_without_a_record_has_failed_with_its_last_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import sys; sys.exit('log line\\ndevicebridge: no model there\\nlook again')"
+    monkeypatch.setattr(
+        "devicebridge.runs.queue.start_detached",
+        lambda command, log: start_detached([sys.executable, "-c", code], log),
+    )
+    queue = JobQueue(RunStore(tmp_path))
+    _add(queue, "one", "cuda:0")
+    _wait(lambda: queue.tick() is not None and queue.jobs()[0].state == "failed")
+    assert queue.jobs()[0].message == "no model there\nlook again"
+    _add(queue, "one", "cuda:0")  # again, in its place
+    assert len(queue.jobs()) == 1
+
+
+def test_a_job_whose_run_has_begun_leaves_the_queue_and_its_record_holds_the_cards(
+    tmp_path: Path, started: list[str]
+) -> None:
+    queue = JobQueue(RunStore(tmp_path))
+    _add(queue, "one", "cuda:0")
+    queue.tick()
+    assert queue.stop_before_its_record("one")
+    with recorded_run(tmp_path / "one", _job(tmp_path / "one"), ["cuda:0"]):
+        queue.tick()
+        assert queue.jobs() == []
+        assert Requests(tmp_path / "one").is_asked("stop"), "a stop that came too early is passed on"
+        assert explain(["cuda:0"], queue.held()).startswith("the run one trains on cuda:0")
+    assert queue.held() == {}
+
+
+def test_a_run_outside_the_store_is_not_taken(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not below"):
+        JobQueue(RunStore(tmp_path / "runs")).add(_job(tmp_path / "elsewhere"), ["cpu"], is_resumed=False)
+
+
+# ---- news
+
+
+def test_news_are_told_once_and_hold_what_is_new_only(tmp_path: Path) -> None:
+    store = RunStore(tmp_path)
+    news = News(store, JobQueue(store))
+    assert news.gather() == {}
+    run = tmp_path / "a"
+    with recorded_run(run, _job(run), ["cpu"]):
+        _write_events(run, _step(1, 1.0), _step(2, 0.5))
+        (first,) = news.gather()["runs"]
+        assert (first["state"], first["step"]) == ("running", 2) and news.is_busy
+        assert news.gather() == {}
+        _write_events(run, _step(3, 0.25))
+        (second,) = news.gather()["runs"]
+        assert second["points"] == [(3, 0.25, 1e-3, 0.5)]
+        _write_events(run, _step(2, 0.75))  # resumed
+        (third,) = news.gather()["runs"]
+        assert third["points"] == [(2, 0.75, 1e-3, 0.5)]
+    (last,) = news.gather()["runs"]
+    assert last["state"] == "finished"
+    assert news.gather() == {} and not news.is_busy
+
+
+def test_a_crash_is_news(tmp_path: Path, gone: ProcessMark) -> None:
+    store = RunStore(tmp_path)
+    news = News(store, JobQueue(store))
+    run = tmp_path / "a"
+    with recorded_run(run, _job(run), ["cpu"]):
+        news.gather()
+        values = json.loads((run / "run.json").read_text())
+        values["process"] = {"pid": gone.pid, "started": gone.started, "host": gone.host}
+        (run / "run.json").write_text(json.dumps(values))
+        (found,) = news.gather()["runs"]
+        assert found["state"] == "crashed" and found["can_resume"]
+
+
+# ---- the terminal
+
+
+def test_the_command_shows_runs_and_queue_and_stops_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[str]
+) -> None:
+    run = tmp_path / "a"
+    queue = JobQueue(RunStore(tmp_path))
+    with recorded_run(run, _job(run), ["cuda:0"]):
+        _write_events(run, _step(3, 0.25))
+        _add(queue, "b", "cuda:0")
+        assert main(["jobs", str(tmp_path)]) == 0
+        told = capsys.readouterr().out
+        assert "a  running  step 3/9  loss 0.25000  0.50 s/step, about 3 s left  on cuda:0" in told
+        assert "queue 1. b  waiting for cuda:0: the run a trains on cuda:0." in told
+        assert main(["jobs", str(tmp_path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["runs"][0]["run"] == "a"
+        assert main(["jobs", str(tmp_path), "--stop", "a"]) == 0
+        assert Requests(run).is_asked("stop")
+    assert main(["jobs", str(tmp_path), "--stop", "a"]) == 2
+    assert "a is not under way" in capsys.readouterr().err
+    assert main(["jobs", str(tmp_path / "nowhere")]) == 2
+
+
+def test_two_that_look_after_one_queue_start_a_job_once(tmp_path: Path, started: list[str]) -> None:
+    queues = [JobQueue(RunStore(tmp_path)) for _ in range(4)]
+    for name in ("one", "two", "three"):
+        _add(queues[0], name, f"cuda:{name}")
+    threads = [threading.Thread(target=queue.tick) for queue in queues]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(started) == ["one", "three", "two"]

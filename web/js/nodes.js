@@ -1,0 +1,82 @@
+// What nodes show of themselves: the loss of a training, and the blocks of a model by card.
+
+import { fill, h, number } from './dom.js'
+import { blocksView } from './memory.js'
+import { makePlot } from './plot.js'
+import { load, state, subscribe } from './state.js'
+
+const DRAWN_EVERY_MS = 1000
+const SPLIT_NODES = ['DeviceBridgeSplitModel', 'DeviceBridgeLoadDiffusionModelSplit']
+const BLOCKS = 'devicebridge_blocks' // property of a node: what its last run has shown
+
+export function addToNode(node) {
+  if (node.comfyClass === 'DeviceBridgeTrainLora') addLoss(node)
+  if (SPLIT_NODES.includes(node.comfyClass)) addBlocks(node)
+}
+
+/** A node has run. output: what it shows. */
+export function hearNode(node, output) {
+  if (!node || !output?.blocks || !SPLIT_NODES.includes(node.comfyClass)) return
+  node.properties[BLOCKS] = output.blocks
+  node.devicebridgeDraw?.()
+}
+
+function addWidget(node, name, element, height) {
+  const widget = node.addDOMWidget(name, `devicebridge-${name}`, element, {
+    serialize: false, hideOnZoom: false, getMinHeight: () => height, getMaxHeight: () => height })
+  widget.serialize = false // neither in the workflow's file
+  return widget
+}
+
+function addLoss(node) {
+  const plot = makePlot('Loss of this training', 110)
+  const facts = h('div', { class: 'db-node-facts', role: 'status' })
+  const blocks = h('div')
+  const element = h('div', { class: 'db-node' }, facts, plot.element, blocks)
+  addWidget(node, 'loss', element, 190)
+  let timer = 0
+  const draw = () => {
+    timer = 0
+    const run = runOf(node)
+    if (run) load(run.run)
+    const details = run && state.details.get(run.run)
+    facts.textContent = run ? `${run.run}: ${run.state}, step ${run.step}/${run.total}, loss ${number(run.loss)}` : 'no run of this name yet'
+    plot.draw(details ? [{ name: run.run, points: details.steps, marks: details.evals, smoothing: state.choice.smoothing }] : [])
+    fill(blocks, details?.blocks, () => (details?.blocks?.length ? blocksView(details.blocks) : []))
+  }
+  const drawSoon = () => {
+    if (!timer && !document.hidden) timer = setTimeout(draw, DRAWN_EVERY_MS)
+  }
+  const end = subscribe(drawSoon)
+  document.addEventListener('visibilitychange', drawSoon)
+  const removed = node.onRemoved
+  node.onRemoved = function (...values) {
+    end()
+    clearTimeout(timer)
+    document.removeEventListener('visibilitychange', drawSoon)
+    return removed?.apply(this, values)
+  }
+  drawSoon()
+}
+
+/** The newest run of the name that the node has; numbered ones beside it are later attempts. */
+function runOf(node) {
+  const name = node.widgets?.find((widget) => widget.name === 'name')?.value?.trim?.()
+  return name && state.runs.find((run) => run.run === name || (run.run.startsWith(`${name}_`) && /^\d+$/.test(run.run.slice(name.length + 1))))
+}
+
+function addBlocks(node) {
+  const place = h('div', { class: 'db-node' })
+  addWidget(node, 'blocks', place, 52)
+  node.devicebridgeDraw = () => {
+    const blocks = node.properties[BLOCKS]
+    fill(place, blocks ?? null, () => (blocks?.length ? blocksView(blocks) : h('span', { class: 'db-none' }, 'blocks by card: after a run')))
+  }
+  const configured = node.onConfigure
+  node.onConfigure = function (...values) {
+    const result = configured?.apply(this, values)
+    node.devicebridgeDraw()
+    return result
+  }
+  node.devicebridgeDraw()
+}

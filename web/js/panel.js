@@ -1,0 +1,228 @@
+// The sidebar's tab: cards, queue, runs, and of one run curves, samples and checkpoints.
+
+import { app } from '../../../scripts/app.js'
+import { duration, fill, h, number, say } from './dom.js'
+import { blocksView, cardView, memoryLegend } from './memory.js'
+import { colourOf, makePlot } from './plot.js'
+import { address, choose, load, send, shownRun, state, subscribe } from './state.js'
+
+const DRAWN_EVERY_MS = 1000
+const MOST_COMPARED = 5
+const BADGES = { running: '▶', finished: '✓', stopped: '■', failed: '✕', crashed: '✕' }
+
+/** Draw the tab into an element, for as long as it is there. */
+export function renderPanel(root) {
+  const place = (name, heading, ...more) => h('section', { class: `db-${name}`, 'aria-label': heading }, h('h3', {}, heading), ...more)
+  const parts = {
+    error: h('div', { class: 'db-error', role: 'alert' }),
+    cards: h('div'), queue: h('div'), runs: h('div'),
+    facts: h('div'), buttons: h('div', { class: 'db-buttons' }), blocks: h('div'), samples: h('div'), checkpoints: h('div'),
+    status: h('div', { class: 'db-status', role: 'status' }),
+    loss: makePlot('Loss by step'), rate: makePlot('Learning rate by step', 70)
+  }
+  const smoothing = h('input', {
+    type: 'range', min: 0, max: 0.99, step: 0.01, value: state.choice.smoothing, 'aria-label': 'Smoothing of the loss',
+    oninput: () => choose({ smoothing: Number(smoothing.value) })
+  })
+  const ofRun = h('div', {},
+    place('run', 'Run', parts.facts, parts.buttons, parts.blocks),
+    place('loss', 'Loss', parts.loss.element, h('label', { class: 'db-smoothing' }, 'smoothing ', smoothing)),
+    place('rate', 'Learning rate', parts.rate.element),
+    place('samples', 'Samples', parts.samples), place('checkpoints', 'Checkpoints', parts.checkpoints))
+  root.replaceChildren(h('div', { class: 'db-panel' }, parts.error, parts.status,
+    place('cards', 'Cards', parts.cards), place('queue', 'Queue', parts.queue), place('runs', 'Runs', parts.runs), ofRun))
+
+  let timer = 0
+  let drawnAt = 0
+  const draw = () => {
+    timer = 0
+    if (!root.isConnected) return
+    drawnAt = performance.now()
+    drawAll(parts, ofRun)
+  }
+  const drawSoon = () => {
+    if (timer || document.hidden || !root.isConnected) return
+    timer = setTimeout(draw, Math.max(0, drawnAt + DRAWN_EVERY_MS - performance.now()))
+  }
+  const drawNow = () => { if (!document.hidden) draw() }
+  const end = subscribe(drawSoon)
+  root.addEventListener('db-now', drawNow) // what a user has clicked is seen at once
+  document.addEventListener('visibilitychange', drawSoon)
+  draw()
+  return () => {
+    end()
+    clearTimeout(timer)
+    root.removeEventListener('db-now', drawNow)
+    document.removeEventListener('visibilitychange', drawSoon)
+  }
+}
+
+const now = (event) => event.target.dispatchEvent(new CustomEvent('db-now', { bubbles: true }))
+
+function drawAll(parts, ofRun) {
+  const run = shownRun()
+  const details = run && state.details.get(run.run)
+  if (run) load(run.run)
+  fill(parts.error, state.error, () => state.error && [state.error, button('Close', 'close', () => { state.error = '' })])
+  drawCards(parts.cards)
+  drawQueue(parts.queue)
+  drawRuns(parts.runs, run)
+  ofRun.hidden = !run
+  if (!run) return
+  say(parts.status, `${run.run}: ${run.state}`)
+  drawFacts(parts, run)
+  drawCurves(parts, run)
+  fill(parts.blocks, details?.blocks, () => (details?.blocks?.length ? blocksView(details.blocks) : []))
+  drawSamples(parts.samples, run, details)
+  drawCheckpoints(parts.checkpoints, run, details)
+}
+
+function button(label, focus, action, attributes = {}) {
+  return h('button', {
+    type: 'button', 'data-focus': focus, ...attributes,
+    onclick: async (event) => {
+      now(event)
+      await action(event)
+      now(event)
+    }
+  }, label)
+}
+
+// ---- cards and queue
+
+function drawCards(place) {
+  const running = state.runs.filter((run) => run.state === 'running')
+  const of = (card) => state.details.get(running.find((run) => run.devices.includes(card.name))?.run)
+  for (const run of running) load(run.run)
+  fill(place, state.cards.map((card) => [card, of(card)?.memory?.[card.name], of(card)?.forecast?.[card.name]]), () => [
+    ...state.cards.map((card) => cardView(card, of(card))), memoryLegend()])
+}
+
+function drawQueue(place) {
+  const canFree = state.jobs.some((job) => job.why.includes('ComfyUI holds'))
+  fill(place, state.jobs, () => [
+    state.jobs.length ? h('ol', { class: 'db-list' }, state.jobs.map(queued)) : h('p', { class: 'db-none' }, 'Nothing waits.'),
+    canFree && button("Free ComfyUI's models", 'free', () => send('free', {}))])
+}
+
+function queued(job) {
+  const act = (what) => () => send('queue', { job: job.id, what })
+  const named = (label, what) => button(label, `${what} ${job.id}`, act(what), { 'aria-label': `${what}: ${job.run}`, title: what })
+  return h('li', {}, h('strong', {}, job.run), ` ${job.state}, on ${job.devices.join(', ')}`,
+    job.why && h('div', { class: 'db-why' }, job.why),
+    job.state === 'starting' ? button('Stop', `stop ${job.id}`, () => send('ask', { run: job.run, what: 'stop' }))
+      : h('span', { class: 'db-buttons' }, named('↑', 'earlier'), named('↓', 'later'), named('Remove', 'remove')))
+}
+
+// ---- runs
+
+function drawRuns(place, shown) {
+  const { compared } = state.choice
+  fill(place, [state.isLoaded, state.runs.map((run) => [run.run, run.state]), shown?.run, compared], () => state.runs.length
+    ? h('ul', { class: 'db-list', role: 'list' }, state.runs.map((run) => runRow(run, shown, compared)))
+    : h('p', { class: 'db-none' }, state.isLoaded ? 'No run yet. Train LoRA Across GPUs makes one.' : 'Asking …'))
+  for (const run of state.runs) {
+    const row = place.querySelector(`[data-run="${CSS.escape(run.run)}"] .db-steps`)
+    if (row) say(row, run.state === 'running' && run.phase !== 'training' ? phaseOf(run) : `${run.step}/${run.total}`)
+  }
+}
+
+function runRow(run, shown, compared) {
+  const isCompared = compared.includes(run.run)
+  const compare = () => {
+    const others = compared.filter((name) => name !== run.run)
+    choose({ compared: isCompared ? others : [...others, run.run].slice(-MOST_COMPARED) })
+  }
+  return h('li', { 'data-run': run.run, class: run === shown ? 'db-shown' : '' },
+    button(`${BADGES[run.state] ?? ''} ${run.run}`, `show ${run.run}`, () => choose({ run: run.run }),
+      { class: 'db-name', 'aria-pressed': String(run === shown), 'aria-label': `${run.run}, ${run.state}` }),
+    h('span', { class: 'db-steps' }),
+    h('label', {}, h('input', { type: 'checkbox', checked: isCompared, 'data-focus': `compare ${run.run}`,
+      'aria-label': `compare ${run.run}`, onchange: (event) => { compare(); now(event) } }), ' compare'))
+}
+
+function phaseOf(run) {
+  const { what, step, total } = run.progress ?? {}
+  return what ? `${what} ${step}/${total}` : run.phase || 'starting'
+}
+
+function drawFacts(parts, run) {
+  const names = ['Step', 'Loss', 'Learning rate', 'Seconds a step', 'Time left']
+  fill(parts.facts, [run.run, run.state, run.message], () => [
+    run.message && h('p', { class: 'db-why' }, run.message),
+    run.state === 'crashed' && h('p', { class: 'db-why' }, 'Its process is gone. Resume goes on from the newest checkpoint.'),
+    h('progress', { max: run.total || 1, value: run.step, 'aria-label': `steps of ${run.run}` }),
+    h('dl', {}, names.flatMap((name) => [h('dt', {}, name), h('dd', { 'data-fact': name })]))])
+  const values = [
+    `${run.step} of ${run.total}${run.phase && run.phase !== 'training' ? `, ${phaseOf(run)}` : ''}`,
+    number(run.loss), number(run.learning_rate, 3), number(run.step_s, 3),
+    run.state === 'running' ? duration(run.left_s) : '–']
+  values.forEach((value, index) => say(parts.facts.querySelectorAll('dd')[index], value))
+  Object.assign(parts.facts.querySelector('progress'), { max: run.total || 1, value: run.step })
+  const ask = (what) => () => send('ask', { run: run.run, what })
+  fill(parts.buttons, [run.run, run.state === 'running', run.can_resume], () => run.state === 'running'
+    ? [button('Stop (saves)', 'stop', ask('stop')), button('Save now', 'save', ask('save')),
+      button('Sample now', 'sample', ask('sample'))]
+    : run.can_resume && button('Resume', 'resume', () => send('resume', { run: run.run })))
+}
+
+function drawCurves(parts, run) {
+  const names = [run.run, ...state.choice.compared.filter((name) => name !== run.run && state.runs.some((each) => each.run === name))]
+  for (const name of names) load(name)
+  const curves = names.map((name, index) => [name, state.details.get(name), colourOf(index)]).filter(([, details]) => details)
+  parts.loss.draw(curves.map(([name, details, colour]) => ({
+    name, colour, points: details.steps, marks: details.evals, smoothing: state.choice.smoothing })))
+  parts.rate.draw(curves.map(([name, details, colour]) => ({ name, colour, points: details.steps.map(([step, , rate]) => [step, rate]) })))
+}
+
+// ---- samples and checkpoints
+
+function drawSamples(place, run, details) {
+  const samples = details?.samples ?? []
+  const prompts = [...new Set(samples.map((sample) => sample.prompt || `prompt ${sample.index + 1}`))]
+  const chosen = prompts.includes(state.choice.prompt) ? state.choice.prompt : ''
+  fill(place, [run.run, chosen, samples], () => samples.length ? [
+    prompts.length > 1 && h('select', { 'aria-label': 'prompt', 'data-focus': 'prompt',
+      onchange: (event) => { choose({ prompt: event.target.value }); now(event) } },
+      ['', ...prompts].map((prompt) => h('option', { value: prompt, selected: prompt === chosen }, prompt || 'all prompts'))),
+    ...prompts.filter((prompt) => !chosen || prompt === chosen).map((prompt) => h('figure', {}, h('figcaption', {}, prompt),
+      h('div', { class: 'db-strip', tabindex: '0', role: 'group', 'aria-label': `pictures of: ${prompt}` },
+        samples.filter((sample) => (sample.prompt || `prompt ${sample.index + 1}`) === prompt).reverse().map((sample) => picture(run, sample, prompt)))))
+  ] : h('p', { class: 'db-none' }, 'No sample pictures.'))
+}
+
+function picture(run, sample, prompt) {
+  const url = address('sample', { run: run.run, file: sample.file })
+  const text = `step ${sample.step}: ${prompt}`
+  return h('a', { href: url, target: '_blank', rel: 'noopener', title: text }, sample.file.endsWith('.mp4')
+    ? h('video', { src: url, muted: true, loop: true, preload: 'metadata', 'aria-label': text })
+    : h('img', { src: url, alt: text, loading: 'lazy' }), h('span', {}, `step ${sample.step}`))
+}
+
+function drawCheckpoints(place, run, details) {
+  const found = [...(details?.checkpoints ?? [])].reverse()
+  fill(place, [run.run, run.state, found], () => found.length
+    ? h('ul', { class: 'db-list', role: 'list' }, found.map((each) => checkpointRow(run, each, found)))
+    : h('p', { class: 'db-none' }, 'None is saved yet.'))
+}
+
+function checkpointRow(run, { step, is_final: isFinal, lora }, all) {
+  const name = isFinal ? 'as the run ended' : `step ${step}`
+  const key = `${isFinal ? 'last' : step} ${run.run}`
+  const use = async () => {
+    const answer = await send('use', { run: run.run, step: isFinal ? null : step })
+    if (answer) app.extensionManager.toast.add({ severity: 'success', summary: 'DeviceBridge', detail: `${answer.name} is among the LoRAs`, life: 6000 })
+  }
+  const remove = async () => {
+    const message = `Delete the checkpoint of step ${step} of ${run.run}? Its LoRA goes with it.`
+    if (await app.extensionManager.dialog.confirm({ title: 'Delete checkpoint', message, type: 'delete' })) {
+      await send('delete', { run: run.run, step, confirm: true })
+    }
+  }
+  const isNeeded = run.state === 'running' && all.find((each) => !each.is_final)?.step === step
+  return h('li', {}, h('span', {}, name), h('span', { class: 'db-buttons' },
+    lora && button('Use this one', `use ${key}`, use, { 'aria-label': `use the LoRA of ${name}`, title: 'Copy it to the LoRAs that nodes offer' }),
+    lora && h('a', { href: address('lora', { run: run.run, step: isFinal ? 'last' : step }), download: lora, 'data-focus': `export ${key}`,
+      'aria-label': `export the LoRA of ${name}` }, 'Export'),
+    !isFinal && button('Delete', `delete ${key}`, remove, { disabled: isNeeded, 'aria-label': `delete the checkpoint of ${name}` })))
+}
