@@ -6,6 +6,7 @@ folder and LoRA have a number behind their names.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
@@ -13,9 +14,9 @@ from pathlib import Path
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.weight_file import load_tensors, open_weights
-from ..config.job import JobConfig
+from ..config.job import JobConfig, job_to_dict
 from ..encoding.encode import never
-from ..runs.record import read_record
+from ..runs.record import RunRecord, read_record
 from ..training.loop import checkpoint_folder
 from ..training.state import TrainingState, list_checkpoints, load_checkpoint
 from .lora_output import describe_kind
@@ -73,7 +74,6 @@ def next_run(
         return _finished(each, state) if state is not None and _is_done(each, state) else NextRun(each, resume=True)
     for each, state in same:
         if state.step < each.train.steps:
-            _refuse_under_way(each)
             raise ValueError(
                 f"{each.output.folder} holds a run with these settings that was stopped after step {state.step} of "
                 f"{each.train.steps}; turn on resume to go on from there, or change output.name to start anew"
@@ -82,9 +82,13 @@ def next_run(
     return NextRun(free, resume=False, note=_describe_new(free, known))
 
 
-def _refuse_under_way(job: JobConfig) -> None:
+def _running(job: JobConfig) -> RunRecord | None:
     record = read_record(Path(job.output.folder))
-    if record is not None and record.state == "running":
+    return record if record is not None and record.state == "running" else None
+
+
+def _refuse_under_way(job: JobConfig, record: RunRecord | None) -> None:
+    if record is not None and record.job == json.loads(json.dumps(job_to_dict(job))):
         raise ValueError(
             f"{job.output.folder} holds a run with these settings that is under way; wait for its end, stop it in the "
             "sidebar's tab DeviceBridge, or change output.name for another"
@@ -95,9 +99,12 @@ def _earlier(job: JobConfig) -> tuple[list[JobConfig], JobConfig]:
     """The job in every folder that holds a run, and in the first that does not."""
     found: list[JobConfig] = []
     for each in _numbered(job):
-        if not list_checkpoints(checkpoint_folder(each)):
+        running = _running(each)
+        _refuse_under_way(each, running)
+        if list_checkpoints(checkpoint_folder(each)):
+            found.append(each)
+        elif running is None:
             return found, each
-        found.append(each)
     raise AssertionError("numbers do not end")
 
 

@@ -2,5 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from devicebridge.headless.workflow import read_workflow as read_workflow
 from devicebridge.headless.workflow import set_values as set_values
+
+
+def from_folder(pipeline: Path) -> dict[str, Any]:
+    """Values of a training template, without the nodes' prefix: a diffusers folder in place of ComfyUI's files."""
+    return {
+        "LoadModelForTraining.model": "[path below]",
+        "LoadModelForTraining.path": str(pipeline),
+        "LoadModelForTraining.devices": "cpu",
+        "LoadModelForTraining.dtype": "float32",
+        "CacheCaptionsAndLatents.text_encoders": "[model folder]",
+        "CacheCaptionsAndLatents.vae": "[model folder]",
+    }

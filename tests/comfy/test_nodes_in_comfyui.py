@@ -14,15 +14,16 @@ import pytest
 import torch
 from devicebridge.tests.comfy.server import ROOT, Messages, Server
 from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.workflows import from_folder, set_values
 from PIL import Image
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.comfy
 
 GOLDEN = ROOT / "tests" / "assets" / "object_info.json"
-EXAMPLES = ("train_lora_demo", "split_flux2_lora")
+EXAMPLES = ("train_a_LoRA_over_two_GPUs", "sample_FLUX.2_over_two_GPUs")
 FILES = ("folder", "evaluation_folder", "text_encoders", "text_encoder_2", "vae")
-EXAMPLE_API = ROOT / "tests" / "assets" / "train_lora_demo_api.json"
+EXAMPLE_API = ROOT / "tests" / "assets" / "train_a_LoRA_over_two_GPUs_api.json"
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,8 @@ def _images(server: Server) -> None:
 
 def _example_graph(**values: Any) -> dict[str, Any]:
     """The example in API form; values by "<type without prefix>.<input>" as "Type__input"."""
-    graph = json.loads(EXAMPLE_API.read_text(encoding="utf-8"))
+    folder = {f"DeviceBridge{key}": value for key, value in from_folder(Path("/nowhere/model")).items()}
+    graph = set_values(json.loads(EXAMPLE_API.read_text(encoding="utf-8")), folder)
     for name, value in values.items():
         kind, _, key = name.partition("__")
         (node,) = (node for node in graph.values() if node["class_type"] == f"DeviceBridge{kind}")
@@ -185,7 +187,7 @@ def test_an_example_means_its_api_twin(server: Server, name: str) -> None:
 
 def test_the_sampling_example_wants_nothing_but_its_model_files(server: Server) -> None:
     """ComfyUI's own check of every link, input and choice; the models themselves are not here."""
-    answer = server.post("/prompt", {"prompt": _api_twin("split_flux2_lora")})
+    answer = server.post("/prompt", {"prompt": _api_twin("sample_FLUX.2_over_two_GPUs")})
     found = {
         (error["extra_info"]["input_name"], error["type"])
         for node in answer["node_errors"].values()

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from devicebridge.tests.comfy.server import ROOT, Server
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
-from devicebridge.tests.workflows import read_workflow, set_values
+from devicebridge.tests.workflows import from_folder, read_workflow, set_values
 
 pytestmark = pytest.mark.comfy
 
-EXAMPLE = ROOT / "example_workflows" / "train_lora_demo.json"
+EXAMPLE = ROOT / "example_workflows" / "train_a_LoRA_over_two_GPUs.json"
 STEPS = 400
 _READY = "() => !!(window.app?.extensionManager && window.LiteGraph?.registered_node_types?.DeviceBridgeTrainLora)"
 
@@ -77,9 +77,7 @@ def _note(line: Any, faults: list[str]) -> None:
 
 def _workflow(pipeline: Path, dataset: Path, name: str) -> dict[str, Any]:
     values = {
-        "LoadModelForTraining.path": str(pipeline),
-        "LoadModelForTraining.devices": "cpu",
-        "LoadModelForTraining.dtype": "float32",
+        **from_folder(pipeline),
         "TrainingDataset.folder": str(dataset),
         "TrainingDataset.resolutions": "32",
         "CacheCaptionsAndLatents.dtype": "float32",

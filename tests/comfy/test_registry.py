@@ -59,7 +59,7 @@ def test_the_archive_holds_the_pack_and_nothing_else(repository: Path) -> None:
     with zipfile.ZipFile(repository / "node.zip") as archive:
         names = set(archive.namelist())
     needed = {"__init__.py", "pyproject.toml", "requirements.txt", "LICENSE", "README.md", "nodes/train.py"}
-    needed |= {"web/docs/DeviceBridgeTrainLora.md", "example_workflows/train_lora_demo.json", "bootstrap.py"}
+    needed |= {"web/docs/DeviceBridgeTrainLora.md", "example_workflows/train_a_LoRA_over_two_GPUs.json", "bootstrap.py"}
     assert not needed - names, needed - names
     folders = {name.split("/")[0] for name in names if "/" in name}
     rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "benchmarks", "scripts"}

@@ -20,14 +20,14 @@ from devicebridge.headless import run as headless
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Messages, Server
 from devicebridge.tests.comfy_host import allow_folders, comfy_python
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
-from devicebridge.tests.workflows import read_workflow, set_values
+from devicebridge.tests.workflows import from_folder, read_workflow, set_values
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.comfy
 
-EXAMPLE = ROOT / "example_workflows" / "train_lora_demo.json"
-EXAMPLE_API = ROOT / "tests" / "assets" / "train_lora_demo_api.json"
+EXAMPLE = ROOT / "example_workflows" / "train_a_LoRA_over_two_GPUs.json"
+EXAMPLE_API = ROOT / "tests" / "assets" / "train_a_LoRA_over_two_GPUs_api.json"
 
 JOB = """
 [model]
@@ -67,9 +67,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _settings(pipeline: Path, dataset: Path, **train: Any) -> dict[str, Any]:
     """Values for the example workflow that make it a quick one."""
     values = {
-        "LoadModelForTraining.path": str(pipeline),
-        "LoadModelForTraining.devices": "cpu",
-        "LoadModelForTraining.dtype": "float32",
+        **from_folder(pipeline),
         "TrainingDataset.folder": str(dataset),
         "TrainingDataset.resolutions": "32",
         "CacheCaptionsAndLatents.dtype": "float32",
@@ -390,7 +388,7 @@ def test_a_timeout_of_devicebridge_run_leaves_a_checkpoint(
 @pytest.mark.usefixtures("_comfy_cli")
 def test_devicebridge_run_passes_on_failure_and_its_reason(comfyui: Path, tmp_path: Path) -> None:
     result = headless.run_workflow(
-        _edited(tmp_path, {"DeviceBridgeLoadModelForTraining.path": "/nowhere/model"}),
+        _edited(tmp_path, {f"DeviceBridge{key}": value for key, value in from_folder(Path("/nowhere/model")).items()}),
         comfyui=comfyui,
         base=tmp_path,
         server_arguments=["--disable-api-nodes"],

@@ -467,7 +467,7 @@ def test_values_are_set_in_the_saved_form(node: str) -> None:
 
 
 def test_values_are_set_in_the_shipped_example_in_list_and_table() -> None:
-    example = read_workflow(installed.ROOT / "example_workflows" / "train_lora_demo.json")
+    example = read_workflow(installed.ROOT / "example_workflows" / "train_a_LoRA_over_two_GPUs.json")
     changed = set_values(example, {"DeviceBridgeTrainLora.steps": 3, "SaveLoRA.prefix": "x"})
     train = next(node for node in changed["nodes"] if node["type"] == "DeviceBridgeTrainLora")
     assert train["widgets_values_named"]["steps"] == 3

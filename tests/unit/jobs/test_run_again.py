@@ -10,6 +10,7 @@ import torch
 from devicebridge.jobs import job as job_module
 from devicebridge.jobs.job import run_job
 from devicebridge.jobs.run_again import next_run
+from devicebridge.runs.record import recorded_run
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from safetensors.torch import load_file
 
@@ -82,6 +83,16 @@ def test_a_stopped_run_asks_for_resume(tmp_path):
         next_run(job, resume=False)
     run = next_run(job, resume=True)
     assert (run.job, run.resume, run.finished) == (job, True, None)
+
+
+def test_a_run_that_is_under_way_is_refused_and_a_changed_one_starts_beside_it(tmp_path):
+    job = _job(tmp_path)
+    with recorded_run(Path(job.output.folder), job, ["cpu"]):
+        with pytest.raises(ValueError, match="that is under way; wait for its end"):
+            next_run(job, resume=False)
+        run = next_run(_changed(job, "train", seed=4), resume=False)
+    assert Path(run.job.output.folder).name == "run_2"
+    assert next_run(job, resume=False).job == job, "a run that has ended and left nothing is begun again"
 
 
 def test_a_lora_file_that_is_gone_or_of_another_type_is_written_again(finished):
