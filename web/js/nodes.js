@@ -1,17 +1,34 @@
 // What nodes show of themselves: the loss of a training, and the blocks of a model by card.
 
+import { app } from '../../../scripts/app.js'
 import { fill, h, number } from './dom.js'
 import { blocksView } from './memory.js'
 import { makePlot } from './plot.js'
 import { load, state, subscribe } from './state.js'
+import { stateName, t } from './words.js'
 
 const DRAWN_EVERY_MS = 1000
 const SPLIT_NODES = ['DeviceBridgeSplitModel', 'DeviceBridgeLoadDiffusionModelSplit']
 const BLOCKS = 'devicebridge_blocks' // property of a node: what its last run has shown
 
 export function addToNode(node) {
+  if (node.comfyClass?.startsWith('DeviceBridge')) foldAdvanced(node)
   if (node.comfyClass === 'DeviceBridgeTrainLora') addLoss(node)
   if (SPLIT_NODES.includes(node.comfyClass)) addBlocks(node)
+}
+
+/** The canvas shows every widget unless it is told which are advanced; nodes made by Vue fold them themselves. */
+function foldAdvanced(node) {
+  const folded = (node.widgets ?? []).filter((widget) => widget.options?.advanced)
+  if (!folded.length || app.extensionManager.setting.get('Comfy.Node.AlwaysShowAdvancedWidgets')) return
+  for (const widget of folded) widget.advanced = true
+  const label = () => (node.showAdvanced ? t('Hide advanced inputs') : t('Show advanced inputs'))
+  const unfold = node.addWidget('button', 'advanced', null, () => {
+    node.toggleAdvanced()
+    unfold.label = label()
+  }, { serialize: false, canvasOnly: true })
+  unfold.label = label()
+  unfold.serialize = false
 }
 
 /** A node has run. output: what it shows. */
@@ -29,7 +46,7 @@ function addWidget(node, name, element, height) {
 }
 
 function addLoss(node) {
-  const plot = makePlot('Loss of this training', 110)
+  const plot = makePlot(t('Loss of this training'), 110)
   const facts = h('div', { class: 'db-node-facts', role: 'status' })
   const blocks = h('div')
   const element = h('div', { class: 'db-node' }, facts, plot.element, blocks)
@@ -40,7 +57,7 @@ function addLoss(node) {
     const run = runOf(node)
     if (run) load(run.run)
     const details = run && state.details.get(run.run)
-    facts.textContent = run ? `${run.run}: ${run.state}, step ${run.step}/${run.total}, loss ${number(run.loss)}` : 'no run of this name yet'
+    facts.textContent = run ? `${run.run}: ${stateName(run.state)}, ${t('step {step}/{total}, loss {loss}', { ...run, loss: number(run.loss) })}` : t('no run of this name yet')
     plot.draw(details ? [{ name: run.run, points: details.steps, marks: details.evals, smoothing: state.choice.smoothing }] : [])
     fill(blocks, details?.blocks, () => (details?.blocks?.length ? blocksView(details.blocks) : []))
   }
@@ -70,7 +87,7 @@ function addBlocks(node) {
   addWidget(node, 'blocks', place, 52)
   node.devicebridgeDraw = () => {
     const blocks = node.properties[BLOCKS]
-    fill(place, blocks ?? null, () => (blocks?.length ? blocksView(blocks) : h('span', { class: 'db-none' }, 'blocks by card: after a run')))
+    fill(place, blocks ?? null, () => (blocks?.length ? blocksView(blocks) : h('span', { class: 'db-none' }, t('blocks by card: after a run'))))
   }
   const configured = node.onConfigure
   node.onConfigure = function (...values) {
