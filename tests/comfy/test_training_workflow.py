@@ -11,13 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
-from devicebridge.families.flux2 import FLUX2
-from devicebridge.families.naming import originals_of
 from devicebridge.headless import run as headless
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Messages, Server
+from devicebridge.tests.comfy.small_flux2 import original_weights, save_comfy_sized_pipeline
 from devicebridge.tests.comfy_host import allow_folders, comfy_python
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values
@@ -179,36 +177,12 @@ def test_the_report_of_quantizing_is_an_ordinary_text(server: Server, graph: Any
     assert "auto: " in text if scheme == "auto" else "LoRA: attached later, never quantized" in text
 
 
-def _save_comfy_sized_pipeline(folder: Path) -> Path:
-    """A small FLUX.2 whose heads are as wide as ComfyUI takes for granted, in place of the tiny one."""
-    save_tiny_pipeline(folder, "flux2")
-    tiny = diffusers.Flux2Transformer2DModel.load_config(folder / "transformer")
-    sizes = {"in_channels": 128, "attention_head_dim": 128, "num_attention_heads": 1, "axes_dims_rope": [32] * 4}
-    sizes["timestep_guidance_channels"] = 256
-    torch.manual_seed(0)
-    transformer = diffusers.Flux2Transformer2DModel.from_config({**tiny, **sizes})
-    transformer.save_pretrained(folder / "transformer")
-    vae = diffusers.AutoencoderKLFlux2.load_config(folder / "vae")
-    diffusers.AutoencoderKLFlux2.from_config({**vae, "latent_channels": 32}).save_pretrained(folder / "vae")
-    return folder
-
-
-def _original_weights(transformer: Path) -> dict[str, torch.Tensor]:
-    """The transformer under its original names, as ComfyUI's own checkpoints have them."""
-    weights = load_file(transformer / "diffusion_pytorch_model.safetensors")
-    originals = {}
-    for name, stack in originals_of(weights, FLUX2.renames).items():
-        tensor = torch.cat([weights[member] for member in stack.members])
-        originals[name] = torch.cat(tensor.chunk(2)[::-1]).clone() if stack.swap_halves else tensor
-    return originals
-
-
 def test_the_trained_lora_changes_comfyuis_own_model_by_exactly_its_product(
     server: Server, dataset: Path, tmp_path: Path
 ) -> None:
     """Load Diffusion Model, Load LoRA Model with our output, Save: every adapted weight moves by B A alpha / rank."""
-    pipeline = _save_comfy_sized_pipeline(tmp_path / "model")
-    weights = _original_weights(pipeline / "transformer")
+    pipeline = save_comfy_sized_pipeline(tmp_path / "model")
+    weights = original_weights(pipeline / "transformer")
     models = server.base / "models" / "diffusion_models"
     models.mkdir(parents=True, exist_ok=True)
     save_file(weights, models / "small_flux2.safetensors")
