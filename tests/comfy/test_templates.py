@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from devicebridge.tests.comfy.server import ROOT, Server
 from devicebridge.tests.comfy.small_flux2 import original_weights, save_comfy_sized_pipeline
 from devicebridge.tests.comfy_host import comfy_python
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.comfy
 
@@ -81,7 +82,15 @@ def _with_stand_ins(graph: dict[str, Any], family: str, channels: int = 32) -> d
     if family == "wan":  # whose encoder has no tiny build
         for index, node in enumerate(_of_kind(graph, "CLIPTextEncode").values()):
             node |= {"class_type": "TestCondition", "inputs": {"family": family, "seed": index}}
-    small = {"steps": 2, "width": 64, "height": 64, "length": 5, "filename_prefix": f"template_{family}"}
+    # unipc makes tensors of lists of tensors, which emulated cards do not
+    small = {
+        "sampler_name": "euler",
+        "steps": 2,
+        "width": 64,
+        "height": 64,
+        "length": 5,
+        "filename_prefix": f"template_{family}",
+    }
     for node in graph.values():
         if not node["class_type"].startswith("DeviceBridge"):
             node["inputs"] |= {name: value for name, value in small.items() if name in node["inputs"]}
@@ -150,7 +159,8 @@ def test_the_training_template_trains_and_the_resuming_one_goes_on(
     resuming = _graph("resume_a_stopped_training")
     _succeed(server, _quick_training(resuming, pipeline, name="template_parts", steps=4))
     whole, parts = (folder / name / f"{name}.safetensors" for name in ("template_whole", "template_parts"))
-    assert whole.read_bytes() == parts.read_bytes()
+    found, expected = load_file(parts), load_file(whole)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_the_end_to_end_template_plans_trains_draws_samples_and_samples_with_the_lora(
