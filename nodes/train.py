@@ -61,7 +61,12 @@ _INPUTS = (
     Socket("dropout", "lora.dropout", step=0.01, advanced=True),
     Socket("dora", "lora.dora", advanced=True),
     Socket(
-        "targets", "lora.targets", "One pattern per line.", multiline=True, placeholder="*.attn.to_q", advanced=True
+        "targets",
+        "lora.targets",
+        "One pattern per line.",
+        multiline=True,
+        placeholder="targets, such as *.attn.to_q",
+        advanced=True,
     ),
     Socket("training_dtype", "lora.dtype", advanced=True),
     Socket("timestep_sampling", "objective.timestep_sampling", advanced=True),
@@ -89,7 +94,7 @@ _INPUTS = (
         "One prompt per line. The node shows the newest picture; all are in the run folder.",
         read=read_lines,
         multiline=True,
-        placeholder="a photo of my subject on a beach",
+        placeholder="sample_prompts, such as: a photo of my subject on a beach",
         optional=True,
     ),
     Socket("sample_every", "samples.every_steps", max=_MOST_STEPS, optional=True),

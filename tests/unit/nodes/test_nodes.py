@@ -884,3 +884,9 @@ def test_durations_read_well(nodes: ModuleType, seconds: float, text: str) -> No
     from devicebridge.system.pace import describe_duration
 
     assert describe_duration(seconds) == text
+
+
+def test_a_field_of_several_lines_has_its_name_in_it(nodes: ModuleType) -> None:
+    """The canvas shows no label beside it."""
+    fields = [each for node in nodes.NODES for each in node.define_schema().inputs if each.options.get("multiline")]
+    assert fields and all(each.options["placeholder"].startswith(each.id) for each in fields)
