@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import os
 import shutil
@@ -111,18 +109,6 @@ def _keep_picture(page: Any, path: Path, width: int, **options: Any) -> None:
         size = (width, round(picture.height * width / picture.width))
         picture.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(path, quality=82)
     taken.unlink()
-
-
-def _keep_drawing(page: Any, path: Path) -> None:
-    """The same of the canvas alone, as a square: what the template browser shows."""
-    if not os.environ.get("UPDATE_PICTURES"):
-        return
-    page.set_viewport_size({"width": 1100, "height": 1100})
-    _fit_view(page)
-    _, _, data = page.evaluate("() => window.app.canvas.canvas.toDataURL('image/png')").partition(",")
-    with Image.open(io.BytesIO(base64.b64decode(data))) as picture:
-        picture.convert("RGB").resize((480, 480), Image.Resampling.LANCZOS).save(path, quality=85)
-    page.set_viewport_size(SIZE)
 
 
 def _open_tab(page: Any, run: str) -> Any:
@@ -273,7 +259,6 @@ def test_every_template_is_shown_with_its_picture_and_opens_as_what_the_suite_ru
             assert {key: (node["class_type"], node["inputs"]) for key, node in found["output"].items()} == {
                 key: (node["class_type"], node["inputs"]) for key, node in twin.items()
             }, path.stem
-            _keep_drawing(page, path.with_suffix(".jpg"))
         page.evaluate("() => window.app.extensionManager.command.execute('Comfy.BrowseTemplates')")
         dialog = page.get_by_role("dialog")
         dialog.get_by_text("DeviceBridge", exact=True).first.click()

@@ -17,18 +17,19 @@ export function addToNode(node) {
   if (SPLIT_NODES.includes(node.comfyClass)) addBlocks(node)
 }
 
-/** The canvas shows every widget unless it is told which are advanced; nodes made by Vue fold them themselves. */
+/** The canvas shows every advanced widget; here they are behind a button, as nodes made by Vue have one themselves. */
 function foldAdvanced(node) {
+  const setting = app.extensionManager.setting
   const folded = (node.widgets ?? []).filter((widget) => widget.options?.advanced)
-  if (!folded.length || app.extensionManager.setting.get('Comfy.Node.AlwaysShowAdvancedWidgets')) return
-  for (const widget of folded) widget.advanced = true
-  const label = () => (node.showAdvanced ? t('Hide advanced inputs') : t('Show advanced inputs'))
-  const unfold = node.addWidget('button', 'advanced', null, () => {
-    node.toggleAdvanced()
-    unfold.label = label()
-  }, { serialize: false, canvasOnly: true })
-  unfold.label = label()
-  unfold.serialize = false
+  if (!folded.length || setting.get('Comfy.VueNodes.Enabled') || setting.get('Comfy.Node.AlwaysShowAdvancedWidgets')) return
+  const unfold = node.addWidget('button', 'advanced', null, () => show(!folded[0].hidden), { serialize: false, canvasOnly: true })
+  unfold.serialize = false // neither in the workflow's file
+  const show = (isFolded) => {
+    for (const widget of folded) widget.hidden = isFolded
+    unfold.label = isFolded ? t('Show advanced inputs') : t('Hide advanced inputs')
+    node.setSize([node.size[0], node.computeSize()[1]])
+  }
+  show(true)
 }
 
 /** A node has run. output: what it shows. */
