@@ -28,6 +28,7 @@ import torch
 
 from ..quantization.rotation import make_rotation, rotate
 from .header import FLOAT_TYPES, TensorRecord
+from .other_files import describe_other
 from .weight_file import TORCH_TYPES, read_records
 
 METADATA_KEY = "_quantization_metadata"
@@ -129,6 +130,8 @@ def pair_scales(
     own = {n: r for n, r in records.items() if not _SCALE.match(n) and not _IGNORED.search(n)}
     strange = [r for r in own.values() if r.dtype not in FLOAT_TYPES and not r.is_quantized]
     if strange:
+        if other := describe_other(own):
+            raise ValueError(f"{path} is {other}; give a diffusion transformer")
         kind = TYPE_NAMES.get(strange[0].dtype, strange[0].dtype)
         raise ValueError(
             f"{path} holds quantized weights ({len(strange)} {kind} tensors, e.g. {strange[0].key}); {_WHAT_WORKS}"

@@ -81,7 +81,7 @@ def _print_check(title: str, plan: JobPlan) -> None:
     print(f"model: {plan.family.title}, {plan.variant.name} ({plan.info.layout} layout)")
     print(f"placement: {plan.placement.describe()}")
     if plan.training is not None:
-        print(describe_plan(plan.training))
+        print(describe_plan(plan.training, plan.job.train.steps))
     num_clips = sum(bool(sample.frames) for sample in (*plan.samples, *plan.eval_samples))
     of_clips = f"; {num_clips} of them of clips" if num_clips else ""
     print(f"images: {len(plan.training_samples)} for training, {len(plan.eval_samples)} for evaluation{of_clips}")
@@ -103,5 +103,6 @@ def plan(options: argparse.Namespace) -> int:
         values = {title.removeprefix("== "): plan_values(plan) for title, plan in plans.items()}
         print(json.dumps(values.get("", values), indent=2))
     else:
-        print("\n\n".join(f"{title}\n{describe_plan(plan)}".strip() for title, plan in plans.items()))
+        told = {title: describe_plan(plan, asked.job.train.steps) for title, plan in plans.items()}
+        print("\n\n".join(f"{title}\n{text}".strip() for title, text in told.items()))
     return 0

@@ -22,7 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     A problem the user can mend is one message on stderr and code 2; a Ctrl-C that nothing else answers is one line
     and 130.
     """
-    options = _make_parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    end = arguments.index("--") if "run" in arguments and "--" in arguments else len(arguments)
+    options = _make_parser().parse_args(arguments[:end])
+    options.server_flags = arguments[end + 1 :]
     set_up_logging(is_verbose=options.verbose)
     try:
         return options.command(options)
@@ -150,6 +153,16 @@ def _make_parser() -> argparse.ArgumentParser:
         help="JSON file of a workflow: as ComfyUI saves it, or its API form (Export (API)); needs comfy-cli, "
         "which `pip install -e .[comfy]` brings",
     )
+    run.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NODE.INPUT=VALUE",
+        help="replace an input, such as DeviceBridgeTrainLora.steps=500; a node by its number, type or title; may be "
+        "given several times",
+    )
+    run.add_argument("--base-directory", type=Path, help="where models, input and output are, if not ComfyUI's folder")
+    run.epilog = "Flags for ComfyUI's server stand behind --, such as: devicebridge run workflow.json -- --lowvram"
     run.add_argument("--comfyui", type=Path, help="ComfyUI's folder; found by itself otherwise")
     run.add_argument("--timeout", type=float, default=None, metavar="SECONDS", help="give up after this long")
     run.set_defaults(command=_run)
@@ -167,8 +180,17 @@ def _command(module: str, name: str) -> Callable[[argparse.Namespace], int]:
 
 def _run(options: argparse.Namespace) -> int:
     from ..headless.run import run_workflow
+    from ..headless.workflow import parse_setting
 
-    result = run_workflow(options.workflow, comfyui=options.comfyui, timeout_s=options.timeout, on_progress=say)
+    result = run_workflow(
+        options.workflow,
+        comfyui=options.comfyui,
+        timeout_s=options.timeout,
+        on_progress=say,
+        base=options.base_directory,
+        server_arguments=options.server_flags,
+        values=dict(map(parse_setting, options.set)),
+    )
     for path in result.outputs:
         say(str(path))
     if result.message:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 
 from ..events import Event
 from ..planning.report import describe_comparison
-from ..system.pace import describe_progress
+from ..system.pace import StepPace, describe_progress
+from ..system.progress import NowAndThen, ProgressLine
 from ..system.stopping import say
 
 _INTERVAL_S = 2.0
-_BAR_WIDTH = 24
 
 
 class Terminal:
@@ -24,41 +23,34 @@ class Terminal:
 
     def __init__(self, on_gone: Callable[[], None] = lambda: None) -> None:
         self._on_gone = on_gone
-        self._is_terminal = sys.stdout.isatty()
-        self._is_line_open = False
-        self._last_s = 0.0
+        self._line = ProgressLine(sys.stdout, on_gone) if sys.stdout.isatty() else None
+        self._lines = NowAndThen(_INTERVAL_S)
+        self._paces: dict[str, StepPace] = {}  # of each of a pair
 
     def __call__(self, event: Event) -> None:
         values = dict(event.values)
         expert = values.pop("expert", None)  # the one of a pair that says it
         whose = "" if expert is None else f"[{expert}] "
         if event.kind == "progress":
-            line = describe_progress(event.step, event.total, **values)
-            self._show_progress(whose + line, event.step, event.total)
+            self._show(whose, event, values["what"], describe_progress(event.step, event.total, **values))
+        elif event.kind == "step":
+            pace = self._paces.setdefault(whose, StepPace())
+            pace.update(values["elapsed_s"])
+            self._show(whose, event, "steps", pace.describe(event.step, event.total, values["loss"]), is_rare=True)
         elif line := _describe(event):
-            self._end_line()
             self._say(whose + line)
 
-    def _show_progress(self, line: str, done: int, total: int) -> None:
-        is_last, now_s = done == total, time.monotonic()
-        if self._is_terminal:
-            filled = _BAR_WIDTH * done // max(1, total)
-            bar = "#" * filled + "." * (_BAR_WIDTH - filled)
-            self._say(f"\r[{bar}] {line}\033[K", end="")  # the escape clears what a longer line has left
-            self._is_line_open = True
-            if is_last:
-                self._end_line()
-        elif is_last or now_s - self._last_s >= _INTERVAL_S:
-            self._last_s = now_s
-            self._say(line)
+    def _show(self, whose: str, event: Event, what: str, text: str, *, is_rare: bool = False) -> None:
+        """is_rare: of which a log has every line."""
+        if self._line is not None:
+            self._line.show(whose + what, event.step, event.total, whose + text)
+        elif is_rare or self._lines.is_due(event.step, event.total):
+            self._say(whose + text)
 
-    def _end_line(self) -> None:
-        if self._is_line_open:
-            self._say("")
-        self._is_line_open = False
-
-    def _say(self, line: str, end: str = "\n") -> None:
-        if not say(line, end=end):
+    def _say(self, line: str) -> None:
+        if self._line is not None:
+            self._line.close()
+        if not say(line):
             self._on_gone()
 
 
@@ -68,8 +60,6 @@ def _describe(event: Event) -> str:
         return f"== {values['name']} {values.get('placement', '')}".rstrip()
     if event.kind == "quantized":
         return str(values["summary"])
-    if event.kind == "step":
-        return f"step {event.step}/{event.total} loss {values['loss']:.5f} {values['elapsed_s']:.2f} s"
     if event.kind == "eval":
         return f"step {event.step}/{event.total} evaluation loss {values['loss']:.6f}"
     if event.kind == "sample":

@@ -90,9 +90,9 @@ class CacheConfig:
         text_encoders: Folder that holds the text_encoder and tokenizer folders. Left out: the model folder. Needed when
             the model is a single file.
         vae: VAE folder or file. Left out: the model folder. Needed when the model is a single file.
-        text_device: Where the text encoder runs. cpu is slow but always has room; cuda:0 holds all of it on that card.
-            stream passes its layers through a card that could not hold it, many captions at a time. auto picks by size
-            and says why in the log.
+        text_device: Where the text encoder runs. auto picks by size and says why in the log. cpu is slow but always has
+            room; cuda:0 holds all of it on that card. stream passes its layers through a card that could not hold it,
+            many captions at a time.
         text_window_gb: The most decimal GB of its card that a streamed text encoder may take. Left out: what is free.
             With text_device stream or auto. More allows more captions per pass; FLUX.2-dev's encoder needs about 4.
         vae_device: Device of the VAE, such as cuda:0. Left out: the model's first device.
@@ -110,7 +110,7 @@ class CacheConfig:
     folder: PathText = ""
     text_encoders: PathText = ""
     vae: PathText = ""
-    text_device: str = setting("cpu", is_free=True)
+    text_device: str = setting("auto", is_free=True)
     text_window_gb: Annotated[float, Range(0.0, 100_000)] = setting(0.0, is_free=True)
     vae_device: str = ""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"

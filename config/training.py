@@ -11,6 +11,8 @@ from pydantic.dataclasses import dataclass
 from .ranges import MOST_STEPS, STRICT, Range, RequiredPath, Seed, StepCount, check_file_name
 from .setting import setting
 
+LORA_ENDING = ".safetensors"
+
 
 @dataclass(frozen=True, config=STRICT)
 class LoraSettings:
@@ -178,3 +180,8 @@ class OutputConfig:
 
     def __post_init__(self) -> None:
         check_file_name(self.name)
+
+    @property
+    def file_name(self) -> str:
+        """Of the LoRA, whether or not its name was given with the extension."""
+        return f"{self.name.removesuffix(LORA_ENDING)}{LORA_ENDING}"

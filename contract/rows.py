@@ -61,14 +61,15 @@ ROWS: tuple[Row, ...] = (
         "comfy_api.v0_0_2.io",
         {
             "has": "ComfyNode; ComfyNode.hidden; Hidden.unique_id; Input; Boolean; Combo; Int; Float; String",
-            "call": f"Custom(io_type); Boolean.Input({_WIDGET}); Combo.Input({_WIDGET}, options=); "
+            "call": f"Custom(io_type); Boolean.Input({_WIDGET}); Combo.Input({_WIDGET}, options=, extra_dict=); "
             f"Int.Input({_WIDGET}, min=, max=, step=); Float.Input({_WIDGET}, min=, max=, step=, round=); "
             f"String.Input({_WIDGET}, multiline=, placeholder=); "
             + "; ".join(f"{name}.Input(id, display_name=, tooltip=, optional=)" for name in _INPUTS)
             + "; NodeOutput(..., ui=); Schema(node_id=, display_name=, category=, description=, search_aliases=, "
             "is_output_node=, is_experimental=, is_input_list=, inputs=, outputs=, hidden=); "
             + "; ".join(f"{name}.Output(id, display_name=, tooltip=)" for name in _OUTPUTS),
-            "override": "ComfyNode.define_schema(); ComfyNode.execute(...); ComfyNode.fingerprint_inputs(...)",
+            "override": "ComfyNode.define_schema(); ComfyNode.execute(...); ComfyNode.fingerprint_inputs(...); "
+            "ComfyNode.validate_inputs(...)",
         },
     ),
     # ---- nodes/host/__init__.py: progress, Cancel, messages, memory
@@ -117,6 +118,9 @@ ROWS: tuple[Row, ...] = (
     # ---- nodes/host/comfy_encoders.py: all that decides what an encoder makes
     *_read("encoders", "comfyui_version", {"has": "__version__"}),
     *_read("encoders", "comfy.model_management", {"call": "unload_all_models(); soft_empty_cache()"}),
+    *_read(
+        "encoders", "comfy.sd", {"has": "CLIPType", "call": "load_clip(ckpt_paths=, embedding_directory=, clip_type=)"}
+    ),
     *_read(
         "encoders",
         "comfy.sd.CLIP",

@@ -430,7 +430,10 @@ def _leave_out_layers(config: Any, layers: tuple[int, ...], folder: Path) -> boo
     the last hidden state of the whole model is behind the norm."""
     num_layers = config.num_hidden_layers
     if not layers or min(layers) < 1 or max(layers) > num_layers:
-        raise ValueError(f"hidden states {list(layers)} were asked of {folder}, which has 1 to {num_layers}")
+        raise ValueError(
+            f"{folder} holds a text encoder of {num_layers} layers, and this model is taken for one that reads layers "
+            f"{list(layers)} of its own; set model.variant to the model that it belongs to, or to auto"
+        )
     config.num_hidden_layers = max(layers)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[: max(layers)]

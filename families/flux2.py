@@ -177,7 +177,13 @@ def normalise_samples(samples: torch.Tensor) -> torch.Tensor:
 
 # Mistral's real tokens only, with zeros in front up to 512 that the transformer sees unmasked; klein's encoder pads to
 # 512 itself. The attention_mask beside them is not read without attention_mask_img_shape.
-_COMFY = ComfyInputs(states="prompt_embeds", width="joint_attention_dim", normalise=normalise_samples, min_tokens=512)
+_COMFY = ComfyInputs(
+    states="prompt_embeds",
+    width="joint_attention_dim",
+    normalise=normalise_samples,
+    min_tokens=512,
+    clip_type="flux2",
+)
 
 _RENAMES = (
     *flux_renames("time_guidance_embed", "linear_in", "linear_out"),

@@ -208,6 +208,7 @@ class ComfyInputs:
     # Whether the model reads all that a CONDITIONING says, rather than states and pooled_output; then width is "".
     reads_all: bool = False
     cells_per_token: int = 1  # latent cells that make_inputs packs into one token of the transformer's in_channels
+    clip_type: str = ""  # what its Load CLIP calls the text encoders' type
 
 
 class HostModel(Protocol):

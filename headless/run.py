@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..system.json_file import read_json_object
 from ..system.stopping import STOPPED, interrupt_on_signal
 from .client import TIMED_OUT, ClientRun
 from .comfyui import find_comfy_cli, find_comfyui
-from .server import start_server, tell_split_lines
+from .server import start_server, tell_lines
+from .workflow import read_workflow, set_values
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ def run_workflow(
     on_progress: Callable[[str], object] = lambda line: None,
     base: Path | None = None,
     server_arguments: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
 ) -> RunResult:
     """Run a workflow in its API or its saved form. Ctrl-C, SIGTERM and SIGHUP cancel it once training has saved.
 
@@ -48,17 +52,23 @@ def run_workflow(
         on_progress: gets one line at a time.
         base: other place for models, inputs and outputs than ComfyUI's folder.
         server_arguments: added to ComfyUI's own, such as "--cpu".
-    Raises: ValueError for a file that is no workflow; RuntimeError if ComfyUI or comfy-cli is missing or fails.
+        values: inputs that are replaced, see set_values.
+    Raises: ValueError for a file that is no workflow, or an input that it has not; RuntimeError if ComfyUI or comfy-cli
+        is missing or fails.
     """
     check_workflow(workflow)
     with interrupt_on_signal(), tempfile.TemporaryDirectory(prefix="devicebridge-run-") as scratch:
+        if values:
+            changed = set_values(read_workflow(workflow), values)
+            workflow = Path(scratch) / workflow.name
+            workflow.write_text(json.dumps(changed), encoding="utf-8")
         installed = find_comfyui(comfyui, base)
         client = find_comfy_cli()
         on_progress(f"starting ComfyUI in {installed.folder}")
         with start_server(installed, Path(scratch), server_arguments) as server:
             server.wait_until_ready()
             run = ClientRun(on_progress)
-            with tell_split_lines(server.log, on_progress):
+            with tell_lines(server.log, on_progress):
                 exit_code = run.run(client, workflow, server.port, timeout_s)
             if exit_code in {STOPPED, TIMED_OUT}:
                 on_progress("cancelling; waiting until the state is saved")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import shutil
 import socket
@@ -28,7 +29,7 @@ _CANCEL_TIMEOUT_S = 300.0  # a training step has to end and a checkpoint to be w
 _POLL_S = 0.25
 _LOG_INTERVAL_S = 0.5
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_SPLIT_LINE = re.compile(r"(?:\[(\w+)\] )?(split: .*)")  # behind the level tag of ComfyUI's log
+_TOLD_LINE = re.compile(r"(?:\[(\w+)\] )?((?:split|training): .*)")  # behind the level tag of ComfyUI's log
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Server:
     port: int
     log: Path
     outputs: Path
+    started_s: float = 0.0  # when, by the clock that files are dated with
 
     def get(self, path: str) -> Any:
         """Parsed JSON of a route. Raises: OSError while it cannot be reached."""
@@ -72,7 +74,10 @@ class Server:
                 time.sleep(_POLL_S)
 
     def find_outputs(self) -> list[Path]:
-        """Files that finished nodes have announced. The server is ours alone, so all its history is this run."""
+        """Files that finished nodes have announced, and new weights: core's Save LoRA Weights announces none.
+
+        The server is ours alone, so all its history is this run.
+        """
         try:
             history = self.get("/history")
         except (OSError, json.JSONDecodeError):
@@ -86,7 +91,15 @@ class Server:
             for item in entries
             if isinstance(item, dict) and item.get("type") == "output" and "filename" in item
         ]
-        return list(dict.fromkeys(self.outputs / item.get("subfolder", "") / item["filename"] for item in items))
+        announced = [self.outputs / item.get("subfolder", "") / item["filename"] for item in items]
+        return list(dict.fromkeys([*announced, *self._saved_weights()]))
+
+    def _saved_weights(self) -> Iterator[Path]:
+        """New ones outside our own run folders, whose LoRA is announced."""
+        for folder, subfolders, files in os.walk(self.outputs):
+            subfolders[:] = sorted(name for name in subfolders if name != PACK_NAME)
+            paths = (Path(folder, name) for name in sorted(files) if name.endswith(".safetensors"))
+            yield from (path for path in paths if path.stat().st_mtime >= self.started_s)
 
 
 @contextlib.contextmanager
@@ -112,11 +125,12 @@ def start_server(installed: ComfyUI, scratch: Path, arguments: Sequence[str]) ->
         command += ["--extra-model-paths-config", _make_pack_visible(scratch)]
     if "--cpu" not in arguments and not has_accelerator(installed.python):
         command.append("--cpu")
+    started_s = time.time()
     number, log = tempfile.mkstemp(prefix="devicebridge-comfyui-", suffix=".log")
     with open(number, "wb") as output:
         process = processes.start([*command, *arguments], folder=installed.folder, output=output)
     with process:
-        yield Server(process, port, Path(log), installed.base / "output")
+        yield Server(process, port, Path(log), installed.base / "output", started_s)
 
 
 def _make_pack_visible(scratch: Path) -> Path:
@@ -133,8 +147,8 @@ def _make_pack_visible(scratch: Path) -> Path:
 
 
 @contextlib.contextmanager
-def tell_split_lines(log: Path, say: Callable[[str], object]) -> Iterator[None]:
-    """Pass on what the server's log says about the split, as it appears: which card gets what, and warnings.
+def tell_lines(log: Path, say: Callable[[str], object]) -> Iterator[None]:
+    """Pass on what the server's log says of a split and of a training, as it appears: which card gets what, the loss.
 
     A thread reads, for comfy-cli is silent while a model loads.
     """
@@ -146,7 +160,7 @@ def tell_split_lines(log: Path, say: Callable[[str], object]) -> Iterator[None]:
             while not was_over:
                 was_over = is_over.wait(_LOG_INTERVAL_S)
                 *whole, unfinished = (unfinished + lines.read()).split("\n")
-                for told in filter(None, map(_read_split_line, whole)):
+                for told in filter(None, map(_read_told_line, whole)):
                     say(told)
 
     thread = threading.Thread(target=follow, daemon=True)
@@ -158,9 +172,9 @@ def tell_split_lines(log: Path, say: Callable[[str], object]) -> Iterator[None]:
         thread.join()
 
 
-def _read_split_line(line: str) -> str:
-    """The part of a log line that begins with "split:", with the level in front where that is not INFO; else ""."""
-    found = _SPLIT_LINE.match(_COLOUR.sub("", line.rstrip()))
+def _read_told_line(line: str) -> str:
+    """The part of a log line from "split:" or "training:" on, with any other level than INFO in front; else ""."""
+    found = _TOLD_LINE.match(_COLOUR.sub("", line.rstrip()))
     if found is None:
         return ""
     level, text = found.groups()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..checkpoints.lora_layouts import describe_readers, make_lora_tensors, what_is_lost
-from ..config.job import job_to_dict
+from ..config.job import OutputConfig, job_to_dict
 from ..system.files import tensors_as_bytes, write_atomically
 from ..training.adapter import LoraHandle
 from ..training.state import unsaved
@@ -41,7 +41,7 @@ def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: boo
     Raises: RuntimeError for weights that are not finite in the file's type, OSError naming the file if the disk
         refuses; the file that was there stays.
     """
-    path = folder / f"{plan.job.output.name}.safetensors"
+    path = folder / plan.job.output.file_name
     tensors = lora_file_tensors(plan, lora)
     _refuse_not_finite(path, tensors, plan.job.output.lora_dtype)
     if must_change and not any(tensor.any() for name, tensor in tensors.items() if name.endswith("lora_B.weight")):
@@ -67,6 +67,11 @@ def _refuse_not_finite(path: Path, tensors: Mapping[str, torch.Tensor], dtype: s
             f'first {wrong[0]}; resume with output.lora_dtype = "float32", which holds all that was trained, or start '
             "anew in another output folder with a lower optimizer.learning_rate"
         )
+
+
+def describe_kind(output: OutputConfig) -> str:
+    """Layout and number type: what a file of the same weights may differ in."""
+    return f"{output.lora_layout} {output.lora_dtype}"
 
 
 def describe_file(plan: JobPlan) -> str:
@@ -113,6 +118,7 @@ def lora_metadata(plan: JobPlan) -> dict[str, str]:
         "devicebridge_text_source": text_source or "transformers",  # in use it needs the same encoders
         "devicebridge_latent_source": latent_source or "diffusers",
         "devicebridge_variant": plan.variant.name,
+        "devicebridge_file": describe_kind(job.output),
         "devicebridge_config": json.dumps(_without_places(job_to_dict(job)), sort_keys=True),
     }
 

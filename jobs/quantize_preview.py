@@ -15,7 +15,7 @@ from torch import nn
 from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..checkpoints.load import make_empty_transformer
 from ..checkpoints.quantized_files import stays_in_8_bits
-from ..config.job import JobConfig, ModelConfig, SplitConfig
+from ..config.job import JobConfig, ModelConfig, ModelScheme, SplitConfig
 from ..parallel.placement import Placement
 from ..quantization.quantize import (
     BEST_FIRST,
@@ -32,7 +32,7 @@ from ..quantization.quantize import (
     stored_linear_bytes,
 )
 from ..quantization.report import GroupTotals
-from .resolve import Subject, find_machine, held_bytes, place_by_size
+from .resolve import Machine, Subject, find_machine, held_bytes, place_by_size
 
 _NUM_NAMED = 4
 _TIME_RESOLUTION = 512  # pixels, where a split by time is planned before there are pictures
@@ -131,6 +131,11 @@ def choose_scheme(devices: Sequence[torch.device]) -> Scheme:
             return each.scheme
     check_packages(able[-1])
     return able[-1].scheme
+
+
+def foresee_scheme(machine: Machine) -> ModelScheme:
+    """What "auto" will most likely be on this machine: as resolve.py, none where nothing is planned."""
+    return "none" if machine.cards is None else choose_scheme(machine.devices)
 
 
 def preview_model(config: ModelConfig, split: SplitConfig) -> QuantizePreview:

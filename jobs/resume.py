@@ -45,7 +45,7 @@ def find_state(job: JobConfig, *, resume: bool) -> TrainingState | None:
     folder = checkpoint_folder(job)
     sweep_checkpoints(folder)
     if resume:
-        state = load_newest(folder, _check)
+        state = load_newest(folder, check_facts)
         if state is None:
             _log.warning("there is no checkpoint in %s yet; the job starts from its first step", folder)
         return state
@@ -57,7 +57,8 @@ def find_state(job: JobConfig, *, resume: bool) -> TrainingState | None:
     return None
 
 
-def _check(state: TrainingState) -> None:
+def check_facts(state: TrainingState) -> None:
+    """Raises: DamagedCheckpoint for a state that no run can continue from."""
     state.expect_facts(_FACTS)
     losses, numbers = state.facts["losses"], (int, float)
     if len(losses) != state.step or not all(type(loss) in numbers for loss in losses):
@@ -72,7 +73,7 @@ def _check(state: TrainingState) -> None:
 
 def as_decided(job: JobConfig, state: TrainingState) -> JobConfig:
     """The job with what "auto" became when the run began: memory that is free today must not change it."""
-    old = _job_of(state)
+    old = job_of(state)
     quantize = asked(job.model.quantize) or old.model.quantize
     name = asked(job.optimizer.name) or old.optimizer.name
     return replace(job, model=replace(job.model, quantize=quantize), optimizer=replace(job.optimizer, name=name))
@@ -105,9 +106,7 @@ def placement_facts(placement: Placement) -> dict[str, list[str]]:
 
 def refuse_other_run(job: JobConfig, identity: dict[str, Any], state: TrainingState) -> None:
     """Raises: ValueError if the state was made with other settings, data or weights; names what differs."""
-    differing = differing_keys(_job_of(state), job)
-    differing += [what for name, what in _IDENTITY.items() if state.facts[name] != identity[name]]
-    if differing:
+    if differing := differences(job, identity, state):
         lines = "\n".join(f"  {line}" for line in differing)
         raise ValueError(
             f"{state.path} was made with other settings, so continuing it would not be the same run:\n{lines}\n"
@@ -115,7 +114,14 @@ def refuse_other_run(job: JobConfig, identity: dict[str, Any], state: TrainingSt
         )
 
 
-def _job_of(state: TrainingState) -> JobConfig:
+def differences(job: JobConfig, identity: dict[str, Any], state: TrainingState) -> list[str]:
+    """A line for everything in which a job is another one than that of this state; [] for the same."""
+    differing = differing_keys(job_of(state), as_decided(job, state))
+    return differing + [what for name, what in _IDENTITY.items() if state.facts.get(name) != identity[name]]
+
+
+def job_of(state: TrainingState) -> JobConfig:
+    """The job that a checkpoint was made by. Raises: ValueError naming the checkpoint for one that cannot be read."""
     try:
         return make_job(state.facts["config"])
     except ValueError as error:

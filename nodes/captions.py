@@ -4,52 +4,86 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.job import CacheConfig, LoopConfig, OutputConfig
 from . import host
+from .choices import NONE, device_options, file_options, plain_device, read_file
 from .host import io
-from .sockets import Socket, make_inputs, read_section
+from .kept import KEPT, file_state
+from .saying import said_on_node
+from .sockets import AUTO, Socket, make_inputs, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
 if TYPE_CHECKING:
     from ..jobs.comfy_entries import ComfyEncoders
 
+_TITLE = "Cache Captions and Latents"
+
 _log = logging.getLogger(__name__)
 
 DEFAULT_FOLDER = "devicebridge/cache"
 _WHERE = "It is inside ComfyUI's output folder."
 CACHE_FOLDER = Socket("cache_folder", "cache.folder", _WHERE, default=DEFAULT_FOLDER, advanced=True)
-_HERE = "in the model folder"
-_IN_MODELS = "A name in models/{}, or a full path."
-_INPUTS = (
-    ModelSocket.Input("model", tooltip="The model that will be trained; it decides what is encoded how."),
-    DatasetSocket.Input("dataset", tooltip="The images and captions."),
-    Socket("text_encoders", "cache.text_encoders", _IN_MODELS.format("text_encoders"), default="", placeholder=_HERE),
-    Socket("vae", "cache.vae", _IN_MODELS.format("vae"), default="", placeholder=_HERE),
-    Socket("text_device", "cache.text_device", read=lambda text: text.strip() or "cpu"),
-    Socket("vae_device", "cache.vae_device"),
-    Socket("dtype", "cache.dtype", advanced=True),
-    CACHE_FOLDER,
-    Socket("text_quantize", "cache.text_quantize", optional=True, advanced=True),
-    Socket("text_window_gb", "cache.text_window_gb", max=1000.0, step=0.5, optional=True, advanced=True),
-    io.Clip.Input(
-        "stock_clip",
-        display_name="stock CLIP",
-        optional=True,
-        tooltip="ComfyUI's CLIP, from its loaders. Connected, it encodes the captions as CLIP Text Encode does, and "
-        "text_encoders, text_device, text_window_gb and text_quantize have no effect. Choose it when the LoRA will be "
-        "used in ComfyUI: FLUX.2's prompts are padded differently there.",
-    ),
-    io.Vae.Input(
-        "stock_vae",
-        display_name="stock VAE",
-        optional=True,
-        tooltip="ComfyUI's VAE, from its loaders. Connected, it encodes images and clips as VAE Encode does, and the "
-        "vae name and vae_device have no effect. Handy when the model is a single file.",
-    ),
-)
+_CLASS_OF = {"stock_clip": "Load CLIP", "stock_vae": "Load VAE"}
+
+
+def _inputs() -> list[Socket | io.Input]:
+    """Made anew each time: the lists show what is there now."""
+    files = partial(host.list_components, "text_encoders")
+    return [
+        ModelSocket.Input("model", tooltip="The model that will be trained; it decides what is encoded how."),
+        DatasetSocket.Input("dataset", tooltip="The images and captions."),
+        Socket(
+            "text_encoders",
+            "cache.text_encoders",
+            "A file in models/text_encoders, which ComfyUI loads and runs, or a diffusers folder there.",
+            **file_options(host.OWN_PART, files),
+        ),
+        Socket(
+            "vae",
+            "cache.vae",
+            "A file or folder in models/vae.",
+            read=read_file,
+            **file_options(host.OWN_PART, partial(host.list_components, "vae")),
+        ),
+        Socket(
+            "text_device",
+            "cache.text_device",
+            read=lambda text: plain_device(text) or (AUTO if text.strip() else "cpu"),
+            **device_options(AUTO, "cpu", "stream"),
+        ),
+        Socket("vae_device", "cache.vae_device", read=plain_device, **device_options(AUTO)),
+        Socket("dtype", "cache.dtype", advanced=True),
+        CACHE_FOLDER,
+        Socket("text_quantize", "cache.text_quantize", optional=True, advanced=True),
+        Socket("text_window_gb", "cache.text_window_gb", max=1000.0, step=0.5, optional=True, advanced=True),
+        io.Clip.Input(
+            "stock_clip",
+            display_name="stock CLIP",
+            optional=True,
+            tooltip="ComfyUI's CLIP, from its loaders. Connected, it encodes the captions as CLIP Text Encode does, "
+            "and text_encoders, text_device, text_window_gb and text_quantize have no effect. Choose it when the LoRA "
+            "will be used in ComfyUI: FLUX.2's prompts are padded differently there.",
+        ),
+        io.Vae.Input(
+            "stock_vae",
+            display_name="stock VAE",
+            optional=True,
+            tooltip="ComfyUI's VAE, from its loaders. Connected, it encodes images and clips as VAE Encode does, and "
+            "the vae name and vae_device have no effect. Handy when the model is a single file.",
+        ),
+        io.Combo.Input(
+            "text_encoder_2",
+            optional=True,
+            tooltip="The second file where a model has two text encoders: FLUX.1 takes clip_l and t5xxl, in any order. "
+            "Without effect for others, and for diffusers folders.",
+            **file_options(NONE, files),
+        ),
+    ]
 
 
 class CacheCaptionsAndLatents(io.ComfyNode):
@@ -57,7 +91,7 @@ class CacheCaptionsAndLatents(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="DeviceBridgeCacheCaptionsAndLatents",
-            display_name="Cache Captions and Latents",
+            display_name=_TITLE,
             category="DeviceBridge/training",
             description="Encodes every caption and image once and keeps the results on disk, so that neither text "
             "encoder nor VAE is in memory while training. What is there already is not computed again; Cancel keeps "
@@ -65,17 +99,35 @@ class CacheCaptionsAndLatents(io.ComfyNode):
             "exactly what your workflows feed the model.",
             search_aliases=["encode dataset", "precompute", "text encoder cache", "latent cache"],
             is_output_node=True,
-            inputs=make_inputs(_INPUTS),
+            inputs=make_inputs(_inputs(), _TITLE),
             outputs=[DatasetSocket.Output("cached", display_name="dataset", tooltip="The same dataset, encoded.")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def fingerprint_inputs(cls, **inputs: Any) -> float:
-        """Always looks again: the cache may have been deleted, and a complete one is passed quickly."""
-        return float("nan")
+    def validate_inputs(
+        cls,
+        text_encoders: str = "",
+        vae: str = "",
+        text_device: str = "",
+        vae_device: str = "",
+        text_encoder_2: str = "",
+    ) -> bool:
+        """What a list does not have is refused by execute, which says what would work."""
+        return True
 
     @classmethod
+    def fingerprint_inputs(cls, cache_folder: str = "", text_encoders: str = "", vae: str = "", **others: Any) -> Any:
+        """Runs again where an entry that was there is gone, or files of the encoders have changed."""
+        try:
+            names = {"text_encoders": read_file(text_encoders), "vae": read_file(vae)}
+            files = [file_state(host.find_component(kind, name)) for kind, name in names.items()]
+            return [KEPT.losses(host.folder_in_output(cache_folder, "cache_folder")), *files]
+        except (ValueError, OSError) as error:
+            return str(error)  # execute says it where the user sees it
+
+    @classmethod
+    @said_on_node
     def execute(cls, model: TrainingModel, dataset: TrainingDataset, **sockets: Any) -> io.NodeOutput:
         from ..encoding.encode import Stopped
         from ..events import EventLog
@@ -85,8 +137,8 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         if dataset.data.encoded:
             raise ValueError("this dataset arrived encoded; connect it to the training node directly")
         folder = host.folder_in_output(sockets["cache_folder"], "cache_folder")
-        encoders = _stock_encoders(sockets)
-        cache = read_section(CacheConfig, _INPUTS, sockets, folder=str(folder), **_who_encodes(encoders, sockets))
+        encoders = _comfy_encoders(model, sockets)
+        cache = read_section(CacheConfig, _inputs(), sockets, folder=str(folder), **_who_encodes(encoders, sockets))
         output = OutputConfig(folder=str(folder))
         job = model.job(dataset, evaluation=dataset.evaluation, cache=cache, train=LoopConfig(steps=1), output=output)
         view = JobView(cls.hidden.unique_id)
@@ -94,39 +146,71 @@ class CacheCaptionsAndLatents(io.ComfyNode):
             try:
                 with model.prepared() as info:
                     plan = check_job(job, info=info, is_to_train=False, should_stop=view.is_cancelled)
-                data, _ = cache_job(plan, events, view.is_cancelled, encoders)
+                data, held_out = cache_job(plan, events, view.is_cancelled, encoders)
             except Stopped:
                 view.show_text("Cancelled. What was encoded is kept; run again to continue.")
                 host.cancel()
+        for each in filter(None, (data, held_out)):
+            KEPT.remember(folder, map(each.store.path, each.keys()))
         view.show_text(_describe(len(data.samples), cache))
         return io.NodeOutput(dataclasses.replace(dataset, cache=cache))
 
 
-def _stock_encoders(sockets: dict[str, Any]) -> ComfyEncoders:
-    """Those that are connected, with their names.
+def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any]) -> ComfyEncoders:
+    """Those that are connected, and those of files that only ComfyUI reads; with their names.
 
-    Raises: ValueError for one that was not in its loader's file, or that has no name.
+    Raises: ValueError for one that was not in its loader's file, or that has no name, or a file too few.
     """
     from ..jobs.comfy_entries import ComfyEncoders
 
-    for socket in ("stock_clip", "stock_vae"):
+    for socket, loader in _CLASS_OF.items():
         if socket in sockets and sockets[socket] is None:
-            raise ValueError(f"{socket} is connected, but its loader found none in its file; use another loader")
+            raise ValueError(
+                f"{socket} is connected, but its loader found none in its file; use another loader ({loader})"
+            )
+    clip = sockets["stock_clip"] if "stock_clip" in sockets else _clip_of_files(model, sockets)
     return ComfyEncoders(
-        clip=host.HostClip(sockets["stock_clip"]) if "stock_clip" in sockets else None,
+        clip=None if clip is None else host.HostClip(clip),
         vae=host.HostVae(sockets["stock_vae"]) if "stock_vae" in sockets else None,
     )
+
+
+def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
+    """A CLIP, loaded by ComfyUI; None where the model's own text encoders are asked for.
+
+    Raises: ValueError for a family whose CLIP is not known, or another number of files than it takes.
+    """
+    from ..checkpoints.checkpoint import read_checkpoint
+
+    names = [read_file(sockets.get(socket) or "") for socket in ("text_encoders", "text_encoder_2")]
+    files = [path for name in names if Path(path := host.find_component("text_encoders", name)).is_file()]
+    if not files:
+        return None
+    info = read_checkpoint(model.model.path, variant=model.model.variant)
+    wanted = len((info.variant or info.family.variants[0]).text_encoders)
+    if info.family.comfy is None or not info.family.comfy.clip_type:
+        raise ValueError(f"{info.family.title} cannot be trained on files of text encoders; give a diffusers folder")
+    if len(files) != wanted:
+        raise ValueError(
+            f"{info.family.title} takes {wanted} files of text encoders, and {len(files)} are chosen "
+            f"({', '.join(filter(None, names))}); choose them in text_encoders and text_encoder_2, or connect "
+            "Load CLIP to stock_clip"
+        )
+    return host.load_clip(files, info.family.comfy.clip_type)
 
 
 def _who_encodes(encoders: ComfyEncoders, sockets: dict[str, Any]) -> dict[str, str]:
     """The part of the cache's settings that names the encoders; says which sockets have no effect."""
     settings = {"text_quantize": "none"} if encoders.clip else {}
-    sources = {"text_encoders": (encoders.clip, "text_source"), "vae": (encoders.vae, "latent_source")}
-    for socket, (encoder, source) in sources.items():
-        name = sockets[socket].strip()
+    sources = {
+        "text_encoders": (encoders.clip, "text_source", "stock_clip"),
+        "vae": (encoders.vae, "latent_source", "stock_vae"),
+    }
+    for socket, (encoder, source, link) in sources.items():
+        name = read_file(sockets[socket])
         settings |= {source: encoder.fingerprint} if encoder else {}
         settings[socket] = "" if encoder else host.find_component(socket, name)
-        if encoder and name:
+        if encoder and name and link in sockets:
             _log.warning("%s %r has no effect: what is connected to the node encodes in its place", socket, name)
     return settings
 

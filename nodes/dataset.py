@@ -12,9 +12,13 @@ from typing import Any
 from ..config.job import DataConfig, EvaluationConfig, FolderConfig
 from ..system.listing import Looked
 from . import host
+from .choices import COMES_AND_GOES, NONE, file_options, read_file
 from .host import io
+from .saying import said_on_node
 from .sockets import AUTO, Socket, make_inputs, read_number_or_name, read_section
 from .types import DatasetSocket, TrainingDataset
+
+_TITLE = "Training Dataset"
 
 
 def _read_fps(text: str) -> float | str:
@@ -24,28 +28,37 @@ def _read_fps(text: str) -> float | str:
     return fps
 
 
-_IN_INPUT = "A name in ComfyUI's input folder, or a full path."
-_INPUTS = (
-    Socket("folder", "data.folders.path", _IN_INPUT, default="", placeholder="my_images"),
-    Socket("repeats", "data.folders.repeats"),
-    Socket("resolutions", "data.resolutions", default="512"),
-    Socket("caption_dropout", "data.caption_dropout", step=0.01),
-    Socket("use_masks", "data.use_masks"),
-    Socket("evaluation_folder", "evaluation.folder", _IN_INPUT),
-    Socket("evaluate_every", "evaluation.every_steps", max=1_000_000, advanced=True),
-    Socket("max_aspect_ratio", "data.max_aspect_ratio", max=8.0, step=0.1, advanced=True),
-    Socket("bucket_step", "data.bucket_step", advanced=True),
-    DatasetSocket.Input(
-        "previous",
-        optional=True,
-        tooltip="Another dataset, whose folders come first. Every setting but folder and repeats is then taken from "
-        "this node.",
-    ),
-    Socket("frames", "data.frames", default=AUTO, optional=True),
-    Socket("fps", "data.fps", read=_read_fps, default=AUTO, optional=True, advanced=True),
-    Socket("window", "data.window", optional=True, advanced=True),
-    Socket("num_windows", "data.num_windows", optional=True, advanced=True),
-)
+_IN_INPUT = "A folder in ComfyUI's input folder, or one that you allow; press R after you have made one."
+
+
+def _inputs() -> list[Socket | io.Input]:
+    """Made anew each time: the lists show what is there now."""
+    folders = host.list_input_folders()
+    return [
+        Socket("folder", "data.folders.path", _IN_INPUT, **_folder_options(folders)),
+        Socket("repeats", "data.folders.repeats"),
+        Socket("resolutions", "data.resolutions", default="512"),
+        Socket("caption_dropout", "data.caption_dropout", step=0.01),
+        Socket("use_masks", "data.use_masks"),
+        Socket("evaluation_folder", "evaluation.folder", _IN_INPUT, **file_options(NONE, lambda: folders)),
+        Socket("evaluate_every", "evaluation.every_steps", max=1_000_000, advanced=True),
+        Socket("max_aspect_ratio", "data.max_aspect_ratio", max=8.0, step=0.1, advanced=True),
+        Socket("bucket_step", "data.bucket_step", advanced=True),
+        DatasetSocket.Input(
+            "previous",
+            optional=True,
+            tooltip="Another dataset, whose folders come first. Every setting but folder and repeats is then taken "
+            "from this node.",
+        ),
+        Socket("frames", "data.frames", default=AUTO, optional=True),
+        Socket("fps", "data.fps", read=_read_fps, default=AUTO, optional=True, advanced=True),
+        Socket("window", "data.window", optional=True, advanced=True),
+        Socket("num_windows", "data.num_windows", optional=True, advanced=True),
+    ]
+
+
+def _folder_options(folders: list[str]) -> dict[str, Any]:
+    return {"options": folders or [""], "default": folders[0] if folders else "", "extra_dict": COMES_AND_GOES}
 
 
 class TrainingDatasetNode(io.ComfyNode):
@@ -53,27 +66,33 @@ class TrainingDatasetNode(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="DeviceBridgeTrainingDataset",
-            display_name="Training Dataset",
+            display_name=_TITLE,
             category="DeviceBridge/training",
             description="A folder of images, and of clips for models that make videos, each with a caption in a .txt "
             "file of the same name and, where wanted, a mask in name_mask.png. Chain several of these nodes to train "
             "on several folders.",
             search_aliases=["image folder", "video folder", "clips", "captions", "buckets"],
-            inputs=make_inputs(_INPUTS),
+            inputs=make_inputs(_inputs(), _TITLE),
             outputs=[DatasetSocket.Output("dataset", tooltip="The images and clips, and how they are used.")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
+    def validate_inputs(cls, folder: str = "", evaluation_folder: str = "") -> bool:
+        """What a list does not have is refused by execute, which says what would work."""
+        return True
+
+    @classmethod
     def fingerprint_inputs(cls, folder: str, evaluation_folder: str, **others: Any) -> Any:
         """Changed files run the node again, which an unchanged folder name would not."""
-        names = [name for name in (folder, evaluation_folder) if name]
+        names = [name for name in (folder, read_file(evaluation_folder)) if name]
         try:
             return [folder_state(host.folder_in_input(name, "folder", _ask), _ask) for name in names]
         except (ValueError, OSError, _Cancelled) as error:
             return str(error)  # execute says it where the user sees it; here the host would only log a traceback
 
     @classmethod
+    @said_on_node
     def execute(cls, previous: TrainingDataset | None = None, **sockets: Any) -> io.NodeOutput:
         from ..encoding.encode import Stopped
 
@@ -82,11 +101,11 @@ class TrainingDatasetNode(io.ComfyNode):
         earlier = previous.data.folders if previous else ()
         try:
             place = str(host.folder_in_input(sockets["folder"], "folder", _ask))
-            name = sockets["evaluation_folder"]
+            name = read_file(sockets["evaluation_folder"])
             held_out = str(host.folder_in_input(name, "evaluation_folder", _ask)) if name else ""
         except _Cancelled:
             host.cancel()
-        read = partial(read_section, entries=_INPUTS, given=sockets)
+        read = partial(read_section, entries=_inputs(), given=sockets)
         data = read(DataConfig, folders=(*earlier, read(FolderConfig, path=place)))
         evaluation = read(EvaluationConfig, folder=held_out)
         try:

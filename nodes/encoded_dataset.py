@@ -8,6 +8,7 @@ from ..config.job import CacheConfig, DataConfig, EvaluationConfig
 from . import host
 from .captions import CACHE_FOLDER
 from .host import io
+from .saying import said_on_node
 from .types import DatasetSocket, TrainingDataset
 
 
@@ -45,6 +46,7 @@ class DatasetFromLatents(io.ComfyNode):
         return float("nan")
 
     @classmethod
+    @said_on_node
     def execute(cls, latents: list[Any], conditioning: list[Any], cache_folder: list[str]) -> io.NodeOutput:
         from ..encoding.comfy_data import read_pairs
         from ..encoding.encoded import save_encoded

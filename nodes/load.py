@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.job import ModelConfig, SplitConfig
 from . import host
+from .choices import device_options, free_memory_note, read_devices
 from .host import io
+from .saying import said_on_node
 from .sockets import AUTO, Socket, make_inputs, read_section
 from .types import ModelSocket, TrainingModel
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger(__name__)
+_TITLE = "Load Model for Training Across GPUs"
 
 
 class LoadModelForTraining(io.ComfyNode):
@@ -22,17 +25,23 @@ class LoadModelForTraining(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="DeviceBridgeLoadModelForTraining",
-            display_name="Load Model for Training Across GPUs",
+            display_name=_TITLE,
             category="DeviceBridge/training",
             description="Chooses a diffusion transformer and splits its blocks over several GPUs. Only the file's "
             "header is read here; the weights go straight to their GPU when training starts.",
             search_aliases=["flux trainer", "multi gpu training", "split model", "lora training"],
-            inputs=make_inputs(_inputs()),
+            inputs=make_inputs(_inputs(), _TITLE),
             outputs=[ModelSocket.Output("model", tooltip="The model to train, not loaded yet.")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
+    def validate_inputs(cls, devices: str = "", balance: str = "") -> bool:
+        """What a list does not have is refused by execute, which says what would work; bytes is balance's old word."""
+        return True
+
+    @classmethod
+    @said_on_node
     def execute(cls, model: str, path: str, stock_model: Any = None, **sockets: Any) -> io.NodeOutput:
         from ..checkpoints.checkpoint import read_checkpoint
 
@@ -79,10 +88,15 @@ def _inputs() -> list[Socket | io.Input]:
             f"{host.USE_PATH}.",
         ),
         Socket("variant", "model.variant", options=[AUTO, *variants], advanced=True),
-        Socket("devices", "split.devices", default=AUTO),
         Socket(
-            "balance", "split.balance", "bytes is equal memory.", options=["bytes", "time", "manual"], default="bytes"
+            "devices",
+            "split.devices",
+            free_memory_note(),
+            read=read_devices,
+            default=AUTO,
+            **device_options(AUTO, several=True),
         ),
+        Socket("balance", "split.balance"),
         Socket("split_at", "split.split_at", placeholder="12, 30", advanced=True),
         Socket("memory_limit_gb", "split.memory_limit_gb", placeholder="20, 14", advanced=True),
         Socket("dtype", "model.dtype", advanced=True),
@@ -99,10 +113,13 @@ def _inputs() -> list[Socket | io.Input]:
 def _read_split(sockets: dict[str, Any]) -> tuple[SplitConfig, tuple[torch.device, ...]]:
     """What is asked for, and the devices that it means."""
     from ..jobs.resolve import find_machine
+    from ..parallel.devices import hidden_gpus
 
     cuts = {} if sockets["balance"] == "manual" else {"split_at": ()}  # which are left there for another time
     split = read_section(SplitConfig, _inputs(), sockets, **cuts)
     found = find_machine(split.devices).devices
     if found[0].type == "cpu" and not split.devices:
-        _log.warning("no GPU was found: the model will be trained on the CPU, which takes very long")
+        _log.warning("no GPU was found: the model will be trained on the CPU, which takes very long%s", hidden_gpus())
+    elif len(found) == 1 and not split.devices and (hidden := hidden_gpus()):
+        _log.warning("one GPU was found, %s%s", found[0], hidden)
     return split, found

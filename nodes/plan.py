@@ -7,6 +7,7 @@ from typing import Any
 from ..config.job import LoopConfig, LoraSettings, OptimizerConfig, OutputConfig
 from . import host
 from .host import io
+from .saying import said_on_node
 from .sockets import make_inputs, read_section
 from .train import training_sockets
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
@@ -36,11 +37,20 @@ class PlanTraining(io.ComfyNode):
                 io.String.Input(
                     "cards",
                     default="",
-                    placeholder="2x24GB, 12GB",
-                    tooltip="Plan for these cards instead of this machine's, in decimal GB, in order; with relative "
-                    "speeds 2x24GB@1, 12GB@0.5. Empty takes the model's devices as they are once ComfyUI has let go.",
+                    placeholder="2x3090, 12GB",
+                    tooltip="Plan for these cards instead of this machine's, in order: by model (2x3090), by decimal "
+                    "GB (2x24GB, 12GB), or with relative speeds (2x24GB@1, 12GB@0.5). Empty takes the model's devices "
+                    "as they are once ComfyUI has let go.",
                 ),
                 *make_inputs(_SOCKETS),
+                io.Int.Input(
+                    "steps",
+                    default=1000,
+                    min=1,
+                    max=1_000_000,
+                    optional=True,
+                    tooltip="Steps of the run, for how long it will take. The plan is the same for any number.",
+                ),
             ],
             outputs=[
                 io.String.Output("text", tooltip="The plan: a line per card, and the reasons."),
@@ -50,13 +60,14 @@ class PlanTraining(io.ComfyNode):
         )
 
     @classmethod
+    @said_on_node
     def execute(cls, model: TrainingModel, dataset: TrainingDataset, cards: str, **sockets: Any) -> io.NodeOutput:
         from contextlib import nullcontext
 
         from ..encoding.encode import Stopped
         from ..jobs.job import plan_job
         from ..planning.cards import parse_cards
-        from ..planning.report import describe_plan, picture_of
+        from ..planning.report import describe_plan, describe_verdict, draw_plan, picture_of
 
         job = model.job(
             dataset,
@@ -72,6 +83,8 @@ class PlanTraining(io.ComfyNode):
                     plan = plan_job(job, known, info=info, should_stop=host.is_cancelled)
             except Stopped:
                 host.cancel()
-        text = describe_plan(plan)
-        host.NodeView(cls.hidden.unique_id).show_text(text)
-        return io.NodeOutput(text, picture_of(plan), ui={"text": (text,)})
+        steps = sockets.get("steps", 1000)
+        text = describe_plan(plan, steps)
+        host.NodeView(cls.hidden.unique_id).show_text(". ".join(describe_verdict(plan, steps)))
+        shown = {"text": (text,), "images": [host.shown_picture(draw_plan(plan))]}
+        return io.NodeOutput(text, picture_of(plan), ui=shown)

@@ -10,8 +10,11 @@ from ..config.open import asked
 from . import host
 from .captions import DEFAULT_FOLDER
 from .host import io
+from .saying import said_on_node
 from .sockets import AUTO, Socket, make_inputs, read_section, setting_names
 from .types import ModelSocket, TrainingModel
+
+_TITLE = "Quantize (skip LoRA)"
 
 _SCHEMES = [AUTO, "fp8-compute", "int8-compute", "fp8", "int8", "none"]
 _INPUTS = (
@@ -34,13 +37,13 @@ class Quantize(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="DeviceBridgeQuantize",
-            display_name="Quantize (skip LoRA)",
+            display_name=_TITLE,
             category="DeviceBridge/training",
             description="Holds the model's frozen linear layers in 8 bits while a LoRA is trained on top, and can "
             "multiply in 8 bits too. LoRA weights, norms and embeddings keep their precision. Shows what is "
             "quantized and the memory it takes.",
             search_aliases=["fp8", "float8", "int8", "8 bit", "torchao"],
-            inputs=make_inputs(_INPUTS),
+            inputs=make_inputs(_INPUTS, _TITLE),
             outputs=[
                 ModelSocket.Output("quantized", display_name="model", tooltip="The same model, to be quantized."),
                 io.String.Output("report", tooltip="What is quantized and what is not, and memory."),
@@ -49,18 +52,23 @@ class Quantize(io.ComfyNode):
         )
 
     @classmethod
+    @said_on_node
     def execute(cls, model: TrainingModel, **sockets: Any) -> io.NodeOutput:
-        from ..jobs.quantize_preview import choose_scheme, preview_model
+        from ..jobs.quantize_preview import foresee_scheme, preview_model
         from ..jobs.resolve import find_machine
 
         own = read_section(ModelConfig, _INPUTS, sockets, path=model.model.path)
-        scheme = asked(own.quantize) or choose_scheme(find_machine(model.split.devices).devices)
         folder = host.folder_in_output(f"{DEFAULT_FOLDER}/quantized", "cache") if sockets.get("cache") else ""
         changes = {name: getattr(own, name) for name in setting_names(_INPUTS)} | {
-            "quantize": scheme,
             "quantized_cache": str(folder),
         }
         config = dataclasses.replace(model.model, **changes)
-        report = preview_model(config, model.split).table()
-        host.NodeView(cls.hidden.unique_id).show_text(report)
-        return io.NodeOutput(dataclasses.replace(model, model=config), report)
+        scheme = asked(own.quantize) or foresee_scheme(find_machine(model.split.devices))
+        report = preview_model(dataclasses.replace(config, quantize=scheme), model.split).table()
+        if own.quantize != scheme:
+            report += f"\nauto: the training's plan decides, and takes {scheme} on these devices if it fits"
+        from ..system.text_picture import draw_text
+
+        host.NodeView(cls.hidden.unique_id).show_text(report.splitlines()[0])
+        shown = {"text": (report,), "images": [host.shown_picture(draw_text(report))]}
+        return io.NodeOutput(dataclasses.replace(model, model=config), report, ui=shown)

@@ -44,7 +44,9 @@ class Socket:
             self._kind = io.Combo
 
     def make_input(self) -> io.Input:
-        text = self.key.text_where(_EMPTY_WORDS.get(self._options["default"], ""))
+        default = self._options["default"]
+        words = str(default) if str(default).startswith("[") else _EMPTY_WORDS.get(default, "")
+        text = self.key.text_where(words)
         return self._kind.Input(self.id, tooltip=f"{text} {self._note}".strip(), **self._options)
 
     def read(self, given: Mapping[str, Any]) -> Any:
@@ -80,7 +82,14 @@ def _options_of(key: Key) -> tuple[Any, dict[str, Any]]:
     return _KINDS[kind], options
 
 
-def make_inputs(entries: Iterable[Socket | io.Input]) -> list[io.Input]:
+SHOWN: dict[str, str] = {}  # "steps of Train LoRA Across GPUs" by the setting's key, for messages
+
+
+def make_inputs(entries: Iterable[Socket | io.Input], node: str = "") -> list[io.Input]:
+    """Inputs of a node; where it is named, messages send users to its sockets."""
+    entries = list(entries)
+    if node:
+        SHOWN.update({each.key.path: f"{each.id} of {node}" for each in entries if isinstance(each, Socket)})
     return [each.make_input() if isinstance(each, Socket) else each for each in entries]
 
 

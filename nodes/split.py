@@ -6,7 +6,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from . import host
+from .choices import device_options, free_memory_note, read_devices
 from .host import io
+from .saying import said_on_node
 from .sockets import AUTO, Socket, make_inputs, read_auto, read_list
 
 if TYPE_CHECKING:
@@ -15,14 +17,9 @@ if TYPE_CHECKING:
     from .host.split.plan import SplitRequest
 
 _log = logging.getLogger(__name__)
-_INPUTS = (
-    io.String.Input(
-        "devices",
-        default=AUTO,
-        tooltip="GPUs that hold the blocks, in order, such as cuda:0,cuda:1. The first also holds the embeddings, "
-        "the last layers and what the sampler works on. auto takes every GPU, and on a machine with one leaves "
-        "the model as it is; a device named here must exist.",
-    ),
+
+
+_FIXED = (
     io.Combo.Input(
         "balance",
         options=["memory", "time", "manual"],
@@ -82,6 +79,21 @@ _INPUTS = (
 )
 
 
+def _inputs() -> list[Socket | io.Input]:
+    """Made anew each time: the list of devices shows what is there now."""
+    return [
+        io.Combo.Input(
+            "devices",
+            default=AUTO,
+            tooltip="GPUs that hold the blocks, in order. The first also holds the embeddings, the last layers and "
+            "what the sampler works on. auto takes every GPU, and on a machine with one leaves the model as it is; a "
+            f"device named here must exist. {free_memory_note()}".strip(),
+            **device_options(AUTO, several=True, has_cpu=False),
+        ),
+        *_FIXED,
+    ]
+
+
 class SplitModel(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -95,13 +107,19 @@ class SplitModel(io.ComfyNode):
             search_aliases=["multi gpu", "two gpus", "model parallel", "distorch", "layer split", "pipeline"],
             inputs=[
                 io.Model.Input("model", tooltip="Any MODEL whose blocks are known or can be found. It is not changed."),
-                *make_inputs(_INPUTS),
+                *make_inputs(_inputs()),
             ],
             outputs=[io.Model.Output("split", display_name="model", tooltip="The same model over several GPUs.")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
+    def validate_inputs(cls, devices: str = "") -> bool:
+        """A device that the list does not have is refused by execute, which says what would work."""
+        return True
+
+    @classmethod
+    @said_on_node
     def execute(cls, model: Any, **sockets: Any) -> io.NodeOutput:
         request = _read_request(sockets)
         if request is None:
@@ -137,13 +155,19 @@ class LoadDiffusionModelSplit(io.ComfyNode):
                     tooltip="Number type of the weights. default keeps what the file holds; the fp8 types halve the "
                     "memory of a 16-bit file at a small loss.",
                 ),
-                *make_inputs(_INPUTS),
+                *make_inputs(_inputs()),
             ],
             outputs=[io.Model.Output("model", tooltip="The model over several GPUs.")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
+    def validate_inputs(cls, devices: str = "") -> bool:
+        """A device that the list does not have is refused by execute, which says what would work."""
+        return True
+
+    @classmethod
+    @said_on_node
     def execute(cls, unet_name: str, weight_dtype: str, **sockets: Any) -> io.NodeOutput:
         path = host.find_checkpoint(unet_name)
         from .host.split.model import blocks_by_card, describe_split, load_split_model
@@ -179,5 +203,5 @@ def _find_devices(text: str) -> tuple[torch.device, ...]:
     """The devices a user named; auto is every GPU of the host's, its main one first."""
     from ..jobs.resolve import find_machine
 
-    names = read_list(read_auto(text), str, "devices")
+    names = read_devices(text)
     return find_machine(names).devices if names else host.list_gpus()

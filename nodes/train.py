@@ -8,35 +8,49 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import job as config
+from ..config.training import LORA_ENDING
 from . import background, host
 from .captions import DEFAULT_FOLDER
 from .host import io
+from .saying import said_on_node
 from .sockets import Socket, make_inputs, read_lines, read_number_or_name, read_section
 from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 from .view import JobView
 
 if TYPE_CHECKING:
+    from ..checkpoints.checkpoint import CheckpointInfo
     from ..jobs.job import TrainingResult
+    from ..jobs.run_again import NextRun
+
+_TITLE = "Train LoRA Across GPUs"
 
 _MOST_STEPS = 1_000_000
-_RUN_FOLDER = "The run folder is devicebridge/<name> in ComfyUI's output folder; another name starts another run."
+_RUN_FOLDER = "The run folder is devicebridge/<name> in ComfyUI's output folder. A further run gets a number: <name>_2."
+
+
+def plain_name(text: str) -> str:
+    """Without spaces around it, and without the extension that the LoRA file gets."""
+    return text.strip().removesuffix(LORA_ENDING)
+
+
 # A socket added after a release goes at the end, with optional=True: workflows saved before do not know it.
 _INPUTS = (
     ModelSocket.Input("model", tooltip="The model to train, from Load Model for Training Across GPUs."),
     DatasetSocket.Input("dataset", tooltip="The images; encoded first if they are not yet."),
-    Socket("name", "output.name", _RUN_FOLDER, default="my_lora"),
+    Socket("name", "output.name", _RUN_FOLDER, read=plain_name, default="my_lora"),
     Socket("steps", "train.steps", default=1000, max=_MOST_STEPS),
     Socket("learning_rate", "optimizer.learning_rate", min=1e-8, step=1e-6, round=1e-9),
     Socket("rank", "lora.rank"),
     Socket("alpha", "lora.alpha", min=0.01, max=1024.0, step=0.5),
     Socket("batch_size", "train.batch_size"),
-    Socket("accumulation", "train.gradient_accumulation_steps"),
+    Socket("accumulation", "train.gradient_accumulation_steps", default=4),  # with 1 the cards take turns
     Socket("random_seed", "train.seed"),  # the interface changes one called seed after every run: no run would resume
     io.Boolean.Input(
         "resume",
         default=False,
         tooltip="Continue from the newest checkpoint of the run folder, exactly as if it had not stopped. Turn it on "
-        "after Cancel or a crash; the other settings must be as they were.",
+        "after Cancel or a crash; the other settings must be as they were. Off, a finished run with these settings "
+        "gives its LoRA at once, and other settings start a new run beside it (my_lora_2).",
     ),
     Socket("gradient_checkpointing", "train.gradient_checkpointing", advanced=True),
     Socket("optimizer", "optimizer.name", options=["adamw", "adamw8bit"], advanced=True),
@@ -47,7 +61,12 @@ _INPUTS = (
     Socket("dropout", "lora.dropout", step=0.01, advanced=True),
     Socket("dora", "lora.dora", advanced=True),
     Socket(
-        "targets", "lora.targets", "One pattern per line.", multiline=True, placeholder="*.attn.to_q", advanced=True
+        "targets",
+        "lora.targets",
+        "One pattern per line.",
+        multiline=True,
+        placeholder="targets, such as *.attn.to_q",
+        advanced=True,
     ),
     Socket("training_dtype", "lora.dtype", advanced=True),
     Socket("timestep_sampling", "objective.timestep_sampling", advanced=True),
@@ -75,7 +94,7 @@ _INPUTS = (
         "One prompt per line. The node shows the newest picture; all are in the run folder.",
         read=read_lines,
         multiline=True,
-        placeholder="a photo of my subject on a beach",
+        placeholder="sample_prompts, such as: a photo of my subject on a beach",
         optional=True,
     ),
     Socket("sample_every", "samples.every_steps", max=_MOST_STEPS, optional=True),
@@ -87,14 +106,14 @@ class TrainLora(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="DeviceBridgeTrainLora",
-            display_name="Train LoRA Across GPUs",
+            display_name=_TITLE,
             category="DeviceBridge/training",
             description="Trains a LoRA on a model split over several GPUs. Cancel finishes the step, saves everything "
             "and can be continued later with resume. The LoRA file is written to the run folder in ComfyUI's output "
             "folder.",
             search_aliases=["lora trainer", "finetune", "fine-tune", "flux lora", "dreambooth"],
             is_output_node=True,
-            inputs=make_inputs(_INPUTS),
+            inputs=make_inputs(_INPUTS, _TITLE),
             outputs=[
                 io.LoraModel.Output("lora", tooltip="The LoRA's tensors, for Save LoRA Weights or Load LoRA Model."),
                 io.LossMap.Output("loss_map", tooltip="The loss of every step, for Plot Loss Graph."),
@@ -107,20 +126,16 @@ class TrainLora(io.ComfyNode):
         )
 
     @classmethod
+    @said_on_node
     def execute(cls, model: TrainingModel, dataset: TrainingDataset, resume: bool, **sockets: Any) -> io.NodeOutput:
-        from ..jobs.job import run_job
-
         job = make_job(model, dataset, sockets)
         view = JobView(cls.hidden.unique_id)
-        if sockets.get("background", False):
-            model.refuse_background()
-            text = background.start(job, is_resumed=resume)
-            view.show_text(text)
-            return io.NodeOutput(*host.blocked(4), ui={"text": (text,)})
-        background.refuse_taken_cards(job)
-        with host.training_allowed(), host.host_memory_freed(), model.prepared() as info:
-            result = run_job(job, info=info, resume=resume, on_event=view, should_stop=view.is_cancelled)
-        text = describe_result(result)
+        with host.training_allowed(), model.prepared() as info:
+            run = _find_run(job, info, resume, view)
+            if run.finished is None and sockets.get("background", False):
+                return _start_in_background(model, run, view)
+            result = run.finished or _train(run, info, view)
+        text = "\n".join(filter(None, [run.note, describe_result(result)]))
         view.show_text(text)
         if result.status == "stopped":
             host.cancel()
@@ -135,6 +150,35 @@ class TrainLora(io.ComfyNode):
         )
 
 
+def _find_run(job: config.JobConfig, info: CheckpointInfo | None, resume: bool, view: JobView) -> NextRun:
+    """The run that the job means, in its folder or in a numbered one beside it; the node says why."""
+    from ..encoding.encode import Stopped
+    from ..jobs.run_again import next_run
+
+    try:
+        run = next_run(job, info=info, resume=resume, should_stop=view.is_cancelled)
+    except Stopped:
+        host.cancel()
+    if run.note:
+        view.show_text(run.note)
+    return run
+
+
+def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> TrainingResult:
+    from ..jobs.job import run_job
+
+    background.refuse_taken_cards(run.job)
+    with host.host_memory_freed():
+        return run_job(run.job, info=info, resume=run.resume, on_event=view, should_stop=view.is_cancelled)
+
+
+def _start_in_background(model: TrainingModel, run: NextRun, view: JobView) -> io.NodeOutput:
+    model.refuse_background()
+    text = "\n".join(filter(None, [run.note, background.start(run.job, is_resumed=run.resume)]))
+    view.show_text(text)
+    return io.NodeOutput(*host.blocked(4), ui={"text": (text,)})
+
+
 def training_sockets(*ids: str) -> list[Socket]:
     """Some of the sockets of Train LoRA Across GPUs, for a node that asks for the same."""
     known = {each.id: each for each in _INPUTS if isinstance(each, Socket)}
@@ -146,7 +190,7 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
 
     Raises: ValueError for a setting that is refused, or a name that leads out of the output folder.
     """
-    folder = host.folder_in_output(f"devicebridge/{sockets['name'].strip()}", "name")
+    folder = host.folder_in_output(f"devicebridge/{plain_name(sockets['name'])}", "name")
     read = partial(read_section, entries=_INPUTS, given=sockets)
     return model.job(
         dataset,

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..system.pace import describe_duration, describe_progress
+from ..system.pace import StepPace, describe_progress
+from ..system.progress import NowAndThen, ProgressLine
 from . import host
 
 if TYPE_CHECKING:
     from ..events import Event
 
+_log = logging.getLogger(__name__)
+
 _TEXT_INTERVAL_S = 0.25
+_LOG_INTERVAL_S = 10.0  # of lines in a log that is no terminal
 _PHASES = {
     "captions": "Encoding captions",
     "latents": "Encoding images",
@@ -26,6 +32,8 @@ _PHASES = {
 class JobView(host.NodeView):
     """Listens to a job; an object of this class is what `on_event` takes.
 
+    ComfyUI's terminal shows the same as one line that moves; a log that is no terminal gets one now and then.
+
     Every event is also sent to the browser as {"node", "kind", "step", "total", "values"}; see
     docs/internals/events.md.
     """
@@ -34,7 +42,9 @@ class JobView(host.NodeView):
         super().__init__(node_id)
         self._clock = clock
         self._last_text_s = -_TEXT_INTERVAL_S  # the first line is never too early
-        self._seconds_per_step = 0.0
+        self._pace = StepPace()
+        self._terminal = ProgressLine(sys.stderr) if sys.stderr.isatty() else None
+        self._log_lines = NowAndThen(_LOG_INTERVAL_S, clock)
         self.pictures: dict[int, Path] = {}  # the newest of each prompt
 
     def __call__(self, event: Event) -> None:
@@ -47,15 +57,29 @@ class JobView(host.NodeView):
                 "values": dict(event.values),
             }
         )
+        if event.kind == "phase":
+            self.begin_bar()
+            self.show_progress(0, 1)
+        if event.kind == "step":
+            self._pace.update(event.values["elapsed_s"])
+        text = self._line(event)
         if event.kind in {"progress", "step"}:
             self.show_progress(event.step, event.total)
+            self._show_in_terminal(event, text)
+        elif self._terminal is not None:
+            self._terminal.close()
         if event.kind == "sample":
             path = self.pictures[event.values["index"]] = Path(event.values["path"])
             self.show_picture(path, event.step, event.total)
-        self._show_line(event)
+        self._show_line(event, text)
 
-    def _show_line(self, event: Event) -> None:
-        text = self._line(event)
+    def _show_in_terminal(self, event: Event, text: str) -> None:
+        if self._terminal is not None:
+            self._terminal.show(event.values.get("what", "steps"), event.step, event.total, text)
+        elif self._log_lines.is_due(event.step, event.total):
+            _log.info("training: %s", text)
+
+    def _show_line(self, event: Event, text: str) -> None:
         now = self._clock()
         is_last = event.step == event.total
         if text and (event.kind == "phase" or is_last or now - self._last_text_s >= _TEXT_INTERVAL_S):
@@ -70,17 +94,7 @@ class JobView(host.NodeView):
         if event.kind == "progress":
             return describe_progress(event.step, event.total, **values)
         if event.kind == "step":
-            return self._step_line(event.step, event.total, values["loss"], values["elapsed_s"])
+            return self._pace.describe(event.step, event.total, values["loss"]).capitalize()
         if event.kind == "eval":
             return f"Step {event.step}/{event.total}: evaluation loss {values['loss']:.5f}"
         return ""
-
-    def _step_line(self, step: int, total: int, loss: float, elapsed_s: float) -> str:
-        """The speed is smoothed over about ten steps, so that the time left does not jump."""
-        before = self._seconds_per_step or elapsed_s
-        self._seconds_per_step = 0.9 * before + 0.1 * elapsed_s
-        left_s = (total - step) * self._seconds_per_step
-        return (
-            f"Step {step}/{total}: loss {loss:.5f}, {self._seconds_per_step:.2f} s/step, "
-            f"about {describe_duration(left_s)} left"
-        )

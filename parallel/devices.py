@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 CPU = torch.device("cpu")
+_ORDINAL = re.compile(r"(?:gpu:)?([0-9]{1,3})")
 ONE_GPU_ON_WINDOWS = "on Windows ComfyUI shows its nodes one NVIDIA GPU, unless it is started with --cuda-device all"
 
 
@@ -44,12 +46,12 @@ def find_devices(names: Sequence[str]) -> list[torch.device]:
 
 
 def find_device(name: str) -> torch.device:
-    """One device by name; "cuda" alone means its first.
+    """One device by name; "cuda" alone means its first. "1", and "gpu:1" of ComfyUI's own nodes, mean the second GPU.
 
     Raises: ValueError as find_devices.
     """
     try:
-        device = torch.device(name)
+        device = torch.device(_without_ordinal(name))
     except RuntimeError as error:
         raise ValueError(f"{name!r} is no device name; found here: {_existing()}") from error
     if device.type == "cpu":
@@ -60,6 +62,22 @@ def find_device(name: str) -> torch.device:
     if index >= _device_count(device):
         raise ValueError(f"device {name!r} does not exist on this machine; found here: {_existing()}{hidden_gpus()}")
     return torch.device(device.type, index)
+
+
+def _without_ordinal(name: str) -> str:
+    """ "gpu:1" and "1" as torch names the second GPU; anything else as it is."""
+    found = _ORDINAL.fullmatch(name.strip())
+    if found is None:
+        return name
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return f"{kind.type if kind else 'cuda'}:{found[1]}"
+
+
+def device_title(device: torch.device) -> str:
+    """What the card is called, such as "NVIDIA GeForce RTX 4090"; "" where torch does not tell."""
+    module: Any = device_module(device)
+    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    return str(getattr(properties, "name", ""))
 
 
 def _device_count(device: torch.device) -> int:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..parallel.devices import free_bytes, total_bytes
+from ..parallel.devices import device_title, free_bytes, total_bytes
 from ..quantization.kernel_choice import DeviceKernels
 from ..quantization.quantize import BEST_FIRST, QuantizeSettings, refusal
+from .card_speeds import CardKind, kind_called, kind_of_size
 
 _NUMBER = r"[0-9]{1,6}(?:\.[0-9]{0,6})?|\.[0-9]{1,6}"
 _COUNT = r"(?:(?P<count>[0-9]{1,6}) *[x×] *)?"
@@ -18,6 +19,7 @@ _CARD = re.compile(
     rf"{_COUNT}(?P<size>{_NUMBER}) *(?P<unit>GB|GiB)(?: *@ *(?P<speed>{_NUMBER}))?",
     re.IGNORECASE,
 )
+_NAMED = re.compile(rf"{_COUNT}(?P<name>[A-Za-z0-9 -]+)")
 _MAX_CARDS = 64  # more than a host has; a slip of the finger ends here
 
 
@@ -31,6 +33,7 @@ class Card:
         eight_bit: what it multiplies 8 bits with; None asks a card that exists.
         refuses: schemes that it cannot multiply in.
         has_context: whether CUDA has started on it, so that what is free is free of that already.
+        kind: what is known of its model, if anything; is_assumed: of a card that was named by its memory alone.
     """
 
     device: torch.device
@@ -40,6 +43,8 @@ class Card:
     eight_bit: DeviceKernels | None = None
     refuses: frozenset[str] = frozenset()
     has_context: bool = False
+    kind: CardKind | None = None
+    is_assumed: bool = False
 
     @property
     def name(self) -> str:
@@ -47,30 +52,64 @@ class Card:
 
 
 def parse_cards(text: str) -> list[Card]:
-    """Cards that need not exist: "24GB,12GB", "24GiB, 24GiB", several alike "2x24GB", or with relative speeds
-    "2x24GB@1,12GB@0.5".
+    """Cards that need not exist: "24GB,12GB", "24GiB, 24GiB", several alike "2x24GB", with relative speeds
+    "2x24GB@1,12GB@0.5", or by their model "2x3090", "RTX 4090, RTX 3090".
 
     Raises: ValueError that shows the part which is no card, or how many there are if these are too many.
     """
     cards: list[Card] = []
     for part in (part.strip() for part in text.split(",")):
+        if named := _named_card(part, cards):
+            cards += named
+            continue
         match = _CARD.fullmatch(part)
         if match is None or not float(match["size"]) or not float(match["speed"] or 1):
             raise ValueError(
                 f'cards: {part!r} in {text!r} is no card; write its memory: "24GB,12GB", several alike as "2x24GB", '
-                'with speeds "2x24GB@1,12GB@0.5"'
+                'with speeds "2x24GB@1,12GB@0.5", or a model such as "2x3090"'
             )
         count = int(match["count"] or 1)
-        if not 1 <= count <= _MAX_CARDS - len(cards):
-            raise ValueError(
-                f"cards: {part!r} in {text!r} adds {count} to {len(cards)} cards; add at least 1, and no more than "
-                f"{_MAX_CARDS} in all"
-            )
+        _check_count(part, count, cards)
         size = int(float(match["size"]) * (2**30 if match["unit"].lower() == "gib" else 1e9))
         speed = float(match["speed"] or 1)
         first = len(cards)
-        cards += [Card(torch.device("cuda", index), size, size, speed) for index in range(first, first + count)]
-    return cards
+        kind = kind_of_size(size)
+        cards += [
+            Card(torch.device("cuda", index), size, size, speed, kind=kind, is_assumed=True)
+            for index in range(first, first + count)
+        ]
+    return _with_speeds(cards)
+
+
+def _check_count(part: str, count: int, cards: Sequence[Card]) -> None:
+    if not 1 <= count <= _MAX_CARDS - len(cards):
+        raise ValueError(
+            f"cards: {part!r} adds {count} to {len(cards)} cards; add at least 1, and no more than {_MAX_CARDS} in all"
+        )
+
+
+def _named_card(part: str, before: Sequence[Card]) -> list[Card]:
+    """Cards of a model, such as "2x3090"; [] for what names none."""
+    match = _NAMED.fullmatch(part)
+    kind = kind_called(match["name"]) if match else None
+    if match is None or kind is None:
+        return []
+    count = int(match["count"] or 1)
+    _check_count(part, count, before)
+    size, refuses = kind.gib * 2**30, frozenset(() if kind.has_fp8 else ("fp8-compute",))
+    first = len(before)
+    return [
+        Card(torch.device("cuda", index), size, size, refuses=refuses, kind=kind)
+        for index in range(first, first + count)
+    ]
+
+
+def _with_speeds(cards: list[Card]) -> list[Card]:
+    """Of cards that are all named by their model, how fast each is relative to the slowest."""
+    if any(card.is_assumed or card.kind is None for card in cards):
+        return cards
+    slowest = min(card.kind.tera_per_s for card in cards if card.kind)
+    return [replace(card, speed=card.kind.tera_per_s / slowest) for card in cards if card.kind]
 
 
 def cards_of(devices: Sequence[torch.device]) -> list[Card] | None:
@@ -84,7 +123,8 @@ def cards_of(devices: Sequence[torch.device]) -> list[Card] | None:
         refuses = frozenset(s for s in BEST_FIRST if refusal(QuantizeSettings(s), [device]))
         cap = _cap_bytes(device, total)
         usable = min(free, cap)
-        cards.append(Card(device, total, usable, _speed(device), None, refuses, has_context=True))
+        kind = kind_called(device_title(device))
+        cards.append(Card(device, total, usable, _speed(device), None, refuses, has_context=True, kind=kind))
     slowest = min(card.speed for card in cards)
     return [replace(card, speed=card.speed / slowest) for card in cards]
 

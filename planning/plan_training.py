@@ -235,12 +235,21 @@ def _rivals(found: Found, looked_at: Looked) -> Iterator[str]:
     for name in ("scheme", "strategy", "optimizer"):
         chosen = getattr(found.setting, name)
         for rival in sorted({getattr(setting, name) for setting, _ in others} - {chosen}):
-            times = [other.time for setting, other in others if getattr(setting, name) == rival and other is not None]
-            if times:
-                verdict = f"would take {min(times) / found.time:.2f} times as long"
+            those = [other for setting, other in others if getattr(setting, name) == rival and other is not None]
+            if those:
+                verdict = _against(found, min(those, key=lambda other: other.time))
             else:
                 verdict = "do not fit" if rival == "data" else "does not fit"
             yield f"{name} {_named(name, chosen)}: {_named(name, rival)} {verdict}"
+
+
+def _against(found: Found, rival: Found) -> str:
+    ratio = rival.time / found.time
+    if ratio >= 1:
+        return f"would take {ratio:.2f} times as long"
+    if rival.setting.offloads or rival.is_streaming:
+        return f"might take {ratio:.2f} of the time with more in host memory, but copies are an estimate: not worth it"
+    return f"might take {ratio:.2f} of the time with an 8-bit optimizer, which is for what would not fit otherwise"
 
 
 def _named(setting: str, choice: str) -> str:

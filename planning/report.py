@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..system.pace import describe_duration
+from .block_times import ASSUMED_FLOPS_PER_S
+from .card_speeds import SHARE_OF_PEAK
 from .forecast import DeviceForecast
 
 if TYPE_CHECKING:
@@ -35,6 +38,7 @@ _LABELS = {
     "moving": "one block at work",
     "other": "workspace, allocator, driver",
 }
+_STEPS = 1000  # of a run, where nobody says how many
 _BAR_HEIGHT, _BAR_WIDTH, _MARGIN = 34, 640, 16  # pixels
 
 
@@ -44,35 +48,71 @@ def parts_of(device: DeviceForecast) -> dict[str, int]:
     return parts | {"other": device.workspace + device.overhead + device.context}
 
 
-def describe_plan(plan: TrainingPlan) -> str:
-    """The choice, a line per card in decimal GB, the reasons."""
+def describe_verdict(plan: TrainingPlan, steps: int = _STEPS) -> list[str]:
+    """What cards were assumed, whether it fits, and how long a step and so many take: all that a node has room for."""
+    return [*_assumed(plan), _verdict(plan), _times(plan, steps)]
+
+
+def _assumed(plan: TrainingPlan) -> Iterator[str]:
+    """Which generation of cards, where only their memory was said."""
+    kinds = dict.fromkeys(card.kind.name for card in plan.cards if card.is_assumed and card.kind)
+    needs = " or newer, as fp8-compute needs RTX 40" if plan.setting.scheme == "fp8-compute" else ""
+    if kinds:
+        yield f"assumed: cards like the {' and '.join(kinds)}{needs}; name them to be sure, such as 2x3090"
+    elif needs and not all(card.has_context or card.kind for card in plan.cards):  # nobody could ask
+        yield "assumed: RTX 40 cards or newer, as fp8-compute needs; for older ones plan with int8-compute"
+
+
+def _verdict(plan: TrainingPlan) -> str:
+    if plan.warning:
+        return f"may not fit: {plan.warning}"
+    streams = [f"{sum(plan.offloaded)} blocks"] * any(plan.offloaded) + ["block inputs"] * plan.setting.offloads
+    return f"fits with streaming: {' and '.join(streams)} wait in host memory" if streams else "fits"
+
+
+def _times(plan: TrainingPlan, steps: int) -> str:
+    seconds, source = step_seconds(plan)
+    if seconds is None:
+        return "seconds of a step are unknown: no card of this kind is in the table of speeds"
+    whole = describe_duration(seconds * steps)
+    return f"a step takes about {_seconds(seconds)}, {steps} steps about {whole} ({source})"
+
+
+def step_seconds(plan: TrainingPlan) -> tuple[float | None, str]:
+    """Of a step at this size, and where that is from: blocks that were timed, else the table of cards' speeds."""
+    if plan.timing is not None:
+        return plan.step_s, f"blocks {plan.timing.text}"
+    if not all(card.kind for card in plan.cards):
+        return None, ""
+    rates = [(card.speed, card.kind.tera_per_s * 1e12 * SHARE_OF_PEAK) for card in plan.cards if card.kind]
+    slowest = max(speed * ASSUMED_FLOPS_PER_S / rate for speed, rate in rates)
+    return plan.step_s * slowest, "estimated from published speeds of cards; devicebridge plan --calibrate times yours"
+
+
+def describe_plan(plan: TrainingPlan, steps: int = _STEPS) -> str:
+    """The verdict, the choice, a line per card in decimal GB, the reasons."""
     height, width = plan.bucket
     space = plan.space
     length = f", {plan.frames} frames" if plan.frames > 1 else ""
     lines = [
+        *describe_verdict(plan, steps),
         f"{plan.variant}: {plan.setting.describe()}; {plan.placement.describe()}; {width}x{height} pixels{length}, "
         f"batch {space.batch_size}, accumulation {space.accumulation}, LoRA rank {space.lora.rank}",
         "",
         *_table(plan),
         "",
         _host_line(plan),
-        _describe_time(plan),
+        _relative_time(plan),
         *plan.reasons,
     ]
     if plan.hint:
         lines.append(plan.hint)
-    if plan.setting.scheme == "fp8-compute" and not all(card.has_context for card in plan.cards):  # nobody could ask
-        lines.append("fp8-compute needs RTX 40 cards or newer; for older ones plan with int8-compute")
-    if plan.warning:
-        lines.append(f"warning: {plan.warning}")
     return "\n".join(lines)
 
 
-def _describe_time(plan: TrainingPlan) -> str:
+def _relative_time(plan: TrainingPlan) -> str:
     relative = f"{plan.relative_time:.2f} of the time that the same takes with every block recomputed and no pipeline"
-    if plan.timing is None:
-        return f"a step takes {relative} (estimated)"
-    return f"a step takes about {_seconds(plan.step_s)} at this size, {relative} (blocks {plan.timing.text})"
+    return f"a step takes {relative}{' (estimated)' if plan.timing is None else ''}"
 
 
 def _seconds(seconds: float) -> str:
@@ -148,7 +188,10 @@ def plan_values(plan: TrainingPlan) -> dict[str, Any]:
         "host_bytes": plan.host_bytes,
         "offloaded_bytes": plan.offloaded_inputs,
         "relative_time": plan.relative_time,
+        "verdict": _verdict(plan),
+        "assumed": list(_assumed(plan)),
         "step_s": None if plan.timing is None else plan.step_s,
+        "estimated_step_s": step_seconds(plan)[0] if plan.timing is None else None,
         "times": {"measured": False} if plan.timing is None else {"measured": True, **plan.timing.values},
         "reasons": list(plan.reasons),
         "alternatives": [

@@ -84,7 +84,7 @@ def _job_of(info: CheckpointInfo) -> JobConfig:
         {
             "model": {"path": info.variant.name, "quantize": "auto"},
             "data": {"folders": [{"path": "squares"}], "resolutions": [resolution]},
-            "train": {"steps": 1},
+            "train": {"steps": 1000},
             "output": {"folder": "nowhere"},
         }
     )

@@ -38,9 +38,9 @@ def import_torchao() -> ModuleType:
     """
     try:
         found = version("torchao")
-        fault = f" and found {found}; update it" if Version(found) < Version(OLDEST_TORCHAO) else ""
+        fault = f" and found {found}; pip install -U torchao" if Version(found) < Version(OLDEST_TORCHAO) else ""
     except PackageNotFoundError:
-        fault = ", and none is installed; install it"
+        fault = ", and none is installed; pip install torchao"
     if fault:
         raise RuntimeError(
             f"weight-only fp8 and int8 need torchao {OLDEST_TORCHAO} or newer{fault}, or use "

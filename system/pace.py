@@ -44,6 +44,22 @@ class Pace:
         return None if per_second is None else (total - self._done) / per_second
 
 
+class StepPace:
+    """Seconds of a step, smoothed over about ten, so that the time left does not jump."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def update(self, elapsed_s: float) -> None:
+        """A step took so long."""
+        self.seconds = 0.9 * (self.seconds or elapsed_s) + 0.1 * elapsed_s
+
+    def describe(self, step: int, total: int, loss: float) -> str:
+        """ "step 12/500: loss 0.12345, 2.10 s/step, about 17 min left"."""
+        left = describe_duration((total - step) * self.seconds)
+        return f"step {step}/{total}: loss {loss:.5f}, {self.seconds:.2f} s/step, about {left} left"
+
+
 def describe_progress(
     done: int, total: int, what: str, per_second: float | None = None, left_s: float | None = None
 ) -> str:

@@ -19,7 +19,7 @@ from devicebridge.tests.comfy_host import allow_folders
 _COMMON = {"id", "display_name", "optional", "tooltip", "advanced"}
 _WIDGET = _COMMON | {"default"}
 _INPUT_OPTIONS = {
-    "COMBO": _WIDGET | {"options"},
+    "COMBO": _WIDGET | {"options", "extra_dict"},
     "STRING": _WIDGET | {"multiline", "placeholder"},
     "INT": _WIDGET | {"min", "max", "step"},
     "FLOAT": _WIDGET | {"min", "max", "step", "round"},
@@ -39,6 +39,7 @@ class FakeHost:
     is_interrupted: bool = False
     texts: list[str] = field(default_factory=list)
     progress: list[tuple[int, int]] = field(default_factory=list)
+    shown: list[tuple[int, int]] = field(default_factory=list)  # of progress, what the window shows: see ProgressBar
     messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     previews: list[tuple[str, Any, int]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
@@ -99,6 +100,10 @@ class ComfyNode:
 
     @classmethod
     def fingerprint_inputs(cls, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    def validate_inputs(cls, **kwargs: Any) -> Any:
         raise NotImplementedError
 
 
@@ -163,16 +168,21 @@ def _api() -> ModuleType:
 
 def _utils(host: FakeHost) -> ModuleType:
     class ProgressBar:
-        """Raises when the user has cancelled, and forgets the request, as the host's does through its hook."""
+        """Raises when the user has cancelled, and forgets the request, as the host's does through its hook; drops what
+        is less than it has shown, unless that is the last."""
 
         def __init__(self, total: int, node_id: str | None = None) -> None:
             self.total = total
+            self.most = -1
 
         def update_absolute(self, value: int, total: int | None = None, preview: Any = None) -> None:
             if host.is_interrupted:
                 host.is_interrupted = False
                 raise InterruptProcessingException
             host.progress.append((value, total or self.total))
+            if value > self.most or value >= (total or self.total):
+                self.most = value
+                host.shown.append((value, total or self.total))
             if preview is not None:
                 host.previews.append(preview)
 

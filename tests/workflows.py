@@ -1,52 +1,21 @@
-"""Workflow files with inputs replaced."""
+"""Workflow files with inputs replaced, as `devicebridge run --set` does it."""
 
 from __future__ import annotations
 
-import copy
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-
-def read_workflow(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def set_values(graph: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a workflow with inputs replaced.
-
-    Args:
-        values: "<node id>.<input>" or "<node type>.<input>" -> value; a type stands for every node of that type.
-    Raises: ValueError for a name that no node has.
-    """
-    changed = copy.deepcopy(dict(graph))
-    for name, value in values.items():
-        node_name, _, input_name = name.rpartition(".")
-        nodes = _find_nodes(changed, node_name)
-        if not nodes:
-            raise ValueError(f"{name}: the workflow has no node {node_name!r}")
-        for node in nodes:
-            _set_input(node, input_name, value, name)
-    return changed
+from devicebridge.headless.workflow import read_workflow as read_workflow
+from devicebridge.headless.workflow import set_values as set_values
 
 
-def _find_nodes(graph: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    if "nodes" in graph:
-        return [node for node in graph["nodes"] if name in {str(node["id"]), node["type"]}]
-    return [node for node_id, node in graph.items() if name in {node_id, node["class_type"]}]
-
-
-def _set_input(node: dict[str, Any], input_name: str, value: Any, name: str) -> None:
-    """In the saved form values are a list in the order of the widgets, and beside it, since 2026, a table by name."""
-    if "class_type" in node and input_name in node["inputs"]:
-        node["inputs"][input_name] = value
-        return
-    named = node.get("widgets_values_named", {})
-    widgets = list(named) or [entry["name"] for entry in node.get("inputs", []) if "widget" in entry]
-    values = node.get("widgets_values", [])
-    if input_name not in widgets or len(widgets) != len(values):
-        raise ValueError(f"{name}: the node has no such input that can be set")
-    values[widgets.index(input_name)] = value
-    if named:
-        named[input_name] = value
+def from_folder(pipeline: Path) -> dict[str, Any]:
+    """Values of a training template, without the nodes' prefix: a diffusers folder in place of ComfyUI's files."""
+    return {
+        "LoadModelForTraining.model": "[path below]",
+        "LoadModelForTraining.path": str(pipeline),
+        "LoadModelForTraining.devices": "cpu",
+        "LoadModelForTraining.dtype": "float32",
+        "CacheCaptionsAndLatents.text_encoders": "[model folder]",
+        "CacheCaptionsAndLatents.vae": "[model folder]",
+    }

@@ -70,7 +70,9 @@ def _find_class(name: str, allow_import: bool) -> type[torch.optim.Optimizer]:
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"optimizer {name!r} cannot be imported ({error}); is its package installed?") from error
+        raise ValueError(
+            f"optimizer {name!r} cannot be imported ({error}); install its package: pip install {name.split('.')[0]}"
+        ) from error
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ValueError(f"{name!r} is not a torch.optim.Optimizer class but {cls!r}")
     return cls

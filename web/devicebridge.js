@@ -5,12 +5,14 @@ import { app } from '../../scripts/app.js'
 import { addToNode, hearNode } from './js/nodes.js'
 import { renderPanel } from './js/panel.js'
 import { listen } from './js/state.js'
+import { learn, t } from './js/words.js'
 
 let endPanel = null
 
 app.registerExtension({
   name: 'DeviceBridge',
-  setup() {
+  async setup() {
+    await learn(app.extensionManager.setting.get('Comfy.Locale') ?? 'en')
     const sheet = new URL('./devicebridge.css', import.meta.url).href
     document.head.append(Object.assign(document.createElement('link'), { rel: 'stylesheet', href: sheet }))
     listen()
@@ -19,7 +21,7 @@ app.registerExtension({
       id: 'devicebridge',
       icon: 'pi pi-microchip',
       title: 'DeviceBridge',
-      tooltip: 'DeviceBridge: cards, trainings, samples',
+      tooltip: t('DeviceBridge: cards, trainings, samples'),
       type: 'custom',
       render(element) {
         endPanel?.()

@@ -6,6 +6,7 @@ may set up devices. Names from sockets become paths in folders.py; split/ spread
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from ...contract.rows import NATIVE
 from ...data.open_image import opened
 from .comfy_encoders import HostClip as HostClip
 from .comfy_encoders import HostVae as HostVae
+from .comfy_encoders import load_clip as load_clip
+from .folders import OWN_PART as OWN_PART
 from .folders import USE_PATH as USE_PATH
 from .folders import find_checkpoint as find_checkpoint
 from .folders import find_component as find_component
@@ -27,8 +30,11 @@ from .folders import find_model as find_model
 from .folders import folder_in_input as folder_in_input
 from .folders import folder_in_output as folder_in_output
 from .folders import list_checkpoints as list_checkpoints
+from .folders import list_components as list_components
+from .folders import list_input_folders as list_input_folders
 from .folders import list_models as list_models
 from .folders import output_entry as output_entry
+from .folders import shown_picture as shown_picture
 
 if TYPE_CHECKING:
     import torch
@@ -45,10 +51,17 @@ class NodeView:
     Nothing here raises when the user cancels: ComfyUI's own progress bar would, in the middle of a training step.
     """
 
+    footer = ""  # what stands behind every text of the node that runs: its warnings
+    _last: tuple[str, str, str] = "", "", ""  # the node that showed text last, what, and its footer then
+
     def __init__(self, node_id: str | None) -> None:
+        self.node_id = str(node_id) if node_id is not None else ""
+        self.begin_bar()
+
+    def begin_bar(self) -> None:
+        """Progress counts from nothing again: ComfyUI's bar drops values smaller than it has shown."""
         from comfy.utils import ProgressBar
 
-        self.node_id = str(node_id) if node_id is not None else ""
         self._bar = ProgressBar(1, node_id=self.node_id or None)
 
     def show_progress(self, done: int, total: int) -> None:
@@ -71,8 +84,16 @@ class NodeView:
         """Text on the node, replacing what was there."""
         from server import PromptServer
 
+        NodeView._last = self.node_id, text, NodeView.footer
         if self.node_id:
-            PromptServer.instance.send_progress_text(text, self.node_id)
+            shown = "\n".join(filter(None, [text, NodeView.footer]))
+            PromptServer.instance.send_progress_text(shown, self.node_id)
+
+    def show_again(self) -> None:
+        """The node's last text, if warnings have come since."""
+        node, text, footer = NodeView._last
+        if node != self.node_id or footer != NodeView.footer:
+            self.show_text(text if node == self.node_id else "")
 
     def is_cancelled(self) -> bool:
         return is_cancelled()
@@ -155,6 +176,11 @@ def host_memory_freed() -> Iterator[None]:
         yield
     finally:
         soft_empty_cache()
+
+
+def known_gpus() -> tuple[torch.device, ...]:
+    """As list_gpus; () before ComfyUI has looked for its devices, which is not ours to begin."""
+    return list_gpus() if "comfy.model_management" in sys.modules else ()
 
 
 def list_gpus() -> tuple[torch.device, ...]:

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoints.fingerprint import settings_fingerprint, tensors_fingerprint
 from .compiler import outside
+from .folders import embedding_folders
 
 if TYPE_CHECKING:
     import torch
@@ -115,6 +116,21 @@ class HostVae(_Encoder):
 
         with torch.inference_mode(), outside(about="this VAE"):
             return self._vae.encode(pixels)
+
+
+def load_clip(files: Sequence[str], kind: str) -> Any:
+    """A CLIP of these files, as ComfyUI's loaders make it.
+
+    Args:
+        kind: "flux2", "flux", "wan": what Load CLIP calls its type.
+    """
+    import comfy.sd
+
+    return comfy.sd.load_clip(
+        ckpt_paths=list(files),
+        embedding_directory=embedding_folders(),
+        clip_type=getattr(comfy.sd.CLIPType, kind.upper()),
+    )
 
 
 def _name(kind: str, patcher: Any, settings: Mapping[str, Any]) -> str:

@@ -15,15 +15,21 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import folder_paths
 
 from ...system.listing import Looked, go_on
 
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
 USE_PATH = "[path below]"
+OWN_PART = "[model folder]"  # of a diffusers model, which brings it
+_MOST_LISTED = 1000
 
 
 def folder_in_input(name: str, what: str, ask: Callable[[], None] = go_on) -> Path:
@@ -75,6 +81,63 @@ def find_component(kind: str, name: str) -> str:
         if candidate.exists():
             return str(readable_path(str(candidate), kind))
     raise ValueError(f"{kind} {name!r} is not there; looked for {', '.join(map(str, candidates))}")
+
+
+def list_components(kind: str) -> list[str]:
+    """Files in models/<kind>, and diffusers folders there, sorted."""
+    files = [name for name in folder_paths.get_filename_list(kind) if Path(name).suffix in (".safetensors", ".sft")]
+    folders = [
+        entry.name
+        for base in folder_paths.get_folder_paths(kind)
+        for entry in _folders_in(Path(base))
+        if any((entry / name).exists() for name in ("config.json", "model_index.json", "text_encoder"))
+    ]
+    shown = [name for name in files if name.replace(os.sep, "/").split("/")[0] not in folders]
+    return sorted({*shown, *folders})
+
+
+def embedding_folders() -> list[str]:
+    """Where prompts look for textual inversions."""
+    return list(folder_paths.get_folder_paths("embeddings"))
+
+
+def list_input_folders() -> list[str]:
+    """Folders with files that datasets may be in: in ComfyUI's input folder, two deep, and those the user allows."""
+    base = Path(folder_paths.get_input_directory())
+    found = [folder for each in _folders_in(base) for folder in (each, *_folders_in(each))]
+    names = [folder.relative_to(base).as_posix() for folder in found if _has_files(folder)]
+    try:
+        allowed = [Path(folder) for folder in _allowed_folders()]
+    except ValueError:
+        allowed = []  # whoever reads a folder is told
+    more = [folder for each in allowed for folder in (each, *_folders_in(each))]
+    return sorted(names)[:_MOST_LISTED] + [str(folder) for folder in more if _has_files(folder)][:_MOST_LISTED]
+
+
+def shown_picture(picture: Picture) -> dict[str, str]:
+    """Keep a picture in ComfyUI's temp folder, and say how a node shows it."""
+    folder = Path(folder_paths.get_temp_directory())
+    folder.mkdir(parents=True, exist_ok=True)
+    number, path = tempfile.mkstemp(prefix="devicebridge_", suffix=".png", dir=folder)
+    with os.fdopen(number, "wb") as file:
+        picture.save(file, format="PNG")
+    return {"filename": Path(path).name, "subfolder": "", "type": "temp"}
+
+
+def _folders_in(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return [Path(entry.path) for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    except OSError:
+        return []
+
+
+def _has_files(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(entry.is_file() for entry in entries)
+    except OSError:
+        return False
 
 
 def folder_in_output(name: str, what: str) -> Path:
@@ -204,13 +267,13 @@ def _allowed_folders() -> list[str]:
 
     Raises: ValueError naming the file if it holds something else.
     """
+    file = settings_file()
+    if not file.exists():
+        return []
     import tomlkit
 
-    file = settings_file()
     try:
         values = tomlkit.parse(file.read_text(encoding="utf-8-sig")).unwrap()
-    except FileNotFoundError:
-        return []
     except (OSError, ValueError, tomlkit.exceptions.TOMLKitError) as error:
         raise ValueError(f"{file} cannot be read ({error}); repair or remove it") from error
     folders = values.pop("allowed_folders", [])

@@ -50,14 +50,14 @@ def make_clip(family: str, seed: int = 0, width: int = _WIDTH) -> comfy.sd.CLIP:
     return made
 
 
-def make_vae(family: str, seed: int = 0) -> comfy.sd.VAE:
-    """A KL encoder of stride 2; for flux2 with the batch norm over 2 x 2 patches. 4 channels, or 16 then."""
-    sizes = {"double_z": True, "z_channels": 4, "resolution": 32, "in_channels": 3, "out_ch": 3, "ch": 32}
+def make_vae(family: str, seed: int = 0, channels: int = 4) -> comfy.sd.VAE:
+    """A KL encoder of stride 2; for flux2 with the batch norm over 2 x 2 patches, and 4 times the channels then."""
+    sizes = {"double_z": True, "z_channels": channels, "resolution": 32, "in_channels": 3, "out_ch": 3, "ch": 32}
     sizes |= {"ch_mult": [1, 1], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0}
     if family == "flux2":
         sizes["batch_norm_latent"] = True
-    vae = comfy.sd.VAE(sd={}, config={"params": {"ddconfig": sizes, "embed_dim": 4}}, dtype=torch.float32)
-    vae.latent_channels = 16 if family == "flux2" else 4
+    vae = comfy.sd.VAE(sd={}, config={"params": {"ddconfig": sizes, "embed_dim": channels}}, dtype=torch.float32)
+    vae.latent_channels = 4 * channels if family == "flux2" else channels
     vae.downscale_ratio = vae.upscale_ratio = 4 if family == "flux2" else 2
     _randomise(vae.first_stage_model, seed)
     return vae

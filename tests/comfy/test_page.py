@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,19 +13,25 @@ from typing import Any
 
 import pytest
 from devicebridge.tests.comfy.server import ROOT, Server
-from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
-from devicebridge.tests.workflows import read_workflow, set_values
+from devicebridge.tests.comfy.small_flux2 import original_weights, save_comfy_sized_pipeline
+from devicebridge.tests.tiny_pipeline import save_tiny_dataset
+from devicebridge.tests.workflows import from_folder, read_workflow, set_values
+from PIL import Image
+from safetensors.torch import save_file
 
 pytestmark = pytest.mark.comfy
 
-EXAMPLE = ROOT / "example_workflows" / "train_lora_demo.json"
-STEPS = 400
+EXAMPLE = ROOT / "example_workflows" / "train_a_LoRA_over_two_GPUs.json"
+TEMPLATES = sorted((ROOT / "example_workflows").glob("*.json"))
+SIZE = {"width": 1600, "height": 1000}
+STEPS = 200
+SAMPLE_EVERY = 100
 _READY = "() => !!(window.app?.extensionManager && window.LiteGraph?.registered_node_types?.DeviceBridgeTrainLora)"
 
 
 @pytest.fixture(scope="session")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_pipeline(tmp_path_factory.mktemp("page_models") / "tiny_flux2", "flux2")
+    return save_comfy_sized_pipeline(tmp_path_factory.mktemp("page_models") / "small_flux2")
 
 
 @pytest.fixture(scope="session")
@@ -54,10 +61,10 @@ def _open_page(chromium: str, server: Server, profile: Path) -> Iterator[Any]:
             executable_path=chromium,
             headless=True,
             args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
-            viewport={"width": 1600, "height": 1000},
+            viewport=SIZE,
         )
         page = browser.pages[0]
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(180_000)  # a machine may be busy
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("console", lambda line: _note(line, faults))
         page.goto(f"http://127.0.0.1:{server.port}/")
@@ -77,9 +84,7 @@ def _note(line: Any, faults: list[str]) -> None:
 
 def _workflow(pipeline: Path, dataset: Path, name: str) -> dict[str, Any]:
     values = {
-        "LoadModelForTraining.path": str(pipeline),
-        "LoadModelForTraining.devices": "cpu",
-        "LoadModelForTraining.dtype": "float32",
+        **from_folder(pipeline),
         "TrainingDataset.folder": str(dataset),
         "TrainingDataset.resolutions": "32",
         "CacheCaptionsAndLatents.dtype": "float32",
@@ -87,9 +92,24 @@ def _workflow(pipeline: Path, dataset: Path, name: str) -> dict[str, Any]:
         "TrainLora.alpha": 2.0,
         "TrainLora.learning_rate": 0.01,
         "TrainLora.steps": STEPS,
+        "TrainLora.accumulation": 1,
+        "TrainLora.sample_prompts": "a red house",
+        "TrainLora.sample_every": SAMPLE_EVERY,
         "TrainLora.name": name,
     }
     return set_values(read_workflow(EXAMPLE), {f"DeviceBridge{key}": value for key, value in values.items()})
+
+
+def _keep_picture(page: Any, path: Path, width: int, **options: Any) -> None:
+    """For the docs, with UPDATE_PICTURES=1: what the page shows now, in a small file."""
+    if not os.environ.get("UPDATE_PICTURES"):
+        return
+    taken = path.with_suffix(".full.png")
+    page.screenshot(path=taken, **options)
+    with Image.open(taken) as picture:
+        size = (width, round(picture.height * width / picture.width))
+        picture.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(path, quality=82)
+    taken.unlink()
 
 
 def _open_tab(page: Any, run: str) -> Any:
@@ -104,7 +124,7 @@ def _fact(page: Any, name: str) -> str:
 
 
 def _wait_for_state(page: Any, run: str, state: str) -> None:
-    page.locator(f'.db-panel [data-run="{run}"] button[aria-label="{run}, {state}"]').wait_for(timeout=120_000)
+    page.locator(f'.db-panel [data-run="{run}"] button[aria-label="{run}, {state}"]').wait_for(timeout=400_000)
 
 
 def _wait_for_change(page: Any, script: str) -> None:
@@ -133,6 +153,14 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
         on_node = page.locator(".db-node-facts", has_text=f"{run}: running")
         on_node.wait_for()
         assert page.locator(".db-node svg path.db-line").first.get_attribute("d")
+        first = "document.querySelector('.db-samples img')?.src"
+        page.wait_for_function(f"() => {first}")
+        page.get_by_role("button", name="Sample now").click()
+        _wait_for_change(page, first)
+        page.wait_for_function("() => document.querySelector('.db-samples img').naturalWidth > 0")
+        page.locator(".db-samples figcaption", has_text="a red house").wait_for()
+        _fit_view(page)
+        _keep_picture(page, ROOT / "docs" / "images" / f"training_{'vue' if has_vue_nodes else 'canvas'}.webp", 1200)
         page.get_by_role("button", name="Stop (saves)").click()
         _wait_for_state(page, run, "stopped")
         step = int(_fact(page, "Step").split()[0])
@@ -150,6 +178,12 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
         _wait_for_state(page, run, "finished")
         assert _fact(page, "Step") == f"{STEPS} of {STEPS}"
 
+        page.evaluate("(graph) => window.app.loadGraphData(graph)", _workflow(pipeline, dataset, run))
+        page.get_by_test_id("queue-button").click()
+        _wait_until_idle(server)
+        assert _last_texts(server)[-1].startswith("Finished before: nothing was trained.")
+        assert [each["run"] for each in server.get("/devicebridge/state")["runs"] if run in each["run"]] == [run]
+
         page.get_by_role("button", name="use the LoRA of as the run ended").click()
         page.get_by_text(f"{run}.safetensors is among the LoRAs").wait_for()
         last = f"step {STEPS}"
@@ -160,5 +194,116 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
     used = server.base / "models" / "loras" / f"{run}.safetensors"
     assert used.read_bytes() == (folder / f"{run}.safetensors").read_bytes()
     assert not (folder / "checkpoints" / f"step-{STEPS:06d}").exists()
+    _load_in_a_stock_graph(server, pipeline, used.name)
     steps = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in steps if event["kind"] == "step"] == list(range(1, STEPS + 1))
+
+
+def _fit_view(page: Any) -> None:
+    page.evaluate("() => window.app.extensionManager.command.execute('Comfy.Canvas.FitView')")
+    page.wait_for_timeout(700)  # it moves there
+
+
+def _wait_until_idle(server: Server) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        queue = server.get("/queue")
+        if not queue["queue_running"] and not queue["queue_pending"]:
+            return
+        time.sleep(0.1)
+    raise AssertionError(server.get("/queue"))
+
+
+def _last_texts(server: Server) -> list[str]:
+    """What the training node of the newest prompt shows."""
+    newest = max(server.get("/history").values(), key=lambda entry: entry["prompt"][0])
+    assert newest["status"]["status_str"] == "success", newest["status"]
+    return [output["text"][0] for output in newest["outputs"].values() if "lora" in output]
+
+
+def _load_in_a_stock_graph(server: Server, pipeline: Path, lora: str) -> None:
+    """Core's own loaders take the file, with every key of it."""
+    models = server.base / "models" / "diffusion_models"
+    models.mkdir(parents=True, exist_ok=True)
+    save_file(original_weights(pipeline / "transformer"), models / "page_flux2.safetensors")
+    unet = {"unet_name": "page_flux2.safetensors", "weight_dtype": "default"}
+    graph = {
+        "load": {"class_type": "UNETLoader", "inputs": unet},
+        "lora": {
+            "class_type": "LoraLoaderModelOnly",
+            "inputs": {"model": ["load", 0], "lora_name": lora, "strength_model": 1.0},
+        },
+        "save": {"class_type": "ModelSave", "inputs": {"model": ["lora", 0], "filename_prefix": "page_merged"}},
+    }
+    seen = server.log.stat().st_size
+    finished = server.run(graph)
+    assert finished.status == "success", finished.error
+    assert b"lora key not loaded" not in server.log.read_bytes()[seen:]
+
+
+_LOADED = """async (address) => {
+  const graph = await (await fetch(address)).json()
+  await window.app.loadGraphData(graph)
+  const { output } = await window.app.graphToPrompt()
+  const known = window.LiteGraph.registered_node_types
+  return { output, unknown: window.app.graph.nodes.map((node) => node.type).filter((type) => !known[type]) }
+}"""
+
+
+def test_every_template_is_shown_with_its_picture_and_opens_as_what_the_suite_runs(
+    chromium: str, server: Server, tmp_path: Path
+) -> None:
+    server.post("/api/settings/Comfy.TutorialCompleted", True)
+    server.post("/api/settings/Comfy.VueNodes.Enabled", False)
+    with _open_page(chromium, server, tmp_path / "profile") as page:
+        page.evaluate("() => window.app.extensionManager.setting.set('Comfy.Workflow.ShowMissingModelsWarning', false)")
+        for path in TEMPLATES:
+            found = page.evaluate(_LOADED, f"/api/workflow_templates/devicebridge/{path.name}")
+            twin = json.loads((ROOT / "tests" / "assets" / f"{path.stem}_api.json").read_text(encoding="utf-8"))
+            assert found["unknown"] == []
+            assert {key: (node["class_type"], node["inputs"]) for key, node in found["output"].items()} == {
+                key: (node["class_type"], node["inputs"]) for key, node in twin.items()
+            }, path.stem
+        page.evaluate("() => window.app.extensionManager.command.execute('Comfy.BrowseTemplates')")
+        dialog = page.get_by_role("dialog")
+        dialog.get_by_text("DeviceBridge", exact=True).first.click()
+        for path in TEMPLATES:
+            dialog.get_by_text(path.stem, exact=True).first.wait_for()
+        pictures = "[...document.querySelectorAll(`img[src*='workflow_templates/devicebridge']`)]"
+        loaded = f"{pictures}.filter((each) => each.naturalWidth).length"
+        page.wait_for_function(f"(count) => {loaded} >= count", arg=len(TEMPLATES))
+        _keep_picture(page, ROOT / "docs" / "images" / "templates.webp", 1000)
+
+
+def test_advanced_inputs_fold_on_the_canvas_and_every_field_of_text_has_its_name(
+    chromium: str, server: Server, pipeline: Path, dataset: Path, tmp_path: Path
+) -> None:
+    server.post("/api/settings/Comfy.TutorialCompleted", True)
+    server.post("/api/settings/Comfy.VueNodes.Enabled", False)
+    visible = "window.app.graph.nodes.find((node) => node.type === 'DeviceBridgeTrainLora')"
+    count = f"{visible}.widgets.filter((widget) => {visible}.isWidgetVisible(widget)).length"
+    with _open_page(chromium, server, tmp_path / "profile") as page:
+        page.evaluate("(graph) => window.app.loadGraphData(graph)", _workflow(pipeline, dataset, "folded"))
+        assert page.evaluate(count) <= 16
+        before = page.evaluate("async () => (await window.app.graphToPrompt()).output")
+        page.evaluate(f"{visible}.widgets.find((widget) => widget.name === 'advanced').callback()")
+        assert page.evaluate(count) >= 33
+        assert page.evaluate("async () => (await window.app.graphToPrompt()).output") == before
+        for name in ("targets", "sample_prompts"):
+            assert page.locator(f"textarea[placeholder^='{name}']").count() >= 1
+
+
+def test_nodes_and_page_speak_chinese_where_comfyui_does(
+    chromium: str, server: Server, pipeline: Path, dataset: Path, tmp_path: Path
+) -> None:
+    server.post("/api/settings/Comfy.TutorialCompleted", True)
+    server.post("/api/settings/Comfy.Locale", "zh")
+    try:
+        with _open_page(chromium, server, tmp_path / "profile") as page:
+            page.evaluate("(graph) => window.app.loadGraphData(graph)", _workflow(pipeline, dataset, "chinese"))
+            _open_tab(page, "")
+            page.get_by_role("heading", name="显卡").wait_for()
+            titles = page.evaluate("() => window.app.graph.nodes.map((node) => node.title)")
+            assert "训练 LoRA（多 GPU）" in titles
+    finally:
+        server.post("/api/settings/Comfy.Locale", "en")

@@ -16,12 +16,12 @@ from devicebridge.runs.record import read_record
 from devicebridge.tests.comfy.server import Server, start_server
 from devicebridge.tests.hostile_requests import hostile_requests
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
-from devicebridge.tests.workflows import read_workflow, set_values
+from devicebridge.tests.workflows import from_folder, read_workflow, set_values
 
 pytestmark = pytest.mark.comfy
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLE_API = ROOT / "tests" / "assets" / "train_lora_demo_api.json"
+EXAMPLE_API = ROOT / "tests" / "assets" / "train_a_LoRA_over_two_GPUs_api.json"
 
 
 def _files(folder: Path) -> dict[str, tuple[int, int]]:
@@ -79,9 +79,7 @@ def test_a_training_in_the_background_survives_comfyui_and_its_own_kill_is_seen(
     pipeline = save_tiny_pipeline(tmp_path / "model", "flux2")
     dataset = save_tiny_dataset(tmp_path / "data")
     values = {
-        "LoadModelForTraining.path": str(pipeline),
-        "LoadModelForTraining.devices": "cpu",
-        "LoadModelForTraining.dtype": "float32",
+        **from_folder(pipeline),
         "TrainingDataset.folder": str(dataset),
         "TrainingDataset.resolutions": "32",
         "CacheCaptionsAndLatents.dtype": "float32",
@@ -97,8 +95,10 @@ def test_a_training_in_the_background_survives_comfyui_and_its_own_kill_is_seen(
         finished = server.run(graph)
         assert finished.status == "success", finished.error
         first = _wait_for(server, "running", 3)
-        again = server.run(set_values(graph, {"DeviceBridgeTrainLora.random_seed": 9}))
-        assert again.status == "error" and "background is under way" in again.error
+        again = server.run(
+            set_values(graph, {"DeviceBridgeCacheCaptionsAndLatents.cache_folder": "devicebridge/cache/"})
+        )
+        assert again.status == "error" and "under way" in again.error
         blocking = {"DeviceBridgeTrainLora.background": False, "DeviceBridgeTrainLora.name": "other"}
         refused = server.run(set_values(graph, blocking))
         assert refused.status == "error" and "the run background trains on cpu" in refused.error

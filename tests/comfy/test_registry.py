@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -59,11 +60,14 @@ def test_the_archive_holds_the_pack_and_nothing_else(repository: Path) -> None:
     with zipfile.ZipFile(repository / "node.zip") as archive:
         names = set(archive.namelist())
     needed = {"__init__.py", "pyproject.toml", "requirements.txt", "LICENSE", "README.md", "nodes/train.py"}
-    needed |= {"web/docs/DeviceBridgeTrainLora.md", "example_workflows/train_lora_demo.json", "bootstrap.py"}
+    needed |= {"web/docs/DeviceBridgeTrainLora.md", "example_workflows/train_a_LoRA_over_two_GPUs.json", "bootstrap.py"}
     assert not needed - names, needed - names
     folders = {name.split("/")[0] for name in names if "/" in name}
     rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests", "benchmarks", "scripts"}
-    rooms |= {"web", "example_workflows"}
+    rooms |= {"web", "example_workflows", "locales", "docs", "examples"}
     assert folders == rooms
     kinds = {Path(name).suffix for name in names if not name.endswith("/")}
-    assert kinds <= {".py", ".md", ".json", ".toml", ".txt", ".jpg", ".js", ".css", ""}, names
+    assert kinds <= {".py", ".md", ".json", ".toml", ".txt", ".jpg", ".png", ".svg", ".webp", ".js", ".css", ""}, names
+    links = set(re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    missing = {link for link in links if not any(name == link or name.startswith(f"{link}/") for name in names)}
+    assert links and not missing, missing

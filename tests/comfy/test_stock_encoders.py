@@ -15,14 +15,14 @@ from devicebridge.encoding.key import comfy_latent_key, comfy_text_key
 from devicebridge.encoding.store import CacheStore
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Server
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
-from devicebridge.tests.workflows import read_workflow, set_values
+from devicebridge.tests.workflows import from_folder, read_workflow, set_values
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.comfy
 
-EXAMPLE_API = ROOT / "tests" / "assets" / "train_lora_demo_api.json"
+EXAMPLE_API = ROOT / "tests" / "assets" / "train_a_LoRA_over_two_GPUs_api.json"
 CASES = [
     "clip_names",
     "clips_of_wan",
@@ -73,9 +73,7 @@ def images(server: Server, request: pytest.FixtureRequest) -> Path:
 def _graph(family: str, pipeline: Path, images: Path, **train: Any) -> dict[str, Any]:
     """The example workflow, with the tiny CLIP and VAE as node "encoders" connected to its cache node."""
     settings = {
-        "LoadModelForTraining.path": str(pipeline),
-        "LoadModelForTraining.devices": "cpu",
-        "LoadModelForTraining.dtype": "float32",
+        **from_folder(pipeline),
         "TrainingDataset.folder": images.name,
         "TrainingDataset.resolutions": str(SIDE),
         "CacheCaptionsAndLatents.cache_folder": f"cache_{images.name}",

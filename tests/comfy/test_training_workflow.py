@@ -11,23 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
-from devicebridge.families.flux2 import FLUX2
-from devicebridge.families.naming import originals_of
 from devicebridge.headless import run as headless
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Finished, Messages, Server
+from devicebridge.tests.comfy.small_flux2 import original_weights, save_comfy_sized_pipeline
 from devicebridge.tests.comfy_host import allow_folders, comfy_python
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
-from devicebridge.tests.workflows import read_workflow, set_values
+from devicebridge.tests.workflows import from_folder, read_workflow, set_values
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.comfy
 
-EXAMPLE = ROOT / "example_workflows" / "train_lora_demo.json"
-EXAMPLE_API = ROOT / "tests" / "assets" / "train_lora_demo_api.json"
+EXAMPLE = ROOT / "example_workflows" / "train_a_LoRA_over_two_GPUs.json"
+EXAMPLE_API = ROOT / "tests" / "assets" / "train_a_LoRA_over_two_GPUs_api.json"
 
 JOB = """
 [model]
@@ -67,12 +65,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _settings(pipeline: Path, dataset: Path, **train: Any) -> dict[str, Any]:
     """Values for the example workflow that make it a quick one."""
     values = {
-        "LoadModelForTraining.path": str(pipeline),
-        "LoadModelForTraining.devices": "cpu",
-        "LoadModelForTraining.dtype": "float32",
+        **from_folder(pipeline),
         "TrainingDataset.folder": str(dataset),
         "TrainingDataset.resolutions": "32",
         "CacheCaptionsAndLatents.dtype": "float32",
+        "Quantize.quantize": "none",
+        "TrainLora.accumulation": 1,
         "TrainLora.rank": 2,
         "TrainLora.alpha": 2.0,
         "TrainLora.learning_rate": 0.01,
@@ -173,40 +171,18 @@ def test_the_report_of_quantizing_is_an_ordinary_text(server: Server, graph: Any
     (quantize,) = (key for key, node in whole.items() if node["class_type"] == "DeviceBridgeQuantize")
     whole["preview"] = {"class_type": "PreviewAny", "inputs": {"source": [quantize, 1]}}
     (text,) = _succeed(server.run(whole)).outputs["preview"]["text"]
-    assert text.startswith(f"{'fp8' if scheme == 'auto' else scheme}: 28 linears in 8 bits")  # devices is cpu
-    assert "LoRA: attached later, never quantized" in text
-
-
-def _save_comfy_sized_pipeline(folder: Path) -> Path:
-    """A small FLUX.2 whose heads are as wide as ComfyUI takes for granted, in place of the tiny one."""
-    save_tiny_pipeline(folder, "flux2")
-    tiny = diffusers.Flux2Transformer2DModel.load_config(folder / "transformer")
-    sizes = {"in_channels": 128, "attention_head_dim": 128, "num_attention_heads": 1, "axes_dims_rope": [32] * 4}
-    sizes["timestep_guidance_channels"] = 256
-    torch.manual_seed(0)
-    transformer = diffusers.Flux2Transformer2DModel.from_config({**tiny, **sizes})
-    transformer.save_pretrained(folder / "transformer")
-    vae = diffusers.AutoencoderKLFlux2.load_config(folder / "vae")
-    diffusers.AutoencoderKLFlux2.from_config({**vae, "latent_channels": 32}).save_pretrained(folder / "vae")
-    return folder
-
-
-def _original_weights(transformer: Path) -> dict[str, torch.Tensor]:
-    """The transformer under its original names, as ComfyUI's own checkpoints have them."""
-    weights = load_file(transformer / "diffusion_pytorch_model.safetensors")
-    originals = {}
-    for name, stack in originals_of(weights, FLUX2.renames).items():
-        tensor = torch.cat([weights[member] for member in stack.members])
-        originals[name] = torch.cat(tensor.chunk(2)[::-1]).clone() if stack.swap_halves else tensor
-    return originals
+    assert text.startswith(
+        "none: all weights" if scheme == "auto" else f"{scheme}: 28 linears in 8 bits"
+    )  # devices is cpu
+    assert "auto: " in text if scheme == "auto" else "LoRA: attached later, never quantized" in text
 
 
 def test_the_trained_lora_changes_comfyuis_own_model_by_exactly_its_product(
     server: Server, dataset: Path, tmp_path: Path
 ) -> None:
     """Load Diffusion Model, Load LoRA Model with our output, Save: every adapted weight moves by B A alpha / rank."""
-    pipeline = _save_comfy_sized_pipeline(tmp_path / "model")
-    weights = _original_weights(pipeline / "transformer")
+    pipeline = save_comfy_sized_pipeline(tmp_path / "model")
+    weights = original_weights(pipeline / "transformer")
     models = server.base / "models" / "diffusion_models"
     models.mkdir(parents=True, exist_ok=True)
     save_file(weights, models / "small_flux2.safetensors")
@@ -284,7 +260,23 @@ def test_resume_with_other_settings_is_refused_and_names_them(server: Server, gr
     _succeed(server.run(graph(name="changed", steps=2)))
     finished = server.run(graph(name="changed", steps=2, learning_rate=0.5, resume=True))
     assert finished.status == "error"
-    assert "optimizer.learning_rate: 0.01 -> 0.5" in finished.error
+    assert "learning_rate of Train LoRA Across GPUs: 0.01 -> 0.5" in finished.error
+
+
+def test_the_same_graph_run_again_gives_its_lora_and_a_changed_one_a_new_run(server: Server, graph: Any) -> None:
+    """/free empties ComfyUI's cache, as a restart does."""
+    first = _succeed(server.run(graph(name="again", steps=2)))
+    server.post("/free", {"unload_models": True, "free_memory": True})
+    again = _succeed(server.run(graph(name="again", steps=2)))
+    changed = _succeed(server.run(graph(name="again", steps=2, learning_rate=0.5)))
+
+    def told(finished: Finished) -> dict[str, Any]:
+        return next(output for output in finished.outputs.values() if "lora" in output)
+
+    assert told(again)["lora"] == told(first)["lora"]
+    assert told(again)["text"][0].startswith("Finished before: nothing was trained.")
+    assert told(changed)["lora"][0]["filename"] == "again_2.safetensors"
+    assert len(_steps(_run_folder(server, "again"))) == 2 and len(_steps(_run_folder(server, "again_2"))) == 2
 
 
 def test_a_cached_dataset_is_not_encoded_again(server: Server, graph: Any) -> None:
@@ -370,7 +362,7 @@ def test_a_timeout_of_devicebridge_run_leaves_a_checkpoint(
 @pytest.mark.usefixtures("_comfy_cli")
 def test_devicebridge_run_passes_on_failure_and_its_reason(comfyui: Path, tmp_path: Path) -> None:
     result = headless.run_workflow(
-        _edited(tmp_path, {"DeviceBridgeLoadModelForTraining.path": "/nowhere/model"}),
+        _edited(tmp_path, {f"DeviceBridge{key}": value for key, value in from_folder(Path("/nowhere/model")).items()}),
         comfyui=comfyui,
         base=tmp_path,
         server_arguments=["--disable-api-nodes"],

@@ -2,6 +2,7 @@
 
 import { colourOf } from './plot.js'
 import { gigabytes, h } from './dom.js'
+import { t } from './words.js'
 
 const PARTS = {
   weights: 'var(--db-weights)',
@@ -39,9 +40,11 @@ function measuredOf(memory, card) {
   return { ...found, others, free: card?.total == null ? 0 : Math.max(0, card.total - used - others) }
 }
 
-const NAMES = { weights: 'weights', LoRA: 'LoRA and optimizer', activations: 'activations', reserve: 'allocator, own', others: 'others', free: 'free' }
+const partNames = () => ({
+  weights: t('weights'), LoRA: t('LoRA and optimizer'), activations: t('activations'), reserve: t('allocator, own'), others: t('others'), free: t('free')
+})
 
-function bar(title, parts, names = NAMES) {
+function bar(title, parts, names = partNames()) {
   const total = Object.values(parts).reduce((all, each) => all + each, 0) || 1
   const shown = Object.entries(parts).filter(([, size]) => size > 0)
   const text = `${title}: ${shown.map(([name, size]) => `${names[name]} ${gigabytes(size)} GB`).join(', ')}`
@@ -56,23 +59,23 @@ export function cardView(card, run) {
   const forecast = forecastOf(run?.forecast?.[card.name]?.parts, card.total)
   const measured = measuredOf(run?.memory?.[card.name], card)
   // of weights and LoRA only the sum is measured
-  const names = run?.memory?.[card.name] ? { ...NAMES, weights: 'weights and LoRA' } : NAMES
+  const names = run?.memory?.[card.name] ? { ...partNames(), weights: t('weights and LoRA') } : partNames()
   const told = [
-    card.utilisation != null && `${card.utilisation} % busy`,
+    card.utilisation != null && t('{percent} % busy', { percent: card.utilisation }),
     card.temperature != null && `${card.temperature} °C`,
-    card.used != null && card.total != null && `${gigabytes(card.used)} of ${gigabytes(card.total)} GB in use`
+    card.used != null && card.total != null && t('{used} of {total} GB in use', { used: gigabytes(card.used), total: gigabytes(card.total) })
   ].filter(Boolean)
   return h('div', { class: 'db-card', 'data-card': card.name },
     h('div', { class: 'db-card-name' }, h('strong', {}, card.name), ` ${card.title === card.name ? '' : card.title}`),
-    h('div', { class: 'db-told' }, told.join(', ') || 'the driver tells nothing of it'),
-    forecast && bar('forecast', forecast), measured && bar('measured', measured, names))
+    h('div', { class: 'db-told' }, told.join(', ') || t('the driver tells nothing of it')),
+    forecast && bar(t('forecast'), forecast), measured && bar(t('measured'), measured, names))
 }
 
 /** What a model's blocks look like over cards: one field per block. blocks: [[card, number], ...] in their order. */
 export function blocksView(blocks) {
   const cards = [...new Set(blocks.map(([card]) => card))]
   const total = blocks.reduce((all, [, count]) => all + count, 0)
-  const text = `${total} blocks: ${blocks.map(([card, count]) => `${count} on ${card}`).join(', then ')}`
+  const text = `${t('{total} blocks', { total })}: ${blocks.map(([card, count]) => t('{count} on {card}', { count, card })).join(', ')}`
   const fields = blocks.flatMap(([card, count]) =>
     Array.from({ length: count }, () => h('span', { class: 'db-block', style: `background:${colourOf(cards.indexOf(card))}` })))
   const legend = cards.map((card, index) => {
@@ -83,5 +86,5 @@ export function blocksView(blocks) {
     h('div', { class: 'db-legend', 'aria-hidden': 'true' }, legend))
 }
 
-export const memoryLegend = () => h('div', { class: 'db-legend', 'aria-hidden': 'true' },
-  Object.entries(PARTS).map(([name, colour]) => h('span', { class: 'db-key' }, h('i', { style: `background:${colour}` }), NAMES[name])))
+export const memoryLegend = (names = partNames()) => h('div', { class: 'db-legend', 'aria-hidden': 'true' },
+  Object.entries(PARTS).map(([name, colour]) => h('span', { class: 'db-key' }, h('i', { style: `background:${colour}` }), names[name])))

@@ -1,17 +1,35 @@
 // What nodes show of themselves: the loss of a training, and the blocks of a model by card.
 
+import { app } from '../../../scripts/app.js'
 import { fill, h, number } from './dom.js'
 import { blocksView } from './memory.js'
 import { makePlot } from './plot.js'
 import { load, state, subscribe } from './state.js'
+import { stateName, t } from './words.js'
 
 const DRAWN_EVERY_MS = 1000
 const SPLIT_NODES = ['DeviceBridgeSplitModel', 'DeviceBridgeLoadDiffusionModelSplit']
 const BLOCKS = 'devicebridge_blocks' // property of a node: what its last run has shown
 
 export function addToNode(node) {
+  if (node.comfyClass?.startsWith('DeviceBridge')) foldAdvanced(node)
   if (node.comfyClass === 'DeviceBridgeTrainLora') addLoss(node)
   if (SPLIT_NODES.includes(node.comfyClass)) addBlocks(node)
+}
+
+/** The canvas shows every advanced widget; here they are behind a button, as nodes made by Vue have one themselves. */
+function foldAdvanced(node) {
+  const setting = app.extensionManager.setting
+  const folded = (node.widgets ?? []).filter((widget) => widget.options?.advanced)
+  if (!folded.length || setting.get('Comfy.VueNodes.Enabled') || setting.get('Comfy.Node.AlwaysShowAdvancedWidgets')) return
+  const unfold = node.addWidget('button', 'advanced', null, () => show(!folded[0].hidden), { serialize: false, canvasOnly: true })
+  unfold.serialize = false // neither in the workflow's file
+  const show = (isFolded) => {
+    for (const widget of folded) widget.hidden = isFolded
+    unfold.label = isFolded ? t('Show advanced inputs') : t('Hide advanced inputs')
+    node.setSize([node.size[0], node.computeSize()[1]])
+  }
+  show(true)
 }
 
 /** A node has run. output: what it shows. */
@@ -29,7 +47,7 @@ function addWidget(node, name, element, height) {
 }
 
 function addLoss(node) {
-  const plot = makePlot('Loss of this training', 110)
+  const plot = makePlot(t('Loss of this training'), 110)
   const facts = h('div', { class: 'db-node-facts', role: 'status' })
   const blocks = h('div')
   const element = h('div', { class: 'db-node' }, facts, plot.element, blocks)
@@ -40,7 +58,7 @@ function addLoss(node) {
     const run = runOf(node)
     if (run) load(run.run)
     const details = run && state.details.get(run.run)
-    facts.textContent = run ? `${run.run}: ${run.state}, step ${run.step}/${run.total}, loss ${number(run.loss)}` : 'no run of this name yet'
+    facts.textContent = run ? `${run.run}: ${stateName(run.state)}, ${t('step {step}/{total}, loss {loss}', { ...run, loss: number(run.loss) })}` : t('no run of this name yet')
     plot.draw(details ? [{ name: run.run, points: details.steps, marks: details.evals, smoothing: state.choice.smoothing }] : [])
     fill(blocks, details?.blocks, () => (details?.blocks?.length ? blocksView(details.blocks) : []))
   }
@@ -70,7 +88,7 @@ function addBlocks(node) {
   addWidget(node, 'blocks', place, 52)
   node.devicebridgeDraw = () => {
     const blocks = node.properties[BLOCKS]
-    fill(place, blocks ?? null, () => (blocks?.length ? blocksView(blocks) : h('span', { class: 'db-none' }, 'blocks by card: after a run')))
+    fill(place, blocks ?? null, () => (blocks?.length ? blocksView(blocks) : h('span', { class: 'db-none' }, t('blocks by card: after a run'))))
   }
   const configured = node.onConfigure
   node.onConfigure = function (...values) {

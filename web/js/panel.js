@@ -4,6 +4,7 @@ import { app } from '../../../scripts/app.js'
 import { duration, fill, h, number, say } from './dom.js'
 import { blocksView, cardView, memoryLegend } from './memory.js'
 import { colourOf, makePlot } from './plot.js'
+import { stateName, t } from './words.js'
 import { address, choose, load, send, shownRun, state, subscribe } from './state.js'
 
 const DRAWN_EVERY_MS = 1000
@@ -18,19 +19,19 @@ export function renderPanel(root) {
     cards: h('div'), queue: h('div'), runs: h('div'),
     facts: h('div'), buttons: h('div', { class: 'db-buttons' }), blocks: h('div'), samples: h('div'), checkpoints: h('div'),
     status: h('div', { class: 'db-status', role: 'status' }),
-    loss: makePlot('Loss by step'), rate: makePlot('Learning rate by step', 70)
+    loss: makePlot(t('Loss by step')), rate: makePlot(t('Learning rate by step'), 70)
   }
   const smoothing = h('input', {
-    type: 'range', min: 0, max: 0.99, step: 0.01, value: state.choice.smoothing, 'aria-label': 'Smoothing of the loss',
+    type: 'range', min: 0, max: 0.99, step: 0.01, value: state.choice.smoothing, 'aria-label': t('Smoothing of the loss'),
     oninput: () => choose({ smoothing: Number(smoothing.value) })
   })
   const ofRun = h('div', {},
-    place('run', 'Run', parts.facts, parts.buttons, parts.blocks),
-    place('loss', 'Loss', parts.loss.element, h('label', { class: 'db-smoothing' }, 'smoothing ', smoothing)),
-    place('rate', 'Learning rate', parts.rate.element),
-    place('samples', 'Samples', parts.samples), place('checkpoints', 'Checkpoints', parts.checkpoints))
+    place('run', t('Run'), parts.facts, parts.buttons, parts.blocks),
+    place('loss', t('Loss'), parts.loss.element, h('label', { class: 'db-smoothing' }, `${t('smoothing')} `, smoothing)),
+    place('rate', t('Learning rate'), parts.rate.element),
+    place('samples', t('Samples'), parts.samples), place('checkpoints', t('Checkpoints'), parts.checkpoints))
   root.replaceChildren(h('div', { class: 'db-panel' }, parts.error, parts.status,
-    place('cards', 'Cards', parts.cards), place('queue', 'Queue', parts.queue), place('runs', 'Runs', parts.runs), ofRun))
+    place('cards', t('Cards'), parts.cards), place('queue', t('Queue'), parts.queue), place('runs', t('Runs'), parts.runs), ofRun))
 
   let timer = 0
   let drawnAt = 0
@@ -63,13 +64,13 @@ function drawAll(parts, ofRun) {
   const run = shownRun()
   const details = run && state.details.get(run.run)
   if (run) load(run.run)
-  fill(parts.error, state.error, () => state.error && [state.error, button('Close', 'close', () => { state.error = '' })])
+  fill(parts.error, state.error, () => state.error && [state.error, button(t('Close'), 'close', () => { state.error = '' })])
   drawCards(parts.cards)
   drawQueue(parts.queue)
   drawRuns(parts.runs, run)
   ofRun.hidden = !run
   if (!run) return
-  say(parts.status, `${run.run}: ${run.state}`)
+  say(parts.status, `${run.run}: ${stateName(run.state)}`)
   drawFacts(parts, run)
   drawCurves(parts, run)
   fill(parts.blocks, details?.blocks, () => (details?.blocks?.length ? blocksView(details.blocks) : []))
@@ -101,17 +102,17 @@ function drawCards(place) {
 function drawQueue(place) {
   const canFree = state.jobs.some((job) => job.why.includes('ComfyUI holds'))
   fill(place, state.jobs, () => [
-    state.jobs.length ? h('ol', { class: 'db-list' }, state.jobs.map(queued)) : h('p', { class: 'db-none' }, 'Nothing waits.'),
-    canFree && button("Free ComfyUI's models", 'free', () => send('free', {}))])
+    state.jobs.length ? h('ol', { class: 'db-list' }, state.jobs.map(queued)) : h('p', { class: 'db-none' }, t('Nothing waits.')),
+    canFree && button(t('Free the models of ComfyUI'), 'free', () => send('free', {}))])
 }
 
 function queued(job) {
   const act = (what) => () => send('queue', { job: job.id, what })
-  const named = (label, what) => button(label, `${what} ${job.id}`, act(what), { 'aria-label': `${what}: ${job.run}`, title: what })
-  return h('li', {}, h('strong', {}, job.run), ` ${job.state}, on ${job.devices.join(', ')}`,
+  const named = (label, what, title) => button(label, `${what} ${job.id}`, act(what), { 'aria-label': `${title}: ${job.run}`, title })
+  return h('li', {}, h('strong', {}, job.run), ` ${t('{state}, on {cards}', { state: stateName(job.state), cards: job.devices.join(', ') })}`,
     job.why && h('div', { class: 'db-why' }, job.why),
-    job.state === 'starting' ? button('Stop', `stop ${job.id}`, () => send('ask', { run: job.run, what: 'stop' }))
-      : h('span', { class: 'db-buttons' }, named('↑', 'earlier'), named('↓', 'later'), named('Remove', 'remove')))
+    job.state === 'starting' ? button(t('Stop'), `stop ${job.id}`, () => send('ask', { run: job.run, what: 'stop' }))
+      : h('span', { class: 'db-buttons' }, named('↑', 'earlier', t('earlier')), named('↓', 'later', t('later')), named(t('Remove'), 'remove', t('Remove'))))
 }
 
 // ---- runs
@@ -120,7 +121,7 @@ function drawRuns(place, shown) {
   const { compared } = state.choice
   fill(place, [state.isLoaded, state.runs.map((run) => [run.run, run.state]), shown?.run, compared], () => state.runs.length
     ? h('ul', { class: 'db-list', role: 'list' }, state.runs.map((run) => runRow(run, shown, compared)))
-    : h('p', { class: 'db-none' }, state.isLoaded ? 'No run yet. Train LoRA Across GPUs makes one.' : 'Asking …'))
+    : h('p', { class: 'db-none' }, state.isLoaded ? t('No run yet. Train LoRA Across GPUs makes one.') : t('Asking …')))
   for (const run of state.runs) {
     const row = place.querySelector(`[data-run="${CSS.escape(run.run)}"] .db-steps`)
     if (row) say(row, run.state === 'running' && run.phase !== 'training' ? phaseOf(run) : `${run.step}/${run.total}`)
@@ -135,35 +136,35 @@ function runRow(run, shown, compared) {
   }
   return h('li', { 'data-run': run.run, class: run === shown ? 'db-shown' : '' },
     button(`${BADGES[run.state] ?? ''} ${run.run}`, `show ${run.run}`, () => choose({ run: run.run }),
-      { class: 'db-name', 'aria-pressed': String(run === shown), 'aria-label': `${run.run}, ${run.state}` }),
+      { class: 'db-name', 'aria-pressed': String(run === shown), 'aria-label': `${run.run}, ${stateName(run.state)}` }),
     h('span', { class: 'db-steps' }),
     h('label', {}, h('input', { type: 'checkbox', checked: isCompared, 'data-focus': `compare ${run.run}`,
-      'aria-label': `compare ${run.run}`, onchange: (event) => { compare(); now(event) } }), ' compare'))
+      'aria-label': t('compare {run}', { run: run.run }), onchange: (event) => { compare(); now(event) } }), ` ${t('compare')}`))
 }
 
 function phaseOf(run) {
   const { what, step, total } = run.progress ?? {}
-  return what ? `${what} ${step}/${total}` : run.phase || 'starting'
+  return what ? `${what} ${step}/${total}` : run.phase || t('starting')
 }
 
 function drawFacts(parts, run) {
-  const names = ['Step', 'Loss', 'Learning rate', 'Seconds a step', 'Time left']
+  const names = { Step: t('Step'), Loss: t('Loss'), 'Learning rate': t('Learning rate'), 'Seconds a step': t('Seconds a step'), 'Time left': t('Time left') }
   fill(parts.facts, [run.run, run.state, run.message], () => [
     run.message && h('p', { class: 'db-why' }, run.message),
-    run.state === 'crashed' && h('p', { class: 'db-why' }, 'Its process is gone. Resume goes on from the newest checkpoint.'),
-    h('progress', { max: run.total || 1, value: run.step, 'aria-label': `steps of ${run.run}` }),
-    h('dl', {}, names.flatMap((name) => [h('dt', {}, name), h('dd', { 'data-fact': name })]))])
+    run.state === 'crashed' && h('p', { class: 'db-why' }, t('Its process is gone. Resume goes on from the newest checkpoint.')),
+    h('progress', { max: run.total || 1, value: run.step, 'aria-label': t('steps of {run}', { run: run.run }) }),
+    h('dl', {}, Object.entries(names).flatMap(([name, shown]) => [h('dt', {}, shown), h('dd', { 'data-fact': name })]))])
   const values = [
-    `${run.step} of ${run.total}${run.phase && run.phase !== 'training' ? `, ${phaseOf(run)}` : ''}`,
+    `${t('{step} of {total}', run)}${run.phase && run.phase !== 'training' ? `, ${phaseOf(run)}` : ''}`,
     number(run.loss), number(run.learning_rate, 3), number(run.step_s, 3),
     run.state === 'running' ? duration(run.left_s) : '–']
   values.forEach((value, index) => say(parts.facts.querySelectorAll('dd')[index], value))
   Object.assign(parts.facts.querySelector('progress'), { max: run.total || 1, value: run.step })
   const ask = (what) => () => send('ask', { run: run.run, what })
   fill(parts.buttons, [run.run, run.state === 'running', run.can_resume], () => run.state === 'running'
-    ? [button('Stop (saves)', 'stop', ask('stop')), button('Save now', 'save', ask('save')),
-      button('Sample now', 'sample', ask('sample'))]
-    : run.can_resume && button('Resume', 'resume', () => send('resume', { run: run.run })))
+    ? [button(t('Stop (saves)'), 'stop', ask('stop')), button(t('Save now'), 'save', ask('save')),
+      button(t('Sample now'), 'sample', ask('sample'))]
+    : run.can_resume && button(t('Resume'), 'resume', () => send('resume', { run: run.run })))
 }
 
 function drawCurves(parts, run) {
@@ -179,50 +180,50 @@ function drawCurves(parts, run) {
 
 function drawSamples(place, run, details) {
   const samples = details?.samples ?? []
-  const prompts = [...new Set(samples.map((sample) => sample.prompt || `prompt ${sample.index + 1}`))]
+  const prompts = [...new Set(samples.map((sample) => sample.prompt || t('prompt {number}', { number: sample.index + 1 })))]
   const chosen = prompts.includes(state.choice.prompt) ? state.choice.prompt : ''
   fill(place, [run.run, chosen, samples], () => samples.length ? [
-    prompts.length > 1 && h('select', { 'aria-label': 'prompt', 'data-focus': 'prompt',
+    prompts.length > 1 && h('select', { 'aria-label': t('prompt'), 'data-focus': 'prompt',
       onchange: (event) => { choose({ prompt: event.target.value }); now(event) } },
-      ['', ...prompts].map((prompt) => h('option', { value: prompt, selected: prompt === chosen }, prompt || 'all prompts'))),
+      ['', ...prompts].map((prompt) => h('option', { value: prompt, selected: prompt === chosen }, prompt || t('all prompts')))),
     ...prompts.filter((prompt) => !chosen || prompt === chosen).map((prompt) => h('figure', {}, h('figcaption', {}, prompt),
-      h('div', { class: 'db-strip', tabindex: '0', role: 'group', 'aria-label': `pictures of: ${prompt}` },
-        samples.filter((sample) => (sample.prompt || `prompt ${sample.index + 1}`) === prompt).reverse().map((sample) => picture(run, sample, prompt)))))
-  ] : h('p', { class: 'db-none' }, 'No sample pictures.'))
+      h('div', { class: 'db-strip', tabindex: '0', role: 'group', 'aria-label': t('pictures of: {prompt}', { prompt }) },
+        samples.filter((sample) => (sample.prompt || t('prompt {number}', { number: sample.index + 1 })) === prompt).reverse().map((sample) => picture(run, sample, prompt)))))
+  ] : h('p', { class: 'db-none' }, t('No sample pictures.')))
 }
 
 function picture(run, sample, prompt) {
   const url = address('sample', { run: run.run, file: sample.file })
-  const text = `step ${sample.step}: ${prompt}`
+  const text = `${t('step {step}', sample)}: ${prompt}`
   return h('a', { href: url, target: '_blank', rel: 'noopener', title: text }, sample.file.endsWith('.mp4')
     ? h('video', { src: url, muted: true, loop: true, preload: 'metadata', 'aria-label': text })
-    : h('img', { src: url, alt: text, loading: 'lazy' }), h('span', {}, `step ${sample.step}`))
+    : h('img', { src: url, alt: text, loading: 'lazy' }), h('span', {}, t('step {step}', sample)))
 }
 
 function drawCheckpoints(place, run, details) {
   const found = [...(details?.checkpoints ?? [])].reverse()
   fill(place, [run.run, run.state, found], () => found.length
     ? h('ul', { class: 'db-list', role: 'list' }, found.map((each) => checkpointRow(run, each, found)))
-    : h('p', { class: 'db-none' }, 'None is saved yet.'))
+    : h('p', { class: 'db-none' }, t('None is saved yet.')))
 }
 
 function checkpointRow(run, { step, is_final: isFinal, lora }, all) {
-  const name = isFinal ? 'as the run ended' : `step ${step}`
+  const name = isFinal ? t('as the run ended') : t('step {step}', { step })
   const key = `${isFinal ? 'last' : step} ${run.run}`
   const use = async () => {
     const answer = await send('use', { run: run.run, step: isFinal ? null : step })
-    if (answer) app.extensionManager.toast.add({ severity: 'success', summary: 'DeviceBridge', detail: `${answer.name} is among the LoRAs`, life: 6000 })
+    if (answer) app.extensionManager.toast.add({ severity: 'success', summary: 'DeviceBridge', detail: t('{name} is among the LoRAs', answer), life: 6000 })
   }
   const remove = async () => {
-    const message = `Delete the checkpoint of step ${step} of ${run.run}? Its LoRA goes with it.`
-    if (await app.extensionManager.dialog.confirm({ title: 'Delete checkpoint', message, type: 'delete' })) {
+    const message = t('Delete the checkpoint of step {step} of {run}? Its LoRA goes with it.', { step, run: run.run })
+    if (await app.extensionManager.dialog.confirm({ title: t('Delete checkpoint'), message, type: 'delete' })) {
       await send('delete', { run: run.run, step, confirm: true })
     }
   }
   const isNeeded = run.state === 'running' && all.find((each) => !each.is_final)?.step === step
   return h('li', {}, h('span', {}, name), h('span', { class: 'db-buttons' },
-    lora && button('Use this one', `use ${key}`, use, { 'aria-label': `use the LoRA of ${name}`, title: 'Copy it to the LoRAs that nodes offer' }),
+    lora && button(t('Use this one'), `use ${key}`, use, { 'aria-label': t('use the LoRA of {name}', { name }), title: t('Copy it to the LoRAs that nodes offer') }),
     lora && h('a', { href: address('lora', { run: run.run, step: isFinal ? 'last' : step }), download: lora, 'data-focus': `export ${key}`,
-      'aria-label': `export the LoRA of ${name}` }, 'Export'),
-    !isFinal && button('Delete', `delete ${key}`, remove, { disabled: isNeeded, 'aria-label': `delete the checkpoint of ${name}` })))
+      'aria-label': t('export the LoRA of {name}', { name }) }, t('Export')),
+    !isFinal && button(t('Delete'), `delete ${key}`, remove, { disabled: isNeeded, 'aria-label': t('delete the checkpoint of {name}', { name }) })))
 }

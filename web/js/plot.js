@@ -1,6 +1,7 @@
 // A small line plot as SVG: several curves, smoothed, with a cursor for pointer and keyboard.
 
 import { h, number } from './dom.js'
+import { t } from './words.js'
 
 const COLOURS = ['#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9']
 const LEFT = 46
@@ -38,7 +39,7 @@ export function makePlot(label, height = 150) {
     const scale = scaleOf(curves, width, height)
     drawn = { curves, scale, key }
     svg.setAttribute('viewBox', `0 0 ${width} ${height}`)
-    svg.setAttribute('aria-label', `${label}. ${curves.map(describe).join('. ') || 'No points yet'}`)
+    svg.setAttribute('aria-label', `${label}. ${curves.map(describe).join('. ') || t('no points yet')}`)
     svg.replaceChildren(...(scale ? [...axes(scale), ...curves.flatMap((curve, index) => lines(curve, index, scale))] : []))
     if (cursor != null) point(cursor)
   }
@@ -69,9 +70,9 @@ export function makePlot(label, height = 150) {
 }
 
 function describe({ name, points }) {
-  if (!points.length) return `${name}: no points yet`
+  if (!points.length) return `${name}: ${t('no points yet')}`
   const low = points.reduce((best, each) => (each[1] < best[1] ? each : best))
-  return `${name}: ${number(points.at(-1)[1])} at step ${points.at(-1)[0]}, lowest ${number(low[1])} at step ${low[0]}`
+  return `${name}: ${t('{loss} at step {step}, lowest {low} at step {place}', { loss: number(points.at(-1)[1]), step: points.at(-1)[0], low: number(low[1]), place: low[0] })}`
 }
 
 function nearest(points, step) {

@@ -125,7 +125,9 @@ function hearRun(news) {
   if (evals) known.evals = joined(known.evals, evals)
   const isLong = known.steps.length > MOST_POINTS
   const isDue = Date.now() - (wanted.get(summary.run) ?? 0) > STALE_MS
-  if (filesChanged || !points || ((isStale || isLong) && isDue) || (!known.blocks.length && isDue)) load(summary.run, true)
+  // a picture is there a moment before the event that names its prompt
+  const isPartial = !known.blocks.length || known.samples.some((sample) => !sample.prompt)
+  if (filesChanged || !points || ((isStale || isLong || isPartial) && isDue)) load(summary.run, true)
 }
 
 /** A resumed run does its last steps again: what is new takes the place of what was known. */

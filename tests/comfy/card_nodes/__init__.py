@@ -21,7 +21,7 @@ class CardsOn:
     def INPUT_TYPES(cls) -> dict[str, Any]:
         return {"required": {"devices": ("STRING", {"default": "lazy:0,lazy:1"})}}
 
-    RETURN_TYPES = ("STRING",)
+    RETURN_TYPES = ("COMBO",)
     FUNCTION = "enter"
     CATEGORY = "test"
 

@@ -18,17 +18,20 @@ def _load_pack() -> None:
 class TinyEncoders:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"family": ("STRING", {}), "seed": ("INT", {"default": 0})}}
+        required = {"family": ("STRING", {}), "seed": ("INT", {"default": 0})}
+        return {"required": required, "optional": {"channels": ("INT", {"default": 4})}}
 
     RETURN_TYPES = ("CLIP", "VAE")
     FUNCTION = "make"
     CATEGORY = "test"
 
-    def make(self, family: str, seed: int) -> tuple[Any, Any]:
+    def make(self, family: str, seed: int, channels: int = 4) -> tuple[Any, Any]:
         _load_pack()
-        from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae
+        from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae, make_video_vae
 
-        return make_clip(family, seed), make_vae(family, seed)
+        if family == "wan":
+            return None, make_video_vae(seed)
+        return make_clip(family, seed), make_vae(family, seed, channels)
 
 
 class KeepTensors:

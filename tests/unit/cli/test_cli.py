@@ -56,9 +56,34 @@ def test_progress_says_pace_and_time_left_in_one_line_of_a_terminal(capsys, monk
     show(Event("phase", values={"name": "latents"}))
     lines = capsys.readouterr().out.split("\n")
     assert lines[0] == "== captions" and lines[2] == "== latents"
-    first, second = lines[1].removeprefix("\r").split("\r")
-    assert "] captions 12/500\033[K" in first
-    assert second == "[############............] captions 250/500, 0.067 captions/s, about 62 min left\033[K"
+    shown = [part.rstrip() for part in lines[1].split("\r") if "captions" in part]
+    assert shown[0].startswith("  2%|") and shown[0].endswith("| captions 12/500")
+    assert shown[-1].startswith(" 50%|") and shown[-1].endswith("0.067 captions/s, about 62 min left")
+
+
+def _step(step, **values):
+    return Event("step", step, 40, {"loss": 0.5 / step, "learning_rate": 1e-4, "elapsed_s": 2.0, **values})
+
+
+def test_steps_are_one_line_of_a_terminal_with_loss_and_time_left(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    show = Terminal()
+    for step in range(1, 11):
+        show(_step(step))
+    show(Event("saved", 10, 40, {"path": "a"}))
+    first, *rest = capsys.readouterr().out.split("\n")
+    assert "step 10/40: loss 0.05000, 2.00 s/step, about 60 s left" in first
+    assert [line for line in rest if line] == ["saved a"]
+
+
+def test_steps_in_a_log_are_lines_with_loss_and_time_left(capsys):
+    show = Terminal()
+    show(_step(39))
+    show(_step(40))
+    assert capsys.readouterr().out.splitlines() == [
+        "step 39/40: loss 0.01282, 2.00 s/step, about 2 s left",
+        "step 40/40: loss 0.01250, 2.00 s/step, about 0 s left",
+    ]
 
 
 def test_progress_of_a_pair_says_whose(capsys):
@@ -93,6 +118,8 @@ def test_a_device_that_does_not_exist_is_named(tmp_path, capsys):
 def test_the_shipped_job_files_are_valid(path):
     job = load_job(path)
     assert job.split.devices == ("cuda:0", "cuda:1") and job.train.steps > 0
+    assert (job.model.quantize, job.train.gradient_accumulation_steps) == ("auto", 4)
+    assert (job.cache.text_device, job.output.save_every_steps) == ("auto", 250)
 
 
 def test_version_is_that_of_the_project_file(capsys):

@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from devicebridge.cli.main import main
 from devicebridge.headless import client, server
 from devicebridge.headless import comfyui as installed
 from devicebridge.headless import run as headless
+from devicebridge.headless.workflow import parse_setting
 from devicebridge.tests.workflows import read_workflow, set_values
 
 FAKE_SERVER = """
@@ -146,6 +148,53 @@ def test_a_run_reports_progress_and_outputs_and_stops_the_server(
 
 
 @posix_only
+def test_the_command_sets_values_and_hands_on_folder_and_flags(
+    tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    bin_folder, base = _install_client(tmp_path, monkeypatch, SUCCEEDS), tmp_path / "data"
+    old = base / "output" / "loras" / "old.safetensors"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    os.utime(old, (0, 0))
+    kept = base / "output" / "devicebridge" / "cache" / "aa.safetensors"
+    monkeypatch.setattr(headless, "find_comfy_cli", lambda: _saving(bin_folder, old.with_name("new.safetensors"), kept))
+    command = ["run", str(_workflow(tmp_path)), "--comfyui", str(comfyui), "--base-directory", str(base)]
+    command += ["--set", "Train.steps=7", "--set", "3.name=cat", "--", "--lowvram", "--reserve-vram", "2"]
+    assert main(command) == 2, "the node has no such input"
+    error = capsys.readouterr().err
+    assert "3.name: the node has no such input" in error and not (comfyui / "arguments.json").exists()
+    command[command.index("3.name=cat")] = "3.steps=8"
+    assert main(command) == 0
+    assert json.loads((bin_folder / "workflow.json").read_text())["3"]["inputs"]["steps"] == 8
+    arguments = json.loads((comfyui / "arguments.json").read_text())
+    assert arguments[arguments.index("--base-directory") + 1] == str(base)
+    assert arguments[-3:] == ["--lowvram", "--reserve-vram", "2"]
+    told = capsys.readouterr().out.splitlines()
+    assert str(old.with_name("new.safetensors")) in told, "core's Save LoRA Weights announces no file"
+    assert str(old) not in told and str(kept) not in told
+
+
+def _saving(bin_folder: Path, *files: Path) -> Path:
+    """The client, which also writes these files, as nodes do meanwhile."""
+    program = bin_folder / "comfy"
+    text = program.read_text().replace("import json, os", f"FILES = {[str(file) for file in files]!r}\nimport json, os")
+    write = "for file in map(pathlib.Path, FILES): file.parent.mkdir(parents=True, exist_ok=True); file.touch()\n"
+    program.write_text(text.replace("here = path", f"{write}here = path"))
+    return program
+
+
+@pytest.mark.parametrize("text", ["steps=3", "Train.steps", "Train"])
+def test_a_setting_of_another_form_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not NODE\.INPUT=VALUE"):
+        parse_setting(text)
+
+
+def test_values_are_json_where_they_can_be() -> None:
+    texts = ["A.a=3", "A.a=0.5", "A.a=true", "A.a=cat", "A.a=", 'A.a="3"']
+    assert [parse_setting(text)[1] for text in texts] == [3, 0.5, True, "cat", "", "3"]
+
+
+@posix_only
 def test_the_server_gets_the_pack_the_cpu_and_nothing_of_the_users(
     tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,12 +256,13 @@ def test_a_pack_that_is_there_without_the_node_is_not_called_missing() -> None:
         ("split: Flux, 56 blocks", "split: Flux, 56 blocks"),
         ("\x1b[1m\x1b[31m[ERROR]\x1b[0m split: no\n", "ERROR: split: no"),
         ("\x1b[32m[INFO]\x1b[0m \x1b[32msplit: a\x1b[0m", "split: a"),
+        ("[INFO] training: Step 3/9: loss 0.5", "training: Step 3/9: loss 0.5"),
         ("[INFO] the split: of it", ""),
         ("[INFO] 100%|##| 1/1", ""),
     ],
 )
 def test_lines_of_the_split_are_told_from_others(line: str, told: str) -> None:
-    assert server._read_split_line(line) == told
+    assert server._read_told_line(line) == told
 
 
 @posix_only
@@ -417,7 +467,7 @@ def test_values_are_set_in_the_saved_form(node: str) -> None:
 
 
 def test_values_are_set_in_the_shipped_example_in_list_and_table() -> None:
-    example = read_workflow(installed.ROOT / "example_workflows" / "train_lora_demo.json")
+    example = read_workflow(installed.ROOT / "example_workflows" / "train_a_LoRA_over_two_GPUs.json")
     changed = set_values(example, {"DeviceBridgeTrainLora.steps": 3, "SaveLoRA.prefix": "x"})
     train = next(node for node in changed["nodes"] if node["type"] == "DeviceBridgeTrainLora")
     assert train["widgets_values_named"]["steps"] == 3

@@ -293,7 +293,7 @@ def test_the_command_plans_checks_and_trains_a_pair(tmp_path, capsys, scripted):
     assert main(["check", str(job)]) == 0 and "== low_noise" in capsys.readouterr().out
     assert main(["train", str(job)]) == 0
     text = capsys.readouterr().out
-    assert "[low_noise] step 1/3 loss" in text and "LoRA: x.safetensors" in text
+    assert "[low_noise] step 1/3: loss" in text and "LoRA: x.safetensors" in text
     scripted[0]["low_noise"] = "fail"
     assert main(["train", str(job)]) == 2 and "low_noise: its card is on fire" in capsys.readouterr().err
 

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +34,8 @@ NODE_IDS = [
     "DeviceBridgeLoadDiffusionModelSplit",
     "DeviceBridgeRingLseFix",
 ]
+# Drop-downs of what is on the disk.
+FILES = ("model", "unet_name", "folder", "evaluation_folder", "text_encoders", "text_encoder_2", "vae")
 # What the stand-in for ComfyUI has no parts of.
 STUB_LACKS = {
     "DeviceBridgeCacheCaptionsAndLatents",
@@ -152,9 +154,11 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "num_windows": "INT",
         "stock_clip": "CLIP",
         "stock_vae": "VAE",
+        "text_encoder_2": "COMBO",
         "compile_blocks": "COMBO",
         "offload_activations": "COMBO",
         "cuda_graphs": "COMBO",
+        "steps": "INT",
         "background": "BOOLEAN",
         "sample_prompts": "STRING",
         "sample_every": "INT",
@@ -170,7 +174,7 @@ def test_no_input_is_called_seed(nodes: ModuleType) -> None:
 def test_every_choice_of_a_socket_is_one_of_its_setting(nodes: ModuleType) -> None:
     """What was released under another word is read as today's."""
     checked = 0
-    for node in (nodes.load._inputs(), nodes.quantize._INPUTS, nodes.captions._INPUTS, nodes.train._INPUTS):
+    for node in (nodes.load._inputs(), nodes.quantize._INPUTS, nodes.captions._inputs(), nodes.train._INPUTS):
         for socket in (each for each in node if isinstance(each, nodes.sockets.Socket)):
             for option in socket.make_input().options.get("options", ()) if socket.key.choices else ():
                 assert socket.read({socket.id: option}) in socket.key.choices, f"{socket.id}: {option}"
@@ -189,9 +193,10 @@ def test_sockets_are_as_released(nodes: ModuleType) -> None:
         for entry in schema.inputs:
             kind, options = released[entry.id]
             found = {name: value for name, value in entry.options.items() if name not in words}
+            found |= found.pop("extra_dict", {})
             expected = {name: value for name, value in options.items() if fills.get(name) is not value}
-            if entry.id in ("model", "unet_name"):  # the files that are there
-                expected["options"] = found.get("options")
+            if entry.id in FILES:  # that are there
+                expected |= {name: found[name] for name in ("options", "default") if name in found}
             assert (entry.io_type, found) == (kind, {k: v for k, v in expected.items() if v is not None}), entry.id
     assert set(golden) == set(_schemas(nodes))
 
@@ -339,7 +344,10 @@ def test_the_report_is_shown_and_handed_on(
     with torch.inference_mode():  # as the host runs every node
         found, report = _quantized(nodes, model, scheme)
     assert report == preview_model(found.model, model.split).table()
-    assert host.texts == [report] and report.startswith(scheme)
+    (text,) = host.texts
+    assert text.splitlines()[0] == report.splitlines()[0] and report.startswith(scheme)
+    assert len(text.splitlines()) == 2, "the whole is a picture, which both renderers show"
+    assert text.splitlines()[-1].startswith("Warning: ") and "a size of its own" in text
 
 
 def test_the_sockets_of_the_quantize_node_reach_their_settings(
@@ -354,14 +362,16 @@ def test_the_sockets_of_the_quantize_node_reach_their_settings(
     assert not Path(found.quantized_cache).exists() and model.model.quantize == "none"
 
 
-def test_auto_chooses_by_the_models_devices(nodes: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_left_to_the_plan(nodes: ModuleType, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by those of the machine that the node runs on: a plan may be of other cards."""
     from devicebridge.jobs import quantize_preview
 
-    assert _quantized(nodes, model, "auto")[0].model.quantize == "fp8"
-    asked = []
-    monkeypatch.setattr(quantize_preview, "choose_scheme", lambda devices: asked.append(devices) or "int8-compute")
-    assert _quantized(nodes, model, "auto")[0].model.quantize == "int8-compute"
-    assert asked == [(torch.device("cpu"),)]
+    found, report = _quantized(nodes, model, "auto")
+    assert found.model.quantize == "auto" and report.startswith("none: all weights"), "as training on a CPU"
+    monkeypatch.setattr(quantize_preview, "foresee_scheme", lambda machine: "int8-compute")
+    found, report = _quantized(nodes, model, "auto")
+    assert found.model.quantize == "auto" and report.startswith("int8-compute: ")
+    assert report.endswith("auto: the training's plan decides, and takes int8-compute on these devices if it fits")
 
 
 # ---- datasets ----
@@ -390,7 +400,7 @@ def test_a_dataset_holds_what_its_sockets_say(nodes: ModuleType, host: comfy_stu
     assert dataset.data.folders[0].repeats == 2
     assert dataset.data.resolutions == (64, 96)
     assert (dataset.evaluation.folder, dataset.evaluation.every_steps) == (str(held_out), 5)
-    assert host.texts[-1] == "12 samples per epoch, 4 for evaluation"
+    assert host.texts[-1].splitlines()[0] == "12 samples per epoch, 4 for evaluation"
 
 
 def test_datasets_chain_and_the_last_decides(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
@@ -408,10 +418,10 @@ def test_a_dataset_of_clips_holds_what_its_sockets_say(nodes: ModuleType, host: 
     (folder / "run.txt").write_text("a dog runs", encoding="utf-8")
     data = _dataset(nodes).data
     assert (data.frames, data.fps, data.window, data.num_windows) == ((), 0.0, "start", 1)
-    assert host.texts[-1] == "3 samples per epoch (1 of clips)"
+    assert host.texts[-1].splitlines()[0] == "3 samples per epoch (1 of clips)"
     data = _dataset(nodes, frames="1, 5", fps="24", window="uniform", num_windows=3).data
     assert (data.frames, data.fps, data.window, data.num_windows) == ((1, 5), 24.0, "uniform", 3)
-    assert host.texts[-1] == "5 samples per epoch (3 of clips)"
+    assert host.texts[-1].splitlines()[0] == "5 samples per epoch (3 of clips)"
     assert _dataset(nodes, fps="source").data.fps == "source"
     for changes, words in (
         ({"fps": "fast"}, "fps: 'fast' is neither a number, auto nor source"),
@@ -470,7 +480,7 @@ def test_defaults_make_the_jobs_defaults(nodes: ModuleType, host: comfy_stub.Fak
     job = _job(nodes, sockets)
     folder = str(host.root / "output/devicebridge/my_lora")
     assert job.output == config.OutputConfig(folder=folder, name="my_lora", tensorboard=False)
-    assert job.train == config.LoopConfig(steps=1000)
+    assert job.train == config.LoopConfig(steps=1000, gradient_accumulation_steps=4)
     assert job.cache == config.CacheConfig(folder=str(host.root / "output/devicebridge/cache"))
     for section, default in [("lora", config.LoraSettings()), ("objective", config.ObjectiveConfig())]:
         assert getattr(job, section) == default
@@ -480,6 +490,7 @@ def test_defaults_make_the_jobs_defaults(nodes: ModuleType, host: comfy_stub.Fak
 
 CHANGES = [
     ("name", "other", "output.name", "other"),
+    ("name", " other.safetensors", "output.name", "other"),
     ("steps", 7, "train.steps", 7),
     ("learning_rate", 0.5, "optimizer.learning_rate", 0.5),
     ("rank", 3, "lora.rank", 3),
@@ -598,7 +609,7 @@ def test_training_returns_what_the_cores_nodes_take(
     assert call["resume"] is True
     assert (call["inference"], call["grad"]) == (False, True)
     assert call["host"] == ["unload", "empty cache"], "the host's models leave before ours come"
-    assert host.progress == [(1, 3), (2, 3), (3, 3)]
+    assert host.progress == [(0, 1), (1, 3), (2, 3), (3, 3)]
     assert host.texts[1] == "Training"
     assert "Step 3/3: loss 0.16667, 2.00 s/step, about 0 s left" in host.texts
 
@@ -678,14 +689,20 @@ def test_the_plan_node_shows_the_plan_of_the_job(
 
     asked = []
     monkeypatch.setattr(job_module, "plan_job", lambda job, cards, **how: asked.append((job, cards, list(host.calls))))
-    monkeypatch.setattr(plan_view, "describe_plan", lambda plan: "the plan")
+    monkeypatch.setattr(plan_view, "describe_plan", lambda plan, steps: f"the plan of {steps} steps")
+    monkeypatch.setattr(plan_view, "describe_verdict", lambda plan, steps: ["fits", f"{steps} steps take an hour"])
+    monkeypatch.setattr(plan_view, "draw_plan", lambda plan: Image.new("RGB", (8, 4)))
     monkeypatch.setattr(plan_view, "picture_of", lambda plan: "the picture")
     node = _node(nodes, "DeviceBridgePlanTraining")
     settings = {**_defaults(node.define_schema()), "rank": 32, "batch_size": 2, "optimizer": "adamw8bit"}
     settings |= {"training_dtype": "bfloat16", "offload_activations": "on", "targets": "*.to_q\n*.to_k", "dora": True}
+    settings["steps"] = 7
     for cards in ("24GB, 12GB@0.5", " "):
         output = node.execute(model=sockets["model"], dataset=sockets["dataset"], **settings | {"cards": cards})
-        assert output.args == ("the plan", "the picture") and host.texts[-1] == "the plan"
+        assert output.args == ("the plan of 7 steps", "the picture")
+        assert host.texts[-1] == "fits. 7 steps take an hour", "short: the canvas renderer shows two lines"
+        (shown,) = output.ui["images"]
+        assert Image.open(host.root / "temp" / shown["filename"]).size == (8, 4) and shown["type"] == "temp"
     (job, named, calls), (_, own, later_calls) = asked
     assert (job.lora.rank, job.train.batch_size, job.optimizer.name) == (32, 2, "adamw8bit")
     assert (job.lora.dtype, job.train.offload_activations) == ("bfloat16", "on")
@@ -750,6 +767,11 @@ def test_cancel_while_caching_ends_the_prompt(
 
 class _Samples:
     samples = (1, 2)
+    store = SimpleNamespace(path=lambda key: Path("/cache") / key)
+
+    @staticmethod
+    def keys() -> set[str]:
+        return set()
 
 
 class _Named:
@@ -783,7 +805,9 @@ def test_stock_encoders_take_the_place_of_the_models_own(
     assert (dataset.cache.text_source, dataset.cache.latent_source) == (clip, vae)
     assert (dataset.cache.vae, dataset.cache.text_quantize) == ("", "none")
     assert (seen[0][3].clip.fingerprint, seen[0][3].vae.fingerprint) == (clip, vae)
-    assert host.texts[-1] == f'2 samples are encoded\ntext_source = "{clip}"\nlatent_source = "{vae}"'
+    assert host.texts[-1].splitlines()[-1].startswith("Warning: vae 'gone.safetensors' has no effect")
+    shown = "\n".join(host.texts[-1].splitlines()[:-1])
+    assert shown == f'2 samples are encoded\ntext_source = "{clip}"\nlatent_source = "{vae}"'
     assert "gone.safetensors" in caplog.text and _job(nodes, {**sockets, "dataset": dataset}).cache == dataset.cache
 
     one = node.execute(**links, **{**settings, "vae": ""}, stock_clip="a").args[0].cache
@@ -857,6 +881,12 @@ def test_the_fix_is_applied_once_and_taken_away(nodes: ModuleType, monkeypatch: 
     ("seconds", "text"), [(0, "0 s"), (89, "89 s"), (90, "2 min"), (5000, "83 min"), (11100, "3 h 05 min")]
 )
 def test_durations_read_well(nodes: ModuleType, seconds: float, text: str) -> None:
-    from devicebridge.nodes.view import describe_duration
+    from devicebridge.system.pace import describe_duration
 
     assert describe_duration(seconds) == text
+
+
+def test_a_field_of_several_lines_has_its_name_in_it(nodes: ModuleType) -> None:
+    """The canvas shows no label beside it."""
+    fields = [each for node in nodes.NODES for each in node.define_schema().inputs if each.options.get("multiline")]
+    assert fields and all(each.options["placeholder"].startswith(each.id) for each in fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,9 +45,49 @@ def test_a_node_shows_captions_per_second_and_the_time_left(host: comfy_stub.Fak
         "captions 42/100, 0.067 captions/s, about 14 min left",
         "captions 100/100",
     ]
-    assert host.progress == [(40, 100), (41, 100), (42, 100), (43, 100), (100, 100)]
+    assert host.progress == [(0, 1), (40, 100), (41, 100), (42, 100), (43, 100), (100, 100)]
     told = [message for _, message in host.messages if message["kind"] == "progress"]
     assert told[2]["values"] == {"what": "captions", "per_second": pytest.approx(1 / 15), "left_s": pytest.approx(870)}
+
+
+def test_every_phase_has_a_bar_of_its_own(host: comfy_stub.FakeHost, tmp_path: Path) -> None:
+    """ComfyUI's bar drops values smaller than it has shown, so one for all phases would stay at 100 %."""
+    view = importlib.import_module("devicebridge.nodes.view").JobView("7", _Clock())
+    with EventLog(tmp_path, view) as events:
+        for phase, total in (("captions", 5), ("latents", 20)):
+            events.emit("phase", name=phase)
+            for done in (1, total):
+                events.emit("progress", done, total, what=phase)
+        events.emit("phase", name="training")
+        for step in (1, 2):
+            events.emit("step", step, 40, loss=0.5, learning_rate=1e-4, elapsed_s=1.0)
+    assert host.shown == [(0, 1), (1, 5), (5, 5), (0, 1), (1, 20), (20, 20), (0, 1), (1, 40), (2, 40)]
+
+
+def test_a_log_has_a_line_of_progress_now_and_then(
+    host: comfy_stub.FakeHost, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = _Clock()
+    view = importlib.import_module("devicebridge.nodes.view").JobView("7", clock)
+    with caplog.at_level("INFO"), EventLog(tmp_path, view) as events:
+        for step in range(1, 41):
+            clock.now_s += 1
+            events.emit("step", step, 40, loss=0.5, learning_rate=1e-4, elapsed_s=1.0)
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("training: ")]
+    assert lines[1] == "training: Step 11/40: loss 0.50000, 1.00 s/step, about 29 s left"
+    assert [line.split()[2] for line in lines] == [f"{step}/40:" for step in (1, 11, 21, 31, 40)]
+
+
+def test_a_terminal_has_one_line_of_progress(
+    host: comfy_stub.FakeHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    view = importlib.import_module("devicebridge.nodes.view").JobView("7", _Clock())
+    with EventLog(tmp_path, view) as events:
+        for step in range(1, 4):
+            events.emit("step", step, 3, loss=0.5, learning_rate=1e-4, elapsed_s=1.0)
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1 and "100%|" in text and "Step 3/3: loss 0.50000" in text
 
 
 def test_a_node_previews_the_newest_picture_and_its_progress_stays(host: comfy_stub.FakeHost, tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ def test_without_a_job_everything_is_at_its_default_and_the_planner_chooses_the_
     found = _values(capsys, "--model", "tiny", "--resolution", "48")
     assert found == _values(capsys, tmp_path / "short.toml")
     assert main(["plan", "--model", "tiny", "--resolution", "48", "--cards", "1GB"]) == 0
-    first = capsys.readouterr().out.splitlines()[0]
+    assumed, verdict, _, first, *_ = capsys.readouterr().out.splitlines()
+    assert assumed.startswith("assumed: RTX 40 cards or newer") and verdict == "fits"
     assert first.startswith("tiny: fp8-compute; cuda:0: 4 blocks; 48x48 pixels, batch 1,")
 
 

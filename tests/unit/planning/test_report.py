@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from devicebridge.planning.cards import Card
+from devicebridge.planning.card_speeds import kind_called
+from devicebridge.planning.cards import Card, parse_cards
 from devicebridge.planning.dry_run_block import BlockCost
-from devicebridge.planning.plan_training import TrainingPlan, plan_training
-from devicebridge.planning.report import describe_plan
+from devicebridge.planning.plan_training import TrainingPlan, _against, plan_training
+from devicebridge.planning.report import describe_plan, describe_verdict, plan_values, step_seconds
 from devicebridge.tests.plans import MadeUpCosts, MadeUpTimes, make_cards, make_question
 
 BLOCK = BlockCost(10**9, 0, 0, 10**7, {}, 10**7, 10**8, 10**7, 10**8, 2 * 10**8, 2 * 10**8, input_sizes=(10**7,))
@@ -28,6 +30,73 @@ def test_a_plan_for_cards_that_nobody_could_ask_says_what_fp8_needs(scheme, is_a
     plan = _plan(make_cards(80), model={"quantize": scheme})
     plan = replace(plan, cards=tuple(replace(card, has_context=is_asked) for card in plan.cards))
     assert ("RTX 40" in describe_plan(plan)) is is_said
+
+
+def test_a_plan_says_first_what_it_assumes_and_whether_it_fits():
+    plan = _plan(parse_cards("24GB"), model={"quantize": "fp8-compute"})
+    first, second, third, *_ = describe_plan(plan, 500).splitlines()
+    assert first.startswith("assumed: cards like the RTX 4090 or newer, as fp8-compute needs")
+    assert second == "fits"
+    seconds = plan.step_s * 50 / (165.2 * 0.46)  # estimates are in seconds at 50e12 a second
+    assert third.startswith(f"a step takes about {seconds:.2g} s, 500 steps about ") and "published speeds" in third
+
+
+def test_a_plan_that_streams_says_so_first():
+    plan = _plan(make_cards(5, 12, speeds=(1.0, 0.1)))
+    *_, verdict, times = describe_verdict(plan)
+    assert verdict == f"fits with streaming: {sum(plan.offloaded)} blocks wait in host memory"
+    assert "unknown" in times, "5 GB is no card of the table"
+    assert plan_values(plan)["verdict"].startswith("fits with streaming")
+
+
+def test_cards_named_by_their_model_are_not_assumed():
+    plan = _plan(parse_cards("2x3090"))
+    assert describe_plan(plan).splitlines()[0] == "fits"
+    assert plan_values(plan)["assumed"] == [] and plan_values(plan)["estimated_step_s"] > 0
+    slow, fast = (step_seconds(_plan(parse_cards(name)))[0] for name in ("RTX 3090", "4090"))
+    assert slow / fast == pytest.approx(165.2 / 71.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "gib", "refuses"),
+    [
+        ("3090", "RTX 3090", 24, {"fp8-compute"}),
+        ("RTX 4090", "RTX 4090", 24, set()),
+        ("2xGeForce RTX 5090", "RTX 5090", 32, set()),
+        ("4x a100", "A100", 80, {"fp8-compute"}),
+        ("RTX 6000 Ada", "RTX 6000 Ada", 48, set()),
+    ],
+)
+def test_a_card_is_known_by_its_model(text, name, gib, refuses):
+    card = parse_cards(text)[-1]
+    assert card.kind.name == name and not card.is_assumed
+    assert (card.total_bytes, card.refuses) == (gib * 2**30, refuses)
+
+
+def test_cards_of_models_have_their_speeds():
+    assert [card.speed for card in parse_cards("4090, 3090")] == [pytest.approx(165.2 / 71), 1.0]
+    with pytest.raises(ValueError, match="'9090' .* is no card"):
+        parse_cards("2x24GB, 9090")
+
+
+def test_what_torch_calls_a_card_is_recognised_and_its_cousins_are_not():
+    known = {name: kind_called(name) for name in ("NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3", "NVIDIA H200")}
+    assert [kind.name for kind in known.values()] == ["RTX 4090", "H100", "H200"]
+    for name in (
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 3080 Ti",
+        "cpu",
+    ):
+        assert kind_called(name) is None, name
+
+
+def test_a_scheme_that_would_be_faster_is_named_with_why_it_was_not_taken():
+    """auto takes what it says is fastest; what might be a little faster only with copies is no match for it."""
+    found = SimpleNamespace(time=1.0)
+    rival = SimpleNamespace(time=0.95, setting=SimpleNamespace(offloads=True), is_streaming=False)
+    assert "not worth it" in _against(found, rival) and "0.95 of the time" in _against(found, rival)
+    assert _against(found, SimpleNamespace(time=1.5)) == "would take 1.50 times as long"
 
 
 def test_what_fits_without_streaming_is_named_by_how_much_longer_it_takes():

@@ -1,0 +1,81 @@
+"""Drop-down lists of what this machine has: devices, folders and files.
+
+A workflow saved elsewhere, or before there was a list, names what is not in it. `validate_inputs` of the nodes lets
+that pass ComfyUI's own check, so that the node can say what is wrong and what would work. comfy-cli makes that check
+too, unless a list is marked as one of files that come and go.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from . import host
+from .sockets import AUTO, read_auto, read_list
+
+if TYPE_CHECKING:
+    import torch
+
+NONE = "[none]"
+_NAME = re.compile(r"\s*\([^()]*\)")  # what a list shows behind a device
+COMES_AND_GOES = {"list_upload": True}  # how comfy-cli knows such a list
+
+
+def described_devices(devices: Sequence[torch.device]) -> list[str]:
+    """ "cuda:0 (NVIDIA GeForce RTX 4090, 24 GB)" of each."""
+    from ..parallel.devices import device_title, total_bytes
+
+    lines = []
+    for device in devices:
+        total, title = total_bytes(device), re.sub(r"\(R\)|\(TM\)|[(),]", " ", device_title(device))
+        size = f", {total / 2**30:.0f} GB" if total else ""
+        lines.append(f"{device} ({' '.join(title.split())}{size})" if title or size else str(device))
+    return lines
+
+
+def device_options(*first: str, several: bool = False, has_cpu: bool = True) -> dict[str, Any]:
+    """Options of a drop-down of devices. several: with lists of two and of all, in order."""
+    gpus = described_devices(host.known_gpus())
+    options = [*first, *gpus]
+    if several:
+        pairs = [list(pair) for pair in combinations(gpus, 2)]
+        lists = [*pairs, *(pair[::-1] for pair in pairs if len(gpus) == 2), *([gpus] if len(gpus) > 2 else [])]
+        options += [", ".join(each) for each in lists]
+    return {"options": options + ["cpu"] * (has_cpu and "cpu" not in options), "extra_dict": COMES_AND_GOES}
+
+
+def free_memory_note() -> str:
+    """What is free now, for a tooltip; "" on a machine without GPUs."""
+    from ..parallel.devices import free_bytes
+
+    sizes = [(device, free_bytes(device)) for device in host.known_gpus()]
+    told = ", ".join(f"{device} {size / 2**30:.1f} GB" for device, size in sizes if size is not None)
+    return f"Free when this page was loaded: {told}." if told else ""
+
+
+def plain_device(text: str) -> str:
+    """What a list calls a device, without the card's name; "" for auto."""
+    return _NAME.sub("", read_auto(text)).strip()
+
+
+def read_devices(text: str) -> tuple[str, ...]:
+    """Names of devices as torch has them; core's "gpu:1" and "0, 1" are understood. () for auto.
+
+    Raises: ValueError for what is no device here.
+    """
+    from ..parallel.devices import find_device
+
+    return tuple(str(find_device(name)) for name in read_list(plain_device(text), str, "devices"))
+
+
+def file_options(first: str, names: Callable[[], Sequence[str]]) -> dict[str, Any]:
+    """Options of a drop-down of files or folders; first stands for none of them."""
+    return {"options": [first, *names()], "default": first, "extra_dict": COMES_AND_GOES}
+
+
+def read_file(text: str) -> str:
+    """The name that was chosen; "" for the first of a list, which stands in brackets."""
+    text = text.strip()
+    return "" if text.lower() == AUTO or text.startswith("[") and text.endswith("]") else text

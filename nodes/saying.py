@@ -1,0 +1,110 @@
+"""What a node says to its user: warnings on the node itself, and errors in the words of its sockets.
+
+The rooms below speak of a job file's keys ("cache.text_encoders") and of the command line. A user of nodes knows
+neither; he sees sockets. The pack's warnings go to the log, which few read; here they also appear on the node.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..config.job import job_keys
+from . import host
+from .host import io
+from .sockets import SHOWN
+
+_PACK = __name__.removesuffix(".nodes.saying")
+_ONLY_IN_JOBS = "set in job files only"
+# Words of the command line and of job files that are not settings.
+_PHRASES = {
+    "name cards with --cards, such as": "name some in cards, such as",
+    "name them: --cards ": "name them in cards: ",
+    "leave out --calibrate, or --cards": "leave cards empty",
+    "start anew in another output folder": "start anew under another name",
+    "choose another output folder": "choose another name",
+    "choose another output.folder": "choose another name",
+}
+_OTHERS = {"output.folder": "name", "model.path": "model of Load Model for Training Across GPUs"}
+_BESIDE = {
+    "cache.text_encoders": ", or connect core's Load CLIP to stock_clip",
+    "cache.vae": ", or connect core's Load VAE to stock_vae",
+}
+
+
+class _Keeper(logging.Handler):
+    """Keeps the pack's warnings, each once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = in_sockets(record.getMessage())
+        if record.name.startswith(_PACK) and text not in self.texts:
+            self.texts.append(text)
+            host.NodeView.footer = "\n".join(f"Warning: {each}" for each in self.texts)
+
+
+@contextmanager
+def _warnings_kept() -> Iterator[list[str]]:
+    keeper = _Keeper()
+    logging.getLogger().addHandler(keeper)
+    host.NodeView.footer = ""
+    try:
+        yield keeper.texts
+    finally:
+        host.NodeView.footer = ""
+        logging.getLogger().removeHandler(keeper)
+
+
+def said_on_node(execute: Callable[..., io.NodeOutput]) -> Callable[..., io.NodeOutput]:
+    """An execute whose warnings appear on its node, and whose errors speak of sockets."""
+
+    @functools.wraps(execute)
+    def inner(cls: type[io.ComfyNode], *args: Any, **sockets: Any) -> io.NodeOutput:
+        with _warnings_kept() as warnings:
+            try:
+                output = execute(cls, *args, **sockets)
+            except (ValueError, RuntimeError) as error:
+                text = in_sockets(str(error))
+                if type(error) not in (ValueError, RuntimeError) or text == str(error):
+                    raise
+                raise type(error)(text) from error
+            if warnings:
+                _add_warnings(cls, output, warnings)
+            return output
+
+    return inner
+
+
+def _add_warnings(cls: type[io.ComfyNode], output: io.NodeOutput, warnings: list[str]) -> None:
+    """Behind what the node shows, and in its output, which a reload of the page brings back."""
+    shown = (output.ui or {}).get("text", ())
+    output.ui = {**(output.ui or {}), "text": (*shown, *(f"Warning: {each}" for each in warnings))}
+    host.NodeView(cls.hidden.unique_id).show_again()
+
+
+# ---- words
+
+
+def in_sockets(message: str) -> str:
+    """The message with sockets in place of a job file's keys, and of the command line's options."""
+    for phrase, other in _PHRASES.items():
+        message = message.replace(phrase, other)
+    return _keys().sub(lambda found: _name(found[0]), message)
+
+
+@functools.cache
+def _keys() -> re.Pattern[str]:
+    longest_first = sorted(job_keys(), key=len, reverse=True)
+    return re.compile(r"(?<![\w./])(?:" + "|".join(map(re.escape, longest_first)) + r")(?![\w./])")
+
+
+def _name(path: str) -> str:
+    socket = _OTHERS.get(path) or SHOWN.get(path)
+    return f"{socket}{_BESIDE.get(path, '')}" if socket else f"{path} ({_ONLY_IN_JOBS})"

@@ -1,0 +1,203 @@
+"""Drop-downs of what a machine has, and what older or foreign workflows say in their place."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.parallel import devices
+from devicebridge.tests import comfy_stub
+from devicebridge.tests.tiny_pipeline import save_tiny_pipeline
+from PIL import Image
+
+CARDS = (torch.device("cuda", 0), torch.device("cuda", 1))
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> comfy_stub.FakeHost:
+    return comfy_stub.install(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def nodes(host: comfy_stub.FakeHost) -> ModuleType:
+    return importlib.import_module("devicebridge.nodes")
+
+
+@pytest.fixture
+def two_cards(host: comfy_stub.FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which one has brackets and commas in its name."""
+    names = {0: "NVIDIA GeForce RTX 4090", 1: "Card(TM) (Pro), 2nd"}
+    module = SimpleNamespace(
+        get_device_properties=lambda device: SimpleNamespace(name=names[device.index]),
+        mem_get_info=lambda device: (20 * 2**30, 24 * 2**30),
+        memory_reserved=lambda device: 0,
+        memory_allocated=lambda device: 0,
+        device_count=lambda: 2,
+        is_available=lambda: True,
+    )
+    host.gpus = CARDS
+    monkeypatch.setattr(devices, "device_module", lambda device: module)
+    monkeypatch.setattr(devices, "available_devices", lambda: list(CARDS))
+    monkeypatch.setattr(devices, "_device_count", lambda device: 2)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+
+
+def _input(nodes: ModuleType, node: str, socket: str) -> Any:
+    schema = getattr(nodes, node).define_schema()
+    return next(each for each in schema.inputs if each.id == socket)
+
+
+@pytest.mark.usefixtures("two_cards")
+@pytest.mark.parametrize("node", ["LoadModelForTraining", "SplitModel", "LoadDiffusionModelSplit"])
+def test_devices_are_chosen_by_their_cards_names(nodes: ModuleType, node: str) -> None:
+    socket = _input(nodes, node, "devices")
+    first, second = "cuda:0 (NVIDIA GeForce RTX 4090, 24 GB)", "cuda:1 (Card Pro 2nd, 24 GB)"
+    expected = ["auto", first, second, f"{first}, {second}", f"{second}, {first}"]
+    assert socket.options["options"] == expected + ["cpu"] * (node == "LoadModelForTraining")
+    assert socket.options["default"] == "auto"
+    assert "cuda:0 20.0 GB, cuda:1 20.0 GB" in socket.options["tooltip"]
+    read = nodes.choices.read_devices
+    assert [read(each) for each in expected] == [
+        (),
+        ("cuda:0",),
+        ("cuda:1",),
+        ("cuda:0", "cuda:1"),
+        ("cuda:1", "cuda:0"),
+    ]
+
+
+@pytest.mark.usefixtures("two_cards")
+@pytest.mark.parametrize("text", ["cuda:0,cuda:1", "0,1", "gpu:0, gpu:1", " 0 ,gpu:1"])
+def test_devices_that_were_typed_or_are_cores_are_understood(nodes: ModuleType, text: str) -> None:
+    assert nodes.choices.read_devices(text) == ("cuda:0", "cuda:1")
+    assert nodes.split._find_devices(text) == CARDS
+    assert nodes.SplitModel.validate_inputs(devices=text) is True
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_places_of_the_encoders_are_chosen_by_name(nodes: ModuleType) -> None:
+    options = _input(nodes, "CacheCaptionsAndLatents", "text_device").options["options"]
+    assert options[:3] == ["auto", "cpu", "stream"] and options[4] == "cuda:1 (Card Pro 2nd, 24 GB)"
+    (socket,) = (each for each in nodes.captions._inputs() if each.id == "text_device")
+    read = {text: socket.read({"text_device": text}) for text in (*options, "", "stream:cuda:1")}
+    assert read[options[4]] == "cuda:1" and read["auto"] == "auto" and read["stream:cuda:1"] == "stream:cuda:1"
+    assert read[""] == "cpu", "a workflow of before there was auto"
+
+
+def test_the_old_word_for_balance_means_the_same(nodes: ModuleType) -> None:
+    assert _input(nodes, "LoadModelForTraining", "balance").options["options"] == ["memory", "time", "manual"]
+    (socket,) = (each for each in nodes.load._inputs() if each.id == "balance")
+    assert socket.read({"balance": "bytes"}) == "memory"
+    assert nodes.LoadModelForTraining.validate_inputs(balance="bytes") is True
+
+
+def test_folders_with_files_are_listed(nodes: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path) -> None:
+    for name in ("dogs", "sets/cats", ".hidden", "empty"):
+        (host.root / "input" / name).mkdir(parents=True)
+    for name in ("dogs", "sets/cats", ".hidden"):
+        Image.new("RGB", (8, 8)).save(host.root / "input" / name / "a.png")
+    other = tmp_path / "other_disk"
+    (other / "birds").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(other / "birds" / "a.png")
+    host.allow(other)
+    found = _input(nodes, "TrainingDatasetNode", "folder").options
+    assert found["options"] == ["dogs", "sets/cats", str(other / "birds")] and found["default"] == "dogs"
+    held_out = _input(nodes, "TrainingDatasetNode", "evaluation_folder").options
+    assert held_out["options"] == ["[none]", *found["options"]] and held_out["default"] == "[none]"
+
+
+def test_a_folder_is_empty_where_nothing_can_be_chosen(nodes: ModuleType) -> None:
+    assert _input(nodes, "TrainingDatasetNode", "folder").options["options"] == [""]
+
+
+# ---- files of ComfyUI's own folders
+
+
+@pytest.fixture
+def model(nodes: ModuleType, tmp_path: Path) -> Any:
+    from devicebridge.config.job import ModelConfig, SplitConfig
+
+    def make(family: str) -> Any:
+        folder = save_tiny_pipeline(tmp_path / family, family)
+        return nodes.load.TrainingModel(ModelConfig(path=str(folder / "transformer")), SplitConfig(devices=("cpu",)))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "kind"),
+    [("flux2", ["mistral"], "flux2"), ("wan", ["umt5"], "wan"), ("flux1", ["clip_l", "t5xxl"], "flux")],
+)
+def test_text_encoders_of_comfyuis_folder_are_loaded_by_comfyui(
+    nodes: ModuleType,
+    host: comfy_stub.FakeHost,
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    names: list[str],
+    kind: str,
+) -> None:
+    for name in ("mistral", "umt5", "clip_l", "t5xxl"):
+        (host.root / "models/text_encoders" / f"{name}.safetensors").touch()
+    assert "umt5.safetensors" in _input(nodes, "CacheCaptionsAndLatents", "text_encoders").options["options"]
+    loaded = []
+    monkeypatch.setattr(nodes.captions.host, "load_clip", lambda files, kind: loaded.append((files, kind)) or "clip")
+    monkeypatch.setattr(nodes.captions.host, "HostClip", lambda clip: SimpleNamespace(fingerprint=f"name of {clip}"))
+    files = [f"{name}.safetensors" for name in names]
+    sockets = {"text_encoders": files[0], "vae": "[model folder]"}
+    sockets |= {"text_encoder_2": files[1]} if len(files) > 1 else {}
+    encoders = nodes.captions._comfy_encoders(model(family), sockets)
+    assert loaded == [([str(host.root / "models/text_encoders" / file) for file in files], kind)]
+    settings = nodes.captions._who_encodes(encoders, sockets)
+    assert settings == {"text_source": "name of clip", "text_encoders": "", "text_quantize": "none", "vae": ""}
+
+
+def test_a_file_too_few_is_said_with_what_would_work(nodes: ModuleType, host: comfy_stub.FakeHost, model: Any) -> None:
+    (host.root / "models/text_encoders/clip_l.safetensors").touch()
+    sockets = {"text_encoders": "clip_l.safetensors", "text_encoder_2": "[none]", "vae": ""}
+    with pytest.raises(ValueError, match=r"FLUX\.1 takes 2 files .* Load CLIP to stock_clip"):
+        nodes.captions._comfy_encoders(model("flux1"), sockets)
+
+
+def test_a_diffusers_folder_of_text_encoders_stays_the_models_own(
+    nodes: ModuleType, host: comfy_stub.FakeHost, model: Any
+) -> None:
+    folder = host.root / "models/text_encoders/flux2"
+    (folder / "text_encoder").mkdir(parents=True)
+    assert "flux2" in _input(nodes, "CacheCaptionsAndLatents", "text_encoders").options["options"]
+    sockets = {"text_encoders": "flux2", "vae": ""}
+    encoders = nodes.captions._comfy_encoders(model("flux2"), sockets)
+    assert encoders.clip is None
+    assert nodes.captions._who_encodes(encoders, sockets)["text_encoders"] == str(folder)
+
+
+# ---- when ComfyUI runs a node again
+
+
+def test_the_cache_node_runs_again_only_where_something_is_gone_or_changed(
+    nodes: ModuleType, host: comfy_stub.FakeHost
+) -> None:
+    node, kept = nodes.CacheCaptionsAndLatents, nodes.kept.KEPT
+    vae = host.root / "models/vae/ae.safetensors"
+    vae.write_bytes(b"1")
+
+    def fingerprint() -> Any:
+        return node.fingerprint_inputs(cache_folder="devicebridge/cache", text_encoders="[model folder]", vae=vae.name)
+
+    entry = host.root / "output/devicebridge/cache/aa.safetensors"
+    before = fingerprint()
+    assert before == fingerprint(), "equal to itself, which NaN is not"
+    entry.parent.mkdir(parents=True)
+    entry.touch()
+    kept.remember(entry.parent, [entry])
+    assert fingerprint() == before, "what the node itself has made does not make it run again"
+    entry.unlink()
+    gone = fingerprint()
+    assert gone != before and fingerprint() == gone
+    vae.write_bytes(b"12")
+    assert fingerprint() != gone

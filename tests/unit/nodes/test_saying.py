@@ -1,0 +1,117 @@
+"""What nodes say: in the words of their sockets, and warnings where the user looks."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from devicebridge.config.job import job_keys
+from devicebridge.tests import comfy_stub
+
+_log = logging.getLogger("devicebridge.jobs.checks")
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> comfy_stub.FakeHost:
+    return comfy_stub.install(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def nodes(host: comfy_stub.FakeHost) -> ModuleType:
+    package = importlib.import_module("devicebridge.nodes")
+    for node in package.NODES:  # as ComfyUI does when it loads the pack
+        node.define_schema()
+    return package
+
+
+def test_no_key_of_a_job_file_is_left_in_a_nodes_message(nodes: ModuleType) -> None:
+    for path in job_keys():
+        text = nodes.saying.in_sockets(f"set {path} = 3, or leave {path} out")
+        assert path not in text or "set in job files only" in text, path
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("/m/a.safetensors holds a transformer only; name the text encoders with cache.text_encoders", "stock_clip"),
+        ("/m/a.safetensors holds a transformer only; name the vae with cache.vae", "stock_vae"),
+        ("data.frames is [12]", "frames of Training Dataset is [12]"),
+        ("train.gradient_checkpointing = true", "gradient_checkpointing of Train LoRA Across GPUs = true"),
+        (
+            'can tell; name cards with --cards, such as "2x24GB"',
+            'name some in cards, such as "2x24GB"',
+        ),
+        ("is in use by process 3; wait for that run to end, or choose another output.folder", "choose another name"),
+    ],
+)
+def test_keys_and_options_become_sockets(nodes: ModuleType, said: str, words: str) -> None:
+    text = nodes.saying.in_sockets(said)
+    assert words in text and "--" not in text and "output." not in text
+
+
+def test_a_path_that_looks_like_a_key_stays(nodes: ModuleType) -> None:
+    assert nodes.saying.in_sockets("/data/train.steps.safetensors is gone") == "/data/train.steps.safetensors is gone"
+
+
+def _node(nodes: ModuleType, body: Any) -> Any:
+    io = nodes.host.io
+
+    class Node(io.ComfyNode):
+        @classmethod
+        @nodes.saying.said_on_node
+        def execute(cls, **sockets: Any) -> Any:
+            """Does what the test says."""
+            return body(nodes.host.NodeView("7"), io.NodeOutput)
+
+    return Node
+
+
+def test_warnings_appear_on_the_node_each_once(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    def body(view: Any, output: Any) -> Any:
+        for _ in range(3):
+            _log.warning("2 of %d images have no caption file", 5)
+        view.show_text("done")
+        _log.warning("lower data.resolutions")
+        logging.getLogger("another.pack").warning("not ours")
+        return output(1, ui={"text": ("report",)})
+
+    output = _node(nodes, body).execute()
+    first, second = "2 of 5 images have no caption file", "lower resolutions of Training Dataset"
+    assert host.texts == [f"done\nWarning: {first}", f"done\nWarning: {first}\nWarning: {second}"]
+    assert output.ui["text"] == ("report", f"Warning: {first}", f"Warning: {second}")
+    assert _node(nodes, lambda view, output: view.show_text("next") or output()).execute().ui is None
+    assert host.texts[-1] == "next", "warnings are of one node"
+
+
+def test_a_node_that_shows_nothing_else_shows_its_warnings(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    output = _node(nodes, lambda view, output: _log.warning("the model stays whole") or output("model")).execute()
+    assert host.texts == ["Warning: the model stays whole"] and output.args == ("model",)
+
+
+def test_errors_keep_their_kind_and_speak_of_sockets(nodes: ModuleType) -> None:
+    class Special(ValueError):
+        pass
+
+    def fail(error: Exception) -> Any:
+        def body(view: Any, output: Any) -> Any:
+            raise error
+
+        return _node(nodes, body)
+
+    with pytest.raises(RuntimeError, match="start anew with a lower learning_rate of Train LoRA Across GPUs") as caught:
+        fail(RuntimeError("start anew with a lower optimizer.learning_rate")).execute()
+    assert type(caught.value) is RuntimeError
+    special = Special("cache.vae")
+    with pytest.raises(Special) as caught_special:
+        fail(special).execute()
+    assert caught_special.value is special, "what its type tells ComfyUI is not lost"
+
+
+def test_the_split_node_says_on_itself_that_a_model_stays_whole(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:
+    defaults = {e.id: e.options["default"] for e in nodes.SplitModel.define_schema().inputs if "default" in e.options}
+    assert nodes.SplitModel.execute(model="model", **defaults).args == ("model",)
+    assert "this machine has no GPU; the model stays whole" in host.texts[-1]
