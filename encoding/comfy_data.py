@@ -89,7 +89,7 @@ def _tensors_of(name: str, value: Any) -> Entry:
         return {f"{OPTION}{name}": torch.tensor(value, dtype=_NUMBERS[type(value)])}
     if name in _READ:
         parts = {part: getattr(value, part, None) for part in _READ[name]}
-        return {f"{OPTION}{name}.{part}": each[0] for part, each in parts.items() if _has_batch(each)}
+        return {f"{OPTION}{name}.{part}": each[0].clone() for part, each in parts.items() if _has_batch(each)}
     if isinstance(value, (list, tuple)) and all(map(_has_batch, value)):
         return {f"{OPTION}{name}.{index}": each[0] for index, each in enumerate(value)}
     return {}

@@ -35,7 +35,7 @@ Made by `scripts/families_table.py`; do not edit. A number points to the reason 
 
 - **train**: a LoRA. ComfyUI's own trainer has the same loss, central differences the same gradients, five steps lower
   the loss, a resumed run is the same bit for bit, and the stock LoRA loader maps every key and draws the same.
-- **split**: one model over several cards. **pipeline**, **data**: microbatches follow each other, or each card has a copy.
+- **split**: one model over several cards. **pipeline**: microbatches follow each other through it. **data**: copies.
 - **tensor**: every block is divided among the cards.
 - **8-bit**: the frozen weights; the LoRA stays in full precision.
 - **offload**: weights, and what is kept for the backward, in host memory.

@@ -31,18 +31,21 @@ from devicebridge.families.comfy.inputs import read_latents, read_text
 from devicebridge.jobs.build import build_trainer
 from devicebridge.jobs.encode_job import cache_job
 from devicebridge.jobs.job import check_job, plan_job, run_job
+from devicebridge.jobs.native_limits import why_no_stages
 from devicebridge.nodes.host.native.context import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.devices import own_random_states
+from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.planning.cards import parse_cards
-from devicebridge.quantization.frozen_linear import FrozenLinear8
+from devicebridge.quantization.weight_only import import_torchao
 from devicebridge.tests.comfy.diffusers_twins import Twin
 from devicebridge.tests.comfy.tiny_checkpoints import save_checkpoint, small_sizes
 from devicebridge.tests.comfy.trained_families import TRAINED
-from devicebridge.tests.emulated import emulated_cards, on_cpu
+from devicebridge.tests.emulated import emulated_cards, factories_on_cards, on_cpu
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import noise_latents, predict, prediction_loss
 
+import_torchao()  # while factories make ordinary tensors
 Figures = dict[str, Any]
 Grads = dict[str, torch.Tensor]
 CARDS = {"devices": ["lazy:0", "lazy:1"]}
@@ -89,7 +92,7 @@ class Bench:
     def trainer(self, name: str, sections: Mapping[str, Any]) -> Iterator[Trainer]:
         """Before its first step, with a LoRA that does something."""
         job = self.job(name, sections)
-        with small_sizes(self.family), native_training(), emulated_cards(), ExitStack() as cleanup:
+        with small_sizes(self.family), native_training(), _two_cards(), ExitStack() as cleanup:
             plan = check_job(job, info=self.info)
             events = cleanup.enter_context(EventLog(Path(job.output.folder)))
             trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup)
@@ -99,7 +102,7 @@ class Bench:
 
     def run(self, name: str, sections: Mapping[str, Any], **more: Any) -> Any:
         """A whole job."""
-        with small_sizes(self.family), native_training(), emulated_cards():
+        with small_sizes(self.family), native_training(), _two_cards():
             return run_job(self.job(name, sections), info=self.info, **more)
 
     def stock(self) -> Any:
@@ -155,6 +158,12 @@ class Bench:
         has_input = self.info.variant.training_guidance is not None
         said = predict(family, model, made.noisy, made.sigmas, batch, guidance if has_input else None)
         return prediction_loss(said, made.target), said, made
+
+
+@contextlib.contextmanager
+def _two_cards() -> Iterator[None]:
+    with emulated_cards(), factories_on_cards():
+        yield
 
 
 def _drawn(name: str, shape: torch.Size) -> torch.Tensor:
@@ -250,7 +259,11 @@ def _factor(kind: str, sigma: float) -> float:
 
 
 def loss_is_cores(bench: Bench) -> Figures:
-    core = _core_step(bench, backward=False)
+    """Where Train LoRA raises an error, the stock MODEL's own sampling says what the loss would be."""
+    try:
+        core = _core_step(bench, backward=False)
+    except TypeError as error:
+        return {"core": one_line(error), **_loss_is_samplings(bench)}
     with bench.trainer("loss", _PLAIN) as trainer, torch.no_grad():
         put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
         loss, _, made = bench.prediction(trainer, 0, _PERCENT, core.noise, guidance=None)
@@ -259,9 +272,21 @@ def loss_is_cores(bench: Bench) -> Figures:
     return {"difference": _expect(abs(core.loss / expected - 1), 1e-5, "the difference from Train LoRA's loss")}
 
 
+def _loss_is_samplings(bench: Bench) -> Figures:
+    with bench.trainer("loss", _PLAIN) as trainer, torch.no_grad():
+        put_lora(trainer, {n: torch.zeros_like(t) for n, t in trainer.lora.tensors().items()})
+        loss, _, made = bench.prediction(trainer, 0, _PERCENT, guidance=None)
+    said = _said(bench.stock(), made, bench.conditions[0], bench.family.latent)
+    expected = float((said.view(made.target.shape) - made.target).square().mean())
+    return {"difference": _expect(abs(float(loss) / expected - 1), 1e-5, "the difference from sampling's loss")}
+
+
 def core_gradients(bench: Bench) -> Figures:
     """Not a proof of ours: whether Train LoRA's own gradients are those of its loss, in float32 on the CPU."""
-    core = _core_step(bench, backward=True)
+    try:
+        core = _core_step(bench, backward=True)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        return {"raises": one_line(error)[:120]}
     pairs = []
     with bench.trainer("core", _PLAIN) as trainer:
         tensors = trainer.lora.tensors()
@@ -275,9 +300,10 @@ def core_gradients(bench: Bench) -> Figures:
         loss, _, _ = bench.prediction(trainer, 0, _PERCENT, core.noise, guidance=None)
         loss.backward()
         wanted = gradients(trainer)
-    ours = torch.cat([wanted[name].flatten() for name, _ in pairs])
-    theirs = [torch.zeros_like(wanted[name]) if each is None else each for name, each in pairs]
-    cosine = float(torch.cosine_similarity(ours, torch.cat([each.flatten() for each in theirs]), dim=0))
+    found = [(wanted[name], each) for name, each in pairs if name in wanted]
+    ours = torch.cat([each.flatten() for each, _ in found])
+    theirs = torch.cat([(torch.zeros_like(like) if each is None else each).flatten() for like, each in found])
+    cosine = float(torch.cosine_similarity(ours, theirs, dim=0))
     return {"cosine": round(cosine, 4)}
 
 
@@ -307,11 +333,11 @@ def _said(patcher: Any, made: Any, condition: Any, shape: tuple[int, ...]) -> to
     """What a stock MODEL's network says, by the way that ComfyUI samples."""
     noisy, sigma = made.noisy.view(1, *shape), made.sigmas
     comfy.model_management.load_models_gpu([patcher])
+    patcher.pre_run()
     base = patcher.model
     conds = {"positive": comfy.sampler_helpers.convert_cond(condition)}
     conds = comfy.samplers.process_conds(base, torch.zeros_like(noisy), conds, noisy.device, torch.zeros_like(noisy))
-    options = comfy.samplers.model_options if hasattr(comfy.samplers, "model_options") else {}
-    (denoised,) = comfy.samplers.calc_cond_batch(base, [conds["positive"]], noisy, sigma, dict(options))
+    (denoised,) = comfy.samplers.calc_cond_batch(base, [conds["positive"]], noisy, sigma, {})
     sampling = base.model_sampling
     at = [sampling.calculate_denoised(sigma, torch.full_like(noisy, value), noisy) for value in (0.0, 1.0)]
     return (denoised - at[0]) / (at[1] - at[0])
@@ -367,10 +393,12 @@ def _refuse_other(trainer: Trainer, sections: Mapping[str, Any]) -> None:
     """What was asked for and left out is no proof."""
     wanted = sections.get("parallel", {}).get("strategy", "none")
     names = {"none": "PlainAccumulation", "pipeline": "Pipeline", "data": "DataParallel", "tensor": "TensorTraining"}
-    assert type(trainer.runner).__name__ == names[wanted], f"it was trained by {type(trainer.runner).__name__}"
+    reason = why_no_stages(trainer.family.native, trainer.runner.replica_for(0)[0])
+    assert type(trainer.runner).__name__ == names[wanted], reason or f"{type(trainer.runner).__name__} trained it"
     if "devices" in sections.get("split", {}):
         devices = {parameter.device for parameter in trainer.lora.parameters().values()}
-        assert wanted != "none" or len(devices) == 2, f"its LoRA is on {devices}"
+        count = len(sections["split"]["devices"])
+        assert wanted != "none" or len(devices) == count, f"its LoRA is on {devices}"
 
 
 def eight_bits(bench: Bench) -> Figures:
@@ -378,7 +406,7 @@ def eight_bits(bench: Bench) -> Figures:
 
     def check(trainer: Trainer) -> None:
         model, _ = trainer.runner.replica_for(0)
-        rounded = sum(isinstance(module, FrozenLinear8) for module in model.modules())
+        rounded = sum(is_torchao_tensor(parameter) for parameter in model.parameters())
         assert rounded, "no linear is in 8 bits"
         figures["linears"] = rounded
         assert {p.dtype for p in trainer.lora.parameters().values()} == {torch.float32}
@@ -430,13 +458,16 @@ def diffusers_agrees(bench: Bench) -> Figures:
         raise ValueError("diffusers' class of it is no family of ours")
     twin = Twin(_TWINS[bench.name], bench.folder)
     native = Bench(bench.name, bench.folder / "native", twin.native_file)
+    # FLUX.2 has rows of zeros in front of shorter texts, and a norm's backward makes a thousand of each rounding there.
+    condition = native.family.condition(1, tokens=512 if bench.name == "FLUX.2" else None)
+    native.conditions[0] = condition
     with native.trainer("twin", _PLAIN) as trainer:
         twin.take(trainer.lora.tensors())
         noise = torch.randn(native.samples[0].shape, generator=torch.Generator().manual_seed(8))
         loss, _, made = native.prediction(trainer, 0, _PERCENT, noise)
         loss.backward()
         wanted = gradients(trainer)
-    found = twin.loss(native.samples[0], native.conditions[0], noise, made.sigmas)
+    found = twin.loss(native.samples[0], condition, noise, made.sigmas)
     found.backward()
     _expect(abs(float(found) / float(loss) - 1), 1e-5, "the difference of the loss")
     return {"difference": _expect(difference(twin.gradients(), wanted), 1e-4, "the difference of the gradients")}

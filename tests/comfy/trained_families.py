@@ -22,6 +22,7 @@ _SD15 = {
     "num_heads": 8,
     "adm_in_channels": None,
 }
+_NARROW = {"dim": 64, "n_heads": 2, "n_kv_heads": 2, "axes_dims": [8, 12, 12]}
 _WAN_22 = {**FAMILIES["wan"].unet_config, "in_dim": 48, "out_dim": 48}
 _HUNYUAN_VIDEO_15 = {
     **FAMILIES["hunyuan_video"].unet_config,
@@ -114,8 +115,8 @@ TRAINED: dict[str, TinyFamily] = {
     "Wan 2.2 I2V 14B": _made_of("wan", unet_config={**FAMILIES["wan"].unet_config, "in_dim": 36}, options=_first_frame),
     "Wan 2.2 TI2V 5B": _made_of("wan", config_class="WAN22_T2V", unet_config=_WAN_22, latent=(48, 2, 4, 4)),
     "Qwen-Image": FAMILIES["qwen_image"],
-    "Z-Image": FAMILIES["z_image"],
-    "Lumina 2": FAMILIES["lumina2"],
+    "Z-Image": _made_of("z_image", unet_config={**FAMILIES["z_image"].unet_config, **_NARROW}),
+    "Lumina 2": _made_of("lumina2", unet_config={**FAMILIES["lumina2"].unet_config, **_NARROW, "n_kv_heads": 1}),
     "SDXL": _made_of("sdxl", options=_sizes),
     "SD 1.5": _made_of("sdxl", config_class="SD15", unet_config=_SD15, pooled=0),
     "SD 3.5": FAMILIES["sd3"],
@@ -126,7 +127,7 @@ TRAINED: dict[str, TinyFamily] = {
         config_class="HunyuanVideo15",
         unet_config=_HUNYUAN_VIDEO_15,
         latent=(32, 2, 4, 4),
-        pooled=0,
+        pooled=16,  # made, and not read
         is_detected=False,
     ),
     "Cosmos-Predict2": FAMILIES["cosmos_predict2"],
