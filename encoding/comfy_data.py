@@ -1,8 +1,8 @@
 """ComfyUI's CONDITIONING and LATENT taken apart: plain lists, dicts and tensors, of which nothing is imported.
 
 A CONDITIONING is a list of [states [1, S, D], options]. Of the options the families of our own read pooled_output; one
-of ComfyUI's own models reads what it likes, so tensors and numbers are kept for it. What is neither kept nor read
-(areas, reference images, guidance, hooks) is refused rather than lost.
+of ComfyUI's own models reads what it likes, so tensors, lists of tensors and numbers are kept for it. What is neither
+kept nor read (areas, guidance, hooks) is refused rather than lost.
 A LATENT is {"samples": [B, C, H, W] or [B, C, F, H, W]}, as the VAE made it: samplers normalise it, so it is not yet.
 
 Core's convention for lists of both (Make Training Dataset, Resolution Bucket): entry by entry they belong together, and
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..families.comfy.inputs import COND, OPTION, POOLED, SAMPLES, WITHOUT_EFFECT
+from ..families.comfy.inputs import COND, OPTION, POOLED, SAMPLES, WHOLE, WITHOUT_EFFECT, option_path
 
 Entry = dict[str, torch.Tensor]
 
@@ -28,9 +28,11 @@ _FOR_SAMPLERS = frozenset(
         *("area", "mask", "mask_strength", "set_area_to_bounds", "strength", "default", "model_conds", "uuid"),
         *("start_percent", "end_percent", "timestep_start", "timestep_end", "clip_start_percent", "clip_end_percent"),
         *("control", "control_apply_to_uncond", "gligen", "hooks", "guidance", "noise_augmentation"),
-        *("concat_latent_image", "concat_mask", "denoise_mask"),
+        "denoise_mask",
     )
 )
+# Objects whose tensors are read.
+_READ = {"clip_vision_output": ("penultimate_hidden_states", "last_hidden_state", "image_embeds")}
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _REMEDIES = {
     "guidance": "take the FluxGuidance node out, and set guidance on the training node",
@@ -43,7 +45,7 @@ def read_conditioning(conditioning: Any, what: str, *, keeps_all: bool = False) 
 
     Args:
         what: names it in a message.
-        keeps_all: also its other tensors and numbers, under names that begin with OPTION.
+        keeps_all: also its other tensors and numbers, under names that begin with OPTION or WHOLE.
     Raises: ValueError if it is none, or says more than that.
     """
     if not isinstance(conditioning, (list, tuple)) or len(conditioning) != 1:
@@ -60,7 +62,7 @@ def _read_item(item: Any, what: str, *, keeps_all: bool) -> Entry:
     if not isinstance(states, torch.Tensor) or states.ndim != 3 or states.shape[0] != 1 or not states.numel():
         raise ValueError(f"{what}: a CONDITIONING is a list of [states [1, S, D], options], found {_describe(item)}")
     options = _plain_options(item[1]) if keeps_all else {}
-    _refuse_options(item[1], what, {name.removeprefix(OPTION) for name in options} if keeps_all else WITHOUT_EFFECT)
+    _refuse_options(item[1], what, {option_path(name)[0] for name in options} if keeps_all else WITHOUT_EFFECT)
     entry = {COND: states[0], **options}
     pooled = item[1].get(POOLED)
     if pooled is not None:
@@ -72,15 +74,30 @@ def _read_item(item: Any, what: str, *, keeps_all: bool) -> Entry:
 
 def _plain_options(options: Mapping[str, Any]) -> Entry:
     """What else a model of ComfyUI's may read: tensors of one sample, and numbers as tensors without sides."""
-    found = {}
+    found: Entry = {}
     for name, value in options.items():
-        if name == POOLED or name in _FOR_SAMPLERS:
-            continue
-        if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] == 1:
-            found[f"{OPTION}{name}"] = value[0]
-        elif type(value) in _NUMBERS:
-            found[f"{OPTION}{name}"] = torch.tensor(value, dtype=_NUMBERS[type(value)])
+        if name != POOLED and name not in _FOR_SAMPLERS:
+            found |= _tensors_of(name, value)
     return found
+
+
+def _tensors_of(name: str, value: Any) -> Entry:
+    """One option as tensors; {} for what cannot be kept."""
+    if isinstance(value, torch.Tensor):
+        return {f"{OPTION}{name}": value[0]} if _has_batch(value) else {f"{WHOLE}{name}": value}
+    if type(value) in _NUMBERS:
+        return {f"{OPTION}{name}": torch.tensor(value, dtype=_NUMBERS[type(value)])}
+    if name in _READ:
+        parts = {part: getattr(value, part, None) for part in _READ[name]}
+        return {f"{OPTION}{name}.{part}": each[0].clone() for part, each in parts.items() if _has_batch(each)}
+    if isinstance(value, (list, tuple)) and all(map(_has_batch, value)):
+        return {f"{OPTION}{name}.{index}": each[0] for index, each in enumerate(value)}
+    return {}
+
+
+def _has_batch(value: Any) -> bool:
+    """Whether this is a tensor of one sample with its batch."""
+    return isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[0] == 1
 
 
 def _refuse_options(options: Mapping[str, Any], what: str, others: Set[str]) -> None:

@@ -207,6 +207,7 @@ class ComfyInputs:
     latent_dims: Literal[2, 3] = 2  # of a LATENT without batch and channels: 2 for [H, W], 3 for [F, H, W]
     # Whether the model reads all that a CONDITIONING says, rather than states and pooled_output; then width is "".
     reads_all: bool = False
+    needs: tuple[str, ...] = ()  # options without which such a model would be given nothing in their place
     cells_per_token: int = 1  # latent cells that make_inputs packs into one token of the transformer's in_channels
     clip_type: str = ""  # what its Load CLIP calls the text encoders' type
 

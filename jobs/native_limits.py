@@ -14,8 +14,9 @@ def why_no_stages(native: NativeModel | None, model: nn.Module) -> str:
         return ""
     if not native.can_overlap:
         return f"{native.class_name} needs its home card between its blocks"
-    if model._parameters:
-        return f"{native.class_name} has weights of its own ({next(iter(model._parameters))}) behind its blocks"
+    own = [name for name, each in model._parameters.items() if each is not None and name not in native.front_parameters]
+    if own:
+        return f"{native.class_name} has weights of its own ({own[0]}) behind its blocks"
     return ""
 
 

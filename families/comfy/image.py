@@ -59,6 +59,7 @@ NEXT_DIT = NativeModel(
     block_lists=("layers",),
     tail=("final_layer",),
     patches_between={"double_block": ("img", "img_input", "txt", "pe", "vec", "x")},
+    front_parameters=("x_pad_token", "cap_pad_token", "siglip_pad_token"),
     note="Lumina 2 and Z-Image; the refiners stay at home; a patch may write to its img and txt in place",
     tensor=tensor_plans.NEXT_DIT,
 )

@@ -20,12 +20,23 @@ if TYPE_CHECKING:
 SAMPLES = "samples"  # [C, H, W], of a video [C, F, H, W]
 COND = "cond"  # [S, D]
 POOLED = "pooled_output"  # [D]
-OPTION = "option."  # in front of what else a CONDITIONING says: tensors, and numbers as tensors without sides
+# In front of what else a CONDITIONING says: tensors of one sample, and numbers as tensors without sides. Tensors of a
+# list, or of an object, have their index or name behind a point.
+OPTION = "option."
+WHOLE = "whole."  # likewise, in front of tensors that a CONDITIONING has without a batch
 
 # Without attention_mask_img_shape no model of our own families reads the mask.
 WITHOUT_EFFECT = frozenset({"attention_mask"})
 
 Shape = tuple[int, ...]
+
+
+def option_path(name: str) -> tuple[str, ...]:
+    """Of a tensor of an entry: the option's name in the CONDITIONING, and what of it this is; () if it is no option."""
+    for prefix in (OPTION, WHOLE):
+        if name.startswith(prefix):
+            return tuple(name.removeprefix(prefix).split("."))
+    return ()
 
 
 def read_text(comfy: ComfyInputs, entry: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -52,9 +63,10 @@ def num_tokens(comfy: ComfyInputs, shapes: Mapping[str, Shape]) -> int:
 
 def text_problem(comfy: ComfyInputs, config: Mapping[str, Any], title: str, shapes: Mapping[str, Shape]) -> str:
     """Why an entry of these shapes cannot condition the model with this config; "" if it can."""
+    options = sorted({path[0] for path in map(option_path, shapes) if path})
     if comfy.reads_all:
-        return ""
-    options = [name.removeprefix(OPTION) for name in shapes if name.startswith(OPTION)]
+        missing = [name for name in comfy.needs if name not in options]
+        return f"its CONDITIONING has no {missing[0]}, which {title} is given beside the noise" if missing else ""
     if extra := sorted(name for name in options if name not in WITHOUT_EFFECT):
         return (
             f"its CONDITIONING has {', '.join(extra)}, which training of {title} does not read; take out what adds it"

@@ -65,6 +65,9 @@ class NativeModel:
     # Names that are called inside blocks. Such a patch sees tensors on the block's card; those that it captured do not
     # follow by themselves.
     patches_inside: tuple[str, ...] = ()
+    # Parameters that the model itself holds and reads before its blocks alone. In a pipeline any other would be needed
+    # behind the last block, on another card.
+    front_parameters: tuple[str, ...] = ()
     hooks_children: bool = False  # blocks are never called; a function walks their children, which are hooked instead
     # Block list -> the list whose devices it takes. Its blocks are not placed themselves.
     follows: Mapping[str, Follows] = field(default_factory=dict)

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
 from typing import Any
 
 import comfy.latent_formats
-import diffusers
 import torch
 from devicebridge.encoding.comfy_data import read_conditioning, read_samples
 from devicebridge.encoding.vae import load_vae
 from devicebridge.families.comfy.inputs import read_latents, read_text
 from devicebridge.families.registry import find_family
 from devicebridge.nodes.host.comfy_encoders import HostClip, HostVae
+from devicebridge.tests.comfy.diffusers_twins import make_twin
 from devicebridge.tests.comfy.stock_encoders import make_clip, make_vae, make_video_vae
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES as NATIVE
 from devicebridge.tests.comfy.tiny_checkpoints import make_config
@@ -28,24 +27,6 @@ from safetensors.torch import save_file
 
 import nodes
 
-_HEAD = {"num_attention_heads": 1, "attention_head_dim": 128}
-_FLUX = {"num_layers": 2, "num_single_layers": 4, "joint_attention_dim": 48, "guidance_embeds": True, **_HEAD}
-# The diffusers configs of the native models in tiny_checkpoints.py.
-_CONFIGS: Mapping[str, Mapping[str, Any]] = {
-    "flux1": {**_FLUX, "in_channels": 64, "pooled_projection_dim": 32, "axes_dims_rope": (16, 56, 56)},
-    "flux2": {**_FLUX, "in_channels": 128, "timestep_guidance_channels": 256, "axes_dims_rope": (32, 32, 32, 32)},
-    "wan": {
-        **_HEAD,
-        "in_channels": 16,
-        "out_channels": 16,
-        "text_dim": 4096,
-        "freq_dim": 256,
-        "ffn_dim": 192,
-        "num_layers": 4,
-        "cross_attn_norm": True,
-        "qk_norm": "rms_norm_across_heads",
-    },
-}
 _SIGMA, _GUIDANCE = 0.6, 2.5
 
 
@@ -67,11 +48,7 @@ def case_forward_wan() -> None:
 
 def _compare_forwards(name: str, tokens: int) -> None:
     family, native = find_family(name), NATIVE[name]
-    model_class = getattr(diffusers, family.transformer_class)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        ours = model_class(**_CONFIGS[name]).eval()
-        _shake(ours)
+    ours = make_twin(name)
     theirs = make_config(native).get_model({}, "")
     state = theirs.model_config.process_unet_state_dict(stack_tensors(family, ours.state_dict()))
     missing, unexpected = theirs.diffusion_model.load_state_dict(state, strict=False)
@@ -105,14 +82,6 @@ def _their_velocity(model: Any, samples: torch.Tensor, noise: torch.Tensor, cond
     inputs = {key: cond.process_cond(batch_size=1, area=None, device=noise.device).cond for key, cond in conds.items()}
     denoised = model.apply_model(noisy, sigma, **inputs)
     return (noisy - denoised) / _SIGMA
-
-
-@torch.no_grad()
-def _shake(model: torch.nn.Module) -> None:
-    """Norms of a fresh model are ones and biases zeros, with which exchanging two would not show."""
-    for parameter in model.parameters():
-        if parameter.ndim == 1:
-            parameter.add_(0.2 * torch.randn(parameter.shape))
 
 
 def case_normalisation() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ....families.comfy.inputs import COND, OPTION
+from ....families.comfy.inputs import COND, WHOLE, option_path
 from ....families.comfy.native import NativeModel
 from ....parallel.block_lists import hooked_modules, placed_blocks
 from ....parallel.offload.block_call import Checkpoint, checkpoint_calls
@@ -85,7 +86,7 @@ class ComfyModel:
     ) -> torch.Tensor:
         """See HostModel.predict.
 
-        Raises: RuntimeError outside of native_training; ValueError for a model that is given an image beside the noise.
+        Raises: RuntimeError outside of native_training; ValueError for options that differ in one batch.
         """
         import comfy.model_management
 
@@ -95,8 +96,6 @@ class ComfyModel:
         base.model_sampling.to(noisy.device)
         x = noisy if self._has_sequence else noisy[:, :, 0]
         inputs = _conditions(base, x, given, guidance)
-        if "c_concat" in inputs:
-            raise ValueError(f"{self._row.class_name} is given an image beside the noise here, and there is none")
         options = {"cond_or_uncond": [0], "sigmas": sigmas, "optimized_attention_override": _plain_attention}
         output = base.apply_model(x, sigmas, transformer_options=options, **inputs)
         return output if self._has_sequence else output.unsqueeze(2)
@@ -111,8 +110,7 @@ def _conditions(base: Any, x: torch.Tensor, given: Mapping[str, torch.Tensor], g
     """What sampling makes of a CONDITIONING: keyword arguments of apply_model."""
     import comfy.samplers
 
-    item = {_option(name): _value(name, value) for name, value in given.items() if name != COND}
-    cond: dict[str, Any] = {**item, "cross_attn": given[COND], "model_conds": {}}
+    cond: dict[str, Any] = {**_options(given), "cross_attn": given[COND], "model_conds": {}}
     if guidance is not None:
         cond["guidance"] = guidance
     like = torch.zeros_like(x)
@@ -123,18 +121,31 @@ def _conditions(base: Any, x: torch.Tensor, given: Mapping[str, torch.Tensor], g
     return comfy.samplers.cond_cat([parts])
 
 
-def _option(name: str) -> str:
-    return name.removeprefix(OPTION)
+def _options(given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """What a CONDITIONING said beside its states, as it said it."""
+    found: dict[str, Any] = {}
+    parts: dict[str, dict[str, torch.Tensor]] = {}
+    for name, value in given.items():
+        root, *rest = option_path(name) or (name,)
+        if rest:
+            parts.setdefault(root, {})[rest[0]] = value
+        elif name != COND:
+            found[root] = _value(name, value)
+    for root, each in parts.items():
+        is_list = all(part.isdigit() for part in each)
+        found[root] = [each[part] for part in sorted(each, key=int)] if is_list else SimpleNamespace(**each)
+    return found
 
 
 def _value(name: str, value: torch.Tensor) -> Any:
-    """A tensor; a number where the CONDITIONING had one, which is equal in all of a batch."""
-    if not name.startswith(OPTION) or value.ndim > 1 or value.dtype not in (torch.bool, torch.int64, torch.float64):
+    """A tensor; what has no batch, and a number where the CONDITIONING had one, must be equal in all of a batch."""
+    is_number = value.ndim == 1 and value.dtype in (torch.bool, torch.int64, torch.float64)
+    is_whole = name.startswith(WHOLE)
+    if not option_path(name) or not (is_number or is_whole):
         return value
-    numbers = set(value.tolist())
-    if len(numbers) > 1:
-        raise ValueError(f"{_option(name)} differs in one batch; set train.batch_size to 1")
-    return numbers.pop()
+    if any(not torch.equal(each, value[0]) for each in value[1:]):
+        raise ValueError(f"{option_path(name)[0]} differs in one batch; set train.batch_size to 1")
+    return value[0] if is_whole else value[0].item()
 
 
 def _raw(sigma: torch.Tensor, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

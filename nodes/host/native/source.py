@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ....checkpoints.checkpoint import CheckpointInfo
-from ....checkpoints.header import TensorRecord, read_header
+from ....checkpoints.header import FLOAT_TYPES, TensorRecord, read_header
 from ....checkpoints.quantized_files import pair_scales, read_formats
-from ....checkpoints.weight_file import TORCH_TYPES
+from ....checkpoints.weight_file import TORCH_TYPES, read_records
 from ....families.comfy.native import NativeModel
 from ....families.comfy.registry import find_native
 from ....families.registry import COMFYUI
@@ -27,6 +28,9 @@ from ....parallel.block_lists import block_fqns, followers, tail_modules
 from .model import ComfyModel, own_config
 
 _DTYPES = {**TORCH_TYPES}
+_MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
+# What a whole checkpoint says of its model beside the weights: how it predicts, and from how much noise.
+_SAYS = frozenset(("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min"))
 _PICKED_APART = (
     "ComfyUI's loader cuts, joins or makes tensors of {path} while loading ({name}), which training does not do; use a "
     "file with the model's own layout"
@@ -66,10 +70,12 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     Raises: ValueError for a file that ComfyUI does not know, or a class that cannot be trained here.
     """
     header = read_header(path)
-    records, prefix = _own_records(header.records())
+    everything = header.records()
+    records, prefix = _own_records(everything)
+    said = {name: record for name, record in everything.items() if name in _SAYS}
     formats = read_formats(path, records, [header.metadata])
     records = pair_scales(path, records, formats)
-    names = {f"{prefix}{n}": torch.empty(r.shape, dtype=_float_type(r), device="meta") for n, r in records.items()}
+    names = _read_small({**{f"{prefix}{name}": record for name, record in records.items()}, **said})
     config = _detect(path, names, prefix, dict(header.metadata))
     config.set_inference_dtype(getattr(torch, dtype), None)
     tensors = _renamed(path, config, records)
@@ -92,10 +98,15 @@ def _own_records(records: dict[str, TensorRecord]) -> tuple[dict[str, TensorReco
     for prefix in ("model.diffusion_model.", "diffusion_model."):
         own = {name.removeprefix(prefix): each for name, each in records.items() if name.startswith(prefix)}
         if own:
-            if "v_pred" in records or "edm_mean" in records:
-                raise ValueError("checkpoints that say v_pred or edm_mean beside their weights are not read yet")
             return own, prefix
     return records, ""
+
+
+def _read_small(records: dict[str, TensorRecord]) -> dict[str, torch.Tensor]:
+    """Every tensor without its numbers, but for vectors: ComfyUI tells some models by the spread of a norm or bias."""
+    names = {n: torch.empty(r.shape, dtype=_float_type(r), device="meta") for n, r in records.items()}
+    is_small = {n: r for n, r in records.items() if len(r.shape) < 2 and prod(r.shape) <= _MOST_READ}
+    return names | dict(read_records({n: r for n, r in is_small.items() if r.dtype in FLOAT_TYPES}))
 
 
 def _float_type(record: TensorRecord) -> torch.dtype:
@@ -207,13 +218,22 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
         read_prediction=_unused,
         encode_latents=_unused,
         decode_latents=_unused,
-        comfy=ComfyInputs("cond", "", _normaliser(form, dims), latent_dims=dims, reads_all=True),
+        comfy=ComfyInputs("cond", "", _normaliser(form, dims), latent_dims=dims, reads_all=True, needs=_needs(base)),
         native=row,
         host=host,
         prediction_target=_kind_of(base),
     )
     assert not followers(model, row)
     return family, variant
+
+
+def _needs(base: Any) -> tuple[str, ...]:
+    """What such a model is given beside the noise, as its CONDITIONING calls it. HunyuanVideo 1.5 makes videos of text
+    with the weights that it takes an image with: nothing is beside the noise then."""
+    form = base.latent_format
+    noise = torch.empty(1, form.latent_channels, *(8,) * form.latent_dimensions, device="meta")
+    beside = base.concat_cond(noise=noise, latent_image=noise, device=noise.device)
+    return () if beside is None or type(base).__name__ == "HunyuanVideo15" else ("concat_latent_image",)
 
 
 def _outside(model: Any, lists: tuple[str, ...]) -> list[str]:

@@ -1,0 +1,133 @@
+"""Writes docs/families.md: which model can be split, divided, trained and so on, and why not. Of the classes that
+ComfyUI builds, training is what tests/comfy/test_native_training.py has seen (tests/assets/native_training.json); the
+rest is what families/ says. With --check it writes nothing; exit code 1 if the page is out of date.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import runpy
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "families.md"
+SEEN = ROOT / "tests" / "assets" / "native_training.json"
+_TRAINED = ("loss", "gradients", "recompute", "5 steps", "resume", "stock LoRA")
+# Column -> the steps that must have gone well.
+_COLUMNS = {
+    "train": _TRAINED,
+    "split": ("split",),
+    "pipeline": ("pipeline",),
+    "data": ("data",),
+    "tensor": ("tensor",),
+    "8-bit": ("8 bits",),
+    "offload": ("weight offload", "activation offload"),
+    "forecast": ("forecast",),
+}
+_INTRO = """\
+# Which model can do what
+
+Made by `scripts/families_table.py`; do not edit. A number points to the reason below the table.
+
+- **train**: a LoRA. ComfyUI's own trainer has the same loss, central differences the same gradients, five steps lower
+  the loss, a resumed run is the same bit for bit, and the stock LoRA loader maps every key and draws the same.
+- **split**: one model over several cards. **pipeline**: microbatches follow each other through it. **data**: copies.
+- **tensor**: every block is divided among the cards.
+- **8-bit**: the frozen weights; the LoRA stays in full precision.
+- **offload**: weights, and what is kept for the backward, in host memory.
+- **forecast**: memory and time are said before weights are loaded.
+
+Splits and divided blocks for sampling have a guide of their own: [split models](guides/split_models.md).
+"""
+
+
+class _Reasons:
+    """Numbered in order of first use."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def cell(self, fault: str) -> str:
+        return f"no [{self._numbers.setdefault(fault, len(self._numbers) + 1)}]" if fault else "yes"
+
+    def lines(self) -> Iterator[str]:
+        for text, number in self._numbers.items():
+            yield f"{number}. {text}"
+
+
+def page() -> str:
+    """The page as it should be."""
+    runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
+    seen = json.loads(SEEN.read_text(encoding="utf-8"))
+    rows = importlib.import_module("devicebridge.families.comfy.registry").NATIVE_MODELS
+    families = importlib.import_module("devicebridge.families.registry").FAMILIES
+    parts = [_INTRO, *_own(families.values()), *_native(seen), *_others(rows, seen)]
+    return "\n".join(parts) + "\n"
+
+
+def _own(families: Iterable[Any]) -> Iterator[str]:
+    yield "## Trained as diffusers' class, from any folder or file\n"
+    yield from _heading("model", _COLUMNS)
+    reasons = _Reasons()
+    for family in families:
+        faults = dict.fromkeys(_COLUMNS, "")
+        faults["tensor"] = "" if family.tensor else "nobody has described how its blocks are divided"
+        yield _row(family.title, [reasons.cell(fault) for fault in faults.values()])
+    yield from ("", *reasons.lines(), "")
+
+
+def _native(seen: dict[str, Any]) -> Iterator[str]:
+    yield "## Trained as ComfyUI's class, from a stock MODEL\n"
+    yield from _heading("model", ["class", *_COLUMNS])
+    reasons = _Reasons()
+    for name, model in seen.items():
+        cells = [reasons.cell(_first_fault(model["faults"], steps)) for steps in _COLUMNS.values()]
+        yield _row(name, [f"`{model['class']}`", *cells])
+    yield from ("", *reasons.lines(), "")
+
+
+def _first_fault(faults: dict[str, str], steps: Iterable[str]) -> str:
+    return next((faults[step].partition(": ")[2] or faults[step] for step in steps if faults[step]), "")
+
+
+def _others(rows: Iterable[Any], seen: dict[str, Any]) -> Iterator[str]:
+    trained = {model["class"] for model in seen.values()}
+    yield "## Split for sampling, and not trained\n"
+    yield "Nobody has compared what training of these would compute.\n"
+    yield from _heading("class", ["module", "split", "tensor"])
+    reasons = _Reasons()
+    for row in rows:
+        if row.class_name not in trained:
+            no_plan = "" if row.tensor else row.refusal or "nobody has described how its blocks are divided"
+            cells = [f"`{row.module}`", reasons.cell(row.refusal), reasons.cell(no_plan)]
+            yield _row(f"`{row.class_name}`", cells)
+    yield from ("", *reasons.lines())
+
+
+def _heading(first: str, others: Iterable[str]) -> Iterator[str]:
+    names = [first, *others]
+    yield _row(names[0], names[1:])
+    yield "|" + "---|" * len(names)
+
+
+def _row(first: str, cells: Iterable[str]) -> str:
+    return f"| {' | '.join([first, *cells])} |"
+
+
+def main() -> int:
+    text = page()
+    is_current = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
+    if "--check" not in sys.argv:
+        PAGE.write_text(text, encoding="utf-8")
+        return 0
+    if not is_current:
+        print("docs/families.md is out of date: python scripts/families_table.py")
+    return 0 if is_current else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

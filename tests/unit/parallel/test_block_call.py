@@ -1,0 +1,107 @@
+"""Calls with keywords, and results of any form, computed again for the backward as if they were plain."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devicebridge.parallel.offload.block_call import BlockCall, checkpoint_calls, module_of
+from devicebridge.parallel.offload.recompute import recompute
+from torch import nn
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Block(nn.Module):
+    """Called as ComfyUI calls its own: tensors by position and by keyword, and an object that all blocks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, dtype=torch.float64)
+        self.seen: list[object] = []
+
+    def forward(self, x, context=None, *, scale, options=None):
+        self.seen.append(options)
+        out = torch.tanh(self.linear(x)) * scale
+        return None, {"x": out if context is None else out + context.sin(), "steps": 3}
+
+
+def _recompute(call, *values):
+    return recompute(call, values, CPU)
+
+
+def _inputs():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 4, dtype=torch.float64, generator=generator) for _ in range(3)]
+
+
+def _run(block, x, context, scale, options):
+    nothing, rest = block(x, context=context, scale=scale, options=options)
+    assert nothing is None and rest["steps"] == 3
+    return rest["x"].square().sum()
+
+
+def _made():
+    torch.manual_seed(2)
+    return Block()
+
+
+def test_gradients_are_central_differences():
+    block = _made()
+    checkpoint_calls([block], _recompute, ("options",))
+    tensors = _inputs()
+    wanted = [*(tensor.requires_grad_() for tensor in tensors), block.linear.weight]
+    _run(block, *tensors, {}).backward()
+    plain = _made()
+    for gradient, tensor in zip([each.grad for each in wanted], [*tensors, plain.linear.weight], strict=True):
+        slope = torch.empty_like(tensor)
+        with torch.no_grad():
+            numbers = tensor.view(-1)
+            for index in range(tensor.numel()):
+                ends = []
+                for step in (1e-6, -2e-6):
+                    numbers[index] += step
+                    ends.append(_run(plain, *tensors, {}))
+                numbers[index] += 1e-6
+                slope.view(-1)[index] = (ends[0] - ends[1]) / 2e-6
+        torch.testing.assert_close(gradient, slope, rtol=1e-6, atol=1e-7)
+
+
+def test_the_block_is_computed_twice_with_the_same_shared_object():
+    block, options = _made(), {"block": 1}
+    checkpoint_calls([block], _recompute, ("options",))
+    tensors = [tensor.requires_grad_() for tensor in _inputs()]
+    _run(block, *tensors, options).backward()
+    assert len(block.seen) == 2 and all(each is options for each in block.seen)
+
+
+def test_hooks_run_in_the_second_forward_too():
+    block, calls = _made(), []
+    block.register_forward_hook(lambda *args: calls.append(args))
+    checkpoint_calls([block], _recompute, ("options",))
+    _run(block, *(tensor.requires_grad_() for tensor in _inputs()), {}).backward()
+    assert len(calls) == 2
+
+
+def test_without_a_checkpoint_it_is_called_as_ever():
+    block = _made()
+    cls = type(block)
+    for checkpoint in (_recompute, None, _recompute):
+        checkpoint_calls([block], checkpoint, ("options",))
+    assert type(block).__mro__[1] is cls, "a second time wraps no second time"
+    assert type(block).__name__ == "Block" and isinstance(block, Block)
+    checkpoint_calls([block], None, ("options",))
+    _run(block, *(tensor.requires_grad_() for tensor in _inputs()), {}).backward()
+    assert len(block.seen) == 1
+
+
+def test_a_call_has_the_blocks_parameters_and_form():
+    block = _made()
+    x, context, scale = _inputs()
+    call = BlockCall(block, (x,), {"context": context, "scale": scale, "options": {}}, ("options",))
+    assert module_of(call) is block is module_of(block)
+    assert list(call.parameters()) == list(block.parameters())
+    assert len(call.values) == 3 and call.values[0] is x
+    nothing, rest = call.whole(call(*call.values))
+    assert nothing is None
+    torch.testing.assert_close(rest["x"], block(x, context, scale=scale)[1]["x"])
