@@ -15,6 +15,9 @@ rival's report says how many allocation graphs were recorded and replayed and ho
 `compiler_...` let the split with the compiler on and off take turns with one card, and `prompts_...` sample with the
 split `--prompts` times, with one card before and after. `--unguarded` takes out what keeps splits outside the compiler.
 
+In the cases `tensor_...` the rival `tensor_threads` is `tensor` with a thread per card instead of one thread that
+computes for the cards in turns. Both are the same split over the same weights, so their latents must be the same bits.
+
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
 comfy-aimdo all meet the wall a real card has. `--dynamic-vram` starts comfy-aimdo; that cannot be changed within a
 process. `--tiny` runs the same code with toy shapes on emulated cards on the CPU. Results are written after each case.
@@ -440,6 +443,15 @@ def compiler_off() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def workers(*, in_turns: bool) -> Iterator[None]:
+    """How the cards of a split with way tensor compute: one thread for all, or one for each."""
+    from devicebridge.parallel.local.tensor_parallel import TensorParallel
+
+    with mock.patch.object(TensorParallel, "in_turns", in_turns):
+        yield
+
+
 def allocated_gb() -> list[float]:
     return [torch.cuda.memory_allocated(card) / 1e9 for card in range(torch.cuda.device_count())]
 
@@ -520,13 +532,17 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
     """Turns of all rivals, interleaved: seconds per step of each over those of `base`, and equality of latents.
 
     A rival whose name ends in compiler_off samples with ComfyUI's compiler switched off. So does core's replica per
-    card: it runs in threads of its own, whose graphs the end of a node does not free.
+    card: it runs in threads of its own, whose graphs the end of a node does not free. One whose name ends in _threads
+    has a thread per card.
     """
     turns: dict[str, list[Turn]] = {name: [] for name in rivals}
     for index in range(rounds + 1):
         for name, model in rivals.items():
             is_off = name.endswith("compiler_off") or name.startswith("core_multigpu")
-            with compiler_off() if is_off else contextlib.nullcontext():
+            with (
+                compiler_off() if is_off else contextlib.nullcontext(),
+                workers(in_turns=not name.endswith("_threads")),
+            ):
                 turn = sample(model, work)
             what = f"{turn.compiled['graphs']} graphs, {turn.compiled['replays']} replays"
             say(f"    {name}: {'warm-up ' if index == 0 else ''}{statistics.median(turn.step_s):.4f} s/step; {what}")
@@ -536,8 +552,11 @@ def compare(rivals: Mapping[str, Any], work: Work, base: str, rounds: int = OPTI
     others = [name for name in rivals if name != base]
     report: dict[str, Any] = {f"{name}_over_{base}": medians[name] / medians[base] for name in others}
     report |= {f"speed_up_{name}": medians[base] / medians[name] for name in others}
+    pairs = [(name, base) for name in others] + [(f"{name}_threads", name) for name in others]
     report |= {
-        f"{name}_equals_{base}": _difference(turns[base][-1].latents, turns[name][-1].latents) for name in others
+        f"{name}_equals_{other}": _difference(turns[other][-1].latents, turns[name][-1].latents)
+        for name, other in pairs
+        if name in turns
     }
     for name, runs in turns.items():
         report[name] = _describe(runs) | {"weights_gb": weights_gb(rivals[name]), "placement": placement(rivals[name])}
@@ -656,7 +675,8 @@ def tensor(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     shape = replace(shape, **latent)
     one = load(shape, on=CPU)
     forecast = forecasts(one, shape)
-    rivals = {"one_gpu": one, "tensor": split(one, way="tensor")}
+    divided = split(one, way="tensor")
+    rivals = {"one_gpu": one, "tensor": divided, "tensor_threads": divided}
     if shape.class_name != "Flux":  # beside those its weights would not fit, and loading would take the time
         rivals["blocks"] = split(one, way="blocks")
     work = Work(shape, cfg=cfg)

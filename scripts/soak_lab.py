@@ -30,6 +30,7 @@ class Row:
     kills: int = 0
     faults: list[str] = field(default_factory=list)
     skipped: str = ""
+    note: str = ""
 
     def expect(self, is_so: bool, fault: str) -> None:
         if not is_so:

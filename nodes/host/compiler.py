@@ -24,6 +24,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ...parallel.local.device_workers import suspended_frame
+
 if TYPE_CHECKING:
     import torch
 
@@ -84,11 +86,14 @@ class Hold:
 
     @property
     def is_over(self) -> bool:
-        """Whether the frame is no longer in its thread's stack."""
-        frame = sys._current_frames().get(self._thread)
+        """Whether the frame is no longer in its thread's stack, nor in that of home while it computes elsewhere."""
+        stacks = sys._current_frames().get(self._thread), suspended_frame(self._thread)
+        return not any(self._is_in(each) for each in stacks)
+
+    def _is_in(self, frame: types.FrameType | None) -> bool:
         while frame is not None and (id(frame), frame.f_code) != self._frame:
             frame = frame.f_back
-        return frame is None
+        return frame is not None
 
 
 _SWITCHES = _Switches()

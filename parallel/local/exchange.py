@@ -1,4 +1,4 @@
-"""Where threads that compute one thing together hand each other what they have, each to all."""
+"""Where threads that compute one thing together hand each other what they have, each to all. So do greenlets."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..transfer import Arrivals, settle
+from .device_workers import Queue
 
 # A tensor, the rank it goes to, where to note that it is under way -> the copy there, not to be used before settle()
 Send = Callable[[torch.Tensor, int, Arrivals], torch.Tensor]
@@ -28,18 +29,16 @@ class Exchange:
     Args:
         size: number of threads.
         send: issues the copy that another rank is given.
+        make_queue: of what one thread brings another.
     """
 
-    def __init__(self, size: int, send: Send) -> None:
+    def __init__(self, size: int, send: Send, make_queue: Callable[[], Queue] = SimpleQueue) -> None:
         self.size = size
         self._send = send
-        # Two threads meet every 100 microseconds or so: a queue that is written in C costs a tenth of a condition.
-        self._boxes: list[list[SimpleQueue[_Letter | None]]] = [
-            [SimpleQueue() for _ in range(size)] for _ in range(size)
-        ]
+        self._boxes = [[make_queue() for _ in range(size)] for _ in range(size)]  # of _Letter, or None
         self._rounds = [0] * size  # that each thread has finished
         self._brought: list[list[torch.Tensor]] = [[] for _ in range(size)]  # and not yet collected
-        self._error: BaseException | None = None
+        self._errors: dict[str, BaseException] = {}  # "first", which setdefault keeps whoever comes at the same time
 
     def all(self, rank: int, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
         """What every thread brought, by rank, on this one's device; waits for the last one.
@@ -76,27 +75,36 @@ class Exchange:
         self._rounds[rank] += 1
 
     def _from(self, sender: int, rank: int, name: str) -> torch.Tensor:
-        letter = self._boxes[sender][rank].get() if self._error is None else None
+        letter: _Letter | None = self._boxes[sender][rank].get() if self.error is None else None
         while letter is not None and letter[1] < self._rounds[rank]:  # the end of an earlier round
             letter = self._boxes[sender][rank].get()
         if letter is not None and letter[0] != name:
             self.abort(RuntimeError(f"the devices are at different places: one at {letter[0]}, one at {name}"))
-        if self._error is not None:
-            raise self._error
+        error = self.error
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # or its traceback would keep this frame, and this frame the error
         assert letter is not None and letter[2] is not None, "None comes with an error, the end under another name"
         settle(letter[3])
         return letter[2]
 
+    @property
+    def error(self) -> BaseException | None:
+        """What `abort` was given first."""
+        return self._errors.get("first")
+
     def abort(self, error: BaseException) -> None:
         """End this and all further meetings by this error; the first one counts."""
-        self._error = self._error or error
+        self._errors.setdefault("first", error)
         for boxes in self._boxes:
             for box in boxes:
                 box.put(None)
 
     def forget(self) -> None:
         """Let go of the error and of what nobody took, when no thread comes any more: they hold activations."""
-        self._error = None
+        self._errors.clear()
         self._boxes.clear()
         self._brought.clear()
 

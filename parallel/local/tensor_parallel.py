@@ -1,7 +1,7 @@
 """Several devices compute each block of one forward together, every device with its part of the weights.
 
 The model's own forward runs once, at home, on home's part of each block. A hook on the block hands the same arguments
-to a thread per further device, which runs that device's part. Inside the block the parts meet behind row-parallel
+to a worker per further device, which runs that device's part. Inside the block the parts meet behind row-parallel
 linears (shards.py): each device copies the others' partial sums and adds all of them in the order of ranks. So every
 device has the same bits, and the block's output. The next block finds it there, if it is handed the very tensor that
 this block returned, unchanged. Everything else is copied from home.
@@ -9,15 +9,14 @@ this block returned, unchanged. Everything else is copied from home.
 So the code between two blocks, and whatever other people hang into it, sees ordinary tensors of one device. Outputs
 have a version also in inference mode: a residual added in place makes the other devices' copies out of date.
 
-The threads live as long as one forward. A device's error ends the meeting of all, and the forward with that error.
+The workers (device_workers.py) are greenlets of home's thread, or threads, and live as long as one forward. A device's
+error ends the meeting of all, and the forward with that error.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -25,11 +24,11 @@ from torch import nn
 
 from ...patches.hooks import map_tensors
 from ..staged_copies import StagedCopies, go_through_host
-from ..transfer import Arrivals, copy_to, current_device, versioned
+from ..transfer import Arrivals, copy_to, versioned
 from .bridge import Bridge
+from .device_workers import make_workers
 from .exchange import Exchange, TokenChunks, summed
 from .shards import BlockShard, Meeting, norm_eps, norm_ratio, sum_of_squares
-from .workers import ThreadState
 
 # Between devices of one kind the outputs of a block are the same bits; different kinds round differently. A partial sum
 # that nobody added is as large as the output itself.
@@ -46,6 +45,8 @@ class TensorParallel(Bridge):
         passed_by: as of Bridge; the other devices get a copy of a dict.
     Raises: ValueError if there is no block.
     """
+
+    in_turns = True  # one thread for all devices, where greenlets are to be had; else a thread per device
 
     def __init__(
         self,
@@ -108,6 +109,7 @@ class TensorParallel(Bridge):
             self._run = _Run(self)
         others = enumerate(self._shards[block][1], start=1)
         calls = [(rank, (shard.block, *self._run.given(rank, args, kwargs))) for rank, shard in others]
+        self._run.workers.begin_block()
         self._run.current = block  # before any device begins, and after what may run out of memory
         for rank, call in calls:
             self._run.calls[rank].put(call)
@@ -139,7 +141,7 @@ class TensorParallel(Bridge):
         run.current = None  # the other devices may have been behind
         if output is None:
             return None
-        error = next((each.error for each in others if isinstance(each, _Failed)), None)
+        error = run.exchange.error  # the first one: what the others raised may follow from it
         if error is not None:
             del others
             try:
@@ -185,12 +187,12 @@ class TensorParallel(Bridge):
         Args:
             name: of the meeting; the same on every device.
             brought: this device's; its tensors are copied home.
-            compute: what all brought, by rank -> what each gets, by rank; home's own is called, in home's thread.
+            compute: what all brought, by rank -> what each gets, by rank; home's own is called, by home.
         Returns: this device's, its tensors copied here.
         """
         run = self._run
         assert run is not None, "a block is running"
-        rank = run.ranks.get(threading.get_ident(), 0)
+        rank = run.workers.rank()
         nothing = torch.empty(0, device=self._ranks[rank])
         run.brought[rank] = brought
         run.exchange.all(rank, name, nothing)
@@ -239,27 +241,23 @@ class TensorParallel(Bridge):
 
 
 class _Run:
-    """The threads of one forward."""
+    """The workers of one forward."""
 
     def __init__(self, owner: TensorParallel) -> None:
         devices, self._owner = owner.devices, owner
-        self.exchange = Exchange(len(devices), owner.send_part)
+        self.workers = make_workers(owner.pool, devices, in_turns=owner.in_turns)
+        self.exchange = Exchange(len(devices), owner.send_part, self.workers.queue)
         self.current: nn.Module | None = None  # the block that is being computed
         self.brought: list[Any] = [None] * len(devices)  # to something that is computed at home, and what came of it
-        self.ranks: dict[int, int] = {}  # of the other devices' threads
-        self.calls: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
-        self._results: list[SimpleQueue[Any]] = [SimpleQueue() for _ in devices]
+        self.calls = [self.workers.queue() for _ in devices]
+        self._results = [self.workers.queue() for _ in devices]
         self._give = [functools.partial(owner.give, rank) for rank in range(len(devices))]
         self._known: list[dict[Any, tuple[Any, Any]]] = [
             {} for _ in devices
         ]  # by argument: a value, and what it is there
-        state = ThreadState(devices)
-        self._tasks = []
         try:
             for rank in range(1, len(devices)):
-                task = owner.pool.task(f"devicebridge-{devices[rank]}", self._serve, rank, devices[rank], state)
-                task.start()
-                self._tasks.append(task)
+                self.workers.start(rank, functools.partial(self._serve, rank))
         except BaseException:
             self.close()
             raise
@@ -285,25 +283,23 @@ class _Run:
         return known[1]
 
     def results(self) -> list[Any]:
-        """What the other devices computed, or a _Failed, by rank."""
+        """What the other devices computed, by rank; None of one that failed, whose error the exchange knows."""
         return [results.get() for results in self._results[1:]]
 
     def close(self) -> None:
-        """End the threads, also in the middle of a block."""
+        """End the workers, also in the middle of a block."""
         if self.current is not None:
             self.exchange.abort(RuntimeError("the forward was ended"))
         for calls in self.calls[1:]:
             calls.put(None)
-        for task in self._tasks:
-            task.join()
+        self.workers.join()
         self.exchange.forget()
         self._results.clear()
 
-    def _serve(self, rank: int, device: torch.device, state: ThreadState) -> None:
-        """Compute block after block; the first error is the last result."""
+    def _serve(self, rank: int) -> None:
+        """Compute block after block, up to the first error."""
         try:
-            self.ranks[threading.get_ident()] = rank
-            with state.taken_over(), current_device(device):
+            with self.workers.here(rank):
                 while (call := self.calls[rank].get()) is not None:
                     block, args, kwargs = call
                     output = block(*args, **kwargs)
@@ -312,14 +308,7 @@ class _Run:
                     del call, block, args, kwargs, output
         except BaseException as error:
             self.exchange.abort(error)
-            self._results[rank].put(_Failed(error))
-
-
-class _Failed:
-    """Args: error: what a device raised."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+            self._results[rank].put(None)
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

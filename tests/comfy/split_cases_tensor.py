@@ -17,7 +17,7 @@ import comfy.lora
 import comfy.sd
 import comfy.weight_adapter
 import torch
-from devicebridge.parallel.local import tensor_parallel
+from devicebridge.parallel.local import device_workers
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
 from devicebridge.tests.comfy.split_cases import CASES, CPU, Case, case, split
 from devicebridge.tests.comfy.split_cases_forward import _RESIDUALS, Residuals
@@ -319,16 +319,16 @@ def tensor_beside_a_bypass_lora(case: Case) -> None:
 
 @case
 def tensor_out_of_memory_on_the_way(case: Case) -> None:
-    """An error while a card is handed its arguments, or before its thread begins, ends one prompt only."""
+    """An error while a card is handed its arguments, or before its worker begins, ends one prompt only."""
     host, name = case.host, "flux1_heads"
     divided = tensor(host.load(name))
     reference = host.sample(divided, name)
-    for where, target in (("handing over", "give"), ("the thread", None)):
+    for where, target in (("handing over", "give"), ("the worker", None)):
         error = torch.OutOfMemoryError("injected")
         broken = (
             mock.patch.object(TensorParallel, target, mock.Mock(side_effect=error))
             if target
-            else mock.patch.object(tensor_parallel, "current_device", mock.Mock(side_effect=error))
+            else mock.patch.object(device_workers, "current_device", mock.Mock(side_effect=error))
         )
         with broken:
             case.refused(where, lambda: host.sample(divided, name), torch.OutOfMemoryError, "injected")

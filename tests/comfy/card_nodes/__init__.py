@@ -7,19 +7,26 @@ can only be entered by a node; a graph turns it on before the loader and off beh
 from __future__ import annotations
 
 import contextlib
+import gc
+import hashlib
 import os
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 _ROOT = Path(os.path.realpath(__file__)).parents[3]
 _entered = contextlib.ExitStack()
+_is_on = False
+_disarm = contextlib.ExitStack()
 
 
 class CardsOn:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:
-        return {"required": {"devices": ("STRING", {"default": "lazy:0,lazy:1"})}}
+        keep = ("BOOLEAN", {"default": False})  # an emulation that is on already, with what lies on its cards
+        return {"required": {"devices": ("STRING", {"default": "lazy:0,lazy:1"})}, "optional": {"keep": keep}}
 
     RETURN_TYPES = ("COMBO",)
     FUNCTION = "enter"
@@ -29,12 +36,15 @@ class CardsOn:
     def IS_CHANGED(cls, **inputs: Any) -> float:
         return float("nan")
 
-    def enter(self, devices: str) -> tuple[str]:
+    def enter(self, devices: str, keep: bool = False) -> tuple[str]:
+        global _is_on
         runpy.run_path(str(_ROOT / "bootstrap.py"))["load_pack"]()
         from devicebridge.tests.comfy.split_host import emulated_machine
 
-        _entered.close()
-        _entered.enter_context(emulated_machine())
+        if not (keep and _is_on):
+            _entered.close()
+            _entered.enter_context(emulated_machine())
+            _is_on = True
         return (devices,)
 
 
@@ -55,10 +65,12 @@ class CardsOff:
         return float("nan")
 
     def leave(self, samples: Any = None) -> tuple[Any]:
+        global _is_on
         import comfy.model_management
 
         comfy.model_management.unload_all_models()
         _entered.close()
+        _is_on = False
         return (samples,)
 
 
@@ -78,4 +90,77 @@ class TestCondition:
         return (FAMILIES[family].condition(seed),)
 
 
-NODE_CLASS_MAPPINGS = {"TestCardsOn": CardsOn, "TestCardsOff": CardsOff, "TestCondition": TestCondition}
+class FailAt:
+    """Has one card of a MODEL with way tensor fail at a meeting of the next sampling; at 0 none does."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        numbers = {"rank": ("INT", {"default": 0}), "at": ("INT", {"default": 0, "max": 10**6})}
+        return {"required": {"model": ("MODEL",), **numbers}}
+
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "arm"
+    CATEGORY = "test"
+
+    @classmethod
+    def IS_CHANGED(cls, **inputs: Any) -> float:
+        return float("nan")
+
+    def arm(self, model: Any, rank: int, at: int) -> tuple[Any]:
+        _disarm.close()
+        # ComfyUI loads the pack under a name of its own.
+        modules = [module for name, module in sys.modules.items() if name.endswith("parallel.local.exchange")]
+        for module in modules if at else ():
+            _disarm.enter_context(
+                mock.patch.object(module.Exchange, "bring", _failing(module.Exchange.bring, rank, at))
+            )
+        return (model,)
+
+
+def _failing(bring: Any, rank: int, at: int) -> Any:
+    count = 0
+
+    def fail(exchange: Any, here: int, name: str, tensor: Any) -> None:
+        nonlocal count
+        count += here == rank
+        if here == rank and count == at:
+            raise RuntimeError(f"injected at {at} of {rank}")
+        bring(exchange, here, name, tensor)
+
+    return fail
+
+
+class Held:
+    """Says what the process holds, and which bits the latents are."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"samples": ("LATENT",)}}
+
+    RETURN_TYPES = ()
+    FUNCTION = "tell"
+    OUTPUT_NODE = True
+    CATEGORY = "test"
+
+    @classmethod
+    def IS_CHANGED(cls, **inputs: Any) -> float:
+        return float("nan")
+
+    def tell(self, samples: Any) -> dict[str, Any]:
+        import psutil
+        from devicebridge.tests.emulated import on_cpu
+
+        gc.collect()
+        latents = on_cpu(samples["samples"])
+        used = psutil.Process()
+        digest = hashlib.sha256(latents.numpy().tobytes()).hexdigest()
+        return {"ui": {"digest": [digest], "threads": [used.num_threads()], "bytes": [used.memory_info().rss]}}
+
+
+NODE_CLASS_MAPPINGS = {
+    "TestCardsOn": CardsOn,
+    "TestCardsOff": CardsOff,
+    "TestCondition": TestCondition,
+    "TestFailAt": FailAt,
+    "TestHeld": Held,
+}

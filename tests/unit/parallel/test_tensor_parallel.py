@@ -2,6 +2,7 @@
 
 The same device stands for every rank: what one hands another is a copy there, too. The toy blocks have what the
 described classes have: packed linears, norms of heads and over all heads, gathered modulation, residuals in place.
+Everything holds with a thread per device, and with one thread that computes for the devices in turns.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.families.tensor_plan import Divided, TensorPlan
+from devicebridge.parallel.local import device_workers
 from devicebridge.parallel.local.exchange import Exchange, TokenChunks
 from devicebridge.parallel.local.shards import BlockShard, divide_block, divided_bytes, find_plan, shares_of
 from devicebridge.parallel.local.tensor_parallel import TensorParallel
@@ -196,6 +198,14 @@ def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+@pytest.fixture(params=["in turns", "threads"], autouse=True)
+def in_turns(request, monkeypatch) -> bool:
+    if request.param == "in turns" and device_workers.greenlet is None:
+        pytest.skip("greenlet is not installed")
+    monkeypatch.setattr(TensorParallel, "in_turns", request.param == "in turns")
+    return request.param == "in turns"
+
+
 @pytest.fixture
 def x() -> torch.Tensor:
     return torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -359,14 +369,14 @@ def test_an_interrupt_between_two_blocks_leaves_nothing_behind(x) -> None:
     assert _difference(_run(parallel, model, x), expected) < NEAR
 
 
-def test_fifty_forwards_need_no_more_threads_than_one(x) -> None:
+def test_fifty_forwards_need_no_more_threads_than_one(x, in_turns) -> None:
     model = _model()
     parallel = _divide(model, 3)
     before = threading.active_count()
     counts = set()
     for _ in range(50):
         _run(parallel, model, x, lambda *_: counts.add(threading.active_count()))
-    assert counts == {before + 2} and threading.active_count() <= before + 2
+    assert counts == {before + (0 if in_turns else 2)} and threading.active_count() <= before + 2
 
 
 def test_a_block_called_outside_its_forward_is_refused(x) -> None:

@@ -1,0 +1,183 @@
+"""Many prompts in a running ComfyUI that alternate way, LoRA, size and Cancel, and errors on one card now and then.
+
+Each output has the bits of the first of its kind, the prompt after a cancelled or failed one as well. What the process
+holds does not grow. Cards are emulated and stay so between prompts, so that models stay loaded as they do for a user.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from devicebridge.tests.comfy.server import ROOT, Finished, Server
+from devicebridge.tests.comfy_host import comfy_python
+
+FAMILY = "sd3"  # its file tells that it has several heads
+FILE = "tiny_stress.safetensors"
+WAYS, SIZES = ("tensor", "blocks"), (64, 96)
+MOST_GROWTH_BYTES = 48 << 20
+_CANCELLED_STEPS = 60
+_MAKE = """
+import runpy, sys
+runpy.run_path(sys.argv[1])["load_pack"]()
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from comfy.cli_args import args
+args.cpu = True
+import torch
+from safetensors.torch import save_file
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights, save_checkpoint
+base, family, name = Path(sys.argv[3]), sys.argv[4], sys.argv[5]
+save_checkpoint(FAMILIES[family], base / "diffusion_models" / name, torch.float32)
+save_file({k: v.contiguous() for k, v in lora_weights(family, 1).items()}, base / "loras" / name)
+"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a prompt's output depends on."""
+
+    way: str
+    has_lora: bool
+    size: int
+
+
+@dataclass
+class Found:
+    """What happened. faults: what must not have."""
+
+    prompts: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    held: list[dict[str, int]] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+def make_files(server: Server, comfyui: Path) -> None:
+    """A tiny checkpoint and a LoRA of it among the server's models."""
+    for name in ("diffusion_models", "loras"):
+        (server.base / "models" / name).mkdir(parents=True, exist_ok=True)
+    arguments = [str(ROOT / "bootstrap.py"), str(comfyui), str(server.base / "models"), FAMILY, FILE]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    python = comfy_python(comfyui)
+    subprocess.run([str(python), "-c", _MAKE, *arguments], env=environment, timeout=120, check=True)
+
+
+def run_tensor_prompts(server: Server, number: int, num_errors: int, seed: int) -> Found:
+    """Args: num_errors: of these prompts fail by an injected error, always with way tensor."""
+    draw, found, firsts = random.Random(seed), Found(), dict[Kind, str]()
+    failing = set(draw.sample(range(1, number), num_errors))
+    for index, kind in enumerate(_kinds(draw, number)):
+        if index in failing:
+            _fail(server, draw, kind, found)
+        elif draw.random() < 0.15:
+            _cancel(server, draw, kind, found)
+        _compare(server, kind, found, firsts)
+        found.prompts += 1
+    done = server.run({"1": _node("TestCardsOff")})
+    if done.status != "success":
+        found.faults.append(f"unloading ended with {done.status}: {done.error}")
+    found.faults += growth(found.held)
+    return found
+
+
+def _kinds(draw: random.Random, number: int) -> Iterator[Kind]:
+    """Way, LoRA and size alternate, each in its own rhythm."""
+    for index in range(number):
+        yield Kind(WAYS[index % 2], draw.random() < 0.5, draw.choice(SIZES))
+
+
+def growth(held: list[dict[str, int]]) -> list[str]:
+    """What the process held more of at the end than when half of the prompts had run; [] for nothing."""
+    half, last = held[len(held) // 2 :], held[-1]
+    before = {name: max(each[name] for each in half[: max(1, len(half) // 2)]) for name in last}
+    faults = [f"{name} were {before[name]}, now {last[name]}" for name in ("threads",) if last[name] > before[name]]
+    if last["bytes"] > before["bytes"] + MOST_GROWTH_BYTES:
+        faults.append(f"{before['bytes'] >> 20} MiB were used, now {last['bytes'] >> 20}")
+    return faults
+
+
+def _compare(server: Server, kind: Kind, found: Found, firsts: dict[Kind, str]) -> None:
+    done = server.run(graph(kind))
+    if done.status != "success":
+        found.faults.append(f"{kind} ended with {done.status}: {done.error}")
+        return
+    told = done.outputs["held"]
+    found.held.append({"threads": told["threads"][0], "bytes": told["bytes"][0]})
+    if firsts.setdefault(kind, told["digest"][0]) != told["digest"][0]:
+        found.faults.append(f"prompt {found.prompts}, {kind}: other bits than the first")
+
+
+def _cancel(server: Server, draw: random.Random, kind: Kind, found: Found) -> None:
+    """At some moment of its sampling, or a little before or after."""
+    prompt = server.queue(graph(kind, steps=_CANCELLED_STEPS))
+    time.sleep(draw.uniform(0.05, 1.0))
+    server.post("/interrupt", {})
+    done = server.wait(prompt)
+    found.cancelled += done.status == "interrupted"
+    if done.status == "error":
+        found.faults.append(f"cancelled, {kind}: {done.error}")
+
+
+def _fail(server: Server, draw: random.Random, kind: Kind, found: Found) -> None:
+    """One card fails at one of its meetings, or in its own code between them."""
+    rank, at = draw.randrange(2), draw.randint(1, 12)
+    done: Finished = server.run(graph(Kind("tensor", kind.has_lora, kind.size), fails_at=(rank, at)))
+    found.failed += done.status == "error"
+    if done.status != "error" or f"injected at {at} of {rank}" not in done.error:
+        found.faults.append(f"meeting {at} of card {rank} was to fail; it ended with {done.status}: {done.error}")
+
+
+def graph(kind: Kind, steps: int = 2, fails_at: tuple[int, int] | None = None) -> dict[str, Any]:
+    """fails_at: rank and number of the meeting at which it fails."""
+    nodes = {
+        "on": _node("TestCardsOn", devices="lazy:0,lazy:1", keep=True),
+        "load": _node("UNETLoader", unet_name=FILE, weight_dtype="default"),
+        "lora": _node("LoraLoaderModelOnly", model=["split", 0], lora_name=FILE, strength_model=1.0),
+        "split": _node(
+            "DeviceBridgeSplitModel",
+            model=["load", 0],
+            devices=["on", 0],
+            balance="memory",
+            split_at="",
+            memory_limit_gb="",
+            transport="auto",
+            overlap=True,
+            offload=True,
+            way=kind.way,
+        ),
+        "positive": _node("TestCondition", family=FAMILY, seed=1),
+        "latent": _node("EmptyLatentImage", width=kind.size, height=kind.size, batch_size=1),
+        "fail": _node("TestFailAt", model=[_last(kind), 0], rank=(fails_at or (0, 0))[0], at=(fails_at or (0, 0))[1]),
+        "sample": _node(
+            "KSampler",
+            model=["fail", 0],
+            seed=7,
+            steps=steps,
+            cfg=1.0,
+            sampler_name="euler",
+            scheduler="simple",
+            positive=["positive", 0],
+            negative=["positive", 0],
+            latent_image=["latent", 0],
+            denoise=1.0,
+        ),
+        "held": _node("TestHeld", samples=["sample", 0]),
+    }
+    if not kind.has_lora:
+        del nodes["lora"]
+    return nodes
+
+
+def _last(kind: Kind) -> str:
+    return "lora" if kind.has_lora else "split"
+
+
+def _node(kind: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": kind, "inputs": inputs}
