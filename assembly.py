@@ -151,12 +151,17 @@ def assemble_sharded(
 
     It is attached when the weights are shared out already, so that FSDP knows nothing of it.
     """
-    from .parallel.ranks.sharded import checkpointed, load_sharded  # brings DTensor, which nobody else needs
+    from .parallel.ranks.sharded import checkpointed, load_sharded, whole_shapes  # brings DTensor, which nobody else needs
 
     device = plan.placement.home
     model = load_sharded(info, mesh, device, plan.dtype, plan.quantize)
+
+    def attach(model: nn.Module) -> object:
+        with whole_shapes(model):
+            return attach_adapter(model)
+
     # torch's own way to compute blocks again: FSDP then gathers one for its recomputation and its backward at once.
-    return _finish(model, info.family, plan, [device], None, attach_adapter, recompute=checkpointed)
+    return _finish(model, info.family, plan, [device], None, attach, recompute=checkpointed)
 
 
 def _of_one(plan: ExecutionPlan, index: int, placement: Placement) -> ExecutionPlan:

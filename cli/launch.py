@@ -100,9 +100,10 @@ def _is_of_a_device(error: BaseException) -> bool:
     """Whether a library has raised it: out of memory, or an error of the device."""
     import torch
 
+    kinds = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))  # since 2.8
     found: BaseException | None = error
     while found is not None:
-        if isinstance(found, (torch.OutOfMemoryError, torch.AcceleratorError)):
+        if isinstance(found, kinds):
             return True
         found = found.__cause__
     return False

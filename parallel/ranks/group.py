@@ -183,10 +183,10 @@ class Ranks:
         """The sum of every rank's, the same bits on each; all ranks."""
         if self._control is None:
             return tensor
-        is_direct = tensor.device.type in ("cpu", *_direct_types(self.devices))
+        is_direct = tensor.device.type in dist.Backend.default_device_backend_map and tensor.device != CPU
         summed = tensor if is_direct else tensor.to(CPU)
         with _losses_named():
-            dist.all_reduce(summed, group=self._control if summed.device.type == "cpu" else None)
+            dist.all_reduce(summed, group=None if is_direct else self._control)
         return summed.to(tensor.device)
 
 
@@ -200,11 +200,6 @@ def _losses_named() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RankLost(f"another rank has ended or hangs ({str(error).splitlines()[0][:200]})") from error
-
-
-def _direct_types(devices: Sequence[torch.device]) -> set[str]:
-    """Types of device whose tensors ranks exchange without the host."""
-    return {device.type for device in devices if device.type in dist.Backend.default_device_backend_map}
 
 
 @contextmanager
@@ -221,10 +216,8 @@ def joined(
     module: Any = device_module(devices[0])
     if module is not None and hasattr(module, "set_device"):
         module.set_device(devices[0])
-    kinds = {"cpu", *_direct_types(devices)}
-    backend = ",".join(f"{kind}:{dist.Backend.default_device_backend_map[kind]}" for kind in sorted(kinds))
     with _losses_named():
-        dist.init_process_group(backend)
+        dist.init_process_group(dist.Backend.default_device_backend_map.get(devices[0].type, "gloo"))
         control = dist.new_group(backend="gloo", timeout=_PATIENCE)
     watch = Watch(limit_s)
     try:

@@ -14,6 +14,8 @@ up its gradients. Reasons: docs/decisions/0030-several-processes.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -187,6 +189,21 @@ class _Filler:
 
     def _dtype_of(self, name: str) -> torch.dtype:
         return self._dtype if self._kept_in_float32.isdisjoint((name, *name.split("."))) else torch.float32
+
+
+@contextmanager
+def whole_shapes(model: nn.Module) -> Iterator[None]:
+    """Inside, every divided weight looks whole, and holds nothing: for PEFT, which would make a LoRA for the rows that
+    are here."""
+    found = [(m, n, p) for m in model.modules() for n, p in m._parameters.items() if isinstance(p, DTensor)]
+    try:
+        for module, name, parameter in found:
+            stand_in = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+            module._parameters[name] = nn.Parameter(stand_in, requires_grad=False)
+        yield
+    finally:
+        for module, name, parameter in found:
+            module._parameters[name] = parameter
 
 
 def _own_rows(parameter: DTensor) -> tuple[int, int]:
