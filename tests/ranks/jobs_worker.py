@@ -37,7 +37,7 @@ def run(item, joined_ranks):
     def should_stop():
         return bool(item["stop"]) and place.rank == place.num_ranks - 1 and len(steps) >= item["stop"]
 
-    with emulated_cards() if is_on_cards else contextlib.nullcontext():
+    with emulated_cards(4) if is_on_cards else contextlib.nullcontext():
         devices = own_devices(find_devices(job.split.devices), place) if is_on_cards else (CPU,)
         ranks = Ranks(place, devices, should_stop, joined_ranks._control, joined_ranks.watch)
         Trainer.train_step = counted

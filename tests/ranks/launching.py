@@ -32,7 +32,7 @@ def run_jobs(folder, plan, *, count):
     file.write_text(json.dumps(items))
     command = torchrun(HERE / "jobs_worker.py", file, results, count=count)
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-30000:]
     return json.loads(results.read_text())
 
 
