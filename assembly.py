@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,16 +17,20 @@ from .config.model import Strategy
 from .execution import ExecutionPlan
 from .families.spec import ModelFamily
 from .parallel.devices import CPU
-from .parallel.local.block_split import BlockSplit, apply_block_split
+from .parallel.local.block_split import BlockSplit, Recompute, apply_block_split
 from .parallel.local.data_parallel import copy_model
 from .parallel.local.shard_trees import ShardTrees, Slices
 from .parallel.local.tensor_training import DividedModel
+from .parallel.offload.recompute import recompute
 from .parallel.offload.weights import WeightOffload
 from .parallel.placement import Placement, place_offloaded
 from .patches.compile_blocks import CompiledBlocks, compile_if_possible, remove_compiled
 from .patches.cuda_graphs import GraphedBlocks, graph_if_possible
 from .quantization.quantize import Quantizer
 from .quantization.report import QuantizeReport
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 # Attaches an adapter in place; training passes its own, so that this room needs nothing below it.
 AttachAdapter = Callable[[nn.Module], object]
@@ -139,6 +144,26 @@ def _assemble_divided(info: CheckpointInfo, plan: ExecutionPlan, attach_adapter:
     return Assembled(model, split, adapter, quantized=quantized, shards=shards, slices=trees.slices)
 
 
+def assemble_sharded(
+    info: CheckpointInfo, plan: ExecutionPlan, attach_adapter: AttachAdapter, mesh: DeviceMesh
+) -> Assembled:
+    """As above, for a model whose weights several processes share (FSDP2). The LoRA is whole on each of them.
+
+    It is attached when the weights are shared out already, so that FSDP knows nothing of it.
+    """
+    from .parallel.ranks.sharded import checkpointed, load_sharded, whole_shapes  # brings DTensor, which nobody else needs
+
+    device = plan.placement.home
+    model = load_sharded(info, mesh, device, plan.dtype, plan.quantize)
+
+    def attach(model: nn.Module) -> object:
+        with whole_shapes(model):
+            return attach_adapter(model)
+
+    # torch's own way to compute blocks again: FSDP then gathers one for its recomputation and its backward at once.
+    return _finish(model, info.family, plan, [device], None, attach, recompute=checkpointed)
+
+
 def _of_one(plan: ExecutionPlan, index: int, placement: Placement) -> ExecutionPlan:
     """The plan for one replica, or for the one model there is."""
     kept = plan.kept_blocks[index : index + 1] if plan.placement.side_by_side else plan.kept_blocks
@@ -153,10 +178,12 @@ def _finish(
     all_devices: Sequence[torch.device],
     offload: WeightOffload | None,
     attach_adapter: AttachAdapter,
+    recompute: Recompute = recompute,
 ) -> Assembled:
     """What every replica goes through once its weights are in place; all_devices: of all of them."""
     # 2. The bridge comes before everything that may call the model or look at devices.
     split = apply_block_split(model, family, plan.placement, offload)
+    split.recompute = recompute
     # 3. LoRA goes onto the final base layers: PEFT picks its layer class, device and dtype from what it finds there.
     adapter = attach_adapter(model)
     # 4. Checkpointing wraps whole blocks, LoRA included, and needs the split to save the right random states.

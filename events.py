@@ -74,6 +74,19 @@ class EventLog:
             self._listener(event)
 
 
+class NoEvents(EventLog):
+    """Of a process that another one speaks for."""
+
+    def __init__(self) -> None:
+        self._scalars = None
+
+    def __exit__(self, *error: object) -> None:
+        """There is nothing to close."""
+
+    def emit(self, kind: str, step: int = 0, total: int = 0, **values: Any) -> None:
+        """Nobody is told."""
+
+
 def _make_scalar_writer(folder: Path) -> SummaryWriter | None:
     try:
         from torch.utils.tensorboard import SummaryWriter

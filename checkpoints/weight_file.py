@@ -76,6 +76,17 @@ def _read(reader: WeightReader, record: TensorRecord) -> torch.Tensor:
     return torch.cat(tensor.chunk(2)[::-1]) if record.swap_halves else tensor
 
 
+def read_rows(reader: WeightReader, record: TensorRecord, start: int, end: int) -> torch.Tensor:
+    """Rows start to end of a tensor, in the model's order; no others are read. [end - start, ...]"""
+    rows = reader.get_slice(record.key)
+    first, half = record.rows[0] if record.rows else 0, record.shape[0] // 2
+    if not record.swap_halves:
+        return rows[first + start : first + end]  # type: ignore[no-any-return]
+    front = rows[first + start + half : first + min(end, half) + half] if start < half else None
+    back = rows[first + max(start, half) - half : first + end - half] if end > half else None
+    return torch.cat([part for part in (front, back) if part is not None])
+
+
 @contextmanager
 def open_weights(file: Path, remedy: str = AGAIN) -> Iterator[WeightReader]:
     """Open a safetensors file for reading onto the CPU.

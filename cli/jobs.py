@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 from ..config.job import JobConfig, load_job
 from ..jobs.checked_job import JobPlan
@@ -13,20 +14,44 @@ from ..jobs.job import check_job, plan_job, run_job
 from ..jobs.lora_output import describe_file
 from ..jobs.pair import run_pair
 from ..jobs.quantize_preview import preview_job
+from ..jobs.ranks import open_ranks
 from ..jobs.resolve import find_machine
+from ..jobs.result import TrainingResult
+from ..parallel.ranks.place import RankPlace, find_place
 from ..planning.cards import parse_cards
 from ..planning.report import describe_plan, plan_values
 from ..planning.request import make_request
 from ..system.stopping import STOPPED, say, stop_on_signal
+from .launch import as_rank, launch
 from .terminal import Terminal
 
 
 def train(options: argparse.Namespace) -> int:
+    place = find_place()
+    if options.nproc is not None and place is None:
+        return launch(options)
     job = load_job(options.job)
+    if place is not None:
+        return as_rank(place, lambda should_stop: _train_rank(options, job, place, should_stop))
     if job.model.second_expert:
         return _train_pair(options, job)
     with stop_on_signal() as stop:
         result = run_job(job, resume=options.resume, on_event=Terminal(stop.ask), should_stop=stop)
+    return _conclude(options, job, result)
+
+
+def _train_rank(options: argparse.Namespace, job: JobConfig, place: RankPlace, should_stop: Callable[[], bool]) -> int:
+    if place.rank:
+        logging.getLogger().setLevel(logging.ERROR)  # the first one's warnings are the others', too
+    listener = Terminal() if place.rank == 0 else None
+    with open_ranks(job, place, should_stop) as ranks:
+        resume = options.resume or place.num_restarts > 0
+        result = run_job(job, resume=resume, on_event=listener, should_stop=should_stop, ranks=ranks)
+    return _conclude(options, job, result) if place.rank == 0 else 0
+
+
+def _conclude(options: argparse.Namespace, job: JobConfig, result: TrainingResult) -> int:
+    """Say how a training ended; returns the exit code."""
     if result.step >= job.train.steps and options.resume:
         say(f"complete: {result.step} of {job.train.steps} steps are done")
     if result.eval_before is not None and result.eval_after is not None:

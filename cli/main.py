@@ -61,6 +61,12 @@ def _make_parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train a LoRA from a TOML job file")
     train.add_argument("job", type=Path)
     train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of the job's folder")
+    train.add_argument(
+        "--nproc",
+        type=int,
+        metavar="PROCESSES",
+        help="train in so many processes of this machine, which share its devices; torchrun is started for it",
+    )
     train.set_defaults(command=_command("jobs", "train"))
 
     check = commands.add_parser("check", help="check a job file, its model and its images without loading weights")

@@ -112,13 +112,13 @@ class SplitConfig:
 
 # How several devices share the microbatches of a step. With a new name the type checker reports each `match` below and
 # elsewhere that does not know it.
-Strategy = Literal["none", "pipeline", "data", "tensor"]
+Strategy = Literal["none", "pipeline", "data", "tensor", "fsdp", "hsdp"]
 
 
 def holds_copies(strategy: Strategy) -> bool:
     """Whether every device has a copy of the whole model; a microbatch goes through one of them."""
     match strategy:
-        case "none" | "pipeline" | "tensor":
+        case "none" | "pipeline" | "tensor" | "fsdp" | "hsdp":
             return False
         case "data":
             return True
@@ -127,7 +127,7 @@ def holds_copies(strategy: Strategy) -> bool:
 def divides_blocks(strategy: Strategy) -> bool:
     """Whether every device has a share of each block, and all of them compute each microbatch together."""
     match strategy:
-        case "none" | "pipeline" | "data":
+        case "none" | "pipeline" | "data" | "fsdp" | "hsdp":
             return False
         case "tensor":
             return True
@@ -136,9 +136,18 @@ def divides_blocks(strategy: Strategy) -> bool:
 def has_stages(strategy: Strategy) -> bool:
     """Whether several microbatches are in one model at once, each in the stage of another device."""
     match strategy:
-        case "none" | "data" | "tensor":
+        case "none" | "data" | "tensor" | "fsdp" | "hsdp":
             return False
         case "pipeline":
+            return True
+
+
+def shards_weights(strategy: Strategy) -> bool:
+    """Whether every process keeps a share of the weights, and has a block whole only while it computes it."""
+    match strategy:
+        case "none" | "pipeline" | "data" | "tensor":
+            return False
+        case "fsdp" | "hsdp":
             return True
 
 
@@ -152,9 +161,16 @@ class ParallelConfig:
             the whole model and trains its share of them. tensor: all devices compute each microbatch together, each
             with a share of every block; it suits steps of one microbatch and fast links. auto takes what the planner
             finds fastest. Needs two or more GPUs of one kind, and all but tensor gradient_accumulation_steps above 1.
-            A run with data or tensor is resumed as it began.
+            A run with data or tensor is resumed as it began. Where torchrun or --nproc starts several processes, these
+            are for the devices of each process, and the processes share out the microbatches. fsdp and hsdp are for
+            several processes alone, with one device each: every process keeps a share of the weights (fsdp), or the
+            processes of each machine share one copy (hsdp). Then auto takes fsdp where one device does not hold the
+            model.
         microbatches_ahead: Microbatches that each device of a pipeline but the last may hold beyond what 1F1B needs.
             More hides uneven times and takes memory.
+        shard_degree: For hsdp: processes that share one copy of the weights. Left out: those of a machine.
+        hang_timeout_s: Of several processes: seconds that a step may take beyond three of the longest so far. After
+            that its process counts as hung, and the job ends.
     """
 
     strategy: Literal["auto", Strategy] = setting(
@@ -164,6 +180,8 @@ class ParallelConfig:
         old_words={"1f1b": "pipeline", "gpipe": "pipeline", "replicas": "data"},
     )
     microbatches_ahead: Annotated[int, Range(0, 1000)] = setting(1, is_free=True, was=("pipeline.ahead",))
+    shard_degree: Annotated[int, Range(0, 100_000)] = setting(0, is_free=True)
+    hang_timeout_s: Annotated[float, Range(1, 1_000_000)] = setting(20.0, is_free=True)
 
     @property
     def asked(self) -> Strategy | None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..assembly import Assembled, assemble_for_training
-from ..config.model import Strategy
+from torch import nn
+
+from ..assembly import Assembled, assemble_for_training, assemble_sharded
+from ..config.model import Strategy, shards_weights
 from ..data.order import BatchOrder
 from ..events import EventLog
 from ..parallel.devices import reset_peaks
@@ -15,15 +18,19 @@ from ..parallel.local.data_parallel import DataParallel, Replica
 from ..parallel.local.lora_slices import LoraSlices
 from ..parallel.local.pipeline import Pipeline
 from ..parallel.local.tensor_training import DividedModel, TensorTraining
+from ..parallel.ranks.across import AcrossRanks
+from ..parallel.ranks.group import ALONE, Ranks
 from ..parallel.runner import PlainAccumulation, Runner
 from ..patches.compile_blocks import remove_compiled
 from ..planning.report import compare, parts_of
+from ..sampling.in_ranks import RankSamples
 from ..system.requests import Requests
 from ..training.adapter import LoraHandle, apply_lora
 from ..training.batches import CachedSamples
 from ..training.loop import Trainer
 from .checked_job import JobPlan
 from .lora_output import save_lora
+from .ranks import mesh_of
 from .samples import make_sampler
 
 
@@ -33,6 +40,7 @@ def build_trainer(
     data: tuple[CachedSamples, CachedSamples | None],
     events: EventLog,
     cleanup: ExitStack,
+    ranks: Ranks = ALONE,
 ) -> Trainer:
     """Load the model and put everything around it that a training needs.
 
@@ -40,6 +48,7 @@ def build_trainer(
         identity: facts that a resumed run must share.
         data: to train on and to evaluate with.
         cleanup: is given what must be undone before the model is dropped.
+        ranks: the processes that each build one.
     """
     job = plan.job
     events.emit("phase", name="loading", placement=plan.placement.describe(), blocks=plan.placement.runs())
@@ -47,9 +56,7 @@ def build_trainer(
         parts = {device.device: parts_of(device) for device in plan.training.devices}
         events.emit("forecast", devices=compare(plan.training.devices), parts=parts)
     reset_peaks(plan.placement.used_devices)  # of the encoders
-    assembled = assemble_for_training(
-        plan.info, plan.execution, lambda model: apply_lora(model, plan.family, job.lora, seed=job.train.seed)
-    )
+    assembled = _assemble(plan, ranks)
     _clean_up_later(assembled, cleanup)
     if assembled.quantized is not None:
         report = assembled.quantized
@@ -60,6 +67,10 @@ def build_trainer(
         return save_lora(plan, lora, folder)
 
     runner = _make_runner(plan, assembled)
+    if ranks.is_launched:
+        shares = shards_weights(plan.execution.strategy)
+        runner = AcrossRanks(runner, list(lora.parameters().values()), ranks, job.train.seed, in_lockstep=shares)
+    asked, pictures = Requests(Path(job.output.folder)), make_sampler(plan, assembled, runner, data[0], events, ranks)
     return Trainer(
         job=job,
         family=plan.family,
@@ -81,9 +92,24 @@ def build_trainer(
         save_lora=save,
         compiled=assembled.all_compiled,
         graphs=assembled.all_graphs,
-        is_asked=Requests(Path(job.output.folder)).take,
-        samples=make_sampler(plan, assembled, lambda: runner.replica_for(0), data[0], events),
+        is_asked=lambda what: ranks.from_first(lambda: asked.take(what)),
+        samples=pictures if pictures is None or not ranks.is_launched else RankSamples(pictures, ranks),
+        ranks=ranks,
     )
+
+
+def _assemble(plan: JobPlan, ranks: Ranks) -> Assembled:
+    """The model on its devices, with LoRA."""
+    job, execution = plan.job, plan.execution
+
+    def attach(model: nn.Module) -> LoraHandle:
+        return apply_lora(model, plan.family, job.lora, seed=job.train.seed)
+
+    if shards_weights(execution.strategy):
+        return assemble_sharded(plan.info, execution, attach, mesh_of(job, execution.strategy, ranks))
+    if ranks.place.local_rank and execution.quantized_cache is not None:  # the first one of the machine fills it
+        execution = replace(execution, quantized_cache=None)
+    return assemble_for_training(plan.info, execution, attach)
 
 
 def _clean_up_later(assembled: Assembled, cleanup: ExitStack) -> None:
@@ -100,7 +126,7 @@ def _clean_up_later(assembled: Assembled, cleanup: ExitStack) -> None:
 def _make_runner(plan: JobPlan, assembled: Assembled) -> Runner:
     strategy: Strategy = plan.execution.strategy  # named here: mypy's cache misses a new name behind another's field
     match strategy:
-        case "none":
+        case "none" | "fsdp" | "hsdp":
             return PlainAccumulation(assembled.model, assembled.split.home)
         case "pipeline":
             assert plan.execution.ahead is not None

@@ -7,7 +7,7 @@ transformer comes. The command line and the nodes call the same functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ from ..checkpoints.checkpoint import CheckpointInfo
 from ..config.job import JobConfig
 from ..encoding.encode import Stopped, never
 from ..encoding.living import living_run
-from ..events import EventLog, Listener
+from ..events import EventLog, Listener, NoEvents
 from ..parallel.devices import memory_in_use, own_random_states
+from ..parallel.ranks.group import ALONE, Ranks
 from ..planning.calibration import Measuring
 from ..planning.cards import Card
 from ..planning.plan_training import TrainingPlan
 from ..planning.report import Comparison, compare, describe_comparison, describe_pace
-from ..runs.record import recorded_run
+from ..runs.record import Recording, recorded_run
 from ..system.requests import Requests
 from ..training.loop import Trainer, checkpoint_folder
 from ..training.objective import make_noise_schedule
@@ -34,11 +35,11 @@ from .checked_job import JobPlan
 from .checks import check_places, check_tools, give_cautions, refuse_stills
 from .encode_job import cache_job, cache_store
 from .lora_output import lora_file_tensors, save_lora, warn_of_losses
+from .ranks import device_names, held_folder, rank_facts, resolve_here, state_for_all, unless_stopped
 from .read_job import ReadJob, read_job
-from .resolve import Machine, find_machine, plan_on, resolve
+from .resolve import Machine, find_machine, plan_on
 from .result import TrainingResult
-from .resume import as_decided, find_identity, find_state, placement_facts, refuse_other_run
-from .run_lock import run_lock
+from .resume import as_decided, find_identity, placement_facts, refuse_other_run
 
 
 def plan_job(
@@ -98,13 +99,17 @@ def check_job(
 
 
 def _resolve_and_check(
-    read: ReadJob, earlier: Mapping[str, Any] | None, host_share: int, *, is_to_train: bool = True
+    read: ReadJob,
+    earlier: Mapping[str, Any] | None,
+    host_share: int,
+    *,
+    is_to_train: bool = True,
+    ranks: Ranks = ALONE,
 ) -> JobPlan:
     """A job that was read, made into what will run; earlier: facts of the checkpoint that is resumed."""
     schedule = make_noise_schedule(read.job.objective, read.info.family, read.variant)
     refuse_stills(read)
-    machine = find_machine(read.job.split.devices, host_share)
-    resolved = resolve(read.job, read.subject, machine, earlier, is_to_train=is_to_train)
+    resolved = resolve_here(read.job, read.subject, ranks, host_share, earlier, is_to_train=is_to_train)
     plan = JobPlan(
         job=resolved.job,
         info=read.info,
@@ -133,6 +138,7 @@ def run_job(
     on_event: Listener | None = None,
     should_stop: Callable[[], bool] = never,
     host_share: int = 1,
+    ranks: Ranks = ALONE,
 ) -> TrainingResult:
     """Run a job to its end, or until should_stop() is true between two steps.
 
@@ -141,33 +147,41 @@ def run_job(
     Args:
         info: the job's model, if it was read already, as only ComfyUI can read its own.
         host_share: jobs that share the host's free memory.
+        ranks: the processes that run this job, each calling this; the first one writes, tells and stops for all.
     Raises: ValueError for a job that cannot be run as written, before weights are loaded; RuntimeError where another
         process runs in its output folder, or for what broke on the way, with what is saved.
     """
     folder, given = Path(job.output.folder), job
-    should_stop = _also_asked(folder, should_stop)
-    with run_lock(folder):
-        Requests(folder).clear()  # of a run that was killed
-        state = find_state(job, resume=resume)
+    own_stop = _also_asked(folder, should_stop)
+    ranks = ranks.stopped_by(own_stop)
+    with held_folder(folder, ranks):
+        state = state_for_all(job, ranks, resume=resume)
         if state is not None:
             job = as_decided(job, state)
         try:
-            read = read_job(job, info, should_stop=should_stop)
+            read = unless_stopped(ranks, lambda: read_job(job, info, should_stop=own_stop))
         except Stopped as stopped:
             return TrainingResult("stopped", resume_hint=f"{stopped}; start the job again")
         identity = find_identity(read)
         if state is not None:
             refuse_other_run(job, identity, state)
-        plan = _resolve_and_check(read, None if state is None else state.facts, host_share)
-        identity |= placement_facts(plan.placement)
-        devices = used_devices(plan.job, plan.placement.used_devices)
+        facts = None if state is None else state.facts
+        plan = ranks.together(lambda: _resolve_and_check(read, facts, host_share, ranks=ranks))
+        identity |= placement_facts(plan.placement) | rank_facts(ranks)
+        devices = device_names(ranks, used_devices(plan.job, plan.placement.used_devices))
         with (
-            EventLog(folder, on_event, tensorboard=job.output.tensorboard) as events,
-            recorded_run(folder, given, devices) as recording,
+            _events_of(plan, on_event, ranks) as events,
+            recorded_run(folder, given, devices) if ranks.is_first else nullcontext(Recording()) as recording,
         ):
-            result = _train(plan, identity, state, events, should_stop)
+            result = _train(plan, identity, state, events, ranks)
             recording.status = "finished" if result.status == "finished" else "stopped"
             return result
+
+
+def _events_of(plan: JobPlan, listener: Listener | None, ranks: Ranks) -> EventLog:
+    """The first rank's; of the others nobody hears."""
+    output = plan.job.output
+    return EventLog(Path(output.folder), listener, tensorboard=output.tensorboard) if ranks.is_first else NoEvents()
 
 
 def used_devices(job: JobConfig, of_blocks: Iterable[torch.device]) -> tuple[str, ...]:
@@ -187,23 +201,23 @@ def _train(
     identity: dict[str, Any],
     state: TrainingState | None,
     events: EventLog,
-    should_stop: Callable[[], bool],
+    ranks: Ranks,
 ) -> TrainingResult:
     """Encode, assemble, train, and write the LoRA file."""
     with living_run(cache_store(plan.job)) as needs, ExitStack() as cleanup:
         try:
-            data = cache_job(plan, events, should_stop)
+            data = unless_stopped(ranks, lambda: cache_job(plan, events, ranks.own_stop), in_turn=True)
         except Stopped:
             hint = "captions and latents done so far are kept; start the job again to continue"
             events.emit("stopped", hint=hint)
             return TrainingResult("stopped", resume_hint=hint)
         needs(set().union(*(samples.keys() for samples in data if samples is not None)))
-        trainer = build_trainer(plan, identity, data, events, cleanup)
+        trainer = build_trainer(plan, identity, data, events, cleanup, ranks)
         with own_random_states(trainer.devices, plan.job.train.seed):  # dropout draws from them
             if state is not None:
                 trainer.restore(state)
             events.emit("phase", name="training")
-            is_finished = trainer.run(should_stop, check_compiled)
+            is_finished = trainer.run(ranks.should_stop, check_compiled)
         return _conclude(plan, trainer, is_finished)
 
 
@@ -214,7 +228,9 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
         compared = compare(plan.training.devices, memory_in_use(trainer.devices))
         pace = describe_pace(plan.training, trainer.step_times_s)
         trainer.events.emit("forecast", trainer.step, total, devices=compared, pace=pace)
-    path = save_lora(plan, trainer.lora, Path(plan.job.output.folder), must_change=is_finished)
+    path = Path(plan.job.output.folder)
+    if trainer.ranks.is_first:
+        path = save_lora(plan, trainer.lora, path, must_change=is_finished)
     warn_of_losses(plan)
     trainer.events.emit("saved", trainer.step, total, path=str(path))
     if not is_finished:

@@ -63,17 +63,19 @@ class Machine:
         devices: as the job names them, or all there are; in order. () where the cards are elsewhere.
         named: cards that are elsewhere.
         host_share: jobs that share the host's free memory.
+        is_planned: whether the planner may look at its cards, which knows nothing of weights that processes share.
     """
 
     devices: tuple[torch.device, ...]
     named: tuple[Card, ...] = ()
     host_share: int = 1
+    is_planned: bool = True
 
     @cached_property
     def cards(self) -> tuple[Card, ...] | None:
         """The devices with their memory; None where one's is not known, as on a CPU."""
         found = self.named or cards_of(list(self.devices))
-        return None if found is None else tuple(found)
+        return None if found is None or not self.is_planned else tuple(found)
 
     @cached_property
     def host_bytes(self) -> int | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from PIL import features
-from torch import nn
 
 from ..assembly import Assembled
 from ..config.job import JobConfig
@@ -15,6 +13,8 @@ from ..data.buckets import bucket_step, make_buckets
 from ..events import EventLog
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import CPU, find_device
+from ..parallel.ranks.group import Ranks
+from ..parallel.runner import Runner
 from ..planning.question import latent_shape_of
 from ..sampling.decode import Decoder
 from ..sampling.draw import make_drawing, picture_size
@@ -89,15 +89,17 @@ def describe_expert(plan: JobPlan) -> str:
 def make_sampler(
     plan: JobPlan,
     assembled: Assembled,
-    replica: Callable[[], tuple[nn.Module, torch.device]],
+    runner: Runner,
     data: CachedSamples,
     events: EventLog,
+    ranks: Ranks,
 ) -> Sampler | None:
     """What draws a job's pictures; None if it has none.
 
     Args:
-        replica: the model that draws, and its home.
+        runner: has the model that draws.
         data: to train on, with the states of all prompts.
+        ranks: of which the first one decodes and writes.
     """
     job, family, variant = plan.job, plan.family, plan.variant
     if not job.samples.prompts:
@@ -113,11 +115,13 @@ def make_sampler(
         last=job.train.steps,
         shape=() if size is None else latent_shape_of(plan.info, variant, size[:2], size[2]),
         data=data,
-        replica=replica,
+        replica=lambda: runner.replica_for(0),
         compiled=assembled.all_compiled,
         devices=plan.placement.used_devices,
         decoder=Decoder(family, variant, samples_vae(plan), getattr(torch, job.cache.dtype), _limits(plan)),
         events=events,
+        is_writer=ranks.is_first,
+        in_lockstep=runner.in_lockstep,
     )
 
 

@@ -211,18 +211,23 @@ def restore_random_states(states: dict[str, torch.Tensor]) -> None:
         set_random_state(find_device(name), state)
 
 
+def seed_devices(devices: Sequence[torch.device], seed: int) -> None:
+    """Let the default generators of the CPU and these devices start from seed, each device from another number."""
+    torch.default_generator.manual_seed(seed)
+    for index, device in enumerate(devices):
+        module = device_module(device)
+        if module is not None and hasattr(module, "manual_seed"):
+            with module.device(device):
+                module.manual_seed(seed + index)
+
+
 @contextmanager
 def own_random_states(devices: Sequence[torch.device], seed: int) -> Iterator[None]:
     """Inside, the default generators of the CPU and these devices start from seed, each device from another number;
     outside, nothing has happened."""
     before = random_states(devices)
     try:
-        torch.default_generator.manual_seed(seed)
-        for index, device in enumerate(devices):
-            module = device_module(device)
-            if module is not None and hasattr(module, "manual_seed"):
-                with module.device(device):
-                    module.manual_seed(seed + index)
+        seed_devices(devices, seed)
         yield
     finally:
         restore_random_states(before)

@@ -27,11 +27,13 @@ class MicroBatch(Generic[T]):
             device, already divided by the number of microbatches.
         is_alone: given what prepare returned, whether no other microbatch may compute while this one does. For the
             first of its shape through compiled blocks: while torch compiles, it intercepts the modules of all threads.
+        name: of this microbatch among all of the run, for what is drawn while it computes.
     """
 
     prepare: Callable[[], T]
     forward: Callable[[T], torch.Tensor]
     is_alone: Callable[[T], bool] = lambda prepared: False
+    name: str = ""
 
     def compute(self, prepared: T) -> torch.Tensor:
         """Forward and backward, given what prepare returned; the loss, detached."""
@@ -47,6 +49,10 @@ class Runner(Protocol):
     @property
     def num_replicas(self) -> int:
         """Copies of the model; those of the first so many microbatches of a step all differ."""
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether several processes compute every forward together, each with its share of the weights."""
 
     def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:
         """Which copy of the model the microbatch of this index must go through, and the device of its inputs."""
@@ -65,6 +71,7 @@ class OneModel:
     """What all runners of a single copy of the model have in common."""
 
     num_replicas = 1
+    in_lockstep = False
 
     def __init__(self, model: nn.Module, home: torch.device) -> None:
         self._replica = model, home

@@ -142,6 +142,8 @@ def _step_time(settings: StepSettings, times: Sequence[float]) -> float:
             raise AssertionError("each copy of the model is cut alone, by Question.alone")
         case "tensor":
             raise AssertionError("each card's share of the blocks is planned alone, by Question.divided")
+        case "fsdp" | "hsdp":
+            raise AssertionError("what several processes share is planned by cluster.py")
 
 
 _Value = tuple[float, float, float]  # what a cut is chosen by, see _add

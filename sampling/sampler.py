@@ -26,7 +26,7 @@ from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks
 from ..system.files import write_atomically
 from ..system.requests import Requests
-from ..system.stopping import Stopped
+from ..system.stopping import Stopped, never
 from ..training.batches import CachedSamples
 from .decode import Decoder, as_file
 from .draw import Drawing, Text, draw_latents
@@ -48,6 +48,8 @@ class Sampler:
         replica: the model and the device of its inputs.
         compiled: its blocks and those of its copies, if they are.
         devices: every device that trains.
+        is_writer: whether this process decodes and writes, and does not only compute for another.
+        in_lockstep: whether every forward is computed by several processes together.
     """
 
     settings: SamplesConfig
@@ -64,6 +66,8 @@ class Sampler:
     devices: Sequence[torch.device]
     decoder: Decoder
     events: EventLog
+    is_writer: bool = True
+    in_lockstep: bool = False
 
     def is_due(self, step: int, *, is_start: bool = False) -> bool:
         """Whether pictures are wanted after this step.
@@ -87,15 +91,25 @@ class Sampler:
         return self.folder / FOLDER
 
     def draw(self, step: int, should_stop: Callable[[], bool]) -> None:
-        """Draw every prompt, write the pictures and tell of each. What fails is warned of; a stop ends it."""
+        """Draw every prompt, write the pictures and tell of each. A stop ends it.
+
+        What fails is warned of. In lockstep only decoding may fail: a process that stopped drawing would leave the
+        others waiting.
+        """
         self.events.emit("phase", step, self.last, name="samples")
         made: list[tuple[int, Path]] = []
+        is_drawn = False
         try:
             with self._apart():
-                made += self._pictures(step, should_stop)
+                drawn = self._drawn(step, should_stop)
+                is_drawn = True
+                if self.is_writer:
+                    made += self._pictures(step, drawn, never if self.in_lockstep else should_stop)
         except Stopped:
             return
         except Exception as error:  # a picture is not worth a training
+            if self.in_lockstep and not is_drawn:
+                raise
             _log.warning("no sample pictures after step %d, and training goes on: %s", step, first_line(error))
         for index, path in made:
             prompt, name = self.settings.prompts[index], path.relative_to(self.folder).as_posix()
@@ -122,8 +136,8 @@ class Sampler:
             restore_random_states(states)
             release_cached_memory()
 
-    def _pictures(self, step: int, should_stop: Callable[[], bool]) -> Iterator[tuple[int, Path]]:
-        """Index and file of each picture that was written."""
+    def _drawn(self, step: int, should_stop: Callable[[], bool]) -> dict[int, torch.Tensor]:
+        """Latents of each prompt, by its index; those that are not finite left out."""
         drawn: dict[int, torch.Tensor] = {}
         for index, prompt in enumerate(self.settings.prompts):
             latents = self._draw_one(index, prompt, should_stop)
@@ -131,6 +145,12 @@ class Sampler:
                 drawn[index] = latents
             else:
                 _log.warning("the sample picture of %r after step %d is not finite; none is written", prompt, step)
+        return drawn
+
+    def _pictures(
+        self, step: int, drawn: Mapping[int, torch.Tensor], should_stop: Callable[[], bool]
+    ) -> Iterator[tuple[int, Path]]:
+        """Index and file of each picture that was written."""
         if not drawn:
             return
         release_cached_memory()

@@ -23,6 +23,8 @@ from ..data.order import Batch, BatchOrder
 from ..events import EventLog, first_line
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import memory_in_use, random_states, restore_random_states
+from ..parallel.ranks.across import fingerprint
+from ..parallel.ranks.group import ALONE, Ranks
 from ..parallel.runner import MicroBatch, Runner
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks
@@ -77,6 +79,7 @@ class Trainer:
         graphs: of blocks that keep their activations, recorded in the first step and replayed from then on.
         is_asked: whether somebody outside has asked for this since it was answered last.
         samples: pictures to draw, or None.
+        ranks: the processes that train this job; the first one writes.
     """
 
     job: JobConfig
@@ -96,6 +99,7 @@ class Trainer:
     graphs: tuple[GraphedBlocks, ...] = ()
     is_asked: Callable[[Request], bool] = nothing_asked
     samples: Samples | None = None
+    ranks: Ranks = ALONE
     step: int = 0
     losses: list[float] = field(default_factory=list)
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -132,7 +136,7 @@ class Trainer:
         try:
             self._advance(should_stop, preflight)
             if self._saved_at != self.step:
-                self.save()
+                self._save_together()
         except Exception as error:
             kept = self._save_before_the_end()
             if isinstance(error, torch.OutOfMemoryError) or not isinstance(error, (ValueError, RuntimeError, OSError)):
@@ -152,8 +156,21 @@ class Trainer:
             self._timed_step()
             self._evaluate_if_due(is_end=self.step == last)
             if self._is_save_due() or self.step == last:
-                self.save()
+                self._save_together()
             self._draw_if_due(should_stop)
+
+    def _save_together(self) -> None:
+        """Save, if every rank would save the same.
+
+        Raises: RuntimeError if the ranks have come apart, and then nothing is saved.
+        """
+        if self.ranks.is_launched and len(set(self.ranks.gather(fingerprint(self._parameters)))) > 1:
+            self._is_sound = False
+            raise RuntimeError(
+                f"after step {self.step} the processes of this job do not have the same LoRA, and it is not saved: "
+                f"{self.job.optimizer.name} makes other steps from the same gradients; use another optimizer"
+            )
+        self.save()
 
     def _save_before_the_end(self) -> str:
         """Save what is done after something broke, if that has not been tried; what to say of it."""
@@ -189,7 +206,15 @@ class Trainer:
             self._has_warned = True
             _log.warning("%s", growth)
         if len(self.step_times_s) == 1 or self.step % _MEMORY_EVERY_STEPS == 0:
-            self.events.emit("memory", self.step, self.job.train.steps, **memory_in_use(self.devices))
+            self.events.emit("memory", self.step, self.job.train.steps, **self._memory())
+
+    def _memory(self) -> dict[str, Any]:
+        """Of every device; of several ranks by the rank's number, too."""
+        own = memory_in_use(self.devices)
+        if not self.ranks.is_launched:
+            return own
+        every = enumerate(self.ranks.gather(own))
+        return {f"rank {rank} {device}": values for rank, found in every for device, values in found.items()}
 
     def train_step(self, learning_rate: float) -> float:
         """One optimizer step over `accumulation` batches; returns the mean loss.
@@ -285,7 +310,7 @@ class Trainer:
         def forward(batch: NoisyBatch) -> torch.Tensor:
             return self._loss(batch, model, home) / count
 
-        return MicroBatch(prepare, forward, partial(self._is_new, home, self._num_runs))
+        return MicroBatch(prepare, forward, partial(self._is_new, home, self._num_runs), f"{step} {index}")
 
     def _is_new(self, home: torch.device, run: int, batch: NoisyBatch) -> bool:
         """Whether no batch of this shape was computed by the model with this home before this run of the runner; only
@@ -334,18 +359,24 @@ class Trainer:
     def evaluate(self) -> float:
         """Mean loss over the held-out samples at fixed quantiles with fixed noise: comparable between runs."""
         assert self.eval_data is not None
-        settings = self.job.evaluation
-        model, home = self.runner.replica_for(0)
+        model, _ = self.runner.replica_for(0)
         model.eval()
-        losses = []
-        for index in range(len(self.eval_data.samples)):
-            batch = self.eval_data.load([index], [False])
-            for quantile in settings.quantiles:
-                generator = make_generator(settings.seed, "eval", index, quantile)
-                noisy = self._noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
-                losses.append(self._loss(noisy, model, home).item())
+        count, in_lockstep = len(self.eval_data.samples), self.runner.in_lockstep
+        found = self.ranks.dealt(count, self._losses_of, in_lockstep=in_lockstep)
         model.train()
+        losses = [loss for each in found for loss in each]
         return math.fsum(losses) / len(losses)
+
+    def _losses_of(self, index: int) -> list[float]:
+        """Of one held-out sample at every quantile."""
+        assert self.eval_data is not None
+        settings, (model, home) = self.job.evaluation, self.runner.replica_for(0)
+        batch, losses = self.eval_data.load([index], [False]), []
+        for quantile in settings.quantiles:
+            generator = make_generator(settings.seed, "eval", index, quantile)
+            noisy = self._noisy(batch, torch.tensor([quantile], dtype=torch.float64), generator)
+            losses.append(self._loss(noisy, model, home).item())
+        return losses
 
     def _evaluate_if_due(self, *, is_end: bool) -> None:
         every = self.job.evaluation.every_steps
@@ -370,6 +401,9 @@ class Trainer:
             what helps if the disk refuses.
         """
         self._refuse_spoilt_weights()
+        if not self.ranks.is_first:
+            self._saved_at = self.step
+            return checkpoint_folder(self.job)
         facts = {
             "config": job_to_dict(self.job),
             "order": self.order.state_dict(),
@@ -404,7 +438,7 @@ class Trainer:
             "adapter.safetensors": lambda: self.lora.load_tensors(state.adapter),
             "optimizer.safetensors": lambda: unpack_optimizer(self._optimizer, state.optimizer),
             "state.json": lambda: self.order.load_state_dict(state.facts["order"]),
-            "random.safetensors": lambda: restore_random_states(state.random),
+            "random.safetensors": lambda: restore_random_states(self._own(state.random)),
         }
         for name, load in parts.items():
             try:
@@ -412,5 +446,10 @@ class Trainer:
             except (ValueError, RuntimeError, TypeError) as error:
                 raise ValueError(f"{state.path}/{name} is not of this run: {first_line(error)}") from error
         self.runner.sync()
-        if state.path is not None:
+        if state.path is not None and self.ranks.is_first:
             self.save_lora(state.path)
+
+    def _own(self, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Random states of this process's devices; ranks draw from streams of their own, whichever were saved."""
+        names = {"cpu", *map(str, self.devices)}
+        return {name: each for name, each in states.items() if name in names} if self.ranks.is_launched else states

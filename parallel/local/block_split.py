@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ from ..placement import Placement, block_names, check_kept_blocks
 from .bridge import Bridge
 
 _log = logging.getLogger(__name__)
+
+Recompute = Callable[[nn.Module | BlockCall, tuple[Any, ...], torch.device, ActivationOffload | None], Any]
 
 
 class BlockSplit:
@@ -59,6 +61,7 @@ class BlockSplit:
         self._checked_in_run = -1
         self._kept: frozenset[nn.Module] = frozenset()
         self.offload: ActivationOffload | None = None
+        self.recompute: Recompute = recompute
         self._hooks = HookSet()
 
     @property
@@ -100,7 +103,7 @@ class BlockSplit:
         module = module_of(block)
         device = self.bridge.blocks[module]
         moved = self.bridge.bring(args, device) if self._hooks else args
-        return block(*moved) if module in self._kept else recompute(block, moved, device, self.offload)
+        return block(*moved) if module in self._kept else self.recompute(block, moved, device, self.offload)
 
     def offload_inputs(self, *, min_bytes: int = MIN_BYTES) -> None:
         """Let what recomputed blocks keep wait in host memory, from the next forward on; see activations.py."""

@@ -55,6 +55,8 @@ class DataParallel:
         differ in what is trained.
     """
 
+    in_lockstep = False
+
     def __init__(self, replicas: Sequence[Replica]) -> None:
         _refuse_unequal(replicas)
         self._replicas = tuple(replicas)

@@ -1,0 +1,109 @@
+"""`devicebridge train --nproc`: a job as several processes of this machine, and what a process does in it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from ..config.job import load_job
+from ..parallel.ranks.group import RankFailed, RankLost
+from ..parallel.ranks.place import RankPlace
+from ..parallel.ranks.watch import record_error
+from ..system.launched import Launch, find_launch
+from ..system.processes import start
+from ..system.stopping import StopRequest, say, stop_on_signal
+
+ROOT = Path(__file__).resolve().parent.parent
+_POLL_S = 0.2
+_SAVING_S = 15  # for the other processes to save when one has failed; torchrun then kills them
+_ORPHANED_S = 2.0 * _SAVING_S
+
+
+def launch(options: argparse.Namespace) -> int:
+    """Start torchrun with this very command, once per process, and pass on whoever asks to stop."""
+    load_job(options.job)  # a mistake in it is told once, and here
+    if options.nproc < 1:
+        raise ValueError(f"--nproc {options.nproc} was asked for; give a number of processes, one per card at most")
+    with tempfile.TemporaryDirectory(prefix="devicebridge-") as folder, stop_on_signal() as stop:
+        made = Launch(Path(folder))
+        environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SAVING_S), **made.environment}
+        environment |= {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(_threads(options.nproc))}
+        command = torchrun_command(options.nproc, options.job, resume=options.resume, is_verbose=options.verbose)
+        sys.stdout.flush()
+        with start(command, environment=environment, output=sys.stdout, orphan_timeout_s=_ORPHANED_S) as running:
+            while running.exit_code is None:
+                if stop():
+                    made.ask_to_stop()
+                time.sleep(_POLL_S)
+            code = running.exit_code
+        return made.code() or code
+
+
+def torchrun_command(count: int, job: Path, *, resume: bool, is_verbose: bool = False) -> list[str]:
+    """torchrun's module with a rendezvous of its own, whose port is free: two jobs do not meet."""
+    flags = ["--nnodes", "1", "--nproc-per-node", str(count), "--rdzv-backend", "c10d", "--rdzv-id", uuid.uuid4().hex]
+    flags += ["--rdzv-endpoint", "localhost:0"]
+    ours = [str(ROOT / "__main__.py"), *["--verbose"] * is_verbose, "train", str(job), *["--resume"] * resume]
+    return [sys.executable, "-m", "torch.distributed.run", *flags, *ours]
+
+
+def _threads(count: int) -> int:
+    return max(1, (os.cpu_count() or 1) // count)
+
+
+def as_rank(place: RankPlace, train: Callable[[Callable[[], bool]], int]) -> int:
+    """Train as one of several processes. One that fails ends here and at once, for others may keep it waiting.
+
+    Args:
+        train: given whether this process was asked to stop; returns the exit code that the command would have alone.
+    Returns: 0, also after a stop: torchrun takes everything else for a failure.
+    """
+    known = find_launch()
+    with stop_on_signal() as stop:
+        try:
+            code = train(lambda: _is_asked(stop, known))
+        except Exception as error:
+            _end(place, error)
+    if known is not None and place.rank == 0:
+        known.say_code(code)
+    return 0
+
+
+def _is_asked(stop: StopRequest, known: Launch | None) -> bool:
+    if known is not None and known.is_asked_to_stop():
+        stop.ask()
+    return stop()
+
+
+def _end(place: RankPlace, error: Exception) -> None:
+    """Tell what went wrong on this rank, with a traceback where nobody foresaw it, and end the process."""
+    is_foreseen = isinstance(error, (ValueError, RuntimeError, OSError)) and not _is_of_a_device(error)
+    if not (isinstance(error, RankFailed) and place.rank):  # the rank that it comes from tells it
+        say(f"devicebridge: rank {place.rank}: {error}", sys.stderr)
+    if not is_foreseen:
+        say("".join(traceback.format_exception(error)), sys.stderr)
+    if not isinstance(error, (RankFailed, RankLost)):
+        record_error(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2 if is_foreseen else 1)
+
+
+def _is_of_a_device(error: BaseException) -> bool:
+    """Whether a library has raised it: out of memory, or an error of the device."""
+    import torch
+
+    kinds = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))  # since 2.8
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, kinds):
+            return True
+        found = found.__cause__
+    return False

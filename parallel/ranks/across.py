@@ -1,0 +1,124 @@
+"""Data parallel between processes: each rank computes its share of a step's microbatches, gradients are added up once.
+
+The microbatches are dealt out as DataParallel deals them to the cards of one process: rank r has r, r + n, r + 2n, ...
+Each rank passes its share on to a runner of its own, for one card, a pipeline, replicas or divided blocks. Afterwards
+gradients and losses of all ranks go through one flat all-reduce, and every rank has those of the whole step. So each of
+them clips and steps alike, and their LoRAs stay equal bit for bit.
+
+What is drawn on a device (dropout) has a stream of its own for every microbatch, which depends on the job's seed, the
+step and the microbatch and on nothing else. Between runs of the runner all ranks have the same stream, for optimizers
+that draw.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..devices import seed_devices
+from ..runner import MicroBatch, PlainAccumulation, Runner
+from .group import Ranks
+
+
+class AcrossRanks:
+    """See Runner.
+
+    Args:
+        inner: this rank's runner.
+        parameters: the trained ones, of the first copy of the model, in the same order on every rank.
+        in_lockstep: whether all ranks have to compute equally many microbatches (FSDP).
+    """
+
+    def __init__(
+        self, inner: Runner, parameters: Sequence[nn.Parameter], ranks: Ranks, seed: int, *, in_lockstep: bool
+    ) -> None:
+        self._inner, self._parameters, self._ranks, self._seed = inner, tuple(parameters), ranks, seed
+        self.in_lockstep = in_lockstep
+        self._has_own_streams = isinstance(inner, PlainAccumulation)  # elsewhere microbatches mix on a device
+
+    @property
+    def num_replicas(self) -> int:
+        """Of all ranks together."""
+        return self._inner.num_replicas * self._ranks.count
+
+    def replica_for(self, index: int) -> tuple[nn.Module, torch.device]:
+        """The copy of this rank that a microbatch of its own goes through."""
+        return self._inner.replica_for(index // self._ranks.count)
+
+    def sync(self) -> None:
+        self._inner.sync()
+
+    def run(self, microbatches: Sequence[MicroBatch[Any]]) -> list[torch.Tensor]:
+        """See Runner; the losses are of all ranks, on the CPU.
+
+        Raises: RankLost if another rank has ended or hangs.
+        """
+        ranks = self._ranks
+        own = range(ranks.place.rank, len(microbatches), ranks.count)
+        assert ranks.watch is not None
+        with ranks.watch.step():
+            self._draw_from(f"step {ranks.place.rank} {microbatches[0].name}")
+            losses = self._inner.run(self._share(microbatches, own))[: len(own)]
+            found = dict(zip(own, torch.stack(losses).tolist() if losses else [], strict=True))
+        ranks.meet()
+        told = self._add_up(found, len(microbatches))
+        self._draw_from(f"after {microbatches[0].name}")
+        return list(told.unbind())
+
+    def _share(self, microbatches: Sequence[MicroBatch[Any]], own: range) -> list[MicroBatch[Any]]:
+        share = [self._seeded(microbatches[index]) for index in own]
+        if self.in_lockstep and len(share) < -(-len(microbatches) // self._ranks.count):
+            share.append(_without_weight(self._seeded(microbatches[-1])))
+        return share
+
+    def _seeded(self, microbatch: MicroBatch[Any]) -> MicroBatch[Any]:
+        if not self._has_own_streams:
+            return microbatch
+
+        def forward(prepared: Any) -> torch.Tensor:
+            self._draw_from(microbatch.name)
+            return microbatch.forward(prepared)
+
+        return replace(microbatch, forward=forward)
+
+    def _draw_from(self, name: str) -> None:
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        seed_devices(self._ranks.devices, int.from_bytes(digest[:8], "little") >> 1)
+
+    @torch.no_grad()
+    def _add_up(self, losses: dict[int, float], count: int) -> torch.Tensor:
+        """Every rank's gradients into ours, in float32; returns the losses of all microbatches. [count]"""
+        home = self._parameters[0].device
+        sizes = [parameter.numel() for parameter in self._parameters]
+        flat = torch.zeros(sum(sizes) + len(sizes) + count, device=home)
+        *parts, present, told = flat.split([*sizes, len(sizes), count])
+        for parameter, part in zip(self._parameters, parts, strict=True):
+            if parameter.grad is not None:
+                part.copy_(parameter.grad.flatten())
+        present.copy_(torch.tensor([float(each.grad is not None) for each in self._parameters]))
+        told.copy_(torch.tensor([losses.get(index, 0.0) for index in range(count)]))
+        summed = self._ranks.add_up(flat)
+        *parts, present, told = summed.split([*sizes, len(sizes), count])
+        for parameter, part, num in zip(self._parameters, parts, present.tolist(), strict=True):
+            gradient = part.view(parameter.shape).to(parameter.device, parameter.dtype)
+            parameter.grad = gradient if num else None
+        return told.cpu()
+
+
+def _without_weight(microbatch: MicroBatch[Any]) -> MicroBatch[Any]:
+    """Computed once more for nothing, because other ranks wait for this one's share of the weights."""
+    return replace(microbatch, forward=lambda prepared: microbatch.forward(prepared) * 0.0)
+
+
+def fingerprint(parameters: Sequence[nn.Parameter]) -> str:
+    """Of the values of parameters, to tell whether ranks have the same."""
+    digest = hashlib.sha256()
+    for each in itertools.chain(parameters):
+        digest.update(each.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

