@@ -367,7 +367,7 @@ def drop_impossible(options: argparse.Namespace) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def emulation(*, is_on: bool) -> Iterator[None]:
+def emulation(*, is_on: bool, num_cards: int = 2) -> Iterator[None]:
     if not is_on:
         yield
         return
@@ -376,7 +376,7 @@ def emulation(*, is_on: bool) -> Iterator[None]:
 
     # A parameter of an emulated card keeps its numbers beside it, so a change of type must make a new one.
     torch.__future__.set_overwrite_module_params_on_conversion(True)
-    with emulated_cards(2), factories_on_cards():
+    with emulated_cards(num_cards), factories_on_cards():
         yield
 
 

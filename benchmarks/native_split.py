@@ -19,8 +19,10 @@ In the cases `tensor_...` the rival `tensor_threads` is `tensor` with a thread p
 computes for the cards in turns. Both are the same split over the same weights, so their latents must be the same bits.
 
 `--card-gb 24` makes cards small: another process takes the rest of each card's memory, so that ComfyUI, torch and
-comfy-aimdo all meet the wall a real card has. `--dynamic-vram` starts comfy-aimdo; that cannot be changed within a
-process. `--tiny` runs the same code with toy shapes on emulated cards on the CPU. Results are written after each case.
+comfy-aimdo all meet the wall a real card has. The cases `scaling_...` compare one card with blocks and tensor on
+`--cards` of them and set the forecasts of seconds and weights beside each; scaling.py runs them. `--dynamic-vram`
+starts comfy-aimdo; that cannot be changed within a process. `--tiny` runs the same code with toy shapes on emulated
+cards on the CPU. Results are written after each case.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compiler", choices=("on", "off"), default="on", help="ComfyUI's own, where it has one")
     parser.add_argument("--unguarded", action="store_true", help="compile splits, too; may end the process")
     parser.add_argument("--prompts", type=int, default=50, help="samplings of the cases prompts_...")
+    parser.add_argument("--cards", type=int, default=2, help="that a split uses")
     parser.add_argument("--card-gb", type=float, help="GiB that each card is cut down to")
     parser.add_argument("--against", type=Path, help="another checkout of the pack, for the cases against_...")
     parser.add_argument("--steps", type=int, default=6)
@@ -117,7 +120,7 @@ from devicebridge.tests.emulated import emulated_cards, on_cpu  # noqa: E402
 from provenance import describe_run, write_json  # noqa: E402
 
 KIND = "lazy" if OPTIONS.tiny else "cuda"
-CARDS = (torch.device(KIND, 0), torch.device(KIND, 1))
+CARDS = tuple(torch.device(KIND, index) for index in range(OPTIONS.cards))
 CPU = torch.device("cpu")
 SEED = 20
 FP8 = torch.float8_e4m3fn
@@ -179,7 +182,7 @@ FLUX2 = Shape(
         "mlp_silu_act": True,
         "ops_bias": False,
     },
-    tiny={"hidden_size": 256, "num_heads": 2, "depth": 2, "depth_single_blocks": 4},
+    tiny={"hidden_size": 512, "num_heads": 4, "depth": 2, "depth_single_blocks": 4},
     latent=(128, 64, 64),  # 1024 x 1024 pixels
     tiny_latent=(128, 4, 4),
     text=(512, 15360),
@@ -195,7 +198,7 @@ WAN_14B = Shape(
     module="comfy.ldm.wan.model",
     class_name="WanModel",
     kwargs={"model_type": "t2v", "dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40},
-    tiny={"dim": 256, "ffn_dim": 512, "num_heads": 2, "num_layers": 4},
+    tiny={"dim": 512, "ffn_dim": 512, "num_heads": 4, "num_layers": 4},
     latent=(16, 9, 60, 104),  # 832 x 480, 33 frames
     tiny_latent=(16, 1, 4, 4),
     text=(512, 4096),
@@ -459,7 +462,7 @@ def allocated_gb() -> list[float]:
 def _memory() -> tuple[list[float], list[float], list[float]]:
     """Per card in GB: torch's peak, weights that ComfyUI counts as resident, and what the driver says is taken."""
     if KIND != "cuda":
-        return [0.0, 0.0], resident_gb(), [0.0, 0.0]
+        return [0.0] * len(CARDS), resident_gb(), [0.0] * len(CARDS)
     cards = range(torch.cuda.device_count())
     taken = [torch.cuda.mem_get_info(card) for card in cards]
     return (
@@ -656,7 +659,8 @@ def cfg(shape: Shape, batch: int) -> dict[str, Any]:
     overlap = split(one if roomy() == CPU else load(shape, on=CARDS[1]))
     rivals = {"one_gpu": one, "split_overlap": overlap}
     if KIND == "cuda":
-        rivals["core_multigpu_cfg_split"] = comfy.multigpu.create_multigpu_deepclones(one, 2, reuse_loaded=True)
+        core = comfy.multigpu.create_multigpu_deepclones(one, len(CARDS), reuse_loaded=True)
+        rivals["core_multigpu_cfg_split"] = core
     report = compare(rivals, work, "one_gpu")
     short = replace(work, steps=2)
     report["split_overlap_equals_one_after_the_other_on_one_gpu"] = _difference(
@@ -686,17 +690,62 @@ def tensor(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     return report | {"forecasts": forecast}
 
 
-def forecasts(one: Any, shape: Shape) -> dict[str, Any]:
-    """Seconds per step both ways, as way auto forecasts them for this size, for one forward and for two."""
-    from devicebridge.nodes.host.split import ways
+def plans_of(one: Any) -> dict[str, Any]:
+    """How this model would be split over all cards, each way."""
     from devicebridge.nodes.host.split.plan import SplitRequest, plan_split
+
+    root = one.model.diffusion_model
+    return {way: plan_split(root, SplitRequest(CARDS, way=way)) for way in ("blocks", "tensor")}
+
+
+def known_ways(one: Any, shape: Shape) -> tuple[Any, int]:
+    """What way auto goes by, and the picture tokens of this size."""
+    from devicebridge.nodes.host.split import ways
     from devicebridge.planning import divided_work
 
-    root, requests = one.model.diffusion_model, [SplitRequest(CARDS, way=way) for way in ("blocks", "tensor")]
-    known = ways._compare(one, *(plan_split(root, request) for request in requests))
-    tokens = divided_work.count_tokens(root, (1, *(shape.tiny_latent if OPTIONS.tiny else shape.latent)))
+    size = shape.tiny_latent if OPTIONS.tiny else shape.latent
+    tokens = divided_work.count_tokens(one.model.diffusion_model, (1, *size))
+    assert tokens is not None
+    return ways._compare(one, *plans_of(one).values()), tokens
+
+
+def forecasts(one: Any, shape: Shape) -> dict[str, Any]:
+    """Seconds per step both ways, as way auto forecasts them for this size, for one forward and for two."""
+    known, tokens = known_ways(one, shape)
     steps = {f"{count} forwards of {tokens} tokens": str(known.seconds(tokens, count)) for count in (1, 2)}
     return steps | {"machine": known.machine.describe(), "measured_in_s": known.machine.elapsed_s}
+
+
+def scaling(shape: Shape, cfg: float = 1.0, batch: int = 1) -> dict[str, Any]:
+    """One card, blocks and tensor in turns, each with what is forecast of it. Forwards of several conds or pictures
+    overlap in the split by blocks."""
+    from devicebridge.nodes.host.split.forecast import weight_bytes
+
+    one, count = load(shape, on=CPU), batch * (1 if cfg == 1.0 else 2)
+    known, tokens = known_ways(one, shape)
+    seconds, plans = known.seconds(tokens, count), plans_of(one)
+    weights = {way: [size / 1e9 for size in weight_bytes(one.model, plan).values()] for way, plan in plans.items()}
+    rivals = {"one_gpu": one, **{way: split(one, way=way) for way in plans}}
+    report = compare(rivals, Work(shape, cfg=cfg, batch=batch), "one_gpu")
+    rows = {name: _scaling_row(report, name) for name in rivals}
+    for way, forecast_s in {"blocks": seconds.blocks, "tensor": seconds.tensor}.items():
+        rows[way]["forecast"] = {"s_per_step": round(forecast_s, 4), "weights_gb": weights[way]}
+    return {"forwards": count, "tokens": tokens, "ways": rows, "machine": known.machine.describe(), "turns": report}
+
+
+def _scaling_row(report: dict[str, Any], name: str) -> dict[str, Any]:
+    """What scaling.py reads: seconds, and memory per card as if the rival were alone."""
+    turn = report[name]
+    weights = [total for _, total in turn["weights_gb"].values()]
+    above = turn["peak_above_what_was_there_gb"] or [0.0] * len(weights)
+    return {
+        "s_per_step": turn["s_per_step_median"],
+        "s_per_step_min_max": turn["s_per_step_min_max"],
+        "times_faster_than_one_card": report["one_gpu"]["s_per_step_median"] / turn["s_per_step_median"],
+        "weights_gb": weights,
+        "peak_gb": [weight + more for weight, more in zip(weights, above, strict=False)],
+        "equals_one_card": report.get(f"{name}_equals_one_gpu", True),
+    }
 
 
 def slow_link(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
@@ -725,7 +774,7 @@ def slow_link(shape: Shape, cfg: float = 1.0, **latent: Any) -> dict[str, Any]:
     )
     pieces = {f"{size >> 20} MiB": staged_copies.StagedCopies(size) for size in (2**20, 2**22, 2**23, 2**25)}
     report["host_gb_per_s_by_piece"] = {
-        name: exchange_speed.exchange_speed(*CARDS, copies)[1] / 1e9 for name, copies in pieces.items()
+        name: exchange_speed.exchange_speed(*CARDS[:2], copies)[1] / 1e9 for name, copies in pieces.items()
     }
     return report | {"forecasts": {"direct": direct, "through the host": through_host}}
 
@@ -908,6 +957,10 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
     "prompts_wan_cfg_short": functools.partial(prompts, WAN_14B_SHORT, cfg=5.0, steps=3),
     "takeover": functools.partial(takeover, FLUX2_SMALL),
     "loader": functools.partial(loader, FLUX2_SMALL),
+    "scaling_flux2": functools.partial(scaling, FLUX2),
+    "scaling_flux2_batch4": functools.partial(scaling, FLUX2, batch=4),
+    "scaling_wan": functools.partial(scaling, WAN_14B),
+    "scaling_wan_cfg": functools.partial(scaling, WAN_14B, cfg=5.0),
 }
 
 
@@ -917,7 +970,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def emulated_host() -> Iterator[None]:
-    """ComfyUI on two emulated cards: what it asks of the machine is answered for them."""
+    """ComfyUI on emulated cards: what it asks of the machine is answered for them."""
     free = {card: 64 * 2**30 for card in CARDS}
     answers: dict[str, Any] = {
         "get_torch_device": lambda: CARDS[0],
@@ -932,7 +985,7 @@ def emulated_host() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(management, name, answer))
-        stack.enter_context(emulated_cards(2))
+        stack.enter_context(emulated_cards(len(CARDS)))
         yield
 
 

@@ -49,7 +49,9 @@ def commit() -> str:
 def write_json(report: Any, path: Path | None) -> None:
     """Write results; called again as they grow, so that an interrupted run leaves what it had. None writes nothing."""
     if path is not None:
-        path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        from devicebridge.system.files import write_atomically
+
+        write_atomically(path, f"{json.dumps(report, indent=2)}\n".encode())
 
 
 def print_or_write(report: Any, path: Path | None) -> None:

@@ -274,12 +274,21 @@ def make_info(config: Mapping[str, Any], *, is_tiny: bool) -> CheckpointInfo:
 
 
 def make_question(
-    job: JobConfig, info: CheckpointInfo, cards: Sequence[Card], side: int, cuts: Sequence[int] | None = None
+    job: JobConfig,
+    info: CheckpointInfo,
+    cards: Sequence[Card],
+    side: int,
+    cuts: Sequence[int] | None = None,
+    costs: ModelCosts | None = None,
 ) -> Question:
-    """What a planner is asked about a job on squares of so many pixels."""
+    """What a planner is asked about a job on squares of so many pixels.
+
+    Args:
+        costs: of the model, with its dry runs, where several questions share them.
+    """
     assert info.variant is not None
-    given = None if cuts is None else tuple(cuts)
-    return Question(ModelCosts(info, info.variant), search_space(job), tuple(cards), (side, side), cuts=given)
+    costs, given = costs or ModelCosts(info, info.variant), None if cuts is None else tuple(cuts)
+    return Question(costs, search_space(job), tuple(cards), (side, side), cuts=given)
 
 
 def find_cards(devices: Sequence[torch.device], *, is_tiny: bool) -> list[Card]:
@@ -291,9 +300,9 @@ def find_cards(devices: Sequence[torch.device], *, is_tiny: bool) -> list[Card]:
     return cards
 
 
-def find_two_devices(parser: argparse.ArgumentParser, *, is_tiny: bool) -> list[torch.device]:
-    """Two GPUs, or two emulated cards; ends the program where there are not two."""
-    devices = list(CARDS[:2]) if is_tiny else available_devices()[:2]
+def take_devices(parser: argparse.ArgumentParser, most: int, *, is_tiny: bool) -> list[torch.device]:
+    """As many GPUs as there are, or emulated cards; ends the program where there are not two."""
+    devices = list(CARDS[:most]) if is_tiny else available_devices()[:most]
     if len(devices) < 2:
         parser.error(f"this needs two GPUs and found {len(devices)}; --tiny runs on the CPU")
     return devices

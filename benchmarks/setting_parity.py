@@ -49,12 +49,12 @@ from random_job import (  # noqa: E402
     RandomModel,
     attach_lora,
     demand_right_gradients,
-    find_two_devices,
     make_random_job,
     make_random_model,
     make_trainer,
     plan_devices,
     run_steps,
+    take_devices,
 )
 from trained_base import LORA_KIND, Size, cut_samples, fill_from, make_base, make_pictures  # noqa: E402
 
@@ -228,7 +228,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="toy size on emulated cards")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    options.devices = find_two_devices(parser, is_tiny=options.tiny)
+    options.devices = take_devices(parser, 2, is_tiny=options.tiny)
     return options
 
 

@@ -74,12 +74,12 @@ from random_job import (  # noqa: E402
     attach_lora,
     demand_right_gradients,
     draw_model,
-    find_two_devices,
     make_empty,
     make_random_job,
     make_random_model,
     make_samples,
     make_trainer,
+    take_devices,
 )
 
 NUM_TEXT_TOKENS = 512
@@ -263,7 +263,7 @@ class Contestant:
         if self.graphs is not None:
             self.graphs.remove()
         self.graphs, self.trainer.graphs = None, ()
-        _release()
+        release()
 
     def compile(self, is_on: bool, any_size: bool) -> None:
         """Compile the blocks of every copy, or give them their own forwards back."""
@@ -375,6 +375,8 @@ def trained(each: Contestant, way: Way, kept: Sequence[int]) -> Iterator[Trainer
     trainer = each.trainer
     trainer.job = replace(each.job, train=replace(each.job.train, gradient_accumulation_steps=way.num_batches))
     trainer.runner = _runner_of(each, way)
+    if way.kind == "replicas":
+        trainer.runner.sync()  # a way with the first copy alone may have come before
     if way.name not in (USUAL.name, ONE_GPU.name):
         each.keep_activations(kept)
         each.compile(way.compiled, way.any_size)
@@ -538,10 +540,10 @@ def measure_alone(options: argparse.Namespace, make: Callable[[], Contestant], w
         return measure(options, [(each, way) for way in ways])
     finally:
         del each
-        _release()
+        release()
 
 
-def _release() -> None:
+def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -599,7 +601,7 @@ def run_section(options: argparse.Namespace, name: str, scheme: str) -> dict[str
         again = measure(options, [*(entry for entry in entries if entry[1].name == USUAL.name), *compiled])
         section["ways"] |= {f"{name}, again" if name == USUAL.name else name: row for name, row in again.items()}
     del ours, divided, usual, entries, eager, compiled
-    _release()
+    release()
     if "one GPU" in options.ways and elapsed_s() < options.budget_s:
         one = replace(cut_by_time(config, subject, devices[:1]), tail=())
         section["ways"] |= measure_alone(options, lambda: contestant(one, scheme, True), [ONE_GPU])
@@ -633,7 +635,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="toy shapes on emulated cards")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    options.devices = find_two_devices(parser, is_tiny=options.tiny)
+    options.devices = take_devices(parser, 2, is_tiny=options.tiny)
     if options.tiny:
         options.ways = [name for name in options.ways if "compiled" not in name]
     return options
