@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 
 from ..config.job import JobConfig, load_job
+from ..encoding.encode import Stopped
 from ..jobs.checked_job import JobPlan
 from ..jobs.experts import expert_jobs, num_at_once
 from ..jobs.job import check_job, plan_job, run_job
@@ -18,6 +21,7 @@ from ..planning.cards import parse_cards
 from ..planning.report import describe_plan, plan_values
 from ..planning.request import make_request
 from ..system.stopping import STOPPED, say, stop_on_signal
+from .native import encoded, enter, prepared
 from .terminal import Terminal
 
 
@@ -25,8 +29,16 @@ def train(options: argparse.Namespace) -> int:
     job = load_job(options.job)
     if job.model.second_expert:
         return _train_pair(options, job)
+    (job,) = enter([job], options.arguments)
     with stop_on_signal() as stop:
-        result = run_job(job, resume=options.resume, on_event=Terminal(stop.ask), should_stop=stop)
+        listener = Terminal(stop.ask)
+        try:
+            job = encoded(job, listener, stop)
+        except Stopped as stopped:
+            say(f"{stopped}: devicebridge train {options.job}")
+            return STOPPED
+        with prepared(job) as info:
+            result = run_job(job, info=info, resume=options.resume, on_event=listener, should_stop=stop)
     if result.step >= job.train.steps and options.resume:
         say(f"complete: {result.step} of {job.train.steps} steps are done")
     if result.eval_before is not None and result.eval_after is not None:
@@ -70,8 +82,10 @@ def each_model(job: JobConfig, devices: Sequence[str] = ()) -> list[tuple[str, J
 
 
 def check(options: argparse.Namespace) -> int:
-    for title, job, share in each_model(load_job(options.job)):
-        _print_check(title, check_job(job, host_share=share))
+    (whole,) = enter([load_job(options.job)], options.arguments)
+    for title, job, share in each_model(whole):
+        with prepared(job) as info:
+            _print_check(title, check_job(job, info=info, host_share=share))
     return 0
 
 
@@ -92,13 +106,17 @@ def _print_check(title: str, plan: JobPlan) -> None:
 def plan(options: argparse.Namespace) -> int:
     given = {name: getattr(options, name) for name in ("model", "quantize", "resolution", "frames")}
     asked = make_request(options.job, **given)
+    if asked.info is None:
+        (job,) = enter([asked.job], options.arguments)
+        asked = replace(asked, job=job)
     cards = parse_cards(options.cards) if options.cards else []
     plans = {}
     for title, each, share in each_model(asked.job, [card.name for card in cards]):
         own = [card for card in cards if not title or card.name in each.split.devices]
-        plans[title] = plan_job(
-            each, own, info=asked.info, has_data=asked.has_data, may_measure=options.calibrate, host_share=share
-        )
+        with prepared(each) if asked.info is None else nullcontext(asked.info) as info:
+            plans[title] = plan_job(
+                each, own, info=info, has_data=asked.has_data, may_measure=options.calibrate, host_share=share
+            )
     if options.json:
         values = {title.removeprefix("== "): plan_values(plan) for title, plan in plans.items()}
         print(json.dumps(values.get("", values), indent=2))

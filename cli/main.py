@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     and 130.
     """
     options = _make_parser().parse_args(arguments)
+    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
     set_up_logging(is_verbose=options.verbose)
     try:
         return options.command(options)

@@ -113,8 +113,8 @@ class TrainLora(io.ComfyNode):
         job = make_job(model, dataset, sockets)
         view = JobView(cls.hidden.unique_id)
         if sockets.get("background", False):
-            model.refuse_background()
-            text = background.start(job, is_resumed=resume)
+            with model.prepared() as info:
+                text = background.start(job, info, is_resumed=resume)
             view.show_text(text)
             return io.NodeOutput(*host.blocked(4), ui={"text": (text,)})
         background.refuse_taken_cards(job)
