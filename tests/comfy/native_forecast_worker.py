@@ -42,6 +42,7 @@ from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint,
 from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes  # noqa: E402
 from devicebridge.training.adapter import apply_lora  # noqa: E402
 from devicebridge.training.objective import noise_latents, predict, prediction_loss  # noqa: E402
+from torch.nn import functional  # noqa: E402
 
 LORA = LoraSettings(rank=4, alpha=4.0)
 SMALL = 2**14  # bytes; a peak is looked for when a larger tensor is made
@@ -56,7 +57,7 @@ WAYS: dict[str, tuple[tuple[int, int], str]] = {
 def judge(name: str) -> dict[str, Any]:
     family, folder = FAMILIES[name], Path(FOLDER) / name
     folder.mkdir(parents=True)
-    with small_sizes(family), native_training():
+    with small_sizes(family), native_training(), mock.patch.object(functional, "silu", _silu):
         path = save_checkpoint(family, folder / "model.safetensors")
         info = read_native(path, "float32")
         *front, height, width = family.latent
@@ -68,8 +69,12 @@ def judge(name: str) -> dict[str, Any]:
             measured = _measured(info, latents, text, kept, scheme)
             forecast = _forecast(info, latents, text, kept, scheme)
             errors[way] = {card: forecast[card] / measured[card] - 1 for card in measured}
-            errors[f"{way} bytes"] = {card: [measured[card], forecast[card]] for card in measured}
     return {"name": name, "errors": errors}
+
+
+def _silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    """Its backward is one kernel on cards, but is taken apart for tensor subclasses like emulated ones."""
+    return x * torch.sigmoid(x)
 
 
 def _cut(info: Any) -> tuple[tuple[str, ...], int]:
