@@ -61,6 +61,7 @@ class Quantize(io.ComfyNode):
             "quantized_cache": str(folder),
         }
         config = dataclasses.replace(model.model, **changes)
-        report = preview_model(config, model.split).table()
+        with model.prepared() as info:
+            report = preview_model(config, model.split, info).table()
         host.NodeView(cls.hidden.unique_id).show_text(report)
         return io.NodeOutput(dataclasses.replace(model, model=config), report)
