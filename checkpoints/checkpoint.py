@@ -231,7 +231,8 @@ def _nothing_known(source: Source, records: Mapping[str, TensorRecord], families
     if class_name:
         found += f" (its config.json says {class_name})"
     supported = "; ".join(f"{family.title}: {_names(family.variants)}" for family in families)
-    return f"{source.path} {found}; give a transformer of {supported}"
+    also = '. A .safetensors file of another model that ComfyUI can build is trained with model.family = "comfyui"'
+    return f"{source.path} {found}; give a transformer of {supported}{also}"
 
 
 # --- which variant ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from ..encoding.text_place import text_device_on
 from ..events import EventLog
 from ..jobs.cache_upkeep import prune_caches, verify_cache
 from ..jobs.checked_job import JobPlan
+from ..jobs.comfy_entries import ComfyEncoders
 from ..jobs.encode_job import CACHE_PARTS, CachePart, cache_store, fill_cache
 from ..jobs.job import check_job
 from ..system.stopping import STOPPED, say, stop_on_signal
 from .jobs import each_model
+from .native import enter, prepared, with_encoders
 from .terminal import Terminal
 
 
@@ -26,15 +29,25 @@ def cache(options: argparse.Namespace) -> int:
     if options.device and (options.prune or options.verify):
         raise ValueError("--device is for computing; leave it out with --verify and --prune, which load nothing")
     # both experts of a pair need the same captions and latents
-    jobs = {str(path): _on_device(each_model(load_job(path))[0][1], options.device) for path in options.job}
-    plans = {path: check_job(job, is_to_train=False) for path, job in jobs.items()}
+    whole = enter([load_job(path) for path in options.job], options.arguments)
+    jobs = {
+        str(path): _on_device(each_model(job)[0][1], options.device)
+        for path, job in zip(options.job, whole, strict=True)
+    }
     parts = (options.only,) if options.only else CACHE_PARTS
-    if options.verify:
-        return _verify(plans, parts)
-    if not options.prune:
-        return _fill(plans, parts, is_anew=options.regenerate)
-    for pruned in prune_caches(plans, parts):
-        print(pruned.report())
+    with ExitStack() as stack:
+        plans, encoders = {}, {}
+        for path, job in jobs.items():
+            with prepared(job) as info:
+                plan = check_job(job, info=info, is_to_train=False)
+            named, encoders[path] = stack.enter_context(with_encoders(job))
+            plans[path] = replace(plan, job=named)
+        if options.verify:
+            return _verify(plans, parts)
+        if not options.prune:
+            return _fill(plans, encoders, parts, is_anew=options.regenerate)
+        for pruned in prune_caches(plans, parts):
+            print(pruned.report())
     return 0
 
 
@@ -45,16 +58,18 @@ def _on_device(job: JobConfig, device: str | None) -> JobConfig:
     return replace(job, cache=replace(job.cache, text_device=text_device, vae_device=device))
 
 
-def _fill(plans: Mapping[str, JobPlan], parts: Sequence[CachePart], *, is_anew: bool) -> int:
+def _fill(
+    plans: Mapping[str, JobPlan], encoders: Mapping[str, ComfyEncoders], parts: Sequence[CachePart], *, is_anew: bool
+) -> int:
     stores = [cache_store(plan.job) for plan in plans.values()]
     outdated = {store.folder: store.stamps() for store in stores} if is_anew else {}
     with stop_on_signal() as stop:
-        for plan in plans.values():
+        for path, plan in plans.items():
             stamps = outdated.get(cache_store(plan.job).folder, NONE_OUTDATED)
             with EventLog(Path(plan.job.output.folder), Terminal(stop.ask)) as events:
                 try:
                     for part in parts:
-                        fill_cache(plan, part, events, stop, outdated=stamps)
+                        fill_cache(plan, part, events, stop, encoders[path], outdated=stamps)
                 except Stopped as stopped:
                     say(str(stopped))
                     return STOPPED

@@ -6,8 +6,11 @@ import argparse
 import json
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 
 from ..config.job import JobConfig, load_job
+from ..encoding.encode import Stopped
 from ..jobs.checked_job import JobPlan
 from ..jobs.experts import expert_jobs, num_at_once
 from ..jobs.job import check_job, plan_job, run_job
@@ -23,6 +26,7 @@ from ..planning.report import describe_plan, plan_values
 from ..planning.request import make_request
 from ..system.stopping import STOPPED, say, stop_on_signal
 from .launch import as_rank, launch
+from .native import encoded, enter, prepared
 from .terminal import Terminal
 
 
@@ -35,8 +39,16 @@ def train(options: argparse.Namespace) -> int:
         return as_rank(place, lambda should_stop: _train_rank(options, job, place, should_stop))
     if job.model.second_expert:
         return _train_pair(options, job)
+    (job,) = enter([job], options.arguments)
     with stop_on_signal() as stop:
-        result = run_job(job, resume=options.resume, on_event=Terminal(stop.ask), should_stop=stop)
+        listener = Terminal(stop.ask)
+        try:
+            job = encoded(job, listener, stop)
+        except Stopped as stopped:
+            say(f"{stopped}: devicebridge train {options.job}")
+            return STOPPED
+        with prepared(job) as info:
+            result = run_job(job, info=info, resume=options.resume, on_event=listener, should_stop=stop)
     return _conclude(options, job, result)
 
 
@@ -95,8 +107,10 @@ def each_model(job: JobConfig, devices: Sequence[str] = ()) -> list[tuple[str, J
 
 
 def check(options: argparse.Namespace) -> int:
-    for title, job, share in each_model(load_job(options.job)):
-        _print_check(title, check_job(job, host_share=share))
+    (whole,) = enter([load_job(options.job)], options.arguments)
+    for title, job, share in each_model(whole):
+        with prepared(job) as info:
+            _print_check(title, check_job(job, info=info, host_share=share))
     return 0
 
 
@@ -117,13 +131,17 @@ def _print_check(title: str, plan: JobPlan) -> None:
 def plan(options: argparse.Namespace) -> int:
     given = {name: getattr(options, name) for name in ("model", "quantize", "resolution", "frames")}
     asked = make_request(options.job, **given)
+    if asked.info is None:
+        (job,) = enter([asked.job], options.arguments)
+        asked = replace(asked, job=job)
     cards = parse_cards(options.cards) if options.cards else []
     plans = {}
     for title, each, share in each_model(asked.job, [card.name for card in cards]):
         own = [card for card in cards if not title or card.name in each.split.devices]
-        plans[title] = plan_job(
-            each, own, info=asked.info, has_data=asked.has_data, may_measure=options.calibrate, host_share=share
-        )
+        with prepared(each) if asked.info is None else nullcontext(asked.info) as info:
+            plans[title] = plan_job(
+                each, own, info=info, has_data=asked.has_data, may_measure=options.calibrate, host_share=share
+            )
     if options.json:
         values = {title.removeprefix("== "): plan_values(plan) for title, plan in plans.items()}
         print(json.dumps(values.get("", values), indent=2))

@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = arguments.index("--") if "run" in arguments and "--" in arguments else len(arguments)
     options = _make_parser().parse_args(arguments[:end])
     options.server_flags = arguments[end + 1 :]
+    options.arguments = arguments
     set_up_logging(is_verbose=options.verbose)
     try:
         return options.command(options)

@@ -105,6 +105,13 @@ class CacheConfig:
             out: the model's own text encoders. What is missing in the cache can be computed in ComfyUI only.
         latent_source: Name of the VAE of ComfyUI that encoded the images, shown likewise. Left out: the model's own
             VAE.
+        stock_clip: Files of ComfyUI's text encoders that encode the captions, as its CLIP loaders take them: names in
+            models/text_encoders, or full paths. Left out with family comfyui: those in the model's file, if it is a
+            checkpoint. Needs a ComfyUI on this machine.
+        stock_clip_type: What ComfyUI's CLIP loader calls type, such as flux2, qwen_image or lumina2. Matters with
+            stock_clip.
+        stock_vae: File of ComfyUI's VAE that encodes the images: a name in models/vae, or a full path. Left out with
+            family comfyui: the VAE in the model's file, if it is a checkpoint. Needs a ComfyUI on this machine.
     """
 
     folder: PathText = ""
@@ -117,12 +124,34 @@ class CacheConfig:
     text_quantize: Literal["none", "int8", "fp8"] = "none"
     text_source: Annotated[str, Field(pattern=_source_pattern("CLIP"))] = ""
     latent_source: Annotated[str, Field(pattern=_source_pattern("VAE"))] = ""
+    stock_clip: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=4)] = ()
+    stock_clip_type: str = ""
+    stock_vae: str = ""
 
     def __post_init__(self) -> None:
-        if self.text_source and (self.text_encoders or self.text_quantize != "none"):
-            raise ValueError("text_source says that ComfyUI's CLIP encodes; remove text_encoders and text_quantize")
-        if self.latent_source and self.vae:
-            raise ValueError("latent_source says that ComfyUI's VAE encodes; remove vae")
+        if self.has_stock_text and (self.text_encoders or self.text_quantize != "none"):
+            name = "text_source" if self.text_source else "stock_clip"
+            raise ValueError(f"{name} says that ComfyUI's CLIP encodes; remove text_encoders and text_quantize")
+        if self.has_stock_latents and self.vae:
+            name = "latent_source" if self.latent_source else "stock_vae"
+            raise ValueError(f"{name} says that ComfyUI's VAE encodes; remove vae")
+        if self.stock_clip_type and not self.stock_clip:
+            raise ValueError("stock_clip_type says what the files of stock_clip are, and there are none")
+
+    @property
+    def has_stock_text(self) -> bool:
+        """Whether ComfyUI's CLIP encodes the captions, or has encoded them."""
+        return bool(self.text_source or self.stock_clip)
+
+    @property
+    def has_stock_latents(self) -> bool:
+        """The same of the images and its VAE."""
+        return bool(self.latent_source or self.stock_vae)
+
+    @property
+    def needs_stock_encoders(self) -> bool:
+        """Whether files are named that only ComfyUI can load."""
+        return bool(self.stock_clip or self.stock_vae)
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -21,7 +21,7 @@ from pydantic.dataclasses import dataclass
 from ..system.files import read_ordinary, write_atomically
 from .data import CacheConfig, DataConfig, EvaluationConfig
 from .data import FolderConfig as FolderConfig
-from .model import ModelConfig, ParallelConfig, SplitConfig, divides_blocks, holds_copies
+from .model import COMFYUI, ModelConfig, ParallelConfig, SplitConfig, divides_blocks, holds_copies
 from .model import ModelScheme as ModelScheme
 from .ranges import STRICT, problems_of
 from .samples import SamplesConfig
@@ -50,6 +50,11 @@ class JobConfig:
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     samples: SamplesConfig = Field(default_factory=SamplesConfig)
 
+    @property
+    def needs_comfyui(self) -> bool:
+        """Whether only a process with ComfyUI in it can run this job."""
+        return self.model.family == COMFYUI or self.cache.needs_stock_encoders
+
     def __post_init__(self) -> None:
         if self.data.encoded and self.evaluation.folder:
             raise ValueError("evaluation.folder holds images, but a job on data.encoded has no encoders; remove it")
@@ -71,6 +76,8 @@ class JobConfig:
             )
         if self.data.encoded and (self.cache.text_source or self.cache.latent_source):
             raise ValueError("cache.text_source and latent_source are for images; data.encoded is encoded already")
+        if self.data.encoded and self.cache.needs_stock_encoders:
+            raise ValueError("cache.stock_clip and stock_vae are for images; data.encoded is encoded already")
 
 
 @functools.cache
@@ -172,11 +179,16 @@ def differing_keys(old: JobConfig, new: JobConfig) -> list[str]:
 
 
 def _anchor_paths(values: dict[str, Any], base: Path) -> None:
-    """Relative paths start at base. What is no path here is refused later, by name."""
+    """Relative paths start at base. What is no path here is refused later, by name.
+
+    A model that ComfyUI builds may also be the name of a file in its folders, which it alone knows.
+    """
     for key in job_keys().values():
         for section in _sections(values, key.section.split(".")) if key.is_path else ():
             if isinstance(text := section.get(key.name), str) and text and "\0" not in text:
-                section[key.name] = str((base / Path(text).expanduser()).resolve())
+                path = base / Path(text).expanduser()
+                if key.path != "model.path" or section.get("family") != COMFYUI or path.exists():
+                    section[key.name] = str(path.resolve())
 
 
 def _sections(values: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 ModelScheme = Literal["none", "fp8", "int8", "fp8-compute", "int8-compute", "auto"]
 _BlockCount = Annotated[int, Range(0, 10_000)]
+COMFYUI = "comfyui"  # as model.family: one of ComfyUI's own classes, whichever ComfyUI finds in the file
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -22,8 +23,10 @@ class ModelConfig:
     """What to train.
 
     Args:
-        path: The model: a diffusers folder, a .safetensors file, or one shard of several.
-        family: Model family, such as flux2. Left out: what the file is recognised as.
+        path: The model: a diffusers folder, a .safetensors file, or one shard of several. With family comfyui one
+            .safetensors file, or its name in ComfyUI's models/diffusion_models or models/checkpoints.
+        family: Model family, such as flux2. Left out: what the file is recognised as. comfyui trains any model that
+            ComfyUI itself can build, with ComfyUI's own code; it needs a ComfyUI on this machine.
         variant: Which published model it is. Left out: what the file is recognised as. Name it if that fails, or where
             two models have the same shapes.
         second_expert: The other one of a pair of experts (Wan 2.2 A14B), trained at the same time on cards of its own.

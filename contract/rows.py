@@ -100,7 +100,9 @@ ROWS: tuple[Row, ...] = (
         },
     ),
     # ---- nodes/host/page.py: routes, messages, what lies on the cards
-    *_read("page", "folder_paths", {"call": "get_output_directory(); get_folder_paths(folder_name)"}),
+    *_read(
+        "page", "folder_paths", {"has": "base_path", "call": "get_output_directory(); get_folder_paths(folder_name)"}
+    ),
     *_read(
         "page",
         "server.PromptServer",
@@ -378,7 +380,26 @@ ROWS: tuple[Row, ...] = (
         "comfy.ldm.modules.attention",
         {"has": "optimized_attention", "call": "attention_pytorch(...)"},
     ),
-    *_read("native", "comfy.sd", {"has": "load_diffusion_model; load_checkpoint_guess_config"}),
+    *_read(
+        "native",
+        "comfy.sd",
+        {
+            "has": "load_diffusion_model; CLIPType",
+            "call": "load_clip(ckpt_paths=, embedding_directory=, clip_type=); VAE(sd=, metadata=); "
+            "load_checkpoint_guess_config(ckpt_path, output_vae=, output_clip=, embedding_directory=, output_model=)",
+        },
+    ),
+    *_read("native", "comfy.utils", {"call": "load_torch_file(ckpt, return_metadata=)"}),
+    *_read("native", "comfy.cli_args", {"has": "args"}),
+    *_read("native", "comfy.cli_args", {"says": "(--cpu, --base-directory)"}, is_written=True),
+    *_read(
+        "native",
+        "folder_paths",
+        {
+            "call": "get_output_directory(); get_folder_paths(folder_name); get_filename_list(folder_name); "
+            "get_full_path(folder_name, filename); add_model_folder_path(folder_name, full_folder_path)"
+        },
+    ),
     *_read(
         "native",
         _PATCHER,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from ..config.model import COMFYUI as COMFYUI
 from .flux1 import FLUX1
 from .flux2 import FLUX2
 from .spec import ModelFamily, Variant
 from .wan import WAN
 
-COMFYUI = "comfyui"  # in a job's model.family: one of ComfyUI's own classes, whichever ComfyUI finds in the file
 FAMILIES: dict[str, ModelFamily] = {family.name: family for family in (FLUX2, FLUX1, WAN)}
 
 
@@ -21,8 +21,9 @@ def find_family(name: str) -> ModelFamily:
     """
     if name == COMFYUI:
         raise ValueError(
-            "this model was trained as one of ComfyUI's own, which only ComfyUI can build: run the job from its nodes, "
-            "with the MODEL connected to Load Model for Training Across GPUs"
+            'family = "comfyui" is a model that only ComfyUI can build: give the job file to `devicebridge train`, '
+            "which runs it with the ComfyUI that is installed, or connect the MODEL to Load Model for Training Across "
+            "GPUs"
         )
     if name not in FAMILIES:
         raise ValueError(f"there is no family {name!r}; the families are {', '.join(FAMILIES)}")

@@ -185,9 +185,12 @@ class Variant:
         return self.condition == "first_frame"
 
 
+UNKNOWN_TEXT = 512  # tokens of a caption that nobody has encoded yet
+
+
 def longest_text(variant: Variant) -> int:
     """Text tokens to plan for; of one of ComfyUI's own models nobody knows how many there will be."""
-    return max((encoder.max_length for encoder in variant.text_encoders), default=512)
+    return max((encoder.max_length for encoder in variant.text_encoders), default=UNKNOWN_TEXT)
 
 
 @dataclass(frozen=True)
@@ -248,9 +251,13 @@ class HostModel(Protocol):
         """
         ...
 
-    def example(self, batch: int, device: torch.device) -> dict[str, torch.Tensor]:
+    def example(
+        self, batch: int, device: torch.device, text: Mapping[str, torch.Tensor] | None
+    ) -> dict[str, torch.Tensor]:
         """Something to be given to predict, for sizes.
 
+        Args:
+            text: of one sample; None takes what its description says of such a model.
         Raises: ValueError where nobody said what such a model is given.
         """
         ...

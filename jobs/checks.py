@@ -106,16 +106,17 @@ def _nearest(path: Path) -> Path:
 
 def _check_encoders(plan: JobPlan) -> None:
     cache = plan.job.cache
-    if plan.family.host is not None and not (cache.text_source and cache.latent_source):
+    if plan.family.host is not None and not (cache.has_stock_text and cache.has_stock_latents):
         raise ValueError(
             f"{plan.family.title} is trained on what ComfyUI's own encoders make: connect its CLIP and VAE to Cache "
-            "Captions and Latents as stock CLIP and stock VAE"
+            "Captions and Latents as stock CLIP and stock VAE, or name them in the job file with cache.stock_clip and "
+            "cache.stock_vae"
         )
-    if cache.text_source or cache.latent_source:
+    if cache.has_stock_text or cache.has_stock_latents:
         comfy_reader(plan)
-    if cache.latent_source:
+    if cache.has_stock_latents:
         refuse_condition(plan.variant)
-    if not cache.text_source:
+    if not cache.has_stock_text:
         folder = component_folder(plan, cache.text_encoders, "text_encoders")
         dtype = getattr(torch, cache.dtype)
         for spec in plan.variant.text_encoders:
@@ -126,7 +127,7 @@ def _check_encoders(plan: JobPlan) -> None:
             check_encoder(spec, folder, _text_width(plan, spec))
             folder_fingerprint(folder / spec.folder)
             folder_fingerprint(folder / spec.tokenizer_folder)
-    if not cache.latent_source:
+    if not cache.has_stock_latents:
         _check_vae(plan, vae_path(plan))
 
 

@@ -23,7 +23,7 @@ from ..encoding.encode import (
 from ..encoding.encoded import store_of_encoded
 from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, TextSource
 from ..encoding.store import CacheStore, Stamp
-from ..events import EventLog
+from ..events import EventLog, Listener
 from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
 from ..system.pace import Pace
 from ..training.batches import CachedSamples
@@ -95,6 +95,12 @@ def cache_job(
         return _cached(plan, samples, [latent_keys[each.image_request()] for each in samples], text_keys, recompute)
 
     return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
+
+
+def fill_job(plan: JobPlan, on_event: Listener, should_stop: Callable[[], bool], encoders: ComfyEncoders) -> None:
+    """Fill the cache and nothing else; as cache_job, which refuses what does not fit the model."""
+    with EventLog(Path(plan.job.output.folder), on_event) as events:
+        cache_job(plan, events, should_stop, encoders)
 
 
 def _cached(

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
+from ..config.model import has_stages
 from ..families.comfy.native import NativeModel
 from ..planning.space import SearchSpace
+
+# Classes whose blocks do on numbers what they cannot do on sizes.
+_BY_NUMBERS = {"HiDreamImageTransformer2DModel": "its experts are chosen by the numbers that they compute with"}
 
 
 def why_no_stages(native: NativeModel | None, model: nn.Module) -> str:
@@ -25,3 +31,22 @@ def why_not_offloaded(native: NativeModel | None, space: SearchSpace) -> str:
     if native is None or not native.hooks_children or not any(space.offloaded):
         return ""
     return f"split.offloaded_blocks asks for blocks that {native.class_name} never calls; leave the setting out"
+
+
+def why_no_forecast(native: NativeModel | None) -> str:
+    """Why nobody can tell from sizes what a step of this class holds; "" for nothing."""
+    if native is None:
+        return ""
+    if native.hooks_children:
+        return f"{native.class_name} calls the parts of its blocks, and a forecast goes by whole blocks"
+    return _BY_NUMBERS.get(native.class_name, "")
+
+
+def limited(space: SearchSpace, native: NativeModel | None, model: nn.Module) -> SearchSpace:
+    """What of a search space such a model can do; a strategy that was asked for by name stays, to be answered."""
+    if native is None:
+        return space
+    strategies = space.strategies
+    if len(strategies) > 1 and why_no_stages(native, model):
+        strategies = tuple(each for each in strategies if not has_stages(each))
+    return replace(space, strategies=strategies, can_stream=not native.hooks_children)

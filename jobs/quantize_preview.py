@@ -138,9 +138,11 @@ def foresee_scheme(machine: Machine) -> ModelScheme:
     return "none" if machine.cards is None else choose_scheme(machine.devices)
 
 
-def preview_model(config: ModelConfig, split: SplitConfig) -> QuantizePreview:
+def preview_model(config: ModelConfig, split: SplitConfig, info: CheckpointInfo | None = None) -> QuantizePreview:
     """The preview of a model whose training is not set up yet; where it goes is planned as memory is free now.
 
+    Args:
+        info: the model, if it was read already, as only ComfyUI can read its own.
     Raises: ValueError for a file that is no such model, or a device that cannot compute in the scheme, naming one that
         works; RuntimeError if a package is missing.
     """
@@ -149,7 +151,7 @@ def preview_model(config: ModelConfig, split: SplitConfig) -> QuantizePreview:
     reason = refusal(settings, devices) if settings else ""
     if reason:
         raise ValueError(reason)
-    subject = _subject_of(read_checkpoint(config.path, config.family, config.variant))
+    subject = _subject_of(info or read_checkpoint(config.path, config.family, config.variant))
     size = _TIME_RESOLUTION, max(subject.info.family.latent_of(subject.variant).frame_lengths)
     note = "as memory is free now"
     try:

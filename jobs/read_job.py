@@ -15,10 +15,14 @@ from ..config.job import FolderConfig, JobConfig
 from ..data.folders import scan_folders
 from ..data.samples import Sample
 from ..encoding.encode import never
+from ..encoding.key import comfy_text_key
+from ..families.comfy.inputs import COND
 from ..families.spec import Variant
 from ..patches.lora import resolve_targets
 from ..planning.request import make_square
+from ..planning.short_model import SampleText
 from .comfy_entries import EncodedSample, make_comfy_reader, read_encoded_samples, refuse_condition, resolution_of
+from .encode_job import cache_store
 from .resolve import Subject, refuse_block_settings, sizes_of
 
 
@@ -52,7 +56,21 @@ class ReadJob:
             is_encoded=bool(self.encoded),
             train=sizes_of(self.encoded or self.samples),
             alone=sizes_of(self.eval_samples),
+            text=self._longest_text(),
         )
+
+    def _longest_text(self) -> SampleText | None:
+        """As far as it is encoded, for one of ComfyUI's own models; nobody asks it of others."""
+        if self.info.family.host is None:
+            return None
+        source, store = self.job.cache.text_source, cache_store(self.job)
+        captions = {each.caption for each in (*self.samples, *self.eval_samples)} if source else set()
+        keys = {each.caption for each in self.encoded} or {
+            comfy_text_key(caption, source, keeps_all=True) for caption in captions
+        }
+        lengths = {key: store.shapes(key).get(COND, (0,))[0] for key in sorted(keys)}
+        longest = store.get(max(lengths, key=lambda key: lengths[key])) if any(lengths.values()) else None
+        return None if longest is None else SampleText(longest)
 
     def _largest(self) -> tuple[int, int, int]:
         """Height and width in pixels and frames of the samples that take the most."""

@@ -43,10 +43,11 @@ from ..planning.calibration import Measuring, plan_calibrated
 from ..planning.cards import Card, cards_of
 from ..planning.plan_training import TrainingPlan, plan_training
 from ..planning.question import ModelCosts, Question
+from ..planning.short_model import SampleText
 from ..planning.space import OFFLOADS, OPTIMIZERS, SCHEMES, STRATEGIES, SearchSpace, Setting, is_open, strategies_on
 from ..quantization.quantize import QuantizeSettings, stored_bytes
 from .checked_job import why_no_graphs
-from .native_limits import why_no_stages, why_not_offloaded
+from .native_limits import limited, why_no_forecast, why_no_stages, why_not_offloaded
 from .samples import size_of_pictures
 
 _log = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class Subject:
     Args:
         largest: height and width in pixels and frames of the samples that take the most; (0, 0, 0) takes the config's.
         train, alone: of all samples that are trained on, and that are evaluated: what tells their batches apart.
+        text: of one of ComfyUI's own models, what it is given of the longest caption, as far as that is known.
     """
 
     info: CheckpointInfo
@@ -105,6 +107,7 @@ class Subject:
     is_encoded: bool
     train: frozenset[tuple[int, ...]]
     alone: frozenset[tuple[int, ...]] = frozenset()
+    text: SampleText | None = None
 
 
 @dataclass(frozen=True)
@@ -321,8 +324,8 @@ def _plan_as_before(job: JobConfig, subject: Subject, machine: Machine, before: 
             cuts = tuple(i for i in range(1, len(before.devices)) if before.devices[i] != before.devices[i - 1])
     if machine.cards is None:
         return None
-    if subject.info.family.host is not None:
-        _log.warning("no forecast of memory and time is made for %s; it is split by size", subject.info.family.title)
+    if fault := why_no_forecast(subject.info.family.native):
+        _log.warning("%s is split by size, without a forecast: %s", subject.info.family.title, fault)
         return None
     training = plan_on(job, subject, machine, MEASURING[job.split.calibrate], cuts)
     if training.warning:
@@ -338,6 +341,8 @@ def plan_on(
     Raises: ValueError if nothing fits.
     """
     assert machine.cards is not None
+    if fault := why_no_forecast(subject.info.family.native):
+        raise ValueError(f"there is no forecast for {subject.info.family.title}: {fault}; it is trained split by size")
     strategy = _first_of(search_space(job), [card.device for card in machine.cards]).strategy
     if job.parallel.asked and divides_blocks(strategy):
         _refuse_undividable(job, subject, min(len(machine.cards), len(block_names(subject.model, subject.info.family))))
@@ -345,7 +350,7 @@ def plan_on(
     longest = max((size[-1] for size in subject.train), default=1)
     question = Question(
         model,
-        search_space(job),
+        limited(search_space(job), subject.info.family.native, subject.model),
         machine.cards[: len(model.names)],
         subject.largest[:2],
         subject.largest[2],
@@ -353,6 +358,7 @@ def plan_on(
         host_bytes=machine.host_bytes,
         graphs_fault=why_no_graphs(job, len(subject.train), machine.devices),
         picture=size_of_pictures(job, subject.info.family, subject.variant, longest),
+        text=subject.text,
     )
     return plan_training(question) if machine.named else plan_calibrated(question, measuring)
 

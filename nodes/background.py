@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ..config.job import JobConfig
 from .host.page import background_queue, refuse_cards_of_others
 
+if TYPE_CHECKING:
+    from ..checkpoints.checkpoint import CheckpointInfo
 
-def start(job: JobConfig, *, is_resumed: bool) -> str:
+
+def start(job: JobConfig, info: CheckpointInfo | None, *, is_resumed: bool) -> str:
     """Put the job into the queue; what to say of it.
 
+    Args:
+        info: the job's model, if only ComfyUI can read it; the other process builds it with this ComfyUI's code.
     Raises: ValueError if its run is under way or queued already, or for a job that cannot be run as written.
     """
     from ..jobs.read_job import read_job
 
-    read_job(job)  # what a look at headers and images refuses is told here, not in a log
+    read_job(job, info)  # what a look at headers and images refuses is told here, not in a log
     queue = background_queue()
     queued = queue.add(job, cards_of(job), is_resumed=is_resumed)
     queue.tick()

@@ -133,7 +133,7 @@ class TrainLora(io.ComfyNode):
         with host.training_allowed(), model.prepared() as info:
             run = _find_run(job, info, resume, view)
             if run.finished is None and sockets.get("background", False):
-                return _start_in_background(model, run, view)
+                return _start_in_background(run, info, view)
             result = run.finished or _train(run, info, view)
         text = "\n".join(filter(None, [run.note, describe_result(result)]))
         view.show_text(text)
@@ -172,9 +172,8 @@ def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> Training
         return run_job(run.job, info=info, resume=run.resume, on_event=view, should_stop=view.is_cancelled)
 
 
-def _start_in_background(model: TrainingModel, run: NextRun, view: JobView) -> io.NodeOutput:
-    model.refuse_background()
-    text = "\n".join(filter(None, [run.note, background.start(run.job, is_resumed=run.resume)]))
+def _start_in_background(run: NextRun, info: CheckpointInfo | None, view: JobView) -> io.NodeOutput:
+    text = "\n".join(filter(None, [run.note, background.start(run.job, info, is_resumed=run.resume)]))
     view.show_text(text)
     return io.NodeOutput(*host.blocked(4), ui={"text": (text,)})
 

@@ -35,11 +35,6 @@ class TrainingModel:
         with host.native_training():
             yield host.read_native(self.model.path, self.model.dtype)
 
-    def refuse_background(self) -> None:
-        """Raises: ValueError for a model of ComfyUI's own, which only a process with ComfyUI can build."""
-        if self.model.family == COMFYUI:
-            raise ValueError("a stock MODEL is trained inside ComfyUI; switch background off")
-
     def job(self, dataset: TrainingDataset, **sections: Any) -> JobConfig:
         return JobConfig(model=self.model, split=self.split, data=dataset.data, **sections)
 

@@ -28,6 +28,7 @@ from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.load import make_unfilled_transformer
 from ..families.spec import Variant
 from ..parallel.devices import memory_in_use, own_random_states, release_cached_memory, reset_peaks
+from ..parallel.offload.block_call import BlockCall, module_of
 from ..parallel.stopwatch import MakeStopwatch, Stopwatch, make_stopwatch
 from ..parallel.transfer import current_device
 from ..patches.attention import sound_attention
@@ -125,7 +126,7 @@ class _Course:
 
     def __init__(self, short: ShortModel, device: torch.device, watch: Stopwatch) -> None:
         self._short, self._device, self._watch = short, device, watch
-        self._times: list[tuple[float, float]] = []  # forward and backward of each kind
+        self._times: dict[int, tuple[float, float]] = {}  # forward and backward of each kind
         self._outputs: list[Any] = []  # of every call of the first run
         self._num_calls = 0
         self._marks: list[Any] = []  # at the first call, and after the last
@@ -171,25 +172,23 @@ class _Course:
         )
 
     def _measure_in(self, room: contextlib.ExitStack) -> Any:
-        """A block's weights come into the room at its first call and leave after the second, which is the timed one:
-        only its input carries gradients."""
+        """A block's weights are in the room during its call. The last one of its kind is timed: if there are two, only
+        its input carries gradients."""
 
-        def measure(block: nn.Module, *args: Any) -> Any:
-            is_second = len(self._outputs) % 2 == 1
-            if not is_second:
-                room.enter_context(filled(block.modules(), self._device))
-            else:
-                self._times.append(self._time(block, args))
+        def measure(block: nn.Module | BlockCall, *args: Any) -> Any:
+            call = len(self._outputs)
+            room.enter_context(filled(module_of(block).modules(), self._device))
+            if self._short.is_last(call):
+                self._times[self._short.calls[call]] = self._time(block, args)
             with torch.no_grad():
                 outputs = block(*args)
             self._outputs.append(tree_map_only(torch.Tensor, _leaf, outputs))
-            if is_second:
-                room.close()
+            room.close()
             return self._outputs[-1]
 
         return measure
 
-    def _stand_in(self, block: nn.Module, *args: Any) -> Any:
+    def _stand_in(self, block: nn.Module | BlockCall, *args: Any) -> Any:
         """What the block returned in the first run, at no cost."""
         if self._num_calls == 0:
             self._marks.append(self._watch.mark())
@@ -199,7 +198,7 @@ class _Course:
             self._marks.append(self._watch.mark())
         return outputs
 
-    def _time(self, block: nn.Module, args: Any) -> tuple[float, float]:
+    def _time(self, block: nn.Module | BlockCall, args: Any) -> tuple[float, float]:
         with torch.no_grad():
             found = tree_leaves(block(*args))
             grads = [torch.randn_like(tensor) if tensor.is_floating_point() else None for tensor in found]
@@ -213,7 +212,7 @@ class _Course:
         forward = median(between(start, middle) for start, middle, _ in rounds)
         return forward, median(between(middle, end) for _, middle, end in rounds)
 
-    def _once(self, block: nn.Module, args: Any, grads: list[torch.Tensor | None]) -> tuple[Any, Any, Any]:
+    def _once(self, block: nn.Module | BlockCall, args: Any, grads: list[torch.Tensor | None]) -> tuple[Any, Any, Any]:
         inputs = tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), args)
         start = self._watch.mark()
         outputs = tree_leaves(block(*inputs))

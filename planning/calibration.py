@@ -89,7 +89,8 @@ class CardBench:
             "dtype": str(work.dtype).removeprefix("torch."),
             "batch_size": work.batch_size,
             "latent": list(work.latent_shape),
-            "text": {e.output: list(text_shape(e, self._info.config)) for e in self._variant.text_encoders},
+            "text": {e.output: list(text_shape(e, self._info.config)) for e in self._variant.text_encoders}
+            | ({} if work.text is None else work.text.shapes),
         }
 
     def blocks(self, device: torch.device, scheme: str) -> CardTimes:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..families.spec import ModelFamily, Variant
+from ..parallel.offload.block_call import BlockCall
 from ..patches.hooks import tensors_of
 from ..quantization.wrapped import tensor_bytes
 from .dry_run_block import BlockCost, dry_run_block, plain_tensors, sizes_of
@@ -66,31 +67,35 @@ def dry_run_step(model: nn.Module, info: CheckpointInfo, variant: Variant, work:
 
 
 class _Run:
-    """Takes gradient checkpointing's place and measures every second call, whose input carries gradients."""
+    """Takes gradient checkpointing's place and measures the last call of every kind, whose input carries gradients."""
 
     def __init__(self, short: ShortModel, meter: MemoryMeter) -> None:
         self.short, self.meter = short, meter
-        self.kinds: list[BlockCost] = []
+        self.kinds: dict[int, BlockCost] = {}
         self.front = self.tail_base = 0
         self._num_calls = 0
         self._before: list[torch.Tensor] = []  # what the call before was given
         self._constants: list[torch.Tensor] = []  # held, so that a name is not given twice
 
-    def measure(self, block: nn.Module, *args: Any) -> Any:
+    def measure(self, block: nn.Module | BlockCall, *args: Any) -> Any:
         """The block's outputs as fresh tensors that need gradients: nothing before this block is remembered."""
         if self._num_calls == 0:
             self.front = self.meter.live
-        if self._num_calls % 2:
+        if self.short.is_last(self._num_calls):
+            if isinstance(block, BlockCall):
+                with torch.no_grad():
+                    block(*args)  # what its in-place guard has to learn of such a call, no later one does again
             constants = {id(tensor) for tensor in self._before} & {id(tensor) for tensor in tensors_of(args)}
             streams = [tensor for tensor in tensors_of(args) if id(tensor) not in constants]
             shared = {self._name_of(t): self.meter.size(t) for t in tensors_of(args) if id(t) in constants}
-            self.kinds.append(dry_run_block(self.meter, block, args, shared, streams))
+            kind = self.short.calls[self._num_calls]
+            self.kinds[kind] = dry_run_block(self.meter, block, args, shared, streams)
         self._before = tensors_of(args)
         self._num_calls += 1
         with torch.no_grad():
             outputs = block(*args)
         outputs = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().requires_grad_(), outputs)
-        if self._num_calls == 2 * len(self.short.kinds):
+        if self._num_calls == len(self.short.calls):
             self._before.clear()
             self.tail_base = self.meter.start()
         return outputs

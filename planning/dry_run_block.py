@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from ..parallel.offload.block_call import BlockCall, module_of
 from ..parallel.offload.recompute import HandOut
 from ..parallel.offload.weights import host_bytes_of
 from ..patches.hooks import tensors_of
@@ -75,7 +76,11 @@ def plain_tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def dry_run_block(
-    meter: MemoryMeter, block: nn.Module, args: Any, constants: Mapping[int, int], streams: list[torch.Tensor]
+    meter: MemoryMeter,
+    block: nn.Module | BlockCall,
+    args: Any,
+    constants: Mapping[int, int],
+    streams: list[torch.Tensor],
 ) -> BlockCost:
     """What a block holds when it is called with these arguments; constants as in BlockCost, streams are its inputs."""
     input_sizes = tuple(map(meter.size, streams))
@@ -97,7 +102,7 @@ def dry_run_block(
     _forget_gradients(block, args)
     recomputed = max(top, _peak_with_gradients_held(meter, block, args) - base)
     _forget_gradients(block, args)
-    own = sizes_of(block)
+    own = sizes_of(module_of(block))
     return BlockCost(
         weights=own.weights,
         lora=own.lora,
@@ -111,11 +116,11 @@ def dry_run_block(
         recompute=recomputed,
         backward=backward,
         input_sizes=input_sizes,
-        staying=own.weights - host_bytes_of(block),
+        staying=own.weights - host_bytes_of(module_of(block)),
     )
 
 
-def _peak_with_gradients_held(meter: MemoryMeter, block: nn.Module, args: Any) -> int:
+def _peak_with_gradients_held(meter: MemoryMeter, block: nn.Module | BlockCall, args: Any) -> int:
     """Of the backward; parallel/offload/recompute.py was handed the gradients of the outputs and holds them."""
     outputs = tensors_of(block(*args))
     grads = [torch.empty_like(tensor) for tensor in outputs]
@@ -131,6 +136,6 @@ def _without_history(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_leaf else tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _forget_gradients(block: nn.Module, args: Any) -> None:
+def _forget_gradients(block: nn.Module | BlockCall, args: Any) -> None:
     for tensor in (*tensors_of(args), *block.parameters()):
         tensor.grad = None

@@ -35,7 +35,7 @@ from .dry_run import StepCost, dry_run_step
 from .dry_run_block import BlockCost
 from .forecast import CONTEXT_BYTES, Backend, Forecaster, Optimizer, StagePlan, StepSettings
 from .meter import UNSEEN_CARD, Kernels
-from .short_model import Work
+from .short_model import SampleText, Work
 from .space import SearchSpace, Setting, is_open, strategies_on
 
 
@@ -76,7 +76,7 @@ class ModelCosts:
         """Bytes of partial sums of each block's forward for one sample, where devices compute it together.
         [num_blocks]"""
         num_image = self.family.latent_of(self.variant).num_tokens(*bucket, frames)
-        num_text = max(encoder.max_length for encoder in self.variant.text_encoders)
+        num_text = longest_text(self.variant)
         return exchanged_bytes(self._model, self.family, num_image, num_text, element_size)
 
     def block_flops(self, bucket: tuple[int, int], frames: int) -> list[float]:
@@ -120,6 +120,7 @@ class Question:
         replica: which copy of the model is asked for, on a card of its own.
         num_shares: cards that compute each block together; one of them is asked for.
         picture: height, width and frames of the sample pictures that the first copy draws between steps, if any.
+        text: of one of ComfyUI's own models, what it is given of the longest caption, where that is known.
     """
 
     model: ModelCosts
@@ -134,6 +135,7 @@ class Question:
     replica: int | None = None
     num_shares: int = 1
     picture: tuple[int, int, int] | None = None
+    text: SampleText | None = None
 
     def changed(self, **changes: Any) -> Question:
         """Another question of the same model. Measured times are of this one and left out; what fits does not depend
@@ -242,7 +244,7 @@ class Question:
     def may_stream(self) -> bool:
         """Whether it is the planner's to say which blocks stream from host memory."""
         is_split = self.replica is None and self.num_shares == 1
-        return self.space.is_checkpointing and not self.space.offloaded and is_split
+        return self.space.is_checkpointing and self.space.can_stream and not self.space.offloaded and is_split
 
     @property
     def most(self) -> float:
@@ -279,6 +281,7 @@ class Question:
             quantize=None if scheme == "none" else QuantizeSettings(scheme, space.rotation),  # type: ignore[arg-type]
             lora=space.lora,
             num_devices=self.num_shares,
+            text=self.text,
         )
 
     def step_settings(self, setting: Setting) -> StepSettings:

@@ -28,11 +28,23 @@ _TEXT_WIDTHS = ("joint_attention_dim", "text_dim")  # what transformer configs c
 _POOLED_WIDTHS = ("pooled_projection_dim",)
 
 
+@dataclass(frozen=True, eq=False)
+class SampleText:
+    """What one of ComfyUI's own models is given of a caption, of one sample: of a job the one that takes the most."""
+
+    tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        return {name: list(tensor.shape) for name, tensor in self.tensors.items()}
+
+
 @dataclass(frozen=True)
 class Work:
     """What a step computes; dtype is of frozen weights and computation.
 
     num_devices: that compute each block together; what is run is the share of the last one, which has the most.
+    text: None where the model's description says how large it is.
     """
 
     latent_shape: tuple[int, int, int, int]  # of one sample. [C, F, H, W]
@@ -41,17 +53,26 @@ class Work:
     quantize: QuantizeSettings | None
     lora: LoraSettings
     num_devices: int = 1
+    text: SampleText | None = None
 
 
 @dataclass
 class ShortModel:
-    """Every kind of block twice, the second time with an input that carries gradients."""
+    """Every kind of block twice, the second time with an input that carries gradients.
+
+    Of one of ComfyUI's own models the first two of a kind, for its blocks need not take what they return.
+    """
 
     model: nn.Module
     names: tuple[str, ...]
     kind_of: list[int]  # by block of the whole model
     kinds: list[str] = field(default_factory=list)  # fqn of the first block of each kind
     modules: list[nn.Module] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)  # the kind of each block that a forward calls, in order
+
+    def is_last(self, call: int) -> bool:
+        """Whether this call, counted from 0, is the last one of its kind: the one to look at."""
+        return self.calls[call] not in self.calls[call + 1 :]
 
 
 def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
@@ -69,7 +90,7 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
             sample.kinds.append(name)
             sample.modules.append(block)
         sample.kind_of.append(known[kind])
-    renamed = _keep_kinds(sample, family)
+    renamed = _keep_kinds(sample, family) if family.native is None else _keep_first_two(sample, family)
     _cast(model, work.dtype)
     shards = _divide(sample, family, work.num_devices) if work.num_devices > 1 else {}
     if quantizer is not None:
@@ -142,6 +163,22 @@ def _keep_kinds(sample: ShortModel, family: ModelFamily) -> dict[str, str]:
         renamed |= {f"{block_list.name}.{2 * order}": sample.kinds[i] for order, i in enumerate(mine)}
         twice = [sample.modules[i] for i in mine for _ in range(2)]
         setattr(sample.model, block_list.name, nn.ModuleList(twice))
+        sample.calls += [i for i in mine for _ in range(2)]
+    return renamed
+
+
+def _keep_first_two(sample: ShortModel, family: ModelFamily) -> dict[str, str]:
+    """The same for one of ComfyUI's own models: of each kind the first two blocks, or the only one."""
+    renamed: dict[str, str] = {}
+    for block_list in family.block_lists:
+        kept: list[str] = []
+        for name, kind in zip(sample.names, sample.kind_of, strict=True):
+            if name.rpartition(".")[0] == block_list.name and sample.calls.count(kind) < 2:
+                kept.append(name)
+                sample.calls.append(kind)
+        renamed |= {f"{block_list.name}.{order}": name for order, name in enumerate(kept)}
+        blocks = nn.ModuleList([sample.model.get_submodule(name) for name in kept])
+        setattr(sample.model, block_list.name, blocks)
     return renamed
 
 
@@ -182,7 +219,7 @@ def _make_given(info: CheckpointInfo, variant: Variant, work: Work, latents: tor
     """Text and conditions of the sizes that training has."""
     batch, device = work.batch_size, latents.device
     if info.family.host is not None:
-        return info.family.host.example(batch, device)
+        return info.family.host.example(batch, device, None if work.text is None else work.text.tensors)
     text = {
         encoder.output: torch.randn(batch, *text_shape(encoder, info.config), dtype=work.dtype, device=device)
         for encoder in variant.text_encoders

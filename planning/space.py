@@ -39,6 +39,7 @@ class SearchSpace:
         is_compiled: whether blocks are compiled, which makes them faster than their measured times.
         wants_graphs: whether blocks without activation checkpointing are recorded as CUDA graphs where possible.
         resolution: the largest of the job, in pixels along a square's side.
+        can_stream: whether the model's blocks can stream from host memory.
     """
 
     schemes: tuple[str, ...]
@@ -60,6 +61,7 @@ class SearchSpace:
     rotation: int
     lora: LoraSettings
     resolution: int
+    can_stream: bool = True
 
 
 @dataclass(frozen=True)

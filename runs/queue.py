@@ -75,11 +75,13 @@ class JobQueue:
 
     Args:
         others: what else uses cards, of this program: ComfyUI's models.
+        native: beginning of the command for a job that needs ComfyUI; () lets the command find one.
     """
 
-    def __init__(self, store: RunStore, others: Callable[[], Held] = nothing_held) -> None:
+    def __init__(self, store: RunStore, others: Callable[[], Held] = nothing_held, native: Sequence[str] = ()) -> None:
         self.store = store
         self._others = others
+        self._native = tuple(native)
         self._folder = store.root / _FOLDER
 
     def jobs(self) -> list[QueuedJob]:
@@ -213,7 +215,9 @@ class JobQueue:
         folder = self.store.root / job.run
         Requests(folder).clear()
         flags = ["--resume"] if job.is_resumed else []
-        command: list[str | Path] = [sys.executable, "-c", _START, _BOOTSTRAP, "train", folder / _JOB_FILE, *flags]
+        own = (sys.executable, "-c", _START, str(_BOOTSTRAP))
+        is_native = self._native and _needs_comfyui(folder / _JOB_FILE)
+        command = [*(self._native if is_native else own), "train", str(folder / _JOB_FILE), *flags]
         started = time.time()
         try:
             process = start_detached(command, folder / LOG)
@@ -243,6 +247,13 @@ class JobQueue:
 
     def _remove(self, job: QueuedJob) -> None:
         (self._folder / f"{job.id}.json").unlink(missing_ok=True)
+
+
+def _needs_comfyui(file: Path) -> bool:
+    """Of a job file; of one that cannot be read the job itself tells."""
+    with contextlib.suppress(ValueError):
+        return load_job(file).needs_comfyui
+    return False
 
 
 def explain(devices: Sequence[str], held: Held) -> str:

@@ -171,6 +171,31 @@ def run(command: Sequence[str | Path], *, timeout_s: float, environment: Mapping
     return output if running.exit_code == 0 else None
 
 
+def go_on_as(command: Sequence[str | Path]) -> int:
+    """Run a program in place of this one, with its terminal and its signals; the exit code.
+
+    Returns on Windows alone, where no program takes another's place: there this one waits, and the other ends with it.
+
+    Raises: OSError if it cannot be started.
+    """
+    parts = [str(part) for part in command]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not _IS_WINDOWS:
+        os.execv(parts[0], parts)
+    from .windows_job import end_with_us
+
+    process = subprocess.Popen(parts)
+    release = end_with_us(int(process._handle))  # type: ignore[attr-defined]
+    while True:
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:  # the console has told the other one as well, which saves
+            continue
+        release()
+        return code
+
+
 # ---- processes that outlive us ----
 
 

@@ -7,7 +7,9 @@ and reads what running ones have written; what is new goes to every open page as
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import folder_paths
 
+from ...jobs.native_process import native_command
 from ...runs.api import PREFIX, Answer, Api, Host
 from ...runs.guard import MOST_BODY
 from ...runs.news import News
@@ -36,8 +39,8 @@ def add_page() -> None:
     """Add the routes to ComfyUI's server and start the thread; to be called before the server starts."""
     from server import PromptServer
 
-    store = RunStore(runs_folder())
-    queue = JobQueue(store, _held_by_models)
+    queue = background_queue()
+    store = queue.store
     api = Api(store, queue, Host(_loras, _cards, _free))
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -55,8 +58,10 @@ def runs_folder() -> Path:
 
 
 def background_queue() -> JobQueue:
-    """The queue of trainings in processes of their own."""
-    return JobQueue(RunStore(runs_folder()), _held_by_models)
+    """The queue of trainings in processes of their own; those that need a ComfyUI get this one's code."""
+    code = Path(inspect.getfile(folder_paths)).resolve().parent
+    native = native_command(sys.executable, code, folder_paths.base_path)
+    return JobQueue(RunStore(runs_folder()), _held_by_models, native)
 
 
 def refuse_cards_of_others(devices: Sequence[str]) -> None:

@@ -27,10 +27,10 @@ def tekken() -> bytes:
 
 
 def make_clip(family: str, seed: int = 0, width: int = _WIDTH) -> comfy.sd.CLIP:
-    """ "flux2": Mistral, states 3 * width wide; "flux1": CLIP-L and T5, width wide both."""
+    """ "flux2" and "flux2_native": Mistral, states 3 * width wide; "flux1": CLIP-L and T5, width wide both."""
     flux = comfy.text_encoders.flux
     data: dict[str, Any] = {}
-    if family == "flux2":
+    if family.startswith("flux2"):
         sizes = {"vocab_size": _NUM_SPECIAL + 256, "hidden_size": width, "intermediate_size": 2 * width}
         heads = {"num_hidden_layers": 31, "num_attention_heads": 2, "num_key_value_heads": 1}
         target = (flux.Flux2Tokenizer, flux.flux2_te())
@@ -51,14 +51,20 @@ def make_clip(family: str, seed: int = 0, width: int = _WIDTH) -> comfy.sd.CLIP:
 
 
 def make_vae(family: str, seed: int = 0, channels: int = 4) -> comfy.sd.VAE:
-    """A KL encoder of stride 2; for flux2 with the batch norm over 2 x 2 patches, and 4 times the channels then."""
+    """A KL encoder of stride 2; for flux2 with the batch norm over 2 x 2 patches, and 4 times the channels then.
+
+    "flux2_native": with the 128 channels and the stride of 16 that ComfyUI's own FLUX.2 takes.
+    """
+    is_whole = family == "flux2_native"
+    is_packed, stride = family.startswith("flux2"), 8 if is_whole else 2
+    channels = 32 if is_whole else channels
     sizes = {"double_z": True, "z_channels": channels, "resolution": 32, "in_channels": 3, "out_ch": 3, "ch": 32}
-    sizes |= {"ch_mult": [1, 1], "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0}
-    if family == "flux2":
+    sizes |= {"ch_mult": [1] * stride.bit_length(), "num_res_blocks": 1, "attn_resolutions": [], "dropout": 0.0}
+    if is_packed:
         sizes["batch_norm_latent"] = True
     vae = comfy.sd.VAE(sd={}, config={"params": {"ddconfig": sizes, "embed_dim": channels}}, dtype=torch.float32)
-    vae.latent_channels = 4 * channels if family == "flux2" else channels
-    vae.downscale_ratio = vae.upscale_ratio = 4 if family == "flux2" else 2
+    vae.latent_channels = 4 * channels if is_packed else channels
+    vae.downscale_ratio = vae.upscale_ratio = 2 * stride if is_packed else stride
     _randomise(vae.first_stage_model, seed)
     return vae
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from ....families.comfy.inputs import COND, WHOLE, option_path
 from ....families.comfy.native import NativeModel
+from ....families.comfy.text_sizes import usual_text
 from ....parallel.block_lists import hooked_modules, placed_blocks
 from ....parallel.offload.block_call import Checkpoint, checkpoint_calls
 from ....parallel.offload.in_place import InPlaceGuard
@@ -100,9 +101,18 @@ class ComfyModel:
         output = base.apply_model(x, sigmas, transformer_options=options, **inputs)
         return output if self._has_sequence else output.unsqueeze(2)
 
-    def example(self, batch: int, device: torch.device) -> dict[str, torch.Tensor]:
+    def example(
+        self, batch: int, device: torch.device, text: Mapping[str, torch.Tensor] | None
+    ) -> dict[str, torch.Tensor]:
         """See HostModel.example."""
-        raise ValueError(f"there is no forecast for {self._row.class_name} yet")
+        given = usual_text(self._make_base(torch.device("meta")).diffusion_model) if text is None else text
+        if not given:
+            raise ValueError(
+                f"nobody has said how large the text of {self._row.class_name} is; encode the captions first, by "
+                "`devicebridge cache` or Cache Captions and Latents"
+            )
+        # Each sample its own copy, as a batch is; what is on meta stays there.
+        return {name: torch.stack([each] * batch).to(device) for name, each in given.items()}
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ....checkpoints.checkpoint import CheckpointInfo
+from ....checkpoints.fingerprint import settings_fingerprint
 from ....checkpoints.header import FLOAT_TYPES, TensorRecord, read_header
 from ....checkpoints.quantized_files import pair_scales, read_formats
 from ....checkpoints.weight_file import TORCH_TYPES, read_records
@@ -90,6 +91,7 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     kept = {name: record for name, record in tensors.items() if name in needed or name in buffers}
     family, variant = _family_of(base, row, ComfyModel(config, names, prefix, row, has_sequence=_has_sequence(base)))
     facts = {"in_channels": base.latent_format.latent_channels, "class": row.class_name, "dtype": dtype}
+    facts["shapes"] = settings_fingerprint({name: list(record.shape) for name, record in kept.items()})
     return CheckpointInfo(path, family, variant, facts, "original", kept, None)
 
 

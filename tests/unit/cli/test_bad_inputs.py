@@ -28,6 +28,16 @@ _NUM_OF_GROUP = 6  # of each other group
 _SEED = 20261123
 
 
+@pytest.fixture(autouse=True)
+def _no_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whose Python the command would go on, in place of the tests."""
+
+    def find() -> None:
+        raise RuntimeError("no ComfyUI was found")
+
+    monkeypatch.setattr("devicebridge.cli.native.find_comfyui", find)
+
+
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("bad")

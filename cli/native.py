@@ -1,0 +1,105 @@
+"""Jobs that need ComfyUI: the command line goes on in a process that has one, and takes model and encoders from it.
+
+nodes/host/ is asked only there. Everything here is a no-op for other jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..config.job import JobConfig
+from ..config.model import COMFYUI
+from ..encoding.encode import never
+from ..events import Listener
+from ..headless.comfyui import find_comfyui
+from ..jobs.comfy_entries import NO_ENCODERS, ComfyEncoders
+from ..jobs.encode_job import fill_job
+from ..jobs.job import check_job
+from ..jobs.native_process import is_native_process, native_command
+from ..system.processes import go_on_as
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..checkpoints.checkpoint import CheckpointInfo
+
+
+def enter(jobs: Sequence[JobConfig], arguments: Sequence[str]) -> list[JobConfig]:
+    """The jobs, with paths in the place of names that only ComfyUI knows.
+
+    Args:
+        arguments: of the command line, with which another process goes on in place of this one if need be.
+    Raises: ValueError if there is no ComfyUI, or a name is in none of its folders.
+    """
+    needing = [job for job in jobs if job.needs_comfyui]
+    if needing and not is_native_process():
+        try:
+            found = find_comfyui()
+        except RuntimeError as error:
+            raise ValueError(f"{_why(needing[0])}, but {error}") from error
+        raise SystemExit(go_on_as([*native_command(found.python, found.folder, found.base), *arguments]))
+    return [_with_files(job) if job.needs_comfyui else job for job in jobs]
+
+
+def _why(job: JobConfig) -> str:
+    if job.model.family == COMFYUI:
+        return f'model.family = "{COMFYUI}" asks for a model that ComfyUI\'s own code trains'
+    return "cache.stock_clip and stock_vae name encoders that only ComfyUI loads"
+
+
+def _with_files(job: JobConfig) -> JobConfig:
+    from ..nodes.host.native.files import with_files
+
+    return with_files(job)
+
+
+@contextmanager
+def prepared(job: JobConfig) -> Iterator[CheckpointInfo | None]:
+    """Inside, ComfyUI is ready to train its own model, which is given; None for a family that we build."""
+    if job.model.family != COMFYUI:
+        yield None
+        return
+    from ..nodes import host
+
+    with host.native_training():
+        yield host.read_native(job.model.path, job.model.dtype)
+
+
+@contextmanager
+def with_encoders(job: JobConfig) -> Iterator[tuple[JobConfig, ComfyEncoders]]:
+    """Inside, the encoders that the job names by files are loaded, and the job has their names for the cache."""
+    if not job.cache.needs_stock_encoders:
+        yield job, NO_ENCODERS
+        return
+    from ..nodes.host.native.files import load_encoders
+
+    clip, vae = load_encoders(job)
+    names = {}
+    if clip is not None:
+        names["text_source"] = clip.fingerprint
+    if vae is not None:
+        names["latent_source"] = vae.fingerprint
+    try:
+        yield replace(job, cache=replace(job.cache, **names)), ComfyEncoders(clip, vae)
+    finally:
+        for each in filter(None, (clip, vae)):
+            each.release()
+
+
+def encoded(job: JobConfig, on_event: Listener, should_stop: Callable[[], bool] = never) -> JobConfig:
+    """The job with its captions and latents in the cache, where its encoders are files that only ComfyUI loads.
+
+    What its headers and images refuse is told before the encoders are loaded.
+
+    Raises: Stopped; what check_job and fill_job raise.
+    """
+    if not job.cache.needs_stock_encoders:
+        return job
+    with prepared(job) as info:
+        plan = check_job(job, info=info, is_to_train=False, should_stop=should_stop)
+    with with_encoders(job) as (named, encoders):
+        fill_job(replace(plan, job=named), on_event, should_stop, encoders)
+    return named

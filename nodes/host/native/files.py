@@ -1,0 +1,129 @@
+"""Names in a job file as files of ComfyUI's folders, and the text encoders and VAE that ComfyUI makes of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ....checkpoints.header import read_header
+from ....config.job import JobConfig
+from ....config.model import COMFYUI
+from ..comfy_encoders import HostClip, HostVae
+
+_log = logging.getLogger(__name__)
+
+_MAX_NAMES = 8  # spelt out in a message
+# What a checkpoint's tensors of its encoders begin with, as ComfyUI looks for them.
+_CLIP_PARTS = ("cond_stage_model.", "conditioner.", "text_encoders.")
+_VAE_PARTS = ("first_stage_model.", "vae.")
+
+
+def with_files(job: JobConfig) -> JobConfig:
+    """The job with full paths in the place of names. Reads headers only.
+
+    Raises: ValueError for a name that is in none of ComfyUI's folders, or encoders that nobody named.
+    """
+    model, cache = job.model, job.cache
+    if model.family == COMFYUI:
+        path = find_file("model.path", model.path, ("diffusion_models", "checkpoints"))
+        model = replace(model, path=str(path))
+    clip = tuple(str(find_file("cache.stock_clip", name, ("text_encoders",))) for name in cache.stock_clip)
+    vae = str(find_file("cache.stock_vae", cache.stock_vae, ("vae",))) if cache.stock_vae else ""
+    if model.family == COMFYUI and job.data.folders:
+        parts = set(_parts_of(Path(model.path)))
+        if not cache.has_stock_text:
+            clip = (_own("cache.stock_clip and stock_clip_type", "text encoders", model.path, "clip" in parts),)
+        if not cache.has_stock_latents:
+            vae = _own("cache.stock_vae", "VAE", model.path, "vae" in parts)
+    return replace(job, model=model, cache=replace(cache, stock_clip=clip, stock_vae=vae))
+
+
+def find_file(key: str, name: str, kinds: Sequence[str]) -> Path:
+    """A file by its full path, or by its name in ComfyUI's folders of these kinds.
+
+    Raises: ValueError that lists what is there.
+    """
+    import folder_paths
+
+    path = Path(name).expanduser()
+    if path.is_absolute():
+        if not path.is_file():
+            raise ValueError(f"{key} names {path}, and there is no such file")
+        return path
+    for kind in kinds:
+        if found := folder_paths.get_full_path(kind, name):
+            return Path(found)
+    there = sorted(each for kind in kinds for each in folder_paths.get_filename_list(kind))
+    rest = f" and {len(there) - _MAX_NAMES} more" if len(there) > _MAX_NAMES else ""
+    places = ", ".join(folder for kind in kinds for folder in folder_paths.get_folder_paths(kind))
+    raise ValueError(
+        f"{key} names {name!r}, which is not in ComfyUI's folders ({places}); found there: "
+        f"{', '.join(there[:_MAX_NAMES]) or 'nothing'}{rest}"
+    )
+
+
+def _parts_of(path: Path) -> Iterator[str]:
+    """Which of "clip" and "vae" a checkpoint holds beside its diffusion model."""
+    names = read_header(path).tensors
+    for part, prefixes in {"clip": _CLIP_PARTS, "vae": _VAE_PARTS}.items():
+        if any(name.startswith(prefixes) for name in names):
+            yield part
+
+
+def _own(key: str, what: str, path: str, is_there: bool) -> str:
+    if not is_there:
+        raise ValueError(f"{path} holds no {what}; name the {what} of the model with {key}")
+    return path
+
+
+def load_encoders(job: JobConfig) -> tuple[HostClip | None, HostVae | None]:
+    """Those that the job names by files, which takes their weights into memory; None for those that it does not.
+
+    Raises: ValueError for files that ComfyUI makes no such encoder of.
+    """
+    cache = job.cache
+    clip = vae = None
+    if cache.stock_clip:
+        clip = HostClip(_load_clip(cache.stock_clip, cache.stock_clip_type, job.model.path))
+    if cache.stock_vae:
+        vae = HostVae(_load_vae(cache.stock_vae, job.model.path))
+    return clip, vae
+
+
+def _load_clip(paths: Sequence[str], kind: str, model_path: str) -> Any:
+    """As ComfyUI's loaders do: of a checkpoint, or of files of text encoders."""
+    import comfy.sd
+    import folder_paths
+
+    embeddings = folder_paths.get_folder_paths("embeddings")
+    if list(paths) == [model_path]:
+        found = comfy.sd.load_checkpoint_guess_config(
+            model_path, output_vae=False, output_clip=True, output_model=False, embedding_directory=embeddings
+        )
+        return _there(found[1], "text encoders", model_path)
+    kinds = {str(each).rpartition(".")[2].lower(): each for each in comfy.sd.CLIPType}
+    if kind not in kinds:
+        asked = f"is {kind!r}" if kind else "is not set"
+        raise ValueError(f"cache.stock_clip_type {asked}; ComfyUI knows {', '.join(kinds)}")
+    made = comfy.sd.load_clip(ckpt_paths=list(paths), embedding_directory=embeddings, clip_type=kinds[kind])
+    return _there(made, "text encoders", ", ".join(paths))
+
+
+def _load_vae(path: str, model_path: str) -> Any:
+    import comfy.sd
+    import comfy.utils
+
+    if path == model_path:
+        found = comfy.sd.load_checkpoint_guess_config(path, output_vae=True, output_clip=False, output_model=False)
+        return _there(found[2], "VAE", path)
+    weights, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
+    return comfy.sd.VAE(sd=weights, metadata=metadata)
+
+
+def _there(value: Any, what: str, path: str) -> Any:
+    if value is None:
+        raise ValueError(f"ComfyUI finds no {what} in {path}")
+    return value

@@ -1,0 +1,151 @@
+"""One process with ComfyUI's Python: what emulated cards hold while tiny models of ComfyUI's own train, and forecasts.
+
+Takes ComfyUI's folder, a folder for files and names of tiny_checkpoints.FAMILIES. Prints one line of JSON per name:
+{"name", "errors": {way: {card: forecast / measured - 1}}}.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+CHECKOUT, FOLDER, *NAMES = sys.argv[1:]
+sys.path[0] = CHECKOUT
+sys.argv = sys.argv[:1]
+
+import comfy.cli_args  # noqa: E402
+
+comfy.cli_args.args.cpu = True
+runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
+
+import torch  # noqa: E402
+from devicebridge.assembly import assemble_for_training  # noqa: E402
+from devicebridge.checkpoints.load import make_empty_transformer  # noqa: E402
+from devicebridge.config.job import LoraSettings  # noqa: E402
+from devicebridge.encoding.comfy_data import read_conditioning  # noqa: E402
+from devicebridge.execution import ExecutionPlan  # noqa: E402
+from devicebridge.nodes.host.native.context import native_training  # noqa: E402
+from devicebridge.nodes.host.native.source import read_native  # noqa: E402
+from devicebridge.parallel.placement import Placement, block_names  # noqa: E402
+from devicebridge.planning.dry_run import dry_run_step  # noqa: E402
+from devicebridge.planning.forecast import Backend, Forecaster, Optimizer, StagePlan, StepSettings  # noqa: E402
+from devicebridge.planning.meter import Kernels  # noqa: E402
+from devicebridge.planning.short_model import SampleText, Work  # noqa: E402
+from devicebridge.quantization.kernel_choice import device_kernels  # noqa: E402
+from devicebridge.quantization.quantize import QuantizeSettings  # noqa: E402
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes  # noqa: E402
+from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes  # noqa: E402
+from devicebridge.training.adapter import apply_lora  # noqa: E402
+from devicebridge.training.objective import noise_latents, predict, prediction_loss  # noqa: E402
+from torch.nn import functional  # noqa: E402
+
+LORA = LoraSettings(rank=4, alpha=4.0)
+SMALL = 2**14  # bytes; a peak is looked for when a larger tensor is made
+# Blocks of two cards that keep their activations, blocks that stream, and how weights are held.
+WAYS: dict[str, tuple[tuple[int, int], str]] = {
+    "recompute": ((0, 0), "none"),
+    "kept": ((0, 1), "none"),
+    "8 bits": ((0, 0), "int8-compute"),
+}
+
+
+def judge(name: str) -> dict[str, Any]:
+    family, folder = FAMILIES[name], Path(FOLDER) / name
+    folder.mkdir(parents=True)
+    with small_sizes(family), native_training(), mock.patch.object(functional, "silu", _silu):
+        path = save_checkpoint(family, folder / "model.safetensors")
+        info = read_native(path, "float32")
+        *front, height, width = family.latent
+        factor = 2 if name == "sd3" else 4  # whose tiny build knows no more positions
+        larger = height * factor, width * factor
+        latents = (family.latent[0], *((1,) if len(family.latent) == 3 else tuple(front[1:])), *larger)
+        text = SampleText(read_conditioning(family.condition(1), "text", keeps_all=True))
+        errors = {}
+        for way, (kept, scheme) in WAYS.items():
+            measured = _measured(info, latents, text, kept, scheme)
+            forecast = _forecast(info, latents, text, kept, scheme)
+            errors[way] = {card: forecast[card] / measured[card] - 1 for card in measured}
+    return {"name": name, "errors": errors}
+
+
+def _silu(x: torch.Tensor, inplace: bool = False) -> torch.Tensor:
+    """Its backward is one kernel on cards, but is taken apart for tensor subclasses like emulated ones."""
+    return x * torch.sigmoid(x)
+
+
+def _cut(info: Any) -> tuple[tuple[str, ...], int]:
+    names = block_names(make_empty_transformer(info), info.family)
+    return names, (len(names) + 1) // 2
+
+
+def _measured(info: Any, shape: Any, text: SampleText, kept: Any, scheme: str) -> dict[str, int]:
+    """The most that each card held in the second optimizer step."""
+    names, cut = _cut(info)
+    gc.collect()
+    with emulated_cards():
+        placement = Placement(names, tuple(CARDS[int(i >= cut)] for i in range(len(names))), CARDS[0])
+        plan = ExecutionPlan(
+            placement=placement,
+            dtype=torch.float32,
+            quantize=None if scheme == "none" else QuantizeSettings(scheme),
+            quantized_cache=None,
+            strategy="none",
+            ahead=None,
+            gradient_checkpointing=True,
+            kept_blocks=kept,
+            offloaded_blocks=(),
+            offloads=False,
+            compiled_shapes=None,
+            has_graphs=False,
+        )
+        made = assemble_for_training(info, plan, lambda model: apply_lora(model, info.family, LORA, seed=0))
+        lora: Any = made.adapter
+        optimizer = torch.optim.AdamW(lora.parameters().values(), lr=1e-4, foreach=False)
+        clean, noise = (torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+        noised = noise_latents(info.family, clean, noise, torch.tensor([0.5]))
+        home = CARDS[0]
+
+        def step() -> None:
+            given = {key: value[None].to(home) for key, value in text.tensors.items()}
+            guidance = info.variant.training_guidance
+            said = predict(info.family, made.model, noised.noisy.to(home), noised.sigmas.to(home), given, guidance)
+            del given
+            prediction_loss(said, noised.target.to(home)).backward()
+            del said
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        step()
+        peaks = dict.fromkeys(CARDS[:2], 0)
+
+        def made_tensor(tensor: EmulatedTensor, data: torch.Tensor, device: torch.device) -> None:
+            if data.untyped_storage().nbytes() >= SMALL:
+                for card in peaks:
+                    peaks[card] = max(peaks[card], live_bytes(card))
+
+        with mock.patch.object(EmulatedTensor, "__init__", made_tensor):
+            step()
+        return {str(card): peak for card, peak in peaks.items()}
+
+
+def _forecast(info: Any, shape: Any, text: SampleText, kept: Any, scheme: str) -> dict[str, int]:
+    names, cut = _cut(info)
+    quantize = None if scheme == "none" else QuantizeSettings(scheme)
+    work = Work(shape, 1, torch.float32, quantize, LORA, text=text)
+    kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
+    cost = dry_run_step(make_empty_transformer(info), info, info.variant, work, kernels)
+    backend = Backend(workspace=0, fragmentation=0.0, context=0)
+    forecaster = Forecaster(cost, Optimizer(state=8, step=0), StepSettings(), backend=backend)
+    plans = StagePlan(0, 2, 0, cut, kept[0]), StagePlan(1, 2, cut, len(names), kept[1])
+    return {str(card): forecaster.device(str(card), plan).allocated for card, plan in zip(CARDS, plans, strict=False)}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for each in NAMES:
+        print(json.dumps(judge(each)), flush=True)

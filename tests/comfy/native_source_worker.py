@@ -1,0 +1,133 @@
+"""One process with ComfyUI's Python: a tiny FLUX.2 in every number format, read for training. Prints one line of JSON:
+
+{"kept": {format: linears that hold the file's own 8 bits}, "wrong": {format: names of other weights than W = q * s},
+"refused": {what: message}}.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+CHECKOUT, FOLDER = sys.argv[1:]
+sys.path[0] = CHECKOUT
+sys.argv = sys.argv[:1]
+
+import comfy.cli_args  # noqa: E402
+
+comfy.cli_args.args.cpu = True
+runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
+
+import comfy.sd  # noqa: E402
+import torch  # noqa: E402
+from devicebridge.checkpoints.load import load_transformer  # noqa: E402
+from devicebridge.nodes.host.native.context import native_training  # noqa: E402
+from devicebridge.nodes.host.native.source import path_of_model, read_native  # noqa: E402
+from devicebridge.quantization.quantize import Quantizer, QuantizeSettings  # noqa: E402
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, lora_weights, make_weights  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
+# Format -> scheme that multiplies with its weights.
+SCHEMES = {"plain cast": "fp8-compute", "scaled fp8": "fp8-compute", "old scaled fp8": "fp8-compute"}
+SCHEMES |= {"int8 rows": "int8-compute"}
+
+
+def _note(kind: str) -> torch.Tensor:
+    return torch.tensor(list(json.dumps({"format": kind}).encode()), dtype=torch.uint8)
+
+
+def _in(form: str, layer: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A linear's tensors in a format, and what they mean, float32."""
+    if form == "plain cast":
+        values = weight.to(FP8)
+        return {f"{layer}.weight": values}, values.float()
+    if form == "int8 rows":
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        values = (weight / scale).round().to(torch.int8)
+        more = {f"{layer}.comfy_quant": _note("int8_tensorwise"), f"{layer}.weight_scale": scale}
+    else:
+        scale = weight.abs().max() / 448
+        values = (weight / scale).to(FP8)
+        more = {f"{layer}.comfy_quant": _note("float8_e4m3fn"), f"{layer}.weight_scale": scale}
+        if form.startswith("old"):
+            more = {f"{layer}.scale_weight": scale}
+    return {f"{layer}.weight": values, **more}, values.float() * scale
+
+
+def _save(form: str, path: Path) -> dict[str, torch.Tensor]:
+    """The blocks' matrices in a format, all else as it is; returns what every tensor means."""
+    tensors, meant = {}, {}
+    for name, weight in make_weights(FAMILIES["flux2"]).items():
+        layer = name.removesuffix(".weight")
+        if layer != name and weight.ndim == 2 and name.startswith(("double_blocks", "single_blocks")):
+            own, meant[name] = _in(form, layer, weight)
+            tensors |= own
+        else:
+            tensors[name] = meant[name] = weight
+    if form.startswith("old"):
+        tensors["scaled_fp8"] = torch.zeros(0, dtype=FP8)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    return meant
+
+
+def _look(form: str) -> tuple[int, list[str]]:
+    path = Path(FOLDER) / f"{form.replace(' ', '_')}.safetensors"
+    meant, info = _save(form, path), read_native(path, "float32")
+    found = load_transformer(info, lambda name: CPU, torch.float32).state_dict()
+    wrong = [name for name, tensor in meant.items() if not torch.equal(found[name], tensor)]
+    quantizer = Quantizer(info.family, QuantizeSettings(SCHEMES[form], rotation=0))  # type: ignore[arg-type]
+    model = load_transformer(info, lambda name: CPU, torch.float32, quantizer)
+    values = {name: info.tensors[name] for name in meant if info.tensors[name].is_quantized}
+    held: dict[str, Any] = dict(model.named_parameters()) | dict(model.named_buffers())
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        same = [
+            name for name in values if torch.equal(held[name].view(torch.int8), file.get_tensor(name).view(torch.int8))
+        ]
+    return len(same) - len(values), wrong
+
+
+def _refusal(act: Any) -> str:
+    try:
+        act()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _refused() -> dict[str, str]:
+    weights = make_weights(FAMILIES["flux2"])
+    layer = "double_blocks.0.img_attn.qkv"
+    said = {}
+    for form in ("nvfp4", "mxfp8"):
+        path = Path(FOLDER) / f"{form}.safetensors"
+        save_file({**weights, f"{layer}.comfy_quant": _note(form)}, path)
+        said[form] = _refusal(lambda path=path: read_native(path, "float32"))
+    (gguf := Path(FOLDER) / "model.gguf").write_bytes(b"GGUF")
+    said["gguf"] = _refusal(lambda: read_native(gguf, "float32"))
+    save_file(weights, plain := Path(FOLDER) / "plain.safetensors")
+    stock = comfy.sd.load_diffusion_model(str(plain))
+    assert path_of_model(stock) == plain
+    with_lora, _ = comfy.sd.load_lora_for_models(stock, None, dict(lora_weights("flux2", 1)), 1.0, 0.0)
+    said["lora"] = _refusal(lambda: path_of_model(with_lora))
+    stock.cached_patcher_init = None
+    said["other loader"] = _refusal(lambda: path_of_model(stock))
+    return said
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with native_training():
+        looked = {form: _look(form) for form in SCHEMES}
+        answer = {
+            "missing": {form: each[0] for form, each in looked.items()},
+            "wrong": {form: each[1] for form, each in looked.items()},
+            "refused": _refused(),
+        }
+    print(json.dumps(answer), flush=True)

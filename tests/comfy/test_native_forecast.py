@@ -1,0 +1,29 @@
+"""Forecasts for ComfyUI's own models against what emulated cards hold while tiny builds of them train."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from devicebridge.tests.comfy.server import ENVIRONMENT
+from devicebridge.tests.comfy_host import comfy_python
+
+pytestmark = pytest.mark.comfy
+WORKER = Path(__file__).with_name("native_forecast_worker.py")
+
+
+@pytest.mark.parametrize(
+    "name", ["flux1", "flux2", "chroma", "wan", "qwen_image", "z_image", "sd3", "ltxv", "hunyuan_video"]
+)
+def test_the_forecast_is_what_emulated_cards_hold(name: str, comfyui: Path, tmp_path: Path) -> None:
+    command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(tmp_path), name]
+    environment = {**os.environ, **ENVIRONMENT}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    errors = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"name"')))["errors"]
+    assert all(-0.035 < error < 0.025 for way in ("recompute", "kept", "8 bits") for error in errors[way].values()), (
+        errors
+    )

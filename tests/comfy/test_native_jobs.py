@@ -1,0 +1,191 @@
+"""Job files of models that only ComfyUI can build, and the graph with ComfyUI's CLIP and VAE, with tiny stand-ins."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.runs.record import read_record
+from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Server
+from devicebridge.tests.comfy_host import comfy_python
+from devicebridge.tests.workflows import read_workflow, set_values
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.comfy
+WORKER = Path(__file__).with_name("native_job_worker.py")
+EXAMPLE_API = ROOT / "tests" / "assets" / "train_lora_demo_api.json"
+MODEL, SIDE = "tiny_flux2.safetensors", 64
+OURS = (
+    "import runpy, sys; runpy.run_path(sys.argv[1])['load_pack'](); "
+    "from devicebridge.cli.main import main; sys.exit(main(sys.argv[2:]))"
+)
+
+
+def _worker(comfyui: Path, base: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command of native_job_worker.py."""
+    whole = [comfy_python(comfyui), WORKER, comfyui, base, *command]
+    environment = {**os.environ, **ENVIRONMENT}
+    return subprocess.run(list(map(str, whole)), capture_output=True, text=True, env=environment, timeout=300)
+
+
+def _ours(comfyui: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command of `devicebridge` with the Python of the tests, which knows no ComfyUI but by COMFYUI_PATH."""
+    whole = [sys.executable, "-c", OURS, ROOT / "bootstrap.py", *command]
+    environment = {**os.environ, **ENVIRONMENT, "COMFYUI_PATH": str(comfyui)}
+    return subprocess.run(list(map(str, whole)), capture_output=True, text=True, env=environment, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(comfyui: Path, server: Server) -> Path:
+    """A tiny FLUX.2 among ComfyUI's diffusion models, and files of that name for its encoders."""
+    path = server.base / "models" / "diffusion_models" / MODEL
+    for kind in ("diffusion_models", "text_encoders", "vae"):
+        (server.base / "models" / kind).mkdir(parents=True, exist_ok=True)
+        (server.base / "models" / kind / MODEL).touch()
+    done = _worker(comfyui, server.base, "save", "flux2", path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return path
+
+
+@pytest.fixture(scope="module")
+def images(server: Server) -> Path:
+    folder = server.base / "input" / "native_images"
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(1)
+    for index in range(2):
+        pixels = torch.randint(0, 256, (SIDE, SIDE, 3), dtype=torch.uint8, generator=generator)
+        Image.fromarray(pixels.numpy()).save(folder / f"{index}.png")
+        (folder / f"{index}.txt").write_text(f"a red house {index}", encoding="utf-8")
+    return folder
+
+
+def _graph(images: Path, name: str, **train: Any) -> dict[str, Any]:
+    settings = {
+        "LoadModelForTraining.devices": "cpu",
+        "LoadModelForTraining.dtype": "float32",
+        "TrainingDataset.folder": images.name,
+        "TrainingDataset.resolutions": str(SIDE),
+        "CacheCaptionsAndLatents.cache_folder": "cache_native",
+        "TrainLora.steps": 2,
+        "TrainLora.rank": 2,
+        "TrainLora.alpha": 2.0,
+        "TrainLora.learning_rate": 0.01,
+        "TrainLora.random_seed": 7,
+        "TrainLora.lora_dtype": "float32",
+        "TrainLora.name": name,
+        **{f"TrainLora.{key}": value for key, value in train.items()},
+    }
+    graph = set_values(read_workflow(EXAMPLE_API), {f"DeviceBridge{key}": value for key, value in settings.items()})
+    graph["encoders"] = {"class_type": "TestTinyEncoders", "inputs": {"family": "flux2_native", "seed": 0}}
+    graph["stock"] = {"class_type": "UNETLoader", "inputs": {"unet_name": MODEL, "weight_dtype": "default"}}
+    _node(graph, "CacheCaptionsAndLatents")["inputs"] |= {"stock_clip": ["encoders", 0], "stock_vae": ["encoders", 1]}
+    _node(graph, "LoadModelForTraining")["inputs"] |= {"stock_model": ["stock", 0]}
+    return graph
+
+
+def _node(graph: dict[str, Any], name: str) -> dict[str, Any]:
+    (node,) = (node for node in graph.values() if node["class_type"] == f"DeviceBridge{name}")
+    return node
+
+
+def _job(images: Path, folder: Path, **sections: dict[str, Any]) -> Path:
+    """A job file that says what _graph does."""
+    values: dict[str, dict[str, Any]] = {
+        "model": {"path": MODEL, "family": "comfyui", "dtype": "float32"},
+        "split": {"devices": ["cpu"]},
+        "data": {"resolutions": [SIDE], "folders": [{"path": str(images)}]},
+        "cache": {"stock_clip": [MODEL], "stock_clip_type": "flux2", "stock_vae": MODEL},
+        "train": {"steps": 2, "seed": 7},
+        "lora": {"rank": 2, "alpha": 2.0},
+        "optimizer": {"learning_rate": 0.01},
+        "output": {"folder": str(folder), "lora_dtype": "float32", "tensorboard": False},
+    }
+    import tomlkit
+
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section}
+    path = folder.with_suffix(".toml")
+    path.write_text(tomlkit.dumps(values), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(server: Server, checkpoint: Path, images: Path) -> dict[str, torch.Tensor]:
+    """The LoRA of the graph: Load Diffusion Model, ComfyUI's CLIP and VAE, cache, training."""
+    finished = server.run(_graph(images, "native_graph"))
+    assert finished.status == "success", finished.error
+    return load_file(server.base / "output" / "devicebridge" / "native_graph" / "native_graph.safetensors")
+
+
+def test_a_job_file_trains_the_lora_of_the_graph(
+    comfyui: Path, server: Server, trained: dict[str, torch.Tensor], images: Path, tmp_path: Path
+) -> None:
+    job = _job(images, tmp_path / "run")
+    done = _worker(comfyui, server.base, "train", job)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (path,) = (tmp_path / "run").glob("*.safetensors")
+    found = load_file(path)
+    assert found.keys() == trained.keys() and any(key.startswith("diffusion_model.double_blocks.0") for key in found)
+    assert all(torch.equal(found[name], trained[name]) for name in trained)
+    with safe_open(path, "pt") as file:
+        text, latents = (file.metadata()[f"devicebridge_{each}_source"] for each in ("text", "latent"))
+    assert " CLIP " in text and " VAE " in latents
+    again = _worker(comfyui, server.base, "train", job, "--resume")
+    assert again.returncode == 0 and "complete: 2 of 2 steps are done" in again.stdout, again.stderr[-3000:]
+    verified = _worker(comfyui, server.base, "cache", job, "--verify")
+    assert verified.returncode == 0 and "3 entries whole, 0 missing" in verified.stdout, verified.stderr[-3000:]
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_graph_trains_it_in_the_background(server: Server, images: Path) -> None:
+    """Captions and latents are those of the run before; only the process with ComfyUI's code can build the model."""
+    finished = server.run(_graph(images, "native_behind", background=True))
+    assert finished.status == "success", finished.error
+    folder, end = server.base / "output" / "devicebridge" / "native_behind", time.monotonic() + 120
+    while (record := read_record(folder)) is None or record.state == "running":
+        log = folder / "background.log"
+        assert time.monotonic() < end, log.read_text(encoding="utf-8") if log.exists() else "not started"
+        time.sleep(0.2)
+    assert record.state == "finished"
+    found = load_file(folder / "native_behind.safetensors")
+    expected = load_file(server.base / "output" / "devicebridge" / "native_graph" / "native_graph.safetensors")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_command_goes_on_with_comfyuis_python_and_plans(
+    comfyui: Path, checkpoint: Path, images: Path, tmp_path: Path
+) -> None:
+    """Before anything is encoded: text sizes come from the class."""
+    job = _job(images, tmp_path / "planned", model={"path": str(checkpoint)}, cache={"stock_vae": str(checkpoint)})
+    job.write_text(job.read_text().replace(f'stock_clip = ["{MODEL}"]', f'stock_clip = ["{checkpoint}"]'))
+    job.write_text(job.read_text().replace('devices = ["cpu"]\n', ""))
+    done = _ours(comfyui, "plan", job, "--cards", "2x24GB", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    assert len(found["devices"]) == 2 and all(device["allocated"] > 0 for device in found["devices"]), found
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"path": "nowhere.safetensors"}}, "which is not in ComfyUI's folders"),
+        ({"cache": {"stock_vae": ""}}, "holds no VAE; name the VAE of the model with cache.stock_vae"),
+        ({"cache": {"stock_clip_type": "flux9"}}, "cache.stock_clip_type is 'flux9'; ComfyUI knows"),
+        ({"model": {"path": "model.gguf"}}, "a GGUF file; GGUF is not supported"),
+    ],
+)
+def test_what_a_job_file_names_wrongly_is_told(
+    comfyui: Path, server: Server, checkpoint: Path, images: Path, tmp_path: Path, sections: Any, message: str
+) -> None:
+    (server.base / "models" / "diffusion_models" / "model.gguf").write_bytes(b"GGUF")
+    done = _worker(comfyui, server.base, "train", _job(images, tmp_path / "refused", **sections))
+    assert done.returncode == 2 and message in done.stderr, done.stderr[-3000:]

@@ -1,0 +1,46 @@
+"""Files in 8 bits that training of ComfyUI's own models keeps as they are, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devicebridge.tests.comfy.server import ENVIRONMENT
+from devicebridge.tests.comfy_host import comfy_python
+
+pytestmark = pytest.mark.comfy
+WORKER = Path(__file__).with_name("native_source_worker.py")
+FORMATS = ("plain cast", "scaled fp8", "old scaled fp8", "int8 rows")
+
+
+@pytest.fixture(scope="module")
+def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(tmp_path_factory.mktemp("sources"))]
+    environment = {**os.environ, **ENVIRONMENT}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_file_in_8_bits_is_kept_as_it_is_or_dequantized_exactly(form: str, found: Any) -> None:
+    assert found["missing"][form] == 0, "linears that do not hold the file's own values"
+    assert found["wrong"][form] == []
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("nvfp4", "holds quantized weights in nvfp4"),
+        ("mxfp8", "holds quantized weights in mxfp8"),
+        ("gguf", "a GGUF file; GGUF is not supported, use the bf16 safetensors file"),
+        ("lora", "has patches (a LoRA's, say), and training would leave them out"),
+        ("other loader", "GGUF files and other packs' loaders cannot be trained"),
+    ],
+)
+def test_what_training_cannot_hold_is_refused_with_the_reason(what: str, message: str, found: Any) -> None:
+    assert message in found["refused"][what]

@@ -1,0 +1,152 @@
+"""Jobs that only a process with ComfyUI can run: what the command line does with them where it has none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devicebridge.checkpoints.checkpoint import read_checkpoint
+from devicebridge.cli.main import main
+from devicebridge.config.job import load_job, make_job, save_job
+from devicebridge.jobs.native_process import native_command
+from devicebridge.runs.queue import JobQueue
+from devicebridge.runs.store import RunStore
+from devicebridge.system.processes import ProcessMark
+
+ROOT = Path(__file__).resolve().parents[3]
+STOCK = {"stock_clip": ["clip.safetensors"], "stock_clip_type": "flux2", "stock_vae": "vae.safetensors"}
+
+
+def _values(folder: Path, **sections: Any) -> dict[str, Any]:
+    return {
+        "model": {"path": "model.safetensors", "family": "comfyui"},
+        "data": {"folders": [{"path": str(folder / "images")}]},
+        "train": {"steps": 1},
+        "output": {"folder": str(folder / "run")},
+        **sections,
+    }
+
+
+def _job_file(folder: Path, **sections: Any) -> Path:
+    import tomlkit
+
+    path = folder / "job.toml"
+    path.write_text(tomlkit.dumps(_values(folder, **sections)), encoding="utf-8")
+    return path
+
+
+def _without_comfyui(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find() -> Any:
+        raise RuntimeError("no ComfyUI was found (looked in nowhere)")
+
+    monkeypatch.setattr("devicebridge.cli.native.find_comfyui", find)
+
+
+@pytest.mark.parametrize("command", ["train", "check", "plan", "cache"])
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({}, 'model.family = "comfyui" asks for a model that ComfyUI\'s own code trains, but no ComfyUI was found'),
+        (
+            {"model": {"path": "flux2"}, "cache": STOCK},
+            "cache.stock_clip and stock_vae name encoders that only ComfyUI loads, but no ComfyUI was found",
+        ),
+    ],
+)
+def test_without_a_comfyui_the_job_is_refused_before_anything_is_read(
+    command: str, sections: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    _without_comfyui(monkeypatch)
+    (tmp_path / "images").mkdir()
+    assert main([command, str(_job_file(tmp_path, **sections))]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_goes_on_with_comfyuis_python_and_the_same_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for ComfyUI's Python takes this process's place and prints what it was given."""
+    comfyui = tmp_path / "ComfyUI"
+    (comfyui / "comfy").mkdir(parents=True)
+    (comfyui / "main.py").touch()
+    python = comfyui / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\nprint(json.dumps([os.getpid(), *sys.argv]))\nexit(7)\n"
+    )
+    python.chmod(0o755)
+    code = (
+        "import runpy, sys; runpy.run_path(sys.argv[1])['load_pack'](); "
+        "from devicebridge.cli.main import main; sys.exit(main(sys.argv[2:]))"
+    )
+    arguments = ["-v", "train", str(_job_file(tmp_path)), "--resume"]
+    command = [sys.executable, "-c", code, str(ROOT / "bootstrap.py"), *arguments]
+    monkeypatch.setenv("COMFYUI_PATH", str(comfyui))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        output, _ = process.communicate(timeout=120)
+    pid, program, start, *given = json.loads(output)
+    assert (process.returncode, program) == (7, str(python))
+    if os.name != "nt":
+        assert pid == process.pid
+    assert Path(start) == ROOT / "nodes" / "host" / "native" / "start.py"
+    assert given == [str(comfyui), str(comfyui), *arguments]
+
+
+def test_a_name_in_comfyuis_folders_is_no_path_beside_the_job_file(tmp_path: Path) -> None:
+    path = _job_file(tmp_path)
+    assert load_job(path).model.path == "model.safetensors"
+    (tmp_path / "model.safetensors").touch()
+    assert load_job(path).model.path == str(tmp_path / "model.safetensors")
+    other = _job_file(tmp_path, model={"path": "missing.safetensors"})
+    assert load_job(other).model.path == str(tmp_path / "missing.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        ({**STOCK, "text_encoders": "folder"}, "stock_clip says that ComfyUI's CLIP encodes"),
+        ({**STOCK, "vae": "folder"}, "stock_vae says that ComfyUI's VAE encodes"),
+        ({"stock_clip_type": "flux2"}, "stock_clip_type says what the files of stock_clip are"),
+    ],
+)
+def test_encoders_of_comfyui_and_of_the_model_contradict_each_other(cache: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_job(_values(tmp_path, cache=cache))
+
+
+def test_a_file_of_no_family_here_names_the_other_way(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"layers.0.weight": torch.zeros(2, 2)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match='is trained with model.family = "comfyui"'):
+        read_checkpoint(tmp_path / "other.safetensors")
+
+
+def test_the_queue_starts_such_a_job_with_the_comfyui_that_it_belongs_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+
+    def start(command: list[str], log: Path) -> ProcessMark:
+        started.append(list(map(str, command)))
+        return ProcessMark(1, 0.0, "nowhere")
+
+    monkeypatch.setattr("devicebridge.runs.queue.start_detached", start)
+    native = native_command("/comfy/python", "/comfy/code", "/comfy/base")
+    queue = JobQueue(RunStore(tmp_path), native=native)
+    for name, family in (("ours", ""), ("theirs", "comfyui")):
+        job = make_job(
+            _values(tmp_path, model={"path": "/m", "family": family}, output={"folder": str(tmp_path / name)})
+        )
+        save_job(job, tmp_path / f"{name}.toml")
+        queue.add(job, [f"cuda:{name}"], is_resumed=name == "theirs")
+    queue.tick()
+    ours, theirs = started
+    assert ours[0] == sys.executable and "--resume" not in ours
+    assert theirs == [*native, "train", str(tmp_path / "theirs" / "background.toml"), "--resume"]
