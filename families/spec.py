@@ -246,6 +246,13 @@ class HostModel(Protocol):
         """
         ...
 
+    def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """The layers of a LoRA file, as its loader maps them onto this model; see checkpoints/lora_start.py.
+
+        Raises: ValueError naming what it does not map.
+        """
+        ...
+
     def example(self, batch: int, device: torch.device) -> dict[str, torch.Tensor]:
         """Something to be given to predict, for sizes.
 

@@ -34,7 +34,7 @@ from .checked_job import JobPlan
 from .checks import check_places, check_tools, give_cautions, refuse_stills
 from .encode_job import cache_job, cache_store
 from .lora_output import lora_file_tensors, save_lora, warn_of_losses
-from .read_job import ReadJob, read_job
+from .read_job import ReadJob, find_start, read_job
 from .resolve import Machine, find_machine, plan_on, resolve
 from .result import TrainingResult
 from .resume import as_decided, find_identity, find_state, placement_facts, refuse_other_run
@@ -116,6 +116,7 @@ def _resolve_and_check(
         encoded=read.encoded,
         training=resolved.training,
         targets=read.targets,
+        start=find_start(read) if is_to_train and earlier is None else {},
     )
     check_tools(plan)
     if is_to_train:
@@ -214,7 +215,9 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
         compared = compare(plan.training.devices, memory_in_use(trainer.devices))
         pace = describe_pace(plan.training, trainer.step_times_s)
         trainer.events.emit("forecast", trainer.step, total, devices=compared, pace=pace)
-    path = save_lora(plan, trainer.lora, Path(plan.job.output.folder), must_change=is_finished)
+    with trainer.as_written():
+        path = save_lora(plan, trainer.lora, Path(plan.job.output.folder), must_change=is_finished)
+        lora = lora_file_tensors(plan, trainer.lora)
     warn_of_losses(plan)
     trainer.events.emit("saved", trainer.step, total, path=str(path))
     if not is_finished:
@@ -225,7 +228,7 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
         status="finished" if is_finished else "stopped",
         step=trainer.step,
         lora_path=path,
-        lora=lora_file_tensors(plan, trainer.lora),
+        lora=lora,
         losses=list(trainer.losses),
         eval_before=trainer.evaluations[steps[0]] if steps else None,
         eval_after=trainer.evaluations.get(trainer.step),

@@ -39,6 +39,7 @@ class SearchSpace:
         is_compiled: whether blocks are compiled, which makes them faster than their measured times.
         wants_graphs: whether blocks without activation checkpointing are recorded as CUDA graphs where possible.
         resolution: the largest of the job, in pixels along a square's side.
+        kahan, has_ema: what an optimizer keeps besides; see optimizer_bytes.
     """
 
     schemes: tuple[str, ...]
@@ -60,6 +61,8 @@ class SearchSpace:
     rotation: int
     lora: LoraSettings
     resolution: int
+    kahan: bool = False
+    has_ema: bool = False
 
 
 @dataclass(frozen=True)
