@@ -114,9 +114,9 @@ def _loaded(info: Any) -> torch.nn.Module:
 
 def _started(info: Any, file: Path, **settings: Any) -> torch.nn.Module:
     model = _loaded(info)
+    linears = {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     wanted = LoraSettings(**{"rank": 2, "alpha": 2.0, **settings})
     handle = apply_lora(model, info.family, wanted, seed=1)
-    linears = {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     handle.start_from(read_start(file, info.family, linears), wanted.alpha / wanted.rank)
     return model
 

@@ -98,12 +98,10 @@ def test_the_model_computes_what_it_did_with_the_file(name: str, spelling: str, 
         assert torch.allclose(_output(name, _started(name, layers, **settings)), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["flux1", "flux2"])
 def test_a_lora_of_a_stacked_layer_is_cut_into_its_members(name: str, tmp_path: Path) -> None:
     """As other trainers write it: one A for q, k and v, with no zeros in B."""
-    if not TINY[name].stack_parts:
-        pytest.skip("nothing is stacked")
-    model, handle = _trained(name)
+    _, handle = _trained(name)
     tensors = _file(name, handle, "original")
     generator = torch.Generator().manual_seed(2)
     for key in [key for key in tensors if key.endswith("lora_B.weight")]:
