@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from .ranges import STRICT, PathText, Range, RequiredPath, Seed, StepCount
 from .setting import setting
 
 _Quantiles = Annotated[tuple[Annotated[float, Range(0.001, 0.999)], ...], Field(min_length=1, max_length=1000)]
+_Sizes = Annotated[tuple[Annotated[int, Range(1, 8192)], ...], Field(max_length=100)]
+_Text = Annotated[str, Field(max_length=10_000)]
 _NO_CAPTIONS = "to train without captions, leave out their files"
+
+
+def _check_template(text: str) -> str:
+    """Raises: ValueError for braces that stand for nothing."""
+    rest = text.replace("{trigger}", "").replace("{caption}", "")
+    if "{" in rest or "}" in rest:
+        raise ValueError("knows {trigger} and {caption}, and no other braces")
+    return text
+
+
+_Template = Annotated[_Text, AfterValidator(_check_template)]
 
 
 def _source_pattern(kind: str) -> str:
@@ -27,10 +40,26 @@ class FolderConfig:
         path: Folder of images and clips, each with a caption of the same name (.txt) and, if wanted, name_mask.png.
         repeats: How often each image or clip of this folder is used per epoch. Matters when folders of different size
             are mixed.
+        loss_weight: Factor of the loss of this folder's images and clips. Below 1 for regularisation images, such as
+            0.5.
+        regularisation: Whether these are images of the class in general, such as other people, so that the model does
+            not forget it (prior preservation). Their captions get no trigger word.
+        resolutions: Sizes in pixels, as data.resolutions. Left out: those of the dataset.
+        caption: Caption of images and clips of this folder that have no caption file, such as: a photo of a person.
+        caption_template: As data.caption_template. Left out: the dataset's.
     """
 
     path: RequiredPath
     repeats: Annotated[int, Range(1, 10_000)] = 1
+    loss_weight: Annotated[float, Range(0.001, 100.0)] = 1.0
+    regularisation: bool = False
+    resolutions: _Sizes = ()
+    caption: _Text = ""
+    caption_template: _Template = ""
+
+    def __post_init__(self) -> None:
+        if self.regularisation and "{trigger}" in self.caption_template:
+            raise ValueError("caption_template has {trigger}, which captions of regularisation images do not get")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -57,10 +86,14 @@ class DataConfig:
         num_windows: Parts per clip. Above 1 with window uniform only.
         encoded: In place of folders: a list of samples that arrived as latents and text states. Dataset from Latents
             and Conditioning writes it. What is about images has no effect then.
+        trigger_word: Word that calls what is trained, such as ohwx. It takes the place of [trigger] in captions, and is
+            put in front of those that do not have it.
+        caption_template: How captions are made, with {trigger} for the trigger word and {caption} for what the file
+            says, such as: a photo of {trigger}, {caption}. Left out: as trigger_word says.
     """
 
     folders: tuple[FolderConfig, ...] = ()
-    resolutions: Annotated[tuple[Annotated[int, Range(1, 8192)], ...], Field(min_length=1, max_length=100)] = (512,)
+    resolutions: Annotated[_Sizes, Field(min_length=1)] = (512,)
     max_aspect_ratio: Annotated[float, Range(1.0, 100.0)] = 2.0
     bucket_step: Annotated[int, Range(0, 1024)] = 0
     caption_dropout: Annotated[float, Range(0.0, 0.9, hint=_NO_CAPTIONS)] = 0.0
@@ -70,8 +103,18 @@ class DataConfig:
     window: Literal["start", "centre", "uniform"] = "start"
     num_windows: Annotated[int, Range(1, 1000)] = 1
     encoded: PathText = ""
+    trigger_word: Annotated[str, Field(max_length=200)] = ""
+    caption_template: _Template = ""
+
+    @property
+    def largest_resolution(self) -> int:
+        """Of all folders, in pixels along a square's side."""
+        return max(max(folder.resolutions or self.resolutions) for folder in self.folders or (FolderConfig("-"),))
 
     def __post_init__(self) -> None:
+        templates = [self.caption_template, *(folder.caption_template for folder in self.folders)]
+        if not self.trigger_word and any("{trigger}" in each for each in templates):
+            raise ValueError("caption_template has {trigger}, but there is no trigger_word; give one, or take it out")
         if bool(self.folders) == bool(self.encoded):
             raise ValueError("data needs folders of images, or encoded, and not both")
         if self.encoded and self.caption_dropout:

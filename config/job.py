@@ -74,6 +74,11 @@ class JobConfig:
                 f'split.balance = "{self.split.balance}" says where to cut the model, but parallel.strategy = '
                 f'"{strategy}" puts {what} on every device; remove one of the two'
             )
+        if self.optimizer.kahan and self.lora.dtype != "bfloat16":
+            raise ValueError(
+                f'optimizer.kahan is for a LoRA that is held in bfloat16, and lora.dtype is "{self.lora.dtype}", which '
+                "needs none; remove one of the two"
+            )
         if self.data.encoded and (self.cache.text_source or self.cache.latent_source):
             raise ValueError("cache.text_source and latent_source are for images; data.encoded is encoded already")
         if self.data.encoded and self.cache.needs_stock_encoders:

@@ -35,6 +35,7 @@ class SamplesConfig:
             models.
         vae: VAE folder or file that makes pictures of latents. Left out: the one that encodes the images. Needed where
             ComfyUI's VAE encodes them.
+        use_ema: Whether the average of the LoRA draws them where train.ema_decay keeps one.
     """
 
     prompts: Annotated[tuple[_Prompt, ...], Field(max_length=100)] = setting((), is_free=True)
@@ -47,6 +48,7 @@ class SamplesConfig:
     height: _Side = setting(0, is_free=True)
     frames: Annotated[int, Range(1, 10_000, or_zero=True)] = setting(0, is_free=True)
     vae: PathText = setting("", is_free=True)
+    use_ema: bool = setting(True, is_free=True)
 
     def __post_init__(self) -> None:
         blank = [number for number, prompt in enumerate(self.prompts, start=1) if not prompt.strip()]

@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from .ranges import MOST_STEPS, STRICT, Range, RequiredPath, Seed, StepCount, check_file_name
+from .ranges import MOST_STEPS, STRICT, PathText, Range, RequiredPath, Seed, StepCount, check_file_name
 from .setting import setting
 
 LORA_ENDING = ".safetensors"
+_TEXT_ENCODERS = ("text_encoder", "text_model", "lora_te", "clip_l", "clip_g", "te1", "te2", "t5xxl")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -23,9 +24,18 @@ class LoraSettings:
         alpha: Strength is alpha / rank. Leave it equal to rank unless a recipe says otherwise.
         dropout: Probability that a LoRA input is left out. Against learning few images by heart.
         dora: Train DoRA, which learns the size and the direction of weights apart. Slower, and takes more memory.
-        targets: Which linear layers get a LoRA: patterns over diffusers names, with * for anything. Left out: the model
-            family's usual ones.
-        dtype: Number type of the LoRA while training. bfloat16 takes half the memory and loses small steps.
+        targets: Which linear layers get a LoRA: patterns over diffusers names, with * for anything; !pattern leaves
+            layers out. Left out: those that layers says.
+        dtype: Number type of the LoRA while training. bfloat16 takes half the memory and loses small steps; see
+            optimizer.kahan.
+        kind: lora, or lokr (LyCORIS), which multiplies two small matrices into a large one (Kronecker product): a
+            smaller file for the same size of change. lokr is read by ComfyUI's stock LoRA loaders.
+        layers: Which linear layers get a LoRA, by a preset: attention takes those of the attention alone, all takes
+            every one in the blocks. Left out: the model family's usual ones.
+        factor: With lokr: size of the smaller of the two matrices, as far as a layer can be cut so. Left out: about the
+            root of a layer's width. Smaller makes a larger file that learns more.
+        start_from: LoRA file to train on, of any trainer. Its layers must be among those that are trained, and rank not
+            below its own. Left out: a fresh LoRA.
     """
 
     rank: Annotated[int, Range(1, 1024)] = 16
@@ -34,6 +44,24 @@ class LoraSettings:
     dora: bool = False
     targets: tuple[str, ...] = ()
     dtype: Literal["float32", "bfloat16"] = "float32"
+    kind: Literal["lora", "lokr"] = "lora"
+    layers: Literal["", "attention", "all"] = ""
+    factor: Annotated[int, Range(2, 4096, or_zero=True)] = 0
+    start_from: PathText = ""
+
+    def __post_init__(self) -> None:
+        if self.layers and any(not pattern.startswith("!") for pattern in self.targets):
+            raise ValueError(f'layers = "{self.layers}" and targets both say what is trained; remove one of the two')
+        if found := [pattern for pattern in self.targets if pattern.lstrip("!").startswith(_TEXT_ENCODERS)]:
+            raise ValueError(
+                f"targets name a text encoder ({found[0]}), and only the diffusion model is trained: captions are "
+                "encoded once, before training; remove the pattern"
+            )
+        if self.kind == "lokr" and (self.dora or self.dropout):
+            other = "dora" if self.dora else "dropout"
+            raise ValueError(f'{other} is of kind = "lora" alone, and kind is "lokr"; remove one of the two')
+        if self.factor and self.kind != "lokr":
+            raise ValueError('factor belongs to kind = "lokr"; remove one of the two')
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -73,13 +101,18 @@ class OptimizerConfig:
 
     Args:
         name: adamw, or adamw8bit, which keeps its state in 8 bits. The state of a LoRA is small, so this seldom
-            matters. A job file may also say auto (adamw where it fits, else adamw8bit) or the dotted name of an
-            optimizer class, such as prodigyopt.Prodigy.
-        learning_rate: Size of a step. 0.0001 is a good start for AdamW; lower it when the loss jumps.
+            matters. prodigy finds the learning rate by itself (needs the package prodigyopt), adafactor and came (needs
+            pytorch-optimizer) keep a small state. A job file may also say auto (adamw where it fits, else adamw8bit) or
+            the dotted name of an optimizer class, such as bitsandbytes.optim.AdamW8bit.
+        learning_rate: Size of a step. 0.0001 is a good start for AdamW; lower it when the loss jumps. For prodigy it is
+            a factor of the rate that it finds, usually 1.
         weight_decay: How strongly weights are pulled towards zero at each step.
         options: Further keyword arguments of the optimizer class.
         allow_import: Whether the class may be of a package that the pack does not list. Importing a package runs its
             code: allow it only in a job file that you wrote or read.
+        kahan: With lora.dtype bfloat16: keep what rounding takes off each weight, and add it at the next step (Kahan
+            summation), so that small steps count. Takes 2 bytes per trained value between steps, 8 more in them. Works
+            with every optimizer.
     """
 
     name: str = "adamw"
@@ -87,6 +120,7 @@ class OptimizerConfig:
     weight_decay: Annotated[float, Range(0.0, 10.0)] = 0.01
     options: dict[str, Any] = field(default_factory=dict)
     allow_import: bool = setting(False, is_free=True)
+    kahan: bool = False
 
     def __post_init__(self) -> None:
         for name, value in self.options.items():
@@ -134,6 +168,8 @@ class LoopConfig:
             images of one size, batch_size 1 and dropout 0; else the log says so and training goes on without.
         offload_activations: Whether what gradient checkpointing keeps of every block waits in the computer's memory,
             not on the GPUs. auto does it where nothing as good fits without. Matters for video. The LoRA is the same.
+        ema_decay: Share that an average of the LoRA over the steps (EMA) keeps at each step, such as 0.99 for some
+            hundred steps and 0.999 for thousands. 0 keeps none. It takes 4 bytes per trained value.
     """
 
     steps: Annotated[int, Range(1, MOST_STEPS)]
@@ -145,6 +181,7 @@ class LoopConfig:
     compile: Literal["off", "auto"] = "off"
     cuda_graphs: Literal["off", "auto"] = setting("off", is_free=True)
     offload_activations: Literal["auto", "on", "off"] = setting("auto", is_free=True)
+    ema_decay: Annotated[float, Range(0.5, 0.999999, or_zero=True)] = 0.0
 
     def __post_init__(self) -> None:
         if self.offload_activations == "on" and not self.gradient_checkpointing:
@@ -168,6 +205,7 @@ class OutputConfig:
             and in diffusers' pipelines. both is refused for DoRA of Wan.
         lora_dtype: Number type in the LoRA file. float32 doubles its size.
         tensorboard: Also write losses for TensorBoard into the run folder. Needs the tensorboard package.
+        use_ema: Whether the LoRA file holds the average where train.ema_decay keeps one; the checkpoints hold both.
     """
 
     folder: RequiredPath
@@ -177,6 +215,7 @@ class OutputConfig:
     lora_layout: Literal["original", "diffusers", "both"] = setting("original", is_free=True)
     lora_dtype: Literal["bfloat16", "float16", "float32"] = setting("bfloat16", is_free=True)
     tensorboard: bool = setting(True, is_free=True)
+    use_ema: bool = setting(True, is_free=True)
 
     def __post_init__(self) -> None:
         check_file_name(self.name)

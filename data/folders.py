@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +25,7 @@ from ..system.files import read_ordinary
 from ..system.listing import Looked
 from ..system.stopping import Stopped, never
 from .buckets import aspect, bucket_step, choose_bucket, make_buckets, plan_crop
+from .captions import make_caption
 from .clips import ClipPlan, is_slower, make_clip_plan
 from .image import IMAGE_SUFFIXES, read_size
 from .masks import load_mask, read_mask
@@ -55,13 +56,15 @@ class _Picture:
     clip: ClipInfo | None = None
     cuts: _Cuts = ((),)  # the frames of each sample that is made of a clip
 
-    def samples(self, buckets: Sequence[tuple[int, int]]) -> list[Sample]:
+    def samples(self, buckets: Sequence[tuple[int, int]], caption: str, loss_weight: float) -> list[Sample]:
         """One, or one per window of a clip."""
         assert self.size is not None
         bucket = choose_bucket(self.size, buckets)
         resize, crop = plan_crop(self.size, bucket)
         mask = str(self.mask) if self.mask else None
-        return [Sample(str(self.path), self.caption or "", mask, resize, crop, bucket, frames) for frames in self.cuts]
+        return [
+            Sample(str(self.path), caption, mask, resize, crop, bucket, frames, loss_weight) for frames in self.cuts
+        ]
 
 
 def scan_folders(config: DataConfig, latent: LatentSpec, should_stop: Callable[[], bool] = never) -> list[Sample]:
@@ -78,7 +81,8 @@ def scan_folders(config: DataConfig, latent: LatentSpec, should_stop: Callable[[
     from PIL import Image
 
     step = bucket_step(config, latent)
-    choices = [make_buckets(resolution, step, config.max_aspect_ratio) for resolution in config.resolutions]
+    sizes = [each for folder in config.folders for each in folder.resolutions or config.resolutions]
+    buckets = {each: make_buckets(each, step, config.max_aspect_ratio) for each in sizes}
     plan = make_clip_plan(config, latent)
     ask = _stopper(should_stop)
     found = [
@@ -87,15 +91,22 @@ def scan_folders(config: DataConfig, latent: LatentSpec, should_stop: Callable[[
     Image.init()  # not thread-safe: in two threads at once, one would not know the formats yet
     pictures = _in_threads(lambda entry: _inspect(entry[1], entry[2], plan, latent), found, ask)
     _refuse_problems(pictures)
+    pictures = [_with_caption(each, folder) for (folder, _, _), each in zip(found, pictures, strict=True)]
     samples = []
     for (folder, _, _), picture in zip(found, pictures, strict=True):
-        for buckets in choices:
-            samples += picture.samples(buckets) * folder.repeats
+        caption = make_caption(picture.caption or "", config, folder)
+        for each in folder.resolutions or config.resolutions:
+            samples += picture.samples(buckets[each], caption, folder.loss_weight) * folder.repeats
     for names, message in _doubts(pictures, samples, plan):
         if names:
             _log.warning("%d %s", len(names), message)
     _refuse_masks_outside(samples, latent, ask)
     return samples
+
+
+def _with_caption(picture: _Picture, folder: FolderConfig) -> _Picture:
+    """With the folder's caption where there is no file of its own."""
+    return replace(picture, caption=folder.caption) if picture.caption is None and folder.caption else picture
 
 
 def _stopper(should_stop: Callable[[], bool]) -> Callable[[], None]:

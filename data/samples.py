@@ -46,6 +46,7 @@ class Sample:
     crop: tuple[int, int, int, int]  # (top, left, height, width) in pixels, inside `resize`
     bucket: tuple[int, int]  # size of what is left
     frames: tuple[int, ...] = ()  # of a clip, which of its frames; () for an image
+    loss_weight: float = 1.0
 
     @property
     def num_frames(self) -> int:
@@ -69,6 +70,7 @@ def dataset_fingerprint(samples: Sequence[Sample]) -> str:
         [
             [content[s.path], s.caption, s.mask_path and content[s.mask_path], s.resize, s.crop]
             + ([s.frames] if s.frames else [])  # images alone hash as they did before there were clips
+            + ([{"loss_weight": s.loss_weight}] if s.loss_weight != 1 else [])
             for s in samples
         ]
     )

@@ -251,6 +251,13 @@ class HostModel(Protocol):
         """
         ...
 
+    def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """The layers of a LoRA file, as its loader maps them onto this model; see checkpoints/lora_start.py.
+
+        Raises: ValueError naming what it does not map.
+        """
+        ...
+
     def example(
         self, batch: int, device: torch.device, text: Mapping[str, torch.Tensor] | None
     ) -> dict[str, torch.Tensor]:

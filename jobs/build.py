@@ -62,6 +62,9 @@ def build_trainer(
         report = assembled.quantized
         events.emit("quantized", summary=report.summary(), weight_snr_db=dict(report.weight_snr_db))
     lora = _lora_of(assembled)
+    if plan.start:
+        for each in (assembled, *assembled.replicas):
+            _lora_of(each).start_from(plan.start, job.lora.alpha / job.lora.rank)
 
     def save(folder: Path) -> Path:
         return save_lora(plan, lora, folder)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ class JobPlan:
         encoded: then, its samples.
         training: what the planner chose; None on machines it knows nothing of.
         targets: fqns of the linears that LoRA adapts.
+        start: layers of the LoRA file that it begins with; {} begins afresh.
     """
 
     job: JobConfig
@@ -43,6 +44,7 @@ class JobPlan:
     encoded: tuple[EncodedSample, ...] = ()
     training: TrainingPlan | None = None
     targets: tuple[str, ...] = ()
+    start: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
     @property
     def placement(self) -> Placement:
@@ -63,7 +65,7 @@ class JobPlan:
         """Of the largest images, in pixels along a square's side."""
         if self.encoded:
             return resolution_of(self.encoded, self.family.latent_of(self.variant))
-        return max(self.job.data.resolutions)
+        return self.job.data.largest_resolution
 
 
 def comfy_reader(plan: JobPlan) -> ComfyReader:

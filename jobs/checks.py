@@ -183,7 +183,14 @@ def give_cautions(plan: JobPlan) -> None:
     Raises: ValueError naming a model file that cannot be read.
     """
     for line in filter(
-        None, [_ignored_rate(plan.job.optimizer), _trained_on(plan), _zero_weights(plan), describe_expert(plan)]
+        None,
+        [
+            _ignored_rate(plan.job.optimizer),
+            _small_factor(plan.job.optimizer),
+            _trained_on(plan),
+            _zero_weights(plan),
+            describe_expert(plan),
+        ],
     ):
         _log.warning("%s", line)
 
@@ -194,6 +201,15 @@ def _ignored_rate(optimizer: OptimizerConfig) -> str:
     return (
         f"optimizer.options.lr = {optimizer.options['lr']!r} is ignored: the learning rate is "
         f"optimizer.learning_rate = {optimizer.learning_rate:g}; remove one of the two"
+    )
+
+
+def _small_factor(optimizer: OptimizerConfig) -> str:
+    if "prodigy" not in optimizer.name.lower() or optimizer.learning_rate >= 0.05:
+        return ""
+    return (
+        f"optimizer.learning_rate = {optimizer.learning_rate:g} is a factor of the rate that prodigy finds, and makes "
+        "it as much smaller; 1 is usual"
     )
 
 

@@ -36,7 +36,7 @@ from .checks import check_places, check_tools, give_cautions, refuse_stills
 from .encode_job import cache_job, cache_store
 from .lora_output import lora_file_tensors, save_lora, warn_of_losses
 from .ranks import device_names, held_folder, rank_facts, resolve_here, state_for_all, unless_stopped
-from .read_job import ReadJob, read_job
+from .read_job import ReadJob, find_start, read_job
 from .resolve import Machine, find_machine, plan_on
 from .result import TrainingResult
 from .resume import as_decided, find_identity, placement_facts, refuse_other_run
@@ -121,6 +121,7 @@ def _resolve_and_check(
         encoded=read.encoded,
         training=resolved.training,
         targets=read.targets,
+        start=find_start(read) if is_to_train and earlier is None else {},
     )
     check_tools(plan)
     if is_to_train:
@@ -229,8 +230,10 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
         pace = describe_pace(plan.training, trainer.step_times_s)
         trainer.events.emit("forecast", trainer.step, total, devices=compared, pace=pace)
     path = Path(plan.job.output.folder)
-    if trainer.ranks.is_first:
-        path = save_lora(plan, trainer.lora, path, must_change=is_finished)
+    with trainer.as_written():
+        if trainer.ranks.is_first:
+            path = save_lora(plan, trainer.lora, path, must_change=is_finished)
+        lora = lora_file_tensors(plan, trainer.lora)
     warn_of_losses(plan)
     trainer.events.emit("saved", trainer.step, total, path=str(path))
     if not is_finished:
@@ -241,7 +244,7 @@ def _conclude(plan: JobPlan, trainer: Trainer, is_finished: bool) -> TrainingRes
         status="finished" if is_finished else "stopped",
         step=trainer.step,
         lora_path=path,
-        lora=lora_file_tensors(plan, trainer.lora),
+        lora=lora,
         losses=list(trainer.losses),
         eval_before=trainer.evaluations[steps[0]] if steps else None,
         eval_after=trainer.evaluations.get(trainer.step),

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoints.lokr_file import lokr_for_comfyui
 from ..checkpoints.lora_layouts import describe_readers, make_lora_tensors, what_is_lost
 from ..config.job import OutputConfig, job_to_dict
 from ..system.files import tensors_as_bytes, write_atomically
@@ -24,11 +25,14 @@ _log = logging.getLogger(__name__)
 def lora_file_tensors(plan: JobPlan, lora: LoraHandle) -> dict[str, torch.Tensor]:
     """The LoRA as the job's layout and type name it."""
     output, settings = plan.job.output, plan.job.lora
+    dtype = getattr(torch, output.lora_dtype)
+    if settings.kind == "lokr":
+        factors = lokr_for_comfyui(plan.family, lora.tensors(), settings.alpha / settings.rank)
+        return {name: tensor.to(dtype) for name, tensor in factors.items()}
     for_comfyui = {} if output.lora_layout == "diffusers" else lora.tensors_for_comfyui()
     tensors = make_lora_tensors(
         plan.family, output.lora_layout, lora.tensors(), for_comfyui, settings.alpha, settings.rank
     )
-    dtype = getattr(torch, output.lora_dtype)
     # alpha stays float32: a rounded one would change the strength of the whole layer
     return {name: t if name.endswith(".alpha") else t.to(dtype) for name, t in tensors.items()}
 
@@ -44,9 +48,10 @@ def save_lora(plan: JobPlan, lora: LoraHandle, folder: Path, *, must_change: boo
     path = folder / plan.job.output.file_name
     tensors = lora_file_tensors(plan, lora)
     _refuse_not_finite(path, tensors, plan.job.output.lora_dtype)
-    if must_change and not any(tensor.any() for name, tensor in tensors.items() if name.endswith("lora_B.weight")):
+    zero = "lokr_w1" if plan.job.lora.kind == "lokr" else "lora_B.weight"  # at the start
+    if must_change and not any(tensor.any() for name, tensor in tensors.items() if name.endswith(zero)):
         raise RuntimeError(
-            f"{path} is not written: after {plan.job.train.steps} steps the LoRA changes nothing, for lora_B is zero "
+            f"{path} is not written: after {plan.job.train.steps} steps the LoRA changes nothing, for {zero} is zero "
             f"in every layer (as {plan.job.output.lora_dtype}); start anew in another output folder with a higher "
             "optimizer.learning_rate or more steps"
         )
@@ -76,6 +81,8 @@ def describe_kind(output: OutputConfig) -> str:
 
 def describe_file(plan: JobPlan) -> str:
     """Who reads the job's LoRA file; one line."""
+    if plan.job.lora.kind == "lokr":
+        return "LoKr, for ComfyUI"
     return describe_readers(plan.family, plan.targets, plan.job.output.lora_layout, plan.job.lora.dora)
 
 
@@ -105,7 +112,7 @@ def lora_metadata(plan: JobPlan) -> dict[str, str]:
         "modelspec.resolution": f"{resolution}x{resolution}",
         "modelspec.prediction_type": plan.family.prediction_target,
         "ss_base_model_version": plan.family.ss_base_model_version,
-        "ss_network_module": "networks.lora",
+        "ss_network_module": "lycoris.kohya" if job.lora.kind == "lokr" else "networks.lora",
         "ss_network_dim": str(job.lora.rank),
         "ss_network_alpha": str(job.lora.alpha),
         "ss_learning_rate": str(job.optimizer.learning_rate),
@@ -128,6 +135,7 @@ def _without_places(config: dict[str, Any]) -> dict[str, Any]:
     config["model"]["path"] = Path(config["model"]["path"]).name
     del config["model"]["quantized_cache"], config["model"]["second_expert"]
     del config["train"]["offload_activations"], config["train"]["cuda_graphs"]
+    config["lora"]["start_from"] = Path(config["lora"]["start_from"]).name
     config["data"]["folders"] = [{**folder, "path": Path(folder["path"]).name} for folder in config["data"]["folders"]]
     config["data"]["encoded"] = Path(config["data"]["encoded"]).name
     config["evaluation"]["folder"] = Path(config["evaluation"]["folder"]).name

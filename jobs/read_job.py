@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoints.checkpoint import CheckpointInfo, read_checkpoint
 from ..checkpoints.load import make_empty_transformer
+from ..checkpoints.lokr_file import check_lokr_layout
 from ..checkpoints.lora_layouts import check_lora_layout
+from ..checkpoints.lora_start import read_start, refuse_start
 from ..config.job import FolderConfig, JobConfig
 from ..data.folders import scan_folders
 from ..data.samples import Sample
@@ -18,12 +22,14 @@ from ..encoding.encode import never
 from ..encoding.key import comfy_text_key
 from ..families.comfy.inputs import COND
 from ..families.spec import Variant
-from ..patches.lora import resolve_targets
 from ..planning.request import make_square
 from ..planning.short_model import SampleText
+from ..training.adapter import find_targets
 from .comfy_entries import EncodedSample, make_comfy_reader, read_encoded_samples, refuse_condition, resolution_of
 from .encode_job import cache_store
 from .resolve import Subject, refuse_block_settings, sizes_of
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,9 @@ def read_job(
     if job.objective.guidance is not None and variant.training_guidance is None:
         raise ValueError(f"objective.guidance is set, but {variant.name} has no guidance input; remove the setting")
     model = make_empty_transformer(info)
-    targets = tuple(resolve_targets(model, job.lora.targets or info.family.lora_targets))
+    targets = tuple(find_targets(model, info.family, job.lora))
+    if job.lora.kind == "lokr":
+        check_lokr_layout(info.family, targets, job.output.lora_layout)
     check_lora_layout(info.family, targets, job.output.lora_layout, job.lora.dora)
     latent = info.family.latent_of(variant)
     if not has_data:
@@ -118,3 +126,24 @@ def read_job(
         data = replace(job.data, folders=(FolderConfig(job.evaluation.folder),), caption_dropout=0.0)
         evaluated = scan_folders(data, latent, should_stop)
     return ReadJob(job, info, variant, model, targets, tuple(samples), encoded, tuple(evaluated))
+
+
+def find_start(read: ReadJob) -> Mapping[str, Mapping[str, Tensor]]:
+    """The layers that the job's LoRA begins with; {} if it begins afresh.
+
+    Raises: ValueError for a file that is not of this model, or that the job's LoRA cannot hold in full.
+    """
+    settings = read.job.lora
+    if not settings.start_from:
+        return {}
+    path = Path(settings.start_from)
+    linears = {n: (m.out_features, m.in_features) for n, m in read.model.named_modules() if isinstance(m, nn.Linear)}
+    layers = read_start(path, read.info.family, linears)
+    refuse_start(path, layers, read.targets, settings)
+    _log.warning(
+        "the LoRA begins with %s, %d of its %d layers afresh",
+        path.name,
+        len(read.targets) - len(layers),
+        len(read.targets),
+    )
+    return layers

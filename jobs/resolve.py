@@ -242,7 +242,9 @@ def search_space(job: JobConfig) -> SearchSpace:
         dtype=getattr(torch, job.model.dtype),
         rotation=job.model.rotation,
         lora=job.lora,
-        resolution=max(job.data.resolutions),
+        resolution=job.data.largest_resolution,
+        kahan=job.optimizer.kahan,
+        has_ema=bool(job.train.ema_decay),
     )
 
 
@@ -257,6 +259,9 @@ def _undivided_settings(job: JobConfig) -> str:
     """The setting that goes with no block that is divided among devices, and what would work; "" if there is none."""
     kept = set(job.split.blocks_without_checkpointing)
     faults = {
+        'lora.kind = "lokr" is a product of two matrices, of which no device could have a share; use "lora"': (
+            job.lora.kind == "lokr"
+        ),
         "lora.dora = true asks for norms of whole weights, of which each device has a share; set it to false": (
             job.lora.dora
         ),
@@ -395,7 +400,7 @@ def _size_of(job: JobConfig, subject: Subject) -> tuple[int, int]:
     if subject.is_encoded:
         return subject.largest[0], subject.largest[2]
     lengths = job.data.frames or subject.info.family.latent_of(subject.variant).frame_lengths
-    return max(job.data.resolutions), max(lengths)
+    return job.data.largest_resolution, max(lengths)
 
 
 def place_by_size(

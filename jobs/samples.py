@@ -41,7 +41,7 @@ def size_of_pictures(job: JobConfig, family: ModelFamily, variant: Variant, fram
             )
         return None
     latent = family.latent_of(variant)
-    ((side, _),) = make_buckets(max(job.data.resolutions), bucket_step(job.data, latent), 1.0)
+    ((side, _),) = make_buckets(job.data.largest_resolution, bucket_step(job.data, latent), 1.0)
     return picture_size(settings, family, variant, side, frames)
 
 

@@ -47,13 +47,25 @@ def _inputs() -> list[Socket | io.Input]:
         DatasetSocket.Input(
             "previous",
             optional=True,
-            tooltip="Another dataset, whose folders come first. Every setting but folder and repeats is then taken "
+            tooltip="Another dataset, whose folders come first. All settings but those of each folder are then taken "
             "from this node.",
         ),
         Socket("frames", "data.frames", default=AUTO, optional=True),
         Socket("fps", "data.fps", read=_read_fps, default=AUTO, optional=True, advanced=True),
         Socket("window", "data.window", optional=True, advanced=True),
         Socket("num_windows", "data.num_windows", optional=True, advanced=True),
+        Socket("trigger_word", "data.trigger_word", placeholder="ohwx", optional=True),
+        Socket(
+            "caption_template",
+            "data.caption_template",
+            placeholder="a photo of {trigger}, {caption}",
+            optional=True,
+            advanced=True,
+        ),
+        Socket("loss_weight", "data.folders.loss_weight", step=0.01, optional=True, advanced=True),
+        Socket("regularisation", "data.folders.regularisation", optional=True, advanced=True),
+        Socket("default_caption", "data.folders.caption", optional=True, advanced=True),
+        Socket("folder_resolutions", "data.folders.resolutions", default=AUTO, optional=True, advanced=True),
     ]
 
 

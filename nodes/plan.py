@@ -15,7 +15,16 @@ from .types import DatasetSocket, ModelSocket, TrainingDataset, TrainingModel
 # What decides about memory and time.
 _SOCKETS = training_sockets(
     *("rank", "batch_size", "accumulation", "gradient_checkpointing", "optimizer", "dora", "targets"),
-    *("training_dtype", "offload_activations", "cuda_graphs"),
+    *(
+        "training_dtype",
+        "offload_activations",
+        "cuda_graphs",
+        "lora_kind",
+        "layers",
+        "lokr_factor",
+        "ema_decay",
+        "kahan",
+    ),
 )
 
 

@@ -33,6 +33,10 @@ def plain_name(text: str) -> str:
     return text.strip().removesuffix(LORA_ENDING)
 
 
+def _find_lora(name: str) -> str:
+    return host.find_component("loras", name)
+
+
 # A socket added after a release goes at the end, with optional=True: workflows saved before do not know it.
 _INPUTS = (
     ModelSocket.Input("model", tooltip="The model to train, from Load Model for Training Across GPUs."),
@@ -53,7 +57,9 @@ _INPUTS = (
         "gives its LoRA at once, and other settings start a new run beside it (my_lora_2).",
     ),
     Socket("gradient_checkpointing", "train.gradient_checkpointing", advanced=True),
-    Socket("optimizer", "optimizer.name", options=["adamw", "adamw8bit"], advanced=True),
+    Socket(
+        "optimizer", "optimizer.name", options=["adamw", "adamw8bit", "prodigy", "adafactor", "came"], advanced=True
+    ),
     Socket("weight_decay", "optimizer.weight_decay", max=1.0, step=0.001, round=1e-6, advanced=True),
     Socket("schedule", "schedule.name", advanced=True),
     Socket("warmup_steps", "schedule.warmup_steps", max=_MOST_STEPS, advanced=True),
@@ -98,6 +104,20 @@ _INPUTS = (
         optional=True,
     ),
     Socket("sample_every", "samples.every_steps", max=_MOST_STEPS, optional=True),
+    Socket("lora_kind", "lora.kind", optional=True, advanced=True),
+    Socket("layers", "lora.layers", optional=True, advanced=True),
+    Socket("lokr_factor", "lora.factor", optional=True, advanced=True),
+    Socket(
+        "start_from",
+        "lora.start_from",
+        "A name in models/loras, or a full path.",
+        read=_find_lora,
+        placeholder="my_lora.safetensors",
+        optional=True,
+        advanced=True,
+    ),
+    Socket("ema_decay", "train.ema_decay", step=0.0001, round=1e-6, optional=True, advanced=True),
+    Socket("kahan", "optimizer.kahan", optional=True, advanced=True),
 )
 
 

@@ -1,8 +1,8 @@
 """The one place that answers "is this a LoRA weight", finds the layers LoRA adapts, and checks that nobody touched it.
 
 A LoRA weight is recognised by its name: one dotted part of its fqn begins with `lora_` (peft's lora_A, lora_B,
-lora_embedding_A, lora_magnitude_vector; diffusers' older lora_layer; kohya's lora_down, lora_up) or is `dora_scale`.
-A name is all there is in a state dict.
+lora_embedding_A, lora_magnitude_vector; diffusers' older lora_layer; kohya's lora_down, lora_up) or `lokr_`, or is
+`dora_scale`. A name is all there is in a state dict.
 
 Names in this file are those of the model before LoRA. peft puts the adapted layer one level down (`to_q` becomes
 `to_q.base_layer`), other wrappers call it `original`, and `resolve_targets` takes that level out again.
@@ -44,19 +44,26 @@ def resolve_targets(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     A `PeftModel` prefixes every name: pass its base model.
 
     Args:
-        patterns: fnmatch patterns of fqns; "*" also matches dots. ModelFamily.lora_targets are such patterns.
+        patterns: fnmatch patterns of fqns; "*" also matches dots. ModelFamily.lora_targets are such patterns. What
+            matches one behind a "!" is left out.
     Raises: ValueError naming the patterns that match no linear, and what they match instead.
     """
     modules = {name: module for name, module in model.named_modules() if name and not is_lora_name(name)}
     linears = [_without_wrapper(name) for name, module in modules.items() if isinstance(module, nn.Linear)]
-    unused = [pattern for pattern in patterns if not any(matches_any(name, (pattern,)) for name in linears)]
+    left_out = tuple(pattern[1:] for pattern in patterns if pattern.startswith("!"))
+    patterns = tuple(pattern for pattern in patterns if not pattern.startswith("!"))
+    asked = (*patterns, *left_out)
+    unused = [pattern for pattern in asked if not any(matches_any(name, (pattern,)) for name in linears)]
     if unused:
         raise ValueError(
             f"LoRA target patterns match no linear layer of {type(model).__name__}: "
             + "; ".join(_describe_unused(pattern, modules) for pattern in unused)
             + f". Its linears are named like {', '.join(linears[:_NUM_NAMED])}"
         )
-    return [name for name in linears if matches_any(name, patterns)]
+    found = [name for name in linears if matches_any(name, patterns) and not matches_any(name, left_out)]
+    if not found:
+        raise ValueError(f"LoRA target patterns leave no linear layer of {type(model).__name__}: {', '.join(asked)}")
+    return found
 
 
 def matches_any(fqn: str, patterns: Sequence[str]) -> bool:
@@ -113,7 +120,7 @@ def is_torchao_tensor(tensor: Tensor) -> bool:
 
 
 def _is_lora_part(part: str) -> bool:
-    return part.startswith("lora_") or part == "dora_scale"
+    return part.startswith(("lora_", "lokr_")) or part == "dora_scale"
 
 
 def _without_wrapper(fqn: str) -> str:

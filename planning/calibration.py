@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 _VERSION = 2  # raise it when block_clock.py measures something else
 _PACKAGES = ("diffusers", "peft", "torchao", "triton")
-_OWN_CODE = ("patches/attention.py", "patches/lora_linear.py", "quantization/*.py")
+_OWN_CODE = ("patches/attention.py", "patches/lora_linear.py", "patches/lokr_linear.py", "quantization/*.py")
 _ATTENTION = (
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,
@@ -84,7 +84,8 @@ class CardBench:
             "config": settings_fingerprint(dict(self._info.config)),
             "scheme": scheme,
             "rotation": work.quantize.rotation if work.quantize is not None else 0,
-            "lora": asdict(work.lora) | {"targets": work.lora.targets or self._info.family.lora_targets},
+            "lora": asdict(work.lora)
+            | {"start_from": "", "targets": work.lora.targets or self._info.family.lora_targets},
             "kept": self._info.family.keep_full_precision,
             "dtype": str(work.dtype).removeprefix("torch."),
             "batch_size": work.batch_size,

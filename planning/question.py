@@ -326,7 +326,7 @@ class Question:
     def _optimizer(self, name: str) -> Optimizer:
         """With data parallel its state is on the first card. All hold a flat copy of the gradients for a moment, when
         no activations are left."""
-        whole = optimizer_bytes(name, self.space.lora.dtype)
+        whole = optimizer_bytes(name, self.space.lora.dtype, kahan=self.space.kahan, ema=self.space.has_ema)
         if self.replica is None:
             return whole
         flat = float(getattr(torch, self.space.lora.dtype).itemsize)
@@ -352,11 +352,21 @@ def _has_packages(scheme: Scheme) -> bool:
     return True
 
 
-def optimizer_bytes(name: str, lora_dtype: str) -> Optimizer:
+def optimizer_bytes(name: str, lora_dtype: str, *, kahan: bool = False, ema: bool = False) -> Optimizer:
     """What an optimizer holds per trained value: state between steps, and temporaries of a step.
 
-    Of an optimizer that this pack does not name, the state is measured on a small parameter.
+    Of an optimizer that this pack does not know, the state is measured on a small parameter.
+
+    Args:
+        kahan: whether what rounding leaves is kept in bfloat16, and a step has the weights and gradients in float32.
+        ema: whether an average of the weights is kept, in float32.
     """
+    if ema:
+        plain = optimizer_bytes(name, lora_dtype, kahan=kahan)
+        return Optimizer(plain.state + 4, plain.step)
+    if kahan:
+        plain = optimizer_bytes(name, "float32")
+        return Optimizer(plain.state + 2, plain.step + 8)
     size = getattr(torch, lora_dtype).itemsize
     if name == "adamw":
         return Optimizer(state=2 * size, step=size)  # torch takes the root of all second moments of a card at once
@@ -367,7 +377,7 @@ def optimizer_bytes(name: str, lora_dtype: str) -> Optimizer:
 
 def _measured_state(name: str, lora_dtype: str) -> float:
     with torch.inference_mode(False), torch.enable_grad():
-        parameter = nn.Parameter(torch.zeros(64, 64, dtype=getattr(torch, lora_dtype)))
+        parameter = nn.Parameter(torch.ones(64, 64, dtype=getattr(torch, lora_dtype)))
         parameter.grad = torch.zeros_like(parameter)
         optimizer = make_optimizer([parameter], OptimizerConfig(name=name))
         optimizer.step()

@@ -111,7 +111,7 @@ def _has_data(data: DataConfig, resolution: int | None) -> bool:
     if resolution is None:
         raise ValueError(
             f"the dataset folder {first} does not exist; give a folder of images, or --resolution "
-            f"{max(data.resolutions)} to plan for a square of so many pixels"
+            f"{data.largest_resolution} to plan for a square of so many pixels"
         )
     _log.warning("the dataset folder %s does not exist; the plan is for a square of %d pixels", first, resolution)
     return False
@@ -131,5 +131,5 @@ def make_square(config: DataConfig, variant: Variant, latent: LatentSpec) -> Sam
             f"{variant.name} is given the first frame, so in one frame nothing is left to learn; give --frames "
             f"{max(latent.frame_lengths)}, or another length of {latent.frame_stride}n + 1"
         )
-    (size,) = make_buckets(max(config.resolutions), bucket_step(config, latent), 1.0)
+    (size,) = make_buckets(config.largest_resolution, bucket_step(config, latent), 1.0)
     return Sample("a square", "", None, size, (0, 0, *size), size, tuple(range(frames)) if frames > 1 else ())

@@ -18,9 +18,8 @@ from ..parallel.local.shard_trees import shares_in
 from ..parallel.local.shards import BlockShard, divide_block, find_plan
 from ..parallel.local.tensor_gradients import attach_meetings
 from ..parallel.placement import block_names
-from ..patches.lora import resolve_targets
 from ..quantization.quantize import Quantizer, QuantizeSettings, Stored8
-from ..training.adapter import apply_lora
+from ..training.adapter import apply_lora, find_targets
 from ..training.objective import predict, prediction_loss
 
 META = torch.device("meta")
@@ -78,7 +77,7 @@ class ShortModel:
 def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
     """Cut a model down, with its linears quantized and LoRA attached as a job would; parameters stay on meta."""
     names = block_names(model, family)
-    targets = set(resolve_targets(model, work.lora.targets or family.lora_targets))
+    targets = set(find_targets(model, family, work.lora))
     quantizer = None if work.quantize is None else Quantizer(family, work.quantize)
     known: dict[Any, int] = {}
     sample = ShortModel(model, names, [])
@@ -100,7 +99,7 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
                 stored = _empty_weight(module, quantizer.settings)
                 model.set_submodule(fqn, quantizer.take(whole, module, stored, module.weight.dtype))
     short = tuple(fqn for fqn, _ in model.named_modules() if _whole_name(fqn, renamed) in targets)
-    apply_lora(model, family, replace(work.lora, targets=short), seed=0)
+    apply_lora(model, family, replace(work.lora, targets=short, layers=""), seed=0)
     if shards:
         parts = _OwnParts(work.num_devices, shards)
         attach_meetings(shards, work.num_devices - 1, lambda: parts)

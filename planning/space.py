@@ -40,6 +40,7 @@ class SearchSpace:
         wants_graphs: whether blocks without activation checkpointing are recorded as CUDA graphs where possible.
         resolution: the largest of the job, in pixels along a square's side.
         can_stream: whether the model's blocks can stream from host memory.
+        kahan, has_ema: what an optimizer keeps besides; see optimizer_bytes.
     """
 
     schemes: tuple[str, ...]
@@ -62,6 +63,8 @@ class SearchSpace:
     lora: LoraSettings
     resolution: int
     can_stream: bool = True
+    kahan: bool = False
+    has_ema: bool = False
 
 
 @dataclass(frozen=True)

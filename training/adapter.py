@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.lora_start import DORA, MAGNITUDE, A, B
 from ..config.job import LoraSettings
 from ..families.spec import ModelFamily
-from ..patches.lora import assert_lora_intact, lora_parameters, place_lora_with_base, resolve_targets
+from ..patches.lokr_linear import apply_fused_lokr
+from ..patches.lora import assert_lora_intact, lora_parameters, matches_any, place_lora_with_base, resolve_targets
 from ..patches.lora_linear import apply_fused_lora
 from ..quantization.frozen_linear import refuse_merge
 from ..quantization.quantize import full_weight
 
 _ADAPTER = "default"
-_PARAMETER = re.compile(rf"^(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_magnitude_vector)\.{_ADAPTER}\.weight$")
+_LOKR = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+_KINDS = "|".join(("lora_A", "lora_B", "lora_magnitude_vector", *_LOKR))
+_PARAMETER = re.compile(rf"^(?P<module>.+)\.(?P<kind>{_KINDS})\.{_ADAPTER}(\.weight)?$")
 _SUFFIX = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude_vector": "dora_scale"}
+_ATTENTION = re.compile(r"attn|attention")  # in the names of attention's own linears, in diffusers and in ComfyUI
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,11 @@ class LoraHandle:
         return lora_parameters(self.model)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The adapter on the CPU: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out]."""
+        """The adapter on the CPU: "<linear>.lora_A.weight" [R, in], ".lora_B.weight" [out, R], ".dora_scale" [out].
+
+        Of LoKr ".lokr_w1" [out1, in1], and ".lokr_w2" [out2, in2] or its factors ".lokr_w2_a" [out2, R] and
+        ".lokr_w2_b" [R, in2]: the Kronecker product of the two is [out, in].
+        """
         return {_file_name(name): parameter.detach().cpu() for name, parameter in self.parameters().items()}
 
     def tensors_for_comfyui(self) -> dict[str, Tensor]:
@@ -48,6 +58,27 @@ class LoraHandle:
             layer: Any = self.model.get_submodule(name.removesuffix(".dora_scale"))
             tensors[name] = (tensors[name].float() * _norm_ratio(layer).cpu()).to(tensors[name].dtype)
         return tensors
+
+    @torch.no_grad()
+    def start_from(self, layers: Mapping[str, Mapping[str, Tensor]], strength: float) -> None:
+        """Take over the layers of a LoRA file, as checkpoints/lora_start.py reads them; others stay fresh.
+
+        A smaller rank is filled up: with rows of A that are random, as they are, and columns of B that are zero.
+
+        Args:
+            strength: alpha / rank of this adapter, which the file's is divided by.
+        Raises: ValueError for LoKr that is cut otherwise.
+        """
+        for name, given in layers.items():
+            layer: Any = self.model.get_submodule(name)
+            if "lokr_w1" in given:
+                _start_lokr(name, layer, given, strength)
+                continue
+            rank = given[A].shape[0]
+            layer.lora_A[_ADAPTER].weight[:rank] = given[A].to(layer.lora_A[_ADAPTER].weight)
+            layer.lora_B[_ADAPTER].weight[:, :rank] = (given[B] / strength).to(layer.lora_B[_ADAPTER].weight)
+            if _ADAPTER in layer.lora_magnitude_vector:
+                _start_magnitude(layer, given)
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Put saved tensors back, bit for bit.
@@ -76,6 +107,30 @@ class LoraHandle:
             del self.model.peft_config
 
 
+def _start_lokr(name: str, layer: Any, given: Mapping[str, Tensor], strength: float) -> None:
+    own = {kind: getattr(layer, kind)[_ADAPTER] for kind in _LOKR if _ADAPTER in getattr(layer, kind)}
+    shapes = [{kind: tuple(tensor.shape) for kind, tensor in each.items()} for each in (given, own)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"lora.start_from cuts {name} into {shapes[0]}, and this job into {shapes[1]}; set lora.factor and "
+            "lora.rank to those of the file"
+        )
+    for kind, parameter in own.items():
+        parameter.copy_(given[kind] / strength if kind == "lokr_w1" else given[kind])
+
+
+def _start_magnitude(layer: Any, given: Mapping[str, Tensor]) -> None:
+    """DoRA's magnitude, such that the layer computes what a loader makes of the file."""
+    magnitude = layer.lora_magnitude_vector[_ADAPTER].weight
+    if MAGNITUDE in given:
+        value = given[MAGNITUDE].reshape(-1)
+    elif DORA in given:  # ComfyUI's, see tensors_for_comfyui
+        value = given[DORA].reshape(-1) / _norm_ratio(layer).cpu()
+    else:  # plain LoRA: the length that it gives the rows
+        value = _changed_weight(layer).norm(dim=1)
+    magnitude.copy_(value.to(magnitude))
+
+
 def _kind_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
@@ -83,35 +138,56 @@ def _kind_of(tensor: Tensor) -> str:
 @torch.no_grad()
 def _norm_ratio(layer: Any) -> Tensor:
     """|W| / |W + sBA| of each row of an adapted linear, float32. [out]"""
+    changed = _changed_weight(layer)
+    weight = full_weight(layer.get_base_layer()).to(changed.device).float()
+    return weight.norm(dim=1) / changed.norm(dim=1)
+
+
+@torch.no_grad()
+def _changed_weight(layer: Any) -> Tensor:
+    """W + sBA of an adapted linear, float32. [out, in]"""
     a, b = layer.lora_A[_ADAPTER].weight.float(), layer.lora_B[_ADAPTER].weight.float()
     weight = full_weight(layer.get_base_layer()).to(a.device).float()  # of a block that streams it may be on the host
-    return weight.norm(dim=1) / (weight + layer.scaling[_ADAPTER] * (b @ a)).norm(dim=1)
+    return weight + layer.scaling[_ADAPTER] * (b @ a)
 
 
 def _file_name(parameter_name: str) -> str:
     match = _PARAMETER.match(parameter_name)
     assert match is not None, parameter_name
-    return f"{match['module']}.{_SUFFIX[match['kind']]}"
+    return f"{match['module']}.{_SUFFIX.get(match['kind'], match['kind'])}"
+
+
+def find_targets(model: nn.Module, family: ModelFamily, settings: LoraSettings) -> list[str]:
+    """The fqns of the linears that LoRA adapts, in module order.
+
+    Raises: ValueError for patterns that match no linear, or a model whose attention nobody can tell by its names.
+    """
+    left_out = tuple(pattern for pattern in settings.targets if pattern.startswith("!"))
+    patterns = tuple(pattern for pattern in settings.targets if pattern not in left_out)
+    if not settings.layers:
+        return resolve_targets(model, (*(patterns or family.lora_targets), *left_out))
+    blocks = tuple(f"{each.name}.*" for each in family.block_lists)
+    every = resolve_targets(model, (*blocks, *left_out))
+    fused = () if family.native is None else family.native.fused_attention
+    found = [name for name in every if _ATTENTION.search(name) or matches_any(name, fused)]
+    if settings.layers == "attention" and not found:
+        raise ValueError(f'layers = "attention": no layer of {family.title} is called so; name them with lora.targets')
+    return found if settings.layers == "attention" else every
 
 
 def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *, seed: int) -> LoraHandle:
-    """Attach a fresh LoRA in place: A random, B zero, so the model's output does not change yet.
+    """Attach a fresh LoRA in place: A random, B zero, so the model's output does not change yet. LoKr likewise, where
+    the first factor is zero.
 
     A is drawn on the CPU from seed alone, so it is the same however the model is split. Every LoRA weight is in
     settings.dtype, on the device of the layer it adapts, and the only thing that requires gradients afterwards.
 
     Raises: ValueError for target patterns that match no linear.
     """
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
 
-    targets = resolve_targets(model, settings.targets or family.lora_targets)
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT only divides by the rank; fractions work
-        lora_dropout=settings.dropout,
-        use_dora=settings.dora,
-        target_modules="|".join(re.escape(name) for name in targets),
-    )
+    targets = find_targets(model, family, settings)
+    config = _make_config(settings, targets)
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*merge", category=UserWarning)  # none is asked for here
@@ -124,4 +200,25 @@ def apply_lora(model: nn.Module, family: ModelFamily, settings: LoraSettings, *,
         model.get_submodule(name.rpartition(".")[0]).to(dtype)
     assert_lora_intact(model)
     apply_fused_lora(model)
+    apply_fused_lokr(model)
     return LoraHandle(model, tuple(targets))
+
+
+def _make_config(settings: LoraSettings, targets: Sequence[str]) -> Any:
+    from peft import LoKrConfig, LoraConfig
+
+    modules = "|".join(re.escape(name) for name in targets)
+    if settings.kind == "lokr":
+        return LoKrConfig(
+            r=settings.rank,
+            alpha=settings.alpha,  # type: ignore[arg-type]  # PEFT only divides by the rank; fractions work
+            decompose_factor=settings.factor or -1,
+            target_modules=modules,
+        )
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # type: ignore[arg-type]
+        lora_dropout=settings.dropout,
+        use_dora=settings.dora,
+        target_modules=modules,
+    )

@@ -32,6 +32,7 @@ class LoadedBatch:
         mask: loss weight per latent cell, or None. [B, 1, 1 or F, H, W]
         num_tokens: image tokens of one sample.
         conditions: what else the model is given, by name, normalised like the latents. [B, C', F, H, W]
+        weights: factor of each sample's loss; None where all are 1. [B]
     """
 
     latents: torch.Tensor
@@ -39,6 +40,7 @@ class LoadedBatch:
     mask: torch.Tensor | None
     num_tokens: int
     conditions: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    weights: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,12 @@ class CachedSamples:
             shape = (latents.shape[0], 1, *latents.shape[2:])
             mask = torch.ones(shape) if mask is None else mask.expand(shape).clone()
             mask[:, :, 0] = 0
-        return LoadedBatch(latents, text, mask, num_tokens, conditions)
+        return LoadedBatch(latents, text, mask, num_tokens, conditions, self._weights(indices))
+
+    def _weights(self, indices: Sequence[int]) -> torch.Tensor | None:
+        """Of the losses; a sample that arrived encoded has none."""
+        weights = [getattr(self.samples[index], "loss_weight", 1.0) for index in indices]
+        return None if all(each == 1 for each in weights) else torch.tensor(weights)
 
     def _masks(self, indices: Sequence[int], latents: torch.Tensor) -> torch.Tensor | None:
         samples = [self.samples[i] for i in indices]

@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from ..parallel.runner import MicroBatch, Runner
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import CompiledBlocks
 from ..patches.cuda_graphs import GraphedBlocks
+from ..patches.lora_average import LoraAverage, split_average
 from ..system.requests import Request, nothing_asked
 from .adapter import LoraHandle
 from .batches import CachedSamples, LoadedBatch
@@ -55,6 +56,7 @@ class NoisyBatch:
     noisy: torch.Tensor
     target: torch.Tensor
     sigmas: torch.Tensor
+    weights: torch.Tensor | None = None
 
 
 class Samples(Protocol):
@@ -111,6 +113,8 @@ class Trainer:
         for parameter in self._parameters:
             self._by_device.setdefault(parameter.device, []).append(parameter)
         self._optimizer = make_optimizer(self._parameters, self.job.optimizer)
+        decay = self.job.train.ema_decay
+        self._average = LoraAverage(self.lora.parameters(), decay) if decay else None
         self._dtype = getattr(torch, self.job.model.dtype)
         self._num_runs = 0  # of the runner
         self._first_run: dict[Any, int] = {}  # in which a shape was computed first
@@ -197,6 +201,8 @@ class Trainer:
         self._begun = self.order.state_dict(), random_states(self.devices)
         loss = self.train_step(rate)
         self.step += 1
+        if self._average is not None:
+            self._average.update(self.step)
         self.losses.append(loss)
         self._begun, self._is_sound = None, True
         elapsed = time.perf_counter() - start
@@ -328,7 +334,7 @@ class Trainer:
         text = {name: self._pinned(self._in_type(states)) for name, states in given.items()}
         mask = None if batch.mask is None else self._pinned(batch.mask)
         pinned = [self._pinned(tensor) for tensor in (self._in_type(made.noisy), made.target, made.sigmas)]
-        return NoisyBatch(text, mask, *pinned)
+        return NoisyBatch(text, mask, pinned[0], pinned[1], pinned[2], batch.weights)
 
     def _in_type(self, states: torch.Tensor) -> torch.Tensor:
         """Inputs in the type that the model computes in; masks stay masks. ComfyUI's own models round by themselves."""
@@ -352,7 +358,7 @@ class Trainer:
         )
         target = batch.target.to(prediction.device, non_blocking=True)
         mask = None if batch.mask is None else batch.mask.to(prediction.device, non_blocking=True)
-        return prediction_loss(prediction, target, mask)
+        return prediction_loss(prediction, target, mask, batch.weights)
 
     @torch.no_grad()
     @sound_attention()
@@ -388,7 +394,25 @@ class Trainer:
 
     def _draw_if_due(self, should_stop: Callable[[], bool], *, is_start: bool = False) -> None:
         if self.samples is not None and not should_stop() and self.samples.is_due(self.step, is_start=is_start):
-            self.samples.draw(self.step, should_stop)
+            with self._averaged(self.job.samples.use_ema):
+                self.samples.draw(self.step, should_stop)
+
+    @contextmanager
+    def _averaged(self, is_wanted: bool) -> Iterator[None]:
+        """Inside, the LoRA is its average, in all copies of the model, if that is wanted and there is one."""
+        if self._average is None or not is_wanted:
+            yield
+            return
+        try:
+            with self._average.in_place():
+                self.runner.sync()
+                yield
+        finally:
+            self.runner.sync()
+
+    def as_written(self) -> AbstractContextManager[None]:
+        """Inside, the LoRA is what its file holds: the average if there is one and the job wants that."""
+        return self._averaged(self.job.output.use_ema)
 
     def _is_save_due(self) -> bool:
         every = self.job.output.save_every_steps
@@ -413,7 +437,7 @@ class Trainer:
         }
         state = TrainingState(
             step=self.step,
-            adapter=self.lora.tensors(),
+            adapter=self.lora.tensors() | ({} if self._average is None else self._average.tensors()),
             optimizer=pack_optimizer(self._optimizer),
             random=random_states(self.devices),
             facts=facts,
@@ -421,7 +445,8 @@ class Trainer:
         self._is_sound = False  # what fails once is not tried again
         path = save_checkpoint(checkpoint_folder(self.job), state, self.job.output.keep_last)
         self._saved_at, self._is_sound = self.step, True
-        self.save_lora(path)
+        with self.as_written():
+            self.save_lora(path)
         self.events.emit("saved", self.step, self.job.train.steps, path=str(path))
         return path
 
@@ -435,7 +460,7 @@ class Trainer:
         self.losses = list(state.facts["losses"])
         self.evaluations = {int(step): loss for step, loss in state.facts["evaluations"].items()}
         parts: dict[str, Callable[[], object]] = {
-            "adapter.safetensors": lambda: self.lora.load_tensors(state.adapter),
+            "adapter.safetensors": lambda: self._load_adapter(state.adapter),
             "optimizer.safetensors": lambda: unpack_optimizer(self._optimizer, state.optimizer),
             "state.json": lambda: self.order.load_state_dict(state.facts["order"]),
             "random.safetensors": lambda: restore_random_states(self._own(state.random)),
@@ -447,9 +472,16 @@ class Trainer:
                 raise ValueError(f"{state.path}/{name} is not of this run: {first_line(error)}") from error
         self.runner.sync()
         if state.path is not None and self.ranks.is_first:
-            self.save_lora(state.path)
+            with self.as_written():
+                self.save_lora(state.path)
 
     def _own(self, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Random states of this process's devices; ranks draw from streams of their own, whichever were saved."""
         names = {"cpu", *map(str, self.devices)}
         return {name: each for name, each in states.items() if name in names} if self.ranks.is_launched else states
+
+    def _load_adapter(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        trained, average = split_average(tensors)
+        self.lora.load_tensors(trained)
+        if self._average is not None:
+            self._average.load_tensors(average)

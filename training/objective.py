@@ -119,13 +119,21 @@ def add_noise(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) 
     return (1 - t) * latents + t * noise
 
 
-def prediction_loss(prediction: torch.Tensor, target: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+def prediction_loss(
+    prediction: torch.Tensor,
+    target: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Mean squared error of what the network says, computed in float32. [B, C, F, H, W] -> scalar
 
     mask: weight per latent cell, [B, 1, 1 or F, H, W] in 0..1; the loss is the weighted mean, so a small mask does not
         weaken the step. A sample whose mask is all zero contributes nothing.
+    weights: factor of each sample's error, [B]; other than a mask's, these do weaken the step.
     """
     error = (prediction.float() - target.float()).square()
+    if weights is not None:
+        error = error * weights.to(error.device, torch.float32).view(-1, *[1] * (error.ndim - 1))
     if mask is None:
         return error.mean()
     weight = mask.to(error.device, torch.float32).expand_as(error)

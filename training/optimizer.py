@@ -6,7 +6,8 @@ import importlib
 import inspect
 import math
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -25,6 +26,14 @@ _MODULES = (
     "dadaptation",
     "came_pytorch",
 )
+# Names that a job may say in place of a class.
+_CLASSES = {
+    "adamw": "torch.optim.AdamW",
+    "adamw8bit": "torchao.optim.AdamW8bit",
+    "adafactor": "torch.optim.Adafactor",
+    "prodigy": "prodigyopt.Prodigy",
+    "came": "pytorch_optimizer.CAME",
+}
 _UNFIT = {
     "torch.optim.LBFGS": "computes the loss several times per step, which this loop does once",
     "torch.optim.SparseAdam": "is for sparse gradients, and a LoRA's are dense",
@@ -32,17 +41,24 @@ _UNFIT = {
 }
 
 
-def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> AnyOptimizer:
     """The optimizer of this name over these parameters, which may lie on several devices.
 
-    "adamw" is torch's, "adamw8bit" torchao's (state in 8 bit: a quarter of the memory), anything else the dotted name
-    of a torch.optim.Optimizer class, e.g. "prodigyopt.Prodigy". The learning rate is the config's, whatever its options
-    say.
+    A name of _CLASSES is a class that is known to fit; anything else is the dotted name of a torch.optim.Optimizer
+    class, e.g. "prodigyopt.Prodigy". The learning rate is the config's, whatever its options say.
 
     Raises: ValueError if the class is of a package that may not be imported, cannot be found, is no optimizer, cannot
         be used here, or rejects the options.
     """
-    cls = _find_class(config.name, config.allow_import)
+    cls = _find_class(_CLASSES.get(config.name, config.name), config.allow_import)
+    if config.kahan:
+        return KahanSum(parameters, lambda shadows: _make(cls, shadows, config))
+    return _make(cls, parameters, config)
+
+
+def _make(
+    cls: type[torch.optim.Optimizer], parameters: Iterable[nn.Parameter], config: OptimizerConfig
+) -> torch.optim.Optimizer:
     options = {**config.options, "lr": config.learning_rate}
     if "weight_decay" in inspect.signature(cls).parameters:
         options.setdefault("weight_decay", config.weight_decay)
@@ -53,13 +69,9 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimizerConfig) 
 
 
 def _find_class(name: str, allow_import: bool) -> type[torch.optim.Optimizer]:
-    if name == "adamw":
-        return torch.optim.AdamW
-    if name == "adamw8bit":
-        name = "torchao.optim.AdamW8bit"
     module, _, attribute = name.rpartition(".")
     if not module or not all(part.isidentifier() for part in name.split(".")):
-        raise ValueError(f'there is no optimizer {name!r}; use "adamw", "adamw8bit" or a dotted class name')
+        raise ValueError(f"there is no optimizer {name!r}; use {', '.join(_CLASSES)} or a dotted class name")
     if name in _UNFIT:
         raise ValueError(f'optimizer {name!r} {_UNFIT[name]}; use another, such as "adamw"')
     if module not in _MODULES and not allow_import:
@@ -69,13 +81,75 @@ def _find_class(name: str, allow_import: bool) -> type[torch.optim.Optimizer]:
         )
     try:
         cls = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except ModuleNotFoundError as error:
         raise ValueError(
-            f"optimizer {name!r} cannot be imported ({error}); install its package: pip install {name.split('.')[0]}"
+            f"optimizer {name!r} needs a package that is not installed ({error}); {_remedy(module)}"
         ) from error
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"optimizer {name!r} cannot be imported ({error}); {_remedy(module)}") from error
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise ValueError(f"{name!r} is not a torch.optim.Optimizer class but {cls!r}")
     return cls
+
+
+def _remedy(module: str) -> str:
+    """How to get a module's package, or a newer one, for the Python that runs."""
+    package = module.partition(".")[0]
+    if module not in _MODULES or package == "torch":
+        return f"install the package that {package} is of"
+    return f'run: "{sys.executable}" -m pip install --upgrade {package.replace("_", "-")}'
+
+
+class KahanSum:
+    """Any optimizer over bfloat16 parameters, with Kahan summation: what rounding takes off is kept and added again.
+
+    A parameter is the sum of two bfloat16 numbers, of which the model sees the larger. For a step the optimizer is
+    given their float32 sum, and the gradient in float32; afterwards the sum is rounded to the first, and what is left
+    to the second. Between steps the float32 sums take no memory.
+
+    Args:
+        make: the optimizer of these float32 parameters.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+    ) -> None:
+        self.parameters = list(parameters)
+        self.rests = [torch.zeros_like(each, requires_grad=False) for each in self.parameters]
+        self._shadows = [nn.Parameter(each.detach().float()) for each in self.parameters]
+        self.inner = make(self._shadows)
+        self._free()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        given = [index for index, each in enumerate(self.parameters) if each.grad is not None]
+        for index in given:
+            parameter, shadow = self.parameters[index], self._shadows[index]
+            shadow.untyped_storage().resize_(shadow.numel() * shadow.element_size())
+            shadow.copy_(parameter).add_(self.rests[index])
+            shadow.grad = parameter.grad.float()  # type: ignore[union-attr]
+        self.inner.step()
+        for index in given:
+            parameter, shadow = self.parameters[index], self._shadows[index]
+            parameter.copy_(shadow)
+            self.rests[index].copy_(shadow - parameter)
+        self._free()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in self.parameters:
+            each.grad = None if set_to_none or each.grad is None else each.grad.zero_()
+
+    def _free(self) -> None:
+        for shadow in self._shadows:
+            shadow.grad = None
+            shadow.untyped_storage().resize_(0)
+
+
+AnyOptimizer = torch.optim.Optimizer | KahanSum
 
 
 def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
@@ -93,7 +167,7 @@ def learning_rate_factor(schedule: ScheduleConfig, step: int, num_steps: int) ->
     return 1.0 - (1.0 - schedule.min_factor) * fall
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+def set_learning_rate(optimizer: AnyOptimizer, value: float) -> None:
     """Set it in every group; torchao keeps it as a tensor, which is filled in place."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
@@ -111,11 +185,14 @@ _CPU = torch.device("cpu")
 Packed = tuple[dict[str, torch.Tensor], dict[str, Any]]  # tensors by name, and what else there is to say
 
 
-def pack_optimizer(optimizer: torch.optim.Optimizer) -> Packed:
+def pack_optimizer(optimizer: AnyOptimizer) -> Packed:
     """State of an optimizer for unpack_optimizer; tensors of torchao's 8-bit optimizers are taken apart.
 
     Raises: ValueError for an optimizer that keeps something other than tensors and plain values.
     """
+    if isinstance(optimizer, KahanSum):
+        held, described = pack_optimizer(optimizer.inner)
+        return held | {_rest_name(index): each.cpu() for index, each in enumerate(optimizer.rests)}, described
     entries = [
         (f"state.{index}.{name}", value, parameter.device)
         for index, parameter in enumerate(_parameters(optimizer))
@@ -132,12 +209,15 @@ def pack_optimizer(optimizer: torch.optim.Optimizer) -> Packed:
     return tensors, values
 
 
-def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: Packed) -> None:
+def unpack_optimizer(optimizer: AnyOptimizer, packed: Packed) -> None:
     """Put packed state, bit for bit, into a fresh optimizer over the same parameters in the same order.
 
     Raises: ValueError if it is of another optimizer or of other parameters; names the first value that shows it.
     """
     tensors, values = packed
+    if isinstance(optimizer, KahanSum):
+        _unpack_rests(optimizer, tensors)
+        optimizer = optimizer.inner
     parameters = _parameters(optimizer)
     for key, description in values.items():
         try:
@@ -157,6 +237,18 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, packed: Packed) -> None:
     for index in range(len(optimizer.param_groups)):
         if not any(key.startswith(f"group.{index}.") for key in values):
             raise ValueError(f"group.{index} is missing")
+
+
+def _rest_name(index: int) -> str:
+    return f"kahan.{index}"
+
+
+def _unpack_rests(optimizer: KahanSum, tensors: dict[str, torch.Tensor]) -> None:
+    for index, rest in enumerate(optimizer.rests):
+        found = tensors.get(_rest_name(index))
+        if found is None or found.shape != rest.shape:
+            raise ValueError(f"{_rest_name(index)} is not of this optimizer over {len(optimizer.rests)} parameters")
+        rest.copy_(found)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -18,6 +18,7 @@ FLUX = NativeModel(
     control_keys=("input", "output"),
     patches_inside=_SELF_ATTENTION,
     note="FLUX.1 and FLUX.2; FLUX.2 passes modulation as dataclasses, and blocks change img and txt in place",
+    fused_attention=("single_blocks.*.linear1", "single_blocks.*.linear2"),
     tensor=tensor_plans.FLUX,
 )
 

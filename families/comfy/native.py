@@ -88,6 +88,8 @@ class NativeModel:
     # sample; for estimates of computing time.
     text_modules: tuple[str, ...] = ("*txt_*", "*context_block*", "*add_?_proj*", "*to_add_out*")
     sample_modules: tuple[str, ...] = ("*mod*", "*adaLN*", "*adaln*", "*_mod.*")
+    # Patterns of the linears that hold attention's projections beside others and are not called after it.
+    fused_attention: tuple[str, ...] = ()
     # How its blocks are divided among cards that compute each of them together; () if nobody described that.
     tensor: tuple[TensorPlan, ...] = ()
     # The row was written for a base class of which this class replaces methods. Nobody read those, so its first forward

@@ -17,6 +17,7 @@ from ....parallel.block_lists import hooked_modules, placed_blocks
 from ....parallel.offload.block_call import Checkpoint, checkpoint_calls
 from ....parallel.offload.in_place import InPlaceGuard
 from ....patches.lora import is_lora_name
+from .lora import read_lora
 
 _BASE = "_devicebridge_base"  # of a diffusion model: its BaseModel
 _LEAST = 1e-6  # of a share of the way from noise to data; ComfyUI gives the ends other numbers
@@ -100,6 +101,10 @@ class ComfyModel:
         options = {"cond_or_uncond": [0], "sigmas": sigmas, "optimized_attention_override": _plain_attention}
         output = base.apply_model(x, sigmas, transformer_options=options, **inputs)
         return output if self._has_sequence else output.unsqueeze(2)
+
+    def read_lora(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """See HostModel.read_lora."""
+        return read_lora(self._make_base(torch.device("meta")), tensors)
 
     def example(
         self, batch: int, device: torch.device, text: Mapping[str, torch.Tensor] | None

@@ -591,3 +591,75 @@ def test_a_sample_is_plain_data():
     sample = _samples({64: 1})[0]
     assert hash(sample) == hash(dataclasses.replace(sample))
     assert sample.image_request() == dataclasses.replace(sample, caption="other").image_request()
+
+
+# --- settings of a folder --------------------------------------------------------------------------------------------
+
+
+def _captions(root, text, **options):
+    _save(root / "a.png")
+    if text is not None:
+        (root / "a.txt").write_text(text)
+    folder = FolderConfig(str(root), **options.pop("folder", {}))
+    return scan_folders(DataConfig((folder,), resolutions=(64,), **options), LATENT)[0].caption
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        ("a dog", {}, "a dog"),
+        ("a dog", {"trigger_word": "ohwx"}, "ohwx, a dog"),
+        ("a OHWX dog", {"trigger_word": "ohwx"}, "a OHWX dog"),
+        ("a [trigger] dog", {"trigger_word": "ohwx"}, "a ohwx dog"),
+        ("", {"trigger_word": "ohwx"}, "ohwx"),
+        (None, {"trigger_word": "ohwx"}, "ohwx"),
+        (
+            "a dog",
+            {"trigger_word": "ohwx", "caption_template": "photo of {trigger}, {caption}"},
+            "photo of ohwx, a dog",
+        ),
+        ("", {"trigger_word": "ohwx", "caption_template": "photo of {trigger}, {caption}"}, "photo of ohwx"),
+        ("a {trigger}", {"trigger_word": "ohwx", "caption_template": "{caption} {trigger}"}, "a {trigger} ohwx"),
+        ("a dog", {"trigger_word": "ohwx", "folder": {"regularisation": True}}, "a dog"),
+        ("a [trigger] dog", {"trigger_word": "ohwx", "folder": {"regularisation": True}}, "a  dog"),
+        (None, {"folder": {"caption": "a photo of a dog"}}, "a photo of a dog"),
+        ("mine", {"folder": {"caption": "a photo of a dog"}}, "mine"),
+        ("a dog", {"caption_template": "x {caption}", "folder": {"caption_template": "y {caption}"}}, "y a dog"),
+    ],
+)
+def test_captions_are_made_as_dataset_and_folder_say(tmp_path, text, options, expected):
+    assert _captions(tmp_path, text, **options) == expected
+
+
+def test_a_default_caption_is_no_missing_one(tmp_path, caplog):
+    _captions(tmp_path, None, folder={"caption": "a photo of a dog"})
+    assert "no caption file" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"caption_template": "{trigger}"}, "there is no trigger_word"),
+        ({"caption_template": "{captoin}"}, "no other braces"),
+        ({"trigger_word": "a", "folder": {"regularisation": True, "caption_template": "{trigger}"}}, "do not get"),
+    ],
+)
+def test_templates_that_would_stay_as_they_are_are_refused(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        _captions(tmp_path, "a dog", **options)
+
+
+def test_a_folder_has_its_own_sizes_and_weight(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        folder.mkdir()
+        _save(folder / "a.png", 200, 200)
+    config = DataConfig(
+        (FolderConfig(str(one)), FolderConfig(str(two), resolutions=(128, 96), loss_weight=0.5)), resolutions=(64,)
+    )
+    found = [(sample.bucket[0], sample.loss_weight) for sample in scan_folders(config, LATENT)]
+    assert found == [(64, 1.0), (128, 0.5), (96, 0.5)] and config.largest_resolution == 128
+    lighter = dataclasses.replace(config, folders=(config.folders[0], FolderConfig(str(two), resolutions=(128, 96))))
+    assert lighter.largest_resolution == 128
+    weights = [scan_folders(each, LATENT) for each in (config, lighter)]
+    assert dataset_fingerprint(weights[0]) != dataset_fingerprint(weights[1])

@@ -8,7 +8,7 @@ from devicebridge.config.job import LoraSettings
 from devicebridge.families.registry import FAMILIES
 from devicebridge.quantization.quantize import SCHEMES, QuantizeSettings, apply_quantization, full_weight
 from devicebridge.tests.toy import TINY
-from devicebridge.training.adapter import apply_lora
+from devicebridge.training.adapter import apply_lora, find_targets
 
 NAMES = sorted(FAMILIES)
 
@@ -83,3 +83,66 @@ def test_loading_another_lora_is_refused():
     tensors.pop(next(iter(tensors)))
     with pytest.raises(ValueError, match="not of this job: 1 names differ"):
         handle.load_tensors(tensors)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_presets_name_the_attention_or_every_linear_of_the_blocks(name):
+    model, family = TINY[name].make_model(), FAMILIES[name]
+    lists = tuple(f"{blocks.name}." for blocks in family.block_lists)
+    linears = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    assert find_targets(model, family, LoraSettings(layers="all")) == [n for n in linears if n.startswith(lists)]
+    attention = find_targets(model, family, LoraSettings(layers="attention"))
+    expected = [n for n in linears if n.startswith(lists) and "attn" in n]
+    assert attention == expected and 0 < len(attention) < len(linears)
+    apply_lora(model, family, LoraSettings(layers="attention", rank=2), seed=0)
+    assert find_targets(model, family, LoraSettings(layers="attention")) == attention
+
+
+def test_a_pattern_behind_an_exclamation_mark_leaves_layers_out():
+    model, family = TINY["flux2"].make_model(), FAMILIES["flux2"]
+    usual = find_targets(model, family, LoraSettings())
+    fewer = find_targets(model, family, LoraSettings(targets=("!*.ff*",)))
+    assert fewer == [name for name in usual if ".ff" not in name] and len(fewer) < len(usual)
+    with pytest.raises(ValueError, match="match no linear"):
+        find_targets(model, family, LoraSettings(targets=("!*.nothing",)))
+    with pytest.raises(ValueError, match="leave no linear"):
+        find_targets(model, family, LoraSettings(targets=("!*",)))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"layers": "all", "targets": ("*.to_q",)}, "both say what is trained"),
+        ({"kind": "lokr", "dora": True}, "dora is of kind"),
+        ({"kind": "lokr", "dropout": 0.5}, "dropout is of kind"),
+        ({"factor": 4}, 'belongs to kind = "lokr"'),
+        ({"targets": ("text_encoder.*",)}, "only the diffusion model is trained"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        LoraSettings(**values)
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8-compute"])
+@pytest.mark.parametrize("factor", [0, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_lokr_begins_with_no_change_and_is_its_kronecker_product(name, factor, scheme):
+    model, inputs = TINY[name].make_model(), TINY[name].make_inputs()
+    if scheme != "none":
+        apply_quantization(model, FAMILIES[name], QuantizeSettings(scheme))
+    before = model(**inputs, return_dict=False)[0]
+    handle = apply_lora(model, FAMILIES[name], LoraSettings(rank=2, alpha=4, kind="lokr", factor=factor), seed=0)
+    assert torch.equal(model(**inputs, return_dict=False)[0], before)
+    _randomise(handle)
+    tensors = handle.tensors()
+    for target in handle.targets:
+        layer = model.get_submodule(target)
+        second = tensors.get(f"{target}.lokr_w2")
+        if second is None:
+            second = tensors[f"{target}.lokr_w2_a"] @ tensors[f"{target}.lokr_w2_b"]
+        change = 4 / 2 * torch.kron(tensors[f"{target}.lokr_w1"], second)
+        x = torch.randn(3, change.shape[1], generator=torch.Generator().manual_seed(1))
+        assert torch.allclose(layer(x) - layer.base_layer(x), x @ change.T, rtol=1e-3, atol=1e-3), target
+    handle.remove()
+    assert torch.equal(model(**inputs, return_dict=False)[0], before)

@@ -1,0 +1,98 @@
+"""A LoRA file as ComfyUI's own loader maps it onto one of its models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....checkpoints.lora_start import DORA, A, B
+
+_PREFIX, _SUFFIX = "diffusion_model.", ".weight"
+_FACTORS = ("lokr_w1", "lokr_w2", "", "lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b", "lokr_t2")
+
+
+def read_lora(base: Any, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """See HostModel.read_lora. Nothing of the model is read but names and shapes.
+
+    Raises: ValueError naming a tensor that ComfyUI does not map, or a kind of adapter that is not trained here.
+    """
+    import comfy.lora
+    import comfy.lora_convert
+
+    named = comfy.lora_convert.convert_lora(dict(tensors))
+    places = comfy.lora.model_lora_keys_unet(base, {})
+    found: dict[Any, Any] = comfy.lora.load_lora(named, places, log_missing=False)
+    _refuse_unread(named, found)
+    shapes = {name: each.shape for name, each in base.named_parameters()}
+    parts: dict[str, list[tuple[Any, dict[str, Tensor]]]] = {}
+    for place, adapter in found.items():
+        key = place if isinstance(place, str) else place[0]
+        parts.setdefault(key, []).append((place, _layer_of(key, adapter)))
+    return {
+        key.removeprefix(_PREFIX).removesuffix(_SUFFIX): _joined(key, own, shapes[key][0]) for key, own in parts.items()
+    }
+
+
+def _refuse_unread(named: Mapping[str, Tensor], found: Mapping[Any, Any]) -> None:
+    read = {key for adapter in found.values() for key in getattr(adapter, "loaded_keys", ())}
+    unread = sorted(set(named) - read)
+    if unread:
+        raise ValueError(
+            f"ComfyUI does not map {unread[0]} onto this model ({len(unread)} of {len(named)} tensors), and without it "
+            "the LoRA would be another; give a LoRA of this model"
+        )
+
+
+def _layer_of(key: str, adapter: Any) -> dict[str, Tensor]:
+    """Raises: ValueError for an adapter that is no LoRA, DoRA or LoKr of a linear layer."""
+    values = list(getattr(adapter, "weights", ()))
+    name = getattr(adapter, "name", type(adapter).__name__)
+    if name == "lora" and values[3] is None and values[5] is None:
+        up, down, alpha, _, dora, _ = values
+        strength = 1.0 if alpha is None else alpha / down.shape[0]
+        layer = {A: down.flatten(1), B: up.flatten(1) * strength}
+        return layer if dora is None else layer | {DORA: dora}
+    if name == "lokr" and values[7] is None and values[8] is None:
+        return _lokr_layer(values)
+    raise ValueError(f"{key} has an adapter of the kind {name}, which is not trained here; give a LoRA, DoRA or LoKr")
+
+
+def _lokr_layer(values: Sequence[Any]) -> dict[str, Tensor]:
+    given = {kind: each for kind, each in zip(_FACTORS, values, strict=False) if kind and each is not None}
+    ranked = given.get("lokr_w2_b", given.get("lokr_w1_b"))
+    strength = 1.0 if values[2] is None or ranked is None else values[2] / ranked.shape[0]
+    first = given.pop("lokr_w1", None)
+    if first is None:
+        first = given.pop("lokr_w1_a") @ given.pop("lokr_w1_b")
+    return {"lokr_w1": first * strength, **given}
+
+
+def _joined(key: str, parts: Sequence[tuple[Any, dict[str, Tensor]]], num_rows: int) -> dict[str, Tensor]:
+    """One layer of what a file has for rows of it (q, k and v of a qkv), block by block.
+
+    Raises: ValueError where that is no LoRA.
+    """
+    if len(parts) == 1 and isinstance(parts[0][0], str):
+        return parts[0][1]
+    downs, ups = [], []
+    for place, layer in parts:
+        if set(layer) != {A, B}:
+            raise ValueError(f"{key} has DoRA or LoKr of some of its rows, which is not read; give plain LoRA")
+        _, offset, *function = (place,) * 2 if isinstance(place, str) else place
+        up = _changed(layer[B], function[0] if function else None)
+        if isinstance(offset, str) or offset is None:
+            offset = (0, 0, num_rows)
+        if offset[0] != 0:
+            raise ValueError(f"{key} has a LoRA of some of its columns, which is not read; give one of whole layers")
+        whole = torch.zeros(num_rows, up.shape[1], dtype=up.dtype)
+        whole.narrow(0, offset[1], offset[2]).copy_(up)
+        downs.append(layer[A])
+        ups.append(whole)
+    return {A: torch.cat(downs), B: torch.cat(ups, dim=1)}
+
+
+def _changed(up: Tensor, function: Callable[[Tensor], Tensor] | None) -> Tensor:
+    return up if function is None else function(up)

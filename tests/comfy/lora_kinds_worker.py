@@ -1,0 +1,207 @@
+"""One process with ComfyUI's Python: LoRA kinds on tiny models of ComfyUI's own classes; run by test_lora_kinds.py.
+
+Takes ComfyUI's folder, a folder for files and names of tiny_checkpoints.FAMILIES. Prints one line of JSON per name.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+CHECKOUT, FOLDER, *NAMES = sys.argv[1:]
+sys.path[0] = CHECKOUT
+sys.argv = sys.argv[:1]
+
+import comfy.cli_args  # noqa: E402
+
+comfy.cli_args.args.cpu = True
+runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
+
+import comfy.lora  # noqa: E402
+import comfy.sd  # noqa: E402
+import torch  # noqa: E402
+from devicebridge.checkpoints.load import load_transformer  # noqa: E402
+from devicebridge.checkpoints.lora_start import read_start  # noqa: E402
+from devicebridge.config.job import LoraSettings, make_job  # noqa: E402
+from devicebridge.encoding.comfy_data import read_pairs  # noqa: E402
+from devicebridge.encoding.encoded import save_encoded  # noqa: E402
+from devicebridge.encoding.store import CacheStore  # noqa: E402
+from devicebridge.families.comfy.inputs import COND  # noqa: E402
+from devicebridge.jobs.job import run_job  # noqa: E402
+from devicebridge.nodes.host.native.context import native_training  # noqa: E402
+from devicebridge.nodes.host.native.source import read_native  # noqa: E402
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes  # noqa: E402
+from devicebridge.tests.emulated import emulated_cards  # noqa: E402
+from devicebridge.training.adapter import apply_lora, find_targets  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+CARDS = {"devices": ["lazy:0", "lazy:1"]}
+TWO = {"gradient_accumulation_steps": 2}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {"train": {"gradient_checkpointing": False}},
+    "recompute": {},
+    "split": {"split": CARDS},
+    "accumulated": {"train": TWO},
+    "pipeline": {"split": CARDS, "train": TWO, "parallel": {"strategy": "pipeline"}},
+}
+
+
+def examine(name: str) -> dict[str, Any]:
+    family, folder = FAMILIES[name], Path(FOLDER) / name
+    folder.mkdir(parents=True)
+    with small_sizes(family), native_training():
+        path = save_checkpoint(family, folder / "model.safetensors")
+        info = read_native(path, "float32")
+        found = {"name": name, "attention": _attention(info), "lokr": _lokr(family, info, path, folder)}
+        found["spellings"] = {
+            spelling: _start(family, info, path, folder / f"{spelling}.safetensors", tensors)
+            for spelling, tensors in _spellings(info).items()
+        }
+        return found
+
+
+def _attention(info: Any) -> list[int]:
+    """Linears of the preset attention, and of all."""
+    model = info.family.host.make(is_empty=True)
+    return [len(find_targets(model, info.family, LoraSettings(layers=each))) for each in ("attention", "all")]
+
+
+def _lokr(family: Any, info: Any, path: Path, folder: Path) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    latents = [{"samples": torch.randn(1, *family.latent, generator=generator)} for _ in range(2)]
+    encoded = save_encoded(read_pairs(latents, [family.condition(s) for s in (1, 2)]), CacheStore(folder / "cache"))
+    results = {}
+    for way, sections in WAYS.items():
+        with emulated_cards():
+            results[way] = run_job(_job(path, encoded, folder / way, sections), info=info)
+    trained = results["plain"]
+    assert trained.lora_path is not None
+    stock = _stock(path)
+    mapped = comfy.lora.load_lora(dict(trained.lora), comfy.lora.model_lora_keys_unet(stock, {}))
+    started = _prediction(family, info, _started(info, trained.lora_path, kind="lokr"))
+    modules = {key.rpartition(".")[0] for key in trained.lora}
+    return {
+        "losses": {way: result.losses for way, result in results.items()},
+        "keys": [len(mapped), len(modules)],
+        "difference": _distance(started, _prediction(family, info, _patched(info, stock, mapped))),
+        "change": _distance(started, _prediction(family, info, _loaded(info))),
+    }
+
+
+def _start(family: Any, info: Any, path: Path, file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Training's model with a file that it starts from, against the stock model with the same file."""
+    save_file(dict(tensors), file)
+    stock = _stock(path)
+    mapped = comfy.lora.load_lora(dict(tensors), comfy.lora.model_lora_keys_unet(stock, {}))
+    started = _prediction(family, info, _started(info, file, rank=16, alpha=8.0))
+    return {
+        "difference": _distance(started, _prediction(family, info, _patched(info, stock, mapped))),
+        "change": _distance(started, _prediction(family, info, _loaded(info))),
+    }
+
+
+def _stock(path: Path) -> Any:
+    return comfy.sd.load_diffusion_model(str(path)).model
+
+
+def _loaded(info: Any) -> torch.nn.Module:
+    return load_transformer(info, lambda name: torch.device("cpu"), torch.float32)
+
+
+def _started(info: Any, file: Path, **settings: Any) -> torch.nn.Module:
+    model = _loaded(info)
+    linears = {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    wanted = LoraSettings(**{"rank": 2, "alpha": 2.0, **settings})
+    handle = apply_lora(model, info.family, wanted, seed=1)
+    handle.start_from(read_start(file, info.family, linears), wanted.alpha / wanted.rank)
+    return model
+
+
+def _patched(info: Any, stock: Any, mapped: Mapping[Any, Any]) -> torch.nn.Module:
+    """A fresh model with the weights that ComfyUI's own code makes of its adapters."""
+    model, weights = _loaded(info), stock.state_dict()
+    patches: dict[str, list[Any]] = {}
+    for place, adapter in mapped.items():
+        key, offset, function = (place, None, lambda t: t) if isinstance(place, str) else (*place, None, None)[:3]
+        patches.setdefault(key, []).append((1.0, adapter, 1.0, offset, function or (lambda t: t)))
+    with torch.no_grad():
+        for key, own in patches.items():
+            changed = comfy.lora.calculate_weight(own, weights[key].float().clone(), key)
+            model.get_parameter(key.removeprefix("diffusion_model.")).copy_(changed)
+    return model
+
+
+@torch.no_grad()
+def _prediction(family: Any, info: Any, model: torch.nn.Module) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(9)
+    latent = torch.randn(1, *family.latent, generator=generator)
+    latent = latent if latent.ndim == 5 else latent.unsqueeze(2)
+    (_, text) = next(
+        iter(read_pairs([{"samples": latent[:, :, 0] if len(family.latent) == 3 else latent}], [family.condition(1)]))
+    )
+    given = {name: each.unsqueeze(0) for name, each in text.items()}
+    assert COND in given
+    model.eval()
+    return info.family.host.predict(model, latent, torch.tensor([0.5]), given, info.variant.training_guidance)
+
+
+def _distance(one: torch.Tensor, two: torch.Tensor) -> float:
+    return float((one - two).norm() / two.norm())
+
+
+def _spellings(info: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """A LoRA of every linear of the blocks, as several trainers write it."""
+    model = info.family.host.make(is_empty=True)
+    generator, found = torch.Generator().manual_seed(4), {}
+    for name in find_targets(model, info.family, LoraSettings(layers="all")):
+        linear = model.get_submodule(name)
+        found[name] = (
+            torch.randn(3, linear.in_features, generator=generator) / linear.in_features**0.5,
+            0.3 * torch.randn(linear.out_features, 3, generator=generator),
+        )
+    alpha = torch.tensor(1.5)
+    comfyui, kohya = {}, {}
+    for name, (down, up) in found.items():
+        comfyui |= {f"diffusion_model.{name}.lora_A.weight": down, f"diffusion_model.{name}.lora_B.weight": up}
+        module = f"lora_unet_{name.replace('.', '_')}"
+        kohya |= {f"{module}.lora_down.weight": down, f"{module}.lora_up.weight": up, f"{module}.alpha": alpha.clone()}
+    spellings = {"comfyui": comfyui, "kohya": kohya}
+    if info.family.transformer_class == "Flux":
+        spellings["diffusers"] = _diffusers_flux(found)
+    return spellings
+
+
+def _diffusers_flux(found: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """q, k and v of the first double block, each with a LoRA of its own."""
+    down, up = found["double_blocks.0.img_attn.qkv"]
+    width, tensors = up.shape[0] // 3, {}
+    for index, name in enumerate(("to_q", "to_k", "to_v")):
+        module = f"transformer.transformer_blocks.0.attn.{name}"
+        tensors[f"{module}.lora_A.weight"] = (down * (1 + index)).contiguous()
+        tensors[f"{module}.lora_B.weight"] = up[index * width : (index + 1) * width].contiguous()
+    return tensors
+
+
+def _job(path: Path, encoded: Path, folder: Path, sections: dict[str, Any]) -> Any:
+    return make_job(
+        {
+            "model": {"path": str(path), "family": "comfyui", "dtype": "float32"},
+            "split": {"devices": ["cpu"]},
+            "data": {"encoded": str(encoded)},
+            "lora": {"kind": "lokr", "rank": 2, "alpha": 2.0},
+            "optimizer": {"learning_rate": 0.01},
+            **sections,
+            "train": {"steps": 3, "seed": 3, **sections.get("train", {})},
+            "output": {"folder": str(folder), "tensorboard": False, "lora_dtype": "float32"},
+        }
+    )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for each in NAMES:
+        print(json.dumps(examine(each)), flush=True)

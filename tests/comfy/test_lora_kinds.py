@@ -1,0 +1,51 @@
+"""LoRA kinds on ComfyUI's own classes: stock loaders read LoKr in full, and training goes on from any LoRA file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devicebridge.tests.comfy.server import ENVIRONMENT
+from devicebridge.tests.comfy_host import comfy_python
+
+pytestmark = pytest.mark.comfy
+WORKER = Path(__file__).with_name("lora_kinds_worker.py")
+NAMES = ("flux2", "wan", "sdxl")
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def examined(request: pytest.FixtureRequest, comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("kinds")
+    command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(folder), request.param]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, check=False, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"name"')))
+
+
+def test_lokr_trains_alike_in_every_way(examined: dict[str, Any]) -> None:
+    losses = examined["lokr"]["losses"]
+    for way, reference in {"recompute": "plain", "split": "plain", "pipeline": "accumulated"}.items():
+        assert losses[way] == pytest.approx(losses[reference], rel=1e-5), way
+    assert len(set(losses["plain"])) == 3
+
+
+def test_the_stock_loader_maps_all_of_lokr_and_computes_what_was_trained(examined: dict[str, Any]) -> None:
+    found, written = examined["lokr"]["keys"]
+    assert found == written > 0
+    assert examined["lokr"]["difference"] < 1e-5 < 1e-3 < examined["lokr"]["change"]
+
+
+def test_training_begins_as_the_stock_model_with_the_same_file(examined: dict[str, Any]) -> None:
+    for spelling, found in examined["spellings"].items():
+        assert found["difference"] < 1e-5 < 1e-3 < found["change"], spelling
+
+
+def test_the_preset_attention_is_a_part_of_all(examined: dict[str, Any]) -> None:
+    attention, every = examined["attention"]
+    assert 0 < attention < every

@@ -1,0 +1,255 @@
+"""Whole jobs with LoKr, an average of the LoRA, a LoRA to start from, other optimizers and weighted folders."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.config.job import JobConfig, load_job, save_job
+from devicebridge.jobs.job import check_job, run_job
+from devicebridge.jobs.result import TrainingResult
+from devicebridge.parallel.offload import weights as weights_module
+from devicebridge.tests.emulated import emulated_cards
+from devicebridge.tests.tiny_pipeline import encoded_before, make_tiny_job, save_tiny_dataset
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CARDS = {"devices": ["lazy:0", "lazy:1"]}
+TRAIN = {"steps": 4, "batch_size": 1, "gradient_accumulation_steps": 2, "seed": 3}
+LOKR = {"kind": "lokr", "rank": 2, "alpha": 2, "factor": 4}
+
+
+def _job(tmp_path: Path, folder: str, name: str = "flux2", **sections: Any) -> JobConfig:
+    values = {
+        "split": {"devices": ["lazy:0"]},
+        "cache": {"folder": encoded_before(tmp_path), "vae_device": "cpu"},
+        "train": TRAIN,
+        "parallel": {"strategy": "none"},
+        "evaluation": {"folder": ""},
+        "optimizer": {"learning_rate": 1e-2},
+        "output": {"folder": str(tmp_path / folder), "save_every_steps": 0},
+    }
+    return make_tiny_job(
+        tmp_path, name, **{k: {**values.get(k, {}), **sections.get(k, {})} for k in {**values, **sections}}
+    )
+
+
+def _run(job: JobConfig, **arguments: Any) -> TrainingResult:
+    with emulated_cards(3):
+        return run_job(job, **arguments)
+
+
+def _stopped_and_resumed(job: JobConfig) -> TrainingResult:
+    seen: list[Any] = []
+    stopped = _run(job, on_event=seen.append, should_stop=lambda: sum(e.kind == "step" for e in seen) == 2)
+    assert (stopped.status, stopped.step) == ("stopped", 2)
+    return _run(job, resume=True)
+
+
+def _bytes(result: TrainingResult) -> bytes:
+    assert result.lora_path is not None
+    return result.lora_path.read_bytes()
+
+
+# ---- LoKr
+
+
+@pytest.mark.parametrize(("scheme", "name"), [("none", "wan"), ("int8", "wan"), ("int8-compute", "flux2")])
+def test_lokr_trains_alike_in_every_way_and_resumes_bit_for_bit(
+    tmp_path: Path, scheme: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_module, "SMALLEST_BYTES", 1024)
+    train = {**TRAIN, "steps": 3}
+    sections: dict[str, Any] = {"lora": LOKR, "model": {"quantize": scheme, "rotation": 16}, "train": train}
+    plain = _run(_job(tmp_path, "plain", name, **sections))
+    assert len(set(plain.losses)) == 3 and any(key.endswith("lokr_w1") for key in plain.lora)
+    pipeline = {"split": CARDS, "parallel": {"strategy": "pipeline"}}
+    ways: dict[str, dict[str, Any]] = {
+        "split": {"split": CARDS},
+        "kept": {"split": {**CARDS, "blocks_without_checkpointing": [1, 1]}},
+        "streamed": {"split": {**CARDS, "offloaded_blocks": [1, 0]}},
+        "plain blocks": {"train": {**train, "gradient_checkpointing": False}},
+        "moved": {"train": {**train, "offload_activations": "on"}},
+    }
+    for way, changes in {"pipeline": pipeline, **(ways if scheme == "none" else {})}.items():
+        found = _run(_job(tmp_path, way, name, **{**sections, **changes}))
+        assert found.losses == plain.losses, way
+        assert all(torch.equal(found.lora[key], tensor) for key, tensor in plain.lora.items()), way
+    resumed = _stopped_and_resumed(_job(tmp_path, "resumed", name, **sections))
+    assert resumed.losses == plain.losses and _bytes(resumed) == _bytes(plain)
+
+
+def test_lokr_trains_on_copies_of_the_model(tmp_path: Path) -> None:
+    train = {"steps": 2}
+    plain = _run(_job(tmp_path, "plain", "wan", lora=LOKR, train=train))
+    copies = _run(_job(tmp_path, "copies", "wan", lora=LOKR, train=train, split=CARDS, parallel={"strategy": "data"}))
+    assert copies.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_lokr_is_refused_where_blocks_are_divided_or_the_layout_has_no_place(tmp_path: Path) -> None:
+    with emulated_cards(2), pytest.raises(ValueError, match=r'lora\.kind = "lokr" is a product of two matrices'):
+        check_job(_job(tmp_path, "a", lora=LOKR, split=CARDS, parallel={"strategy": "tensor"}))
+    with emulated_cards(2), pytest.raises(ValueError, match=r'lora_layout = "both" is of plain LoRA'):
+        check_job(_job(tmp_path, "a", lora=LOKR, output={"lora_layout": "both"}))
+
+
+# ---- starting from a file
+
+
+def test_a_run_begins_where_the_file_s_run_ended(tmp_path: Path) -> None:
+    """The loss of held-out samples is the same before the first step as it was behind the last one."""
+    short = {"evaluation": {"folder": str(tmp_path / "held_out"), "quantiles": [0.3]}, "train": {"steps": 2}}
+    first = _run(_job(tmp_path, "first", **short))
+    assert first.eval_after is not None and first.eval_after != first.eval_before
+    ways: dict[str, dict[str, Any]] = {
+        "rank": {"lora": {"rank": 8, "alpha": 2}},
+        "dora": {"lora": {"dora": True}},
+        "streamed": {"split": {**CARDS, "offloaded_blocks": [1, 0]}, "lora": {"dora": True}},
+        "data": {"split": CARDS, "parallel": {"strategy": "data"}},
+        "tensor": {"split": CARDS, "parallel": {"strategy": "tensor"}},
+    }
+    for way, changes in ways.items():
+        lora = {**changes.get("lora", {}), "start_from": str(first.lora_path)}
+        again = _run(_job(tmp_path, way, **{**short, **changes, "lora": lora}))
+        assert again.eval_before == pytest.approx(first.eval_after, rel=1e-5), way
+        assert again.eval_after != again.eval_before, way
+
+
+def test_a_run_that_started_from_a_file_resumes_without_it(tmp_path: Path) -> None:
+    first = _run(_job(tmp_path, "first"))
+    assert first.lora_path is not None
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(first.lora_path.read_bytes())
+    straight = _run(_job(tmp_path, "straight", lora={"start_from": str(copy)}))
+    job = _job(tmp_path, "resumed", lora={"start_from": str(copy)})
+    seen: list[Any] = []
+    _run(job, on_event=seen.append, should_stop=lambda: any(e.kind == "step" for e in seen))
+    copy.unlink()
+    resumed = _run(job, resume=True)
+    assert resumed.losses == straight.losses and _bytes(resumed) == _bytes(straight)
+
+
+def test_a_file_that_does_not_fit_is_refused_before_weights_are_loaded(tmp_path: Path) -> None:
+    first = _run(_job(tmp_path, "first"))
+    with emulated_cards(1), pytest.raises(ValueError, match=r"set lora\.rank to 4 or more"):
+        check_job(_job(tmp_path, "again", lora={"rank": 2, "start_from": str(first.lora_path)}))
+
+
+# ---- optimizers
+
+OPTIMIZERS = [
+    {"name": "adamw"},
+    {"name": "adamw8bit"},
+    {"name": "adafactor"},
+    {"name": "prodigy", "learning_rate": 1.0},
+    {"name": "came"},
+    {"name": "bitsandbytes.optim.AdamW8bit"},
+]
+_PACKAGES = {"prodigy": "prodigyopt", "came": "pytorch_optimizer", "bitsandbytes.optim.AdamW8bit": "bitsandbytes"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "kahan"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: each["name"])
+def test_every_optimizer_by_name_trains_and_resumes_bit_for_bit(
+    tmp_path: Path, optimizer: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (package := _PACKAGES.get(optimizer["name"])) and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # torchao compiles its step
+    is_kahan = dtype == "kahan"
+    sections: dict[str, Any] = {
+        "optimizer": {**optimizer, "kahan": is_kahan},
+        "lora": {"dtype": "bfloat16" if is_kahan else "float32"},
+        "split": {"devices": ["cpu"]},
+        "train": {"steps": 3, "gradient_accumulation_steps": 1},
+    }
+    straight = _run(_job(tmp_path, "straight", "wan", **sections))
+    assert len(set(straight.losses)) == 3
+    resumed = _stopped_and_resumed(_job(tmp_path, "resumed", "wan", **sections))
+    assert resumed.losses == straight.losses and _bytes(resumed) == _bytes(straight)
+
+
+def test_an_optimizer_without_its_package_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "prodigyopt", None)
+    with pytest.raises(ValueError, match=r"needs a package .*-m pip install --upgrade prodigyopt"):
+        check_job(_job(tmp_path, "a", optimizer={"name": "prodigy"}, split={"devices": ["cpu"]}))
+
+
+def test_kahan_is_refused_where_nothing_is_rounded(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"optimizer\.kahan is for a LoRA that is held in bfloat16"):
+        _job(tmp_path, "a", optimizer={"kahan": True})
+
+
+# ---- the average
+
+
+def test_the_average_is_that_of_the_checkpoints_and_in_the_file_if_asked(tmp_path: Path) -> None:
+    decay, steps = 0.9, 4
+    job = _job(tmp_path, "run", train={"ema_decay": decay}, output={"save_every_steps": 1, "keep_last": 10})
+    with_average = _run(job)
+    folder = tmp_path / "run" / "checkpoints"
+    values = [load_file(folder / f"step-{step:06d}" / "adapter.safetensors") for step in range(1, steps + 1)]
+    names = [name for name in values[0] if not name.startswith("ema.")]
+    straight = _run(_job(tmp_path, "without"))
+    assert with_average.losses == straight.losses  # it takes no part in the training
+    key = next(name for name in names if name.endswith("lora_B.weight"))
+    expected = torch.zeros_like(values[0][key])  # where B begins
+    for step, each in enumerate(values, start=1):
+        weight = min(decay, (1 + step) / (10 + step))
+        expected = weight * expected + (1 - weight) * each[key]
+    module = key.removesuffix(".lora_B.weight")
+    assert torch.allclose(values[-1][f"ema.{module}.lora_B.default.weight"], expected, atol=1e-7)
+    of_average, of_last = (_run(job_, resume=True) for job_ in (job, _with_last(job)))
+    assert _bytes(with_average) == _bytes(of_average)
+    assert all(torch.equal(of_last.lora[name], tensor) for name, tensor in straight.lora.items())
+    assert any(not torch.equal(of_average.lora[name], tensor) for name, tensor in straight.lora.items())
+
+
+def _with_last(job: JobConfig) -> JobConfig:
+    import dataclasses
+
+    return dataclasses.replace(job, output=dataclasses.replace(job.output, use_ema=False))
+
+
+@pytest.mark.parametrize("strategy", ["none", "data", "tensor"])
+def test_the_average_resumes_bit_for_bit(tmp_path: Path, strategy: str) -> None:
+    sections: dict[str, Any] = {
+        "train": {"ema_decay": 0.8, "steps": 3},
+        "lora": {"dtype": "bfloat16" if strategy == "none" else "float32"},
+        "split": {"devices": ["cpu"]} if strategy == "none" else CARDS,
+        "parallel": {"strategy": strategy},
+    }
+    straight = _run(_job(tmp_path, "straight", "wan", **sections))
+    resumed = _stopped_and_resumed(_job(tmp_path, "resumed", "wan", **sections))
+    assert resumed.losses == straight.losses and _bytes(resumed) == _bytes(straight)
+
+
+# ---- data
+
+
+def test_a_folder_s_loss_weight_is_the_factor_of_its_gradients(tmp_path: Path) -> None:
+    """One image in the folder, so that the first loss is weighted as a whole."""
+    save_tiny_dataset(tmp_path / "one", num_images=1)
+    losses = []
+    for index, weight in enumerate((1.0, 0.25)):
+        folders = [{"path": str(tmp_path / "one"), "loss_weight": weight}]
+        losses.append(_run(_job(tmp_path, f"run{index}", data={"folders": folders})).losses[0])
+    assert losses[1] == pytest.approx(0.25 * losses[0], rel=1e-6)
+
+
+def test_the_settings_survive_a_job_file(tmp_path: Path) -> None:
+    folders = [{"path": str(tmp_path / "data"), "loss_weight": 0.5, "regularisation": True, "resolutions": [64]}]
+    job = _job(
+        tmp_path,
+        "run",
+        lora={"layers": "attention", "start_from": str(tmp_path / "a.safetensors")},
+        data={"folders": folders, "trigger_word": "ohwx", "caption_template": "{trigger}: {caption}"},
+    )
+    save_job(job, tmp_path / "job.toml")
+    assert load_job(tmp_path / "job.toml") == job
+    assert re.search(r'trigger_word = "ohwx"', (tmp_path / "job.toml").read_text(encoding="utf-8"))
