@@ -77,13 +77,13 @@ def with_encoders(job: JobConfig) -> Iterator[tuple[JobConfig, ComfyEncoders]]:
     from ..nodes.host.native.files import load_encoders
 
     clip, vae = load_encoders(job)
-    names = {}
-    if clip is not None:
-        names["text_source"] = clip.fingerprint
-    if vae is not None:
-        names["latent_source"] = vae.fingerprint
+    text = job.cache.text_source if clip is None else clip.fingerprint
+    latents = job.cache.latent_source if vae is None else vae.fingerprint
     try:
-        yield replace(job, cache=replace(job.cache, **names)), ComfyEncoders(clip, vae)
+        yield (
+            replace(job, cache=replace(job.cache, text_source=text, latent_source=latents)),
+            ComfyEncoders(clip, vae),
+        )
     finally:
         for each in filter(None, (clip, vae)):
             each.release()

@@ -149,12 +149,12 @@ class CacheConfig:
         latent_source: Name of the VAE of ComfyUI that encoded the images, shown likewise. Left out: the model's own
             VAE.
         stock_clip: Files of ComfyUI's text encoders that encode the captions, as its CLIP loaders take them: names in
-            models/text_encoders, or full paths. Left out with family comfyui: those in the model's file, if it is a
-            checkpoint. Needs a ComfyUI on this machine.
+            models/text_encoders, or full paths. With family comfyui a checkpoint that holds them needs none. Needs a
+            ComfyUI on this machine.
         stock_clip_type: What ComfyUI's CLIP loader calls type, such as flux2, qwen_image or lumina2. Matters with
             stock_clip.
-        stock_vae: File of ComfyUI's VAE that encodes the images: a name in models/vae, or a full path. Left out with
-            family comfyui: the VAE in the model's file, if it is a checkpoint. Needs a ComfyUI on this machine.
+        stock_vae: File of ComfyUI's VAE that encodes the images: a name in models/vae, or a full path. With family
+            comfyui a checkpoint that holds one needs none. Needs a ComfyUI on this machine.
     """
 
     folder: PathText = ""

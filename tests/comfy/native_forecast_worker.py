@@ -39,7 +39,13 @@ from devicebridge.planning.short_model import SampleText, Work  # noqa: E402
 from devicebridge.quantization.kernel_choice import device_kernels  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, save_checkpoint, small_sizes  # noqa: E402
-from devicebridge.tests.emulated import CARDS, EmulatedTensor, emulated_cards, live_bytes  # noqa: E402
+from devicebridge.tests.emulated import (  # noqa: E402
+    CARDS,
+    EmulatedTensor,
+    emulated_cards,
+    factories_on_cards,
+    live_bytes,
+)
 from devicebridge.training.adapter import apply_lora  # noqa: E402
 from devicebridge.training.objective import noise_latents, predict, prediction_loss  # noqa: E402
 from torch.nn import functional  # noqa: E402
@@ -87,7 +93,7 @@ def _measured(info: Any, shape: Any, text: SampleText, kept: Any, scheme: str) -
     """The most that each card held in the second optimizer step."""
     names, cut = _cut(info)
     gc.collect()
-    with emulated_cards():
+    with emulated_cards(), factories_on_cards():
         placement = Placement(names, tuple(CARDS[int(i >= cut)] for i in range(len(names))), CARDS[0])
         plan = ExecutionPlan(
             placement=placement,

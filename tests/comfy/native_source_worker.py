@@ -1,7 +1,7 @@
 """One process with ComfyUI's Python: a tiny FLUX.2 in every number format, read for training. Prints one line of JSON:
 
-{"kept": {format: linears that hold the file's own 8 bits}, "wrong": {format: names of other weights than W = q * s},
-"refused": {what: message}}.
+{"missing": {format: minus the linears that do not hold the file's own 8 bits}, "wrong": {format: weights that are not
+W = q * s where they are dequantized}, "refused": {what: message}}.
 """
 
 from __future__ import annotations
