@@ -128,3 +128,24 @@ def the_other_way_is_named_where_a_run_would_be_faster_with_it(case: Case) -> No
     with case.logged("", logging.INFO) as messages:
         host.sample(given, name)
     case.check("who named a way is told nothing", not [line for line in messages if "would be faster" in line])
+
+
+@case
+def with_cfg_a_copy_per_card_is_named_where_it_is_faster(case: Case) -> None:
+    """Both ways say so, with seconds where the machine was measured. Not at cfg 1, which leaves the negative out."""
+    host, name = case.host, "wan_heads"
+    for way in ("tensor", "blocks", None):
+        with _machine(1e9, FAST_LINK):
+            model = split(host.load(name), way=way)
+        for cfg, expected in ((1.0, 0), (4.0, 1), (4.0, 0)):
+            with case.logged("", logging.INFO) as messages:
+                host.sample(model, name, cfg=cfg)
+            said = [line for line in messages if "MultiGPU CFG Split" in line]
+            case.check(f"{way}, cfg {cfg}: {expected}", len(said) == expected, said)
+            if said:
+                case.check(f"{way}: seconds", ("s per step; blocks about" in said[0]) == (way is None), said)
+        host.unload_all()
+    model = split(host.load(name), way="tensor", memory_limit_gb=(20.0, 20.0))
+    with case.logged("", logging.INFO) as messages:
+        host.sample(model, name, cfg=4.0)
+    case.check("a limit was asked for", not [line for line in messages if "MultiGPU CFG Split" in line], messages)

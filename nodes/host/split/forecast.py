@@ -12,6 +12,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy.sampler_helpers import estimate_memory
 from torch import nn
 
+from ....planning.divided_work import count_tokens
 from .attachments import ROOT, is_compiled
 from .division_plan import Division
 from .plan import GB, SplitPlan
@@ -96,7 +97,6 @@ def prepare_with_forecast(executor: Any, model: Any, noise_shape: Any, conds: An
     if tree is not None:
         _refuse_whole_compile(model, tree.plan)
         _forecast(model, tree, noise_shape, conds)
-        say_other_way(tree, noise_shape, conds)
         tree.is_to_verify = tree.plan.verify or not tree.is_verified
     return executor(model, noise_shape, conds, *args, **kwargs)
 
@@ -105,7 +105,8 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
     plan, minimum, problems = tree.plan, management.minimum_inference_memory(), []
     _, activations = estimate_memory(model, noise_shape, conds)
     sizes = weight_bytes(model.model, plan)
-    _recommend_cfg_split(tree, sum(sizes.values()), max(activations, minimum), conds)
+    needed = sum(sizes.values()), max(activations, minimum)
+    tree.advise = lambda num_conds: _advise(tree, noise_shape, num_conds, *needed)
     for device, size in sizes.items():
         total, free = management.get_total_memory(device), management.get_free_memory(device)
         streamed = _largest_layer(model.model, plan, device)
@@ -128,16 +129,32 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
         )
 
 
-def _recommend_cfg_split(tree: SplitTree, weights: int, working: float, conds: Any) -> None:
+def _advise(tree: SplitTree, noise_shape: Any, num_conds: int, weights: int, working: float) -> None:
+    """Say what would be faster for a run. How many conds a step computes is known in its first step only: samplers are
+    given a negative one that they leave out at cfg 1."""
+    say_other_way(tree, noise_shape, num_conds)
+    _recommend_cfg_split(tree, noise_shape, num_conds, weights, working)
+
+
+def _recommend_cfg_split(tree: SplitTree, noise_shape: Any, num_conds: int, weights: int, working: float) -> None:
     """Say that a copy per card would be faster where that is so: with CFG, if every card holds the whole model."""
     plan = tree.plan
-    has_cfg = sum(bool(cond) for cond in conds.values()) > 1
     has_room = all(management.get_total_memory(card) > weights + working for card in plan.used_devices)
-    if has_cfg and has_room and not plan.limit_bytes:
+    if num_conds > 1 and has_room and not plan.limit_bytes:
         tree.say_once(
             f"split: the whole model ({weights / GB:.2f} GB) would fit each of these cards; for CFG, ComfyUI's "
-            "'MultiGPU CFG Split' keeps a copy on each and is faster"
+            f"'MultiGPU CFG Split' keeps a copy on each and is faster{_copies_forecast(tree, noise_shape, num_conds)}"
         )
+
+
+def _copies_forecast(tree: SplitTree, noise_shape: Any, num_conds: int) -> str:
+    """Seconds with a copy per card beside those of both ways; "" where the machine was not measured."""
+    ways, tokens = tree.plan.ways, count_tokens(tree.diffusion_model, noise_shape)
+    if ways is None or tokens is None:
+        return ""
+    batch = int(noise_shape[0])
+    found = ways.seconds(tokens, num_conds * batch)
+    return f": about {ways.copies_s(tokens, num_conds, batch):.3g} s per step; {found}"
 
 
 def _largest_layer(base: nn.Module, plan: SplitPlan, device: torch.device) -> int:

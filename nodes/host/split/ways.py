@@ -2,8 +2,8 @@
 
 The choice is made when the MODEL is split, for weights lie differently then. The size of the latents and whether CFG is
 used are not known there. So it is made for a usual size, and tensor must be faster both with CFG and without; a model
-that is told its guidance has no CFG. When sampling begins both are known, and a line says so if the other way would
-have been faster.
+that is told its guidance has no CFG. In the first step of a run both are known, and a line says so if the other way
+would have been faster.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def plan_way(model: Any, request: SplitRequest) -> SplitPlan:
     return dataclasses.replace(tensor if takes_tensor else blocks, ways=ways)
 
 
-def say_other_way(tree: SplitTree, noise_shape: Any, conds: Any) -> None:
+def say_other_way(tree: SplitTree, noise_shape: Any, num_conds: int) -> None:
     """Say that the other way would be faster for this run, if way auto took this one and it is forecast so."""
     ways, tokens = tree.plan.ways, count_tokens(tree.diffusion_model, noise_shape)
-    count = int(noise_shape[0]) * sum(bool(cond) for cond in conds.values())
+    count = int(noise_shape[0]) * num_conds
     if ways is None or tokens is None or not count:
         return
     found = ways.seconds(tokens, count)
