@@ -128,7 +128,8 @@ class TrainSection:
         rank = 4 if bench.options.tiny else 32
         dtype = "float32" if bench.options.tiny else "bfloat16"
         found = Forecaster(info, costs, SCHEMES[self.scheme], _side(self.subject), rank, dtype)
-        found.times = measured_times(found.question(bench.cards), may_measure=True, store=bench.store)
+        if bench.options.calibrate:
+            found.times = measured_times(found.question(bench.cards), may_measure=True, store=bench.store)
         return found
 
     def run(self) -> dict[str, Any]:
@@ -430,6 +431,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.ArgumentPars
     )
     parser.add_argument("--rounds", type=int, default=2, help="measured turns of each way")
     parser.add_argument("--warm-up", type=int, default=1, help="training steps of each way before")
+    parser.add_argument("--no-calibration", dest="calibrate", action="store_false", help="forecast by operations")
     parser.add_argument("--budget-s", type=float, default=540.0, help="of this call; sections that take longer wait")
     parser.add_argument("--comfyui", type=Path, help="the checkout that samples; left out: where the tests find it")
     parser.add_argument("--comfyui-python", type=Path, help="left out: the checkout's own")
