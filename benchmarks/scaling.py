@@ -221,11 +221,11 @@ def _fits(groups: Sequence[Group], forecasts: Mapping[str, Forecast], cards: Seq
 def _set_beside(row: dict[str, Any], forecast: Forecast, count: int) -> None:
     """The forecast into a way's row, and the ratio of forecast to measured."""
     peaks = [round(each / 1e9, 2) for each in forecast.peak]
-    row["forecast"] = {"s_per_sample": round(forecast.s_per_sample, 4), "peak_gb": peaks}
+    row["forecast"] = {"s_per_sample": float(f"{forecast.s_per_sample:.4g}"), "peak_gb": peaks}
     row["peak_gb"] = row.get("peak_gb", [])[:count]
     memory = [round(ours / real, 3) for ours, real in zip(peaks, row["peak_gb"], strict=False) if real]
     row["forecast_over_measured"] = {
-        "seconds": round(forecast.s_per_sample / row["s_per_sample"], 3),
+        "seconds": float(f"{forecast.s_per_sample / row['s_per_sample']:.3g}"),
         "memory": memory,
     }
 
