@@ -113,6 +113,17 @@ def test_sections_for_more_cards_than_there_are_say_so(scaling) -> None:
     assert not calls and report["left_out"] == {"wide": "needs 4 cards, found 2"}
 
 
+def test_processes_are_compared_with_one_card_of_the_section_that_has_it(scaling) -> None:
+    report = scaling.open_report(_bench(scaling, None).options, 4)
+    ones = {"one card": {"s_per_sample": 3.0}}
+    trained, _ = _section(scaling, "train flux2-512 bf16, 4 cards", {"ways": ones})
+    other, _ = _section(scaling, "train flux2-512 fp8-compute, 4 cards", {"ways": {"one card": {"s_per_sample": 9.0}}})
+    scaling.run_sections(_bench(scaling, None), report, [other, trained])
+    (ranks,) = scaling.chosen(scaling.make_sections(), ["ranks flux2-512 bf16, fsdp of 4 processes"])
+    scaling.add(report, ranks, {"ways": {"fsdp": {"s_per_sample": 1.5}}})
+    assert report["times_faster_than_one_card"] == {ranks.name: {"fsdp": 2.0}}
+
+
 def test_what_does_not_fit_side_by_side_takes_its_turns_apart(scaling) -> None:
     from devicebridge.planning.cards import parse_cards
 
