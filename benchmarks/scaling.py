@@ -15,7 +15,8 @@ min(4, visible); sections for more cards than that are left out.
   seconds, of blocks timed on these cards before, and bytes.
 - "sample": native_split.py in a process of its own, for it starts ComfyUI. One card, blocks and tensor take turns.
 - "ranks": strategies of several processes, one card each or several: FSDP, data parallel, and data parallel with a
-  pipeline inside each process. Started by torchrun from ranks_step.py, if this version has that.
+  pipeline inside each process. Started by torchrun from ranks_step.py, if this version has that; its first process
+  writes {"ways": {name: {"s_per_sample", "peak_gb"}}} to --out. The ratio is to one card of a "train" section.
 
 --tiny runs all sections with toy shapes on four emulated cards, where times mean nothing.
 """
@@ -83,12 +84,14 @@ WAYS: dict[str, tuple[Way, str, int]] = {
 
 @dataclass(frozen=True)
 class Section:
-    """Args: about_s: what it takes on H200s, set-up included, estimated. count: cards."""
+    """Args: about_s: what it takes on H200s, set-up included, estimated. count: cards. beside: how the names of
+    sections begin that have the same work on one card, where this one has not."""
 
     name: str
     about_s: float
     count: int
     run: Callable[[Bench], dict[str, Any]]
+    beside: str = ""
 
 
 @dataclass
@@ -128,7 +131,8 @@ class TrainSection:
         rank = 4 if bench.options.tiny else 32
         dtype = "float32" if bench.options.tiny else "bfloat16"
         found = Forecaster(info, costs, SCHEMES[self.scheme], _side(self.subject), rank, dtype)
-        found.times = measured_times(found.question(bench.cards), may_measure=True, store=bench.store)
+        if bench.options.calibrate:
+            found.times = measured_times(found.question(bench.cards), may_measure=True, store=bench.store)
         return found
 
     def run(self) -> dict[str, Any]:
@@ -220,11 +224,11 @@ def _fits(groups: Sequence[Group], forecasts: Mapping[str, Forecast], cards: Seq
 def _set_beside(row: dict[str, Any], forecast: Forecast, count: int) -> None:
     """The forecast into a way's row, and the ratio of forecast to measured."""
     peaks = [round(each / 1e9, 2) for each in forecast.peak]
-    row["forecast"] = {"s_per_sample": round(forecast.s_per_sample, 4), "peak_gb": peaks}
+    row["forecast"] = {"s_per_sample": float(f"{forecast.s_per_sample:.4g}"), "peak_gb": peaks}
     row["peak_gb"] = row.get("peak_gb", [])[:count]
     memory = [round(ours / real, 3) for ours, real in zip(peaks, row["peak_gb"], strict=False) if real]
     row["forecast_over_measured"] = {
-        "seconds": round(forecast.s_per_sample / row["s_per_sample"], 3),
+        "seconds": float(f"{forecast.s_per_sample / row['s_per_sample']:.3g}"),
         "memory": memory,
     }
 
@@ -306,17 +310,14 @@ def _run_apart(bench: Bench, command: Sequence[str]) -> dict[str, Any]:
 
 def make_sections() -> list[Section]:
     """In the order in which they are run: what nobody has measured comes first."""
-    found = [
-        _train(subject, scheme, count)
-        for count in reversed(COUNTS)
-        for subject in ("flux2-512", "flux2-1024")
-        for scheme in SCHEMES
-    ]
+    trained = [(subject, scheme) for subject in ("flux2-512", "flux2-1024") for scheme in SCHEMES]
+    ranked = [Ranked("fsdp", 4), Ranked("data", 2, 2), Ranked("data", 4), Ranked("fsdp", 2), Ranked("data", 2)]
+    found: list[Section] = []
     for count in reversed(COUNTS):
+        found += [_train(*what, count) for what in trained]
         found += [_sample(case, count) for case in ("flux2", "wan", "flux2_batch4", "wan_cfg")]
-    ranked = [Ranked("fsdp", 2), Ranked("data", 2), Ranked("fsdp", 4), Ranked("data", 4), Ranked("data", 2, 2)]
-    for each in sorted(ranked, key=lambda one: -one.processes * one.cards):
-        found += [_ranks(subject, scheme, each) for subject in ("flux2-512", "flux2-1024") for scheme in SCHEMES]
+        here = [each for each in ranked if each.processes * each.cards == count]
+        found += [_ranks(*what, each) for each in here for what in trained]
     return found
 
 
@@ -342,6 +343,7 @@ def _ranks(subject: str, scheme: str, ranked: Ranked) -> Section:
         75.0,
         count,
         lambda bench: train_in_ranks(bench, subject, scheme, ranked),
+        f"train {subject} {scheme},",
     )
 
 
@@ -380,10 +382,22 @@ def add(report: dict[str, Any], section: Section, found: dict[str, Any]) -> None
     report["left_out"].pop(section.name, None)
     report["sections"][section.name] = found
     ways = found.get("ways", {})
+    one = _one_card_s(report, section.beside) if section.beside else None
+    for row in ways.values():
+        if one and "s_per_sample" in row:
+            row["times_faster_than_one_card"] = round(one / row["s_per_sample"], 3)
     for key in ("times_faster_than_one_card", "forecast_over_measured"):
         ratios = {name: row[key] for name, row in ways.items() if key in row}
         if ratios:
             report[key][section.name] = ratios
+
+
+def _one_card_s(report: Mapping[str, Any], beside: str) -> float | None:
+    """Seconds per sample of one card in a section of this beginning; None if none has been measured."""
+    rows = [each.get("ways", {}) for name, each in report["sections"].items() if name.startswith(beside)]
+    return next(
+        (row[ONE_CARD.name]["s_per_sample"] for row in rows if "s_per_sample" in row.get(ONE_CARD.name, {})), None
+    )
 
 
 def run_sections(bench: Bench, report: dict[str, Any], sections: Sequence[Section]) -> None:
@@ -430,6 +444,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.ArgumentPars
     )
     parser.add_argument("--rounds", type=int, default=2, help="measured turns of each way")
     parser.add_argument("--warm-up", type=int, default=1, help="training steps of each way before")
+    parser.add_argument("--no-calibration", dest="calibrate", action="store_false", help="forecast by operations")
     parser.add_argument("--budget-s", type=float, default=540.0, help="of this call; sections that take longer wait")
     parser.add_argument("--comfyui", type=Path, help="the checkout that samples; left out: where the tests find it")
     parser.add_argument("--comfyui-python", type=Path, help="left out: the checkout's own")
