@@ -550,6 +550,12 @@ def test_a_name_that_is_no_file_name_is_refused(nodes: ModuleType, sockets: dict
         _job(nodes, sockets, name=name)
 
 
+@pytest.mark.parametrize("name", ["cat.safetensors", " cat ", "cat"])
+def test_a_name_with_its_extension_gets_no_second_one(nodes: ModuleType, sockets: dict[str, Any], name: str) -> None:
+    output = _job(nodes, sockets, name=name).output
+    assert (output.name, output.file_name, Path(output.folder).name) == ("cat", "cat.safetensors", "cat")
+
+
 def test_a_refused_setting_is_named(nodes: ModuleType, sockets: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^batch_size 0: is a whole number from 1 to 1024$"):
         _job(nodes, sockets, batch_size=0)
