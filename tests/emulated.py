@@ -308,13 +308,21 @@ def emulated_cards(num_cards: int = 2) -> Iterator[EmulatedCards]:
 @contextlib.contextmanager
 def device_module(module: Any) -> Iterator[None]:
     """Inside, `torch.lazy` is this module. Torch looks a device type's module up once and remembers it for the process:
-    it is made to forget, so that what comes before or after finds its own."""
+    it is made to forget, so that what comes before or after finds its own. Autocast is off there, as torch would say of
+    a GPU; for this type, which knows none, it raises."""
     torch.get_device_module.cache_clear()
     try:
-        with mock.patch.object(torch, DEVICE_TYPE, module, create=True):
+        with (
+            mock.patch.object(torch, DEVICE_TYPE, module, create=True),
+            mock.patch.object(torch, "is_autocast_enabled", _autocast_is_enabled),
+        ):
             yield
     finally:
         torch.get_device_module.cache_clear()
+
+
+def _autocast_is_enabled(*device_type: str, ask: Callable[..., bool] = torch.is_autocast_enabled) -> bool:
+    return device_type != (DEVICE_TYPE,) and ask(*device_type)
 
 
 @contextlib.contextmanager

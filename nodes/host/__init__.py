@@ -18,6 +18,7 @@ from comfy_api.v0_0_2 import io as io
 from ...contract.check import check_parts
 from ...contract.living import Living
 from ...contract.rows import NATIVE
+from ...data.open_image import opened
 from .comfy_encoders import HostClip as HostClip
 from .comfy_encoders import HostVae as HostVae
 from .comfy_encoders import load_clip as load_clip
@@ -67,10 +68,8 @@ class NodeView:
         self._update(done, total, None)
 
     def show_picture(self, path: Path, done: int, total: int) -> None:
-        """A file as the node's preview, of a clip its first frame; progress as it was. Raises: OSError."""
-        from PIL import Image
-
-        with Image.open(path) as picture:
+        """A file as the node's preview, of a clip its first frame; progress as it was. Raises: OSError; ValueError."""
+        with opened(path) as picture:
             self._update(done, total, ("JPEG", picture.convert("RGB"), _PREVIEW_SIDE))
 
     def _update(self, done: int, total: int, preview: tuple[str, Any, int] | None) -> None:
