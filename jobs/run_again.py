@@ -13,7 +13,8 @@ from itertools import count
 from pathlib import Path
 
 from ..checkpoints.checkpoint import CheckpointInfo
-from ..checkpoints.weight_file import load_tensors, open_weights
+from ..checkpoints.header import read_file_header
+from ..checkpoints.weight_file import load_tensors
 from ..config.job import JobConfig, job_to_dict
 from ..encoding.encode import never
 from ..runs.record import RunRecord, read_record
@@ -144,8 +145,8 @@ def _finished(job: JobConfig, state: TrainingState) -> NextRun:
 
 
 def _kind_of(path: Path) -> str:
-    with open_weights(path, _AGAIN) as reader:
-        return (reader.metadata() or {}).get("devicebridge_file", "")
+    with open(path, "rb") as stream:
+        return read_file_header(stream, _AGAIN).metadata.get("devicebridge_file", "")
 
 
 def _read_result(path: Path, state: TrainingState) -> TrainingResult:

@@ -73,8 +73,8 @@ _FIXED = (
         default="auto",
         optional=True,
         tooltip="blocks: every GPU computes its own blocks, one GPU after the other. tensor: all GPUs compute each "
-        "block together, so one picture is faster where the GPUs are linked fast (NVLink, PCIe with peer access); it "
-        "needs ComfyUI started with --disable-dynamic-vram. auto takes the one that is forecast to be faster.",
+        "block together, so one picture is faster where the GPUs are linked fast (NVLink, PCIe with peer access). "
+        "auto takes the one that is forecast to be faster.",
     ),
 )
 

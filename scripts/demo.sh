@@ -15,6 +15,7 @@ if [ "${1:-}" != "--resume" ]; then
     rm -rf "$RUN"
 fi
 mkdir -p "$RUN"
+echo "making images and a small model; the model takes a minute or more"
 [ -e "$RUN/data/.complete" ] || { python scripts/demo_data.py "$RUN/data" && touch "$RUN/data/.complete"; }
 [ -e "$RUN/model/.complete" ] || { python scripts/demo_model.py "$RUN/model" && touch "$RUN/model/.complete"; }
 cp scripts/demo.toml "$RUN/job.toml"

@@ -17,6 +17,7 @@ has_gpu() {
 }
 
 if ! python -c "import torch" > /dev/null 2>&1; then
+    echo "installing torch: a large download"
     if has_gpu; then
         python -m pip install --quiet torch
     else
@@ -28,6 +29,7 @@ install_pack() { # install_pack EXTRA: the pack, importable as devicebridge, wit
     local stamp="$VIRTUAL_ENV/.devicebridge-$1" here
     here="$(cd / && python -c "import devicebridge; print(devicebridge.__path__[0])" 2> /dev/null || true)"
     if [ "$here" != "$ROOT" ] || [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ requirements.txt -nt "$stamp" ]; then
+        echo "installing the pack and what it needs"
         python -m pip install --quiet --editable ".[$1]"
         touch "$stamp"
     fi

@@ -112,11 +112,18 @@ def _keep_picture(page: Any, path: Path, width: int, **options: Any) -> None:
     taken.unlink()
 
 
-def _open_tab(page: Any, run: str) -> Any:
-    page.locator(".devicebridge-tab-button").click()
+def _open_tab(page: Any) -> None:
+    """ComfyUI opens the tab that was open before, a moment after a reload; a click then would close it."""
+    from playwright.sync_api import TimeoutError as Late
+
     panel = page.locator(".db-panel")
+    for _ in range(3):
+        try:
+            panel.wait_for(timeout=10_000)
+            return
+        except Late:
+            page.locator(".devicebridge-tab-button").click()
     panel.wait_for()
-    return panel
 
 
 def _fact(page: Any, name: str) -> str:
@@ -145,7 +152,7 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
     )
     with _open_page(chromium, server, tmp_path / "profile") as page:
         page.evaluate("(graph) => window.app.loadGraphData(graph)", _workflow(pipeline, dataset, run))
-        _open_tab(page, run)
+        _open_tab(page)
         page.get_by_test_id("queue-button").click()
         _wait_for_state(page, run, "running")
         _wait_for_change(page, loss)
@@ -168,8 +175,7 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
 
         page.reload()
         page.wait_for_function(_READY)
-        if not page.locator(".db-panel").is_visible():
-            _open_tab(page, run)
+        _open_tab(page)
         _wait_for_state(page, run, "stopped")
         assert _fact(page, "Step") == f"{step} of {STEPS}"
         assert page.locator(".db-loss svg path.db-line").get_attribute("d")
@@ -301,7 +307,7 @@ def test_nodes_and_page_speak_chinese_where_comfyui_does(
     try:
         with _open_page(chromium, server, tmp_path / "profile") as page:
             page.evaluate("(graph) => window.app.loadGraphData(graph)", _workflow(pipeline, dataset, "chinese"))
-            _open_tab(page, "")
+            _open_tab(page)
             page.get_by_role("heading", name="显卡").wait_for()
             titles = page.evaluate("() => window.app.graph.nodes.map((node) => node.title)")
             assert "训练 LoRA（多 GPU）" in titles

@@ -49,7 +49,12 @@ export function renderPanel(root) {
   const end = subscribe(drawSoon)
   root.addEventListener('db-now', drawNow) // what a user has clicked is seen at once
   document.addEventListener('visibilitychange', drawSoon)
-  draw()
+  // ComfyUI calls this before the element is in the page, and where nothing trains no message would come to draw it later
+  const drawWhenShown = (framesLeft) => {
+    if (root.isConnected) draw()
+    else if (framesLeft) requestAnimationFrame(() => drawWhenShown(framesLeft - 1))
+  }
+  drawWhenShown(120)
   return () => {
     end()
     clearTimeout(timer)

@@ -403,6 +403,10 @@ FOREIGN = {
         r"quantized weights of bitsandbytes",
     ),
     "vae": (_tensors("encoder.conv_in.weight", "decoder.conv_in.weight"), r"is a VAE: 2 tensors such as"),
+    "flux2 vae": (
+        {**_tensors("encoder.conv_in.weight"), "bn.num_batches_tracked": torch.zeros((), dtype=torch.int64)},
+        r"is a VAE: 1 tensors such as encoder.conv_in.weight",
+    ),
     "wan vae": (_tensors("encoder.conv1.weight", "decoder.middle.0.residual.0.gamma"), r"is a VAE"),
     "t5": (_tensors("encoder.block.0.layer.0.SelfAttention.q.weight", "shared.weight"), r"is a text encoder: 2"),
     "qwen": (_tensors("model.layers.0.self_attn.q_proj.weight"), r"is a text encoder"),

@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import tomlkit
 import torch
 from devicebridge.tests import comfy_stub
 from devicebridge.tests.clips import save_clip
@@ -549,6 +550,12 @@ def test_a_name_that_is_no_file_name_is_refused(nodes: ModuleType, sockets: dict
         _job(nodes, sockets, name=name)
 
 
+@pytest.mark.parametrize("name", ["cat.safetensors", " cat ", "cat"])
+def test_a_name_with_its_extension_gets_no_second_one(nodes: ModuleType, sockets: dict[str, Any], name: str) -> None:
+    output = _job(nodes, sockets, name=name).output
+    assert (output.name, output.file_name, Path(output.folder).name) == ("cat", "cat.safetensors", "cat")
+
+
 def test_a_refused_setting_is_named(nodes: ModuleType, sockets: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"^batch_size 0: is a whole number from 1 to 1024$"):
         _job(nodes, sockets, batch_size=0)
@@ -890,3 +897,20 @@ def test_a_field_of_several_lines_has_its_name_in_it(nodes: ModuleType) -> None:
     """The canvas shows no label beside it."""
     fields = [each for node in nodes.NODES for each in node.define_schema().inputs if each.options.get("multiline")]
     assert fields and all(each.options["placeholder"].startswith(each.id) for each in fields)
+
+
+def test_defaults_of_nodes_and_templates_keep_both_cards_busy_and_save(nodes: ModuleType) -> None:
+    wanted = {
+        "DeviceBridgeTrainLora": {"accumulation": 4, "save_every": 250},
+        "DeviceBridgeCacheCaptionsAndLatents": {"text_device": "auto"},
+        "DeviceBridgeQuantize": {"quantize": "auto"},
+    }
+    for name, values in wanted.items():
+        assert values.items() <= _defaults(_node(nodes, name).define_schema()).items()
+    for path in (ROOT / "example_workflows").glob("*.json"):
+        for node in json.loads(path.read_text(encoding="utf-8"))["nodes"]:
+            assert wanted.get(node["type"], {}).items() <= node["widgets_values_named"].items(), path.stem
+    for path in (ROOT / "examples").glob("*.toml"):
+        settings = tomlkit.parse(path.read_text(encoding="utf-8"))
+        assert settings["model"].get("quantize", "auto") == "auto", path.name
+        assert settings["train"]["gradient_accumulation_steps"] >= 4, path.name

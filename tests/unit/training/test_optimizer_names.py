@@ -44,6 +44,12 @@ def test_listed_modules_are_used_by_name(name: str) -> None:
     assert type(_make(name)).__name__ == name.rpartition(".")[2]
 
 
+def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(ValueError, match="pip install torchao"):
+        _make("adamw8bit")
+
+
 @pytest.mark.parametrize(
     ("name", "message"), [("torch.optim.LBFGS", "several times"), ("torch.optim.lr_scheduler", "")]
 )
