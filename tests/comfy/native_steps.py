@@ -92,7 +92,7 @@ class Bench:
     def trainer(self, name: str, sections: Mapping[str, Any]) -> Iterator[Trainer]:
         """Before its first step, with a LoRA that does something."""
         job = self.job(name, sections)
-        with small_sizes(self.family), native_training(), _two_cards(), ExitStack() as cleanup:
+        with small_sizes(self.family), native_training(), _cards(job), ExitStack() as cleanup:
             plan = check_job(job, info=self.info)
             events = cleanup.enter_context(EventLog(Path(job.output.folder)))
             trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup)
@@ -102,8 +102,9 @@ class Bench:
 
     def run(self, name: str, sections: Mapping[str, Any], **more: Any) -> Any:
         """A whole job."""
-        with small_sizes(self.family), native_training(), _two_cards():
-            return run_job(self.job(name, sections), info=self.info, **more)
+        job = self.job(name, sections)
+        with small_sizes(self.family), native_training(), _cards(job):
+            return run_job(job, info=self.info, **more)
 
     def stock(self) -> Any:
         """The MODEL as ComfyUI's own loader gives it."""
@@ -134,11 +135,11 @@ class Bench:
         return self.run("trained", {})
 
     def loss_at(self, trainer: Trainer) -> float:
-        """Mean of both samples at three noise levels, the same at every call."""
+        """Mean of both samples at two noise levels, the same at every call."""
         found = []
         with torch.no_grad():
             for index in (0, 1):
-                for percent in (0.2, 0.5, 0.8):
+                for percent in (0.3, 0.7):
                     found.append(float(self.prediction(trainer, index, percent)[0]))
         return sum(found) / len(found)
 
@@ -161,7 +162,11 @@ class Bench:
 
 
 @contextlib.contextmanager
-def _two_cards() -> Iterator[None]:
+def _cards(job: JobConfig) -> Iterator[None]:
+    """Emulated ones if the job names them; every operation takes longer there."""
+    if job.split.devices == ("cpu",):
+        yield
+        return
     with emulated_cards(), factories_on_cards():
         yield
 
@@ -369,7 +374,7 @@ def central_differences(bench: Bench) -> Figures:
         along = {name: each / whole for name, each in grads.items()}
         alike = {name: grads[name] / norms[name] / len(alive) ** 0.5 for name in alive}
         expected = sum(norms[name] for name in alive) / len(alive) ** 0.5
-        sizes = (3e-2, 1e-2, 3e-3, 1e-3)
+        sizes = (1e-2, 3e-3)
         for what, direction, wanted in (("along", along, whole), ("alike", alike, expected)):
             error = min(abs(slope(direction, size) / wanted - 1) for size in sizes)
             figures[what] = _expect(error, 2e-3, f"the difference from the slope of the loss ({what})")
@@ -402,7 +407,7 @@ def _refuse_other(trainer: Trainer, sections: Mapping[str, Any]) -> None:
 
 
 def eight_bits(bench: Bench) -> Figures:
-    """The base is rounded, the LoRA is not; what is computed stays close, and five steps are finite."""
+    """The base is rounded, the LoRA is not; what is computed stays close, and two steps are finite."""
 
     def check(trainer: Trainer) -> None:
         model, _ = trainer.runner.replica_for(0)
@@ -419,8 +424,8 @@ def eight_bits(bench: Bench) -> Figures:
     figures["cosine"] = round(float(torch.cosine_similarity(a, b, dim=0)), 4)
     assert figures["cosine"] > 0.99, f"the gradient's cosine with full precision is {figures['cosine']}"
     _expect(abs(loss / wanted_loss - 1), 0.05, "the difference of the loss")
-    result = bench.run("int8_steps", sections)
-    assert len(result.losses) == 5 and all(loss == loss for loss in result.losses), result.losses
+    losses = bench.run("int8_steps", {**sections, "train": {"steps": 2}}).losses
+    assert len(losses) == 2 and all(abs(loss) < 1e6 for loss in losses), losses
     return figures
 
 

@@ -14,7 +14,7 @@ import comfy.ldm.anima.model
 import torch
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily
 
-_UNET = FAMILIES["sdxl"].unet_config
+_UNET = {**FAMILIES["sdxl"].unet_config, "model_channels": 32, "num_head_channels": 32}
 _SD15 = {
     **{name: value for name, value in _UNET.items() if name not in ("num_classes", "adm_in_channels")},
     "use_linear_in_transformer": False,
@@ -115,9 +115,9 @@ TRAINED: dict[str, TinyFamily] = {
     "Wan 2.2 I2V 14B": _made_of("wan", unet_config={**FAMILIES["wan"].unet_config, "in_dim": 36}, options=_first_frame),
     "Wan 2.2 TI2V 5B": _made_of("wan", config_class="WAN22_T2V", unet_config=_WAN_22, latent=(48, 2, 4, 4)),
     "Qwen-Image": FAMILIES["qwen_image"],
-    "Z-Image": _made_of("z_image", unet_config={**FAMILIES["z_image"].unet_config, **_NARROW}),
+    "Z-Image": _made_of("z_image", unet_config={**FAMILIES["z_image"].unet_config, "n_layers": 2}),
     "Lumina 2": _made_of("lumina2", unet_config={**FAMILIES["lumina2"].unet_config, **_NARROW, "n_kv_heads": 1}),
-    "SDXL": _made_of("sdxl", options=_sizes),
+    "SDXL": _made_of("sdxl", unet_config=_UNET, options=_sizes),
     "SD 1.5": _made_of("sdxl", config_class="SD15", unet_config=_SD15, pooled=0),
     "SD 3.5": FAMILIES["sd3"],
     "LTX-Video": FAMILIES["ltxv"],
