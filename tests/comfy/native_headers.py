@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def _fault(
     config = getattr(comfy.supported_models, config_class)(dict(unet_config))
     model = config.get_model({}, "", device=torch.device("meta")).diffusion_model
     shapes = {name: tuple(each.shape) for name, each in model.state_dict().items()}
-    _write_sparse(path, {**{f"{prefix}{name}": s for name, s in shapes.items()}, **dict.fromkeys(beside, (1,))})
+    _write_sparse(path, {f"{prefix}{name}": shape for name, shape in shapes.items()}, beside)
     try:
         info = read_native(path, "bfloat16")
     except ValueError as error:
@@ -108,13 +109,13 @@ def _fault(
     return "" if found == (kind, shapes) else f"{found[0]}, {len(found[1])} of {len(shapes)} tensors"
 
 
-def _write_sparse(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """A file of zeros in float16 that takes no room."""
+def _write_sparse(path: Path, shapes: Mapping[str, tuple[int, ...]], beside: tuple[str, ...]) -> None:
+    """A file of float16 that takes no room: what lies beside the model is 120, everything else zero."""
     header, end = {}, 0
-    for name, shape in shapes.items():
+    for name, shape in {**dict.fromkeys(beside, (1,)), **shapes}.items():
         start, end = end, end + 2 * math.prod(shape)
         header[name] = {"dtype": "F16", "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(len(text).to_bytes(8, "little") + text + struct.pack("<e", 120.0) * len(beside))
         file.truncate(8 + len(text) + end)

@@ -7,6 +7,7 @@ and the stock MODEL's own sampling for what a trained LoRA does, one device with
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -39,8 +40,8 @@ from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.planning.cards import parse_cards
 from devicebridge.quantization.weight_only import import_torchao
 from devicebridge.tests.comfy.diffusers_twins import Twin
-from devicebridge.tests.comfy.tiny_checkpoints import save_checkpoint, small_sizes
-from devicebridge.tests.comfy.trained_families import TRAINED
+from devicebridge.tests.comfy.tiny_checkpoints import small_sizes
+from devicebridge.tests.comfy.trained_families import TRAINED, save_trained
 from devicebridge.tests.emulated import emulated_cards, factories_on_cards, on_cpu
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import noise_latents, predict, prediction_loss
@@ -66,7 +67,7 @@ class Bench:
         self.name, self.family, self.folder = name, TRAINED[name], folder
         folder.mkdir(parents=True)
         with small_sizes(self.family):
-            self.path = file or save_checkpoint(self.family, folder / "model.safetensors")
+            self.path = file or save_trained(name, folder / "model.safetensors")
             self.info = read_native(self.path, "float32")
         generator = torch.Generator().manual_seed(3)
         self.samples = [torch.randn(1, *self.family.latent, generator=generator) for _ in range(2)]
@@ -167,7 +168,12 @@ def _cards(job: JobConfig) -> Iterator[None]:
     if job.split.devices == ("cpu",):
         yield
         return
-    with emulated_cards(), factories_on_cards():
+    own = torch.autocast
+
+    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return contextlib.nullcontext() if device_type == "lazy" else own(device_type, *args, **kwargs)
+
+    with emulated_cards(), factories_on_cards(), mock.patch.object(torch, "autocast", autocast):
         yield
 
 
@@ -425,13 +431,13 @@ def eight_bits(bench: Bench) -> Figures:
     assert figures["cosine"] > 0.99, f"the gradient's cosine with full precision is {figures['cosine']}"
     _expect(abs(loss / wanted_loss - 1), 0.05, "the difference of the loss")
     losses = bench.run("int8_steps", {**sections, "train": {"steps": 2}}).losses
-    assert len(losses) == 2 and all(abs(loss) < 1e6 for loss in losses), losses
+    assert len(losses) == 2 and all(map(math.isfinite, losses)), losses
     return figures
 
 
 def five_steps(bench: Bench) -> Figures:
     losses = bench.trained.losses
-    assert len(losses) == 5 and all(abs(loss) < 1e6 for loss in losses), losses
+    assert len(losses) == 5 and all(map(math.isfinite, losses)), losses
     tensors = {n.removeprefix("diffusion_model."): t for n, t in bench.trained.lora.items() if not n.endswith(".alpha")}
     with bench.trainer("after", _PLAIN) as trainer:
         put_lora(trainer, tensors)

@@ -26,6 +26,7 @@ comfy.cli_args.args.cpu = True
 runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
+from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
 from devicebridge.tests.comfy.native_steps import STEPS, Bench, one_line  # noqa: E402
 from devicebridge.tests.comfy.trained_families import TRAINED, small_adapter  # noqa: E402
 
@@ -34,7 +35,7 @@ def prove(name: str) -> dict[str, Any]:
     """Every step, each on its own."""
     begin = time.process_time()
     found: dict[str, dict[str, Any]] = {}
-    with small_adapter():
+    with small_adapter(), endless_memory():
         try:
             bench = Bench(name, Path(FOLDER) / name.replace("/", "-"))
         except Exception as error:
