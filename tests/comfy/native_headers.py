@@ -77,9 +77,7 @@ _LUMINA_2 = {
 _WHOLE = "model.diffusion_model."  # prefix in a checkpoint with text encoders and VAE
 # Name -> class of comfy.supported_models, arguments of the model, prefix, what lies beside it, how it predicts.
 _FILES: Mapping[str, tuple[str, Mapping[str, Any], str, tuple[str, ...], str]] = {
-    "SD 1.5": ("SD15", _SD_15, "", (), "EPS"),
     "SD 1.5 checkpoint": ("SD15", _SD_15, _WHOLE, ("first_stage_model.quant_conv.bias",), "EPS"),
-    "SDXL checkpoint": ("SDXL", _SDXL, _WHOLE, (), "EPS"),
     "SDXL checkpoint, v-prediction": ("SDXL", _SDXL, _WHOLE, ("v_pred", "ztsnr"), "V_PREDICTION"),
     "SDXL checkpoint, EDM v-prediction": ("SDXL", _SDXL, _WHOLE, ("edm_vpred.sigma_max",), "V_PREDICTION_EDM"),
     "Z-Image": ("ZImage", _Z_IMAGE, "", (), "FLOW"),

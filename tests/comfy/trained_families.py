@@ -16,7 +16,7 @@ import torch
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, make_weights
 from safetensors.torch import save_file
 
-_UNET = {**FAMILIES["sdxl"].unet_config, "model_channels": 32, "num_head_channels": 32}
+_UNET = {**FAMILIES["sdxl"].unet_config, "channel_mult": [1, 1]}
 _SD15 = {
     **{name: value for name, value in _UNET.items() if name not in ("num_classes", "adm_in_channels")},
     "use_linear_in_transformer": False,
