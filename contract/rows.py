@@ -338,7 +338,7 @@ ROWS: tuple[Row, ...] = (
         "comfy.model_base.BaseModel",
         {
             "has": "diffusion_model; extra_conds; model_sampling; model_type; model_config; latent_format",
-            "call": "apply_model(x, t, transformer_options=)",
+            "call": "apply_model(x, t, transformer_options=); concat_cond(noise=, latent_image=, device=)",
         },
     ),
     *_read(

@@ -12,7 +12,7 @@ where a LATENT is a batch, its CONDITIONING has one item per sample of it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -95,7 +95,7 @@ def _tensors_of(name: str, value: Any) -> Entry:
     return {}
 
 
-def _has_batch(value: Any) -> bool:
+def _has_batch(value: Any) -> TypeGuard[torch.Tensor]:
     """Whether this is a tensor of one sample with its batch."""
     return isinstance(value, torch.Tensor) and value.ndim > 1 and value.shape[0] == 1
 

@@ -569,7 +569,7 @@ def main(checkout: str) -> None:
     from devicebridge.tests.comfy.native_cases import CASES, REFUSED
 
     torch.set_num_threads(1)
-    with torch.inference_mode(), _endless_memory():
+    with torch.inference_mode(), endless_memory():
         results = {case.name: _Runs(case, _row_of(case)).results() for case in CASES}
         results |= {case.name: _refused(case) for case in REFUSED}
         results["unknown class"] = _unknown_class()
@@ -583,7 +583,7 @@ def main(checkout: str) -> None:
 
 
 @contextlib.contextmanager
-def _endless_memory() -> Iterator[None]:
+def endless_memory() -> Iterator[None]:
     """Free memory is the same everywhere: ComfyUI's attention on the CPU cuts its work by it, and asks real cards."""
     import comfy.model_management
 

@@ -7,6 +7,7 @@ and the stock MODEL's own sampling for what a trained LoRA does, one device with
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -39,8 +40,8 @@ from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.planning.cards import parse_cards
 from devicebridge.quantization.weight_only import import_torchao
 from devicebridge.tests.comfy.diffusers_twins import Twin
-from devicebridge.tests.comfy.tiny_checkpoints import save_checkpoint, small_sizes
-from devicebridge.tests.comfy.trained_families import TRAINED
+from devicebridge.tests.comfy.tiny_checkpoints import small_sizes
+from devicebridge.tests.comfy.trained_families import TRAINED, save_trained
 from devicebridge.tests.emulated import emulated_cards, factories_on_cards, on_cpu
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import noise_latents, predict, prediction_loss
@@ -66,7 +67,7 @@ class Bench:
         self.name, self.family, self.folder = name, TRAINED[name], folder
         folder.mkdir(parents=True)
         with small_sizes(self.family):
-            self.path = file or save_checkpoint(self.family, folder / "model.safetensors")
+            self.path = file or save_trained(name, folder / "model.safetensors")
             self.info = read_native(self.path, "float32")
         generator = torch.Generator().manual_seed(3)
         self.samples = [torch.randn(1, *self.family.latent, generator=generator) for _ in range(2)]
@@ -92,7 +93,7 @@ class Bench:
     def trainer(self, name: str, sections: Mapping[str, Any]) -> Iterator[Trainer]:
         """Before its first step, with a LoRA that does something."""
         job = self.job(name, sections)
-        with small_sizes(self.family), native_training(), _two_cards(), ExitStack() as cleanup:
+        with small_sizes(self.family), native_training(), _cards(job), ExitStack() as cleanup:
             plan = check_job(job, info=self.info)
             events = cleanup.enter_context(EventLog(Path(job.output.folder)))
             trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup)
@@ -102,8 +103,9 @@ class Bench:
 
     def run(self, name: str, sections: Mapping[str, Any], **more: Any) -> Any:
         """A whole job."""
-        with small_sizes(self.family), native_training(), _two_cards():
-            return run_job(self.job(name, sections), info=self.info, **more)
+        job = self.job(name, sections)
+        with small_sizes(self.family), native_training(), _cards(job):
+            return run_job(job, info=self.info, **more)
 
     def stock(self) -> Any:
         """The MODEL as ComfyUI's own loader gives it."""
@@ -134,11 +136,11 @@ class Bench:
         return self.run("trained", {})
 
     def loss_at(self, trainer: Trainer) -> float:
-        """Mean of both samples at three noise levels, the same at every call."""
+        """Mean of both samples at two noise levels, the same at every call."""
         found = []
         with torch.no_grad():
             for index in (0, 1):
-                for percent in (0.2, 0.5, 0.8):
+                for percent in (0.3, 0.7):
                     found.append(float(self.prediction(trainer, index, percent)[0]))
         return sum(found) / len(found)
 
@@ -161,8 +163,17 @@ class Bench:
 
 
 @contextlib.contextmanager
-def _two_cards() -> Iterator[None]:
-    with emulated_cards(), factories_on_cards():
+def _cards(job: JobConfig) -> Iterator[None]:
+    """Emulated ones if the job names them; every operation takes longer there."""
+    if job.split.devices == ("cpu",):
+        yield
+        return
+    own = torch.autocast
+
+    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return contextlib.nullcontext() if device_type == "lazy" else own(device_type, *args, **kwargs)
+
+    with emulated_cards(), factories_on_cards(), mock.patch.object(torch, "autocast", autocast):
         yield
 
 
@@ -369,7 +380,7 @@ def central_differences(bench: Bench) -> Figures:
         along = {name: each / whole for name, each in grads.items()}
         alike = {name: grads[name] / norms[name] / len(alive) ** 0.5 for name in alive}
         expected = sum(norms[name] for name in alive) / len(alive) ** 0.5
-        sizes = (3e-2, 1e-2, 3e-3, 1e-3)
+        sizes = (1e-2, 3e-3)
         for what, direction, wanted in (("along", along, whole), ("alike", alike, expected)):
             error = min(abs(slope(direction, size) / wanted - 1) for size in sizes)
             figures[what] = _expect(error, 2e-3, f"the difference from the slope of the loss ({what})")
@@ -402,7 +413,7 @@ def _refuse_other(trainer: Trainer, sections: Mapping[str, Any]) -> None:
 
 
 def eight_bits(bench: Bench) -> Figures:
-    """The base is rounded, the LoRA is not; what is computed stays close, and five steps are finite."""
+    """The base is rounded, the LoRA is not; what is computed stays close, and two steps are finite."""
 
     def check(trainer: Trainer) -> None:
         model, _ = trainer.runner.replica_for(0)
@@ -419,14 +430,14 @@ def eight_bits(bench: Bench) -> Figures:
     figures["cosine"] = round(float(torch.cosine_similarity(a, b, dim=0)), 4)
     assert figures["cosine"] > 0.99, f"the gradient's cosine with full precision is {figures['cosine']}"
     _expect(abs(loss / wanted_loss - 1), 0.05, "the difference of the loss")
-    result = bench.run("int8_steps", sections)
-    assert len(result.losses) == 5 and all(loss == loss for loss in result.losses), result.losses
+    losses = bench.run("int8_steps", {**sections, "train": {"steps": 2}}).losses
+    assert len(losses) == 2 and all(map(math.isfinite, losses)), losses
     return figures
 
 
 def five_steps(bench: Bench) -> Figures:
     losses = bench.trained.losses
-    assert len(losses) == 5 and all(abs(loss) < 1e6 for loss in losses), losses
+    assert len(losses) == 5 and all(map(math.isfinite, losses)), losses
     tensors = {n.removeprefix("diffusion_model."): t for n, t in bench.trained.lora.items() if not n.endswith(".alpha")}
     with bench.trainer("after", _PLAIN) as trainer:
         put_lora(trainer, tensors)

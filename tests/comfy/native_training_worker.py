@@ -1,7 +1,8 @@
 """One process with ComfyUI's Python: trains tiny models of ComfyUI's own classes; run by test_native_training.py.
 
 Takes ComfyUI's folder, a folder for files, and names of trained_families.TRAINED, or none for all. Prints a line of
-JSON per name: {"name", "class", "seconds", "steps": {step: {"fault": "" or why not, figures}}}.
+JSON per name: {"name", "class", "seconds", "steps": {step: {"fault": "" or why not, figures}}}. After all of them comes
+{"headers": {file: "" or how it is misread}}.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ comfy.cli_args.args.cpu = True
 runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
 
 import torch  # noqa: E402
+from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
+from devicebridge.tests.comfy.native_headers import recognise  # noqa: E402
 from devicebridge.tests.comfy.native_steps import STEPS, Bench, one_line  # noqa: E402
 from devicebridge.tests.comfy.trained_families import TRAINED, small_adapter  # noqa: E402
 
@@ -34,7 +37,7 @@ def prove(name: str) -> dict[str, Any]:
     """Every step, each on its own."""
     begin = time.process_time()
     found: dict[str, dict[str, Any]] = {}
-    with small_adapter():
+    with small_adapter(), endless_memory():
         try:
             bench = Bench(name, Path(FOLDER) / name.replace("/", "-"))
         except Exception as error:
@@ -57,3 +60,5 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     for each in NAMES or TRAINED:
         print(json.dumps(prove(each)), flush=True)
+    if not NAMES:
+        print(json.dumps({"headers": recognise(Path(FOLDER))}), flush=True)

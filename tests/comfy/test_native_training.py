@@ -23,20 +23,26 @@ NEEDED = ("loss", "gradients", "recompute", "split", "8 bits", "5 steps", "resum
 
 
 @pytest.fixture(scope="module")
-def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def lines(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What one process has seen of all of them."""
     command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(tmp_path_factory.mktemp("native"))]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, check=False, timeout=900
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"name"')]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+
+
+@pytest.fixture(scope="module")
+def found(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The faults of every model's steps."""
     models = {
         result["name"]: {
             "class": result["class"],
             "faults": {step: each["fault"] for step, each in result["steps"].items()},
         }
-        for result in results
+        for result in lines
+        if "name" in result
     }
     if os.environ.get("UPDATE_GOLDEN"):
         KNOWN.write_text(json.dumps(models, indent=1) + "\n", encoding="utf-8")
@@ -53,6 +59,11 @@ def test_a_class_does_what_is_said_of_it(name: str, found: dict[str, Any]) -> No
 def test_what_can_be_trained_is_trained_right(name: str, found: dict[str, Any]) -> None:
     faults = {step: found[name]["faults"][step] for step in NEEDED}
     assert not any(faults.values()), faults
+
+
+def test_files_of_full_size_are_recognised_by_their_headers(lines: list[dict[str, Any]]) -> None:
+    headers = lines[-1]["headers"]
+    assert headers and not {name: fault for name, fault in headers.items() if fault}
 
 
 def test_no_class_is_left_out(found: dict[str, Any]) -> None:

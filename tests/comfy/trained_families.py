@@ -7,14 +7,16 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import comfy.ldm.anima.model
 import torch
-from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, make_weights
+from safetensors.torch import save_file
 
-_UNET = FAMILIES["sdxl"].unet_config
+_UNET = {**FAMILIES["sdxl"].unet_config, "channel_mult": [1, 1]}
 _SD15 = {
     **{name: value for name, value in _UNET.items() if name not in ("num_classes", "adm_in_channels")},
     "use_linear_in_transformer": False,
@@ -115,9 +117,10 @@ TRAINED: dict[str, TinyFamily] = {
     "Wan 2.2 I2V 14B": _made_of("wan", unet_config={**FAMILIES["wan"].unet_config, "in_dim": 36}, options=_first_frame),
     "Wan 2.2 TI2V 5B": _made_of("wan", config_class="WAN22_T2V", unet_config=_WAN_22, latent=(48, 2, 4, 4)),
     "Qwen-Image": FAMILIES["qwen_image"],
-    "Z-Image": _made_of("z_image", unet_config={**FAMILIES["z_image"].unet_config, **_NARROW}),
+    "Z-Image": _made_of("z_image", unet_config={**FAMILIES["z_image"].unet_config, "n_layers": 2}),
     "Lumina 2": _made_of("lumina2", unet_config={**FAMILIES["lumina2"].unet_config, **_NARROW, "n_kv_heads": 1}),
-    "SDXL": _made_of("sdxl", options=_sizes),
+    "SDXL": _made_of("sdxl", unet_config=_UNET, options=_sizes),
+    "SDXL v-prediction": _made_of("sdxl", unet_config=_UNET, options=_sizes),
     "SD 1.5": _made_of("sdxl", config_class="SD15", unet_config=_SD15, pooled=0),
     "SD 3.5": FAMILIES["sd3"],
     "LTX-Video": FAMILIES["ltxv"],
@@ -134,10 +137,20 @@ TRAINED: dict[str, TinyFamily] = {
     "Anima": _made_of(
         "cosmos_predict2", config_class="Anima", unet_config=_ANIMA, context=(6, 48), options=_tokens_of_t5
     ),
-    "Krea 2": TinyFamily("Krea2", _KREA_2, (16, 8, 8), (6, 36), ("blocks",), is_detected=False),
+    "Krea 2": TinyFamily("Krea2", _KREA_2, (16, 1, 8, 8), (6, 36), ("blocks",), is_detected=False),
     "ERNIE-Image": TinyFamily("ErnieImage", _ERNIE, (128, 4, 4), (6, 12), ("layers",), is_detected=False),
     "HiDream-I1": FAMILIES["hidream"],
 }
+
+# What a file says beside its weights.
+_SAYS = {"SDXL v-prediction": {"v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)}}
+
+
+def save_trained(name: str, path: Path) -> Path:
+    """The build's weights as one safetensors file."""
+    weights = {key: tensor.contiguous() for key, tensor in make_weights(TRAINED[name]).items()}
+    save_file({**weights, **_SAYS.get(name, {})}, path)
+    return path
 
 
 @contextlib.contextmanager

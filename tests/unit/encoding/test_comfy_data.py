@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from devicebridge.encoding.comfy_data import read_conditioning, read_pairs, read_samples
+from devicebridge.families.comfy.inputs import option_path, text_problem
+from devicebridge.families.spec import ComfyInputs
 
 STATES = torch.randn(1, 5, 8)
 POOLED = torch.randn(1, 3)
@@ -39,6 +41,60 @@ def test_none_is_no_option():
 def test_options_that_change_what_the_model_is_given_are_refused(options):
     with pytest.raises(ValueError, match=rf"the caption: its CONDITIONING has {next(iter(options))}"):
         read_conditioning(_conditioning(pooled_output=POOLED, **options), "the caption")
+
+
+class _Seen:
+    """As CLIP Vision Encode gives it."""
+
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+
+def test_what_a_native_model_may_read_is_kept_under_its_name():
+    ids, frames = torch.arange(7), torch.randn(1, 16, 3, 4, 4)
+    seen = _Seen(last_hidden_state=torch.randn(1, 5, 8), image_embeds=torch.randn(1, 8), mm_projected=None)
+    options = {
+        "width": 1024,
+        "is_long": True,
+        "attention_mask": torch.ones(1, 5),
+        "t5xxl_ids": ids,
+        "concat_latent_image": frames,
+        "reference_latents": [torch.randn(1, 4, 2, 2), torch.randn(1, 4, 3, 3)],
+        "clip_vision_output": seen,
+    }
+    entry = read_conditioning(_conditioning(**options), "it", keeps_all=True)
+    assert entry["option.width"].item() == 1024 and entry["option.is_long"].dtype is torch.bool
+    assert entry["option.attention_mask"].shape == (5,)
+    assert torch.equal(entry["whole.t5xxl_ids"], ids)
+    assert torch.equal(entry["option.concat_latent_image"], frames[0])
+    assert [entry[f"option.reference_latents.{index}"].shape for index in (0, 1)] == [(4, 2, 2), (4, 3, 3)]
+    assert torch.equal(entry["option.clip_vision_output.last_hidden_state"], seen.last_hidden_state[0])
+    assert len(entry) == 1 + 9 and len({tensor.data_ptr() for tensor in entry.values()}) == len(entry)
+    assert {path[0] for path in map(option_path, entry) if path} == options.keys()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"guidance": 3.5},
+        {"reference_latents": [torch.ones(2, 4, 2, 2)]},
+        {"reference_latents": ["a path"]},
+        {"unclip_conditioning": [{"strength": 1.0}]},
+        {"hooks": object()},
+        {"mask": torch.ones(1, 4, 4)},
+    ],
+)
+def test_what_cannot_be_kept_for_a_native_model_is_refused(options):
+    with pytest.raises(ValueError, match=rf"it: its CONDITIONING has {next(iter(options))}"):
+        read_conditioning(_conditioning(**options), "it", keeps_all=True)
+
+
+def test_a_model_that_is_given_an_image_beside_the_noise_asks_for_it():
+    native = ComfyInputs("cond", "", lambda samples: samples, reads_all=True, needs=("concat_latent_image",))
+    shapes = {"cond": (5, 8), "option.width": ()}
+    problem = text_problem(native, {}, "Wan", shapes)
+    assert problem == "its CONDITIONING has no concat_latent_image, which Wan is given beside the noise"
+    assert not text_problem(native, {}, "Wan", {**shapes, "option.concat_latent_image": (16, 3, 4, 4)})
 
 
 def test_the_guidance_node_is_named():
