@@ -80,6 +80,14 @@ def resolve_here(
             )
         before = None if earlier is None or earlier.get("ranks") else earlier
         return resolve(job, subject, find_machine(job.split.devices, host_share), before, is_to_train=is_to_train)
+    count = job.train.gradient_accumulation_steps
+    if ranks.is_first and count % ranks.count:
+        _log.warning(
+            "train.gradient_accumulation_steps = %d is no multiple of %d processes, so some wait for others in every "
+            "step",
+            count,
+            ranks.count,
+        )
     decided = ranks.together(lambda: _decide(job, subject, ranks, host_share) if ranks.is_first else None)
     chosen = ranks.from_first(lambda: decided)
     assert chosen is not None
