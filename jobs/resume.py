@@ -103,9 +103,16 @@ def placement_facts(placement: Placement) -> dict[str, list[str]]:
     }
 
 
-def refuse_other_run(job: JobConfig, identity: dict[str, Any], state: TrainingState) -> None:
-    """Raises: ValueError if the state was made with other settings, data or weights; names what differs."""
-    differing = differing_keys(_job_of(state), job)
+def refuse_other_run(
+    job: JobConfig, identity: dict[str, Any], state: TrainingState, *, is_placed_anew: bool = False
+) -> None:
+    """Raises: ValueError if the state was made with other settings, data or weights; names what differs.
+
+    Args:
+        is_placed_anew: whether the model may lie on other devices than before.
+    """
+    old = _job_of(state)
+    differing = differing_keys(replace(old, split=job.split) if is_placed_anew else old, job)
     differing += [what for name, what in _IDENTITY.items() if state.facts[name] != identity[name]]
     if differing:
         lines = "\n".join(f"  {line}" for line in differing)
