@@ -151,7 +151,11 @@ def assemble_sharded(
 
     It is attached when the weights are shared out already, so that FSDP knows nothing of it.
     """
-    from .parallel.ranks.sharded import checkpointed, load_sharded, whole_shapes  # brings DTensor, which nobody else needs
+    from .parallel.ranks.sharded import (  # brings DTensor, which nobody else needs
+        checkpointed,
+        load_sharded,
+        whole_shapes,
+    )
 
     device = plan.placement.home
     model = load_sharded(info, mesh, device, plan.dtype, plan.quantize)

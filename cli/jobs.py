@@ -7,11 +7,12 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from ..config.job import JobConfig, load_job
 from ..encoding.encode import Stopped
 from ..jobs.checked_job import JobPlan
+from ..jobs.cluster import plan_cluster
 from ..jobs.experts import expert_jobs, num_at_once
 from ..jobs.job import check_job, plan_job, run_job
 from ..jobs.lora_output import describe_file
@@ -21,9 +22,11 @@ from ..jobs.ranks import open_ranks
 from ..jobs.resolve import find_machine
 from ..jobs.result import TrainingResult
 from ..parallel.ranks.place import RankPlace, find_place
-from ..planning.cards import parse_cards
+from ..planning.block_times import ASSUMED_LINK_BYTES_PER_S
+from ..planning.cards import Card, parse_cards
+from ..planning.cluster import MOST_NODES, Cluster, best_of, describe_cluster, parse_link
 from ..planning.report import describe_plan, plan_values
-from ..planning.request import make_request
+from ..planning.request import PlanRequest, make_request
 from ..system.stopping import STOPPED, say, stop_on_signal
 from .launch import as_rank, launch
 from .native import encoded, enter, prepared
@@ -135,6 +138,8 @@ def plan(options: argparse.Namespace) -> int:
         (job,) = enter([asked.job], options.arguments)
         asked = replace(asked, job=job)
     cards = parse_cards(options.cards) if options.cards else []
+    if options.nodes != 1 or options.link or options.card_link:
+        return _plan_cluster(options, asked, cards)
     plans = {}
     for title, each, share in each_model(asked.job, [card.name for card in cards]):
         own = [card for card in cards if not title or card.name in each.split.devices]
@@ -149,3 +154,23 @@ def plan(options: argparse.Namespace) -> int:
         told = {title: describe_plan(plan, asked.job.train.steps) for title, plan in plans.items()}
         print("\n\n".join(f"{title}\n{text}".strip() for title, text in told.items()))
     return 0
+
+
+def _plan_cluster(options: argparse.Namespace, asked: PlanRequest, cards: Sequence[Card]) -> int:
+    if not cards or not 1 <= options.nodes <= MOST_NODES or (options.nodes > 1 and not options.link):
+        raise ValueError(
+            "for several machines say how many, the cards of each and how fast the link between them is: --nodes 2 "
+            "--cards 4x24GB --link 25Gbit"
+        )
+    if asked.job.model.second_expert:
+        raise ValueError("model.second_expert: several machines train one model; remove it to plan one expert alone")
+    links = {"link": options.link, "card_link": options.card_link}
+    speeds = {name: parse_link(text) for name, text in links.items() if text}
+    cluster = Cluster(tuple(cards), options.nodes, **{"link": ASSUMED_LINK_BYTES_PER_S, **speeds})
+    found = plan_cluster(asked.job, cluster, info=asked.info, has_data=asked.has_data)
+    if options.json:
+        best = best_of(found)
+        print(json.dumps({"options": [asdict(each) for each in found], "best": best and best.strategy}, indent=2))
+    else:
+        print(describe_cluster(cluster, found, asked.job.train.gradient_accumulation_steps))
+    return 0 if best_of(found) is not None else 2

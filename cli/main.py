@@ -94,6 +94,11 @@ def _make_parser() -> argparse.ArgumentParser:
         help='plan for these cards instead of this machine\'s: "24GB,12GB", "2x24GB", or with relative speeds '
         '"2x24GB@1,12GB@0.5"',
     )
+    plan.add_argument("--nodes", type=int, default=1, metavar="MACHINES", help="so many machines with --cards each")
+    plan.add_argument("--link", metavar="SPEED", help='between machines, "25Gbit" or "3.1GB" per second; with --nodes')
+    plan.add_argument(
+        "--card-link", metavar="SPEED", help='between the cards of a machine; "12GB" unless given. Compares strategies'
+    )
     plan.add_argument(
         "--resolution",
         type=int,

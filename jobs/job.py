@@ -35,7 +35,15 @@ from .checked_job import JobPlan
 from .checks import check_places, check_tools, give_cautions, refuse_stills
 from .encode_job import cache_job, cache_store
 from .lora_output import lora_file_tensors, save_lora, warn_of_losses
-from .ranks import device_names, held_folder, rank_facts, resolve_here, state_for_all, unless_stopped
+from .ranks import (
+    device_names,
+    held_folder,
+    is_placed_anew,
+    rank_facts,
+    resolve_here,
+    state_for_all,
+    unless_stopped,
+)
 from .read_job import ReadJob, find_start, read_job
 from .resolve import Machine, find_machine, plan_on
 from .result import TrainingResult
@@ -165,8 +173,8 @@ def run_job(
             return TrainingResult("stopped", resume_hint=f"{stopped}; start the job again")
         identity = find_identity(read)
         if state is not None:
-            refuse_other_run(job, identity, state)
-        facts = None if state is None else state.facts
+            refuse_other_run(job, identity, state, is_placed_anew=is_placed_anew(state, ranks))
+        facts = None if state is None or is_placed_anew(state, ranks) else state.facts
         plan = ranks.together(lambda: _resolve_and_check(read, facts, host_share, ranks=ranks))
         identity |= placement_facts(plan.placement) | rank_facts(ranks)
         devices = device_names(ranks, used_devices(plan.job, plan.placement.used_devices))

@@ -68,8 +68,7 @@ def resolve_here(
     """See resolve; of several ranks for this one's devices, and then the strategy may be fsdp or hsdp, too.
 
     Args:
-        earlier: facts of the checkpoint that is resumed. Several ranks place the model anew, and so does one process
-            after them.
+        earlier: facts of the checkpoint that is resumed, where its placement stays.
     """
     strategy = job.parallel.asked
     if not ranks.is_launched:
@@ -78,8 +77,15 @@ def resolve_here(
                 f'parallel.strategy = "{strategy}" needs several processes; start the job with --nproc 2, or with '
                 'torchrun, or set it to "auto"'
             )
-        before = None if earlier is None or earlier.get("ranks") else earlier
-        return resolve(job, subject, find_machine(job.split.devices, host_share), before, is_to_train=is_to_train)
+        return resolve(job, subject, find_machine(job.split.devices, host_share), earlier, is_to_train=is_to_train)
+    count = job.train.gradient_accumulation_steps
+    if ranks.is_first and count % ranks.count:
+        _log.warning(
+            "train.gradient_accumulation_steps = %d is no multiple of %d processes, so some wait for others in every "
+            "step",
+            count,
+            ranks.count,
+        )
     decided = ranks.together(lambda: _decide(job, subject, ranks, host_share) if ranks.is_first else None)
     chosen = ranks.from_first(lambda: decided)
     assert chosen is not None
@@ -277,6 +283,11 @@ def unless_stopped(ranks: Ranks, work: Callable[[], T], *, in_turn: bool = False
     is_early = ranks.place.local_rank == 0
     early, late = together(is_early), together(not is_early)
     return early if is_early else late  # type: ignore[return-value]
+
+
+def is_placed_anew(state: TrainingState, ranks: Ranks) -> bool:
+    """Whether a resumed run gives the model other devices: if it or the run before is of several processes."""
+    return ranks.is_launched or bool(state.facts.get("ranks"))
 
 
 def rank_facts(ranks: Ranks) -> dict[str, Any]:

@@ -104,9 +104,15 @@ def placement_facts(placement: Placement) -> dict[str, list[str]]:
     }
 
 
-def refuse_other_run(job: JobConfig, identity: dict[str, Any], state: TrainingState) -> None:
-    """Raises: ValueError if the state was made with other settings, data or weights; names what differs."""
-    if differing := differences(job, identity, state):
+def refuse_other_run(
+    job: JobConfig, identity: dict[str, Any], state: TrainingState, *, is_placed_anew: bool = False
+) -> None:
+    """Raises: ValueError if the state was made with other settings, data or weights; names what differs.
+
+    Args:
+        is_placed_anew: whether the model may lie on other devices than before.
+    """
+    if differing := differences(job, identity, state, is_placed_anew=is_placed_anew):
         lines = "\n".join(f"  {line}" for line in differing)
         raise ValueError(
             f"{state.path} was made with other settings, so continuing it would not be the same run:\n{lines}\n"
@@ -114,9 +120,12 @@ def refuse_other_run(job: JobConfig, identity: dict[str, Any], state: TrainingSt
         )
 
 
-def differences(job: JobConfig, identity: dict[str, Any], state: TrainingState) -> list[str]:
+def differences(
+    job: JobConfig, identity: dict[str, Any], state: TrainingState, *, is_placed_anew: bool = False
+) -> list[str]:
     """A line for everything in which a job is another one than that of this state; [] for the same."""
-    differing = differing_keys(job_of(state), as_decided(job, state))
+    old, decided = job_of(state), as_decided(job, state)
+    differing = differing_keys(replace(old, split=decided.split) if is_placed_anew else old, decided)
     return differing + [what for name, what in _IDENTITY.items() if state.facts.get(name) != identity[name]]
 
 

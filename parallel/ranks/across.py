@@ -13,7 +13,6 @@ that draw.
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -119,6 +118,6 @@ def _without_weight(microbatch: MicroBatch[Any]) -> MicroBatch[Any]:
 def fingerprint(parameters: Sequence[nn.Parameter]) -> str:
     """Of the values of parameters, to tell whether ranks have the same."""
     digest = hashlib.sha256()
-    for each in itertools.chain(parameters):
-        digest.update(each.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    for each in parameters:
+        digest.update(each.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

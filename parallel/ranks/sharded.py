@@ -195,7 +195,8 @@ class _Filler:
 def whole_shapes(model: nn.Module) -> Iterator[None]:
     """Inside, every divided weight looks whole, and holds nothing: for PEFT, which would make a LoRA for the rows that
     are here."""
-    found = [(m, n, p) for m in model.modules() for n, p in m._parameters.items() if isinstance(p, DTensor)]
+    parameters = [(m, n, p) for m in model.modules() for n, p in m._parameters.items()]
+    found: list[tuple[nn.Module, str, Any]] = [each for each in parameters if isinstance(each[2], DTensor)]
     try:
         for module, name, parameter in found:
             stand_in = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)

@@ -1,7 +1,7 @@
 """One rank of the tests: runs several jobs one after the other, and the first rank writes how each went.
 
-torchrun ... jobs_worker.py PLAN.json RESULTS.json; the plan is a list of jobs: {"job": file, "resume": bool, "stop": the
-step after which the last rank, and no other, is asked to stop, or 0}.
+torchrun ... jobs_worker.py PLAN.json RESULTS.json; the plan is a list of jobs: {"job": file, "resume": bool, "stop":
+the step after which the last rank, and no other, is asked to stop, or 0}.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ def run(item, joined_ranks):
         ranks = Ranks(place, devices, should_stop, joined_ranks._control, joined_ranks.watch)
         Trainer.train_step = counted
         try:
-            result = run_job(
-                job, resume=item["resume"], on_event=seen.append, should_stop=should_stop, ranks=ranks
-            )
+            result = run_job(job, resume=item["resume"], on_event=seen.append, should_stop=should_stop, ranks=ranks)
         finally:
             Trainer.train_step = train_step
     return {
@@ -53,7 +51,9 @@ def run(item, joined_ranks):
         "losses": result.losses,
         "before": result.eval_before,
         "after": result.eval_after,
-        "placement": [event.values["placement"] for event in seen if event.kind == "phase" and "placement" in event.values],
+        "placement": [
+            event.values["placement"] for event in seen if event.kind == "phase" and "placement" in event.values
+        ],
         "memory": [sorted(event.values) for event in seen if event.kind == "memory"],
         "peak_mb": ranks.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024),
     }
