@@ -49,6 +49,7 @@ _INPUTS = (
     Socket(
         "caption_template",
         "data.caption_template",
+        default="",
         placeholder="a photo of {trigger}, {caption}",
         optional=True,
         advanced=True,
