@@ -408,6 +408,13 @@ ROWS: tuple[Row, ...] = (
             "callbacks; cached_patcher_init"
         },
     ),
+    *_read(
+        "native",
+        "comfy.lora",
+        {"call": "model_lora_keys_unet(model, key_map); load_lora(lora, to_load, log_missing=)"},
+    ),
+    *_read("native", "comfy.lora_convert", {"call": "convert_lora(sd)"}),
+    *_read("native", "comfy.weight_adapter.lora.LoRAAdapter", {"has": "name; weights"}),
     # ---- nodes/host/compiler.py: allocation graphs and captured blocks, which hosts before 0.35 have not
     *_read("split", "comfy.cli_args", {"has": "args"}, is_optional=True),
     *_read(

@@ -58,6 +58,7 @@ def _inputs() -> list[Socket | io.Input]:
         Socket(
             "caption_template",
             "data.caption_template",
+            default="",
             placeholder="a photo of {trigger}, {caption}",
             optional=True,
             advanced=True,

@@ -112,6 +112,7 @@ _INPUTS = (
         "lora.start_from",
         "A name in models/loras, or a full path.",
         read=_find_lora,
+        default="",
         placeholder="my_lora.safetensors",
         optional=True,
         advanced=True,

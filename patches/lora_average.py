@@ -23,13 +23,17 @@ class LoraAverage:
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         self._parameters, self._decay = dict(parameters), decay
         self._values = {name: each.detach().float().clone() for name, each in parameters.items()}
+        self._by_device: dict[torch.device, list[str]] = {}  # foreach takes tensors of one
+        for name, each in parameters.items():
+            self._by_device.setdefault(each.device, []).append(name)
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Take in the parameters after this step, counted from 1."""
         weight = 1 - min(self._decay, (1 + step) / (10 + step))
-        now = [each.detach().float() for each in self._parameters.values()]
-        torch._foreach_lerp_(list(self._values.values()), now, weight)
+        for names in self._by_device.values():
+            now = [self._parameters[name].detach().float() for name in names]
+            torch._foreach_lerp_([self._values[name] for name in names], now, weight)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -381,5 +381,6 @@ def _measured_state(name: str, lora_dtype: str) -> float:
         parameter.grad = torch.zeros_like(parameter)
         optimizer = make_optimizer([parameter], OptimizerConfig(name=name))
         optimizer.step()
+        assert isinstance(optimizer, torch.optim.Optimizer)
         held = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
     return sum(value.numel() * value.element_size() for value in held) / parameter.numel()

@@ -53,7 +53,7 @@ def _layer_of(key: str, adapter: Any) -> dict[str, Tensor]:
     if name == "lora" and values[3] is None and values[5] is None:
         up, down, alpha, _, dora, _ = values
         strength = 1.0 if alpha is None else alpha / down.shape[0]
-        layer = {A: down.flatten(1), B: up.flatten(1) * strength}
+        layer = {A: torch.flatten(down, 1), B: torch.flatten(up, 1) * strength}
         return layer if dora is None else layer | {DORA: dora}
     if name == "lokr" and values[7] is None and values[8] is None:
         return _lokr_layer(values)

@@ -10,6 +10,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from devicebridge.checkpoints.lokr_file import check_lokr_layout, lokr_for_comfyui
 from devicebridge.checkpoints.lora_layouts import check_lora_layout, describe_readers, make_lora_tensors, what_is_lost
 from devicebridge.families.registry import FAMILIES
 from devicebridge.patches.lora import resolve_targets
@@ -38,9 +39,11 @@ class Case:
     layout: str
     dora: bool
     which: str
+    is_lokr: bool = False
 
     def __str__(self) -> str:
-        return "-".join([self.name, self.layout, "dora" if self.dora else "lora", self.which])
+        kind = "lokr" if self.is_lokr else "dora" if self.dora else "lora"
+        return "-".join([self.name, self.layout, kind, self.which])
 
     @property
     def family(self):
@@ -69,6 +72,12 @@ class Case:
         model, tensors = _model(self.name), {}
         for name in self.targets:
             weight = model.get_submodule(name).weight.detach()
+            if self.is_lokr:
+                (rows, columns), first = weight.shape, torch.randn(2, 4, generator=generator)
+                tensors[f"{name}.lokr_w1"] = first
+                tensors[f"{name}.lokr_w2_a"] = 0.02 * torch.randn(rows // 2, RANK, generator=generator)
+                tensors[f"{name}.lokr_w2_b"] = torch.randn(RANK, columns // 4, generator=generator)
+                continue
             tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, weight.shape[1], generator=generator)
             tensors[f"{name}.lora_B.weight"] = 0.02 * torch.randn(weight.shape[0], RANK, generator=generator)
             if self.dora:
@@ -78,6 +87,8 @@ class Case:
 
     def file(self):
         trained = self.trained()
+        if self.is_lokr:
+            return lokr_for_comfyui(self.family, trained, ALPHA / RANK)
         return make_lora_tensors(self.family, self.layout, trained, self._for_comfyui(trained), ALPHA, RANK)
 
     def _for_comfyui(self, trained):
@@ -91,6 +102,9 @@ class Case:
     def _weights(self, module, trained):
         """The layer's weight, and the same with its LoRA and no magnitude."""
         weight = _model(self.name).get_submodule(module).weight.detach()
+        if self.is_lokr:
+            first, *second = (trained[f"{module}.lokr_{part}"] for part in ("w1", "w2_a", "w2_b"))
+            return weight, weight + ALPHA / RANK * torch.kron(first, second[0] @ second[1])
         a, b = trained[f"{module}.lora_A.weight"], trained[f"{module}.lora_B.weight"]
         return weight, weight + ALPHA / RANK * b @ a
 
@@ -129,6 +143,7 @@ CASES = [
     for which in ("default", "parts", "all")
 ]
 WRITABLE = [case for case in CASES if case.is_writable]
+LOKR = [Case(name, "original", False, "default", is_lokr=True) for name in FAMILY_NAMES]
 
 
 def test_what_cannot_be_written_is_refused_with_what_would_work():
@@ -186,6 +201,12 @@ _BOTH = 'lora_layout = "both" is read by both'
 )
 def test_it_is_said_who_reads_a_file_and_what_would_be_read_by_both(name, modules, layout, dora, line):
     assert describe_readers(FAMILIES[name], modules, layout, dora) == line
+
+
+def test_lokr_is_refused_where_comfyui_would_find_no_layer():
+    check_lokr_layout(FAMILIES["flux2"], [_TO_Q, "single_transformer_blocks.0.attn.to_out"], "original")
+    with pytest.raises(ValueError, match="is of plain LoRA"):
+        check_lokr_layout(FAMILIES["flux2"], [_TO_Q], "diffusers")
 
 
 def _differences(found, case):
@@ -280,11 +301,11 @@ def comfyui(tmp_path_factory):
     if python is None:
         pytest.skip("needs ComfyUI: set COMFYUI_PATH to its folder, or install it with comfy-cli")
     folder = tmp_path_factory.mktemp("comfyui")
-    cases = {name: [str(case) for case in WRITABLE if case.name == name] for name in FAMILY_NAMES}
+    cases = {name: [str(case) for case in (*WRITABLE, *LOKR) if case.name == name] for name in FAMILY_NAMES}
     (folder / "cases.json").write_text(json.dumps(cases))
     for name in FAMILY_NAMES:
         save_file(_stacked(name, _model(name).state_dict()), folder / f"{name}.safetensors")
-    for case in WRITABLE:
+    for case in (*WRITABLE, *LOKR):
         save_file(case.file(), folder / f"{case}.safetensors")
     command = [str(python), "-c", _ASK_COMFYUI, str(folder)]
     asked = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=300, check=False)
@@ -302,7 +323,15 @@ def _stacked(name, tensors):
 
 
 @pytest.mark.comfy
-@pytest.mark.parametrize("case", WRITABLE, ids=str)
+@pytest.mark.parametrize("case", LOKR, ids=str)
+def test_comfyui_loads_every_tensor_of_lokr(case, comfyui):
+    answer, changed = comfyui[str(case)]
+    assert not any("not loaded" in message or "ERROR" in message for message in answer["messages"])
+    assert len(changed) == len(_stacked(case.name, case.expected()))
+
+
+@pytest.mark.comfy
+@pytest.mark.parametrize("case", [*WRITABLE, *LOKR], ids=str)
 def test_comfyui_applies_every_weight_as_trained_or_we_say_that_it_does_not(case, comfyui):
     answer, changed = comfyui[str(case)]
     assert answer["class"] == TINY[case.name].comfyui_class
@@ -315,7 +344,7 @@ def test_comfyui_applies_every_weight_as_trained_or_we_say_that_it_does_not(case
         for name in expected
         if (changed.get(name, original[name]) - expected[name]).abs().max() > 1e-6 * expected[name].abs().max()
     ]
-    if "ComfyUI" not in case.lost:
+    if case.is_lokr or "ComfyUI" not in case.lost:
         assert differing == [] and not any("ERROR" in message for message in answer["messages"])
     else:
         assert differing and any("lora key not loaded" in message for message in answer["messages"])

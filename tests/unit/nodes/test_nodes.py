@@ -163,6 +163,18 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "background": "BOOLEAN",
         "sample_prompts": "STRING",
         "sample_every": "INT",
+        "lora_kind": "COMBO",
+        "layers": "COMBO",
+        "lokr_factor": "INT",
+        "start_from": "STRING",
+        "ema_decay": "FLOAT",
+        "kahan": "BOOLEAN",
+        "trigger_word": "STRING",
+        "caption_template": "STRING",
+        "loss_weight": "FLOAT",
+        "regularisation": "BOOLEAN",
+        "default_caption": "STRING",
+        "folder_resolutions": "STRING",
     }
 
 
@@ -523,6 +535,10 @@ CHANGES = [
     ("cuda_graphs", "auto", "train.cuda_graphs", "auto"),
     ("sample_prompts", "a cat, asleep\n\n a dog \n", "samples.prompts", ("a cat, asleep", "a dog")),
     ("sample_every", 7, "samples.every_steps", 7),
+    ("lora_kind", "lokr", "lora.kind", "lokr"),
+    ("layers", "attention", "lora.layers", "attention"),
+    ("start_from", "", "lora.start_from", ""),
+    ("ema_decay", 0.99, "train.ema_decay", 0.99),
 ]
 
 
@@ -539,9 +555,28 @@ def test_a_socket_reaches_its_setting_and_no_other(
     assert dataclasses.replace(after, **changed) == before
 
 
+def test_a_lora_to_start_from_is_found_among_the_hosts(
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any]
+) -> None:
+    file = host.root / "models/loras/mine.safetensors"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    assert _job(nodes, sockets, start_from="mine.safetensors").lora.start_from == str(file)
+    with pytest.raises(ValueError, match="is not there"):
+        _job(nodes, sockets, start_from="other.safetensors")
+
+
+def test_lokr_and_its_factor_and_kahan_reach_the_job(nodes: ModuleType, sockets: dict[str, Any]) -> None:
+    """None of them is allowed alone, so that no row of the table could change it."""
+    job = _job(nodes, sockets, lora_kind="lokr", lokr_factor=8, kahan=True, training_dtype="bfloat16")
+    assert (job.lora.kind, job.lora.factor, job.optimizer.kahan) == ("lokr", 8, True)
+
+
 def test_every_socket_of_the_train_node_is_in_the_table(nodes: ModuleType) -> None:
     ids = {entry.id for entry in _node(nodes, "DeviceBridgeTrainLora").define_schema().inputs}
-    assert ids - {"model", "dataset", "resume", "background"} == {socket for socket, *_ in CHANGES}
+    assert ids - {"model", "dataset", "resume", "background", "lokr_factor", "kahan"} == {
+        socket for socket, *_ in CHANGES
+    }
 
 
 @pytest.mark.parametrize("name", ["../../evil", "a/b", "", "  ", ".."])
