@@ -36,7 +36,7 @@ Made by `scripts/families_table.py`; do not edit. A number points to the reason 
 - **train**: a LoRA. ComfyUI's own trainer has the same loss, central differences the same gradients, five steps lower
   the loss, a resumed run is the same bit for bit, and the stock LoRA loader maps every key and draws the same.
 - **split**: one model over several cards. **pipeline**: microbatches follow each other through it. **data**: copies.
-- **tensor**: every block is divided among the cards.
+- **tensor**: every block is divided among the cards while training; in sampling, where a column says so.
 - **8-bit**: the frozen weights; the LoRA stays in full precision.
 - **offload**: weights, and what is kept for the backward, in host memory.
 - **forecast**: memory and time are said before weights are loaded.
@@ -65,7 +65,7 @@ def page() -> str:
     seen = json.loads(SEEN.read_text(encoding="utf-8"))
     rows = importlib.import_module("devicebridge.families.comfy.registry").NATIVE_MODELS
     families = importlib.import_module("devicebridge.families.registry").FAMILIES
-    parts = [_INTRO, *_own(families.values()), *_native(seen), *_others(rows, seen)]
+    parts = [_INTRO, *_own(families.values()), *_native(rows, seen), *_others(rows, seen)]
     return "\n".join(parts) + "\n"
 
 
@@ -77,21 +77,36 @@ def _own(families: Iterable[Any]) -> Iterator[str]:
         faults = dict.fromkeys(_COLUMNS, "")
         faults["tensor"] = "" if family.tensor else "nobody has described how its blocks are divided"
         yield _row(family.title, [reasons.cell(fault) for fault in faults.values()])
-    yield from ("", *reasons.lines(), "")
+    yield from (*reasons.lines(), "")
 
 
-def _native(seen: dict[str, Any]) -> Iterator[str]:
+def _native(rows: Iterable[Any], seen: dict[str, Any]) -> Iterator[str]:
     yield "## Trained as ComfyUI's class, from a stock MODEL\n"
-    yield from _heading("model", ["class", *_COLUMNS])
-    reasons = _Reasons()
+    yield from _heading("model", ["class", *_COLUMNS, "tensor in sampling"])
+    reasons, by_class = _Reasons(), {row.class_name: row for row in rows}
     for name, model in seen.items():
-        cells = [reasons.cell(_first_fault(model["faults"], steps)) for steps in _COLUMNS.values()]
+        faults = [_first_fault(model["faults"], steps) for steps in _COLUMNS.values()]
+        faults = [_of_any_class(fault, model["class"]) for fault in faults]
+        cells = [reasons.cell(fault) for fault in (*faults, _undivided(by_class[model["class"]]))]
         yield _row(name, [f"`{model['class']}`", *cells])
     yield from ("", *reasons.lines(), "")
 
 
+def _of_any_class(fault: str, name: str) -> str:
+    if fault.startswith("nobody has described how the"):  # one kind of block
+        return "training divides the blocks of diffusers' classes alone"
+    return fault.replace(name, "this class")
+
+
+def _undivided(row: Any) -> str:
+    """Why its blocks are not divided in sampling; "" if they are."""
+    return row.refusal or ("" if row.tensor else "nobody has described how its blocks are divided")
+
+
 def _first_fault(faults: dict[str, str], steps: Iterable[str]) -> str:
-    return next((faults[step].partition(": ")[2] or faults[step] for step in steps if faults[step]), "")
+    """Of an error's line what is the reason: neither its class, nor what was asked, nor what would help."""
+    fault = next((faults[step] for step in steps if faults[step]), "")
+    return (fault.partition(": ")[2] or fault).rpartition(", but ")[2].partition(";")[0]
 
 
 def _others(rows: Iterable[Any], seen: dict[str, Any]) -> Iterator[str]:
@@ -102,8 +117,7 @@ def _others(rows: Iterable[Any], seen: dict[str, Any]) -> Iterator[str]:
     reasons = _Reasons()
     for row in rows:
         if row.class_name not in trained:
-            no_plan = "" if row.tensor else row.refusal or "nobody has described how its blocks are divided"
-            cells = [f"`{row.module}`", reasons.cell(row.refusal), reasons.cell(no_plan)]
+            cells = [f"`{row.module}`", reasons.cell(row.refusal), reasons.cell(_undivided(row))]
             yield _row(f"`{row.class_name}`", cells)
     yield from ("", *reasons.lines())
 
