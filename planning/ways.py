@@ -23,6 +23,7 @@ BLOCK_RATE = 0.8  # of a large matrix product's rate: FLUX.2, Wan and Qwen-Image
 WHOLE_SHARE = 0.1  # of a block that every card computes whole: norms, modulation, residuals
 # Launches per module with weights, what it leads to included, and per exchange, where a thread per card launches; one
 # thread alone needs half. From FLUX.2 at 512² and Qwen-Image, which waited for the host, at 5 µs per launch (assumed).
+# One thread that launches for all cards has not been measured on cards, so these err towards blocks.
 LAUNCHES_PER_MODULE, LAUNCHES_PER_EXCHANGE, ALONE = 38.0, 20.0, 0.5
 EXPOSED_CHUNK = 0.25  # of a partial sum, copied by chunks: the last one has no product to hide behind
 GAIN = 0.9  # of blocks' time at most, or dividing is not worth what it forbids
