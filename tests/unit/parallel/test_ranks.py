@@ -1,0 +1,73 @@
+"""Which process of a job this is, which devices it has, and what a job says without any other process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from devicebridge.checkpoints.header import read_header
+from devicebridge.checkpoints.weight_file import open_weights, read_records, read_rows
+from devicebridge.jobs.job import run_job
+from devicebridge.parallel.devices import CPU
+from devicebridge.parallel.ranks.group import Ranks
+from devicebridge.parallel.ranks.place import RankPlace, find_place, own_devices
+from devicebridge.tests.tiny_pipeline import make_tiny_job
+from safetensors.torch import save_file
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+MASTER = {"MASTER_ADDR": "gpu-a", "MASTER_PORT": "29400"}
+
+
+def test_a_place_is_what_torchrun_says_and_nothing_without_all_of_it():
+    assert find_place({**TORCHRUN, **MASTER}) == RankPlace(5, 8, 1, 4)
+    assert find_place({**TORCHRUN, **MASTER, "TORCHELASTIC_RESTART_COUNT": "2"}).num_restarts == 2
+    for name in (*TORCHRUN, *MASTER):
+        assert find_place({key: value for key, value in {**TORCHRUN, **MASTER}.items() if key != name}) is None
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "8"}, {"RANK": "one"}, {"LOCAL_RANK": "4"}, {"LOCAL_WORLD_SIZE": "9"}])
+def test_numbers_that_contradict_each_other_are_refused(wrong):
+    with pytest.raises(ValueError, match="environment"):
+        find_place({**TORCHRUN, **MASTER, **wrong})
+
+
+def test_devices_are_dealt_out_evenly_or_not_at_all():
+    cards = [torch.device("cuda", index) for index in range(8)]
+    assert own_devices(cards, RankPlace(5, 8, 1, 4)) == tuple(cards[2:4])
+    assert own_devices([CPU], RankPlace(1, 2, 1, 2)) == (CPU,)
+    for count in (3, 7):
+        with pytest.raises(ValueError, match="4 processes on this machine share"):
+            own_devices(cards[:count], RankPlace(5, 8, 1, 4))
+
+
+def test_one_process_alone_agrees_with_itself():
+    alone = Ranks(own_stop=lambda: True)
+    assert alone.should_stop() and alone.gather({"a": 1}) == [{"a": 1}] and alone.share(b"x") == b"x"
+    assert alone.dealt(2, lambda index: [float(index)], in_lockstep=True) == [[0.0], [1.0]]
+    with pytest.raises(ValueError, match="said"):
+        alone.together(lambda: (_ for _ in ()).throw(ValueError("said")))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
+def test_one_process_is_told_how_to_start_several(strategy, tmp_path):
+    job = make_tiny_job(tmp_path, parallel={"strategy": strategy})
+    with pytest.raises(ValueError, match="needs several processes; start the job with --nproc 2"):
+        run_job(job)
+    assert not list((tmp_path / "run").glob("*"))
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("cut", [None, (2, 8)])
+def test_some_rows_of_a_tensor_are_those_of_the_whole(swap, cut, tmp_path):
+    file = tmp_path / "weights.safetensors"
+    save_file({"w": torch.arange(40.0).view(10, 4)}, file)
+    record = read_header(file).records()["w"]
+    record = record.cut(*cut) if cut else record
+    record = record.swapped() if swap else record
+    ((_, whole),) = read_records({"w": record})
+    count = record.shape[0]
+    with open_weights(file) as reader:
+        for start in range(count):
+            for end in range(start + 1, count + 1):
+                assert torch.equal(read_rows(reader, dataclasses.replace(record), start, end), whole[start:end])

@@ -1,0 +1,81 @@
+"""What a cluster's plan calculates, against the same by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from devicebridge.cli.main import main
+from devicebridge.planning.cards import parse_cards
+from devicebridge.planning.cluster import (
+    Cluster,
+    Option,
+    Part,
+    Weights,
+    best_of,
+    describe_cluster,
+    parse_link,
+    with_copies,
+    with_shares,
+)
+
+GB = 10**9
+PART = Part(needed=70 * GB, usable=24 * GB, step_s=2.0, lora_bytes=GB, setting="weights in full precision")
+WEIGHTS = Weights([5 * GB] * 12, 4 * GB)  # 64 GB
+
+
+def _cluster(nodes=2, link="25Gbit"):
+    return Cluster(tuple(parse_cards("4x24GB")), nodes, parse_link(link), card_link=100 * GB)
+
+
+@pytest.mark.parametrize(("text", "speed"), [("25Gbit", 3.125e9), ("100 gbit/s", 12.5e9), ("3.1GB", 3.1e9)])
+def test_links_are_read_in_bits_and_bytes(text, speed):
+    assert parse_link(text) == speed
+
+
+@pytest.mark.parametrize("text", ["", "25", "0Gbit", "fast", "25Gbit2"])
+def test_what_is_no_speed_is_refused(text):
+    with pytest.raises(ValueError, match="is no speed"):
+        parse_link(text)
+
+
+def test_copies_exchange_gradients_once_a_step_over_the_slowest_link():
+    found = with_copies(_cluster(), "data", 8, PART)
+    assert found.exchange_s == pytest.approx(2 * GB * 7 / 8 / 3.125e9)
+    assert found.step_s == pytest.approx(2.0 + found.exchange_s)
+    alone = with_copies(_cluster(nodes=1), "data", 4, PART)
+    assert alone.exchange_s == pytest.approx(2 * GB * 3 / 4 / 100e9)
+
+
+def test_shares_hold_a_part_of_the_blocks_and_wait_for_what_computing_does_not_hide():
+    found = with_shares(_cluster(), "hsdp", PART, WEIGHTS, microbatches=1)
+    # a quarter of 64 GB, what is outside the blocks, two blocks, and what one card needs besides weights
+    assert found.needed == 16 * GB + 4 * GB + 10 * GB + 6 * GB
+    assert found.gathered_s == pytest.approx(2 * 60 * 3 / 4 / 100)  # shorter than the 2 s of computing
+    assert found.exchange_s == pytest.approx(5 * 3 / 4 / 100 + 2 * 7 / 8 / 3.125)
+    slow = with_shares(_cluster(), "fsdp", PART, WEIGHTS, microbatches=1)
+    assert slow.needed == 8 * GB + 4 * GB + 10 * GB + 6 * GB
+    assert slow.gathered_s == pytest.approx(2 * 60 * 7 / 8 / 3.125)
+    assert slow.exchange_s == pytest.approx(slow.gathered_s - 2 + 5 * 7 / 8 / 3.125 + 2 * 7 / 8 / 3.125)
+    assert slow.step_s is None and "28.0 GB of 24.0 GB" in slow.why
+
+
+def test_the_fastest_that_fits_is_taken_and_the_text_says_that_it_is_a_calculation():
+    options = [
+        Option("data", 8, "", step_s=None, why="no"),
+        Option("fsdp", 8, "", 1, 2, 3.0),
+        Option("hsdp", 8, "", 1, 2, 2.0),
+    ]
+    assert best_of(options) == options[2] and best_of(options[:1]) is None
+    text = describe_cluster(_cluster(), options, 4)
+    assert "-> hsdp" in text and "a calculation and no measurement" in text and "data: no" in text
+    assert "set train.gradient_accumulation_steps to 8" in text
+
+
+def test_the_command_answers_for_machines_and_refuses_half_a_question(capsys):
+    flags = ["plan", "--model", "flux2-klein-4b", "--quantize", "none", "--resolution", "256"]
+    assert main([*flags, "--cards", "2x24GB", "--nodes", "2", "--link", "100Gbit", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {each["strategy"] for each in found["options"]} > {"data", "fsdp", "hsdp"}
+    assert main([*flags, "--cards", "2x24GB", "--nodes", "2"]) == 2
+    assert "--link 25Gbit" in capsys.readouterr().err
