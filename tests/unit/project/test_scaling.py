@@ -51,8 +51,8 @@ def test_four_emulated_cards_train_by_every_strategy_and_each_has_a_forecast(tmp
     for way, row in rows.items():
         assert row["s_per_sample"] > 0 and row["forecast"]["s_per_sample"] > 0, way
         assert len(row["forecast"]["peak_gb"]) == (1 if way == "one card" else 4)
-    # the same two samples, the same LoRA: the cards that divide each block have one card's loss
-    assert rows["tensor"]["losses"] == pytest.approx(rows["one card"]["losses"], rel=1e-3)
+    # the same model, samples and noise; how blocks are divided is compared in test_tensor_training.py
+    assert rows["tensor"]["losses"] == pytest.approx(rows["one card"]["losses"], rel=2e-5)
 
 
 def _bench(scaling: Any, out: Path | None, *, cards: int = 4, budget_s: float = 1e9) -> Any:
@@ -132,7 +132,7 @@ def test_what_does_not_fit_side_by_side_takes_its_turns_apart(scaling) -> None:
     forecasts = {
         "copies": scaling.Forecast(1.0, (60 * gb,) * 2, (50 * gb,) * 2, (0, 0)),
         "split": scaling.Forecast(1.0, (30 * gb,) * 2, (25 * gb,) * 2, (0, 0)),
-        "tensor": scaling.Forecast(1.0, (30 * gb,) * 2, (26 * gb,) * 2, (0, 0)),
+        "tensor": scaling.Forecast(1.0, (20 * gb,) * 2, (15 * gb,) * 2, (0, 0)),
         "one": scaling.Forecast(1.0, (60 * gb,), (50 * gb,), (0,)),
     }
 
@@ -142,7 +142,7 @@ def test_what_does_not_fit_side_by_side_takes_its_turns_apart(scaling) -> None:
     def named(found: Any) -> list[list[str]]:
         return [[ways[0].name for _, ways in row] for row in found]
 
-    # 50 + 25 held and 10 moving; with 26 more there are 111 of 95
+    # 50 + 25 held and 10 moving; with 15 more there are 100 of 95
     three = groups("copies", "split", "tensor")
     assert named(scaling.together(three, forecasts, cards)) == [["copies", "split"], ["tensor"]]
     # one card's model takes room of the first card only
