@@ -38,7 +38,7 @@ def test_four_emulated_cards_train_by_every_strategy_and_each_has_a_forecast(tmp
         "0",
         "--sections",
         "train flux2-512 bf16, 4 cards",
-        "ranks*bf16, fsdp of 4*",
+        "ranks*of 2 cards",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -119,7 +119,7 @@ def test_processes_are_compared_with_one_card_of_the_section_that_has_it(scaling
     trained, _ = _section(scaling, "train flux2-512 bf16, 4 cards", {"ways": ones})
     other, _ = _section(scaling, "train flux2-512 fp8-compute, 4 cards", {"ways": {"one card": {"s_per_sample": 9.0}}})
     scaling.run_sections(_bench(scaling, None), report, [other, trained])
-    (ranks,) = scaling.chosen(scaling.make_sections(), ["ranks flux2-512 bf16, fsdp of 4 processes"])
+    (ranks,) = scaling.chosen(scaling.make_sections(), ["ranks flux2-512 bf16, 4 processes"])
     scaling.add(report, ranks, {"ways": {"fsdp": {"s_per_sample": 1.5}}})
     assert report["times_faster_than_one_card"] == {ranks.name: {"fsdp": 2.0}}
 
