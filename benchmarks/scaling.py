@@ -14,9 +14,9 @@ min(4, visible); sections for more cards than that are left out.
   train_step.py's, and so are seconds per sample and the bytes that a way needs of each card. Forecast are the planner's
   seconds, of blocks timed on these cards before, and bytes.
 - "sample": native_split.py in a process of its own, for it starts ComfyUI. One card, blocks and tensor take turns.
-- "ranks": strategies of several processes, one card each or several: FSDP, data parallel, and data parallel with a
-  pipeline inside each process. Started by torchrun from ranks_step.py, if this version has that; its first process
-  writes {"ways": {name: {"s_per_sample", "peak_gb"}}} to --out. The ratio is to one card of a "train" section.
+- "ranks": data parallel and FSDP of several processes, one card each, beside torch's own FSDP2. Started by torchrun
+  from ranks.py, if this version has that, on the file that --checkpoint names; where there is none it is written with
+  random weights (64 GB). The ratio is to one card of a "train" section.
 
 --tiny runs all sections with toy shapes on four emulated cards, where times mean nothing.
 """
@@ -49,7 +49,8 @@ from devicebridge.planning.question import ModelCosts  # noqa: E402
 from devicebridge.tests.comfy_host import comfy_python, find_comfyui  # noqa: E402
 from eight_bit_training import emulation  # noqa: E402
 from provenance import commit, describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
-from random_job import find_cards, make_info, take_devices  # noqa: E402
+from random_checkpoint import write_single_file  # noqa: E402
+from random_job import FAMILY, VARIANT, find_cards, make_info, take_devices  # noqa: E402
 from scaling_forecast import Forecast, Forecaster  # noqa: E402
 from train_step import (  # noqa: E402
     SUBJECTS,
@@ -69,7 +70,8 @@ BENCHMARKS = Path(__file__).resolve().parent
 MOST_CARDS = 4
 COUNTS = (2, 4)
 SCHEMES = {"bf16": "none", "fp8-compute": "fp8-compute"}  # as train_step.py and as a job file has them
-RANKS_SCRIPT = "ranks_step.py"
+RANKS_SCRIPT = "ranks.py"
+PROCESS_MODES = {"bf16": ("data", "fsdp", "plain_fsdp"), "fp8-compute": ("data_fp8", "fsdp_fp8")}
 ROOM = 0.95  # of a card's free memory, for what stands side by side
 
 ONE_CARD = Way("one card", 2)
@@ -255,54 +257,58 @@ def sample(bench: Bench, case: str, count: int) -> dict[str, Any]:
         return {"left_out": "no ComfyUI was found, or no Python for it; name them by --comfyui and --comfyui-python"}
     rounds = ["--steps", "3" if options.tiny else "4", "--rounds", str(options.rounds)]
     command = [str(python), str(BENCHMARKS / "native_split.py"), "--comfyui", str(comfyui), "--case", case, *rounds]
-    found = _run_apart(bench, [*command, "--cards", str(count)])
-    result: dict[str, Any] = found.get("cases", {}).get(case, found)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        _run_apart(bench, [*command, "--cards", str(count), "--out", str(out)])
+        result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))["cases"][case]
     for row in result.get("ways", {}).values():
         if "forecast" in row:
             given = row["forecast"]
             pairs = zip(given["weights_gb"], row["weights_gb"], strict=False)
-            memory = [round(ours / real, 3) for ours, real in pairs if real]
             row["forecast_over_measured"] = {
-                "seconds": round(given["s_per_step"] / row["s_per_step"], 3),
-                "weights": memory,
+                "seconds": float(f"{given['s_per_step'] / row['s_per_step']:.3g}"),
+                "weights": [round(ours / real, 3) for ours, real in pairs if real],
             }
     return result
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """Processes that train together. Args: cards: of each."""
-
-    strategy: str
-    processes: int
-    cards: int = 1
-
-
-def train_in_ranks(bench: Bench, subject: str, scheme: str, ranked: Ranked) -> dict[str, Any]:
-    """What ranks_step.py reports: {"ways": {name: {"s_per_sample", "peak_gb"}}}, "peak_gb" by card."""
-    script = BENCHMARKS / RANKS_SCRIPT
+def train_in_processes(bench: Bench, subject: str, scheme: str, processes: int, cards_of_each: int) -> dict[str, Any]:
+    """What ranks.py prints, a line per mode."""
+    script, checkpoint = BENCHMARKS / RANKS_SCRIPT, bench.options.checkpoint
     if not script.is_file():
         return {"left_out": f"not in this version: benchmarks/{RANKS_SCRIPT} is missing"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    what = ["--subject", subject, "--scheme", scheme, "--strategy", ranked.strategy]
-    how = ["--cards-per-process", str(ranked.cards), "--rounds", str(bench.options.rounds)]
-    return _run_apart(bench, [*torchrun, str(ranked.processes), str(script), *what, *how])
+    if cards_of_each > 1:
+        return {"left_out": f"not in this version: benchmarks/{RANKS_SCRIPT} gives each process one card"}
+    if checkpoint is None and not bench.options.tiny:
+        return {"left_out": "it reads a file; name one by --checkpoint, which is written if it is not there"}
+    if checkpoint is not None and not checkpoint.exists():
+        say(f"writing {checkpoint}")
+        write_single_file(checkpoint, FAMILY, VARIANT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    what = [*([str(checkpoint)] if checkpoint else []), "--modes", ",".join(PROCESS_MODES[scheme])]
+    size = ["--size", str(_side(SUBJECTS[subject])), "--steps", str(bench.options.rounds + 1)]
+    said = _run_apart(bench, [*torchrun, str(script), *what, *size])
+    rows = [json.loads(line) for line in said.splitlines() if line.startswith('{"mode"')]
+    return {"ways": {row.pop("mode"): row for row in rows}}
 
 
-def _run_apart(bench: Bench, command: Sequence[str]) -> dict[str, Any]:
-    """The JSON that a command writes to --out; ended when the budget is spent."""
+def _run_apart(bench: Bench, command: Sequence[str]) -> str:
+    """What a command prints; it is ended when the budget is spent.
+
+    Raises: RuntimeError with the end of what it said on its standard error.
+    """
     release()
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        told = [*command, "--out", str(out), *["--tiny"] * bench.options.tiny]
-        try:
-            done = subprocess.run(told, check=False, capture_output=True, text=True, timeout=max(30.0, bench.left_s))
-        except subprocess.TimeoutExpired:
-            return {"failed": "it took longer than was left of --budget-s"}
-        if done.returncode or not out.is_file():
-            return {"failed": f"exit code {done.returncode}", "said": done.stderr.splitlines()[-20:]}
-        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-        return found
+    told = [*command, *["--tiny"] * bench.options.tiny]
+    try:
+        done = subprocess.run(told, check=False, capture_output=True, text=True, timeout=max(30.0, bench.left_s))
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError("it took longer than was left of --budget-s") from error
+    if done.returncode:
+        say(done.stderr[-3000:])
+        raise RuntimeError(
+            f"exit code {done.returncode}: {(done.stderr.strip().splitlines() or ['nothing was said'])[-1]}"
+        )
+    return done.stdout
 
 
 # ---- all sections
@@ -311,14 +317,12 @@ def _run_apart(bench: Bench, command: Sequence[str]) -> dict[str, Any]:
 def make_sections() -> list[Section]:
     """In the order in which they are run: what nobody has measured comes first."""
     trained = [(subject, scheme) for subject in ("flux2-512", "flux2-1024") for scheme in SCHEMES]
-    ranked = [Ranked("fsdp", 4), Ranked("data", 2, 2), Ranked("data", 4), Ranked("fsdp", 2), Ranked("data", 2)]
     found: list[Section] = []
     for count in reversed(COUNTS):
         found += [_train(*what, count) for what in trained]
         found += [_sample(case, count) for case in ("flux2", "wan", "flux2_batch4", "wan_cfg")]
-        here = [each for each in ranked if each.processes * each.cards == count]
-        found += [_ranks(*what, each) for each in here for what in trained]
-    return found
+        found += [_processes(*what, count) for what in trained]
+    return found + [_processes(*what, 2, 2) for what in trained]
 
 
 def _train(subject: str, scheme: str, count: int) -> Section:
@@ -336,13 +340,13 @@ def _sample(case: str, count: int) -> Section:
     return Section(f"sample {case}, {count} cards", about, count, lambda bench: sample(bench, f"scaling_{case}", count))
 
 
-def _ranks(subject: str, scheme: str, ranked: Ranked) -> Section:
-    count, inside = ranked.processes * ranked.cards, f" of {ranked.cards} cards" if ranked.cards > 1 else ""
+def _processes(subject: str, scheme: str, count: int, cards_of_each: int = 1) -> Section:
+    inside = f" of {cards_of_each} cards" if cards_of_each > 1 else ""
     return Section(
-        f"ranks {subject} {scheme}, {ranked.strategy} of {ranked.processes} processes{inside}",
-        75.0,
-        count,
-        lambda bench: train_in_ranks(bench, subject, scheme, ranked),
+        f"ranks {subject} {scheme}, {count} processes{inside}",
+        120.0,
+        count * cards_of_each,
+        lambda bench: train_in_processes(bench, subject, scheme, count, cards_of_each),
         f"train {subject} {scheme},",
     )
 
@@ -448,6 +452,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.ArgumentPars
     parser.add_argument("--budget-s", type=float, default=540.0, help="of this call; sections that take longer wait")
     parser.add_argument("--comfyui", type=Path, help="the checkout that samples; left out: where the tests find it")
     parser.add_argument("--comfyui-python", type=Path, help="left out: the checkout's own")
+    parser.add_argument("--checkpoint", type=Path, help="FLUX.2-dev as a file, for several processes")
     parser.add_argument("--tiny", action="store_true", help="toy shapes on four emulated cards")
     parser.add_argument("--out", type=Path, help="the report; a later call goes on in the same file")
     options = parser.parse_args(arguments)

@@ -38,7 +38,7 @@ def test_four_emulated_cards_train_by_every_strategy_and_each_has_a_forecast(tmp
         "0",
         "--sections",
         "train flux2-512 bf16, 4 cards",
-        "ranks*bf16, fsdp of 4*",
+        "ranks*of 2 cards",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -51,8 +51,8 @@ def test_four_emulated_cards_train_by_every_strategy_and_each_has_a_forecast(tmp
     for way, row in rows.items():
         assert row["s_per_sample"] > 0 and row["forecast"]["s_per_sample"] > 0, way
         assert len(row["forecast"]["peak_gb"]) == (1 if way == "one card" else 4)
-    # the same two samples, the same LoRA: the cards that divide each block have one card's loss
-    assert rows["tensor"]["losses"] == pytest.approx(rows["one card"]["losses"], rel=1e-3)
+    # the same model, samples and noise; how blocks are divided is compared in test_tensor_training.py
+    assert rows["tensor"]["losses"] == pytest.approx(rows["one card"]["losses"], rel=2e-5)
 
 
 def _bench(scaling: Any, out: Path | None, *, cards: int = 4, budget_s: float = 1e9) -> Any:
@@ -119,7 +119,7 @@ def test_processes_are_compared_with_one_card_of_the_section_that_has_it(scaling
     trained, _ = _section(scaling, "train flux2-512 bf16, 4 cards", {"ways": ones})
     other, _ = _section(scaling, "train flux2-512 fp8-compute, 4 cards", {"ways": {"one card": {"s_per_sample": 9.0}}})
     scaling.run_sections(_bench(scaling, None), report, [other, trained])
-    (ranks,) = scaling.chosen(scaling.make_sections(), ["ranks flux2-512 bf16, fsdp of 4 processes"])
+    (ranks,) = scaling.chosen(scaling.make_sections(), ["ranks flux2-512 bf16, 4 processes"])
     scaling.add(report, ranks, {"ways": {"fsdp": {"s_per_sample": 1.5}}})
     assert report["times_faster_than_one_card"] == {ranks.name: {"fsdp": 2.0}}
 
@@ -132,7 +132,7 @@ def test_what_does_not_fit_side_by_side_takes_its_turns_apart(scaling) -> None:
     forecasts = {
         "copies": scaling.Forecast(1.0, (60 * gb,) * 2, (50 * gb,) * 2, (0, 0)),
         "split": scaling.Forecast(1.0, (30 * gb,) * 2, (25 * gb,) * 2, (0, 0)),
-        "tensor": scaling.Forecast(1.0, (30 * gb,) * 2, (26 * gb,) * 2, (0, 0)),
+        "tensor": scaling.Forecast(1.0, (20 * gb,) * 2, (15 * gb,) * 2, (0, 0)),
         "one": scaling.Forecast(1.0, (60 * gb,), (50 * gb,), (0,)),
     }
 
@@ -142,7 +142,7 @@ def test_what_does_not_fit_side_by_side_takes_its_turns_apart(scaling) -> None:
     def named(found: Any) -> list[list[str]]:
         return [[ways[0].name for _, ways in row] for row in found]
 
-    # 50 + 25 held and 10 moving; with 26 more there are 111 of 95
+    # 50 + 25 held and 10 moving; with 15 more there are 100 of 95
     three = groups("copies", "split", "tensor")
     assert named(scaling.together(three, forecasts, cards)) == [["copies", "split"], ["tensor"]]
     # one card's model takes room of the first card only
