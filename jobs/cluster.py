@@ -12,8 +12,9 @@ from ..config.open import asked
 from ..planning.cards import Card
 from ..planning.cluster import Cluster, Option, Part, Weights, with_copies, with_shares
 from ..planning.plan_training import TrainingPlan
+from .place_by_size import held_bytes
 from .read_job import ReadJob, read_job
-from .resolve import Machine, held_bytes, plan_on
+from .resolve import Machine, plan_on
 
 _ENDLESS = 10**15  # bytes of a card that holds whatever there is
 _COMPUTING = ("none", "fp8-compute", "int8-compute")  # schemes whose tensors FSDP can cut

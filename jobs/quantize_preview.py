@@ -32,7 +32,8 @@ from ..quantization.quantize import (
     stored_linear_bytes,
 )
 from ..quantization.report import GroupTotals
-from .resolve import Machine, Subject, find_machine, held_bytes, place_by_size
+from .place_by_size import Subject, held_bytes, place_by_size
+from .resolve import Machine, find_machine
 
 _NUM_NAMED = 4
 _TIME_RESOLUTION = 512  # pixels, where a split by time is planned before there are pictures

@@ -27,7 +27,8 @@ from ..parallel.ranks.place import RankPlace, own_devices
 from ..system.files import tensors_as_bytes
 from ..system.requests import Requests
 from ..training.state import TrainingState
-from .resolve import Machine, Resolution, Subject, find_machine, held_bytes, resolve
+from .place_by_size import Subject, held_bytes
+from .resolve import Machine, Resolution, find_machine, resolve
 from .resume import find_state
 from .run_lock import run_lock
 

@@ -27,7 +27,8 @@ from ..planning.short_model import SampleText
 from ..training.adapter import find_targets
 from .comfy_entries import EncodedSample, make_comfy_reader, read_encoded_samples, refuse_condition, resolution_of
 from .encode_job import cache_store
-from .resolve import Subject, refuse_block_settings, sizes_of
+from .place_by_size import Subject
+from .resolve import refuse_block_settings, sizes_of
 
 _log = logging.getLogger(__name__)
 

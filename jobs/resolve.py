@@ -16,38 +16,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from ..checkpoints.checkpoint import CheckpointInfo
-from ..config.job import JobConfig, ModelConfig, SplitConfig
+from ..config.job import JobConfig
 from ..config.model import Strategy, divides_blocks, has_stages, holds_copies
 from ..config.open import asked
 from ..data.samples import TrainingSample
 from ..execution import ExecutionPlan
-from ..families.spec import Variant, longest_text
 from ..parallel.devices import CPU, find_device, find_devices, free_bytes
 from ..parallel.local.shard_trees import division_fault
 from ..parallel.placement import (
     Placement,
     block_names,
-    check_budgets,
-    check_one_each,
-    estimate_block_flops,
-    parameter_bytes,
-    plan_manual,
-    plan_placement,
-    plan_replicas,
-    plan_shards,
 )
 from ..planning.calibration import Measuring, plan_calibrated
 from ..planning.cards import Card, cards_of
 from ..planning.plan_training import TrainingPlan, plan_training
 from ..planning.question import ModelCosts, Question
-from ..planning.short_model import SampleText
 from ..planning.space import OFFLOADS, OPTIMIZERS, SCHEMES, STRATEGIES, SearchSpace, Setting, is_open, strategies_on
-from ..quantization.quantize import QuantizeSettings, stored_bytes
+from ..quantization.quantize import QuantizeSettings
 from .checked_job import why_no_graphs
 from .native_limits import limited, why_no_forecast, why_no_stages, why_not_offloaded
+from .place_by_size import Subject, place_by_size
 from .samples import size_of_pictures
 
 _log = logging.getLogger(__name__)
@@ -88,26 +77,6 @@ class Machine:
 def find_machine(names: Sequence[str] = (), host_share: int = 1) -> Machine:
     """The devices named, () for every GPU or else the CPU. Raises: ValueError for a name that is no device here."""
     return Machine(tuple(find_devices(names)), host_share=host_share)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is trained, as far as it decides how: a model without weights, and the sizes of its data.
-
-    Args:
-        largest: height and width in pixels and frames of the samples that take the most; (0, 0, 0) takes the config's.
-        train, alone: of all samples that are trained on, and that are evaluated: what tells their batches apart.
-        text: of one of ComfyUI's own models, what it is given of the longest caption, as far as that is known.
-    """
-
-    info: CheckpointInfo
-    variant: Variant
-    model: nn.Module
-    largest: tuple[int, int, int]
-    is_encoded: bool
-    train: frozenset[tuple[int, ...]]
-    alone: frozenset[tuple[int, ...]] = frozenset()
-    text: SampleText | None = None
 
 
 @dataclass(frozen=True)
@@ -401,75 +370,6 @@ def _size_of(job: JobConfig, subject: Subject) -> tuple[int, int]:
         return subject.largest[0], subject.largest[2]
     lengths = job.data.frames or subject.info.family.latent_of(subject.variant).frame_lengths
     return job.data.largest_resolution, max(lengths)
-
-
-def place_by_size(
-    config: ModelConfig,
-    split: SplitConfig,
-    subject: Subject,
-    devices: Sequence[torch.device],
-    size: tuple[int, int],
-    *,
-    strategy: Strategy = "none",
-) -> Placement:
-    """Which block goes where, from sizes alone.
-
-    Args:
-        size: resolution in pixels and frames of the largest samples.
-        strategy: whether each device gets a copy of the model, or a share of each block.
-    Raises: ValueError if it does not fit or the cuts are impossible.
-    """
-    model, family = subject.model, subject.info.family
-    blocks = block_names(model, family)
-    block_bytes, home_bytes = held_bytes(config, subject)
-    budgets = _budgets(split, devices)
-    if holds_copies(strategy):
-        return plan_replicas(blocks, devices, sum(block_bytes) + home_bytes, budgets)
-    if divides_blocks(strategy):
-        return plan_shards(blocks, devices, block_bytes, home_bytes, budgets)
-    if split.balance == "manual":
-        manual = plan_manual(blocks, list(devices), split.split_at)
-        check_budgets(manual, block_bytes, home_bytes, budgets)
-        return manual
-    capacity = [budgets[device] for device in devices]
-    cost: list[float] = list(map(float, block_bytes))
-    home_cost = float(home_bytes)
-    if split.balance == "time":
-        resolution, num_frames = size
-        num_image_tokens = family.latent_of(subject.variant).num_tokens(resolution, resolution, num_frames)
-        num_text_tokens = longest_text(subject.variant)
-        cost = estimate_block_flops(model, family, num_image_tokens, num_text_tokens)
-        home_cost = 0.0
-        capacity = []  # every device is taken for equally fast
-    return plan_placement(
-        blocks,
-        devices,
-        block_cost=cost,
-        home_cost=home_cost,
-        block_bytes=block_bytes,
-        home_bytes=home_bytes,
-        budget_bytes=budgets,
-        capacity=capacity if all(capacity) else (),
-    )
-
-
-def held_bytes(config: ModelConfig, subject: Subject) -> tuple[list[int], int]:
-    """Weights of each block as they will be held, and of all else."""
-    model, family, settings = subject.model, subject.info.family, config.quantize_settings
-    blocks, element_size = block_names(model, family), getattr(torch, config.dtype).itemsize
-    if settings is None:
-        return parameter_bytes(model, blocks, element_size)
-    return stored_bytes(model, family, blocks, element_size, settings)
-
-
-def _budgets(split: SplitConfig, devices: Sequence[torch.device]) -> dict[torch.device, int | None]:
-    """Bytes of weights: the user's limits, else what is free, less a tenth on accelerators as a first guess at
-    activations, LoRA and optimizer."""
-    check_one_each("split.memory_limit_gb", split.memory_limit_gb, devices)
-    if split.memory_limit_gb:
-        return {device: int(gb * 1e9) for device, gb in zip(devices, split.memory_limit_gb, strict=True)}
-    free = {device: free_bytes(device) for device in devices}
-    return {device: size if size is None or device.type == "cpu" else int(0.9 * size) for device, size in free.items()}
 
 
 def sizes_of(samples: Iterable[TrainingSample]) -> frozenset[tuple[int, ...]]:
