@@ -1,0 +1,46 @@
+"""What keeps one of ComfyUI's own models out of a pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from devicebridge.families.comfy.registry import NATIVE_MODELS
+from devicebridge.jobs.native_limits import why_no_stages
+from torch import nn
+
+ROWS = {row.class_name: row for row in NATIVE_MODELS}
+
+
+def _model(*names: str) -> nn.Module:
+    model = nn.Module()
+    for name in names:
+        model.register_parameter(name, nn.Parameter(torch.zeros(1)))
+    model.register_parameter("left_out", None)
+    return model
+
+
+def test_weights_that_are_read_before_the_blocks_do_not_matter() -> None:
+    assert not why_no_stages(ROWS["NextDiT"], _model("x_pad_token", "cap_pad_token"))
+    assert not why_no_stages(ROWS["WanModel"], _model())
+    assert not why_no_stages(None, _model("scale_shift_table"))
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "words"),
+    [
+        ("LTXVModel", ("scale_shift_table",), r"weights of its own \(scale_shift_table\) behind its blocks"),
+        ("NextDiT", ("x_pad_token", "unknown"), r"weights of its own \(unknown\)"),
+        ("UNetModel", (), "needs its home card"),
+        ("Chroma", (), "needs its home card"),
+    ],
+)
+def test_others_and_work_at_home_do(name: str, own: tuple[str, ...], words: str) -> None:
+    assert re.search(words, why_no_stages(ROWS[name], _model(*own)))
+
+
+def test_a_row_names_only_what_it_knows() -> None:
+    row = dataclasses.replace(ROWS["NextDiT"], front_parameters=())
+    assert "x_pad_token" in why_no_stages(row, _model("x_pad_token"))
