@@ -139,7 +139,9 @@ def wait(*args, **kwargs):
     time.sleep(60)
 if sys.argv[2] == "train":
     from devicebridge.cli import jobs
-    jobs.load_job = lambda path: types.SimpleNamespace(model=types.SimpleNamespace(second_expert=""))
+    model = types.SimpleNamespace(second_expert="", family="")
+    cache = types.SimpleNamespace(needs_stock_encoders=False)
+    jobs.load_job = lambda path: types.SimpleNamespace(model=model, cache=cache, needs_comfyui=False)
     jobs.run_job = wait
 else:
     sys.modules["devicebridge.cli.jobs"] = types.SimpleNamespace(check=wait, plan=wait)
