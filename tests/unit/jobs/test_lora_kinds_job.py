@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from devicebridge.config.job import JobConfig, load_job, save_job
+from devicebridge.jobs import build as build_module
 from devicebridge.jobs.job import check_job, run_job
 from devicebridge.jobs.result import TrainingResult
 from devicebridge.parallel.offload import weights as weights_module
@@ -227,6 +228,31 @@ def test_the_average_resumes_bit_for_bit(tmp_path: Path, strategy: str) -> None:
     straight = _run(_job(tmp_path, "straight", "wan", **sections))
     resumed = _stopped_and_resumed(_job(tmp_path, "resumed", "wan", **sections))
     assert resumed.losses == straight.losses and _bytes(resumed) == _bytes(straight)
+
+
+@pytest.mark.parametrize("use_ema", [True, False])
+def test_pictures_are_drawn_with_the_average_if_asked(
+    tmp_path: Path, use_ema: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[dict[str, torch.Tensor]] = []
+
+    class Pictures:
+        def __init__(self, adapter: Any) -> None:
+            self._adapter = adapter
+
+        def is_due(self, step: int, *, is_start: bool = False) -> bool:
+            return step == 2 and not is_start
+
+        def draw(self, step: int, should_stop: Any) -> None:
+            drawn.append({name: each.detach().clone() for name, each in self._adapter.parameters().items()})
+
+    monkeypatch.setattr(build_module, "make_sampler", lambda plan, assembled, *others: Pictures(assembled.adapter))
+    sections = {"train": {"ema_decay": 0.9, "steps": 2}, "samples": {"use_ema": use_ema}}
+    _run(_job(tmp_path, "run", "wan", split={"devices": ["cpu"]}, **sections))
+    saved = load_file(tmp_path / "run" / "checkpoints" / "step-000002" / "adapter.safetensors")
+    (found,) = drawn
+    averages = [torch.equal(tensor, saved[f"ema.{name}"]) for name, tensor in found.items()]
+    assert all(averages) if use_ema else not all(averages)
 
 
 # ---- data
