@@ -21,7 +21,7 @@ from devicebridge.tests.comfy_host import comfy_python
 FAMILY = "sd3"  # its file tells that it has several heads
 FILE = "tiny_stress.safetensors"
 WAYS, SIZES = ("tensor", "blocks"), (64, 96)
-MOST_GROWTH_BYTES = 48 << 20
+MOST_GROWTH_BYTES = 24 << 20
 _CANCELLED_STEPS = 60
 _MAKE = """
 import runpy, sys

@@ -387,10 +387,9 @@ def test_what_unwinds_another_device_ends_the_forward_and_the_next_one_works(err
     assert _difference(_run(parallel, model, x), expected) < NEAR
 
 
-def test_of_several_errors_the_first_is_told(x, in_turns) -> None:
-    """Not that of the first device. Home has done its part of the block by then."""
-    if in_turns:
-        pytest.skip("in turns the others wait for no event")
+def test_of_several_errors_the_first_is_told(x, monkeypatch) -> None:
+    """Not that of the first device. Home has done its part of the block by then. With threads, which can wait so."""
+    monkeypatch.setattr(TensorParallel, "in_turns", False)
     model, has_failed = _model(Separate()), threading.Event()
     parallel = _divide(model, 3)
     _, others = parallel._shards[model.blocks[0]]
