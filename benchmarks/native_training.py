@@ -7,12 +7,12 @@ Random weights in published sizes, written to --folder as one file each, which t
 FLUX.2 has half of its blocks, so that its file and two models fit. Ways of a subject take turns, step by step:
 
 - "native": ComfyUI's own class, every block recomputed.
-- "without the guard": the same blocks as they are, not watched for what they write in place (parallel/offload/in_place.py);
-  times alone mean something, and only where such a block can be computed again at all.
+- "without the guard": the same blocks as they are, not watched for what they write in place; times
+  alone mean something, and only where such a block can be computed again at all.
 - "diffusers": the pack's own family with the same sizes; FLUX.2 alone.
 
-bf16, LoRA rank 16, batch 1, 512 x 512 pixels, one micro-batch a step. Ratios come first. "forecast" is the planner's peak
-of the native job's card over the measured one.
+bf16, LoRA rank 16, batch 1, 512 x 512 pixels, one micro-batch a step. Ratios come first. "forecast" is the planner's
+peak of the native job's card over the measured one.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ sys.argv = ["main.py", *(["--cpu"] if OPTIONS.tiny else []), "--disable-dynamic-
 import comfy.options  # noqa: E402
 
 comfy.options.enable_args_parsing()
-import cuda_malloc  # noqa: E402, F401
-
 import runpy  # noqa: E402
+
+import cuda_malloc  # noqa: E402, F401
 
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
@@ -272,8 +272,8 @@ def _diffusers(cleanup: ExitStack) -> Callable[[], float]:
         make_random_job,
         make_random_model,
         make_trainer,
+        plan_devices,
     )
-    from random_job import plan_devices
 
     config = make_config((4, 24))
     built = make_random_model(config, plan_devices(config, [DEVICE]), "bf16")
