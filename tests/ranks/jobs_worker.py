@@ -51,9 +51,7 @@ def run(item, joined_ranks):
         "losses": result.losses,
         "before": result.eval_before,
         "after": result.eval_after,
-        "placement": [
-            event.values["placement"] for event in seen if event.kind == "phase" and "placement" in event.values
-        ],
+        "placements": [each.values["placement"] for each in seen if "placement" in each.values],
         "memory": [sorted(event.values) for event in seen if event.kind == "memory"],
         "peak_mb": ranks.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024),
     }

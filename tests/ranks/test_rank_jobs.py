@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 
+import numpy as np
 import pytest
 import torch
 from devicebridge.config.job import save_job
@@ -13,6 +14,7 @@ from devicebridge.jobs.job import run_job
 from devicebridge.tests.emulated import emulated_cards
 from devicebridge.tests.ranks.launching import run_jobs
 from devicebridge.tests.tiny_pipeline import make_tiny_job
+from PIL import Image
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs gloo over a loopback device")
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs gloo over
 STEPS, SPLIT_AT = 20, (7, 13)
 CARDS = [f"lazy:{index}" for index in range(4)]
 SHORT = {"steps": 5}
+PICTURES = {"train": {"steps": 2, "gradient_accumulation_steps": 3}, "samples": {"prompts": ["a cat"], "steps": 2}}
 # On two ranks. Cards are emulated ones, two for each rank; they are slow, so those runs are short.
 ON_TWO = {
     "data": {"parallel": {"strategy": "data"}},
@@ -94,9 +97,10 @@ def on_two(folder, alone, on_four):
     plan += [
         {"job": folder / "chain.toml", "resume": True, "stop": SPLIT_AT[1] - SPLIT_AT[0]},
         {"job": folder / "changed.toml", "resume": True},
+        {"job": _job(folder, "pictures", parallel={"strategy": "fsdp"}, **PICTURES)[1]},
     ]
     results = run_jobs(folder, plan, count=2)
-    return dict(zip([*jobs, "chain", "changed"], results, strict=True))
+    return dict(zip([*jobs, "chain", "changed", "pictures"], results, strict=True))
 
 
 @pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
@@ -137,3 +141,11 @@ def test_only_one_rank_writes_and_each_process_has_its_own_cards(folder, on_two)
     record = json.loads((folder / "pipeline_in_each" / "run.json").read_text())
     assert record["status"] == "finished" and record["devices"] == CARDS
     assert on_two["pipeline in each"]["placements"] == ["lazy:0: 1 blocks, lazy:1: 3 blocks"]
+
+
+def test_all_ranks_draw_a_picture_and_three_microbatches_are_dealt_to_two(folder, on_two):
+    job, _ = _job(folder, "pictures alone", **PICTURES)
+    assert on_two["pictures"]["losses"] == pytest.approx(run_job(job).losses, rel=1e-5)
+    name = "samples/000002_0.png"
+    found, expected = (np.asarray(Image.open(folder / run / name)) for run in ("pictures", "pictures_alone"))
+    assert np.abs(found.astype(int) - expected.astype(int)).max() <= 1
