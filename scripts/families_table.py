@@ -95,7 +95,7 @@ def _native(rows: Iterable[Any], seen: dict[str, Any]) -> Iterator[str]:
 def _of_any_class(fault: str, name: str) -> str:
     if fault.startswith("nobody has described how the"):  # one kind of block
         return "training divides the blocks of diffusers' classes alone"
-    return fault.replace(name, "this class")
+    return fault.replace(f"ComfyUI's {name}", "this class").replace(name, "this class")
 
 
 def _undivided(row: Any) -> str:
