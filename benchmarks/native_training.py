@@ -7,12 +7,13 @@ Random weights in published sizes, written to --folder as one file each, which t
 FLUX.2 has half of its blocks, so that its file and two models fit. Ways of a subject take turns, step by step:
 
 - "native": ComfyUI's own class, every block recomputed.
-- "without the guard": the same blocks as they are, not watched for what they write in place; times
-  alone mean something, and only where such a block can be computed again at all.
+- "without the guard": the same blocks as they are, not watched for what they write in place
+  (parallel/offload/in_place.py); only where such a block can be computed again at all.
 - "diffusers": the pack's own family with the same sizes; FLUX.2 alone.
 
-bf16, LoRA rank 16, batch 1, 512 x 512 pixels, one micro-batch a step. Ratios come first. "forecast" is the planner's
-peak of the native job's card over the measured one.
+"forward_ms" is one block's forward with the guard and without, timed in turns where whole steps cannot be.
+bf16, LoRA rank 16, batch 1, 512 x 512 pixels, one micro-batch a step. "forecast" is the planner's peak of allocated
+memory of the native job, over torch.cuda.max_memory_allocated. --tiny: the builds of the tests, on the CPU.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ import cuda_malloc  # noqa: E402, F401
 
 runpy.run_path(str(ROOT / "bootstrap.py"))["load_pack"]()
 
+import functools  # noqa: E402
 import statistics  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
-from collections.abc import Callable, Iterator, Mapping  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
 from contextlib import ExitStack, contextmanager  # noqa: E402
-from dataclasses import dataclass  # noqa: E402
 from typing import Any  # noqa: E402
 
 import comfy.supported_models  # noqa: E402
@@ -71,23 +72,30 @@ from devicebridge.jobs.encode_job import cache_job  # noqa: E402
 from devicebridge.jobs.job import check_job  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
-from devicebridge.parallel.offload.in_place import InPlaceGuard  # noqa: E402
+from devicebridge.parallel.offload.in_place import InPlaceGuard, put_back, taken_out  # noqa: E402
+from devicebridge.patches.attention import sound_attention  # noqa: E402
+from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, small_sizes  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
+from random_job import (  # noqa: E402
+    TINY_CONFIG,
+    attach_lora,
+    make_config,
+    make_picture_samples,
+    make_random_job,
+    make_random_model,
+    make_trainer,
+    plan_devices,
+)
 from safetensors.torch import save_file  # noqa: E402
 
 DEVICE = torch.device("cpu" if OPTIONS.tiny else "cuda:0")
+_NUM_LAYERS = ("num_layers", "num_single_layers")
 _FLUX2 = {
     **{"image_model": "flux2", "in_channels": 128, "out_channels": 128, "context_in_dim": 15360, "hidden_size": 6144},
     **{"mlp_ratio": 3.0, "num_heads": 48, "depth": 4, "depth_single_blocks": 24, "axes_dim": [32, 32, 32, 32]},
-    **{
-        "theta": 2000,
-        "patch_size": 1,
-        "qkv_bias": False,
-        "guidance_embed": True,
-        "txt_ids_dims": [3],
-        "yak_mlp": False,
-    },
+    **{"theta": 2000, "patch_size": 1, "qkv_bias": False, "guidance_embed": True, "txt_ids_dims": [3]},
+    **{"yak_mlp": False},
     **{"global_modulation": True, "mlp_silu_act": True, "ops_bias": False, "vec_in_dim": None, "txt_norm": False},
 }
 _Z_IMAGE = {
@@ -107,36 +115,17 @@ _SDXL = {
 _QWEN = {"image_model": "qwen_image", "in_channels": 64, "num_layers": 60}
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A published architecture. latent: without the batch; text: tokens and width; tiny: what is smaller in --tiny."""
-
-    config_class: str
-    unet_config: Mapping[str, Any]
-    latent: tuple[int, ...]
-    text: tuple[int, int]
-    pooled: int = 0
-    tiny: Mapping[str, Any] = ()  # type: ignore[assignment]
-
-
 SUBJECTS = {
-    "flux2": Subject(
-        "Flux2",
-        _FLUX2,
-        (128, 32, 32),
-        (512, 15360),
-        tiny={"hidden_size": 256, "num_heads": 2, "depth_single_blocks": 4},
-    ),
-    "z_image": Subject("ZImage", _Z_IMAGE, (16, 64, 64), (512, 2560), tiny={"n_layers": 2}),
-    "sdxl": Subject("SDXL", _SDXL, (4, 64, 64), (77, 2048), pooled=1280),
-    "qwen_image": Subject("QwenImage", _QWEN, (16, 1, 64, 64), (512, 3584), tiny={"num_layers": 2}),
+    "flux2": TinyFamily("Flux2", _FLUX2, (128, 32, 32), (512, 15360), ()),
+    "z_image": TinyFamily("ZImage", _Z_IMAGE, (16, 64, 64), (512, 2560), ()),
+    "sdxl": TinyFamily("SDXL", _SDXL, (4, 64, 64), (77, 2048), (), pooled=1280),
+    "qwen_image": TinyFamily("QwenImage", _QWEN, (16, 1, 64, 64), (512, 3584), ()),
 }
 
 
-def write_model(subject: Subject, path: Path) -> None:
+def write_model(subject: TinyFamily, path: Path) -> None:
     """Random bf16 weights as one file; norms are around one."""
-    changes = dict(subject.tiny) if OPTIONS.tiny else {}
-    config = getattr(comfy.supported_models, subject.config_class)({**subject.unet_config, **changes})
+    config = getattr(comfy.supported_models, subject.config_class)(dict(subject.unet_config))
     empty = config.get_model({}, "", device=torch.device("meta")).diffusion_model.state_dict()
     generator, weights = torch.Generator(DEVICE).manual_seed(0), {}
     for name, like in empty.items():
@@ -146,35 +135,33 @@ def write_model(subject: Subject, path: Path) -> None:
     save_file(weights, path)
 
 
-def encode(subject: Subject, folder: Path) -> Path:
+def encode(subject: TinyFamily, folder: Path) -> Path:
     """Two samples as core's lists would be cached."""
     generator = torch.Generator().manual_seed(1)
     latents = [{"samples": torch.randn(1, *subject.latent, generator=generator)} for _ in range(2)]
-    options = {"pooled_output": torch.randn(1, subject.pooled, generator=generator)} if subject.pooled else {}
-    conds = [[[torch.randn(1, *subject.text, generator=generator), dict(options)]] for _ in range(2)]
-    return save_encoded(read_pairs(latents, conds), CacheStore(folder / "cache"))
+    return save_encoded(read_pairs(latents, [subject.condition(seed) for seed in (1, 2)]), CacheStore(folder / "cache"))
 
 
 @contextmanager
-def native_trainer(subject: Subject, path: Path) -> Iterator[tuple[Trainer, int]]:
+def native_trainer(subject: TinyFamily, path: Path) -> Iterator[tuple[Trainer, int]]:
     """A job on the file, ready for its first step; and the planner's peak in bytes, 0 without one."""
     job = make_job(
         {
             "model": {"path": str(path), "family": "comfyui", "dtype": "bfloat16"},
-            "split": {"devices": [str(DEVICE)]},
-            "lora": {"rank": 16},
+            "split": {"devices": [str(DEVICE)], "blocks_without_checkpointing": [0], "calibrate": "off"},
+            "lora": {"rank": 16, "alpha": 16.0},
             "data": {"encoded": str(encode(subject, path.parent))},
             "train": {"steps": 1000},
             "output": {"folder": str(path.parent / "run"), "tensorboard": False},
         }
     )
-    with native_training(), ExitStack() as cleanup:
+    with small_sizes(subject), native_training(), ExitStack() as cleanup:
         info = read_native(path, "bfloat16")
         plan = check_job(job, info=info)
         events = cleanup.enter_context(EventLog(Path(job.output.folder)))
         trainer = build_trainer(plan, {}, cache_job(plan, events), events, cleanup)
         devices = plan.training.devices if plan.training is not None else ()
-        yield trainer, max((each.peak_bytes for each in devices), default=0)
+        yield trainer, max((each.allocated for each in devices), default=0)
 
 
 def timed(trainer: Trainer) -> float:
@@ -205,27 +192,83 @@ def unguarded(trainer: Trainer) -> Iterator[None]:
             module.forward = guard
 
 
+def forward_cost(trainer: Trainer, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a block's forward with gradients, of each class of block: [with the guard, without, calls].
+
+    Medians of calls in turns with the arguments that a step gives. calls: in one step, recomputation included.
+    """
+    model, _ = trainer.runner.replica_for(0)
+    guards = [module.forward for module in model.modules() if isinstance(module.forward, InPlaceGuard)]
+    calls: dict[str, list[tuple[InPlaceGuard, Any, Any]]] = {}
+
+    def note(guard: InPlaceGuard) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            tensors, frame = taken_out((args, kwargs), guard.passed_by)
+            seen = calls.setdefault(type(guard.block).__name__, [])
+            seen.append((guard, None, None) if seen else (guard, [_copy(each) for each in tensors], frame))
+            return guard(*args, **kwargs)
+
+        return forward
+
+    for guard in guards:
+        guard.block.forward = note(guard)
+    try:
+        timed(trainer)
+    finally:
+        for guard in guards:
+            guard.block.forward = guard
+    found = {}
+    for name, seen in calls.items():
+        guard, tensors, frame = seen[0]
+        ways = guard, functools.partial(type(guard.block).forward, guard.block)
+        pairs = [[_forward_ms(way, tensors, frame, guard.passed_by) for way in ways] for _ in range(rounds)]
+        found[name] = [*(statistics.median(each) for each in zip(*pairs[1:], strict=True)), len(seen)]
+    return found
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _forward_ms(way: Any, tensors: list[torch.Tensor], frame: Any, passed_by: tuple[str, ...]) -> float:
+    """Of one call whose arguments are its own, no leaves of the graph."""
+    args, kwargs = put_back(frame, [tensor.clone() for tensor in tensors], passed_by)
+    with torch.enable_grad(), sound_attention():
+        _synchronize()
+        start = time.perf_counter()
+        output = way(*args, **kwargs)
+        _synchronize()
+        taken = time.perf_counter() - start
+        del output
+    return 1000 * taken
+
+
 def measure(name: str) -> dict[str, Any]:
     """One subject, all ways in turns."""
-    subject, path = SUBJECTS[name], OPTIONS.folder / name / "model.safetensors"
+    subject = FAMILIES[name] if OPTIONS.tiny else SUBJECTS[name]
+    path = OPTIONS.folder / name / "model.safetensors"
     write_model(subject, path)
-    say(f"{name}: {path.stat().st_size / 1e9:.1f} GB written")
-    found: dict[str, Any] = {"ratios": {}, "parameters_gb": path.stat().st_size / 1e9}
+    found: dict[str, Any] = {"file_gb": path.stat().st_size / 1e9, "ratios": {}}
+    say(f"{name}: {found['file_gb']:.1f} GB written")
     times: dict[str, list[float]] = {}
     try:
         with native_trainer(subject, path) as (trainer, forecast), ExitStack() as cleanup:
+            path.unlink()
             say(f"{name}: loaded")
-            ways: dict[str, Callable[[], float]] = {"native": lambda: timed(trainer)}
-            peak = _peak(ways["native"])
-            found |= {"peak_gb": peak / 1e9, "forecast_gb": forecast / 1e9}
+            peak = _peak(lambda: timed(trainer))
+            found |= {"peak_gb": peak / 1e9, "forecast_gb": forecast / 1e9, "lora_parameters": _num_trained(trainer)}
             found["ratios"]["forecast over measured peak"] = forecast / peak if peak and forecast else None
-            ways["without the guard"] = lambda: _without(trainer)
-            if name == "flux2" and not OPTIONS.tiny:
-                ways["diffusers"] = _diffusers(cleanup)
+            found["forward_ms"] = forward_cost(trainer, 4 * OPTIONS.rounds)
+            ways = {"native": lambda: timed(trainer), "without the guard": lambda: _without(trainer)}
+            if name == "flux2":
+                own = _diffusers(subject, cleanup)
+                found["lora_parameters_diffusers"] = _num_trained(own)
+                ways["diffusers"] = lambda: timed(own)
             _take_turns(ways, times, found)
     finally:
         path.unlink(missing_ok=True)
     found["seconds per sample"] = {way: statistics.median(each) for way, each in times.items()}
+    found["all seconds"] = times
     for way, each in times.items():
         if way != "native":
             found["ratios"][f"native over {way}"] = statistics.median(
@@ -234,9 +277,14 @@ def measure(name: str) -> dict[str, Any]:
     return found
 
 
+def _num_trained(trainer: Trainer) -> int:
+    return sum(each.numel() for each in trainer.lora.parameters().values())
+
+
 def _take_turns(ways: dict[str, Callable[[], float]], times: dict[str, list[float]], found: dict[str, Any]) -> None:
-    for number in range(OPTIONS.rounds + 1):  # the first is a warm-up
+    for number in range(OPTIONS.rounds + 2):  # the first two warm up
         for way in list(ways):
+            before = _allocated()
             try:
                 taken = ways[way]()
             except (RuntimeError, ValueError) as error:
@@ -244,18 +292,29 @@ def _take_turns(ways: dict[str, Callable[[], float]], times: dict[str, list[floa
                 del ways[way]
                 times.pop(way, None)
                 continue
-            if number:
+            if number > 1:
                 times.setdefault(way, []).append(taken)
+            found.setdefault("gb_of_a_step", {})[way] = (_most_allocated() - before) / 1e9
+
+
+def _allocated() -> int:
+    """Bytes on the card; the largest number counts from here."""
+    if DEVICE.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(DEVICE)
+    return torch.cuda.memory_allocated(DEVICE)
+
+
+def _most_allocated() -> int:
+    return torch.cuda.max_memory_allocated(DEVICE) if DEVICE.type == "cuda" else 0
 
 
 def _peak(step: Callable[[], float]) -> int:
     """Bytes that the second step takes at most; 0 on the CPU."""
     step()
-    if DEVICE.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(DEVICE)
+    _allocated()
     step()
-    return torch.cuda.max_memory_allocated(DEVICE)
+    return _most_allocated()
 
 
 def _without(trainer: Trainer) -> float:
@@ -263,24 +322,16 @@ def _without(trainer: Trainer) -> float:
         return timed(trainer)
 
 
-def _diffusers(cleanup: ExitStack) -> Callable[[], float]:
+def _diffusers(subject: TinyFamily, cleanup: ExitStack) -> Trainer:
     """The pack's own FLUX.2 with as many blocks, on the same card."""
-    from random_job import (
-        attach_lora,
-        make_config,
-        make_picture_samples,
-        make_random_job,
-        make_random_model,
-        make_trainer,
-        plan_devices,
-    )
-
-    config = make_config((4, 24))
+    changes = TINY_CONFIG if OPTIONS.tiny else {}
+    layers = (subject.unet_config["depth"], subject.unet_config["depth_single_blocks"])
+    config = make_config(layers, **{name: each for name, each in changes.items() if name not in _NUM_LAYERS})
     built = make_random_model(config, plan_devices(config, [DEVICE]), "bf16")
-    job = make_random_job(lora={"rank": 16, "alpha": 16}, model={"path": "random weights", "dtype": "bfloat16"})
-    trainer = make_trainer(built, attach_lora(built, job), job, make_picture_samples(config, 512, is_tiny=False))
     cleanup.callback(built.split.remove)
-    return lambda: timed(trainer)
+    job = make_random_job(lora={"rank": 16, "alpha": 16.0}, model={"path": "random weights", "dtype": "bfloat16"})
+    samples = make_picture_samples(config, 64 if OPTIONS.tiny else 512, is_tiny=OPTIONS.tiny)
+    return make_trainer(built, attach_lora(built, job), job, samples)
 
 
 def main() -> None:
