@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +32,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comfyui", default=os.environ.get("COMFYUI_PATH", "~/comfy/ComfyUI"))
     parser.add_argument("--subject", nargs="+", default=["flux2", "z_image", "sdxl"])
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/native_training"))
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "native_training")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--budget-s", type=float, default=400.0)
     parser.add_argument("--out", type=Path)

@@ -28,7 +28,7 @@ from ..planning.cluster import MOST_NODES, Cluster, best_of, describe_cluster, p
 from ..planning.report import describe_plan, plan_values
 from ..planning.request import PlanRequest, make_request
 from ..system.stopping import STOPPED, say, stop_on_signal
-from .launch import as_rank, launch
+from .launch import ONE_PROCESS, as_rank, launch
 from .native import encoded, enter, prepared
 from .terminal import Terminal
 
@@ -38,6 +38,8 @@ def train(options: argparse.Namespace) -> int:
     if options.nproc is not None and place is None:
         return launch(options)
     job = load_job(options.job)
+    if job.needs_comfyui and (place is not None or job.model.second_expert):
+        raise ValueError(ONE_PROCESS)
     if place is not None:
         return as_rank(place, lambda should_stop: _train_rank(options, job, place, should_stop))
     if job.model.second_expert:

@@ -21,6 +21,10 @@ from ..system.processes import start
 from ..system.stopping import StopRequest, say, stop_on_signal
 
 ROOT = Path(__file__).resolve().parent.parent
+ONE_PROCESS = (
+    'model.family = "comfyui", cache.stock_clip and cache.stock_vae work in one process that trains one model; train '
+    "without --nproc, torchrun and model.second_expert, or take the encoders of a diffusers folder"
+)
 _POLL_S = 0.2
 _SAVING_S = 15  # for the other processes to save when one has failed; torchrun then kills them
 _ORPHANED_S = 2.0 * _SAVING_S
@@ -28,7 +32,8 @@ _ORPHANED_S = 2.0 * _SAVING_S
 
 def launch(options: argparse.Namespace) -> int:
     """Start torchrun with this very command, once per process, and pass on whoever asks to stop."""
-    load_job(options.job)  # a mistake in it is told once, and here
+    if load_job(options.job).needs_comfyui:  # a mistake in the job is told once, and here
+        raise ValueError(ONE_PROCESS)
     if options.nproc < 1:
         raise ValueError(f"--nproc {options.nproc} was asked for; give a number of processes, one per card at most")
     with tempfile.TemporaryDirectory(prefix="devicebridge-") as folder, stop_on_signal() as stop:

@@ -99,7 +99,15 @@ class Server:
         for folder, subfolders, files in os.walk(self.outputs):
             subfolders[:] = sorted(name for name in subfolders if name != PACK_NAME)
             paths = (Path(folder, name) for name in sorted(files) if name.endswith(".safetensors"))
-            yield from (path for path in paths if path.stat().st_mtime >= self.started_s)
+            yield from (path for path in paths if _changed_s(path) >= self.started_s)
+
+
+def _changed_s(path: Path) -> float:
+    """When a file was written; 0 for one that is gone, or a link to nothing."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from ..parallel.local.tensor_training import DividedModel, TensorTraining
 from ..parallel.ranks.across import AcrossRanks
 from ..parallel.ranks.group import ALONE, Ranks
 from ..parallel.runner import PlainAccumulation, Runner
-from ..patches.compile_blocks import remove_compiled
+from ..patches.compile_blocks import CompiledBlocks, remove_compiled
 from ..planning.report import compare, parts_of
 from ..sampling.in_ranks import RankSamples
 from ..system.requests import Requests
@@ -93,12 +93,20 @@ def build_trainer(
         devices=plan.placement.used_devices,
         events=events,
         save_lora=save,
-        compiled=assembled.all_compiled,
+        compiled=_agreed(assembled.all_compiled, ranks),
         graphs=assembled.all_graphs,
         is_asked=lambda what: ranks.from_first(lambda: asked.take(what)),
         samples=pictures if pictures is None or not ranks.is_launched else RankSamples(pictures, ranks),
         ranks=ranks,
     )
+
+
+def _agreed(compiled: tuple[CompiledBlocks, ...], ranks: Ranks) -> tuple[CompiledBlocks, ...]:
+    """Compiled on all ranks or on none: all compare their blocks before the first step, together."""
+    if not ranks.any(not compiled):
+        return compiled
+    remove_compiled(compiled)
+    return ()
 
 
 def _assemble(plan: JobPlan, ranks: Ranks) -> Assembled:

@@ -81,8 +81,12 @@ def check_tools(plan: JobPlan) -> None:
             raise ValueError(reason)
 
 
-def check_places(job: JobConfig) -> None:
-    """Raises: ValueError naming the setting, if its folder is a file or lies in one, or cannot be written."""
+def check_places(job: JobConfig, *, is_writer: bool = True) -> None:
+    """Raises: ValueError naming the setting, if its folder is a file or lies in one, or cannot be written.
+
+    Args:
+        is_writer: whether this process writes the run's folder.
+    """
     folders = {
         "output.folder": job.output.folder,
         "cache.folder": job.cache.folder,
@@ -92,7 +96,7 @@ def check_places(job: JobConfig) -> None:
         nearest = _nearest(Path(folder))
         if folder and not nearest.is_dir():
             raise ValueError(f"{key} {folder} was asked for, but {nearest} is a file; choose a folder")
-    if not os.access(_nearest(Path(job.output.folder)), os.W_OK | os.X_OK):
+    if is_writer and not os.access(_nearest(Path(job.output.folder)), os.W_OK | os.X_OK):
         raise ValueError(f"output.folder {job.output.folder} cannot be written; choose another, or make it writable")
 
 

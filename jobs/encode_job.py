@@ -162,6 +162,7 @@ def _text_sources(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> Seque
     settings = plan.job.cache
     if settings.text_source:
         return [comfy_texts(settings, comfy_reader(plan), encoders)]
+    _refuse_unnamed(settings.has_stock_text)
     folder = component_folder(plan, settings.text_encoders, "text_encoders")
     dtype, window_bytes = getattr(torch, settings.dtype), int(settings.text_window_gb * 1e9)
     return [
@@ -170,10 +171,17 @@ def _text_sources(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> Seque
     ]
 
 
+def _refuse_unnamed(is_asked: bool) -> None:
+    """Raises: RuntimeError where ComfyUI's encoders are asked for and nobody loaded them: others must not stand in."""
+    if is_asked:
+        raise RuntimeError("the job names encoders that only ComfyUI loads, and nothing has loaded them")
+
+
 def _latent_source(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> LatentSource:
     settings = plan.job.cache
     if settings.latent_source:
         return comfy_latents(settings, comfy_reader(plan), encoders)
+    _refuse_unnamed(settings.has_stock_latents)
     device = find_device(settings.vae_device) if settings.vae_device else plan.placement.home
     return FolderLatents(plan.family, plan.variant, vae_path(plan), device, getattr(torch, settings.dtype))
 

@@ -112,9 +112,14 @@ def _resolve_and_check(
     host_share: int,
     *,
     is_to_train: bool = True,
+    is_new: bool = True,
     ranks: Ranks = ALONE,
 ) -> JobPlan:
-    """A job that was read, made into what will run; earlier: facts of the checkpoint that is resumed."""
+    """A job that was read, made into what will run.
+
+    Args:
+        earlier: facts of the checkpoint that is resumed where it was. is_new: whether nothing is resumed.
+    """
     schedule = make_noise_schedule(read.job.objective, read.info.family, read.variant)
     refuse_stills(read)
     resolved = resolve_here(read.job, read.subject, ranks, host_share, earlier, is_to_train=is_to_train)
@@ -129,12 +134,12 @@ def _resolve_and_check(
         encoded=read.encoded,
         training=resolved.training,
         targets=read.targets,
-        start=find_start(read) if is_to_train and earlier is None else {},
+        start=find_start(read) if is_to_train and is_new else {},
     )
     check_tools(plan)
     if is_to_train:
         warn_of_losses(plan)
-        check_places(plan.job)
+        check_places(plan.job, is_writer=ranks.is_first)
         give_cautions(plan)
     return plan
 
@@ -175,7 +180,7 @@ def run_job(
         if state is not None:
             refuse_other_run(job, identity, state, is_placed_anew=is_placed_anew(state, ranks))
         facts = None if state is None or is_placed_anew(state, ranks) else state.facts
-        plan = ranks.together(lambda: _resolve_and_check(read, facts, host_share, ranks=ranks))
+        plan = ranks.together(lambda: _resolve_and_check(read, facts, host_share, is_new=state is None, ranks=ranks))
         identity |= placement_facts(plan.placement) | rank_facts(ranks)
         devices = device_names(ranks, used_devices(plan.job, plan.placement.used_devices))
         with (

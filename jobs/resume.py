@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..checkpoints.fingerprint import file_fingerprint
@@ -92,7 +93,13 @@ def find_identity(read: ReadJob) -> dict[str, Any]:
         "dataset": dataset,
         "evaluation": dataset_fingerprint(read.eval_samples) if read.eval_samples else "",
         "model": [file_fingerprint(file) for file in read.info.files],
+        "start": _fingerprint_of_start(read.job.lora.start_from),
     }
+
+
+def _fingerprint_of_start(path: str) -> str:
+    """Of the LoRA that a run begins with; "" without one, and where it is gone: a resumed run does not read it."""
+    return file_fingerprint(path) if path and Path(path).is_file() else ""
 
 
 def placement_facts(placement: Placement) -> dict[str, list[str]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from ..checkpoints.checkpoint import CheckpointInfo
 from ..checkpoints.header import read_file_header
@@ -68,7 +69,7 @@ def next_run(
         return NextRun(free, resume)
     identity = find_identity(read_job(job, info, should_stop=should_stop))
     states = [(each, _newest(each)) for each in reversed(earlier)]
-    known = [(each, state, differences(each, identity, state)) for each, state in states if state is not None]
+    known = [(each, state, _differing(each, identity, state)) for each, state in states if state is not None]
     same = [(each, state) for each, state, differing in known if not differing and _may_be(each, state, resume)]
     if resume:
         each, state = min(same, key=lambda pair: _is_done(*pair), default=(earlier[-1], None))
@@ -81,6 +82,13 @@ def next_run(
             )
         return _finished(each, state)
     return NextRun(free, resume=False, note=_describe_new(free, known))
+
+
+def _differing(job: JobConfig, identity: dict[str, Any], state: TrainingState) -> list[str]:
+    """As differences; and whether the LoRA that it began with is another file now."""
+    began, now = state.facts.get("start"), identity["start"]
+    other = ["the LoRA file of lora.start_from"] if began and now and began != now else []
+    return differences(job, identity, state) + other
 
 
 def _running(job: JobConfig) -> RunRecord | None:
@@ -121,6 +129,7 @@ def _newest(job: JobConfig) -> TrainingState | None:
     try:
         state = load_checkpoint(list_checkpoints(checkpoint_folder(job))[-1])
         check_facts(state)
+        job_of(state)
     except ValueError:
         return None
     return state
@@ -137,11 +146,16 @@ def _is_done(job: JobConfig, state: TrainingState) -> bool:
 
 
 def _finished(job: JobConfig, state: TrainingState) -> NextRun:
-    """Its result, from the disk; where the LoRA file is gone or of another type, the run is resumed to write it."""
+    """Its result, from the disk; where the LoRA file is gone, older or of another type, a resumed run writes it."""
     path = Path(job.output.folder) / job.output.file_name
-    if not path.is_file() or _kind_of(path) != describe_kind(job.output):
+    if not path.is_file() or _kind_of(path) != describe_kind(job.output) or _is_older(path, state):
         return NextRun(job, resume=True)
     return NextRun(job, resume=False, finished=_read_result(path, state), note="Finished before: nothing was trained.")
+
+
+def _is_older(path: Path, state: TrainingState) -> bool:
+    """Whether a file was written before the run's last checkpoint: by an earlier stop, then, and not at the end."""
+    return state.path is not None and path.stat().st_mtime_ns < (state.path / "state.json").stat().st_mtime_ns
 
 
 def _kind_of(path: Path) -> str:

@@ -117,11 +117,13 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, cache_folder: str = "", text_encoders: str = "", vae: str = "", **others: Any) -> Any:
+    def fingerprint_inputs(
+        cls, cache_folder: str = "", text_encoders: str = "", vae: str = "", text_encoder_2: str = "", **others: Any
+    ) -> Any:
         """Runs again where an entry that was there is gone, or files of the encoders have changed."""
         try:
-            names = {"text_encoders": read_file(text_encoders), "vae": read_file(vae)}
-            files = [file_state(host.find_component(kind, name)) for kind, name in names.items()]
+            chosen = (("text_encoders", text_encoders), ("text_encoders", text_encoder_2), ("vae", vae))
+            files = [file_state(host.find_component(kind, read_file(name))) for kind, name in chosen]
             return [KEPT.losses(host.folder_in_output(cache_folder, "cache_folder")), *files]
         except (ValueError, OSError) as error:
             return str(error)  # execute says it where the user sees it
@@ -184,8 +186,8 @@ def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
 
     names = [read_file(sockets.get(socket) or "") for socket in ("text_encoders", "text_encoder_2")]
     files = [path for name in names if Path(path := host.find_component("text_encoders", name)).is_file()]
-    if not files:
-        return None
+    if not files or not Path(host.find_component("text_encoders", names[0])).is_file():
+        return None  # the second is one beside the first
     info = read_checkpoint(model.model.path, variant=model.model.variant)
     wanted = len((info.variant or info.family.variants[0]).text_encoders)
     if info.family.comfy is None or not info.family.comfy.clip_type:

@@ -19,13 +19,9 @@ _SOCKETS = training_sockets(
         "training_dtype",
         "offload_activations",
         "cuda_graphs",
-        "lora_kind",
-        "layers",
-        "lokr_factor",
-        "ema_decay",
-        "kahan",
     ),
 )
+_LATER = training_sockets("lora_kind", "layers", "lokr_factor", "ema_decay", "kahan")  # behind those of saved workflows
 
 
 class PlanTraining(io.ComfyNode):
@@ -60,6 +56,7 @@ class PlanTraining(io.ComfyNode):
                     optional=True,
                     tooltip="Steps of the run, for how long it will take. The plan is the same for any number.",
                 ),
+                *make_inputs(_LATER),
             ],
             outputs=[
                 io.String.Output("text", tooltip="The plan: a line per card, and the reasons."),

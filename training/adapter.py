@@ -45,7 +45,9 @@ class LoraHandle:
         Of LoKr ".lokr_w1" [out1, in1], and ".lokr_w2" [out2, in2] or its factors ".lokr_w2_a" [out2, R] and
         ".lokr_w2_b" [R, in2]: the Kronecker product of the two is [out, in].
         """
-        return {_file_name(name): parameter.detach().cpu() for name, parameter in self.parameters().items()}
+        return {
+            _file_name(name): parameter.detach().to("cpu", copy=True) for name, parameter in self.parameters().items()
+        }
 
     def tensors_for_comfyui(self) -> dict[str, Tensor]:
         """As tensors(), with DoRA's magnitude restated so that ComfyUI computes the trained layer.

@@ -478,7 +478,7 @@ class Trainer:
     def _own(self, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Random states of this process's devices; ranks draw from streams of their own, whichever were saved."""
         names = {"cpu", *map(str, self.devices)}
-        return {name: each for name, each in states.items() if name in names} if self.ranks.is_launched else states
+        return {name: each for name, each in states.items() if name in names}
 
     def _load_adapter(self, tensors: Mapping[str, torch.Tensor]) -> None:
         trained, average = split_average(tensors)

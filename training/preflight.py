@@ -9,6 +9,7 @@ import torch
 
 from ..events import first_line
 from ..parallel.devices import release_cached_memory, reset_peaks
+from ..parallel.ranks.group import RankLost
 from ..patches.attention import sound_attention
 from ..patches.compile_blocks import remove_compiled
 from .gradient_check import BlockCheck, BlockDifference
@@ -57,7 +58,7 @@ def _fault(trainer: Trainer, check: BlockCheck) -> str:
                 for each in trainer.compiled:
                     stack.enter_context(each.watched(check))
             trainer.accumulate(trainer.runner.num_replicas)
-    except torch.cuda.OutOfMemoryError:
+    except (torch.cuda.OutOfMemoryError, RankLost):
         raise
     except Exception as error:  # whatever a compiler raises; what is not its own comes again without it
         _log.debug("compiled blocks failed", exc_info=True)

@@ -64,7 +64,7 @@ class AcrossRanks:
         with ranks.watch.step():
             self._draw_from(f"step {ranks.place.rank} {microbatches[0].name}")
             losses = self._inner.run(self._share(microbatches, own))[: len(own)]
-            found = dict(zip(own, torch.stack(losses).tolist() if losses else [], strict=True))
+            found = dict(zip(own, [float(loss) for loss in losses], strict=True))
         ranks.meet()
         told = self._add_up(found, len(microbatches))
         self._draw_from(f"after {microbatches[0].name}")

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.comfy
 WORKER = Path(__file__).with_name("native_job_worker.py")
-EXAMPLE_API = ROOT / "tests" / "assets" / "train_lora_demo_api.json"
+EXAMPLE_API = ROOT / "tests" / "assets" / "train_a_LoRA_over_two_GPUs_api.json"
 MODEL, SIDE = "tiny_flux2.safetensors", 64
 OURS = (
     "import runpy, sys; runpy.run_path(sys.argv[1])['load_pack'](); "
