@@ -12,8 +12,6 @@ python scripts/check_types.py
 python scripts/check_house.py
 if [ $# -eq 0 ]; then
     # In the order of the files: the longest, tests/comfy, comes first, and its server is one for all of it.
-    # Each has one thread: those of several processes would wait for the same cores.
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     set -- --numprocesses "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder
 fi
 python -m pytest "$@"

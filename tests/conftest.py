@@ -77,16 +77,28 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked "long" run with LONG_TESTS=1 alone: more classes, strategies and faults of what others test."""
+    if not os.environ.get("LONG_TESTS"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="takes long: set LONG_TESTS=1"))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With --dist loadfile a file stays in one process, and so does all of tests/comfy, which has one ComfyUI."""
+    """With --dist loadfile a file stays in one process, and so do all that ask the one ComfyUI of tests/comfy."""
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/comfy" if nodeid.startswith("tests/comfy/") else super()._split_scope(nodeid)
+            scope = super()._split_scope(nodeid)
+            is_asking = scope.startswith("tests/comfy/") and "server: Server" in (ROOT / scope).read_text(
+                encoding="utf-8"
+            )
+            return "tests/comfy" if is_asking else scope
 
     return ByFile(config, log)
 

@@ -14,7 +14,7 @@ from devicebridge.tests.comfy_host import comfy_python
 
 pytestmark = pytest.mark.comfy
 WORKER = Path(__file__).with_name("lora_kinds_worker.py")
-NAMES = ("flux2", "wan", "sdxl")
+NAMES = ("flux2", *(pytest.param(name, marks=pytest.mark.long) for name in ("wan", "sdxl")))
 
 
 @pytest.fixture(scope="module", params=NAMES)

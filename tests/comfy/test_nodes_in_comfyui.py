@@ -178,6 +178,11 @@ def test_an_example_means_its_api_twin(server: Server, name: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     events = [json.loads(line) for line in done.stdout.splitlines()]
     (prompt,) = (event["prompt"] for event in events if event["type"] == "prompt_preview")
+    if os.environ.get("UPDATE_GOLDEN"):
+        text = json.dumps(
+            {key: {"class_type": kind, "inputs": given} for key, (kind, given) in _plain(prompt).items()}, indent=1
+        )
+        _twin_file(name).write_text(text + "\n", encoding="utf-8")
     assert _plain(prompt) == _plain(_api_twin(name))
 
 
@@ -197,7 +202,11 @@ def test_an_example_wants_nothing_but_its_model_files(server: Server, name: str)
 
 
 def _api_twin(name: str) -> dict[str, Any]:
-    return json.loads((ROOT / "tests" / "assets" / f"{name}_api.json").read_text(encoding="utf-8"))
+    return json.loads(_twin_file(name).read_text(encoding="utf-8"))
+
+
+def _twin_file(name: str) -> Path:
+    return ROOT / "tests" / "assets" / f"{name}_api.json"
 
 
 def _plain(graph: dict[str, Any]) -> dict[str, Any]:

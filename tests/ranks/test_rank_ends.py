@@ -87,7 +87,7 @@ def test_a_killed_rank_ends_the_job_and_leaves_its_last_save(folder):
     assert _newest(job) >= 2 and _goes_on(free)
 
 
-@pytest.mark.parametrize("what", ["sleep", "oom"])
+@pytest.mark.parametrize("what", ["sleep", pytest.param("oom", marks=pytest.mark.long)])
 def test_a_rank_that_fails_tells_where_and_the_others_end(folder, what):
     job, file = _job(folder, what, parallel={"hang_timeout_s": 1.0})
     environment = {**ENVIRONMENT, "FAULT": f"{what} 1 3"}
@@ -104,6 +104,7 @@ def test_a_rank_that_fails_tells_where_and_the_others_end(folder, what):
     assert _newest(job) >= 2 and _goes_on(job)
 
 
+@pytest.mark.long
 def test_two_jobs_at_once_do_not_meet(folder):
     jobs = [_job(folder, f"twin{index}", steps=2 + index) for index in range(2)]
     processes = [start_cli("train", file, "--nproc", 2) for _, file in jobs]
@@ -113,6 +114,7 @@ def test_two_jobs_at_once_do_not_meet(folder):
         assert _newest(job) == job.train.steps
 
 
+@pytest.mark.long
 def test_when_the_command_is_killed_no_process_is_left(folder):
     _, file = _job(folder, "orphaned")
     process = start_cli("train", file, "--nproc", 2)

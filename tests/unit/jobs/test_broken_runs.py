@@ -317,7 +317,7 @@ def test_weights_beyond_the_type_of_the_file_are_refused_and_another_type_is_wri
 
 def test_a_lora_that_changes_nothing_is_not_called_finished(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda optimizer: None)
-    with pytest.raises(RuntimeError, match=r"after 6 steps the LoRA changes nothing, for lora_B is zero"):
+    with pytest.raises(RuntimeError, match=r"after 6 steps the LoRA changes nothing, for lora_B.weight is zero"):
         run_job(_job(tmp_path))
 
 
