@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole suite: formatter, linter, length of sentences, type checker, facts about the source, tests, these in
-# TEST_PROCESSES (2) processes, each taking a file after the other (tests/conftest.py). Sets up everything it needs.
+# TEST_PROCESSES (3) processes, each taking a file after the other (tests/conftest.py). Sets up everything it needs.
 # Arguments go to a pytest in one process.
 . "$(dirname "$0")/environment.sh"
 install_pack dev
@@ -12,6 +12,7 @@ python scripts/check_types.py
 python scripts/check_house.py
 if [ $# -eq 0 ]; then
     # In the order of the files: the longest, tests/comfy, comes first, and its server is one for all of it.
-    set -- --numprocesses "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder
+    # Three processes for two cores: one of them often waits for a server, a browser or a process of its own.
+    set -- --numprocesses "${TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder
 fi
 python -m pytest "$@"

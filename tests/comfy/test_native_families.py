@@ -16,19 +16,16 @@ from devicebridge.families.comfy.registry import NATIVE_MODELS
 from devicebridge.tests.comfy.native_cases import CASES, REFUSED, Case
 from devicebridge.tests.comfy_host import comfy_python
 
-pytestmark = pytest.mark.comfy
 
 Results = dict[str, dict[str, str]]
 
 # Of classes that the ComfyUI of these tests has.
 _ROWS = {(row.module, row.class_name): row for row in NATIVE_MODELS if row.evidence == "run"}
+pytestmark = [pytest.mark.comfy, pytest.mark.long]
 _MIXED_DEVICES = "RuntimeError: Expected all tensors to be on the same device"
 # The one upstream case where a user's stand-in for a block cannot call the block: Kandinsky5 passes it an argument by a
 # name that the block does not have.
 _ORIGINAL_BLOCK_FAILS = "TypeError: TransformerDecoderBlock.forward() got an unexpected keyword argument 'x'"
-
-
-pytestmark = [pytest.mark.comfy, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
