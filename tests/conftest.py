@@ -95,9 +95,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             scope = super()._split_scope(nodeid)
-            is_asking = scope.startswith("tests/comfy/") and "server: Server" in (ROOT / scope).read_text(
-                encoding="utf-8"
-            )
+            is_asking = scope.startswith("tests/comfy/") and b"server: Server" in (ROOT / scope).read_bytes()
             return "tests/comfy" if is_asking else scope
 
     return ByFile(config, log)

@@ -16,7 +16,6 @@ from devicebridge.families.comfy.registry import NATIVE_MODELS
 from devicebridge.tests.comfy.native_cases import CASES, REFUSED, Case
 from devicebridge.tests.comfy_host import comfy_python
 
-
 Results = dict[str, dict[str, str]]
 
 # Of classes that the ComfyUI of these tests has.
