@@ -188,7 +188,7 @@ def put_lora(trainer: Trainer, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def gradients(trainer: Trainer) -> Grads:
-    return {n: on_cpu(p.grad).clone() for n, p in trainer.lora.parameters().items() if p.grad is not None}
+    return {n: on_cpu(p.grad).cpu().clone() for n, p in trainer.lora.parameters().items() if p.grad is not None}
 
 
 def difference(found: Grads, expected: Grads) -> float:
@@ -236,7 +236,7 @@ def _core_step(bench: Bench, *, backward: bool) -> _CoreStep:
         return made
 
     def sigmas(self: Any, wrap: Any, size: int, device: Any) -> torch.Tensor:
-        return torch.tensor([wrap.inner_model.model_sampling.percent_to_sigma(_PERCENT)] * size)
+        return torch.tensor([wrap.inner_model.model_sampling.percent_to_sigma(_PERCENT)] * size, device=device)
 
     options = {
         **{"batch_size": 1, "grad_accumulation_steps": 1, "steps": 1, "learning_rate": 0.0, "rank": 2, "seed": 0},
