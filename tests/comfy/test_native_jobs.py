@@ -15,7 +15,7 @@ import torch
 from devicebridge.runs.record import read_record
 from devicebridge.tests.comfy.server import ENVIRONMENT, ROOT, Server
 from devicebridge.tests.comfy_host import comfy_python
-from devicebridge.tests.workflows import read_workflow, set_values
+from devicebridge.tests.workflows import from_folder, read_workflow, set_values
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -70,12 +70,14 @@ def images(server: Server) -> Path:
 
 def _graph(images: Path, name: str, **train: Any) -> dict[str, Any]:
     settings = {
-        "LoadModelForTraining.devices": "cpu",
-        "LoadModelForTraining.dtype": "float32",
+        **from_folder(Path()),
+        "LoadModelForTraining.path": "",
         "TrainingDataset.folder": images.name,
         "TrainingDataset.resolutions": str(SIDE),
         "CacheCaptionsAndLatents.cache_folder": "cache_native",
         "TrainLora.steps": 2,
+        "TrainLora.accumulation": 1,
+        "TrainLora.sample_prompts": "",
         "TrainLora.rank": 2,
         "TrainLora.alpha": 2.0,
         "TrainLora.learning_rate": 0.01,
