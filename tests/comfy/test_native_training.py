@@ -65,6 +65,7 @@ def test_what_can_be_trained_is_trained_right(name: str, found: dict[str, Any]) 
     assert not any(faults.values()), faults
 
 
+@pytest.mark.long
 def test_files_of_full_size_are_recognised_by_their_headers(lines: list[dict[str, Any]]) -> None:
     headers = lines[-1]["headers"]
     assert headers and not {name: fault for name, fault in headers.items() if fault}
