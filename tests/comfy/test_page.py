@@ -139,7 +139,9 @@ def _wait_for_change(page: Any, script: str) -> None:
     page.wait_for_function(f"(before) => {{ const now = {script}; return now && now !== before }}", arg=before)
 
 
-@pytest.mark.parametrize("has_vue_nodes", [False, True], ids=["canvas", "vue"])
+@pytest.mark.parametrize(
+    "has_vue_nodes", [pytest.param(False, id="canvas"), pytest.param(True, id="vue", marks=pytest.mark.long)]
+)
 def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
     chromium: str, server: Server, pipeline: Path, dataset: Path, tmp_path: Path, has_vue_nodes: bool
 ) -> None:

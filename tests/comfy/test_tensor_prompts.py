@@ -11,6 +11,7 @@ from devicebridge.tests.comfy.tensor_prompts import make_files, run_tensor_promp
 pytestmark = pytest.mark.comfy
 
 
+@pytest.mark.long
 def test_prompts_of_both_ways_keep_their_bits_through_cancels_and_errors(server: Server, comfyui: Path) -> None:
     make_files(server, comfyui)
     found = run_tensor_prompts(server, 12, 4, seed=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 
 import numpy as np
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs gloo over a loopback device")
 
+LONG = bool(os.environ.get("LONG_TESTS"))
 STEPS, SPLIT_AT = 20, (7, 13)
 CARDS = [f"lazy:{index}" for index in range(4)]
 SHORT = {"steps": 5}
@@ -74,6 +76,8 @@ def alone(folder):
 @pytest.fixture(scope="module")
 def on_four(folder, alone):
     """hsdp, and the first seven steps of a run that goes on on two."""
+    if not LONG:
+        return {}
     jobs = {name: _job(folder, name, **sections) for name, sections in ON_FOUR.items()}
     plan = [{"job": file} for _, file in jobs.values()]
     _, chain = _job(folder, "chain", parallel={"strategy": "data"})
@@ -94,16 +98,17 @@ def on_two(folder, alone, on_four):
         dataclasses.replace(after, split=dataclasses.replace(after.split, devices=("cpu",))), folder / "changed.toml"
     )
     plan = [{"job": file} for _, file in jobs.values()]
+    if LONG:
+        plan += [{"job": folder / "chain.toml", "resume": True, "stop": SPLIT_AT[1] - SPLIT_AT[0]}]
     plan += [
-        {"job": folder / "chain.toml", "resume": True, "stop": SPLIT_AT[1] - SPLIT_AT[0]},
         {"job": folder / "changed.toml", "resume": True},
         {"job": _job(folder, "pictures", parallel={"strategy": "fsdp"}, **PICTURES)[1]},
     ]
     results = run_jobs(folder, plan, count=2)
-    return dict(zip([*jobs, "chain", "changed", "pictures"], results, strict=True))
+    return dict(zip([*jobs, *["chain"] * LONG, "changed", "pictures"], results, strict=True))
 
 
-@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+@pytest.mark.parametrize("name", [*ON_TWO, *(pytest.param(name, marks=pytest.mark.long) for name in ON_FOUR)])
 def test_a_strategy_gives_the_losses_and_the_lora_of_one_process(name, folder, alone, on_two, on_four):
     expected, alone_job = alone
     found = {**on_four, **on_two}[name]
@@ -116,6 +121,7 @@ def test_a_strategy_gives_the_losses_and_the_lora_of_one_process(name, folder, a
     assert _difference(_lora(job, steps), _lora(alone_job, steps)) < 1e-4
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_four_two_and_one_processes(folder, alone, on_two, on_four):
     expected, alone_job = alone
     assert (on_four["chain"]["status"], on_four["chain"]["step"]) == ("stopped", SPLIT_AT[0])
