@@ -180,6 +180,7 @@ CASES = [
     "unloading_a_model_and_its_clones",
     "weight_wrappers",
     "weights_exist_once_in_host_memory",
+    "with_cfg_a_copy_per_card_is_named_where_it_is_faster",
     "without_inference_mode",
     "a_replaced_block_is_put_back",
     "whole_lists_cannot_be_replaced",
