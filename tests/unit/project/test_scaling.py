@@ -28,6 +28,7 @@ def calculation(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("scaling_calculation")
 
 
+@pytest.mark.long
 def test_four_emulated_cards_train_by_every_strategy_and_each_has_a_forecast(tmp_path: Path) -> None:
     out = tmp_path / "scaling.json"
     command = [sys.executable, str(BENCHMARKS / "scaling.py"), "--tiny", "--no-calibration", "--out", str(out)]

@@ -46,7 +46,7 @@ def test_listed_modules_are_used_by_name(name: str) -> None:
 
 def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(ValueError, match="pip install torchao"):
+    with pytest.raises(ValueError, match="pip install --upgrade torchao"):
         _make("adamw8bit")
 
 
