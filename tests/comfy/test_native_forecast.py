@@ -29,6 +29,7 @@ def test_the_forecast_is_what_emulated_cards_hold(name: str, comfyui: Path, tmp_
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     errors = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"name"')))["errors"]
-    assert all(-0.055 < error < 0.025 for way in ("recompute", "kept", "8 bits") for error in errors[way].values()), (
-        errors
-    )
+    for way in ("recompute", "kept", "8 bits"):
+        first, *others = errors[way].values()
+        assert -0.055 < first < 0.025, errors  # 0.2 to 0.5 MB beside the blocks count in models so small
+        assert all(-0.035 < error < 0.025 for error in others), errors

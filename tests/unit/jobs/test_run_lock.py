@@ -98,8 +98,8 @@ def test_what_killed_writers_left_is_swept_and_nothing_else(tmp_path):
 
 
 def test_a_job_that_is_refused_leaves_no_folder(tmp_path):
-    with pytest.raises(ValueError, match="(cannot be imported|is not installed)"):
-        run_job(make_tiny_job(tmp_path, optimizer={"name": "prodigyopt.Nope"}))
+    with pytest.raises(ValueError, match="cannot be imported"):
+        run_job(make_tiny_job(tmp_path, optimizer={"name": "torch.optim.Nope"}))
     assert not (tmp_path / "run").exists()
 
 
