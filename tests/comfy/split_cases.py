@@ -83,7 +83,6 @@ def run_case(run: Run, host: Host) -> list[list[Any]]:
             host.unload_all()
     finally:
         gc.collect()
-    # A shard of a divided model may wait for the garbage collector: known, and to be mended.
-    leaks = [message for message in messages if "memory leak" in message and "Shard" not in message]
+    leaks = [message for message in messages if "memory leak" in message]
     case.check("ComfyUI found no leak", not leaks, leaks)
     return case.claims
