@@ -50,7 +50,7 @@ def run_overlapped(
         return executor(model, conds, x_in, timestep, model_options)
     advise, tree.advise = tree.advise, None
     if advise is not None:
-        advise(sum(bool(cond) for cond in conds))
+        advise(tree, sum(bool(cond) for cond in conds))
     bring_controls_home(conds, tree.plan.home)
     parts = _parts(tree, model, conds, x_in, timestep, model_options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from itertools import groupby
 from typing import Any
@@ -105,8 +106,10 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
     plan, minimum, problems = tree.plan, management.minimum_inference_memory(), []
     _, activations = estimate_memory(model, noise_shape, conds)
     sizes = weight_bytes(model.model, plan)
-    needed = sum(sizes.values()), max(activations, minimum)
-    tree.advise = lambda num_conds: _advise(tree, noise_shape, num_conds, *needed)
+    # A run that is refused has no first step: what waits for one must not hold the tree, which holds it.
+    tree.advise = functools.partial(
+        _advise, noise_shape=noise_shape, weights=sum(sizes.values()), working=max(activations, minimum)
+    )
     for device, size in sizes.items():
         total, free = management.get_total_memory(device), management.get_free_memory(device)
         streamed = _largest_layer(model.model, plan, device)
@@ -129,7 +132,7 @@ def _forecast(model: Any, tree: SplitTree, noise_shape: Any, conds: Any) -> None
         )
 
 
-def _advise(tree: SplitTree, noise_shape: Any, num_conds: int, weights: int, working: float) -> None:
+def _advise(tree: SplitTree, num_conds: int, noise_shape: Any, weights: int, working: float) -> None:
     """Say what would be faster for a run. How many conds a step computes is known in its first step only: samplers are
     given a negative one that they leave out at cfg 1."""
     say_other_way(tree, noise_shape, num_conds)

@@ -91,7 +91,7 @@ class SplitTree:
         self._forwards = _Forwards()
         self._said: set[str] = set()  # what needs saying once
         self.is_to_verify = False  # the next step
-        self.advise: Callable[[int], None] | None = None  # at the next step, told how many conds it computes
+        self.advise: Callable[[SplitTree, int], None] | None = None  # at the next step, told how many conds it computes
         self.loaded_layers: dict[torch.device, dict[str, int]] = {}  # of object patches, by name: what each card holds
         self._is_proven = not plan.layout.is_watched
         self.is_verified = plan.layout.evidence != "read"  # or need not be
