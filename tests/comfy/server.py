@@ -100,6 +100,8 @@ def start_server(comfyui: Path, base: Path) -> Iterator[Server]:
     python = comfy_python(comfyui)
     assert python is not None
     command = [python, "main.py", "--port", str(port), "--base-directory", base, *ARGUMENTS]
+    if frontend := os.environ.get("COMFYUI_FRONTEND"):  # the folder `static` of another frontend package
+        command += ["--front-end-root", frontend]
     log = base / "server.log"
     with log.open("wb") as output:
         process = processes.start(command, folder=comfyui, environment=ENVIRONMENT, output=output)
