@@ -35,10 +35,11 @@ CARDS = tuple(torch.device(DEVICE_TYPE, index) for index in range(4))
 _LIVE = WeakIdKeyDictionary()  # every emulated tensor that somebody still holds
 
 _COPIES_BETWEEN_DEVICES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default, aten.copy.default}
+_COUNTED_COPIES = {aten._to_copy.default: 0, aten.copy_.default: 1}  # which argument is copied
 _RETURNS_HOST_VALUE = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default}
 _TAKES_INDICES = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+_OF_DEVICES = frozenset({"device", "pin_memory", "non_blocking"})
 _GENERATORS = [torch.Generator() for _ in CARDS]  # each card has its own, as on GPUs
-_SIMPLE: set[Any] = set()  # operations that are not made of others
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,36 @@ class Copy:
     target: torch.device
     num_bytes: int
     shape: tuple[int, ...]
+
+
+class _Facts:
+    """What is asked of an operation whenever it runs, and is slow to find out."""
+
+    def __init__(self, func: Any) -> None:
+        self.func = func  # held, for operations are known by their id
+        returns = func._schema.returns
+        alias = returns[0].alias_info if len(returns) == 1 else None
+        self.is_in_place = alias is not None and alias.is_write
+        self.is_view = func.is_view
+        self.is_copy = func in _COPIES_BETWEEN_DEVICES
+        self.copied = _COUNTED_COPIES.get(func)
+        self.returns_host_value = func in _RETURNS_HOST_VALUE
+        self.takes_indices = func in _TAKES_INDICES
+        self.has_own_versions = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView")
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self.draws = is_random and any(argument.name == "generator" for argument in func._schema.arguments)
+        # Not made of others; or composites that compute, which the CPU's data goes through with the same bits.
+        self.is_simple = func in (aten.linear.default, aten.matmul.default)
+
+
+_FACTS: dict[int, _Facts] = {}
+
+
+def _facts(func: Any) -> _Facts:
+    found = _FACTS.get(id(func))
+    if found is None:
+        found = _FACTS[id(func)] = _Facts(func)
+    return found
 
 
 class EmulatedTensor(torch.Tensor):
@@ -96,10 +127,11 @@ class EmulatedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _is_for_another_subclass(_values(args, kwargs)):
+        found = _Arguments(args, kwargs)
+        if found.is_for_another_subclass:
             return NotImplemented
-        out = NotImplemented if func in _SIMPLE else _run_composite(func, args, kwargs)
-        return _run(func, args, kwargs, []) if out is NotImplemented else out
+        out = NotImplemented if _facts(func).is_simple else _run_composite(func, args, kwargs)
+        return _run(func, args, kwargs, found.tensors, []) if out is NotImplemented else out
 
 
 @functools.cache
@@ -115,7 +147,8 @@ def _on_cards(library_class: type) -> type:
     return type(name, (library_class, EmulatedTensor), members)
 
 
-_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, EmulatedTensor})
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_OTHER_TYPES = frozenset({int, float, bool, type(None), torch.dtype, torch.layout, torch.memory_format})
 
 
 class EmulatedCards(TorchDispatchMode):
@@ -127,40 +160,55 @@ class EmulatedCards(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        values = _values(args, kwargs)
-        if _is_for_another_subclass(values):
+        found = _Arguments(args, kwargs)
+        if found.is_for_another_subclass:
             return NotImplemented
-        if not any(_is_ours(value) for value in values):
+        if not found.is_ours:
             return func(*args, **kwargs)
-        if func not in _SIMPLE:
+        if not _facts(func).is_simple:
             with self:  # under inference mode `to` and the like come here whole, with the device among the arguments
                 out = _run_composite(func, args, kwargs)
             if out is not NotImplemented:
                 return out
-        return _run(func, args, kwargs, self.copies)
+        return _run(func, args, kwargs, found.tensors, self.copies)
 
 
-def _is_ours(x: Any) -> bool:
-    return isinstance(x, EmulatedTensor) or (isinstance(x, (torch.device, str)) and str(x).startswith(DEVICE_TYPE))
+class _Arguments:
+    """Tensors among an operation's arguments; whether one is emulated or a card is named; whether one is quantised.
 
+    A quantised tensor's own dispatch comes back here with the tensors it is made of.
+    """
 
-def _values(args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments of an operation, lists of tensors taken apart; operations nest no deeper."""
-    values: list[Any] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, (list, tuple)):
-            values.extend(value)
-        else:
-            values.append(value)
-    return values
+    __slots__ = ("is_for_another_subclass", "is_ours", "tensors")
 
+    def __init__(self, args: Any, kwargs: dict[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.is_ours = self.is_for_another_subclass = False
+        for value in args:
+            self._take(value)
+        for value in kwargs.values():
+            self._take(value)
 
-def _is_for_another_subclass(values: list[Any]) -> bool:
-    """Whether a quantised tensor is among them: its own dispatch comes back here with the tensors it is made of."""
-    return any(
-        isinstance(value, torch.Tensor) and type(value) not in _PLAIN_TYPES and is_traceable_wrapper_subclass(value)
-        for value in values
-    )
+    def _take(self, value: Any) -> None:
+        kind = type(value)
+        if kind is EmulatedTensor:
+            self.is_ours = True
+            self.tensors.append(value)
+        elif kind in _PLAIN_TYPES:
+            self.tensors.append(value)
+        elif kind in _OTHER_TYPES:
+            pass
+        elif isinstance(value, (list, tuple)):
+            for each in value:
+                self._take(each)
+        elif isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            self.is_ours |= isinstance(value, EmulatedTensor)
+            self.is_for_another_subclass |= is_traceable_wrapper_subclass(value)
+        elif isinstance(value, torch.device):
+            self.is_ours |= value.type == DEVICE_TYPE
+        elif isinstance(value, str):
+            self.is_ours |= value.startswith(DEVICE_TYPE)
 
 
 def _lists_as_indices(index: Any) -> Any:
@@ -174,55 +222,47 @@ def _run_composite(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operation made of others, run as those; NotImplemented for a simple one, which is remembered."""
     if func is aten._has_compatible_shallow_copy_type.default:
         return False  # asked by Module.to under inference mode; the data lies beside the tensor
-    with _versions_are_kept(func):
+    # Inside a dispatch the key that keeps versions and views is left out; what an operation is made of needs it. Not
+    # where that key has the operation itself: then it makes a view of what comes back.
+    facts = _facts(func)
+    if facts.has_own_versions:
         out = func.decompose(*args, **kwargs)
-    if out is NotImplemented:
-        _SIMPLE.add(func)
+    else:
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            out = func.decompose(*args, **kwargs)
+    facts.is_simple = out is NotImplemented
     return out
 
 
-def _versions_are_kept(func: Any) -> contextlib.AbstractContextManager[Any]:
-    """Inside a dispatch the key that keeps versions and views is left out; what an operation is made of needs it.
-
-    Not where that key has the operation itself: then it makes a view of what comes back.
-    """
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "ADInplaceOrView"):
-        return contextlib.nullcontext()
-    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
-
-
-def _run(func: Any, args: Any, kwargs: dict[str, Any], copies: list[Copy]) -> Any:
-    tensors = [value for value in _values(args, kwargs) if isinstance(value, torch.Tensor)]
-    devices = _devices(func, tensors)
-    if len(devices) > 1 and func not in _COPIES_BETWEEN_DEVICES:
+def _run(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], copies: list[Copy]) -> Any:
+    facts = _facts(func)
+    devices = _devices(facts, tensors)
+    if len(devices) > 1 and not facts.is_copy:
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
             f"{devices[0]} and {devices[1]}! (emulated; {func})"
         )
     target = _target(func, args, kwargs, devices, tensors)
-    _count(func, args, target, copies)
-    plain_kwargs = {k: v for k, v in kwargs.items() if k not in {"device", "pin_memory", "non_blocking"}}
-    if target.type == DEVICE_TYPE and _draws(func) and plain_kwargs.get("generator") is None:
+    if facts.copied is not None:
+        _count(args[facts.copied], target, copies)
+    plain_kwargs = {k: _plain(v) for k, v in kwargs.items() if k not in _OF_DEVICES}
+    if facts.draws and target.type == DEVICE_TYPE and plain_kwargs.get("generator") is None:
         plain_kwargs["generator"] = _GENERATORS[target.index]
     if "device" in kwargs:
         plain_kwargs["device"] = torch.device("cpu")
     run = functools.partial(_dropout, _GENERATORS[target.index]) if func is aten.native_dropout.default else func
-    out = run(*map(_plain, args), **{key: _plain(value) for key, value in plain_kwargs.items()})
-    if func in _RETURNS_HOST_VALUE:
+    out = run(*map(_plain, args), **plain_kwargs)
+    if facts.returns_host_value:
         return out
-    if _is_in_place(func):
+    if facts.is_in_place:
         return kwargs.get("out", args[0])
     if target.type == "cpu":
         return out
-    with _as_its_base(func, tensors):
-        return _on_card(out, target)
-
-
-def _as_its_base(func: Any, tensors: list[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """In inference mode, too, a view of an ordinary tensor is ordinary: both have one version, which counts writes."""
-    if torch.is_inference_mode_enabled() and func.is_view and tensors and not tensors[0].is_inference():
-        return torch.inference_mode(False)
-    return contextlib.nullcontext()
+    if facts.is_view and torch.is_inference_mode_enabled() and tensors and not tensors[0].is_inference():
+        # In inference mode, too, a view of an ordinary tensor is ordinary: both have one version, which counts writes.
+        with torch.inference_mode(False):
+            return _on_card(out, target)
+    return _on_card(out, target)
 
 
 def _dropout(
@@ -233,37 +273,32 @@ def _dropout(
     return (x * kept / (1 - p) if is_training else x.clone()), kept
 
 
-@functools.cache
-def _draws(func: Any) -> bool:
-    """Whether an operation draws random numbers and can be told from which generator."""
-    is_random = torch.Tag.nondeterministic_seeded in func.tags
-    return is_random and any(argument.name == "generator" for argument in func._schema.arguments)
-
-
 def _on_card(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return EmulatedTensor(value, device)
     if isinstance(value, (list, tuple)):
         return type(value)(_on_card(item, device) for item in value)
-    return EmulatedTensor(value, device) if isinstance(value, torch.Tensor) else value
+    return value
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, EmulatedTensor):
+        return value.data_on_cpu
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(item) for item in value)
-    return value.data_on_cpu if isinstance(value, EmulatedTensor) else value
+    return value
 
 
-def _is_in_place(func: Any) -> bool:
-    returns = func._schema.returns
-    return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
-
-
-def _devices(func: Any, tensors: list[torch.Tensor]) -> list[torch.device]:
-    found: dict[torch.device, None] = {}
+def _devices(facts: _Facts, tensors: list[torch.Tensor]) -> list[torch.device]:
+    found: list[torch.device] = []
     for position, tensor in enumerate(tensors):
-        mixes = tensor.device.type == "cpu" and (tensor.ndim == 0 or (func in _TAKES_INDICES and position > 0))
-        if not mixes:
-            found[tensor.device] = None
-    return list(found)
+        device = tensor.device
+        if device in found or (
+            device.type == "cpu" and (tensor.ndim == 0 or (facts.takes_indices and position > 0))  # these mix
+        ):
+            continue
+        found.append(device)
+    return found
 
 
 def _target(
@@ -279,10 +314,8 @@ def _target(
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def _count(func: Any, args: Any, target: torch.device, copies: list[Copy]) -> None:
-    moved = {aten._to_copy.default: 0, aten.copy_.default: 1}.get(func)
-    if moved is not None and args[moved].device != target:
-        tensor = args[moved]
+def _count(tensor: torch.Tensor, target: torch.device, copies: list[Copy]) -> None:
+    if tensor.device != target:
         copies.append(Copy(tensor.device, target, tensor.numel() * tensor.element_size(), tuple(tensor.shape)))
 
 

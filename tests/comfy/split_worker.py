@@ -11,6 +11,7 @@ ComfyUI is imported before the pack, so that what the pack does to ComfyUI's own
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import io
 import json
@@ -81,6 +82,8 @@ def main() -> None:
         added = sorted(set(core_digest()) - set(before))
         case.check("the same functions and attributes as before the pack came", not changed + added, changed + added)
 
+    gc.collect()
+    gc.freeze()  # cases collect garbage, and the libraries' objects are none
     if not is_emulated:  # on a GPU the very first forwards of a process take other kernels, and have other bits
         with real_gpus() as machine, torch.inference_mode():
             run_history(Host(machine, folder), 0, "", ground(is_emulated))
