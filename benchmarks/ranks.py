@@ -157,7 +157,7 @@ def _run_part(options: argparse.Namespace, part: dict[str, Any], modes: str, lef
 def _measure_here(options: argparse.Namespace) -> None:
     place = find_place()
     assert place is not None, "start it with torchrun"
-    cards = [CPU] if options.tiny or options.middle else available_devices()
+    cards = [CPU] if options.tiny or options.middle else available_devices() or [CPU]
     device = cards[place.local_rank % len(cards)]
     if options.backend:
         dist.Backend.default_device_backend_map[device.type] = options.backend
