@@ -69,9 +69,33 @@ class EventLog:
             raise OSError(error.errno, message) from error
         if self._scalars is not None and kind in {"step", "eval"}:
             for name, value in values.items():
-                self._scalars.add_scalar(f"{kind}/{name}", value, step)
+                if not isinstance(value, list):
+                    self._scalars.add_scalar(f"{kind}/{name}", value, step)
         if self._listener is not None:
             self._listener(event)
+
+
+class EventTail:
+    """Hears what another process appends to an events.jsonl from now on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "events.jsonl"
+        self._offset = self._file.stat().st_size if self._file.exists() else 0
+
+    def new(self) -> list[Event]:
+        """What was written since the last call, whole lines alone."""
+        if not self._file.exists():
+            return []
+        with self._file.open("rb") as file:
+            file.seek(self._offset)
+            lines, _, _ = file.read().rpartition(b"\n")
+        self._offset += len(lines) + bool(lines)
+        return [_event_of(line) for line in lines.splitlines()]
+
+
+def _event_of(line: bytes) -> Event:
+    values = json.loads(line)
+    return Event(values.pop("kind"), values.pop("step"), values.pop("total"), values)
 
 
 class NoEvents(EventLog):

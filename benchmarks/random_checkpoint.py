@@ -53,15 +53,10 @@ def bytes_of(family: ModelFamily, config: Mapping[str, Any]) -> int:
 
 def write_tensors(path: Path, sizes: Mapping[str, tuple[int, ...]]) -> int:
     """One safetensors file of bf16 tensors, by name and shape; returns the bytes of its weights."""
-    header, end = {}, 0
-    for name, shape in sizes.items():
-        start, end = end, end + 2 * torch.Size(shape).numel()
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    text, end = header_of(sizes)
     values, position = _random_bytes(min(_BLOCK_BYTES, end)), 0
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(text)
         for shape in sizes.values():
             num_bytes = 2 * torch.Size(shape).numel()
             if len(shape) == 1:
@@ -69,6 +64,17 @@ def write_tensors(path: Path, sizes: Mapping[str, tuple[int, ...]]) -> int:
             else:
                 position = _write_values(file, values, position, num_bytes)
     return end
+
+
+def header_of(sizes: Mapping[str, tuple[int, ...]]) -> tuple[bytes, int]:
+    """What a safetensors file of these tensors in bf16 begins with, and the bytes of its weights."""
+    header, end = {}, 0
+    for name, shape in sizes.items():
+        start, end = end, end + 2 * torch.Size(shape).numel()
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, end
 
 
 def _write_values(file: BinaryIO, values: memoryview, position: int, num_bytes: int) -> int:

@@ -1,11 +1,16 @@
 """FSDP and data parallel of this pack beside torch's own FSDP2 by itself, on the same model and the same cards.
 
     torchrun --nproc-per-node 2 benchmarks/ranks.py CHECKPOINT [--modes data,fsdp,fsdp_fp8,plain_fsdp] [--size 512]
+    torchrun --nproc-per-node 2 benchmarks/ranks.py --layers 8 48   random weights, no file
     torchrun --nproc-per-node 2 benchmarks/ranks.py --tiny          on CPUs, to see that it runs
+    torchrun --nproc-per-node 4 benchmarks/ranks.py --middle        host memory while loading a file of 1.4 GB, on CPUs
+    torchrun --nproc-per-node 2 benchmarks/ranks.py --layers 1 1 --modes links      bandwidth, for `plan --link`
+    python benchmarks/ranks.py --one-card --out ranks.json          what one card can show, in six minutes
 
-"plain" modes are diffusers, PEFT and `fully_shard` and nothing of ours, with the same LoRA, weights and sizes. One line
-of JSON per mode from the first rank: seconds per sample, GB of each card at its peak, MB of each process's own host
-memory at its peak (files that are mapped left out) while loading.
+"plain" modes are diffusers, PEFT and `fully_shard` and nothing of ours, with the same LoRA and sizes; "alone" is our
+one process without ranks. One line of JSON per mode from the first rank: seconds per sample, GB of each card at its
+peak, MB of each process's own host memory (files that are mapped left out) at its peak while loading, and of the first
+step the loss and the length of the gradient. Modes of ours have the same weights, so these two tell whether they agree.
 """
 
 from __future__ import annotations
@@ -14,10 +19,12 @@ import argparse
 import gc
 import json
 import runpy
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +32,10 @@ runpy.run_path(str(Path(__file__).resolve().parents[1] / "bootstrap.py"))["load_
 
 import psutil  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from devicebridge.assembly import assemble_for_training, assemble_sharded  # noqa: E402
 from devicebridge.checkpoints.checkpoint import read_checkpoint  # noqa: E402
+from devicebridge.checkpoints.load import make_empty_transformer  # noqa: E402
 from devicebridge.config.job import LoraSettings  # noqa: E402
 from devicebridge.execution import ExecutionPlan  # noqa: E402
 from devicebridge.parallel.devices import CPU, available_devices, memory_in_use, reset_peaks  # noqa: E402
@@ -36,11 +45,22 @@ from devicebridge.parallel.ranks.group import joined  # noqa: E402
 from devicebridge.parallel.ranks.place import find_place  # noqa: E402
 from devicebridge.parallel.runner import MicroBatch, PlainAccumulation  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings  # noqa: E402
+from devicebridge.system.processes import start  # noqa: E402
 from devicebridge.tests.tiny_pipeline import save_tiny_pipeline  # noqa: E402
 from devicebridge.training.adapter import apply_lora  # noqa: E402
+from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
+from random_checkpoint import write_diffusers_folder  # noqa: E402
+from random_job import FAMILY, make_config  # noqa: E402
+from random_reader import random_weights, write_header  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 
+# Strategy and scheme; with "compile" and "keep" in the name blocks are compiled, and keep their activations.
 MODES = {
+    "alone": ("none", None),
+    "alone_compile": ("none", None),
+    "alone_fp8": ("none", "fp8-compute"),
+    "alone_fp8_compile": ("none", "fp8-compute"),
     "data": ("none", None),
     "data_fp8": ("none", "fp8-compute"),
     "data_int8": ("none", "int8-compute"),
@@ -48,63 +68,215 @@ MODES = {
     "fsdp_keep": ("fsdp", None),
     "fsdp_compile": ("fsdp", None),
     "fsdp_fp8": ("fsdp", "fp8-compute"),
+    "fsdp_fp8_compile": ("fsdp", "fp8-compute"),
     "fsdp_int8": ("fsdp", "int8-compute"),
 }
 PLAIN = ("plain_fsdp", "plain_fsdp_compile", "plain_fsdp_keep")
+MIDDLE = make_config((2, 8), num_attention_heads=16)  # a third as wide
+HALF = (4, 24)  # of FLUX.2-dev's 8 double and 48 single blocks
+# What one card can show: processes, double and single blocks, backend, modes. The most telling come first.
+ON_ONE_CARD = (
+    (
+        1,
+        HALF,
+        "nccl",
+        "alone_fp8,fsdp_fp8,fsdp_fp8_compile,alone_fp8_compile,fsdp,alone,plain_fsdp,fsdp_compile,plain_fsdp_compile",
+    ),
+    (2, (1, 3), "gloo", "links,data_fp8,fsdp_fp8,fsdp,data"),
+)
+_LAST_S = 75.0  # of the budget, kept for what comes after the first part
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", nargs="?")
+    parser.add_argument("--layers", type=int, nargs=2, help="random weights, and so many double and single blocks")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--one-card", action="store_true")
+    parser.add_argument("--middle", action="store_true", help="a file of a smaller model, which is only loaded")
     parser.add_argument("--modes", default=",".join([*MODES, *PLAIN]))
+    parser.add_argument("--backend", default="", help="gloo lets several processes share a card")
     parser.add_argument("--size", type=int, default=512)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--budget-s", type=float, default=360.0, help="of --one-card")
+    parser.add_argument("--out", type=Path, help="of --one-card")
     options = parser.parse_args()
+    if options.one_card:
+        _measure_one_card(options)
+    else:
+        _measure_here(options)
+
+
+# ---- one card: this very script, started once per part
+
+
+def _measure_one_card(options: argparse.Namespace) -> None:
+    report: dict[str, Any] = {**describe_run("diffusers", "peft"), "size": options.size, "parts": []}
+    for index, (count, layers, backend, modes) in enumerate(ON_ONE_CARD):
+        left = options.budget_s - elapsed_s() - (_LAST_S if index + 1 < len(ON_ONE_CARD) else 0.0)
+        part = {"processes": count, "layers": layers, "backend": "gloo" if options.tiny else backend}
+        report["parts"].append({**part, **_run_part(options, part, modes, left)})
+        write_json(report, options.out)
+    print_or_write(report, options.out)
+
+
+def _run_part(options: argparse.Namespace, part: dict[str, Any], modes: str, left_s: float) -> dict[str, Any]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node", str(part["processes"]), str(Path(__file__).resolve()), "--modes", modes]
+    command += ["--size", str(options.size), "--steps", str(options.steps), "--rank", str(options.rank)]
+    command += ["--tiny"] if options.tiny else ["--layers", *map(str, part["layers"]), "--backend", part["backend"]]
+    found: dict[str, Any] = {"modes": {}}
+    said: list[str] = []
+
+    def hear(line: str) -> None:
+        if line.startswith('{"mode"'):
+            row = json.loads(line)
+            found["modes"][row.pop("mode")] = row
+            say(line)
+        else:
+            said.append(line)
+
+    with tempfile.TemporaryFile("w+") as log, start(command, output=log, stop_timeout_s=5.0) as running:
+        while running.exit_code is None and left_s > 0:
+            time.sleep(1.0)
+            left_s -= 1.0
+        found["exit_code"] = running.exit_code  # None: it was stopped, for the time was spent
+        running.stop()
+        log.seek(0)
+        for line in log:
+            hear(line.rstrip("\n"))
+    if found["exit_code"]:
+        found["said"] = said[-40:]
+    return found
+
+
+# ---- one rank
+
+
+def _measure_here(options: argparse.Namespace) -> None:
     place = find_place()
     assert place is not None, "start it with torchrun"
-    device = CPU if options.tiny else available_devices()[place.local_rank]
+    cards = [CPU] if options.tiny or options.middle else available_devices() or [CPU]
+    device = cards[place.local_rank % len(cards)]
+    if options.backend:
+        dist.Backend.default_device_backend_map[device.type] = options.backend
     with joined(place, (device,), 1800.0, lambda: False) as ranks, tempfile.TemporaryDirectory() as name:
-        if options.tiny:
-            folder = ranks.from_first(lambda: str(save_tiny_pipeline(Path(name) / "model", "flux2")))
-            options.checkpoint, options.size, options.rank = folder, 64, 4
-        for mode in options.modes.split(","):
-            _measure(mode, options, ranks, device)
-            gc.collect()
-            torch._dynamo.reset()
+        with ExitStack() as stack:
+            if options.tiny:
+                folder = ranks.from_first(lambda: str(save_tiny_pipeline(Path(name) / "model", "flux2")))
+                options.checkpoint, options.size, options.rank = folder, 64, 4
+            elif options.middle:
+                options.checkpoint = ranks.from_first(lambda: _write_middle(Path(name)))
+                options.rank = 4
+            elif options.layers:
+                options.checkpoint = name
+                write_header(Path(name), FAMILY, make_config(tuple(options.layers)))
+                stack.enter_context(random_weights(read_checkpoint(name)))
+            for mode in options.modes.split(","):
+                _attempt(mode, options, ranks, device)
         ranks.wait()
+
+
+def _write_middle(folder: Path) -> str:
+    write_diffusers_folder(folder, FAMILY, MIDDLE)
+    return str(folder)
+
+
+def _attempt(mode: str, options: argparse.Namespace, ranks: Any, device: torch.device) -> None:
+    """Of one process a mode that fails is told, and the next one comes; several would wait for each other."""
+    try:
+        (_measure_links if mode == "links" else _measure)(mode, options, ranks, device)
+    except Exception as error:
+        if ranks.count > 1:
+            raise
+        print(json.dumps({"mode": mode, "error": f"{type(error).__name__}: {error}"[:2000]}), flush=True)
+    gc.collect()
+    torch._dynamo.reset()
+    if device != CPU:
+        torch.accelerator.empty_cache()
 
 
 def _measure(mode: str, options: argparse.Namespace, ranks: Any, device: torch.device) -> None:
     reset_peaks([device])
-    before = _own_mb()
-    peak = [before]
-    info = read_checkpoint(options.checkpoint)
-    is_plain = mode in PLAIN
-    dtype = torch.float32 if device == CPU else torch.bfloat16
-    model, parameters, step = (_plain if is_plain else _ours)(mode, info, options, ranks, device, dtype)
-    peak.append(_own_mb())
+    started = time.perf_counter()
+    dtype = torch.float32 if device == CPU and not options.middle else torch.bfloat16
+    make = _plain if mode in PLAIN else _ours
+    with _host_peak() as host_mb:
+        model, parameters, step = make(mode, read_checkpoint(options.checkpoint), options, ranks, device, dtype)
+    loaded = time.perf_counter()
+    if options.middle:
+        held = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
+        told = {"mode": mode, "held_mb": ranks.gather(round(sum(each.nbytes for each in held) / 1e6))}
+        told |= {"host_mb_while_loading": ranks.gather(round(host_mb[0]))}
+        if ranks.is_first:
+            print(json.dumps(told), flush=True)
+        return
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, foreach=False)
+    first: list[float] = []
 
     def whole() -> None:
-        step()
+        loss = step()
+        if not first:
+            norm = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+            first.extend((float(loss), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)))
         optimizer.step()
         optimizer.zero_grad()
 
     seconds = _timed(whole, options.steps, device)
     memory = ranks.gather(memory_in_use([device]))
+    samples = 1 if mode.startswith("alone") else ranks.count
     told = {
         "mode": mode,
-        "s_per_sample": round(seconds / ranks.count, 4),
-        "peak_gb": [round(values["peak"], 1) for each in memory for values in each.values()],
-        "host_mb_while_loading": ranks.gather(round(max(peak) - before)),
+        "s_per_sample": round(seconds / samples, 4),
+        "peak_gb": [round(values["peak"], 2) for each in memory for values in each.values()],
+        "host_mb_while_loading": ranks.gather(round(host_mb[0])),
+        "load_s": round(loaded - started, 1),
+        "whole_s": round(time.perf_counter() - started, 1),
+        "first_loss": first[0],
+        "first_gradient": first[1],
     }
     if ranks.is_first:
         print(json.dumps(told), flush=True)
 
 
+def _measure_links(mode: str, options: argparse.Namespace, ranks: Any, device: torch.device) -> None:
+    """Bytes per second through the slowest link of a ring, as `plan --link` and `--card-link` take them."""
+    share = torch.ones(2**20 if options.tiny else 2**27, dtype=torch.bfloat16, device=device)
+    whole, gradients = share.new_empty(ranks.count * len(share)), share.float()
+    gather_s = _timed(lambda: dist.all_gather_into_tensor(whole, share), options.steps, device)
+    reduce_s = _timed(lambda: dist.all_reduce(gradients), options.steps, device)
+    passed = (ranks.count - 1) / ranks.count
+    speeds = whole.nbytes * passed / gather_s, 2 * gradients.nbytes * passed / reduce_s
+    told = {"mode": mode, "all_gather_gb_per_s": speeds[0] / 1e9, "all_reduce_gb_per_s": speeds[1] / 1e9}
+    if ranks.is_first:
+        print(json.dumps(told), flush=True)
+
+
+@contextmanager
+def _host_peak() -> Iterator[list[float]]:
+    """Inside, a thread looks at this process's own memory; afterwards MB that it rose by, at most."""
+    before, found, is_over = _own_mb(), [0.0], threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(0.01):
+            found[0] = max(found[0], _own_mb() - before)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def _own_mb() -> float:
+    """Of this process alone: what the system could not give to others by dropping pages of files."""
+    rollup = Path("/proc/self/smaps_rollup")
+    for line in rollup.read_text(encoding="ascii").splitlines() if rollup.exists() else ():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024 / 1e6
     found = psutil.Process().memory_info()
     return (found.rss - getattr(found, "shared", 0)) / 1e6
 
@@ -122,12 +294,12 @@ def _timed(step: Callable[[], None], count: int, device: torch.device) -> float:
 
 
 def _loss(model: nn.Module, info: Any, size: int, device: torch.device, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     channels, side = info.config.get("in_channels", 128), size // 16
     tokens, width = side * side, info.config["joint_attention_dim"]
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
     output = model(
         hidden_states=draw(1, tokens, channels),
@@ -147,8 +319,6 @@ def _ours(
     from torch.distributed.device_mesh import init_device_mesh
 
     strategy, scheme = MODES[mode]
-    from devicebridge.checkpoints.load import make_empty_transformer
-
     names = block_names(make_empty_transformer(info), info.family)
     plan = ExecutionPlan(
         placement=Placement(names, (device,) * len(names), device),
@@ -160,7 +330,8 @@ def _ours(
     )
 
     def attach(model: nn.Module) -> Any:
-        settings = LoraSettings(rank=options.rank, alpha=options.rank)
+        kind = "float32" if dtype == torch.float32 else "bfloat16"
+        settings = LoraSettings(rank=options.rank, alpha=options.rank, dtype=kind)
         return apply_lora(model, info.family, settings, seed=1)
 
     if strategy == "fsdp":
@@ -169,21 +340,22 @@ def _ours(
     else:
         assembled = assemble_for_training(info, plan, attach)
     model, parameters = assembled.model, list(assembled.adapter.parameters().values())  # type: ignore[attr-defined]
-    inner = PlainAccumulation(model, device)
-    runner = AcrossRanks(inner, parameters, ranks, 0, in_lockstep=strategy == "fsdp")
+    runner: Any = PlainAccumulation(model, device)
+    is_alone = mode.startswith("alone")
+    if not is_alone:
+        runner = AcrossRanks(runner, parameters, ranks, 0, in_lockstep=strategy == "fsdp")
     count = [0]
 
-    def step() -> None:
+    def step() -> float:
         count[0] += 1
-        runner.run(
-            [
-                MicroBatch(
-                    lambda: None,
-                    lambda _, seed=100 * count[0] + index: _loss(model, info, options.size, device, dtype, seed),
-                    name=f"{count[0]} {index}",
-                )
-                for index in range(ranks.count)
-            ]
+        return float(sum(runner.run([microbatch(index) for index in range(1 if is_alone else ranks.count)])))
+
+    def microbatch(index: int) -> MicroBatch[None]:
+        seed, of = 100 * count[0] + index, 1 if is_alone else ranks.count
+        return MicroBatch(
+            lambda: None,
+            lambda _: _loss(model, info, options.size, device, dtype, seed) / of,
+            name=f"{count[0]} {index}",
         )
 
     return model, parameters, step
@@ -212,7 +384,7 @@ def _plain(
     if "compile" in mode:
         model.compile_repeated_blocks()
     mesh = init_device_mesh(device.type, (ranks.count,))
-    for name in block_names(model, replace(info.family)):
+    for name in block_names(model, info.family):
         fully_shard(model.get_submodule(name), mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device=device)
@@ -222,11 +394,14 @@ def _plain(
     parameters = [each for each in model.parameters() if each.requires_grad]
     count = [0]
 
-    def step() -> None:
+    def step() -> float:
         count[0] += 1
-        _loss(model, info, options.size, device, dtype, 100 * count[0] + ranks.place.rank).backward()
+        loss = _loss(model, info, options.size, device, dtype, 100 * count[0] + ranks.place.rank)
+        loss.backward()
+        return float(loss.detach())
 
     return model, parameters, step
 
 
-main()
+if __name__ == "__main__":
+    main()

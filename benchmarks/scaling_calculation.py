@@ -2,7 +2,8 @@
 
 `python benchmarks/scaling.py --calculate` writes the tables of docs/internals/scaling.md. Training: the planner's own
 seconds and bytes, with times of blocks measured on an H200 (calibration.py). The planner knows one process; FSDP and
-hybrids are the formulas below. Sampling: the forecast that `way` auto goes by, with speeds assumed for H200s.
+hybrids are what `plan --nodes` calculates (planning/cluster.py). Sampling: the forecast that `way` auto goes by, with
+speeds assumed for H200s.
 
 What Python takes: all threads of a process share one lock, so no strategy of one process is faster than issuing every
 block's kernels once per sample. One thread was measured at that for compiled fp8-compute blocks that keep their
@@ -22,6 +23,7 @@ from typing import Any
 
 from devicebridge.parallel.placement import parameter_bytes, plan_placement
 from devicebridge.planning.cards import Card, parse_cards
+from devicebridge.planning.cluster import Cluster, Option, Part, Weights, with_copies, with_shares
 from devicebridge.planning.question import ModelCosts
 from devicebridge.system.files import write_atomically
 from devicebridge.tests.sampling_work import FLUX2, WAN, machine_of, ways_of
@@ -34,6 +36,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 COUNTS = (2, 4, 8)
 RANK, BATCHES = 32, 8
 _CARD_GB = 141  # of an H200
+_ENDLESS = 10**15  # bytes of a card that holds whatever there is
 _PART = re.compile(
     r"(?<=<!-- tables, by benchmarks/scaling.py --calculate -->\n).*?(?=<!-- end of tables -->)", re.DOTALL
 )
@@ -135,33 +138,36 @@ class TrainingCase:
     # ---- several processes
 
     def fsdp(self, count: int) -> Cell:
-        """Every rank computes samples of its own; weights are gathered before a block's forward and once more before
-        its backward, beside the computation. A rank receives what the others have."""
-        sizes, home = self._weight_bytes
-        gathering = 2 * sum(sizes) * (count - 1) / count / self.times.bytes_per_s
-        one = self._forecaster.of(_cards(1))
-        held = sum(sizes) / count + home + 2 * max(sizes) + one.moving
-        reducing = self._all_reduce(count, one.lora[0]) / BATCHES
-        return Cell(max(self.one.seconds, gathering) / count + reducing, self.python_s / count, held / 1e9)
+        """Every rank computes samples of its own, and gathers weights beside the computation."""
+        one, batches = self._forecaster.of(_cards(1)), BATCHES // count
+        part = self._part(int(one.peak[0]), self.one.seconds * batches)
+        found = with_shares(self._cluster(count), "fsdp", part, self._weights, batches)
+        return self._cell(found, self.python_s / count)
 
     def hybrid(self, count: int) -> Cell:
         """Copies of two cards each: a pipeline inside, gradients added up between."""
         copies = count // 2
         inside = self.pipeline(2, BATCHES // copies)
-        found = self._forecaster.of(_cards(1))
-        seconds = inside.seconds / copies + self._all_reduce(copies, found.lora[0]) / BATCHES
-        return Cell(seconds, self.python_s / copies, inside.gb)
+        part = self._part(int(inside.gb * 1e9), inside.seconds * BATCHES / copies)
+        return self._cell(with_copies(self._cluster(count), "hybrid", copies, part), self.python_s / copies)
 
-    def _all_reduce(self, count: int, lora: int) -> float:
-        """Seconds of a ring of gradients in float32; the LoRA is in 16 bits."""
-        return 2 * (count - 1) / count * 2 * lora / self.times.bytes_per_s
+    def _part(self, needed: int, step_s: float) -> Part:
+        """What one process takes for its share of a step; the LoRA is in 16 bits, its gradients travel in 32."""
+        return Part(needed, _ENDLESS, step_s, 2 * int(self._forecaster.of(_cards(1)).lora[0]), "")
+
+    def _cluster(self, count: int) -> Cluster:
+        """One machine with links as measured."""
+        return Cluster(tuple(_cards(count)), 1, self.times.bytes_per_s, card_link=self.times.bytes_per_s)
+
+    def _cell(self, found: Option, python_s: float) -> Cell:
+        assert found.step_s is not None
+        return Cell(found.step_s / BATCHES, python_s, found.needed / 1e9)
 
     @cached_property
-    def _weight_bytes(self) -> tuple[list[float], float]:
+    def _weights(self) -> Weights:
         model = make_empty(self._costs.info.config)
         sizes, home = parameter_bytes(model, self._costs.names, 2)
-        share = 1.0 if self.scheme == "bf16" else 0.5
-        return [share * size for size in sizes], float(home)
+        return Weights([size if self.scheme == "bf16" else size // 2 for size in sizes], home)
 
     # ---- the table
 

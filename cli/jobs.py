@@ -28,23 +28,29 @@ from ..planning.cluster import MOST_NODES, Cluster, best_of, describe_cluster, p
 from ..planning.report import describe_plan, plan_values
 from ..planning.request import PlanRequest, make_request
 from ..system.stopping import STOPPED, say, stop_on_signal
-from .launch import ONE_PROCESS, as_rank, launch
-from .native import encoded, enter, prepared
+from .launch import as_rank, launch
+from .native import encoded, encoded_once, enter, prepared
 from .terminal import Terminal
+
+ONE_MODEL = (
+    'model.family = "comfyui", cache.stock_clip and cache.stock_vae work where one model is trained; remove '
+    "model.second_expert, or take the encoders of a diffusers folder"
+)
 
 
 def train(options: argparse.Namespace) -> int:
-    place = find_place()
-    if options.nproc is not None and place is None:
-        return launch(options)
-    job = load_job(options.job)
-    if job.needs_comfyui and (place is not None or job.model.second_expert):
-        raise ValueError(ONE_PROCESS)
+    place, job = find_place(), load_job(options.job)
+    count = job.parallel.processes if options.nproc is None else options.nproc
+    if place is None and (options.nproc is not None or count > 1):
+        enter([job], options.arguments)  # what a mistake in the job makes it say is said once, and here
+        return launch(options, count)
+    if job.needs_comfyui and job.model.second_expert:
+        raise ValueError(ONE_MODEL)
+    (job,) = enter([job], options.arguments)
     if place is not None:
         return as_rank(place, lambda should_stop: _train_rank(options, job, place, should_stop))
     if job.model.second_expert:
         return _train_pair(options, job)
-    (job,) = enter([job], options.arguments)
     with stop_on_signal() as stop:
         listener = Terminal(stop.ask)
         try:
@@ -63,7 +69,12 @@ def _train_rank(options: argparse.Namespace, job: JobConfig, place: RankPlace, s
     listener = Terminal() if place.rank == 0 else None
     with open_ranks(job, place, should_stop) as ranks:
         resume = options.resume or place.num_restarts > 0
-        result = run_job(job, resume=resume, on_event=listener, should_stop=should_stop, ranks=ranks)
+        try:
+            job = encoded_once(job, listener, ranks)
+        except Stopped:
+            return STOPPED
+        with prepared(job) as info:
+            result = run_job(job, info=info, resume=resume, on_event=listener, should_stop=should_stop, ranks=ranks)
     return _conclude(options, job, result) if place.rank == 0 else 0
 
 

@@ -9,38 +9,31 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..config.job import load_job
 from ..parallel.ranks.group import RankFailed, RankLost
 from ..parallel.ranks.place import RankPlace
 from ..parallel.ranks.watch import record_error
 from ..system.launched import Launch, find_launch
 from ..system.processes import start
 from ..system.stopping import StopRequest, say, stop_on_signal
+from .native import rank_script
 
-ROOT = Path(__file__).resolve().parent.parent
-ONE_PROCESS = (
-    'model.family = "comfyui", cache.stock_clip and cache.stock_vae work in one process that trains one model; train '
-    "without --nproc, torchrun and model.second_expert, or take the encoders of a diffusers folder"
-)
 _POLL_S = 0.2
 _SAVING_S = 15  # for the other processes to save when one has failed; torchrun then kills them
 _ORPHANED_S = 2.0 * _SAVING_S
 
 
-def launch(options: argparse.Namespace) -> int:
+def launch(options: argparse.Namespace, count: int) -> int:
     """Start torchrun with this very command, once per process, and pass on whoever asks to stop."""
-    if load_job(options.job).needs_comfyui:  # a mistake in the job is told once, and here
-        raise ValueError(ONE_PROCESS)
-    if options.nproc < 1:
-        raise ValueError(f"--nproc {options.nproc} was asked for; give a number of processes, one per card at most")
+    if count < 1:
+        raise ValueError(f"--nproc {count} was asked for; give a number of processes, one per card at most")
     with tempfile.TemporaryDirectory(prefix="devicebridge-") as folder, stop_on_signal() as stop:
         made = Launch(Path(folder))
         environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SAVING_S), **made.environment}
-        environment |= {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(_threads(options.nproc))}
-        command = torchrun_command(options.nproc, options.job, resume=options.resume, is_verbose=options.verbose)
+        environment |= {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": str(_threads(count))}
+        command = torchrun_command(count, rank_script(), options.job, resume=options.resume, is_verbose=options.verbose)
         sys.stdout.flush()
         with start(command, environment=environment, output=sys.stdout, orphan_timeout_s=_ORPHANED_S) as running:
             while running.exit_code is None:
@@ -51,11 +44,17 @@ def launch(options: argparse.Namespace) -> int:
         return made.code() or code
 
 
-def torchrun_command(count: int, job: Path, *, resume: bool, is_verbose: bool = False) -> list[str]:
-    """torchrun's module with a rendezvous of its own, whose port is free: two jobs do not meet."""
+def torchrun_command(
+    count: int, script: Sequence[str], job: Path, *, resume: bool, is_verbose: bool = False
+) -> list[str]:
+    """torchrun's module with a rendezvous of its own, whose port is free: two jobs do not meet.
+
+    Args:
+        script: our command line's, with what it takes in front.
+    """
     flags = ["--nnodes", "1", "--nproc-per-node", str(count), "--rdzv-backend", "c10d", "--rdzv-id", uuid.uuid4().hex]
     flags += ["--rdzv-endpoint", "localhost:0"]
-    ours = [str(ROOT / "__main__.py"), *["--verbose"] * is_verbose, "train", str(job), *["--resume"] * resume]
+    ours = [*script, *["--verbose"] * is_verbose, "train", str(job), *["--resume"] * resume]
     return [sys.executable, "-m", "torch.distributed.run", *flags, *ours]
 
 

@@ -8,18 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.job import JobConfig
 from ..config.model import COMFYUI
 from ..encoding.encode import never
-from ..events import Listener
+from ..events import Event, Listener
 from ..headless.comfyui import find_comfyui
 from ..jobs.comfy_entries import NO_ENCODERS, ComfyEncoders
 from ..jobs.encode_job import fill_job
 from ..jobs.job import check_job
 from ..jobs.native_process import is_native_process, native_command
+from ..jobs.ranks import unless_stopped
+from ..parallel.ranks.group import Ranks
 from ..system.processes import go_on_as
+
+ROOT = Path(__file__).resolve().parent.parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,3 +108,26 @@ def encoded(job: JobConfig, on_event: Listener, should_stop: Callable[[], bool] 
     with with_encoders(job) as (named, encoders):
         fill_job(replace(plan, job=named), on_event, should_stop, encoders)
     return named
+
+
+def encoded_once(job: JobConfig, on_event: Listener | None, ranks: Ranks) -> JobConfig:
+    """As encoded, by the first rank of each machine while the others wait; all ranks. Raises: as unless_stopped."""
+    if not job.cache.needs_stock_encoders:
+        return job
+    is_early, listener = ranks.place.local_rank == 0, on_event or _hear_nothing
+    own = unless_stopped(ranks, lambda: encoded(job, listener, ranks.is_stop_asked) if is_early else job)
+    text, latents = ranks.from_first(lambda: [own.cache.text_source, own.cache.latent_source])
+    return replace(job, cache=replace(job.cache, text_source=text, latent_source=latents))
+
+
+def _hear_nothing(event: Event) -> None:
+    """Of a rank that nobody listens to."""
+
+
+def rank_script() -> list[str]:
+    """What torchrun starts for each rank: our command line, with ComfyUI in it where this process has one."""
+    if not is_native_process():
+        return [str(ROOT / "__main__.py")]
+    from ..nodes.host.page import own_command
+
+    return own_command()[1:]

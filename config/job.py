@@ -21,8 +21,9 @@ from pydantic.dataclasses import dataclass
 from ..system.files import read_ordinary, write_atomically
 from .data import CacheConfig, DataConfig, EvaluationConfig
 from .data import FolderConfig as FolderConfig
-from .model import COMFYUI, ModelConfig, ParallelConfig, SplitConfig, divides_blocks, holds_copies
+from .model import COMFYUI, ModelConfig, SplitConfig, divides_blocks, holds_copies
 from .model import ModelScheme as ModelScheme
+from .model import ParallelConfig as ParallelConfig
 from .ranges import STRICT, problems_of
 from .samples import SamplesConfig
 from .setting import Key, keys_of, with_todays_names
@@ -169,6 +170,14 @@ def save_job(job: JobConfig, path: str | Path) -> None:
     sections = job_to_dict(job).items()
     values = {name: {key: each for key, each in section.items() if each is not None} for name, section in sections}
     write_atomically(Path(path), tomlkit.dumps(values).encode("utf-8"))
+
+
+def save_for_process(job: JobConfig, file: Path) -> None:
+    """The job as a file that another process reads. Raises: ValueError if that would read another job."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_job(job, file)
+    if load_job(file) != job:
+        raise ValueError(f"{file} does not say the same as the job; give absolute paths in it")
 
 
 def differing_keys(old: JobConfig, new: JobConfig) -> list[str]:

@@ -171,6 +171,8 @@ class ParallelConfig:
             model.
         microbatches_ahead: Microbatches that each device of a pipeline but the last may hold beyond what 1F1B needs.
             More hides uneven times and takes memory.
+        processes: Processes of this machine that train the job together, as --nproc says; the devices are dealt out to
+            them evenly. 1 trains in one process. Has no effect where torchrun starts them.
         shard_degree: For hsdp: processes that share one copy of the weights. Left out: those of a machine.
         hang_timeout_s: Of several processes: seconds that a step may take beyond three of the longest so far. After
             that its process counts as hung, and the job ends.
@@ -183,6 +185,7 @@ class ParallelConfig:
         old_words={"1f1b": "pipeline", "gpipe": "pipeline", "replicas": "data"},
     )
     microbatches_ahead: Annotated[int, Range(0, 1000)] = setting(1, is_free=True, was=("pipeline.ahead",))
+    processes: Annotated[int, Range(1, 1000)] = setting(1, is_free=True)
     shard_degree: Annotated[int, Range(0, 100_000)] = setting(0, is_free=True)
     hang_timeout_s: Annotated[float, Range(1, 1_000_000)] = setting(20.0, is_free=True)
 

@@ -220,7 +220,7 @@ def _train(
     """Encode, assemble, train, and write the LoRA file."""
     with living_run(cache_store(plan.job)) as needs, ExitStack() as cleanup:
         try:
-            data = unless_stopped(ranks, lambda: cache_job(plan, events, ranks.own_stop), in_turn=True)
+            data = unless_stopped(ranks, lambda: cache_job(plan, events, ranks.is_stop_asked), in_turn=True)
         except Stopped:
             hint = "captions and latents done so far are kept; start the job again to continue"
             events.emit("stopped", hint=hint)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config.job import JobConfig, load_job, save_job
+from ..config.job import JobConfig, save_for_process
 from ..encoding.encode import never
 from ..events import EventLog, Listener
 from ..system import processes
@@ -85,10 +85,7 @@ def run_pair(
 def _write(job: JobConfig) -> Path:
     """The job as a file in its folder, for its process and for whoever wants to run it alone."""
     file = Path(job.output.folder) / "job.toml"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    save_job(job, file)
-    if load_job(file) != job:
-        raise ValueError(f"{file} does not say the same as the job; give absolute paths in it")
+    save_for_process(job, file)
     return file
 
 

@@ -75,8 +75,8 @@ def resolve_here(
     if not ranks.is_launched:
         if strategy is not None and shards_weights(strategy):
             raise ValueError(
-                f'parallel.strategy = "{strategy}" needs several processes; start the job with --nproc 2, or with '
-                'torchrun, or set it to "auto"'
+                f'parallel.strategy = "{strategy}" needs several processes; set parallel.processes to 2 or more, '
+                'start the job with --nproc or torchrun, or set it to "auto"'
             )
         return resolve(job, subject, find_machine(job.split.devices, host_share), earlier, is_to_train=is_to_train)
     count = job.train.gradient_accumulation_steps

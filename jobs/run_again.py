@@ -150,7 +150,7 @@ def _finished(job: JobConfig, state: TrainingState) -> NextRun:
     path = Path(job.output.folder) / job.output.file_name
     if not path.is_file() or _kind_of(path) != describe_kind(job.output) or _is_older(path, state):
         return NextRun(job, resume=True)
-    return NextRun(job, resume=False, finished=_read_result(path, state), note="Finished before: nothing was trained.")
+    return NextRun(job, resume=False, finished=read_result(path, state), note="Finished before: nothing was trained.")
 
 
 def _is_older(path: Path, state: TrainingState) -> bool:
@@ -163,10 +163,11 @@ def _kind_of(path: Path) -> str:
         return read_file_header(stream, _AGAIN).metadata.get("devicebridge_file", "")
 
 
-def _read_result(path: Path, state: TrainingState) -> TrainingResult:
+def read_result(path: Path, state: TrainingState, status: str = "finished") -> TrainingResult:
+    """What a run has left: its LoRA file, and the checkpoint that was saved with it."""
     evaluations = {int(step): loss for step, loss in state.facts["evaluations"].items()}
     return TrainingResult(
-        status="finished",
+        status=status,
         step=state.step,
         lora_path=path,
         lora=load_tensors(path, _AGAIN),

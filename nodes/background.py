@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..config.job import JobConfig
 from .host.page import background_queue, refuse_cards_of_others
+from .host.page import own_command as own_command
 
 if TYPE_CHECKING:
     from ..checkpoints.checkpoint import CheckpointInfo

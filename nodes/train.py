@@ -119,6 +119,8 @@ _INPUTS = (
     ),
     Socket("ema_decay", "train.ema_decay", step=0.0001, round=1e-6, optional=True, advanced=True),
     Socket("kahan", "optimizer.kahan", optional=True, advanced=True),
+    Socket("processes", "parallel.processes", max=64, optional=True, advanced=True),
+    Socket("strategy", "parallel.strategy", optional=True, advanced=True),
 )
 
 
@@ -186,10 +188,16 @@ def _find_run(job: config.JobConfig, info: CheckpointInfo | None, resume: bool, 
 
 
 def _train(run: NextRun, info: CheckpointInfo | None, view: JobView) -> TrainingResult:
+    from ..jobs.in_processes import run_in_processes
     from ..jobs.job import run_job
 
     background.refuse_taken_cards(run.job)
     with host.host_memory_freed():
+        if run.job.parallel.processes > 1:
+            native = background.own_command()
+            return run_in_processes(
+                run.job, resume=run.resume, on_event=view, should_stop=view.is_cancelled, native=native
+            )
         return run_job(run.job, info=info, resume=run.resume, on_event=view, should_stop=view.is_cancelled)
 
 
@@ -220,6 +228,7 @@ def make_job(model: TrainingModel, dataset: TrainingDataset, sockets: Mapping[st
         lora=read(config.LoraSettings),
         objective=read(config.ObjectiveConfig),
         optimizer=read(config.OptimizerConfig),
+        parallel=read(config.ParallelConfig),
         schedule=read(config.ScheduleConfig),
         output=read(config.OutputConfig, folder=str(folder)),
         samples=read(config.SamplesConfig),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..system.pace import StepPace, describe_progress
 from ..system.progress import NowAndThen, ProgressLine
@@ -46,6 +46,7 @@ class JobView(host.NodeView):
         self._terminal = ProgressLine(sys.stderr) if sys.stderr.isatty() else None
         self._log_lines = NowAndThen(_LOG_INTERVAL_S, clock)
         self.pictures: dict[int, Path] = {}  # the newest of each prompt
+        self._memory = ""  # of several processes, as last told
 
     def __call__(self, event: Event) -> None:
         host.send_event(
@@ -62,6 +63,8 @@ class JobView(host.NodeView):
             self.show_progress(0, 1)
         if event.kind == "step":
             self._pace.update(event.values["elapsed_s"])
+        if event.kind == "memory":
+            self._memory = _memory_of_ranks(event.values)
         text = self._line(event)
         if event.kind in {"progress", "step"}:
             self.show_progress(event.step, event.total)
@@ -94,7 +97,20 @@ class JobView(host.NodeView):
         if event.kind == "progress":
             return describe_progress(event.step, event.total, **values)
         if event.kind == "step":
-            return self._pace.describe(event.step, event.total, values["loss"]).capitalize()
+            text = self._pace.describe(event.step, event.total, values["loss"]).capitalize()
+            return "\n".join(filter(None, [text, _losses_of_ranks(values.get("rank_losses", ())), self._memory]))
         if event.kind == "eval":
             return f"Step {event.step}/{event.total}: evaluation loss {values['loss']:.5f}"
         return ""
+
+
+def _losses_of_ranks(losses: Sequence[float]) -> str:
+    """A line for the node; "" of one process."""
+    told = ", ".join(f"rank {rank} {loss:.5f}" for rank, loss in enumerate(losses))
+    return f"loss: {told}" if told else ""
+
+
+def _memory_of_ranks(values: Mapping[str, Any]) -> str:
+    """A line with every rank's peak; "" of one process, whose cards the page shows."""
+    told = ", ".join(f"{name} {each['peak']:.1f} GB" for name, each in values.items() if name.startswith("rank "))
+    return f"peak memory: {told}" if told else ""

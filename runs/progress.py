@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 _CHUNK = 1 << 22  # bytes of the file that are read at a time
 _RECENT = 20  # steps whose median time tells how long the rest takes
+_RANK = re.compile(r"rank [0-9]+ ")  # before a card's name where several processes train
 Point = tuple[float, ...]
 
 
@@ -103,7 +105,8 @@ class Progress:
         elif kind == "forecast":
             self._hear_forecast(event)
         elif kind == "memory":
-            self.memory = {name: value for name, value in event.items() if isinstance(value, dict)}
+            of_cards = ((_RANK.sub("", name), value) for name, value in event.items() if isinstance(value, dict))
+            self.memory = dict(reversed(list(of_cards)))  # of one name on several machines, the first one's
         elif kind == "sample" and isinstance(event.get("file"), str):
             self.samples[Path(event["file"]).name] = {"step": step, "prompt": str(event.get("prompt", ""))}
 

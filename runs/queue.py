@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..config.job import JobConfig, load_job, save_job
+from ..config.job import JobConfig, load_job, save_for_process
 from ..encoding.claims import take_claim
 from ..system.files import write_atomically
 from ..system.json_file import expect, read_json_object
@@ -111,10 +111,7 @@ class JobQueue:
             raise ValueError(f"{folder} is not below {self.store.root}; a training in the background writes there")
         run = folder.relative_to(self.store.root).as_posix()
         self._refuse_twice(run, folder)
-        file = folder / _JOB_FILE
-        save_job(job, file)
-        if load_job(file) != job:
-            raise ValueError(f"{file} does not say the same as the job; give absolute paths in it")
+        save_for_process(job, folder / _JOB_FILE)
         order = max((each.order for each in self.jobs()), default=0.0) + 1.0
         queued = QueuedJob(uuid.uuid4().hex, run, tuple(devices), order, is_resumed)
         self._write(queued)

@@ -22,5 +22,5 @@ class RankSamples:
         if self._sampler.in_lockstep:
             self._sampler.draw(step, should_stop)
         elif self._ranks.is_first:
-            self._sampler.draw(step, self._ranks.own_stop)
+            self._sampler.draw(step, self._ranks.is_stop_asked)
         self._ranks.wait()

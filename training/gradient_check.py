@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from ..events import first_line
 from ..patches.compile_blocks import Arguments, Forward
@@ -76,7 +77,8 @@ class BlockCheck:
             return
         trained = {name: parameter for name, parameter in block.named_parameters() if parameter.requires_grad}
         try:
-            comparison = compare_forwards(compiled, plain, arguments, trained)
+            with saved_tensors_hooks(_as_it_is, _as_it_is):  # torch's checkpointing of the block keeps its own tensors
+                comparison = compare_forwards(compiled, plain, arguments, trained)
         except torch.cuda.OutOfMemoryError:
             self.gave_up = "both together need more memory"
             return
@@ -90,6 +92,10 @@ class BlockCheck:
     def worst(self) -> BlockDifference | None:
         """None if nothing was compared."""
         return worst_of(self.found)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def worst_of(comparisons: Sequence[BlockDifference]) -> BlockDifference | None:

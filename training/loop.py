@@ -23,7 +23,7 @@ from ..data.order import Batch, BatchOrder
 from ..events import EventLog, first_line
 from ..families.spec import ModelFamily, Variant
 from ..parallel.devices import memory_in_use, random_states, restore_random_states
-from ..parallel.ranks.across import fingerprint
+from ..parallel.ranks.across import AcrossRanks, fingerprint
 from ..parallel.ranks.group import ALONE, Ranks
 from ..parallel.runner import MicroBatch, Runner
 from ..patches.attention import sound_attention
@@ -207,7 +207,10 @@ class Trainer:
         self._begun, self._is_sound = None, True
         elapsed = time.perf_counter() - start
         self.step_times_s.append(elapsed)
-        self.events.emit("step", self.step, self.job.train.steps, loss=loss, learning_rate=rate, elapsed_s=elapsed)
+        own = {"rank_losses": self.runner.rank_losses} if isinstance(self.runner, AcrossRanks) else {}
+        self.events.emit(
+            "step", self.step, self.job.train.steps, loss=loss, learning_rate=rate, elapsed_s=elapsed, **own
+        )
         if not self._has_warned and (growth := describe_growth(self.losses)):
             self._has_warned = True
             _log.warning("%s", growth)
@@ -297,6 +300,12 @@ class Trainer:
         """Forward and backward of so many batches; their losses, each divided by their number."""
         self._num_runs += 1
         return self.runner.run(self.microbatches(num_batches))
+
+    def rehearse(self) -> None:
+        """Forward and backward of the next microbatch of every copy of the model; of several ranks, each its own."""
+        self._num_runs += 1
+        compute = self.runner.run_share if isinstance(self.runner, AcrossRanks) else self.runner.run
+        compute(self.microbatches(self.runner.num_replicas))
 
     def microbatches(self, count: int) -> list[MicroBatch[NoisyBatch]]:
         """The next so many batches of this step."""

@@ -59,9 +59,13 @@ def runs_folder() -> Path:
 
 def background_queue() -> JobQueue:
     """The queue of trainings in processes of their own; those that need a ComfyUI get this one's code."""
+    return JobQueue(RunStore(runs_folder()), _held_by_models, own_command())
+
+
+def own_command() -> list[str]:
+    """The beginning of a command whose process has this ComfyUI in it, with the same folders."""
     code = Path(inspect.getfile(folder_paths)).resolve().parent
-    native = native_command(sys.executable, code, folder_paths.base_path)
-    return JobQueue(RunStore(runs_folder()), _held_by_models, native)
+    return native_command(sys.executable, code, folder_paths.base_path)
 
 
 def refuse_cards_of_others(devices: Sequence[str]) -> None:

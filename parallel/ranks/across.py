@@ -32,6 +32,8 @@ class AcrossRanks:
         inner: this rank's runner.
         parameters: the trained ones, of the first copy of the model, in the same order on every rank.
         in_lockstep: whether all ranks have to compute equally many microbatches (FSDP).
+    Attributes:
+        rank_losses: of the last run, the mean loss of each rank's microbatches, by rank.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class AcrossRanks:
     ) -> None:
         self._inner, self._parameters, self._ranks, self._seed = inner, tuple(parameters), ranks, seed
         self.in_lockstep = in_lockstep
+        self.rank_losses: list[float] = []
         self._has_own_streams = isinstance(inner, PlainAccumulation)  # elsewhere microbatches mix on a device
 
     @property
@@ -58,17 +61,23 @@ class AcrossRanks:
 
         Raises: RankLost if another rank has ended or hangs.
         """
-        ranks = self._ranks
-        own = range(ranks.place.rank, len(microbatches), ranks.count)
-        assert ranks.watch is not None
-        with ranks.watch.step():
-            self._draw_from(f"step {ranks.place.rank} {microbatches[0].name}")
-            losses = self._inner.run(self._share(microbatches, own))[: len(own)]
-            found = dict(zip(own, [float(loss) for loss in losses], strict=True))
-        ranks.meet()
+        found = self.run_share(microbatches)
+        self._ranks.meet()
         told = self._add_up(found, len(microbatches))
         self._draw_from(f"after {microbatches[0].name}")
+        shares = [told[rank :: self._ranks.count] for rank in range(self._ranks.count)]
+        self.rank_losses = [float(share.mean()) * len(told) for share in shares if len(share)]
         return list(told.unbind())
+
+    def run_share(self, microbatches: Sequence[MicroBatch[Any]]) -> dict[int, float]:
+        """Forward and backward of this rank's microbatches alone; their losses by index."""
+        rank, watch = self._ranks.place.rank, self._ranks.watch
+        own = range(rank, len(microbatches), self._ranks.count)
+        assert watch is not None
+        with watch.step():
+            self._draw_from(f"step {rank} {microbatches[0].name}")
+            losses = self._inner.run(self._share(microbatches, own))[: len(own)]
+            return dict(zip(own, [float(loss) for loss in losses], strict=True))
 
     def _share(self, microbatches: Sequence[MicroBatch[Any]], own: range) -> list[MicroBatch[Any]]:
         share = [self._seeded(microbatches[index]) for index in own]

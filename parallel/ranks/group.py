@@ -10,6 +10,7 @@ group of gloo, where a rank may wait for hours, for instance while the first one
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,6 +26,8 @@ from .watch import Watch
 
 T = TypeVar("T")
 _PATIENCE = timedelta(days=7)  # while one rank works and the others wait; torchrun sees a dead one at once
+_POLL_S = 0.1  # at most, between two looks at whether the others have come, and whether this process is to stop
+_STOP = "stop"  # in the store: a rank was asked to stop while it waited
 _SLACK_S = 5.0  # so that a rank that hangs can tell where before the others lose it
 
 ONLY_ONE = RankPlace(0, 1, 0, 1)
@@ -46,6 +49,7 @@ class Ranks:
         own_stop: whether somebody has asked this very process to stop.
         control: the gloo group of all ranks; None for a job of one process.
         watch: ends this process where it hangs.
+        store: what ranks can leave for each other without meeting.
     """
 
     def __init__(
@@ -55,13 +59,14 @@ class Ranks:
         own_stop: Callable[[], bool] = never,
         control: Any = None,
         watch: Watch | None = None,
+        store: Any = None,
     ) -> None:
         self.place, self.devices, self.own_stop = place, tuple(devices), own_stop
-        self._control, self.watch = control, watch
+        self._control, self.watch, self._store = control, watch, store
 
     def stopped_by(self, own_stop: Callable[[], bool]) -> Ranks:
         """The same, with another way to ask this process to stop."""
-        return Ranks(self.place, self.devices, own_stop, self._control, self.watch)
+        return Ranks(self.place, self.devices, own_stop, self._control, self.watch, self._store)
 
     @property
     def is_launched(self) -> bool:
@@ -77,6 +82,13 @@ class Ranks:
         """Whether this rank writes the run folder and speaks to the user."""
         return self.place.rank == 0
 
+    def is_stop_asked(self) -> bool:
+        """Whether this rank was asked to stop, or another one that waits for it; for work that others wait for."""
+        if self._store is None:
+            return self.own_stop()
+        with _losses_named():
+            return self.own_stop() or bool(self._store.check([_STOP]))
+
     # ---- what all ranks do together
 
     def any(self, is_so: bool) -> bool:
@@ -84,9 +96,20 @@ class Ranks:
         if self._control is None:
             return is_so
         flag = torch.tensor([int(is_so)], dtype=torch.int32)
-        with _losses_named():
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._control)
+        self._finish(lambda: dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._control, async_op=True))
         return bool(flag.item())
+
+    def _finish(self, begin: Callable[[], Any]) -> None:
+        """What begin starts on all ranks, to its end. Meanwhile Python handles signals, and a stop is passed on."""
+        with _losses_named():
+            work, pause_s, has_told = begin(), _POLL_S / 1024, False
+            while not work.is_completed():
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _POLL_S)
+                if not has_told and self._store is not None and pause_s == _POLL_S and self.own_stop():
+                    self._store.set(_STOP, "1")
+                    has_told = True
+            work.wait()
 
     def should_stop(self) -> bool:
         """Whether any rank was asked to stop; all ranks."""
@@ -103,12 +126,11 @@ class Ranks:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = torch.zeros(self.count, dtype=torch.int64)
         sizes[self.place.rank] = len(data)
-        with _losses_named():
-            dist.all_reduce(sizes, group=self._control)
-            mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-            mine[: len(data)] = data
-            found = [torch.empty_like(mine) for _ in range(self.count)]
-            dist.all_gather(found, mine, group=self._control)
+        self._finish(lambda: dist.all_reduce(sizes, group=self._control, async_op=True))
+        mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+        mine[: len(data)] = data
+        found = [torch.empty_like(mine) for _ in range(self.count)]
+        self._finish(lambda: dist.all_gather(found, mine, group=self._control, async_op=True))
         return [json.loads(bytes(each[:size].numpy())) for each, size in zip(found, sizes.tolist(), strict=True)]
 
     def from_first(self, find: Callable[[], T]) -> T:
@@ -122,12 +144,11 @@ class Ranks:
         if self._control is None:
             return data
         size = torch.tensor([len(data)], dtype=torch.int64)
-        with _losses_named():
-            dist.broadcast(size, 0, group=self._control)
-            content = torch.zeros(int(size), dtype=torch.uint8)
-            if self.is_first and data:
-                content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            dist.broadcast(content, 0, group=self._control)
+        self._finish(lambda: dist.broadcast(size, 0, group=self._control, async_op=True))
+        content = torch.zeros(int(size), dtype=torch.uint8)
+        if self.is_first and data:
+            content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self._finish(lambda: dist.broadcast(content, 0, group=self._control, async_op=True))
         return bytes(content.numpy())
 
     def together(self, work: Callable[[], T]) -> T:
@@ -217,11 +238,13 @@ def joined(
     if module is not None and hasattr(module, "set_device"):
         module.set_device(devices[0])
     with _losses_named():
-        dist.init_process_group(dist.Backend.default_device_backend_map.get(devices[0].type, "gloo"))
+        store, rank, count = next(dist.rendezvous("env://"))
+        backend = dist.Backend.default_device_backend_map.get(devices[0].type, "gloo")
+        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=count)
         control = dist.new_group(backend="gloo", timeout=_PATIENCE)
     watch = Watch(limit_s)
     try:
-        ranks = Ranks(place, devices, own_stop, control, watch)
+        ranks = Ranks(place, devices, own_stop, control, watch, dist.PrefixStore("job", store))
         yield ranks
         ranks.wait()
         dist.destroy_process_group()

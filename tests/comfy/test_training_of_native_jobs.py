@@ -163,6 +163,21 @@ def test_a_graph_trains_it_in_the_background(server: Server, images: Path) -> No
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("trained")
+def test_a_graph_trains_it_in_two_processes(server: Server, images: Path) -> None:
+    """Each with this ComfyUI in it; captions and latents are those of the run before."""
+    found = {}
+    for name, count in (("native_one", 1), ("native_two", 2)):
+        finished = server.run(_graph(images, name, accumulation=2, processes=count))
+        assert finished.status == "success", finished.error
+        folder = server.base / "output" / "devicebridge" / name
+        found[count] = load_file(folder / f"{name}.safetensors")
+    assert "rank_losses" in (folder / "events.jsonl").read_text(encoding="utf-8")
+    for name, expected in found[1].items():
+        assert torch.allclose(found[2][name], expected, rtol=1e-4, atol=1e-6), name
+
+
 def test_the_command_goes_on_with_comfyuis_python_and_plans(
     comfyui: Path, checkpoint: Path, images: Path, tmp_path: Path
 ) -> None:

@@ -369,3 +369,21 @@ def test_devicebridge_run_passes_on_failure_and_its_reason(comfyui: Path, tmp_pa
     )
     assert result.exit_code == 1
     assert "/nowhere/model" in result.message or "my_images" in result.message
+
+
+@pytest.mark.long
+def test_two_processes_train_the_lora_of_one_and_end_with_cancel(server: Server, graph: Any) -> None:
+    loras = {}
+    for name, count in (("by_one", 1), ("by_two", 2)):
+        _succeed(server.run(graph(name=name, steps=4, accumulation=2, processes=count, strategy="auto")))
+        loras[count] = load_file(_run_folder(server, name) / f"{name}.safetensors")
+    for name, expected in loras[1].items():
+        assert torch.allclose(loras[2][name].float(), expected.float(), rtol=0.02, atol=1e-5), name  # in bfloat16
+    with Messages(server.port, "of_two") as messages:
+        prompt = server.queue(graph(name="stopped", steps=2000, accumulation=2, processes=2, strategy="fsdp"), "of_two")
+        _wait_for_step(_run_folder(server, "stopped"), 2)
+        server.post("/interrupt", {"prompt_id": prompt})
+        received = messages.until_done()
+    assert received[-1][0] == "execution_interrupted"
+    found = json.loads((_run_folder(server, "stopped") / "run.json").read_text(encoding="utf-8"))
+    assert found["status"] == "stopped"

@@ -1,7 +1,12 @@
-"""`devicebridge` as one rank of several, with one rank that fails in a step: FAULT is "what rank step"."""
+"""`devicebridge` as one rank of several, with one rank that fails in its first start: FAULT is "what rank step".
+
+"sleep" and "oom" happen in a step, "compiler" before the first one, and "captions" fails nothing: there every caption
+takes as many seconds as the step's number says.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import sys
@@ -12,10 +17,12 @@ runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_
 
 import torch  # noqa: E402
 from devicebridge.cli.main import main  # noqa: E402
+from devicebridge.encoding.sources import FolderTexts  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 
 WHAT, RANK, STEP = os.environ["FAULT"].split()
-FORWARD = Trainer._loss
+IS_FAULTY = os.environ["RANK"] == RANK and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+FORWARD, ENCODE = Trainer._loss, FolderTexts.encode_batch
 
 
 def sleep_for_ever():
@@ -24,12 +31,26 @@ def sleep_for_ever():
 
 
 def fail_in_a_forward(trainer, *arguments):
-    if os.environ["RANK"] == RANK and trainer.step == int(STEP) and torch.is_grad_enabled():
+    if IS_FAULTY and trainer.step == int(STEP) and torch.is_grad_enabled():
         if WHAT == "sleep":
             sleep_for_ever()
         raise torch.OutOfMemoryError("no memory is left, says the test")
     return FORWARD(trainer, *arguments)
 
 
-Trainer._loss = fail_in_a_forward
+def make_no_code(graph, inputs):
+    raise RuntimeError("no code for this graph, says the test")
+
+
+def encode_slowly(source, texts):
+    time.sleep(float(STEP))
+    return ENCODE(source, texts)
+
+
+if WHAT in ("sleep", "oom"):
+    Trainer._loss = fail_in_a_forward
+if WHAT == "compiler":
+    torch.compile = functools.partial(torch.compile, backend=make_no_code if IS_FAULTY else "eager")
+if WHAT == "captions":
+    FolderTexts.encode_batch = encode_slowly
 sys.exit(main())

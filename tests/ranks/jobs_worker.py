@@ -1,25 +1,31 @@
 """One rank of the tests: runs several jobs one after the other, and the first rank writes how each went.
 
 torchrun ... jobs_worker.py PLAN.json RESULTS.json; the plan is a list of jobs: {"job": file, "resume": bool, "stop":
-the step after which the last rank, and no other, is asked to stop, or 0}.
+the step after which the last rank, and no other, is asked to stop, or 0, "compiler": of compiled blocks, "works", which
+traces them and generates no code, or "fails", on the last rank alone}.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import resource
 import runpy
 import sys
 from pathlib import Path
+from unittest import mock
 
 runpy.run_path(str(Path(__file__).resolve().parents[2] / "bootstrap.py"))["load_pack"]()
 
+import torch  # noqa: E402
 from devicebridge.config.job import load_job  # noqa: E402
 from devicebridge.jobs.job import run_job  # noqa: E402
 from devicebridge.parallel.devices import CPU, find_devices  # noqa: E402
 from devicebridge.parallel.ranks.group import Ranks, joined  # noqa: E402
 from devicebridge.parallel.ranks.place import find_place, own_devices  # noqa: E402
+from devicebridge.patches import compile_blocks  # noqa: E402
 from devicebridge.tests.emulated import emulated_cards  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 
@@ -37,15 +43,23 @@ def run(item, joined_ranks):
     def should_stop():
         return bool(item["stop"]) and place.rank == place.num_ranks - 1 and len(steps) >= item["stop"]
 
-    with emulated_cards(4) if is_on_cards else contextlib.nullcontext():
+    with (
+        emulated_cards(4) if is_on_cards else contextlib.nullcontext(),
+        compiler(item["compiler"], place) as num_graphs,
+    ):
         devices = own_devices(find_devices(job.split.devices), place) if is_on_cards else (CPU,)
         ranks = Ranks(place, devices, should_stop, joined_ranks._control, joined_ranks.watch)
-        Trainer.train_step = counted
+        Trainer.train_step, kept = counted, Kept()
+        logging.getLogger("devicebridge").addHandler(kept)
         try:
             result = run_job(job, resume=item["resume"], on_event=seen.append, should_stop=should_stop, ranks=ranks)
         finally:
             Trainer.train_step = train_step
+            logging.getLogger("devicebridge").removeHandler(kept)
+        graphs = joined_ranks.gather(num_graphs())
     return {
+        "graphs": graphs,
+        "log": kept.lines,
         "status": result.status,
         "step": result.step,
         "losses": result.losses,
@@ -55,6 +69,32 @@ def run(item, joined_ranks):
         "memory": [sorted(event.values) for event in seen if event.kind == "memory"],
         "peak_mb": ranks.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024),
     }
+
+
+class Kept(logging.Handler):
+    """Keeps the warnings of the pack."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def compiler(what, place):
+    """Inside, torch.compile takes seconds instead of minutes, or fails on the last rank."""
+
+    def fail(graph, inputs):
+        raise RuntimeError("no code for this graph, says the test")
+
+    is_broken = what == "fails" and place.rank == place.num_ranks - 1
+    compile_fast = functools.partial(torch.compile, backend=fail if is_broken else "eager")
+    with mock.patch.object(torch, "compile", compile_fast):
+        before = compile_blocks._count_graphs()
+        yield lambda: compile_blocks._count_graphs() - before
+    torch._dynamo.reset()
 
 
 def main(plan, results):

@@ -18,16 +18,25 @@ ROOT = HERE.parents[1]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "10"}
 
 
-def torchrun(script, *arguments, count):
+def torchrun(script, *arguments, count, restarts=0):
     """The command."""
-    flags = ["--nproc-per-node", str(count), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    flags = [
+        "--nproc-per-node",
+        str(count),
+        "--max-restarts",
+        str(restarts),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "localhost:0",
+    ]
     flags += ["--rdzv-id", uuid.uuid4().hex]
     return [sys.executable, "-m", "torch.distributed.run", *flags, str(script), *map(str, arguments)]
 
 
 def run_jobs(folder, plan, *, count):
     """Run jobs on so many ranks; what jobs_worker.py says of each. plan: see there."""
-    items = [{"resume": False, "stop": 0, **item, "job": str(item["job"])} for item in plan]
+    items = [{"resume": False, "stop": 0, "compiler": "works", **item, "job": str(item["job"])} for item in plan]
     file, results = folder / f"plan-{uuid.uuid4().hex}.json", folder / f"results-{uuid.uuid4().hex}.json"
     file.write_text(json.dumps(items))
     command = torchrun(HERE / "jobs_worker.py", file, results, count=count)

@@ -7,10 +7,14 @@ import json
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from devicebridge.config.job import save_job
+from devicebridge.jobs.in_processes import run_in_processes
 from devicebridge.jobs.job import run_job
+from devicebridge.system.requests import Requests
 from devicebridge.tests.ranks.launching import (
     ENVIRONMENT,
     HERE,
@@ -36,7 +40,7 @@ def folder(tmp_path_factory):
 
 
 def _job(folder, name, *, steps=2000, **sections):
-    train = {"steps": steps, "batch_size": 1, "gradient_accumulation_steps": 2}
+    train = {"steps": steps, "batch_size": 1, "gradient_accumulation_steps": 2, **sections.pop("train", {})}
     output = {"folder": str(folder / name), "save_every_steps": 2}
     job = make_tiny_job(folder, "wan", train=train, output=output, evaluation={"folder": ""}, **sections)
     file = folder / f"{name}.toml"
@@ -60,18 +64,73 @@ def _goes_on(job):
     return True
 
 
-def test_sigterm_to_one_rank_saves_once_and_ends_all_with_130(folder):
-    job, file = _job(folder, "asked")
-    process = start_cli("train", file, "--nproc", 2)
-    read_until(process, "step 3/")
-    ranks_of(file)[1].send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 130, output
+def test_sigterm_to_one_rank_saves_once_and_ends_all_as_the_node_hears(folder):
+    job, file = _job(folder, "asked", parallel={"processes": 2})
+    heard = []
+
+    def hear(event):
+        heard.append(event)
+        if event.kind == "step" and event.step == 3:
+            ranks_of(folder / "asked" / "processes.toml")[1].send_signal(signal.SIGTERM)
+
+    result = run_in_processes(job, resume=False, on_event=hear)
+    steps = [event for event in heard if event.kind == "step"]
+    assert (result.status, result.step, result.losses) == ("stopped", len(steps), [e.values["loss"] for e in steps])
+    assert result.step == _newest(job) and result.lora.keys() and result.lora_path.is_file()
+    assert all(sum(e.values["rank_losses"]) / 2 == pytest.approx(e.values["loss"], rel=1e-6) for e in steps)
+    output = (folder / "asked" / "processes.log").read_text()
     assert "start the same job with resume to continue" in output and "Traceback" not in output
-    record = json.loads((folder / "asked" / "run.json").read_text())
-    losses = [line for line in (folder / "asked" / "events.jsonl").read_text().splitlines() if '"kind": "step"' in line]
-    assert record["status"] == "stopped" and _newest(job) == len(losses)
-    assert none_left(file) and _goes_on(job)
+    assert json.loads((folder / "asked" / "run.json").read_text())["status"] == "stopped"
+    assert none_left(folder / "asked" / "processes.toml") and _goes_on(job)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("by", ["cancel", "page"])
+def test_cancel_and_the_pages_stop_end_all_ranks_of_a_node(folder, by):
+    job, _ = _job(folder, f"by_{by}", parallel={"processes": 2, "strategy": "fsdp"})
+    steps = []
+
+    def hear(event):
+        steps.extend([event.step] if event.kind == "step" else [])
+        if by == "page" and event.step == 3:
+            Requests(Path(job.output.folder)).ask("stop")
+
+    result = run_in_processes(job, resume=False, on_event=hear, should_stop=lambda: by == "cancel" and len(steps) > 2)
+    assert result.status == "stopped" and result.step == _newest(job) == len(steps) < 1000
+    assert none_left(folder / f"by_{by}" / "processes.toml")
+
+
+@pytest.mark.long
+def test_what_a_failed_rank_said_reaches_the_node(folder):
+    job, _ = _job(folder, "refused", parallel={"processes": 2, "strategy": "fsdp"}, lora={"dora": True})
+    with pytest.raises(RuntimeError, match="lora.dora = true asks for norms of whole weights"):
+        run_in_processes(job, resume=False, on_event=lambda event: None)
+
+
+@pytest.mark.long
+def test_a_stop_is_heard_while_another_rank_encodes_captions(folder):
+    """The rank that is asked only waits, and the one that encodes is not asked."""
+    job, file = _job(folder, "captions", cache={"folder": str(folder / "other_cache")})
+    environment = {**ENVIRONMENT, "FAULT": "captions 1 3", "PYTHONUNBUFFERED": "1"}
+    command = torchrun(HERE / "faulty_rank.py", "train", file, count=2)
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        read_until(run, "== captions")
+        time.sleep(1)
+        ranks_of(file)[1].send_signal(signal.SIGTERM)
+        asked = time.monotonic()
+        output, _ = run.communicate(timeout=100)
+    assert run.returncode == 0 and "captions and latents done so far are kept" in output
+    assert time.monotonic() - asked < 12 and not list_checkpoints(checkpoint_folder(job))  # all captions take 18 s
+
+
+@pytest.mark.long
+def test_a_compiler_that_fails_on_one_rank_of_fsdp_ends_the_job_with_its_traceback(folder):
+    _, file = _job(folder, "compiler", parallel={"strategy": "fsdp"}, train={"compile": "auto"})
+    environment = {**ENVIRONMENT, "FAULT": "compiler 1 0"}
+    command = torchrun(HERE / "faulty_rank.py", "train", file, count=2)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1 and none_left(file, seconds=1)
+    assert 'set train.compile to "off"' in done.stderr and "in make_no_code" in done.stderr
 
 
 def test_a_killed_rank_ends_the_job_and_leaves_its_last_save(folder):
@@ -87,19 +146,29 @@ def test_a_killed_rank_ends_the_job_and_leaves_its_last_save(folder):
     assert _newest(job) >= 2 and _goes_on(free)
 
 
-@pytest.mark.parametrize("what", ["sleep", pytest.param("oom", marks=pytest.mark.long)])
-def test_a_rank_that_fails_tells_where_and_the_others_end(folder, what):
-    job, file = _job(folder, what, parallel={"hang_timeout_s": 1.0})
-    environment = {**ENVIRONMENT, "FAULT": f"{what} 1 3"}
+def test_a_rank_that_hangs_tells_where_and_torchrun_starts_all_anew(folder):
+    job, file = _job(folder, "sleep", steps=6, parallel={"hang_timeout_s": 1.0})
+    environment = {**ENVIRONMENT, "FAULT": "sleep 1 3"}
+    command = torchrun(HERE / "faulty_rank.py", "train", file, count=2, restarts=1)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 is ended: this step has not ended" in done.stderr and "in sleep_for_ever" in done.stderr
+    events = (folder / "sleep" / "events.jsonl").read_text().splitlines()
+    found = [event for event in map(json.loads, events) if event["kind"] == "step"]
+    assert [event["step"] for event in found] in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 3, 4, 5, 6])  # from its last save on
+    expected = run_job(_job(folder, "undisturbed", steps=6)[0]).losses
+    assert [event["loss"] for event in found[-3:]] == pytest.approx(expected[-3:], rel=1e-5)
+
+
+@pytest.mark.long
+def test_a_rank_without_memory_ends_the_job_and_the_others_save(folder):
+    job, file = _job(folder, "oom", parallel={"hang_timeout_s": 1.0})
+    environment = {**ENVIRONMENT, "FAULT": "oom 1 3"}
     command = torchrun(HERE / "faulty_rank.py", "train", file, count=2)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
-    told = done.stderr
     assert done.returncode == 1
-    if what == "sleep":
-        assert "rank 1 is ended: this step has not ended" in told and "in sleep_for_ever" in told
-    else:
-        assert "rank 1: no memory is left, says the test" in told and "in fail_in_a_forward" in told
-        assert "rank 0: another rank has ended or hangs" in told
+    assert "rank 1: no memory is left, says the test" in done.stderr and "in fail_in_a_forward" in done.stderr
+    assert "rank 0: another rank has ended or hangs" in done.stderr
     assert none_left(file)
     assert _newest(job) >= 2 and _goes_on(job)
 

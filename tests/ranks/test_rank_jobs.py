@@ -30,9 +30,18 @@ ON_TWO = {
     "data": {"parallel": {"strategy": "data"}},
     "fsdp": {"parallel": {"strategy": "fsdp"}},
     "fsdp, blocks kept": {"parallel": {"strategy": "fsdp"}, "train": {**SHORT, "gradient_checkpointing": False}},
+    "fsdp, compiled": {"parallel": {"strategy": "fsdp"}, "train": {**SHORT, "compile": "auto"}},
+    "data, a broken compiler": {"parallel": {"strategy": "data"}, "train": {**SHORT, "compile": "auto"}},
     "pipeline in each": {"parallel": {"strategy": "pipeline"}, "split": {"devices": CARDS}, "train": SHORT},
     "tensor in each": {"parallel": {"strategy": "tensor"}, "split": {"devices": CARDS}, "train": SHORT},
 }
+LONG_ON_TWO = {
+    "fsdp, compiled and kept": {
+        "parallel": {"strategy": "fsdp"},
+        "train": {**SHORT, "compile": "auto", "gradient_checkpointing": False},
+    },
+}
+ON_TWO |= LONG_ON_TWO if LONG else {}
 ON_FOUR = {"hsdp": {"parallel": {"strategy": "hsdp", "shard_degree": 2}}}
 
 
@@ -97,7 +106,7 @@ def on_two(folder, alone, on_four):
     save_job(
         dataclasses.replace(after, split=dataclasses.replace(after.split, devices=("cpu",))), folder / "changed.toml"
     )
-    plan = [{"job": file} for _, file in jobs.values()]
+    plan = [{"job": file, "compiler": "fails" if "broken" in name else "works"} for name, (_, file) in jobs.items()]
     if LONG:
         plan += [{"job": folder / "chain.toml", "resume": True, "stop": SPLIT_AT[1] - SPLIT_AT[0]}]
     plan += [
@@ -119,6 +128,12 @@ def test_a_strategy_gives_the_losses_and_the_lora_of_one_process(name, folder, a
     assert found["before"] == pytest.approx(expected.eval_before, rel=1e-5)
     assert steps < STEPS or found["after"] == pytest.approx(expected.eval_after, rel=1e-5)
     assert _difference(_lora(job, steps), _lora(alone_job, steps)) < 1e-4
+
+
+def test_blocks_are_compiled_inside_fsdp_and_on_no_rank_where_one_cannot(on_two):
+    assert all(count > 0 for count in on_two["fsdp, compiled"]["graphs"])
+    (told,) = [line for line in on_two["data, a broken compiler"]["log"] if "no longer compiled" in line]
+    assert "rank 1: torch" in told and "no code for this graph" in told
 
 
 @pytest.mark.long

@@ -169,6 +169,8 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "start_from": "STRING",
         "ema_decay": "FLOAT",
         "kahan": "BOOLEAN",
+        "processes": "INT",
+        "strategy": "COMBO",
         "trigger_word": "STRING",
         "caption_template": "STRING",
         "loss_weight": "FLOAT",
@@ -539,6 +541,8 @@ CHANGES = [
     ("layers", "attention", "lora.layers", "attention"),
     ("start_from", "", "lora.start_from", ""),
     ("ema_decay", 0.99, "train.ema_decay", 0.99),
+    ("processes", 2, "parallel.processes", 2),
+    ("strategy", "fsdp", "parallel.strategy", "fsdp"),
 ]
 
 
@@ -654,6 +658,21 @@ def test_training_returns_what_the_cores_nodes_take(
     assert host.progress == [(0, 1), (1, 3), (2, 3), (3, 3)]
     assert host.texts[1] == "Training"
     assert "Step 3/3: loss 0.16667, 2.00 s/step, about 0 s left" in host.texts
+
+
+def test_several_processes_train_in_place_of_this_one(
+    nodes: ModuleType, host: comfy_stub.FakeHost, sockets: dict[str, Any], training: Any, monkeypatch: Any
+) -> None:
+    from devicebridge.jobs import in_processes
+
+    def run(job: Any, *, resume: bool, on_event: Any, should_stop: Any, native: Any) -> Any:
+        return training.run(job, info=None, resume=resume, on_event=on_event, should_stop=should_stop)
+
+    monkeypatch.setattr(in_processes, "run_in_processes", run)
+    monkeypatch.setattr("devicebridge.jobs.job.run_job", None)
+    output = _node(nodes, "DeviceBridgeTrainLora").execute(**{**sockets, "processes": 2})
+    (call,) = training.calls
+    assert call["job"].parallel.processes == 2 and call["host"] == ["unload", "empty cache"] and output.args[2] == 3
 
 
 def test_events_go_to_the_browser(

@@ -64,6 +64,18 @@ def test_every_phase_has_a_bar_of_its_own(host: comfy_stub.FakeHost, tmp_path: P
     assert host.shown == [(0, 1), (1, 5), (5, 5), (0, 1), (1, 20), (20, 20), (0, 1), (1, 40), (2, 40)]
 
 
+def test_a_node_shows_loss_and_memory_of_every_rank(host: comfy_stub.FakeHost, tmp_path: Path) -> None:
+    view = importlib.import_module("devicebridge.nodes.view").JobView("7", _Clock())
+    peaks = {f"rank {rank} cuda:{rank}": {"allocated": 1.0, "peak": 20.25 + rank, "reserved": 22.0} for rank in (0, 1)}
+    with EventLog(tmp_path, view) as events:
+        events.emit("memory", 1, 2, **peaks)
+        events.emit("step", 2, 2, loss=0.5, learning_rate=1e-4, elapsed_s=1.0, rank_losses=[0.25, 0.75])
+    assert host.texts[-1].splitlines()[1:] == [
+        "loss: rank 0 0.25000, rank 1 0.75000",
+        "peak memory: rank 0 cuda:0 20.2 GB, rank 1 cuda:1 21.2 GB",
+    ]
+
+
 def test_a_log_has_a_line_of_progress_now_and_then(
     host: comfy_stub.FakeHost, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.weight_file import open_weights, read_records, read_rows
 from devicebridge.jobs.job import run_job
@@ -49,10 +50,35 @@ def test_one_process_alone_agrees_with_itself():
         alone.together(lambda: (_ for _ in ()).throw(ValueError("said")))
 
 
+class _SlowWork:
+    """A collective that others are late for."""
+
+    def __init__(self, polls):
+        self._polls = polls
+
+    def is_completed(self):
+        self._polls -= 1
+        return self._polls <= 0
+
+    def wait(self):
+        assert self._polls <= 0, "it would wait in C++, where Python handles no signal"
+
+
+def test_a_stop_that_reaches_a_waiting_rank_is_seen_by_the_one_it_waits_for():
+    store, is_asked = dist.HashStore(), []
+    waiting = Ranks(RankPlace(1, 2, 1, 2), own_stop=lambda: bool(is_asked), control=object(), store=store)
+    working = Ranks(RankPlace(0, 2, 0, 2), control=object(), store=store)
+    waiting._finish(lambda: _SlowWork(14))
+    assert not working.is_stop_asked()
+    is_asked.append("by a signal")
+    waiting._finish(lambda: _SlowWork(14))
+    assert working.is_stop_asked() and waiting.is_stop_asked()
+
+
 @pytest.mark.parametrize("strategy", ["fsdp", "hsdp"])
 def test_one_process_is_told_how_to_start_several(strategy, tmp_path):
     job = make_tiny_job(tmp_path, parallel={"strategy": strategy})
-    with pytest.raises(ValueError, match="needs several processes; start the job with --nproc 2"):
+    with pytest.raises(ValueError, match="needs several processes; set parallel.processes to 2 or more"):
         run_job(job)
     assert not list((tmp_path / "run").glob("*"))
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from devicebridge.cli.main import main
 from devicebridge.config.job import make_job
-from devicebridge.events import Event
+from devicebridge.events import Event, EventLog, EventTail
 from devicebridge.jobs.job import run_job
 from devicebridge.runs.news import News
 from devicebridge.runs.progress import Progress, thinned
@@ -87,6 +87,30 @@ def test_half_a_line_waits_for_its_end_and_rubbish_is_passed_over(tmp_path: Path
         more.write(line[20:])
     progress.update()
     assert [point[:2] for point in progress.steps] == [(1, 2.0)]
+
+
+def test_memory_of_ranks_is_that_of_their_cards_the_first_machines_first(tmp_path: Path) -> None:
+    names = ["rank 0 cuda:0", "rank 1 cuda:1", "rank 2 cuda:0", "rank 10 cuda:1"]
+    event = {"kind": "memory", "step": 1, "total": 2, **{name: {"peak": index} for index, name in enumerate(names)}}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    progress = Progress(tmp_path / "events.jsonl")
+    progress.update()
+    assert progress.memory == {"cuda:0": {"peak": 0}, "cuda:1": {"peak": 1}}
+
+
+def test_a_tail_hears_whole_lines_that_come_after_its_beginning(tmp_path: Path) -> None:
+    assert EventTail(tmp_path).new() == []
+    with EventLog(tmp_path) as events:
+        events.emit("phase", name="before")
+        tail = EventTail(tmp_path)
+        events.emit("step", 1, 2, loss=0.5, rank_losses=[0.25, 0.75])
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.write('{"kind": "st')
+        assert tail.new() == [Event("step", 1, 2, {"loss": 0.5, "rank_losses": [0.25, 0.75]})]
+        assert tail.new() == []
+        with (tmp_path / "events.jsonl").open("a") as file:
+            file.write('ep", "step": 2, "total": 2, "loss": 0.4}\n')
+        assert [(event.step, event.values["loss"]) for event in tail.new()] == [(2, 0.4)]
 
 
 def test_a_thinned_curve_keeps_its_mean_and_its_last_point() -> None:
