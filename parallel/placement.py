@@ -396,13 +396,22 @@ def estimate_block_flops(
     Linears cost 2 * weights * tokens they see; attention over all tokens is counted alike for every block (4 S² D),
     which is exact for joint attention and only shifts all blocks equally elsewhere.
     """
-    if family.native is not None:
-        return native_block_flops(model, family.native, block_names(model, family), num_image_tokens, num_text_tokens)
     return [
         _block_flops(block, block_list, num_image_tokens, num_text_tokens)
-        for block_list in family.block_lists
-        for block in getattr(model, block_list.name)
+        for block, block_list in blocks_with_lists(model, family)
     ]
+
+
+def blocks_with_lists(model: nn.Module, family: ModelFamily) -> list[tuple[nn.Module, BlockList]]:
+    """Every block in execution order, with what its linears run over."""
+    if family.native is not None:
+        side = _native_list(family.native)
+        return [(model.get_submodule(name), side) for name in block_names(model, family)]
+    return [(block, each) for each in family.block_lists for block in getattr(model, each.name)]
+
+
+def _native_list(layout: NativeModel) -> BlockList:
+    return BlockList("", layout.text_modules, is_joint=True, sample_modules=layout.sample_modules)
 
 
 def native_block_flops(
@@ -416,7 +425,7 @@ def native_block_flops(
 
     The share of a block changes little with the size.
     """
-    side = BlockList("", layout.text_modules, is_joint=True, sample_modules=layout.sample_modules)
+    side = _native_list(layout)
     return [_block_flops(model.get_submodule(name), side, num_image_tokens, num_text_tokens) for name in blocks]
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from ..families.spec import BlockList, ModelFamily
 from ..parallel.local.shards import find_plan
-from ..patches.lora import matches_any
+from ..parallel.placement import blocks_with_lists, tokens_seen
 from .block_times import ASSUMED_LINK_BYTES_PER_S, BlockTimes
 from .cards import Card
 
@@ -60,25 +62,22 @@ class DividedTimes:
 
 
 def exchanged_bytes(
-    model: object, family: ModelFamily, num_image_tokens: int, num_text_tokens: int, element_size: int
+    model: nn.Module, family: ModelFamily, num_image_tokens: int, num_text_tokens: int, element_size: int
 ) -> list[float]:
     """Of the partial sums of each block's forward for one sample, in execution order. Works on meta tensors."""
     return [
         _of_block(block, each, family, num_image_tokens, num_text_tokens) * element_size
-        for each in family.block_lists
-        for block in getattr(model, each.name)
+        for block, each in blocks_with_lists(model, family)
     ]
 
 
-def _of_block(block: object, side: BlockList, family: ModelFamily, num_image: int, num_text: int) -> float:
-    plan = find_plan(family.tensor, block)  # type: ignore[arg-type]
+def _of_block(block: nn.Module, side: BlockList, family: ModelFamily, num_image: int, num_text: int) -> float:
+    plan = find_plan(family.tensor, block)
     if plan is None:
         return 0.0
     total = 0.0
-    for name, module in block.named_modules():  # type: ignore[attr-defined]
+    for name, module in block.named_modules():
         divided = plan.find(name)
-        if divided is not None and divided.by == "row" and hasattr(module, "out_features"):
-            is_text = matches_any(name, side.text_modules)
-            tokens = num_text if is_text else num_image + num_text * side.is_joint
-            total += module.out_features * tokens
+        if divided is not None and divided.by == "row" and isinstance(module, nn.Linear):
+            total += module.out_features * tokens_seen(name, side, num_image, num_text)
     return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,7 +91,7 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
         sample.kind_of.append(known[kind])
     renamed = _keep_kinds(sample, family) if family.native is None else _keep_first_two(sample, family)
     _cast(model, work.dtype)
-    shards = _divide(sample, family, work.num_devices) if work.num_devices > 1 else {}
+    shards = _divide(model, renamed, family, work.num_devices) if work.num_devices > 1 else {}
     if quantizer is not None:
         for fqn, module in list(model.named_modules()):
             whole = _whole_name(fqn, renamed)
@@ -106,10 +106,11 @@ def shorten(model: nn.Module, family: ModelFamily, work: Work) -> ShortModel:
     return sample
 
 
-def _divide(sample: ShortModel, family: ModelFamily, num_devices: int) -> dict[str, BlockShard]:
-    """Leave of every block what the last of several devices computes."""
+def _divide(model: nn.Module, blocks: Iterable[str], family: ModelFamily, num_devices: int) -> dict[str, BlockShard]:
+    """Leave of these blocks what the last of several devices computes."""
     shards = {}
-    for name, block in zip(sample.kinds, sample.modules, strict=True):
+    for name in blocks:
+        block = model.get_submodule(name)
         plan, shares = find_plan(family.tensor, block), shares_in(block, family, num_devices)
         assert plan is not None, "shares_in has looked"
         shards[name] = divide_block(block, plan, shares, num_devices - 1, lambda weight, part: part.copied(weight))

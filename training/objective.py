@@ -21,7 +21,8 @@ import torch
 from torch import nn
 
 from ..config.job import ObjectiveConfig
-from ..families.spec import ModelFamily, ShiftRule, TimestepSampling, Variant
+from ..families.spec import HostModel, ModelFamily, ShiftRule, TimestepSampling, Variant
+from ..parallel.local.tensor_training import DividedModel
 
 
 def make_generator(*position: int | float | str) -> torch.Generator:
@@ -154,9 +155,27 @@ def predict(
         given: text and conditions by name, as the family's make_inputs or its host takes them.
     """
     if family.host is not None:
-        return family.host.predict(model, noisy, sigmas, given, guidance)
+        return _predict_by_host(family.host, model, noisy, sigmas, given, guidance)
     inputs = family.make_inputs(noisy, sigmas, given, guidance)
     shape = noisy.shape
     del noisy, given  # packed anew in the inputs
     output = model(**inputs, return_dict=False)[0]
     return family.read_prediction(output, torch.empty(shape, device="meta"))
+
+
+def _predict_by_host(
+    host: HostModel,
+    model: nn.Module,
+    noisy: torch.Tensor,
+    sigmas: torch.Tensor,
+    given: Mapping[str, torch.Tensor],
+    guidance: float | None,
+) -> torch.Tensor:
+    if not isinstance(model, DividedModel):
+        return host.predict(model, noisy, sigmas, given, guidance)
+
+    def of_one(tree: nn.Module, device: torch.device) -> torch.Tensor:
+        there = {name: each.to(device) for name, each in given.items()}
+        return host.predict(tree, noisy.to(device), sigmas.to(device), there, guidance)
+
+    return model.through(of_one)

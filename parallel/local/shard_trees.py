@@ -154,6 +154,7 @@ def _cut(whole: nn.Module, own: nn.Module, layer: str, slices: Slices, device: t
             continue
         taken = _taken(parameter.data, slices.get(f"{layer}.{leaf}".lstrip(".")), device)
         own._parameters[leaf] = nn.Parameter(taken, requires_grad=False)
+    own._buffers.update({leaf: each if each is None else each.to(device) for leaf, each in whole._buffers.items()})
     return _cut_quantized(whole, own, slices.get(f"{layer}.weight"), device) if is_quantized else None
 
 

@@ -61,6 +61,8 @@ def _attach_to_block(hooks: HookSet, place: _Place, shard: BlockShard) -> None:
         module = block.get_submodule(meeting.name)  # with the LoRA that was put around it
         meet = _MEETS[meeting.how] if meeting.how != "norm" else functools.partial(_correct, meeting.width)
         hooks.after(module, functools.partial(_met, meet, place.at(meeting.name)))
+    for of_heads in shard.arguments:
+        hooks.before(of_heads.module, of_heads)
 
 
 class _Place:

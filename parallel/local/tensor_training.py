@@ -70,10 +70,17 @@ class DividedModel(nn.Module):
             hooks.remove()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Of every device together; inside `together` of this device alone."""
-        if self._local.rank is not None:
-            return self.trees[self._local.rank](*args, **kwargs)
-        return self.together(lambda: self.forward(*args, **kwargs))[0]
+        return self.through(lambda tree, device: tree(*args, **kwargs))
+
+    def through(self, call: Callable[[nn.Module, torch.device], T]) -> T:
+        """What call(tree, device) returns for every device together, home's; inside `together` for this device alone.
+
+        For models that are not called themselves, as those of ComfyUI.
+        """
+        rank = self._local.rank
+        if rank is None:
+            return self.together(lambda: self.through(call))[0]
+        return call(self.trees[rank], self.devices[rank])
 
     def together(self, work: Callable[[], T], beside: Callable[[], None] = lambda: None) -> list[T]:
         """What work() returns in a thread per device, in which this model is that device's tree.

@@ -3,10 +3,15 @@ not.
 
 Inference code may write into what a block is called with, and into what an operation of the block was given before
 (x += ...). Autograd raises an error then; where a block is computed again for its backward, torch's own checkpoint says
-nothing, and the gradients are wrong. Here each block is watched once per way of being called: one forward more, whose
-graph is dropped. From then on it gets copies of the arguments that it writes into, and of what autograd saves those
-tensors are copied that are written to later. The others keep their version: if it has changed at the backward, that is
-an error, not a gradient.
+nothing, and the gradients are wrong. Here each block is watched once per way of being called: one or two forwards more,
+whose graphs are dropped. From then on
+
+- an argument that it writes into by x += y alone is one whose assignments make new tensors (out_of_place.py), which
+  takes no copy. That was tried while watching: nothing was written, nobody read what was left behind, and the output
+  had the same bits;
+- of other arguments that it writes into it gets copies;
+- of what autograd saves those tensors are copied that are written to later. The others keep their version: if it has
+  changed at the backward, that is an error, not a gradient.
 
 That callers use what a block returns, and not what it wrote into its arguments, is what makes copies right; the split
 of ComfyUI's classes rests on it, too.
@@ -26,6 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...patches.hooks import map_tensors
 from ..devices import CPU, random_state, set_random_state
+from .out_of_place import LateReads, in_place, out_of_place
 
 _PLACE = torch.empty(0)  # stands where a tensor was
 _Kind = tuple[torch.dtype, int]  # of a saved tensor: type and number of dimensions
@@ -36,11 +42,13 @@ class Writes:
     """What one block writes into when it is called in one way.
 
     Args:
-        arguments: which of the tensors it is called with, by number.
+        arguments: which of the tensors it is called with, by number, it needs copies of.
+        renewed: which of them it is to make new tensors of instead.
         saved: of every tensor that autograd saves meanwhile, in order: its kind, and whether it is written to later.
     """
 
     arguments: frozenset[int]
+    renewed: frozenset[int]
     saved: tuple[tuple[_Kind, bool], ...]
 
     @property
@@ -62,15 +70,15 @@ class InPlaceGuard:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors, frame = taken_out((args, kwargs), self.passed_by)
-        key = (len(args), tuple(kwargs), tuple((t.requires_grad, t.ndim) for t in tensors))
+        is_none = tuple(each is None for each in (*args, *kwargs.values()))
+        key = (len(args), tuple(kwargs), is_none, tuple((t.requires_grad, t.ndim, t.dtype) for t in tensors))
         writes = self.known.get(key)
         if writes is None:
             writes = self.known[key] = self._learn(tensors, frame)
-        given = [t.clone() if index in writes.arguments else t for index, t in enumerate(tensors)]
         before = [_version(tensor) for tensor in tensors]
         needs_copies = torch.is_grad_enabled() and writes.num_copied
         with _copies(writes, type(self.block).__name__) if needs_copies else nullcontext():
-            output = self._forward(given, frame)
+            output = self._forward(tensors, frame, writes)
         if before != [_version(tensor) for tensor in tensors]:
             raise RuntimeError(
                 f"{type(self.block).__name__} changed an argument in place that it did not change before, so its "
@@ -78,11 +86,27 @@ class InPlaceGuard:
             )
         return output
 
-    def _forward(self, tensors: Sequence[Tensor], frame: Any) -> Any:
-        args, kwargs = put_back(frame, tensors, self.passed_by)
-        return type(self.block).forward(self.block, *args, **kwargs)
+    def _forward(self, tensors: Sequence[Tensor], frame: Any, writes: Writes) -> Any:
+        given = [t.clone() if index in writes.arguments else t for index, t in enumerate(tensors)]
+        for index in writes.renewed:
+            given[index] = out_of_place(tensors[index])
+        args, kwargs = put_back(frame, given, self.passed_by)
+        output = type(self.block).forward(self.block, *args, **kwargs)
+        return in_place(output, {id(given[i]): tensors[i] for i in writes.renewed}) if writes.renewed else output
 
     def _learn(self, tensors: Sequence[Tensor], frame: Any) -> Writes:
+        found, output = self._watched(tensors, frame, frozenset())
+        if not found.arguments:
+            return found
+        renewing, same = self._watched(tensors, frame, found.arguments)
+        return found if renewing.arguments or not _are_equal(output, same) else renewing
+
+    def _watched(self, tensors: Sequence[Tensor], frame: Any, renewed: frozenset[int]) -> tuple[Writes, list[Tensor]]:
+        """What one forward writes into, and what it returns.
+
+        Args:
+            renewed: arguments to be made anew. They are among those written into if somebody saw the difference.
+        """
         saved: list[tuple[Tensor, int]] = []
 
         def note(tensor: Tensor) -> Tensor:
@@ -91,15 +115,16 @@ class InPlaceGuard:
             return same
 
         device = next((tensor.device for tensor in tensors), CPU)
-        with torch.enable_grad(), _same_random_numbers(device):
+        with torch.enable_grad(), _same_random_numbers(device), LateReads() as reads:
             copies = [tensor.detach().requires_grad_(tensor.requires_grad).clone() for tensor in tensors]
             before = [copy._version for copy in copies]
             with saved_tensors_hooks(note, lambda tensor: tensor):
-                self._forward(copies, frame)
-        changed = (index for index, copy in enumerate(copies) if copy._version != before[index])
-        return Writes(
-            frozenset(changed), tuple((_kind(tensor), tensor._version != version) for tensor, version in saved)
-        )
+                output = self._forward(copies, frame, Writes(frozenset(), renewed, ()))
+            outputs = [tensor.detach() for tensor in taken_out(output)[0]]
+            reads.look(outputs)
+        changed = {index for index, copy in enumerate(copies) if copy._version != before[index]}
+        written = tuple((_kind(tensor), tensor._version != version) for tensor, version in saved)
+        return Writes(frozenset(changed | renewed if reads.found else changed), renewed, written), outputs
 
 
 @contextmanager
@@ -156,6 +181,12 @@ def put_back(frame: Any, tensors: Sequence[Tensor], passed_by: Sequence[str] = (
     """The inverse of taken_out."""
     remaining = iter(tensors)
     return map_tensors(frame, lambda place: next(remaining), passed_by)
+
+
+def _are_equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Bit for bit; tensors without numbers are."""
+    pairs = list(zip(some, others, strict=True))
+    return all(a.shape == b.shape and (a.is_meta or torch.equal(a, b)) for a, b in pairs)
 
 
 def _kind(tensor: Tensor) -> _Kind:

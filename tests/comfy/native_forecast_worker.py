@@ -29,12 +29,14 @@ from devicebridge.checkpoints.load import make_empty_transformer  # noqa: E402
 from devicebridge.config.job import LoraSettings  # noqa: E402
 from devicebridge.encoding.comfy_data import read_conditioning  # noqa: E402
 from devicebridge.execution import ExecutionPlan  # noqa: E402
+from devicebridge.jobs.build import make_tensor_training  # noqa: E402
 from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.placement import Placement, block_names  # noqa: E402
-from devicebridge.planning.dry_run import dry_run_step  # noqa: E402
+from devicebridge.parallel.runner import MicroBatch, PlainAccumulation  # noqa: E402
 from devicebridge.planning.forecast import Backend, Forecaster, Optimizer, StagePlan, StepSettings  # noqa: E402
 from devicebridge.planning.meter import Kernels  # noqa: E402
+from devicebridge.planning.question import ModelCosts  # noqa: E402
 from devicebridge.planning.short_model import SampleText, Work  # noqa: E402
 from devicebridge.quantization.kernel_choice import device_kernels  # noqa: E402
 from devicebridge.quantization.quantize import QuantizeSettings  # noqa: E402
@@ -57,6 +59,7 @@ WAYS: dict[str, tuple[tuple[int, int], str]] = {
     "recompute": ((0, 0), "none"),
     "kept": ((0, 1), "none"),
     "8 bits": ((0, 0), "int8-compute"),
+    "divided": ((0, 0), "none"),  # every block, between the two
 }
 
 
@@ -72,9 +75,13 @@ def judge(name: str) -> dict[str, Any]:
         latents = (family.latent[0], *((1,) if len(family.latent) == 3 else tuple(front[1:])), *larger)
         text = SampleText(read_conditioning(family.condition(1), "text", keeps_all=True))
         errors = {}
+        costs = ModelCosts(info, info.variant)
         for way, (kept, scheme) in WAYS.items():
-            measured = _measured(info, latents, text, kept, scheme)
-            forecast = _forecast(info, latents, text, kept, scheme)
+            is_divided = way == "divided"
+            if is_divided and costs.division_fault(2, None):
+                continue
+            measured = _measured(info, latents, text, kept, scheme, is_divided=is_divided)
+            forecast = _forecast(costs, latents, text, kept, scheme, num_shares=1 + is_divided)
             errors[way] = {card: forecast[card] / measured[card] - 1 for card in measured}
     return {"name": name, "errors": errors}
 
@@ -89,18 +96,20 @@ def _cut(info: Any) -> tuple[tuple[str, ...], int]:
     return names, (len(names) + 1) // 2
 
 
-def _measured(info: Any, shape: Any, text: SampleText, kept: Any, scheme: str) -> dict[str, int]:
+def _measured(info: Any, shape: Any, text: SampleText, kept: Any, scheme: str, *, is_divided: bool) -> dict[str, int]:
     """The most that each card held in the second optimizer step."""
     names, cut = _cut(info)
     gc.collect()
     with emulated_cards(), factories_on_cards():
         placement = Placement(names, tuple(CARDS[int(i >= cut)] for i in range(len(names))), CARDS[0])
+        if is_divided:
+            placement = Placement(names, (CARDS[0],) * len(names), CARDS[0], shards=CARDS[:2])
         plan = ExecutionPlan(
             placement=placement,
             dtype=torch.float32,
             quantize=None if scheme == "none" else QuantizeSettings(scheme),
             quantized_cache=None,
-            strategy="none",
+            strategy="tensor" if is_divided else "none",
             ahead=None,
             gradient_checkpointing=True,
             kept_blocks=kept,
@@ -115,15 +124,19 @@ def _measured(info: Any, shape: Any, text: SampleText, kept: Any, scheme: str) -
         clean, noise = (torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
         noised = noise_latents(info.family, clean, noise, torch.tensor([0.5]))
         home = CARDS[0]
+        runner = make_tensor_training(made) if is_divided else PlainAccumulation(made.model, home)
 
-        def step() -> None:
+        def loss(nothing: None) -> torch.Tensor:
             given = {key: value[None].to(home) for key, value in text.tensors.items()}
             guidance = info.variant.training_guidance
             said = predict(info.family, made.model, noised.noisy.to(home), noised.sigmas.to(home), given, guidance)
             del given
-            prediction_loss(said, noised.target.to(home)).backward()
-            del said
+            return prediction_loss(said, noised.target.to(said.device))
+
+        def step() -> None:
+            runner.run([MicroBatch(lambda: None, loss)])
             optimizer.step()
+            runner.sync()
             optimizer.zero_grad(set_to_none=True)
 
         step()
@@ -139,15 +152,19 @@ def _measured(info: Any, shape: Any, text: SampleText, kept: Any, scheme: str) -
         return {str(card): peak for card, peak in peaks.items()}
 
 
-def _forecast(info: Any, shape: Any, text: SampleText, kept: Any, scheme: str) -> dict[str, int]:
-    names, cut = _cut(info)
+def _forecast(
+    costs: ModelCosts, shape: Any, text: SampleText, kept: Any, scheme: str, *, num_shares: int
+) -> dict[str, int]:
+    names, cut = _cut(costs.info)
     quantize = None if scheme == "none" else QuantizeSettings(scheme)
-    work = Work(shape, 1, torch.float32, quantize, LORA, text=text)
+    work = Work(shape, 1, torch.float32, quantize, LORA, num_shares, text)
     kernels = Kernels(device_kernels(CARDS[0]), has_fused=False, rounding=1)
-    cost = dry_run_step(make_empty_transformer(info), info, info.variant, work, kernels)
     backend = Backend(workspace=0, fragmentation=0.0, context=0)
+    cost = costs.dry_run(work, kernels)
     forecaster = Forecaster(cost, Optimizer(state=8, step=0), StepSettings(), backend=backend)
     plans = StagePlan(0, 2, 0, cut, kept[0]), StagePlan(1, 2, cut, len(names), kept[1])
+    if num_shares > 1:
+        plans = (StagePlan(0, 1, 0, len(names)),) * 2
     return {str(card): forecaster.device(str(card), plan).allocated for card, plan in zip(CARDS, plans, strict=False)}
 
 

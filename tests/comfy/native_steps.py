@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -36,12 +37,13 @@ from devicebridge.jobs.native_limits import why_no_stages
 from devicebridge.nodes.host.native.context import native_training
 from devicebridge.nodes.host.native.source import read_native
 from devicebridge.parallel.devices import own_random_states
+from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.planning.cards import parse_cards
 from devicebridge.quantization.weight_only import import_torchao
 from devicebridge.tests.comfy.diffusers_twins import Twin
-from devicebridge.tests.comfy.tiny_checkpoints import small_sizes
-from devicebridge.tests.comfy.trained_families import TRAINED, save_trained
+from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, small_sizes
+from devicebridge.tests.comfy.trained_families import DIVIDED, TRAINED, save_trained
 from devicebridge.tests.emulated import emulated_cards, factories_on_cards, on_cpu
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import noise_latents, predict, prediction_loss
@@ -53,6 +55,7 @@ CARDS = {"devices": ["lazy:0", "lazy:1"]}
 TWO = {"gradient_accumulation_steps": 2}
 _PLAIN = {"train": {"gradient_checkpointing": False}}
 _PERCENT = 0.4  # of the way from noise to data
+_IS_LONG = bool(os.environ.get("LONG_TESTS") or os.environ.get("UPDATE_GOLDEN"))
 _SMALL = 1e-6  # of the largest gradient: what is nothing but rounding
 
 
@@ -63,11 +66,11 @@ def one_line(error: BaseException) -> str:
 class Bench:
     """One tiny model, its data, and what steps have found of it so far."""
 
-    def __init__(self, name: str, folder: Path, file: Path | None = None) -> None:
-        self.name, self.family, self.folder = name, TRAINED[name], folder
+    def __init__(self, name: str, folder: Path, file: Path | None = None, family: TinyFamily | None = None) -> None:
+        self.name, self.family, self.folder = name, family or TRAINED[name], folder
         folder.mkdir(parents=True)
         with small_sizes(self.family):
-            self.path = file or save_trained(name, folder / "model.safetensors")
+            self.path = file or save_trained(name, folder / "model.safetensors", self.family)
             self.info = read_native(self.path, "float32")
         generator = torch.Generator().manual_seed(3)
         self.samples = [torch.randn(1, *self.family.latent, generator=generator) for _ in range(2)]
@@ -173,7 +176,11 @@ def _cards(job: JobConfig) -> Iterator[None]:
     def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
         return contextlib.nullcontext() if device_type == "lazy" else own(device_type, *args, **kwargs)
 
-    with emulated_cards(), factories_on_cards(), mock.patch.object(torch, "autocast", autocast):
+    with (
+        emulated_cards(max(2, len(job.split.devices))),
+        factories_on_cards(),
+        mock.patch.object(torch, "autocast", autocast),
+    ):
         yield
 
 
@@ -412,6 +419,54 @@ def _refuse_other(trainer: Trainer, sections: Mapping[str, Any]) -> None:
         assert wanted != "none" or len(devices) == count, f"its LoRA is on {devices}"
 
 
+def divided(bench: Bench) -> Figures:
+    """Every block computed by three cards together, in long runs by two and four as well, and as it is usual."""
+    if (family := DIVIDED.get(bench.name)) is not None:
+        bench = Bench(bench.name, bench.folder / "divided", family=family)
+    figures: Figures = {}
+    alone = bench.first_step("on 1", _one_card())
+    for count in (2, 3, 4) if _IS_LONG else (3,):
+        try:
+            figures[f"{count} cards"] = _divided_among(bench, count, alone)
+        except ValueError as error:  # no plan, or too few heads
+            if not figures or "heads" not in str(error):
+                raise
+    if _IS_LONG:
+        rounded = {"model": {"quantize": "int8"}}
+        figures["8 bits"] = _divided_among(bench, 2, bench.first_step("on 1, int8", _one_card() | rounded), rounded)
+        _resumed(bench, "tensor", _divided_sections(2), bench.run("tensor whole", _divided_sections(2)))
+    return figures
+
+
+def _one_card() -> dict[str, Any]:
+    return {"split": {"devices": ["lazy:0"]}, **_PLAIN}
+
+
+def _divided_sections(count: int) -> dict[str, Any]:
+    return {"split": {"devices": [f"lazy:{index}" for index in range(count)]}, "parallel": {"strategy": "tensor"}}
+
+
+def _divided_among(bench: Bench, count: int, alone: tuple[float, Grads], sections: Mapping[str, Any] = {}) -> float:
+    """The largest difference of a gradient from that on one card, as a share of its length."""
+    asked = {**_divided_sections(count), **sections}
+    loss, found = bench.first_step(f"on {count}", asked, lambda trainer: _refuse_other(trainer, asked))
+    _expect(abs(loss / alone[0] - 1), 1e-5, "the difference of the loss")
+    assert found.keys() == alone[1].keys(), f"{len(found)} gradients in the place of {len(alone[1])}"
+    shares = [float((found[name] - each).norm() / each.norm()) for name, each in alone[1].items() if each.any()]
+    return _expect(max(shares), 1e-5, "the difference of the gradients")
+
+
+def in_place(bench: Bench) -> Figures:
+    """Tensors that the in-place guard of a block copies in one call, and arguments that it makes anew, at most."""
+    with bench.trainer("in place", {}) as trainer:
+        list(trainer.accumulate(1))
+        model, _ = trainer.runner.replica_for(0)
+        guards = [each.forward for each in model.modules() if isinstance(each.forward, InPlaceGuard)]
+        known = [writes for guard in guards for writes in guard.known.values()]
+    copied = max(len(writes.arguments) + writes.num_copied for writes in known)
+    return {"copied": copied, "renewed": max(len(writes.renewed) for writes in known)}
+
+
 def eight_bits(bench: Bench) -> Figures:
     """The base is rounded, the LoRA is not; what is computed stays close, and two steps are finite."""
 
@@ -449,14 +504,18 @@ def five_steps(bench: Bench) -> Figures:
 
 
 def resumed(bench: Bench) -> Figures:
+    _resumed(bench, "stopped", {}, bench.trained)
+    return {}
+
+
+def _resumed(bench: Bench, name: str, sections: Mapping[str, Any], whole: Any) -> None:
     """Stopped after two steps of five and continued: the same losses and the same LoRA, bit for bit."""
     seen: list[Any] = []
-    bench.run("stopped", {}, on_event=seen.append, should_stop=lambda: sum(e.kind == "step" for e in seen) >= 2)
-    result = bench.run("stopped", {}, resume=True)
-    assert result.losses == bench.trained.losses, (result.losses, bench.trained.losses)
-    differing = [name for name, each in bench.trained.lora.items() if not torch.equal(each, result.lora[name])]
+    bench.run(name, sections, on_event=seen.append, should_stop=lambda: sum(e.kind == "step" for e in seen) >= 2)
+    result = bench.run(name, sections, resume=True)
+    assert result.losses == whole.losses, (result.losses, whole.losses)
+    differing = [name for name, each in whole.lora.items() if not torch.equal(each, result.lora[name])]
     assert not differing, f"{len(differing)} tensors differ, {differing[0]}"
-    return {}
 
 
 # What diffusers has, too, and we train there; families/ has a file of each.
@@ -499,9 +558,10 @@ STEPS: dict[str, Callable[[Bench], Figures]] = {
     "split": _same("split", {"split": CARDS}),
     "pipeline": _same("pipeline", {"split": CARDS, "train": TWO, "parallel": {"strategy": "pipeline"}}),
     "data": _same("data", {"split": CARDS, "train": TWO, "parallel": {"strategy": "data"}}),
-    "tensor": _same("tensor", {"split": CARDS, "parallel": {"strategy": "tensor"}}),
+    "tensor": divided,
     "weight offload": _same("weights", {"split": {"devices": ["lazy:0"], "offloaded_blocks": [2]}}),
     "activation offload": _same("activations", {"split": CARDS, "train": {"offload_activations": "on"}}),
+    "in place": in_place,
     "8 bits": eight_bits,
     "5 steps": five_steps,
     "resume": resumed,

@@ -106,6 +106,19 @@ def _made_of(name: str, **changes: Any) -> TinyFamily:
     return dataclasses.replace(FAMILIES[name], **changes)
 
 
+def _with(name: str, *, options: Any = None, config_class: str = "", latent: Any = (), **sizes: Any) -> TinyFamily:
+    """Of other sizes than its weights tell."""
+    own = FAMILIES[name]
+    return dataclasses.replace(
+        own,
+        unet_config={**own.unet_config, **sizes},
+        is_detected=False,
+        options=options or own.options,
+        config_class=config_class or own.config_class,
+        latent=latent or own.latent,
+    )
+
+
 # Every class of the first release by the name its row of the table has.
 TRAINED: dict[str, TinyFamily] = {
     "FLUX.1": FAMILIES["flux1"],
@@ -142,13 +155,31 @@ TRAINED: dict[str, TinyFamily] = {
     "HiDream-I1": FAMILIES["hidream"],
 }
 
+# Builds with more heads, for what divides them among cards; the others have enough.
+DIVIDED: dict[str, TinyFamily] = {
+    "FLUX.1": FAMILIES["flux1_heads"],
+    "FLUX.1 Kontext": _made_of("flux1_heads", options=_reference),
+    "FLUX.2": FAMILIES["flux2_heads"],
+    "Chroma": FAMILIES["chroma_heads"],
+    "Wan 2.1 T2V, 2.2 T2V 14B": FAMILIES["wan_heads"],
+    "Wan 2.1 I2V": _made_of("wan_i2v_heads", options=_first_frame_seen),
+    "Wan 2.2 I2V 14B": _with("wan_heads", in_dim=36, options=_first_frame),
+    "Wan 2.2 TI2V 5B": _with("wan_heads", in_dim=48, out_dim=48, config_class="WAN22_T2V", latent=(48, 2, 4, 4)),
+    "Qwen-Image": _with("qwen_image", num_attention_heads=4),
+    "Lumina 2": _with("lumina2", **{**_NARROW, "n_heads": 8, "n_kv_heads": 4, "axes_dims": [4, 2, 2]}),
+    "HunyuanVideo": FAMILIES["hunyuan_video_heads"],
+    "HunyuanVideo 1.5": dataclasses.replace(
+        TRAINED["HunyuanVideo 1.5"], unet_config={**_HUNYUAN_VIDEO_15, "num_heads": 4, "axes_dim": [8, 12, 12]}
+    ),
+}
+
 # What a file says beside its weights.
 _SAYS = {"SDXL v-prediction": {"v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)}}
 
 
-def save_trained(name: str, path: Path) -> Path:
+def save_trained(name: str, path: Path, family: TinyFamily | None = None) -> Path:
     """The build's weights as one safetensors file."""
-    weights = {key: tensor.contiguous() for key, tensor in make_weights(TRAINED[name]).items()}
+    weights = {key: tensor.contiguous() for key, tensor in make_weights(family or TRAINED[name]).items()}
     save_file({**weights, **_SAYS.get(name, {})}, path)
     return path
 

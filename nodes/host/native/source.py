@@ -224,6 +224,7 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
         native=row,
         host=host,
         prediction_target=_kind_of(base),
+        tensor=row.tensor,
     )
     assert not followers(model, row)
     return family, variant

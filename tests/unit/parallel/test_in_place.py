@@ -8,6 +8,7 @@ from devicebridge.parallel.offload.block_call import checkpoint_calls
 from devicebridge.parallel.offload.in_place import InPlaceGuard, put_back, taken_out
 from devicebridge.parallel.offload.recompute import recompute
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,7 +47,61 @@ class IntoArguments(Pure):
         return x.mul_(y)
 
 
-WRITING = (IntoItself, IntoArguments)
+class ByMethods(Pure):
+    """Writes into what it is called with, and not by an augmented assignment."""
+
+    def forward(self, x, scale):
+        y = torch.tanh(self.first(x))
+        x.add_(self.second(y * scale))
+        return x * (y + 1)
+
+
+class IntoRows(Pure):
+    """Writes into views of what it is called with, and of what it has computed itself."""
+
+    def forward(self, x, scale):
+        y = torch.tanh(self.first(x))
+        added = self.second(y * scale)
+        x[:1] += added[:1]
+        x[1:] += added[1:]
+        y = y + 1
+        y[:, :] *= x
+        return y
+
+
+class LookingBack(Pure):
+    """Uses what it is called with by another name, after writing into it."""
+
+    def forward(self, x, scale):
+        old, row = x, x[:2]
+        y = torch.tanh(self.first(x))
+        x += self.second(y * scale)
+        return old * (y + 1) + 0 * row.sum()
+
+
+class HandingBack(Pure):
+    """Returns a view that it has made before writing."""
+
+    def forward(self, x, scale):
+        y, view = torch.tanh(self.first(x)), x[:]
+        x += self.second(y * scale)
+        x *= y + 1
+        return view
+
+
+class Halving(Pure):
+    """Every kind of augmented assignment; twice what it is called with, and then half of it."""
+
+    def forward(self, x, scale):
+        y = torch.tanh(self.first(x))
+        x -= scale
+        x /= 0.5
+        x += 2 * scale + 2 * self.second(y * scale)
+        x *= (y + 1).float()  # of a narrower type
+        return x / 2
+
+
+WRITING = (IntoItself, IntoArguments, ByMethods, IntoRows, LookingBack, HandingBack, Halving)
 
 
 def _made(cls):
@@ -112,10 +167,10 @@ WAYS = {"plain": lambda block, *args: block(*args), "recomputed": _recomputed, "
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_central_differences(cls, way):
     expected = _slopes(_made(Pure))
-    block = _guarded(cls)
+    block, tolerance = _guarded(cls), 1e-6 if cls is Halving else 1e-8
     for _ in range(2):  # the first call of a kind is watched, the next ones know
         for found, slope in zip(_gradients(block, WAYS[way]), expected, strict=True):
-            torch.testing.assert_close(found, slope, rtol=1e-7, atol=1e-8)
+            torch.testing.assert_close(found, slope, rtol=1e-6 if cls is Halving else 1e-7, atol=tolerance)
 
 
 @pytest.mark.parametrize("cls", WRITING)
@@ -132,20 +187,84 @@ def test_the_callers_tensors_are_left_alone(cls):
     with torch.no_grad():
         output = _guarded(cls)(x, scale)
     assert torch.equal(x, before[0]) and torch.equal(scale, before[1])
-    torch.testing.assert_close(output, _made(Pure)(*before))
+    assert type(output) is torch.Tensor
+    torch.testing.assert_close(output, _made(Pure)(*before), rtol=1e-6, atol=1e-7)
+
+
+def _learned(cls):
+    block = _guarded(cls)
+    _gradients(block)
+    (writes,) = block.forward.known.values()
+    return writes
 
 
 def test_only_what_is_written_to_is_copied():
-    block = _guarded(IntoArguments)
-    _gradients(block)
-    (writes,) = block.forward.known.values()
-    assert writes.arguments == {0}
+    writes = _learned(IntoItself)
     written = [index for index, (_, is_written) in enumerate(writes.saved) if is_written]
     assert 0 < writes.num_copied == len(written) < len(writes.saved)
-    pure = _guarded(Pure)
-    _gradients(pure)
-    (writes,) = pure.forward.known.values()
-    assert not writes.arguments and not writes.num_copied
+    pure = _learned(Pure)
+    assert not pure.arguments and not pure.renewed and not pure.num_copied
+
+
+@pytest.mark.parametrize("cls", [IntoArguments, Halving])
+def test_an_argument_that_is_only_assigned_to_needs_no_copy(cls):
+    writes = _learned(cls)
+    assert writes.renewed == {0} and not writes.arguments
+
+
+@pytest.mark.parametrize("cls", [ByMethods, IntoRows, LookingBack, HandingBack])
+def test_an_argument_whose_old_tensor_is_written_to_or_used_later_is_copied(cls):
+    writes = _learned(cls)
+    assert writes.arguments == {0} and not writes.renewed
+
+
+class Adding(Pure):
+    """As blocks of FLUX do: residuals of norms that are added in place."""
+
+    def forward(self, x, scale):
+        x += self.first(torch.layer_norm(x, [6])) * scale
+        x += self.second(torch.layer_norm(x, [6])) * scale
+        return x
+
+
+class _Copied(TorchDispatchMode):
+    """Counts bytes of copies."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.clone.default, torch.ops.aten.copy_.default):
+            self.num_bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", ["plain", "recomputed"])
+def test_a_step_of_blocks_that_add_in_place_copies_nothing(way):
+    block = _guarded(Adding)
+    _gradients(block, WAYS[way])
+    with _Copied() as copied:
+        _gradients(block, WAYS[way])
+    assert copied.num_bytes == 0
+
+
+class Sometimes(Pure):
+    """Returns what it is called with."""
+
+    def forward(self, x, scale):
+        if x.ndim > 2:
+            x += self.first(x)
+        else:
+            x *= scale.max()
+            x /= scale.max()
+        return x, scale
+
+
+def test_what_is_handed_through_stays_what_it_was():
+    block = _guarded(Sometimes)
+    x, scale = _inputs()
+    for shape in ((3, 6), (1, 3, 6)):
+        made, same = block(x.view(shape), scale)
+        assert same is scale and type(made) is torch.Tensor
 
 
 def test_every_way_of_being_called_is_watched_on_its_own():

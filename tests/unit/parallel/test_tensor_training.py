@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from devicebridge.families.registry import FAMILIES
@@ -11,6 +13,7 @@ from devicebridge.tests.emulated import CARDS, emulated_cards, on_cpu
 from devicebridge.tests.shard_cases import make_divided
 from devicebridge.tests.tiny_split import make_batches_for, make_tiny_split
 from devicebridge.tests.toy import TINY
+from devicebridge.training.objective import predict
 
 pytestmark = pytest.mark.usefixtures("one_thread", "no_thread_left")
 
@@ -183,3 +186,27 @@ def test_a_packed_linear_that_is_cut_as_one_gives_another_loss(monkeypatch, name
     except (RuntimeError, ValueError, AssertionError):
         return  # slices that do not even fit
     assert abs(found - expected) > 1e-3 * abs(expected)
+
+
+class _Host:
+    """Computes with weights of a model that it does not call, as ComfyUI does for some conditions."""
+
+    def predict(self, model, noisy, sigmas, given, guidance):
+        return noisy * sigmas.view(-1, 1, 1, 1, 1) * given["scale"] * model.x_embedder.weight.mean() * guidance
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_host_is_given_its_inputs_where_each_cards_weights_are(inside):
+    family = dataclasses.replace(FAMILIES["flux2"], host=_Host())
+    with emulated_cards(4):
+        runner, _ = make_divided("flux2", CARDS[:3])
+        model, home = runner.replica_for(0)
+        noisy, sigmas, scale = (torch.ones(size, device=home) for size in ((1, 2, 1, 2, 2), (1,), (1,)))
+
+        def work():
+            return predict(family, model, noisy, sigmas, {"scale": scale}, 2.0)
+
+        found = model.together(work) if inside else [work()]
+        expected = on_cpu(2 * noisy * model.trees[0].x_embedder.weight.mean())
+        assert [each.device for each in found] == list(CARDS[: len(found)])
+        assert all(torch.equal(on_cpu(each), expected) for each in found) and len(found) == (3 if inside else 1)
