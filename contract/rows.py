@@ -49,7 +49,7 @@ def _read(part: str, owner: str, uses: dict[str, str], **more: bool) -> Iterator
 EVERY_NODE = "nodes"  # the part that each node relies on
 _PATCHER = "comfy.model_patcher.ModelPatcher"
 _WIDGET = "id, default=, tooltip=, optional=, advanced="
-_INPUTS = ("AnyType", "Clip", "Conditioning", "Latent", "Model", "Vae")
+_INPUTS = ("AnyType", "Clip", "ClipVision", "Conditioning", "Latent", "Model", "Vae")
 _OUTPUTS = ("AnyType", "Image", "Int", "LoraModel", "LossMap", "Model", "String")
 
 ROWS: tuple[Row, ...] = (

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ....families.comfy.inputs import COND, WHOLE, option_path
+from ....families.comfy.inputs import COND, WHOLE, WORDS, option_path
 from ....families.comfy.native import NativeModel
 from ....families.comfy.text_sizes import usual_text
 from ....parallel.block_lists import hooked_modules, placed_blocks
@@ -138,28 +137,45 @@ def _conditions(base: Any, x: torch.Tensor, given: Mapping[str, torch.Tensor], g
 
 def _options(given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What a CONDITIONING said beside its states, as it said it."""
-    found: dict[str, Any] = {}
-    parts: dict[str, dict[str, torch.Tensor]] = {}
+    tree: dict[str, Any] = {}
     for name, value in given.items():
-        root, *rest = option_path(name) or (name,)
-        if rest:
-            parts.setdefault(root, {})[rest[0]] = value
-        elif name != COND:
-            found[root] = _value(name, value)
-    for root, each in parts.items():
-        is_list = all(part.isdigit() for part in each)
-        found[root] = [each[part] for part in sorted(each, key=int)] if is_list else SimpleNamespace(**each)
-    return found
+        *outer, last = option_path(name) or (name,)
+        place = tree
+        for part in outer:
+            place = place.setdefault(part, {})
+        if name != COND:
+            place[last] = _value(name, value)
+    return {name: _joined(each) for name, each in tree.items()}
+
+
+class _Said(dict[str, Any]):
+    """A dict, or an object whose attributes are read."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+
+def _joined(parts: Any) -> Any:
+    """Parts by name or index as one option."""
+    if not isinstance(parts, dict):
+        return parts
+    made = {name: _joined(each) for name, each in parts.items()}
+    return [made[name] for name in sorted(made, key=int)] if all(map(str.isdigit, made)) else _Said(made)
 
 
 def _value(name: str, value: torch.Tensor) -> Any:
-    """A tensor; what has no batch, and a number where the CONDITIONING had one, must be equal in all of a batch."""
+    """A tensor; what has no batch, and a number or string where the CONDITIONING had one, must be equal in a batch."""
     is_number = value.ndim == 1 and value.dtype in (torch.bool, torch.int64, torch.float64)
-    is_whole = name.startswith(WHOLE)
-    if not option_path(name) or not (is_number or is_whole):
+    is_whole, is_text = name.startswith(WHOLE), name.startswith(WORDS)
+    if not option_path(name) or not (is_number or is_whole or is_text):
         return value
     if any(not torch.equal(each, value[0]) for each in value[1:]):
         raise ValueError(f"{option_path(name)[0]} differs in one batch; set train.batch_size to 1")
+    if is_text:
+        return bytes(value[0].tolist()).decode()
     return value[0] if is_whole else value[0].item()
 
 
