@@ -18,6 +18,7 @@ WAN_MODEL = NativeModel(
     patches_inside=("attn1_patch", "attn2_patch"),
     note="Wan 2.1 and 2.2, text and image to video; modulation is a parameter of the block itself",
     tensor=tensor_plans.WAN,
+    fps=16,
 )
 
 WAN_S2V = dataclasses.replace(
@@ -46,6 +47,7 @@ LTXV = NativeModel(
     tail=("norm_out", "proj_out"),
     replace_keys={"double_block": "transformer_blocks"},
     tensor=tensor_plans.LTX,
+    fps=25,  # the frame_rate that its positions are scaled by, unless a CONDITIONING says another
     note="the tail mixes a free parameter with the stream; a guide mask is an object with tensors in slots",
 )
 
@@ -117,6 +119,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         FLUX,
         class_name="HunyuanVideo",
         module="comfy.ldm.hunyuan_video.model",
+        fps=24,
         note="HunyuanVideo 1 and 1.5, and HunyuanImage; the token refiner's own blocks stay at home",
     ),
     LTXV,

@@ -3,7 +3,8 @@
 Takes ComfyUI's folder and a folder for files. Prints one line of JSON:
 
 {"given": {model: "" or how what it is given differs from sampling}, "made": {way: "" or how an entry differs from what
-the nodes make in a graph}}.
+the nodes make in a graph}, "trained": {way: [loss of a job on folders, loss of one on what the nodes made]},
+"refused": {what: message}}.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import runpy
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,16 +34,25 @@ import torch  # noqa: E402
 from comfy_extras import nodes_edit_model, nodes_flux, nodes_post_processing, nodes_qwen, nodes_wan  # noqa: E402
 from comfy_extras.nodes_zimage import TextEncodeZImageOmni  # noqa: E402
 from devicebridge.config.data import DataConfig, FolderConfig  # noqa: E402
+from devicebridge.config.job import make_job  # noqa: E402
 from devicebridge.data.folders import scan_folders  # noqa: E402
 from devicebridge.encoding.comfy_data import read_conditioning, read_pairs  # noqa: E402
 from devicebridge.encoding.conditions import ComfyConditions  # noqa: E402
 from devicebridge.encoding.encode import fill_conditions  # noqa: E402
+from devicebridge.encoding.encoded import save_encoded  # noqa: E402
 from devicebridge.encoding.store import CacheStore  # noqa: E402
+from devicebridge.events import EventLog  # noqa: E402
 from devicebridge.families.spec import LatentSpec  # noqa: E402
+from devicebridge.jobs.build import build_trainer  # noqa: E402
+from devicebridge.jobs.comfy_entries import ComfyEncoders  # noqa: E402
+from devicebridge.jobs.encode_job import cache_job  # noqa: E402
+from devicebridge.jobs.job import check_job  # noqa: E402
 from devicebridge.nodes.host.native.conditions import HostConditioner  # noqa: E402
+from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.model import _conditions  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.tests.clips import plain_frames, save_sequence  # noqa: E402
+from devicebridge.tests.comfy.native_forwards import endless_memory  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import small_sizes  # noqa: E402
 from devicebridge.tests.comfy.trained_families import TRAINED, save_trained, small_adapter  # noqa: E402
 from PIL import Image  # noqa: E402
@@ -159,7 +170,7 @@ def entry_of(way: str, vae: Any) -> Any:
     control = str(ROOT / "depth") if is_clip and way != "first-frame" else ""
     config = FolderConfig(str(ROOT / ("clips" if is_clip else "after")), references=references, control=control)
     data = DataConfig((config,), resolutions=(40,), condition=way, frames=(5,) if is_clip else ())  # type: ignore
-    latent = LatentSpec(channels=16, spatial_stride=8, size_multiple=16, frame_stride=4, fps=16 if is_clip else None)
+    latent = LatentSpec(channels=16, spatial_stride=8, size_multiple=16, frame_stride=4, fps=16.0 if is_clip else 0.0)
     (sample,) = scan_folders(data, latent)
     assert sample.condition is not None and (not is_clip or sample.bucket == SIDES), sample
     conditioner = HostConditioner(*(SimpleNamespace(stock=each) for each in (Clip(), vae, Vision())))  # type: ignore
@@ -175,9 +186,8 @@ def graph_of(way: str, vae: Any) -> Any:
     plain = Clip().encode_from_tokens_scheduled(Clip().tokenize("moves"))
     video: dict[str, Any] = {"positive": plain, "negative": plain, "vae": vae, "width": SIDES[1], "height": SIDES[0]}
     video |= {"length": 5, "batch_size": 1}
-    frames = {
-        place: torch.cat([loaded(str(file)) for file in sorted((ROOT / place / "1").iterdir())]) for place in PLACES
-    }
+    files = {place: sorted((ROOT / place / "1").iterdir()) for place in ("clips", "depth")}
+    frames = {place: torch.cat([loaded(str(file)) for file in found]) for place, found in files.items()}
     vision = Vision().encode_image(frames["clips"][:1], crop=False)
     images = {f"image{number}": each for number, each in enumerate(pictures, start=1)}
     asked = {"clip": Clip(), "prompt": "make it red", "vae": vae}
@@ -230,6 +240,97 @@ def made(way: str) -> str:
     return differing(ours, theirs)
 
 
+# ---- trained
+
+
+class States(Clip):
+    """As wide as Wan's text; with what a job asks of an encoder."""
+
+    fingerprint = f"comfyui 0 CLIP {'a' * 64}"
+
+    def encode(self, text: str) -> Any:
+        states = torch.randn(1, 6, 4096, generator=torch.Generator().manual_seed(len(text)))
+        return [[states, {}]]
+
+    def release(self) -> None:
+        pass
+
+
+class Latents(Vae):
+    fingerprint = f"comfyui 0 VAE {'b' * 64}"
+    takes_clips = True
+
+    def release(self) -> None:
+        pass
+
+
+MODELS = {"first-frame": "Wan 2.2 I2V 14B", "vace": "Wan VACE"}
+
+
+def trained(way: str) -> list[float]:
+    """One step of a job on folders, and of one on the CONDITIONING and LATENT of a graph."""
+    name, vae = MODELS[way], Latents(is_video=True)
+    path = ROOT / f"{way}.safetensors"
+    info = read_native(save_trained(name, path), "float32")
+    folders = {"path": str(ROOT / "clips")} | ({"control": str(ROOT / "depth")} if way == "vace" else {})
+    data = {"resolutions": [40], "frames": [5], "fps": "source", "condition": way, "folders": [folders]}
+    cache = {"folder": str(ROOT / "trained"), "text_source": States.fingerprint, "latent_source": Latents.fingerprint}
+    conditioner = HostConditioner(None, SimpleNamespace(stock=vae), None)  # type: ignore[arg-type]
+    graph = graph_of(way, vae)
+    ((_, options),) = graph
+    clip = torch.cat([loaded(str(file)) for file in sorted((ROOT / "clips" / "1").iterdir())])
+    pair = read_pairs([{"samples": vae.encode(clip)}], [[[States().encode("moves")[0][0], options]]])
+    encoded = save_encoded(pair, CacheStore(ROOT / "graph"))
+    given = {"folders": ({"data": data, "cache": cache}, ComfyEncoders(States(), vae, conditioner))}
+    given["graph"] = ({"data": {"encoded": str(encoded)}}, ComfyEncoders())
+    losses = []
+    for kind, (sections, encoders) in given.items():
+        job = make_job(
+            {
+                **sections,
+                "model": {"path": str(path), "family": "comfyui", "dtype": "float32"},
+                "split": {"devices": ["cpu"]},
+                "lora": {"rank": 2},
+                "train": {"steps": 1, "seed": 3},
+                "output": {"folder": str(ROOT / way / kind), "tensorboard": False},
+            }
+        )
+        with native_training(), endless_memory(), ExitStack() as cleanup:
+            plan = check_job(job, info=info)
+            events = cleanup.enter_context(EventLog(Path(job.output.folder)))
+            trainer = build_trainer(plan, {}, cache_job(plan, events, encoders=encoders), events, cleanup)
+            losses += [float(each) for each in trainer.accumulate(1)]
+    return losses
+
+
+def refused() -> dict[str, str]:
+    """What a job is told before any weight is read."""
+    info = read_native(ROOT / "vace.safetensors", "float32")
+    data = {"resolutions": [40], "frames": [5], "folders": [{"path": str(ROOT / "clips")}]}
+    base = {
+        "model": {"path": str(ROOT / "vace.safetensors"), "family": "comfyui", "dtype": "float32"},
+        "split": {"devices": ["cpu"]},
+        "train": {"steps": 1},
+        "cache": {"text_source": States.fingerprint, "latent_source": Latents.fingerprint},
+        "output": {"folder": str(ROOT / "refused"), "tensorboard": False},
+    }
+    asked = {
+        "other model": {"data": {**data, "condition": "first-frame"}},
+        "pictures": {
+            "data": {**data, "condition": "vace", "folders": [{**data["folders"][0], "control": str(ROOT / "depth")}]},
+            "samples": {"prompts": ["moves"]},
+        },
+    }
+    told = {}
+    for what, sections in asked.items():
+        with native_training(), endless_memory():
+            try:
+                check_job(make_job({**base, **sections}), info=info)
+            except ValueError as error:
+                told[what] = str(error)
+    return told
+
+
 WAYS = ("reference", "kontext", "qwen-image-edit", "qwen-image-edit-plus", "z-image-omni", "first-frame", "vace")
 WAYS += ("fun-control", "fun-control-2.2")
 
@@ -238,4 +339,5 @@ if __name__ == "__main__":
     save_files()
     folder_paths.get_annotated_filepath = lambda name, *rest: name  # files lie where they lie
     answer = {"given": {name: given(name) for name in GIVEN}, "made": {way: made(way) for way in WAYS}}
+    answer |= {"trained": {way: trained(way) for way in MODELS}, "refused": refused()}
     print(json.dumps(answer), flush=True)

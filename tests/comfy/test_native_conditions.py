@@ -34,3 +34,15 @@ def test_what_goes_through_the_cache_reaches_the_model_as_the_sampler_gives_it(f
 @pytest.mark.parametrize("way", sorted(WAYS))
 def test_what_is_made_of_files_is_what_the_nodes_make(way: str, found: Any) -> None:
     assert found["made"][way] == ""
+
+
+@pytest.mark.parametrize("way", ["first-frame", "vace"])
+def test_a_job_on_folders_trains_what_the_graph_trains(way: str, found: Any) -> None:
+    of_folders, of_graph = found["trained"][way]
+    assert of_folders == of_graph > 0
+
+
+def test_a_job_is_told_what_its_model_takes_and_that_it_draws_no_pictures(found: Any) -> None:
+    assert 'data.condition = "first-frame" is for a WanModel' in found["refused"]["other model"]
+    assert "it takes vace" in found["refused"]["other model"]
+    assert "ComfyUI's VaceWanModel draws pictures is not described" in found["refused"]["pictures"]

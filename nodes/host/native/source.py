@@ -30,6 +30,7 @@ from ....parallel.block_lists import block_fqns, tail_modules
 from .model import ComfyModel, own_config
 
 _DTYPES = {**TORCH_TYPES}
+_CLIPS = (1, 17, 33)  # frames; all classes take these
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
 # What a whole checkpoint says of its model beside the weights: how it predicts, and from how much noise.
 _SAYS = frozenset(("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min"))
@@ -196,12 +197,16 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
     patch = base.model_config.unet_config.get("patch_size") or 2
     patch = int(patch[-1] if isinstance(patch, (tuple, list)) else patch)
     stride = int(form.spacial_downscale_ratio)
+    # Wan 2.2's 5B is known by its latents.
+    fps = (24.0 if type(form).__name__ == "Wan22" else row.fps) if dims == 3 else 0.0
     latent = LatentSpec(
         channels=form.latent_channels,
         spatial_stride=stride,
         frame_stride=int(form.temporal_downscale_ratio) if dims == 3 else 1,
         size_multiple=stride * patch,
         num_tokens_per_cell=1 / patch**2,
+        fps=fps,
+        frame_lengths=_CLIPS if fps else (1,),
     )
     # ComfyUI's own range has the model's shift in it; a shift of ours would come on top.
     timesteps = TimestepSpec("uniform", "none", {"none": ShiftRule("none")})
