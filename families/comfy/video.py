@@ -25,6 +25,7 @@ WAN_S2V = dataclasses.replace(
     WAN_MODEL,
     class_name="WanModel_S2V",
     transport="relay",
+    in_place=("audio_injector",),
     note="the audio injector at home changes the stream after every block it knows",
 )
 
@@ -36,6 +37,7 @@ WAN_CAUSAL = dataclasses.replace(
     WAN_S2V,
     class_name="CausalWanModel",
     module="comfy.ldm.wan.ar_model",
+    in_place=(),
     refusal="its blocks write keys, values and a position into caches they are handed",
     note="on another device the writes would go to a copy and the next frames would not see the earlier ones",
 )
@@ -102,12 +104,14 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         class_name="WanDancerModel",
         module="comfy.ldm.wan.model_wandancer",
         tail=("head", "head_global"),
+        in_place=("music_injector",),
         note="the music injector at home changes the stream after every block it knows",
     ),
     dataclasses.replace(
         WAN_S2V,
         class_name="WanAnimate2Model",
         module="comfy.ldm.wan.model_animate2",
+        in_place=(),
         replace_keys={},
         refusal=(
             "its blocks are run through forward_pose and forward_gen, never called, and share buffers they write into"

@@ -62,7 +62,8 @@ class InPlaceGuard:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors, frame = taken_out((args, kwargs), self.passed_by)
-        key = (len(args), tuple(kwargs), tuple((t.requires_grad, t.ndim) for t in tensors))
+        numbers = tuple(each for each in args if type(each) is int)  # a block's own, where one module serves all
+        key = (len(args), numbers, tuple(kwargs), tuple((t.requires_grad, t.ndim) for t in tensors))
         writes = self.known.get(key)
         if writes is None:
             writes = self.known[key] = self._learn(tensors, frame)

@@ -284,10 +284,16 @@ TRAINED: dict[str, TinyFamily] = {
         "WAN22_S2V", _sound, (16, 2, 8, 8), model_type="s2v", audio_dim=8, audio_inject_layers=[0, 2], is_detected=False
     ),
     "Wan HuMo": _wan("WAN21_HuMo", _voice, model_type="humo"),
-    "Wan 2.2 Animate": _wan("WAN22_Animate", _animated, (16, 3, 4, 4), model_type="animate", in_dim=36, num_layers=6),
+    "Wan 2.2 Animate": _wan("WAN22_Animate", _animated, (16, 3, 4, 4), model_type="animate", in_dim=36, num_layers=5),
     "Wan SCAIL": _wan("WAN21_SCAIL", _posed, model_type="scail", in_dim=20),
     "Wan Dancer": _wan(
-        "WAN22_WanDancer", _danced, model_type="wandancer", in_dim=36, audio_inject_layers=[0, 2], is_detected=False
+        "WAN22_WanDancer",
+        _danced,
+        (16, 2, 4, 8),
+        model_type="wandancer",
+        in_dim=36,
+        audio_inject_layers=[0, 2],
+        is_detected=False,
     ),
 }
 
