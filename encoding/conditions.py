@@ -44,6 +44,11 @@ class ConditionParts:
 class ComfyConditioner(Protocol):
     """ComfyUI's encoders and conditioning nodes; release makes room."""
 
+    @property
+    def sees_with(self) -> str:
+        """Name of the CLIP vision model; "" without one."""
+        ...
+
     def make(self, parts: ConditionParts) -> Any:
         """A CONDITIONING."""
         ...

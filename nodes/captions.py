@@ -146,9 +146,8 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         if dataset.data.encoded:
             raise ValueError("this dataset arrived encoded; connect it to the training node directly")
         folder = host.folder_in_output(sockets["cache_folder"], "cache_folder")
-        encoders, named = _comfy_encoders(model, dataset.data.condition, sockets)
-        settings = named | _who_encodes(encoders, sockets)
-        cache = read_section(CacheConfig, _inputs(), sockets, folder=str(folder), **settings)
+        encoders = _comfy_encoders(model, sockets, dataset.data.condition)
+        cache = read_section(CacheConfig, _inputs(), sockets, folder=str(folder), **_who_encodes(encoders, sockets))
         output = OutputConfig(folder=str(folder))
         job = model.job(dataset, evaluation=dataset.evaluation, cache=cache, train=LoopConfig(steps=1), output=output)
         view = JobView(cls.hidden.unique_id)
@@ -166,10 +165,8 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         return io.NodeOutput(dataclasses.replace(dataset, cache=cache))
 
 
-def _comfy_encoders(
-    model: TrainingModel, condition: str, sockets: dict[str, Any]
-) -> tuple[ComfyEncoders, dict[str, str]]:
-    """Those that are connected, and those of files that only ComfyUI reads; and the name of what sees.
+def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: str = "") -> ComfyEncoders:
+    """Those that are connected, and those of files that only ComfyUI reads; with their names.
 
     Raises: ValueError for one that was not in its loader's file, or that has no name, or a file too few.
     """
@@ -184,9 +181,7 @@ def _comfy_encoders(
     clip = None if given is None else host.HostClip(given)
     vae = host.HostVae(sockets["stock_vae"]) if "stock_vae" in sockets else None
     vision = host.HostVision(sockets["stock_vision"]) if "stock_vision" in sockets else None
-    conditioner = host.HostConditioner(clip, vae, vision) if condition else None
-    named = {} if vision is None else {"vision_source": vision.fingerprint}
-    return ComfyEncoders(clip, vae, conditioner), named
+    return ComfyEncoders(clip, vae, host.HostConditioner(clip, vae, vision) if condition else None)
 
 
 def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
@@ -216,6 +211,7 @@ def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
 def _who_encodes(encoders: ComfyEncoders, sockets: dict[str, Any]) -> dict[str, str]:
     """The part of the cache's settings that names the encoders; says which sockets have no effect."""
     settings = {"text_quantize": "none"} if encoders.clip else {}
+    settings |= {"vision_source": encoders.conditioner.sees_with} if encoders.conditioner else {}
     sources = {
         "text_encoders": (encoders.clip, "text_source", "stock_clip"),
         "vae": (encoders.vae, "latent_source", "stock_vae"),

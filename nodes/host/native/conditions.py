@@ -20,6 +20,7 @@ class HostConditioner:
 
     def __init__(self, clip: HostClip | None, vae: HostVae | None, vision: HostVision | None) -> None:
         self._clip, self._vae, self._vision = (each and each.stock for each in (clip, vae, vision))
+        self.sees_with = vision.fingerprint if vision else ""
 
     def make(self, parts: ConditionParts) -> Any:
         """A CONDITIONING of one sample; where the text encoder is shown nothing, its states are a placeholder.
