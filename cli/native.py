@@ -78,11 +78,15 @@ def with_encoders(job: JobConfig) -> Iterator[tuple[JobConfig, ComfyEncoders]]:
     from ..nodes.host.native.files import load_encoders
 
     clip, vae, vision = load_encoders(job)
-    named = {"text_source": clip, "latent_source": vae, "vision_source": vision}
-    names = {key: each.fingerprint for key, each in named.items() if each is not None}
     conditioner = HostConditioner(clip, vae, vision) if job.data.condition else None
+    cache = replace(
+        job.cache,
+        text_source=clip.fingerprint if clip else job.cache.text_source,
+        latent_source=vae.fingerprint if vae else job.cache.latent_source,
+        vision_source=vision.fingerprint if vision else job.cache.vision_source,
+    )
     try:
-        yield replace(job, cache=replace(job.cache, **names)), ComfyEncoders(clip, vae, conditioner)
+        yield replace(job, cache=cache), ComfyEncoders(clip, vae, conditioner)
     finally:
         for each in filter(None, (clip, vae)):
             each.release()

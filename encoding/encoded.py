@@ -106,8 +106,7 @@ def load_encoded(path: str | Path) -> list[EncodedPair]:
 def _read_pair(sample: Mapping[str, Any]) -> EncodedPair:
     latents, text = (expect(sample[name], str, f"{name} of a sample") for name in ("latents", "text"))
     same = expect(sample.get("same", ""), str, "same of a sample")
-    shapes = (_read_shapes(sample[name]) for name in ("latents_shapes", "text_shapes"))
-    return EncodedPair(latents, text, *shapes, same)
+    return EncodedPair(latents, text, _read_shapes(sample["latents_shapes"]), _read_shapes(sample["text_shapes"]), same)
 
 
 def _read_shapes(shapes: Mapping[str, Sequence[int]]) -> Shapes:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ....contract.check import check_parts
+from ....contract.living import Living
+from ....contract.rows import CONDITIONS
 from ....families.comfy.conditions import WAYS
 from ..compiler import outside
 
@@ -19,7 +22,11 @@ class HostConditioner:
     """ComfyUI's encoders as encoding/conditions.py asks for them; those that a way does not need may be None."""
 
     def __init__(self, clip: HostClip | None, vae: HostVae | None, vision: HostVision | None) -> None:
-        self._clip, self._vae, self._vision = (each and each.stock for each in (clip, vae, vision))
+        """Raises: RuntimeError for a ComfyUI whose nodes are called otherwise than here."""
+        check_parts(Living(may_import=True), [CONDITIONS])
+        self._clip: Any = clip and clip.stock
+        self._vae: Any = vae and vae.stock
+        self._vision: Any = vision and vision.stock
         self.sees_with = vision.fingerprint if vision else ""
 
     def make(self, parts: ConditionParts) -> Any:

@@ -191,15 +191,15 @@ def _has_sequence(base: Any) -> bool:
     return bool(base.latent_format.latent_dimensions == 3)
 
 
-def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFamily, Variant]:
-    model, form = base.diffusion_model, base.latent_format
+def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
+    form = base.latent_format
     dims = form.latent_dimensions
     patch = base.model_config.unet_config.get("patch_size") or 2
     patch = int(patch[-1] if isinstance(patch, (tuple, list)) else patch)
     stride = int(form.spacial_downscale_ratio)
     # Wan 2.2's 5B is known by its latents.
     fps = (24.0 if type(form).__name__ == "Wan22" else row.fps) if dims == 3 else 0.0
-    latent = LatentSpec(
+    return LatentSpec(
         channels=form.latent_channels,
         spatial_stride=stride,
         frame_stride=int(form.temporal_downscale_ratio) if dims == 3 else 1,
@@ -208,6 +208,12 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
         fps=fps,
         frame_lengths=_CLIPS if fps else (1,),
     )
+
+
+def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFamily, Variant]:
+    model, form = base.diffusion_model, base.latent_format
+    dims = form.latent_dimensions
+    latent = _latent_of(base, row)
     # ComfyUI's own range has the model's shift in it; a shift of ours would come on top.
     timesteps = TimestepSpec("uniform", "none", {"none": ShiftRule("none")})
     has_guidance = bool(base.model_config.unet_config.get("guidance_embed"))
