@@ -49,6 +49,7 @@ def _read(part: str, owner: str, uses: dict[str, str], **more: bool) -> Iterator
 EVERY_NODE = "nodes"  # the part that each node relies on
 _PATCHER = "comfy.model_patcher.ModelPatcher"
 _WIDGET = "id, default=, tooltip=, optional=, advanced="
+_VIDEO = "positive=, negative=, vae=, width=, height=, length=, batch_size="
 _INPUTS = ("AnyType", "Clip", "ClipVision", "Conditioning", "Latent", "Model", "Vae")
 _OUTPUTS = ("AnyType", "Image", "Int", "LoraModel", "LossMap", "Model", "String")
 
@@ -433,9 +434,10 @@ ROWS: tuple[Row, ...] = (
             "qwen": "TextEncodeQwenImageEdit.execute(clip=, prompt=, vae=, image=); "
             "TextEncodeQwenImageEditPlus.execute(clip=, prompt=, vae=)",
             "zimage": "TextEncodeZImageOmni.execute(clip=, prompt=, image_encoder=, vae=)",
-            "wan": "WanImageToVideo.execute(start_image=, clip_vision_output=); "
-            "WanVaceToVideo.execute(strength=, control_video=); WanFunControlToVideo.execute(control_video=); "
-            "Wan22FunControlToVideo.execute(ref_image=, control_video=)",
+            "wan": f"WanImageToVideo.execute({_VIDEO}, start_image=, clip_vision_output=); "
+            f"WanVaceToVideo.execute({_VIDEO}, strength=, control_video=); "
+            f"WanFunControlToVideo.execute({_VIDEO}, control_video=); "
+            f"Wan22FunControlToVideo.execute({_VIDEO}, ref_image=, control_video=)",
         }.items()
         for row in _read("conditions", f"comfy_extras.nodes_{module}", {"call": calls}, is_optional=True)
     ),
