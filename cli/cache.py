@@ -25,7 +25,7 @@ from .terminal import Terminal
 
 def cache(options: argparse.Namespace) -> int:
     if options.prune and options.only:
-        raise ValueError("--prune looks at captions and latents together; leave out --only")
+        raise ValueError("--prune looks at all parts together; leave out --only")
     if options.device and (options.prune or options.verify):
         raise ValueError("--device is for computing; leave it out with --verify and --prune, which load nothing")
     # both experts of a pair need the same captions and latents

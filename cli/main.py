@@ -133,7 +133,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "other devices too, and share the work. What is done stays, however it ends.",
     )
     cache.add_argument("job", type=Path, nargs="+", help="job file; several are done one after the other")
-    cache.add_argument("--only", choices=["captions", "latents"], help="leave the other part alone")
+    cache.add_argument("--only", choices=["captions", "latents", "conditions"], help="leave the other parts alone")
     cache.add_argument("--device", help="device of text encoders and VAE, in place of the job's")
     mode = cache.add_mutually_exclusive_group()
     mode.add_argument("--regenerate", action="store_true", help="compute everything again, also what is there")

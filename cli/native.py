@@ -79,16 +79,19 @@ def with_encoders(job: JobConfig) -> Iterator[tuple[JobConfig, ComfyEncoders]]:
     if not job.cache.needs_stock_encoders:
         yield job, NO_ENCODERS
         return
+    from ..nodes.host.native.conditions import HostConditioner
     from ..nodes.host.native.files import load_encoders
 
-    clip, vae = load_encoders(job)
-    text = job.cache.text_source if clip is None else clip.fingerprint
-    latents = job.cache.latent_source if vae is None else vae.fingerprint
+    clip, vae, vision = load_encoders(job)
+    conditioner = HostConditioner(clip, vae, vision) if job.data.condition else None
+    cache = replace(
+        job.cache,
+        text_source=clip.fingerprint if clip else job.cache.text_source,
+        latent_source=vae.fingerprint if vae else job.cache.latent_source,
+        vision_source=vision.fingerprint if vision else job.cache.vision_source,
+    )
     try:
-        yield (
-            replace(job, cache=replace(job.cache, text_source=text, latent_source=latents)),
-            ComfyEncoders(clip, vae),
-        )
+        yield replace(job, cache=cache), ComfyEncoders(clip, vae, conditioner)
     finally:
         for each in filter(None, (clip, vae)):
             each.release()

@@ -47,6 +47,11 @@ class FolderConfig:
         resolutions: Sizes in pixels, as data.resolutions. Left out: those of the dataset.
         caption: Caption of images and clips of this folder that have no caption file, such as: a photo of a person.
         caption_template: As data.caption_template. Left out: the dataset's.
+        references: Folders with pictures that images of this folder were made from, as an edit model is given them.
+            Each has the name of its image, or that name with _1, _2 and so on behind it. With several folders each has
+            one or more. With data.condition.
+        control: Folder with clips or images that show what those of this folder follow, such as depth or poses, under
+            the same names and with as many frames. With data.condition.
     """
 
     path: RequiredPath
@@ -56,6 +61,8 @@ class FolderConfig:
     resolutions: _Sizes = ()
     caption: _Text = ""
     caption_template: _Template = ""
+    references: Annotated[tuple[RequiredPath, ...], Field(max_length=10)] = ()
+    control: PathText = ""
 
     def __post_init__(self) -> None:
         if self.regularisation and "{trigger}" in self.caption_template:
@@ -90,6 +97,12 @@ class DataConfig:
             put in front of those that do not have it.
         caption_template: How captions are made, with {trigger} for the trigger word and {caption} for what the file
             says, such as: a photo of {trigger}, {caption}. Left out: as trigger_word says.
+        condition: What a model of ComfyUI's is given beside caption and noise, made of files by the node of ComfyUI's
+            of that kind. reference, kontext, qwen-image-edit, qwen-image-edit-plus and z-image-omni take the
+            references of a folder; vace, fun-control and fun-control-2.2 take its control; first-frame takes the first
+            frame of each clip. Left out: nothing.
+        reference_megapixels: Size that condition reference scales each picture to. Other kinds have sizes of their
+            own. More takes memory and time.
     """
 
     folders: tuple[FolderConfig, ...] = ()
@@ -105,6 +118,19 @@ class DataConfig:
     encoded: PathText = ""
     trigger_word: Annotated[str, Field(max_length=200)] = ""
     caption_template: _Template = ""
+    condition: Literal[
+        "",
+        "reference",
+        "kontext",
+        "qwen-image-edit",
+        "qwen-image-edit-plus",
+        "z-image-omni",
+        "first-frame",
+        "vace",
+        "fun-control",
+        "fun-control-2.2",
+    ] = ""
+    reference_megapixels: Annotated[float, Range(0.01, 16.0)] = 1.0
 
     @property
     def largest_resolution(self) -> int:
@@ -119,6 +145,13 @@ class DataConfig:
             raise ValueError("data needs folders of images, or encoded, and not both")
         if self.encoded and self.caption_dropout:
             raise ValueError("caption_dropout needs the empty caption's states, which data.encoded has not; use 0")
+        if self.encoded and self.condition:
+            raise ValueError("condition is for images; what arrived encoded has its conditions in its CONDITIONING")
+        given = [
+            f"{key} of {each.path}" for each in self.folders for key in ("references", "control") if vars(each)[key]
+        ]
+        if given and not self.condition:
+            raise ValueError(f"{given[0]} is set, but no condition says how the model is given it; set condition")
         if (self.window == "uniform") != (self.num_windows > 1):
             raise ValueError('num_windows above 1 belongs to window = "uniform", and uniform needs it')
 
@@ -155,6 +188,10 @@ class CacheConfig:
             stock_clip.
         stock_vae: File of ComfyUI's VAE that encodes the images: a name in models/vae, or a full path. With family
             comfyui a checkpoint that holds one needs none. Needs a ComfyUI on this machine.
+        stock_vision: File of ComfyUI's CLIP vision model that looks at first frames or references: a name in
+            models/clip_vision, or a full path. Wan 2.1's image-to-video needs one. With data.condition first-frame or
+            z-image-omni.
+        vision_source: Name of the CLIP vision model that did, as Cache Captions and Latents shows it.
     """
 
     folder: PathText = ""
@@ -170,6 +207,8 @@ class CacheConfig:
     stock_clip: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=4)] = ()
     stock_clip_type: str = ""
     stock_vae: str = ""
+    stock_vision: str = ""
+    vision_source: Annotated[str, Field(pattern=_source_pattern("VISION"))] = ""
 
     def __post_init__(self) -> None:
         if self.has_stock_text and (self.text_encoders or self.text_quantize != "none"):
@@ -194,7 +233,7 @@ class CacheConfig:
     @property
     def needs_stock_encoders(self) -> bool:
         """Whether files are named that only ComfyUI can load."""
-        return bool(self.stock_clip or self.stock_vae)
+        return bool(self.stock_clip or self.stock_vae or self.stock_vision)
 
 
 @dataclass(frozen=True, config=STRICT)

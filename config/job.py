@@ -57,6 +57,11 @@ class JobConfig:
         return self.model.family == COMFYUI or self.cache.needs_stock_encoders
 
     def __post_init__(self) -> None:
+        if self.data.condition and self.model.family != COMFYUI:
+            raise ValueError(
+                "data.condition is made by ComfyUI's nodes, for a model of ComfyUI's own; set model.family = "
+                f'"{COMFYUI}", or remove it'
+            )
         if self.data.encoded and self.evaluation.folder:
             raise ValueError("evaluation.folder holds images, but a job on data.encoded has no encoders; remove it")
         if self.data.encoded and self.samples.prompts:

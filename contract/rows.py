@@ -49,7 +49,8 @@ def _read(part: str, owner: str, uses: dict[str, str], **more: bool) -> Iterator
 EVERY_NODE = "nodes"  # the part that each node relies on
 _PATCHER = "comfy.model_patcher.ModelPatcher"
 _WIDGET = "id, default=, tooltip=, optional=, advanced="
-_INPUTS = ("AnyType", "Clip", "Conditioning", "Latent", "Model", "Vae")
+_VIDEO = "positive=, negative=, vae=, width=, height=, length=, batch_size="
+_INPUTS = ("AnyType", "Clip", "ClipVision", "Conditioning", "Latent", "Model", "Vae")
 _OUTPUTS = ("AnyType", "Image", "Int", "LoraModel", "LossMap", "Model", "String")
 
 ROWS: tuple[Row, ...] = (
@@ -149,6 +150,11 @@ ROWS: tuple[Row, ...] = (
             "SDClipModel.layer_norm_hidden_state; SDClipModel.return_attention_masks; "
             "SDTokenizer.tokenize_with_weights; SDTokenizer.embedding_directory; SD1Tokenizer.state_dict",
         },
+    ),
+    *_read(
+        "encoders",
+        "comfy.clip_vision.ClipVisionModel",
+        {"has": "patcher; image_size; image_mean; image_std; model_type; config; return_all_hidden_states; dtype"},
     ),
     *_read(
         "encoders",
@@ -415,6 +421,26 @@ ROWS: tuple[Row, ...] = (
     ),
     *_read("native", "comfy.lora_convert", {"call": "convert_lora(sd)"}),
     *_read("native", "comfy.weight_adapter.lora.LoRAAdapter", {"has": "name; weights"}),
+    *_read("native", "comfy.clip_vision", {"call": "load(ckpt_path)"}),
+    # ---- nodes/host/native/conditions.py: conditioning nodes, as a graph calls them
+    *_read("conditions", "comfy.model_management", {"call": "unload_all_models(); soft_empty_cache()"}),
+    *(
+        row
+        for module, calls in {
+            "edit_model": "ReferenceLatent.execute(conditioning=, latent=)",
+            "flux": "FluxKontextImageScale.execute(image=)",
+            "post_processing": "ImageScaleToTotalPixels.execute(image=, upscale_method=, megapixels=, "
+            "resolution_steps=)",
+            "qwen": "TextEncodeQwenImageEdit.execute(clip=, prompt=, vae=, image=); "
+            "TextEncodeQwenImageEditPlus.execute(clip=, prompt=, vae=)",
+            "zimage": "TextEncodeZImageOmni.execute(clip=, prompt=, image_encoder=, vae=)",
+            "wan": f"WanImageToVideo.execute({_VIDEO}, start_image=, clip_vision_output=); "
+            f"WanVaceToVideo.execute({_VIDEO}, strength=, control_video=); "
+            f"WanFunControlToVideo.execute({_VIDEO}, control_video=); "
+            f"Wan22FunControlToVideo.execute({_VIDEO}, ref_image=, control_video=)",
+        }.items()
+        for row in _read("conditions", f"comfy_extras.nodes_{module}", {"call": calls}, is_optional=True)
+    ),
     # ---- nodes/host/compiler.py: allocation graphs and captured blocks, which hosts before 0.35 have not
     *_read("split", "comfy.cli_args", {"has": "args"}, is_optional=True),
     *_read(
@@ -459,5 +485,6 @@ NODES: dict[str, tuple[str, ...]] = {
     "DeviceBridgeRingLseFix": ("nodes",),
 }
 NATIVE = "native"  # the part that training ComfyUI's own models relies on; asked when one is read
+CONDITIONS = "conditions"  # the part that what conditions them relies on; asked when that is made
 PAGE = "page"  # the part that the page in ComfyUI relies on
 COMMAND = "devicebridge run"  # relies on the part "server"

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from ..checkpoints.model_folder import first
 from ..config.job import DataConfig, FolderConfig
+from ..families.comfy.conditions import WAYS
 from ..families.spec import LatentSpec
 from ..system.files import read_ordinary
 from ..system.listing import Looked
@@ -29,6 +30,7 @@ from .captions import make_caption
 from .clips import ClipPlan, is_slower, make_clip_plan
 from .image import IMAGE_SUFFIXES, read_size
 from .masks import load_mask, read_mask
+from .pairs import Pair, Partners, find_pair, find_partners, make_condition, refuse_other_shape
 from .samples import Sample
 from .video import CLIP_SUFFIXES, ClipInfo, is_clip, probe_clip, sequence_files
 
@@ -55,16 +57,23 @@ class _Picture:
     problems: tuple[str, ...]
     clip: ClipInfo | None = None
     cuts: _Cuts = ((),)  # the frames of each sample that is made of a clip
+    pair: Pair = Pair()
 
-    def samples(self, buckets: Sequence[tuple[int, int]], caption: str, loss_weight: float) -> list[Sample]:
+    def samples(
+        self, buckets: Sequence[tuple[int, int]], caption: str, loss_weight: float, condition: str = ""
+    ) -> list[Sample]:
         """One, or one per window of a clip."""
         assert self.size is not None
         bucket = choose_bucket(self.size, buckets)
         resize, crop = plan_crop(self.size, bucket)
         mask = str(self.mask) if self.mask else None
-        return [
+        made = [
             Sample(str(self.path), caption, mask, resize, crop, bucket, frames, loss_weight) for frames in self.cuts
         ]
+        if not condition:
+            return made
+        make = partial(make_condition, condition, WAYS[condition], self.pair)
+        return [replace(each, condition=make(each.image_request())) for each in made]
 
 
 def scan_folders(config: DataConfig, latent: LatentSpec, should_stop: Callable[[], bool] = never) -> list[Sample]:
@@ -86,22 +95,33 @@ def scan_folders(config: DataConfig, latent: LatentSpec, should_stop: Callable[[
     plan = make_clip_plan(config, latent)
     ask = _stopper(should_stop)
     found = [
-        (folder, *files) for folder in config.folders for files in _list_folder(folder, config.use_masks, latent, ask)
+        (folder, files) for folder in config.folders for files in _list_folder(folder, config.use_masks, latent, ask)
     ]
+    partners = _find_partners(config, found, ask)
     Image.init()  # not thread-safe: in two threads at once, one would not know the formats yet
-    pictures = _in_threads(lambda entry: _inspect(entry[1], entry[2], plan, latent), found, ask)
+    pictures = _in_threads(lambda entry: _inspect(*entry[1], plan, latent, partners.get(entry[0])), found, ask)
     _refuse_problems(pictures)
-    pictures = [_with_caption(each, folder) for (folder, _, _), each in zip(found, pictures, strict=True)]
+    pictures = [_with_caption(each, folder) for (folder, _), each in zip(found, pictures, strict=True)]
     samples = []
-    for (folder, _, _), picture in zip(found, pictures, strict=True):
+    for (folder, _), picture in zip(found, pictures, strict=True):
         caption = make_caption(picture.caption or "", config, folder)
         for each in folder.resolutions or config.resolutions:
-            samples += picture.samples(buckets[each], caption, folder.loss_weight) * folder.repeats
+            samples += picture.samples(buckets[each], caption, folder.loss_weight, config.condition) * folder.repeats
     for names, message in _doubts(pictures, samples, plan):
         if names:
             _log.warning("%d %s", len(names), message)
     _refuse_masks_outside(samples, latent, ask)
     return samples
+
+
+def _find_partners(
+    config: DataConfig, found: Sequence[tuple[FolderConfig, tuple[Path, Path | None]]], ask: Callable[[], None]
+) -> dict[FolderConfig, Partners]:
+    """Of each folder; {} where nothing conditions the model."""
+    if not config.condition:
+        return {}
+    stems = {folder: [_stem(path) for each, (path, _) in found if each == folder] for folder in config.folders}
+    return {folder: find_partners(folder, WAYS[config.condition], stems[folder], ask) for folder in config.folders}
 
 
 def _with_caption(picture: _Picture, folder: FolderConfig) -> _Picture:
@@ -215,7 +235,9 @@ def _is_mask_name(file: Path) -> bool:
 # --- inspecting ------------------------------------------------------------------------------------------------------
 
 
-def _inspect(path: Path, mask: Path | None, plan: ClipPlan, latent: LatentSpec) -> _Picture:
+def _inspect(
+    path: Path, mask: Path | None, plan: ClipPlan, latent: LatentSpec, partners: Partners | None = None
+) -> _Picture:
     """Read everything about one image or clip, keeping what is wrong instead of stopping at it."""
     problems: list[str] = []
 
@@ -235,7 +257,12 @@ def _inspect(path: Path, mask: Path | None, plan: ClipPlan, latent: LatentSpec) 
             f"{mask}: is {mask_size[1]}x{mask_size[0]}, but its image is {size[1]}x{size[0]}; "
             "a mask needs the shape of its image"
         )
-    return _Picture(path, mask, size, caption, tuple(problems), clip, cuts)
+    if partners is not None and partners.way.takes_first_frame and size and len(cuts[0]) < 2:
+        problems.append(f"{path}: is one frame, and given its first frame, nothing of it is left to learn; give clips")
+    pair = attempt(lambda file: find_pair(file, _stem(file), partners), path) if partners else None
+    if pair and pair.control and size:
+        attempt(lambda file: refuse_other_shape(path, size, clip, file), pair.control)
+    return _Picture(path, mask, size, caption, tuple(problems), clip, cuts, pair or Pair())
 
 
 def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo | None, _Cuts]:

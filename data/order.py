@@ -39,7 +39,7 @@ class BatchOrder:
     ) -> None:
         if not samples:
             raise ValueError("there are no samples to train on; give a dataset with at least one image")
-        self._buckets = [(*sample.bucket, sample.num_frames) for sample in samples]
+        self._buckets = [(*sample.bucket, sample.num_frames, *sample.alike) for sample in samples]
         self._batch_size = batch_size
         self._seed = seed
         self._caption_dropout = caption_dropout

@@ -5,10 +5,10 @@ Sizes are (height, width) in pixels, after EXIF rotation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..checkpoints.fingerprint import settings_fingerprint
 from .image import ImageRequest
@@ -34,6 +34,38 @@ class TrainingSample(Protocol):
         """Video frames; 1 for an image."""
         ...
 
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """What else must be equal in a batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class Condition:
+    """The files that a sample's model is given beside caption and noise.
+
+    Args:
+        way: a name of families/comfy/conditions.py. references: whole images. sizes: of them.
+        control, clip: the sample's own cut of the clip that it follows, and of the clip itself.
+    """
+
+    way: str
+    references: tuple[str, ...] = ()
+    sizes: tuple[tuple[int, int], ...] = ()
+    control: ImageRequest | None = None
+    clip: ImageRequest | None = None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of all its files."""
+        return (*self.references, *(each.path for each in (self.control, self.clip) if each))
+
+    def named_by(self, content: Mapping[str, str]) -> list[Any]:
+        """What decides what is made of it, with the content of each path in its place."""
+        requests = (self.control, self.clip)
+        cuts = [each and [content[each.path], each.resize, each.crop, each.frames] for each in requests]
+        return [self.way, [content[path] for path in self.references], *cuts]
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -47,6 +79,12 @@ class Sample:
     bucket: tuple[int, int]  # size of what is left
     frames: tuple[int, ...] = ()  # of a clip, which of its frames; () for an image
     loss_weight: float = 1.0
+    condition: Condition | None = None
+
+    @property
+    def alike(self) -> tuple[int, ...]:
+        """The sizes of its references; () without."""
+        return tuple(side for size in (self.condition.sizes if self.condition else ()) for side in size)
 
     @property
     def num_frames(self) -> int:
@@ -63,7 +101,7 @@ def dataset_fingerprint(samples: Sequence[Sample]) -> str:
 
     Raises: OSError if a file has gone.
     """
-    paths = dict.fromkeys(path for sample in samples for path in (sample.path, sample.mask_path) if path)
+    paths = dict.fromkeys(path for sample in samples for path in _paths_of(sample))
     with ThreadPoolExecutor() as pool:
         content = dict(zip(paths, pool.map(media_fingerprint, paths), strict=True))
     return settings_fingerprint(
@@ -71,6 +109,12 @@ def dataset_fingerprint(samples: Sequence[Sample]) -> str:
             [content[s.path], s.caption, s.mask_path and content[s.mask_path], s.resize, s.crop]
             + ([s.frames] if s.frames else [])  # images alone hash as they did before there were clips
             + ([{"loss_weight": s.loss_weight}] if s.loss_weight != 1 else [])
+            + ([{"condition": s.condition.named_by(content)}] if s.condition else [])
             for s in samples
         ]
     )
+
+
+def _paths_of(sample: Sample) -> list[str]:
+    mask = (sample.mask_path,) if sample.mask_path else ()
+    return [sample.path, *mask, *(sample.condition.paths if sample.condition else ())]

@@ -1,8 +1,8 @@
 """ComfyUI's CONDITIONING and LATENT taken apart: plain lists, dicts and tensors, of which nothing is imported.
 
 A CONDITIONING is a list of [states [1, S, D], options]. Of the options the families of our own read pooled_output; one
-of ComfyUI's own models reads what it likes, so tensors, lists of tensors and numbers are kept for it. What is neither
-kept nor read (areas, guidance, hooks) is refused rather than lost.
+of ComfyUI's own models reads what it likes, so tensors, numbers and strings are kept for it, and lists, dicts and CLIP
+vision outputs of them. What is neither kept nor read (areas, guidance, hooks) is refused rather than lost.
 A LATENT is {"samples": [B, C, H, W] or [B, C, F, H, W]}, as the VAE made it: samplers normalise it, so it is not yet.
 
 Core's convention for lists of both (Make Training Dataset, Resolution Bucket): entry by entry they belong together, and
@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ..families.comfy.inputs import COND, OPTION, POOLED, SAMPLES, WHOLE, WITHOUT_EFFECT, option_path
+from ..families.comfy.inputs import COND, OPTION, POOLED, SAMPLES, WHOLE, WITHOUT_EFFECT, WORDS, option_path
 
 Entry = dict[str, torch.Tensor]
 
@@ -28,11 +28,13 @@ _FOR_SAMPLERS = frozenset(
         *("area", "mask", "mask_strength", "set_area_to_bounds", "strength", "default", "model_conds", "uuid"),
         *("start_percent", "end_percent", "timestep_start", "timestep_end", "clip_start_percent", "clip_end_percent"),
         *("control", "control_apply_to_uncond", "gligen", "hooks", "guidance", "noise_augmentation"),
-        "denoise_mask",
+        # Noise is drawn for them, and parts of the latent are left as they are.
+        *("unclip_conditioning", "keyframe_idxs", "guide_attention_entries", "denoise_mask"),
     )
 )
-# Objects whose tensors are read.
-_READ = {"clip_vision_output": ("penultimate_hidden_states", "last_hidden_state", "image_embeds")}
+_WHOLE_RANGE = {"start_percent": 0.0, "end_percent": 1.0}  # what some nodes write of every step
+# What models read of what CLIP Vision Encode gives.
+_SEEN = ("penultimate_hidden_states", "last_hidden_state", "image_embeds", "image_sizes")
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _REMEDIES = {
     "guidance": "take the FluxGuidance node out, and set guidance on the training node",
@@ -81,18 +83,39 @@ def _plain_options(options: Mapping[str, Any]) -> Entry:
     return found
 
 
-def _tensors_of(name: str, value: Any) -> Entry:
-    """One option as tensors; {} for what cannot be kept."""
+def _tensors_of(path: str, value: Any) -> Entry:
+    """One option, or a part of one, as tensors; {} for what cannot be kept."""
     if isinstance(value, torch.Tensor):
-        return {f"{OPTION}{name}": value[0]} if _has_batch(value) else {f"{WHOLE}{name}": value}
+        if _has_batch(value):
+            return {f"{OPTION}{path}": value[0].clone()}
+        return {} if "." in path else {f"{WHOLE}{path}": value.clone()}
     if type(value) in _NUMBERS:
-        return {f"{OPTION}{name}": torch.tensor(value, dtype=_NUMBERS[type(value)])}
-    if name in _READ:
-        parts = {part: getattr(value, part, None) for part in _READ[name]}
-        return {f"{OPTION}{name}.{part}": each[0].clone() for part, each in parts.items() if _has_batch(each)}
-    if isinstance(value, (list, tuple)) and all(map(_has_batch, value)):
-        return {f"{OPTION}{name}.{index}": each[0] for index, each in enumerate(value)}
-    return {}
+        return {f"{OPTION}{path}": torch.tensor(value, dtype=_NUMBERS[type(value)])}
+    if isinstance(value, str):
+        return {f"{WORDS}{path}": torch.tensor(list(value.encode()), dtype=torch.uint8)} if value else {}
+    found: Entry = {}
+    for name, part in _parts_of(value).items():
+        tensors = {} if "." in name else _tensors_of(f"{path}.{name}", part)
+        if not tensors:
+            return {}
+        found |= tensors
+    return found
+
+
+def _parts_of(value: Any) -> Mapping[str, Any]:
+    """By index or name; {} for what is neither list, dict nor CLIP vision output."""
+    if isinstance(value, (list, tuple)):
+        return {str(index): each for index, each in enumerate(value)}
+    if isinstance(value, Mapping):
+        return {str(name): each for name, each in value.items() if each is not None}
+    seen = {name: getattr(value, name, None) for name in _SEEN}
+    return {name: each for name, each in seen.items() if each is not None}
+
+
+def must_be_equal(name: str, tensor: torch.Tensor) -> bool:
+    """Whether the model is given this once for all samples of a batch: numbers, strings, and what has no batch."""
+    is_number = not tensor.ndim and tensor.dtype in _NUMBERS.values()
+    return bool(option_path(name)) and (is_number or not name.startswith(OPTION))
 
 
 def _has_batch(value: Any) -> TypeGuard[torch.Tensor]:
@@ -102,6 +125,7 @@ def _has_batch(value: Any) -> TypeGuard[torch.Tensor]:
 
 def _refuse_options(options: Mapping[str, Any], what: str, others: Set[str]) -> None:
     known = {POOLED, *others}
+    known |= {name for name, value in _WHOLE_RANGE.items() if options.get(name) == value}
     extra = sorted(str(name) for name, value in options.items() if name not in known and value is not None)
     if extra:
         remedy = _REMEDIES.get(extra[0], f"take out the node that adds {'it' if len(extra) == 1 else 'them'}")

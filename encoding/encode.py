@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,9 +23,11 @@ from typing import Any, TypeVar
 import torch
 
 from ..data.image import ImageRequest
+from ..data.samples import Condition
 from ..data.video import media_fingerprint, read_frames
 from ..system.stopping import Stopped, never
 from .claims import Claims, Shared
+from .conditions import ComfyConditions
 from .key import joint_key
 from .sources import LatentSource, TextSource
 from .store import CacheStore, Stamp
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 OnProgress = Callable[[int, int, str], None]  # done, total, what
 ShouldStop = Callable[[], bool]
+Source = TextSource | LatentSource | ComfyConditions
+Wanted = tuple[str, Condition]  # a caption, and what is beside it
 NONE_OUTDATED: Mapping[str, Stamp] = MappingProxyType({})
 
 
@@ -93,7 +97,7 @@ class _Fill:
 
 
 @contextmanager
-def _in_use(source: TextSource | LatentSource, what: str, on_begin: Callable[[], None]) -> Iterator[Callable[[], None]]:
+def _in_use(source: Source, what: str, on_begin: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Inside, a function that loads the source unless it is loaded; the source is freed at the end."""
     is_loaded = False
 
@@ -218,20 +222,71 @@ def fill_images(
     return key_of
 
 
+def fill_conditions(
+    wanted: Iterable[Wanted],
+    source: ComfyConditions,
+    store: CacheStore,
+    on_progress: OnProgress = _say_nothing,
+    should_stop: ShouldStop = never,
+    *,
+    outdated: Mapping[str, Stamp] = NONE_OUTDATED,
+    on_begin: Callable[[], None] = _say_nothing,
+) -> dict[Wanted, str]:
+    """Have what conditions every sample in the store, as fill_images does of images.
+
+    Args:
+        wanted: captions with the files beside them.
+    Returns: the same -> key of its entry.
+    Raises: as fill_images.
+    """
+    key_of = condition_keys(wanted, source)
+    fill = _Fill(store, len(set(key_of.values())), "conditions", on_progress, should_stop, outdated)
+    missing = fill.missing({key: each for each, key in key_of.items()})
+    if not missing:
+        return key_of
+    source.check(len(missing))
+    problems = []
+    with _in_use(source, f"{len(missing)} conditions", on_begin) as load, fill.shared(missing) as batches:
+        for (key,) in batches:
+            load()
+            try:
+                entry = source.encode(*missing[key])
+            except ValueError as error:
+                problems.append(str(error))
+            else:
+                fill.put(key, entry)
+    if problems:
+        raise ValueError("\n".join([*problems, "all other conditions are made and kept"]))
+    return key_of
+
+
+def condition_keys(wanted: Iterable[Wanted], source: ComfyConditions) -> dict[Wanted, str]:
+    """The keys of the entries that fill_conditions makes; as image_keys."""
+    wanted = list(dict.fromkeys(wanted))
+    content = _fingerprints([path for _, condition in wanted for path in condition.paths])
+    return {each: source.key_of(*each, content) for each in wanted}
+
+
 def image_keys(requests: Sequence[ImageRequest], source: LatentSource) -> dict[ImageRequest, str]:
     """request -> key of the entry that fill_images makes of it; reads the files' bytes, loads no weight.
 
     Raises: ValueError naming all files that cannot be read.
     """
+    fingerprints = _fingerprints([request.path for request in requests])
+    return {request: source.key_of(request, fingerprints[request.path]) for request in dict.fromkeys(requests)}
+
+
+def _fingerprints(paths: Sequence[str]) -> dict[str, str]:
+    """Raises: ValueError naming all files that cannot be read."""
     fingerprints, problems = {}, []
-    for path in dict.fromkeys(request.path for request in requests):
+    for path in dict.fromkeys(paths):
         try:
             fingerprints[path] = media_fingerprint(path)
         except OSError as error:
             problems.append(f"{path} cannot be read ({error}); put it back or take it out of the dataset")
     if problems:
         raise ValueError("\n".join(problems))
-    return {request: source.key_of(request, fingerprints[request.path]) for request in dict.fromkeys(requests)}
+    return fingerprints
 
 
 def _encode_images(

@@ -17,6 +17,7 @@ from typing import Any
 from ..checkpoints.fingerprint import settings_fingerprint
 from ..system.files import write_atomically
 from ..system.json_file import expect, read_json_object
+from .comfy_data import must_be_equal
 from .key import content_key
 from .sources import Entry, Shapes, shapes_of
 from .store import CacheStore, unwritable
@@ -28,12 +29,17 @@ _DIGITS = 32  # of the hash, in the file's name
 
 @dataclass(frozen=True)
 class EncodedPair:
-    """Latents and text of one sample: keys of their entries, and the shapes of the tensors in these."""
+    """Latents and text of one sample: keys of their entries, and the shapes of the tensors in these.
+
+    Args:
+        same: names what of the text samples of one batch must share; "" for nothing, or in an older list.
+    """
 
     latents: str
     text: str
     latents_shapes: Shapes
     text_shapes: Shapes
+    same: str = ""
 
 
 def save_encoded(
@@ -50,11 +56,12 @@ def save_encoded(
     listed = []
     for latents, text in pairs:
         keys = [_keep(entry, store) for entry in (latents, text)]
-        listed.append(EncodedPair(keys[0], keys[1], shapes_of(latents), shapes_of(text)))
+        listed.append(EncodedPair(keys[0], keys[1], shapes_of(latents), shapes_of(text), _same(text)))
         on_saved(len(listed))
     if not listed:
         raise ValueError("the dataset has no samples; give lists of at least one latent and conditioning")
-    content = {"version": _VERSION, "samples": [vars(pair) for pair in listed]}
+    samples = [{name: value for name, value in vars(pair).items() if value or name != "same"} for pair in listed]
+    content = {"version": _VERSION, "samples": samples}
     path = store.folder / _FOLDER / f"{settings_fingerprint(content)[:_DIGITS]}.json"
     data = json.dumps(content).encode("ascii")
     try:
@@ -63,6 +70,11 @@ def save_encoded(
     except OSError as error:
         raise unwritable(path, error) from error
     return path
+
+
+def _same(text: Entry) -> str:
+    shared = {name: tensor for name, tensor in text.items() if must_be_equal(name, tensor)}
+    return content_key(shared) if shared else ""
 
 
 def _keep(entry: Entry, store: CacheStore) -> str:
@@ -93,7 +105,8 @@ def load_encoded(path: str | Path) -> list[EncodedPair]:
 
 def _read_pair(sample: Mapping[str, Any]) -> EncodedPair:
     latents, text = (expect(sample[name], str, f"{name} of a sample") for name in ("latents", "text"))
-    return EncodedPair(latents, text, _read_shapes(sample["latents_shapes"]), _read_shapes(sample["text_shapes"]))
+    same = expect(sample.get("same", ""), str, "same of a sample")
+    return EncodedPair(latents, text, _read_shapes(sample["latents_shapes"]), _read_shapes(sample["text_shapes"]), same)
 
 
 def _read_shapes(shapes: Mapping[str, Sequence[int]]) -> Shapes:

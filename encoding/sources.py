@@ -268,8 +268,7 @@ class ComfyLatents:
 
     def encode(self, pixels: torch.Tensor, path: str) -> Entry:
         assert self.vae is not None
-        levels = ((pixels + 1) * 127.5).round()  # the file's own bytes; the host's loaders divide them by 255
-        entries = read_samples(self.vae.encode((levels / 255).permute(1, 2, 3, 0)), path)
+        entries = read_samples(self.vae.encode(host_pixels(pixels)), path)
         if len(entries) != 1:
             raise ValueError(f"the stock VAE does not fit: of {path}, it made {len(entries)} samples, not one")
         if reason := self.problem(shapes_of(entries[0]), pixels.shape[1]):
@@ -281,6 +280,11 @@ class ComfyLatents:
     def close(self) -> None:
         if self.vae is not None:
             self.vae.release()
+
+
+def host_pixels(pixels: torch.Tensor) -> torch.Tensor:
+    """As ComfyUI's loaders give them: the file's own bytes divided by 255. [3, F, H, W] in -1..1 -> [F, H, W, 3]"""
+    return (((pixels + 1) * 127.5).round() / 255).permute(1, 2, 3, 0)
 
 
 TextSource = FolderTexts | ComfyTexts

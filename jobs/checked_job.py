@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -71,6 +71,12 @@ class JobPlan:
 def comfy_reader(plan: JobPlan) -> ComfyReader:
     """Reads what ComfyUI's own encoders left, as this model takes it."""
     return make_comfy_reader(plan.family, plan.variant, plan.info.config)
+
+
+def caption_reader(plan: JobPlan) -> ComfyReader:
+    """The same of captions alone: what a job makes of files is not in them."""
+    reader = comfy_reader(plan)
+    return replace(reader, comfy=replace(reader.comfy, needs=())) if plan.job.data.condition else reader
 
 
 def vae_path(plan: JobPlan) -> Path:

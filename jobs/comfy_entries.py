@@ -14,12 +14,24 @@ from typing import Any
 
 import torch
 
-from ..config.job import CacheConfig
+from ..checkpoints.fingerprint import settings_fingerprint
+from ..config.job import CacheConfig, JobConfig
 from ..data.image import ImageRequest
+from ..encoding.conditions import ComfyConditioner, ComfyConditions
+from ..encoding.encode import Wanted
 from ..encoding.encoded import EncodedPair, load_encoded
 from ..encoding.sources import ComfyClip, ComfyLatents, ComfyTexts, ComfyVae, Shapes
 from ..encoding.store import CacheStore
-from ..families.comfy.inputs import SAMPLES, latents_problem, num_tokens, read_latents, read_text, text_problem
+from ..families.comfy.conditions import WAYS
+from ..families.comfy.inputs import (
+    SAMPLES,
+    latents_problem,
+    num_tokens,
+    option_path,
+    read_latents,
+    read_text,
+    text_problem,
+)
 from ..families.spec import ComfyInputs, LatentSpec, ModelFamily, Variant
 
 _MAX_NAMES = 5  # problems spelt out in a message
@@ -31,6 +43,7 @@ class ComfyEncoders:
 
     clip: ComfyClip | None = None
     vae: ComfyVae | None = None
+    conditioner: ComfyConditioner | None = None  # has both, and what sees
 
 
 NO_ENCODERS = ComfyEncoders()
@@ -97,6 +110,41 @@ def comfy_latents(settings: CacheConfig, reader: ComfyReader, encoders: ComfyEnc
     return ComfyLatents(settings.latent_source, reader.latents_problem, encoders.vae)
 
 
+def comfy_conditions(job: JobConfig, reader: ComfyReader, encoders: ComfyEncoders) -> ComfyConditions:
+    """The source of what a job's model is given beside captions."""
+    data, cache = job.data, job.cache
+    way = WAYS[data.condition]
+    names = ((cache.text_source, way.reads_text), (cache.latent_source, True), (cache.vision_source, way.sees))
+    return ComfyConditions(
+        data.condition,
+        tuple(name for name, takes_part in names if takes_part),
+        reader.text_problem,
+        data.reference_megapixels,
+        encoders.conditioner,
+    )
+
+
+def refuse_unfit_conditions(
+    reader: ComfyReader, store: CacheStore, keys: Mapping[Wanted, str], batch_size: int
+) -> None:
+    """Refuse entries of another model, and what cannot share a batch. Reads headers only.
+
+    Raises: ValueError.
+    """
+    seen: dict[Any, Shapes] = {}
+    for (_, condition), key in keys.items():
+        shapes = store.shapes(key)
+        if reason := reader.text_problem(shapes):
+            raise ValueError(f"the condition of {condition.paths[0]} does not fit: {reason}")
+        cut = condition.control or condition.clip
+        group = condition.sizes, cut and (cut.crop[2:], len(cut.frames))
+        if batch_size > 1 and seen.setdefault(group, shapes) != shapes:
+            raise ValueError(
+                f"train.batch_size is above 1, but what conditions {condition.paths[0]} has other sizes than another's "
+                "and cannot share a batch; set batch_size 1 (gradient_accumulation_steps does the same)"
+            )
+
+
 def _refuse_other(named: str, given: ComfyClip | ComfyVae | None, key: str) -> None:
     if given is not None and given.fingerprint != named:
         raise ValueError(f"cache.{key} names {named!r}, but the encoder given is {given.fingerprint!r}; give that one")
@@ -141,7 +189,8 @@ class EncodedSample:
 
     Args:
         latents: key of its latents. caption: key of its text.
-        bucket: latent sides and text tokens; samples of one bucket can share a batch.
+        bucket: latent sides and text tokens. alike: what else its CONDITIONING says, as a number. Samples that share
+            both can share a batch.
         num_frames: video frames that its latents stand for.
     """
 
@@ -150,6 +199,7 @@ class EncodedSample:
     bucket: tuple[int, ...]
     num_frames: int = 1
     mask_path: None = None
+    alike: tuple[int, ...] = ()
 
 
 def read_encoded_samples(path: str, reader: ComfyReader) -> tuple[EncodedSample, ...]:
@@ -173,7 +223,14 @@ def read_encoded_samples(path: str, reader: ComfyReader) -> tuple[EncodedSample,
 def _encoded_sample(pair: EncodedPair, reader: ComfyReader) -> EncodedSample:
     sides = pair.latents_shapes[SAMPLES][1:]
     num_frames = reader.latent.num_frames(sides[0]) if reader.comfy.latent_dims == 3 else 1
-    return EncodedSample(pair.latents, pair.text, (*sides, num_tokens(reader.comfy, pair.text_shapes)), num_frames)
+    bucket = (*sides, num_tokens(reader.comfy, pair.text_shapes))
+    return EncodedSample(pair.latents, pair.text, bucket, num_frames, alike=_alike(pair))
+
+
+def _alike(pair: EncodedPair) -> tuple[int, ...]:
+    """A number that tells apart CONDITIONINGs that cannot share a batch by their options; () without any."""
+    shapes = {name: list(shape) for name, shape in pair.text_shapes.items() if option_path(name)}
+    return (int(settings_fingerprint([pair.same, shapes])[:8], 16),) if shapes else ()
 
 
 def refuse_missing(samples: Sequence[EncodedSample], store: CacheStore) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +13,12 @@ import torch
 from ..config.job import JobConfig
 from ..data.image import ImageRequest
 from ..data.samples import Sample, TrainingSample
+from ..encoding.conditions import ComfyConditions
 from ..encoding.encode import (
     NONE_OUTDATED,
+    Wanted,
+    condition_keys,
+    fill_conditions,
     fill_images,
     fill_texts,
     image_keys,
@@ -24,22 +29,25 @@ from ..encoding.encoded import store_of_encoded
 from ..encoding.sources import FolderLatents, FolderTexts, LatentSource, TextSource
 from ..encoding.store import CacheStore, Stamp
 from ..events import EventLog, Listener
+from ..families.comfy.conditions import WAYS
 from ..parallel.devices import find_device, random_states, release_cached_memory, restore_random_states
 from ..system.pace import Pace
 from ..training.batches import CachedSamples
-from .checked_job import JobPlan, comfy_reader, component_folder, vae_path
+from .checked_job import JobPlan, caption_reader, comfy_reader, component_folder, vae_path
 from .comfy_entries import (
     NO_ENCODERS,
     ComfyEncoders,
+    comfy_conditions,
     comfy_latents,
     comfy_texts,
     refuse_missing,
+    refuse_unfit_conditions,
     refuse_unfit_latents,
     refuse_unfit_texts,
 )
 
-CachePart = Literal["captions", "latents"]
-CACHE_PARTS: tuple[CachePart, ...] = ("captions", "latents")
+CachePart = Literal["captions", "latents", "conditions"]
+CACHE_PARTS: tuple[CachePart, ...] = ("captions", "latents", "conditions")
 
 
 def cache_store(job: JobConfig) -> CacheStore:
@@ -68,12 +76,15 @@ def cache_job(
         return _cached(plan, plan.encoded, [sample.latents for sample in plan.encoded], own_keys), None
     text_keys: dict[str, str] = fill_cache(plan, "captions", events, should_stop, encoders)
     latent_keys: dict[ImageRequest, str] = fill_cache(plan, "latents", events, should_stop, encoders)
+    conditions: dict[Wanted, str] = fill_cache(plan, "conditions", events, should_stop, encoders)
     if settings.text_source:
         captions = {sample.caption for sample in plan.samples} | ({""} if plan.job.data.caption_dropout else set())
         sharing = captions if plan.job.train.batch_size > 1 else set()
-        refuse_unfit_texts(comfy_reader(plan), store, text_keys, sharing)
+        refuse_unfit_texts(caption_reader(plan), store, text_keys, sharing)
     if settings.latent_source:
         refuse_unfit_latents(comfy_reader(plan), store, latent_keys)
+    if conditions:
+        refuse_unfit_conditions(comfy_reader(plan), store, conditions, plan.job.train.batch_size)
 
     def recompute(key: str) -> None:
         """Compute one entry while the model trains; random numbers stay as they are.
@@ -82,17 +93,21 @@ def cache_job(
         """
         texts = [caption for caption, other in text_keys.items() if other == key]
         requests = [request for request, other in latent_keys.items() if other == key]
+        wanted = [each for each, other in conditions.items() if other == key]
         states = random_states(plan.placement.used_devices)
         try:
             if texts:
                 fill_texts(texts[:1], _text_sources(plan, encoders), store)
             if requests:
                 fill_images(requests[:1], _latent_source(plan, encoders), store)
+            if wanted:
+                fill_conditions(wanted[:1], _condition_source(plan, encoders), store)
         finally:
             restore_random_states(states)
 
     def cached(samples: tuple[Sample, ...]) -> CachedSamples:
-        return _cached(plan, samples, [latent_keys[each.image_request()] for each in samples], text_keys, recompute)
+        made = _cached(plan, samples, [latent_keys[each.image_request()] for each in samples], text_keys, recompute)
+        return replace(made, condition_keys=conditions)
 
     return cached(plan.samples), cached(plan.eval_samples) if plan.eval_samples else None
 
@@ -145,7 +160,8 @@ def fill_cache(
     Raises: Stopped when should_stop() became true; OSError naming the file if the folder cannot be written; ValueError
         naming the images that cannot be read. What was done stays in the cache.
     """
-    if plan.encoded:
+    wanted = wanted_conditions(plan.job, (*plan.samples, *plan.eval_samples))
+    if plan.encoded or part == "conditions" and not wanted:
         return {}
     events.emit("phase", name=part)
     pace, store = Pace(), cache_store(plan.job)
@@ -153,6 +169,8 @@ def fill_cache(
     tell = tell_progress(events, pace)
     if part == "captions":
         return fill_texts(_captions(plan), _text_sources(plan, encoders), store, tell, should_stop, **options)
+    if part == "conditions":
+        return fill_conditions(wanted, _condition_source(plan, encoders), store, tell, should_stop, **options)
     keys = fill_images(_image_requests(plan), _latent_source(plan, encoders), store, tell, should_stop, **options)
     release_cached_memory()
     return keys
@@ -161,7 +179,7 @@ def fill_cache(
 def _text_sources(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> Sequence[TextSource]:
     settings = plan.job.cache
     if settings.text_source:
-        return [comfy_texts(settings, comfy_reader(plan), encoders)]
+        return [comfy_texts(settings, caption_reader(plan), encoders)]
     _refuse_unnamed(settings.has_stock_text)
     folder = component_folder(plan, settings.text_encoders, "text_encoders")
     dtype, window_bytes = getattr(torch, settings.dtype), int(settings.text_window_gb * 1e9)
@@ -194,18 +212,38 @@ def cache_entries(plan: JobPlan, part: CachePart) -> dict[str, str]:
     if part == "captions":
         entries = text_entries(_captions(plan), _text_sources(plan))
         return {key: f"caption {textwrap.shorten(caption, 80)!r}" for caption, keys in entries.items() for key in keys}
+    if part == "conditions":
+        wanted = wanted_conditions(plan.job, (*plan.samples, *plan.eval_samples))
+        made = condition_keys(wanted, _condition_source(plan)) if wanted else {}
+        return {key: f"condition of {condition.paths[0]}" for (_, condition), key in made.items()}
     images = image_keys(_image_requests(plan), _latent_source(plan))
     return {key: f"{'clip' if request.frames else 'image'} {request.path}" for request, key in images.items()}
 
 
 def _captions(plan: JobPlan) -> list[str]:
-    """Of all samples, the empty one, and the prompts that pictures are drawn of."""
-    captions = {sample.caption for sample in (*plan.samples, *plan.eval_samples)}
+    """Of all samples, the empty one, and the prompts that pictures are drawn of.
+
+    Where the text encoder is shown a sample's references, the sample's own caption is encoded with them.
+    """
+    way = WAYS.get(plan.job.data.condition)
+    samples = () if way and way.reads_text else (*plan.samples, *plan.eval_samples)
+    captions = {sample.caption for sample in samples}
     return sorted({"", *captions, *plan.job.samples.prompts})
 
 
 def _image_requests(plan: JobPlan) -> list[ImageRequest]:
     return [sample.image_request() for sample in (*plan.samples, *plan.eval_samples)]
+
+
+def wanted_conditions(job: JobConfig, samples: Iterable[Sample]) -> list[Wanted]:
+    """Every caption with the files beside it that a run may read."""
+    dropped = [""] if job.data.caption_dropout else []
+    found = [(each, each.condition) for each in samples]
+    return [(caption, files) for sample, files in found if files for caption in (sample.caption, *dropped)]
+
+
+def _condition_source(plan: JobPlan, encoders: ComfyEncoders = NO_ENCODERS) -> ComfyConditions:
+    return comfy_conditions(plan.job, comfy_reader(plan), encoders)
 
 
 def tell_progress(events: EventLog, pace: Pace) -> Callable[[int, int, str], None]:

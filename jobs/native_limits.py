@@ -10,8 +10,12 @@ from ..config.model import has_stages
 from ..families.comfy.native import NativeModel
 from ..planning.space import SearchSpace
 
-# Classes whose blocks do on numbers what they cannot do on sizes.
-_BY_NUMBERS = {"HiDreamImageTransformer2DModel": "its experts are chosen by the numbers that they compute with"}
+# Classes whose blocks do on numbers, or on sizes of their own, what they cannot do on those of a forecast.
+_BY_NUMBERS = {
+    "HiDreamImageTransformer2DModel": "its experts are chosen by the numbers that they compute with",
+    "VaceWanModel": "its side blocks are added to what a block gave, and a forecast looks at blocks alone",
+    "WanDancerModel": "its music is cut by the shape of the clip, and a forecast takes a square",
+}
 
 
 def why_no_stages(native: NativeModel | None, model: nn.Module) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,15 +18,24 @@ from ..checkpoints.lora_start import read_start, refuse_start
 from ..config.job import FolderConfig, JobConfig
 from ..data.folders import scan_folders
 from ..data.samples import Sample
-from ..encoding.encode import never
+from ..encoding.encode import condition_keys, never
 from ..encoding.key import comfy_text_key
-from ..families.comfy.inputs import COND
+from ..encoding.store import CacheStore
+from ..families.comfy.conditions import WAYS, way_problem
 from ..families.spec import Variant
 from ..planning.request import make_square
 from ..planning.short_model import SampleText
 from ..training.adapter import find_targets
-from .comfy_entries import EncodedSample, make_comfy_reader, read_encoded_samples, refuse_condition, resolution_of
-from .encode_job import cache_store
+from .comfy_entries import (
+    NO_ENCODERS,
+    EncodedSample,
+    comfy_conditions,
+    make_comfy_reader,
+    read_encoded_samples,
+    refuse_condition,
+    resolution_of,
+)
+from .encode_job import cache_store, wanted_conditions
 from .place_by_size import Subject
 from .resolve import refuse_block_settings, sizes_of
 
@@ -70,14 +79,29 @@ class ReadJob:
         """As far as it is encoded, for one of ComfyUI's own models; nobody asks it of others."""
         if self.info.family.host is None:
             return None
-        source, store = self.job.cache.text_source, cache_store(self.job)
-        captions = {each.caption for each in (*self.samples, *self.eval_samples)} if source else set()
-        keys = {each.caption for each in self.encoded} or {
-            comfy_text_key(caption, source, keeps_all=True) for caption in captions
-        }
-        lengths = {key: store.shapes(key).get(COND, (0,))[0] for key in sorted(keys)}
-        longest = store.get(max(lengths, key=lambda key: lengths[key])) if any(lengths.values()) else None
-        return None if longest is None else SampleText(longest)
+        store = cache_store(self.job)
+        texts = [*((each.caption,) for each in self.encoded), *self._text_keys()]
+        sizes = {keys: _num_values(store, keys) for keys in dict.fromkeys(texts)}
+        largest = max(sizes, key=lambda keys: sizes[keys], default=())
+        entries = [store.get(key) for key in largest] if sizes.get(largest) else [None]
+        found = [each for each in entries if each is not None]
+        return SampleText({n: t for each in found for n, t in each.items()}) if len(found) == len(entries) else None
+
+    def _text_keys(self) -> Iterator[tuple[str, ...]]:
+        """The entries that each sample's text is read from."""
+        if not (source := self.job.cache.text_source):
+            return
+        samples = (*self.samples, *self.eval_samples)
+        wanted = wanted_conditions(self.job, samples)
+        reader = make_comfy_reader(self.info.family, self.variant, self.info.config)
+        made = condition_keys(wanted, comfy_conditions(self.job, reader, NO_ENCODERS)) if wanted else {}
+        for each in samples:
+            own = comfy_text_key(each.caption, source, keeps_all=True)
+            if each.condition is None:
+                yield (own,)
+            else:
+                key = made[each.caption, each.condition]
+                yield (key,) if WAYS[each.condition.way].reads_text else (own, key)
 
     def _largest(self) -> tuple[int, int, int]:
         """Height and width in pixels and frames of the samples that take the most."""
@@ -85,6 +109,12 @@ class ReadJob:
             return max(((*sample.bucket, sample.num_frames) for sample in self.samples), key=math.prod)
         side = resolution_of(self.encoded, self.info.family.latent_of(self.variant))
         return side, side, max(sample.num_frames for sample in self.encoded)
+
+
+def _num_values(store: CacheStore, keys: Sequence[str]) -> int:
+    """Of these entries together; 0 if one is not there."""
+    shapes = [store.shapes(key) for key in keys]
+    return sum(math.prod(shape) for each in shapes for shape in each.values()) if all(shapes) else 0
 
 
 def read_job(
@@ -113,6 +143,7 @@ def read_job(
         check_lokr_layout(info.family, targets, job.output.lora_layout)
     check_lora_layout(info.family, targets, job.output.lora_layout, job.lora.dora)
     latent = info.family.latent_of(variant)
+    _refuse_condition(job, info, variant)
     if not has_data:
         return ReadJob(job, info, variant, model, targets, (make_square(job.data, variant, latent),))
     samples: Sequence[Sample] = ()
@@ -127,6 +158,23 @@ def read_job(
         data = replace(job.data, folders=(FolderConfig(job.evaluation.folder),), caption_dropout=0.0)
         evaluated = scan_folders(data, latent, should_stop)
     return ReadJob(job, info, variant, model, targets, tuple(samples), encoded, tuple(evaluated))
+
+
+def _refuse_condition(job: JobConfig, info: CheckpointInfo, variant: Variant) -> None:
+    """Raises: ValueError for files that this model cannot be conditioned on, or that evaluation would lack."""
+    name, family = job.data.condition, info.family
+    if not name:
+        return
+    assert family.comfy is not None
+    channels = family.latent_of(variant).channels
+    if reason := way_problem(name, family.transformer_class, channels, family.comfy.beside):
+        raise ValueError(reason)
+    way = WAYS[name]
+    if job.evaluation.folder and (way.least or way.takes_control):
+        raise ValueError(
+            f'evaluation.folder holds images alone, and data.condition = "{name}" needs other files beside each; '
+            "remove one of the two"
+        )
 
 
 def find_start(read: ReadJob) -> Mapping[str, Mapping[str, Tensor]]:

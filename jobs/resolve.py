@@ -374,7 +374,7 @@ def _size_of(job: JobConfig, subject: Subject) -> tuple[int, int]:
 
 def sizes_of(samples: Iterable[TrainingSample]) -> frozenset[tuple[int, ...]]:
     """Everything that tells the shapes of their batches apart."""
-    return frozenset((*sample.bucket, sample.num_frames) for sample in samples)
+    return frozenset((*sample.bucket, sample.num_frames, *sample.alike) for sample in samples)
 
 
 def _shapes_to_compile(job: JobConfig, subject: Subject, strategy: Strategy) -> int | None:

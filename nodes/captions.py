@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 DEFAULT_FOLDER = "devicebridge/cache"
 _WHERE = "It is inside ComfyUI's output folder."
 CACHE_FOLDER = Socket("cache_folder", "cache.folder", _WHERE, default=DEFAULT_FOLDER, advanced=True)
-_CLASS_OF = {"stock_clip": "Load CLIP", "stock_vae": "Load VAE"}
+_CLASS_OF = {"stock_clip": "Load CLIP", "stock_vae": "Load VAE", "stock_vision": "Load CLIP Vision"}
 
 
 def _inputs() -> list[Socket | io.Input]:
@@ -82,6 +82,13 @@ def _inputs() -> list[Socket | io.Input]:
             tooltip="The second file where a model has two text encoders: FLUX.1 takes clip_l and t5xxl, in any order. "
             "Without effect for others, and for diffusers folders.",
             **file_options(NONE, files),
+        ),
+        io.ClipVision.Input(
+            "stock_vision",
+            display_name="stock CLIP vision",
+            optional=True,
+            tooltip="ComfyUI's CLIP vision model, from Load CLIP Vision. It looks at what the dataset's condition is "
+            "made of: first-frame or z-image-omni. Wan 2.1's image-to-video needs one.",
         ),
     ]
 
@@ -139,7 +146,7 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         if dataset.data.encoded:
             raise ValueError("this dataset arrived encoded; connect it to the training node directly")
         folder = host.folder_in_output(sockets["cache_folder"], "cache_folder")
-        encoders = _comfy_encoders(model, sockets)
+        encoders = _comfy_encoders(model, sockets, dataset.data.condition)
         cache = read_section(CacheConfig, _inputs(), sockets, folder=str(folder), **_who_encodes(encoders, sockets))
         output = OutputConfig(folder=str(folder))
         job = model.job(dataset, evaluation=dataset.evaluation, cache=cache, train=LoopConfig(steps=1), output=output)
@@ -158,7 +165,7 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         return io.NodeOutput(dataclasses.replace(dataset, cache=cache))
 
 
-def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any]) -> ComfyEncoders:
+def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any], condition: str = "") -> ComfyEncoders:
     """Those that are connected, and those of files that only ComfyUI reads; with their names.
 
     Raises: ValueError for one that was not in its loader's file, or that has no name, or a file too few.
@@ -170,11 +177,11 @@ def _comfy_encoders(model: TrainingModel, sockets: dict[str, Any]) -> ComfyEncod
             raise ValueError(
                 f"{socket} is connected, but its loader found none in its file; use another loader ({loader})"
             )
-    clip = sockets["stock_clip"] if "stock_clip" in sockets else _clip_of_files(model, sockets)
-    return ComfyEncoders(
-        clip=None if clip is None else host.HostClip(clip),
-        vae=host.HostVae(sockets["stock_vae"]) if "stock_vae" in sockets else None,
-    )
+    given = sockets["stock_clip"] if "stock_clip" in sockets else _clip_of_files(model, sockets)
+    clip = None if given is None else host.HostClip(given)
+    vae = host.HostVae(sockets["stock_vae"]) if "stock_vae" in sockets else None
+    vision = host.HostVision(sockets["stock_vision"]) if "stock_vision" in sockets else None
+    return ComfyEncoders(clip, vae, host.HostConditioner(clip, vae, vision) if condition else None)
 
 
 def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
@@ -204,6 +211,7 @@ def _clip_of_files(model: TrainingModel, sockets: dict[str, Any]) -> Any:
 def _who_encodes(encoders: ComfyEncoders, sockets: dict[str, Any]) -> dict[str, str]:
     """The part of the cache's settings that names the encoders; says which sockets have no effect."""
     settings = {"text_quantize": "none"} if encoders.clip else {}
+    settings |= {"vision_source": encoders.conditioner.sees_with} if encoders.conditioner else {}
     sources = {
         "text_encoders": (encoders.clip, "text_source", "stock_clip"),
         "vae": (encoders.vae, "latent_source", "stock_vae"),
@@ -219,6 +227,7 @@ def _who_encodes(encoders: ComfyEncoders, sockets: dict[str, Any]) -> dict[str, 
 
 def _describe(num_samples: int, cache: CacheConfig) -> str:
     """With what a job file needs to find the entries of stock encoders."""
-    sources = {"text_source": cache.text_source, "latent_source": cache.latent_source}
+    names = ("text_source", "latent_source", "vision_source")
+    sources = {name: getattr(cache, name) for name in names}
     lines = (f'{name} = "{source}"' for name, source in sources.items() if source)
     return "\n".join([f"{num_samples} samples are encoded", *lines])

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..config.job import DataConfig, EvaluationConfig, FolderConfig
+from ..config.job import DataConfig, EvaluationConfig, FolderConfig, job_keys
 from ..system.listing import Looked
 from . import host
 from .choices import COMES_AND_GOES, NONE, file_options, read_file
 from .host import io
 from .saying import said_on_node
-from .sockets import AUTO, Socket, make_inputs, read_number_or_name, read_section
+from .sockets import AUTO, Socket, make_inputs, read_lines, read_number_or_name, read_section
 from .types import DatasetSocket, TrainingDataset
 
 _TITLE = "Training Dataset"
@@ -29,6 +29,9 @@ def _read_fps(text: str) -> float | str:
 
 
 _IN_INPUT = "A folder in ComfyUI's input folder, or one that you allow; press R after you have made one."
+
+
+_PLACE = "In ComfyUI's input folder."
 
 
 def _inputs() -> list[Socket | io.Input]:
@@ -67,7 +70,25 @@ def _inputs() -> list[Socket | io.Input]:
         Socket("regularisation", "data.folders.regularisation", optional=True, advanced=True),
         Socket("default_caption", "data.folders.caption", optional=True, advanced=True),
         Socket("folder_resolutions", "data.folders.resolutions", default=AUTO, optional=True, advanced=True),
+        Socket("condition", "data.condition", read=read_file, optional=True, advanced=True, **_condition_options()),
+        Socket(
+            "references",
+            "data.folders.references",
+            f"One per line. {_PLACE}",
+            read=read_lines,
+            default="",
+            multiline=True,
+            placeholder="references, such as: my_photos_before",
+            optional=True,
+            advanced=True,
+        ),
+        Socket("control", "data.folders.control", _PLACE, default="", optional=True, advanced=True),
+        Socket("reference_megapixels", "data.reference_megapixels", max=16.0, step=0.01, optional=True, advanced=True),
     ]
+
+
+def _condition_options() -> dict[str, Any]:
+    return {"options": [NONE, *filter(None, job_keys()["data.condition"].choices)], "default": NONE}
 
 
 def _folder_options(folders: list[str]) -> dict[str, Any]:
@@ -96,9 +117,12 @@ class TrainingDatasetNode(io.ComfyNode):
         return True
 
     @classmethod
-    def fingerprint_inputs(cls, folder: str, evaluation_folder: str, **others: Any) -> Any:
+    def fingerprint_inputs(
+        cls, folder: str, evaluation_folder: str, references: str = "", control: str = "", **others: Any
+    ) -> Any:
         """Changed files run the node again, which an unchanged folder name would not."""
-        names = [name for name in (folder, read_file(evaluation_folder)) if name]
+        given = (folder, read_file(evaluation_folder), *read_lines(references), control.strip())
+        names = [name for name in given if name]
         try:
             return [folder_state(host.folder_in_input(name, "folder", _ask), _ask) for name in names]
         except (ValueError, OSError, _Cancelled) as error:
@@ -116,16 +140,27 @@ class TrainingDatasetNode(io.ComfyNode):
             place = str(host.folder_in_input(sockets["folder"], "folder", _ask))
             name = read_file(sockets["evaluation_folder"])
             held_out = str(host.folder_in_input(name, "evaluation_folder", _ask)) if name else ""
+            beside = _folders_beside(sockets)
         except _Cancelled:
             host.cancel()
         read = partial(read_section, entries=_inputs(), given=sockets)
-        data = read(DataConfig, folders=(*earlier, read(FolderConfig, path=place)))
+        data = read(DataConfig, folders=(*earlier, read(FolderConfig, path=place, **beside)))
         evaluation = read(EvaluationConfig, folder=held_out)
         try:
             host.NodeView(cls.hidden.unique_id).show_text(_describe(data, evaluation))
         except Stopped:
             host.cancel()
         return io.NodeOutput(TrainingDataset(data, evaluation))
+
+
+def _folders_beside(sockets: Mapping[str, Any]) -> dict[str, Any]:
+    """The folders of references and control, by their full paths."""
+    names = read_lines(sockets.get("references", ""))
+    control = sockets.get("control", "").strip()
+    return {
+        "references": tuple(str(host.folder_in_input(name, "references", _ask)) for name in names),
+        "control": str(host.folder_in_input(control, "control", _ask)) if control else "",
+    }
 
 
 class _Cancelled(Exception):

@@ -23,6 +23,7 @@ _LOG_INTERVAL_S = 10.0  # of lines in a log that is no terminal
 _PHASES = {
     "captions": "Encoding captions",
     "latents": "Encoding images",
+    "conditions": "Encoding references and control clips",
     "loading": "Loading the model onto its devices",
     "training": "Training",
     "samples": "Drawing sample pictures",

@@ -46,6 +46,8 @@ def part_of(path: Path) -> str:
     inner = path.relative_to(ROOT / "nodes").parts
     if inner[0] != "host":
         return "nodes"
+    if inner[1:] == ("native", "conditions.py"):
+        return "conditions"
     parts = {
         "native": "native",
         "__init__.py": "host",

@@ -152,7 +152,13 @@ def _api() -> ModuleType:
     module = ModuleType("comfy_api.v0_0_2")
     kinds = {"Combo": "COMBO", "String": "STRING", "Int": "INT", "Float": "FLOAT", "Boolean": "BOOLEAN"}
     kinds |= {"AnyType": "*", "LoraModel": "LORA_MODEL", "LossMap": "LOSS_MAP", "Model": "MODEL", "Image": "IMAGE"}
-    kinds |= {"Clip": "CLIP", "Vae": "VAE", "Latent": "LATENT", "Conditioning": "CONDITIONING"}
+    kinds |= {
+        "Clip": "CLIP",
+        "ClipVision": "CLIP_VISION",
+        "Vae": "VAE",
+        "Latent": "LATENT",
+        "Conditioning": "CONDITIONING",
+    }
     module.io = SimpleNamespace(  # type: ignore[attr-defined]
         **{name: _socket_type(io_type) for name, io_type in kinds.items()},
         Custom=_socket_type,

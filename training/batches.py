@@ -11,8 +11,9 @@ from textwrap import shorten
 import torch
 
 from ..data.masks import load_mask
-from ..data.samples import Sample, TrainingSample
+from ..data.samples import Condition, Sample, TrainingSample
 from ..encoding.store import CacheStore
+from ..families.comfy.conditions import WAYS
 from ..families.comfy.inputs import SAMPLES
 
 _log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class CachedSamples:
         read_latents, read_text: an entry as normalised latents [C, F, H, W], and as the text that make_inputs reads.
         gives_first_latents: whether the model is given the first latent frame, which the loss then leaves out.
         recompute: makes an entry that is gone, in the middle of a run; None where nobody can.
+        condition_keys: of what a sample's model is given beside its caption, by both.
     """
 
     store: CacheStore
@@ -67,10 +69,11 @@ class CachedSamples:
     read_text: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]] = dict
     gives_first_latents: bool = False
     recompute: Callable[[str], None] | None = None
+    condition_keys: Mapping[tuple[str, Condition], str] = field(default_factory=dict)
 
     def keys(self) -> set[str]:
         """All entries that may be read."""
-        return self.store.with_parts({*self.latent_keys, *self.text_keys.values()})
+        return self.store.with_parts({*self.latent_keys, *self.text_keys.values(), *self.condition_keys.values()})
 
     def name_of(self, index: int) -> str:
         """A sample, for a message."""
@@ -82,13 +85,25 @@ class CachedSamples:
 
     def not_finite(self, index: int, drop_caption: bool, dtype: torch.dtype) -> str:
         """What of a sample is not finite in this type; "" if all is."""
-        latents = self.latent_keys[index]
-        text = self.text_keys["" if drop_caption else self.samples[index].caption]
-        for part, key in (("latents", latents), ("caption", text)):
-            entry = self._entry(key) if part == "latents" else self.read_text(self._entry(key))
+        latents, texts = self.latent_keys[index], self._text_keys(index, drop_caption)
+        for part, keys in (("latents", [latents]), ("caption", texts)):
+            entry = self._entry(latents) if part == "latents" else self._read_text(keys)
             if not all(torch.isfinite(t.to(dtype)).all() for t in entry.values() if t.is_floating_point()):
-                return f"the {part} of {self.name_of(index)} (cache entry {self.store.path(key)})"
+                return f"the {part} of {self.name_of(index)} (cache entry {self.store.path(keys[-1])})"
         return ""
+
+    def _text_keys(self, index: int, drop_caption: bool) -> list[str]:
+        """The entries of a sample's text, of which later ones count over earlier ones."""
+        sample = self.samples[index]
+        caption = "" if drop_caption else sample.caption
+        condition = getattr(sample, "condition", None)
+        if condition is None:
+            return [self.text_keys[caption]]
+        own = [] if WAYS[condition.way].reads_text else [self.text_keys[caption]]
+        return [*own, self.condition_keys[caption, condition]]
+
+    def _read_text(self, keys: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        return self.read_text({name: each for key in keys for name, each in self._entry(key).items()})
 
     def load(self, indices: Sequence[int], drop_caption: Sequence[bool]) -> LoadedBatch:
         """Read the samples of one batch; all must be of one bucket and length.
@@ -99,8 +114,8 @@ class CachedSamples:
         latents = torch.stack([self.read_latents(entry) for entry in entries])
         names = [name for name in entries[0] if name not in _LATENTS]
         conditions = {name: torch.stack([entry[name] for entry in entries]) for name in names}
-        captions = ["" if drop else self.samples[i].caption for i, drop in zip(indices, drop_caption, strict=True)]
-        text = join_texts([self.read_text(self._entry(self.text_keys[caption])) for caption in captions])
+        keys = [self._text_keys(index, drop) for index, drop in zip(indices, drop_caption, strict=True)]
+        text = join_texts([self._read_text(each) for each in keys])
         num_tokens = int(latents[0, 0].numel() * self.tokens_per_cell)
         mask = self._masks(indices, latents)
         if self.gives_first_latents:
@@ -142,6 +157,7 @@ class CachedSamples:
     def _gone(self, key: str) -> str:
         of = [self.name_of(index) for index, other in enumerate(self.latent_keys) if other == key]
         of += [f"the caption {shorten(caption, 80)!r}" for caption, other in self.text_keys.items() if other == key]
+        of += [f"the condition of {each.paths[0]}" for (_, each), other in self.condition_keys.items() if other == key]
         return f"cache entry {self.store.path(key)} of {of[0]} was deleted or damaged since this run began"
 
 

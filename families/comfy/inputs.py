@@ -24,6 +24,7 @@ POOLED = "pooled_output"  # [D]
 # list, or of an object, have their index or name behind a point.
 OPTION = "option."
 WHOLE = "whole."  # likewise, in front of tensors that a CONDITIONING has without a batch
+WORDS = "words."  # likewise, in front of strings, as bytes of UTF-8
 
 # Without attention_mask_img_shape no model of our own families reads the mask.
 WITHOUT_EFFECT = frozenset({"attention_mask"})
@@ -33,7 +34,7 @@ Shape = tuple[int, ...]
 
 def option_path(name: str) -> tuple[str, ...]:
     """Of a tensor of an entry: the option's name in the CONDITIONING, and what of it this is; () if it is no option."""
-    for prefix in (OPTION, WHOLE):
+    for prefix in (OPTION, WHOLE, WORDS):
         if name.startswith(prefix):
             return tuple(name.removeprefix(prefix).split("."))
     return ()

@@ -92,6 +92,8 @@ class NativeModel:
     fused_attention: tuple[str, ...] = ()
     # How its blocks are divided among cards that compute each of them together; () if nobody described that.
     tensor: tuple[TensorPlan, ...] = ()
+    in_place: tuple[str, ...] = ()  # modules that are called between blocks and write into what they are given
+    fps: float = 0.0  # of the clips that it is trained on where nobody says otherwise; 0 for a class that makes images
     # The row was written for a base class of which this class replaces methods. Nobody read those, so its first forward
     # should be watched like an unknown class's.
     is_derived: bool = False

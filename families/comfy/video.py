@@ -18,12 +18,14 @@ WAN_MODEL = NativeModel(
     patches_inside=("attn1_patch", "attn2_patch"),
     note="Wan 2.1 and 2.2, text and image to video; modulation is a parameter of the block itself",
     tensor=tensor_plans.WAN,
+    fps=16,
 )
 
 WAN_S2V = dataclasses.replace(
     WAN_MODEL,
     class_name="WanModel_S2V",
     transport="relay",
+    in_place=("audio_injector",),
     note="the audio injector at home changes the stream after every block it knows",
 )
 
@@ -35,6 +37,7 @@ WAN_CAUSAL = dataclasses.replace(
     WAN_S2V,
     class_name="CausalWanModel",
     module="comfy.ldm.wan.ar_model",
+    in_place=(),
     refusal="its blocks write keys, values and a position into caches they are handed",
     note="on another device the writes would go to a copy and the next frames would not see the earlier ones",
 )
@@ -46,6 +49,7 @@ LTXV = NativeModel(
     tail=("norm_out", "proj_out"),
     replace_keys={"double_block": "transformer_blocks"},
     tensor=tensor_plans.LTX,
+    fps=25,  # the frame_rate that its positions are scaled by, unless a CONDITIONING says another
     note="the tail mixes a free parameter with the stream; a guide mask is an object with tensors in slots",
 )
 
@@ -100,12 +104,14 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         class_name="WanDancerModel",
         module="comfy.ldm.wan.model_wandancer",
         tail=("head", "head_global"),
+        in_place=("music_injector",),
         note="the music injector at home changes the stream after every block it knows",
     ),
     dataclasses.replace(
         WAN_S2V,
         class_name="WanAnimate2Model",
         module="comfy.ldm.wan.model_animate2",
+        in_place=(),
         replace_keys={},
         refusal=(
             "its blocks are run through forward_pose and forward_gen, never called, and share buffers they write into"
@@ -117,6 +123,7 @@ VIDEO_MODELS: tuple[NativeModel, ...] = (
         FLUX,
         class_name="HunyuanVideo",
         module="comfy.ldm.hunyuan_video.model",
+        fps=24,
         note="HunyuanVideo 1 and 1.5, and HunyuanImage; the token refiner's own blocks stay at home",
     ),
     LTXV,

@@ -21,6 +21,7 @@ from ...contract.rows import NATIVE
 from ...data.open_image import opened
 from .comfy_encoders import HostClip as HostClip
 from .comfy_encoders import HostVae as HostVae
+from .comfy_encoders import HostVision as HostVision
 from .comfy_encoders import load_clip as load_clip
 from .folders import OWN_PART as OWN_PART
 from .folders import USE_PATH as USE_PATH
@@ -35,6 +36,7 @@ from .folders import list_input_folders as list_input_folders
 from .folders import list_models as list_models
 from .folders import output_entry as output_entry
 from .folders import shown_picture as shown_picture
+from .native.conditions import HostConditioner as HostConditioner
 
 if TYPE_CHECKING:
     import torch

@@ -35,6 +35,15 @@ _ENCODER_SETTINGS = (
     "layer_norm_hidden_state",
     "return_attention_masks",
 )
+_VISION_SETTINGS = (
+    "image_size",
+    "image_mean",
+    "image_std",
+    "model_type",
+    "config",
+    "return_all_hidden_states",
+    "dtype",
+)
 _VAE_SETTINGS = (
     "vae_dtype",
     "latent_channels",
@@ -75,10 +84,10 @@ class HostClip(_Encoder):
 
     def __init__(self, clip: Any) -> None:
         super().__init__(clip, "CLIP")
+        self.stock = clip
         if clip.patcher.forced_hooks is not None or clip.apply_hooks_to_conds is not None:
             raise ValueError("stock_clip has hooks; connect the CLIP as it comes from its loader")
         _refuse_replaced(clip.tokenizer, "tokenizer")
-        self._clip = clip
         settings = {
             "layer_idx": _plain(clip.layer_idx),
             "use_clip_schedule": bool(clip.use_clip_schedule),
@@ -95,7 +104,7 @@ class HostClip(_Encoder):
             torch.inference_mode(),
             outside(about="this CLIP"),
         ):  # as ComfyUI runs its nodes; it forgets recordings behind a node only
-            return self._clip.encode_from_tokens_scheduled(self._clip.tokenize(text))
+            return self.stock.encode_from_tokens_scheduled(self.stock.tokenize(text))
 
 
 class HostVae(_Encoder):
@@ -103,8 +112,8 @@ class HostVae(_Encoder):
 
     def __init__(self, vae: Any) -> None:
         super().__init__(vae, "VAE")
+        self.stock = vae
         vae.throw_exception_if_invalid()
-        self._vae = vae
         settings = {name: _plain(getattr(vae, name)) for name in _VAE_SETTINGS}
         settings["output_dtype"] = str(vae.vae_output_dtype())
         self.fingerprint = _name("VAE", vae.patcher, settings)
@@ -115,7 +124,24 @@ class HostVae(_Encoder):
         import torch
 
         with torch.inference_mode(), outside(about="this VAE"):
-            return self._vae.encode(pixels)
+            return self.stock.encode(pixels)
+
+
+class HostVision:
+    """A CLIP VISION socket's value, which only ComfyUI's conditioning nodes ask."""
+
+    def __init__(self, vision: Any) -> None:
+        """Raises: ValueError if it is none of ComfyUI's own, or something was attached to it."""
+        import comfy.clip_vision
+
+        if type(vision) is not comfy.clip_vision.ClipVisionModel:
+            raise ValueError(
+                f"stock_vision is a {_class_name(vision)}, not ComfyUI's own CLIP vision model; use Load CLIP Vision"
+            )
+        _refuse_replaced(vision, "VISION")
+        self.stock = vision
+        settings = {name: _plain(getattr(vision, name)) for name in _VISION_SETTINGS}
+        self.fingerprint = _name("VISION", vision.patcher, settings)
 
 
 def load_clip(files: Sequence[str], kind: str) -> Any:

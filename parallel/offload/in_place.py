@@ -71,7 +71,9 @@ class InPlaceGuard:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors, frame = taken_out((args, kwargs), self.passed_by)
         is_none = tuple(each is None for each in (*args, *kwargs.values()))
-        key = (len(args), tuple(kwargs), is_none, tuple((t.requires_grad, t.ndim, t.dtype) for t in tensors))
+        numbers = tuple(each for each in args if type(each) is int)  # a block's own, where one module serves all
+        forms = tuple((t.requires_grad, t.ndim, t.dtype) for t in tensors)
+        key = (len(args), numbers, tuple(kwargs), is_none, forms)
         writes = self.known.get(key)
         if writes is None:
             writes = self.known[key] = self._learn(tensors, frame)

@@ -6,15 +6,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import comfy.ldm.anima.model
+import comfy.ldm.wan.model
+import comfy.ldm.wan.model_animate
 import torch
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, make_weights
 from safetensors.torch import save_file
+from torch import nn
 
 _UNET = {**FAMILIES["sdxl"].unet_config, "channel_mult": [1, 1]}
 _SD15 = {
@@ -102,6 +105,118 @@ def _tokens_of_t5(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     return {"t5xxl_ids": ids, "t5xxl_weights": torch.rand(tokens + 2, generator=generator)}
 
 
+def _references(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As two ReferenceLatent and Edit Model Reference Method give them."""
+    latents = [torch.randn(1, 128, *sides, generator=generator) for sides in ((2, 3), (4, 2))]
+    return {"reference_latents": latents, "reference_latents_method": "index_timestep_zero"}
+
+
+def _edited(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As TextEncodeQwenImageEditPlus gives them."""
+    return {"reference_latents": [torch.randn(1, 16, 1, *sides, generator=generator) for sides in ((4, 6), (8, 4))]}
+
+
+def _omni(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As TextEncodeZImageOmni gives them of one image: what is in front of it, and what is behind."""
+    seen = Output(last_hidden_state=torch.randn(1, 6, 24, generator=generator), image_sizes=[(3, 32, 48)])
+    texts = [torch.randn(1, count, 48, generator=generator) for count in (3, 4)]
+    latent = torch.randn(1, 16, 4, 6, generator=generator)
+    return {"reference_latents": [latent], "reference_latents_text_embeds": texts, "clip_vision_outputs": [seen]}
+
+
+def _vision(generator: torch.Generator) -> Any:
+    return Output(penultimate_hidden_states=torch.randn(1, 5, 1280, generator=generator))
+
+
+def _controlled(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As WanVaceToVideo gives it, twice, and not as strong the second time."""
+    frames = [torch.randn(1, 32, 2, 4, 4, generator=generator) for _ in range(2)]
+    masks = [torch.rand(1, 64, 2, 4, 4, generator=generator).round() for _ in range(2)]
+    return {"vace_frames": frames, "vace_mask": masks, "vace_strength": [1.0, 0.5]}
+
+
+def _fun_control(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As WanFunControlToVideo gives it."""
+    return {
+        "concat_latent_image": torch.randn(1, 32, 2, 4, 4, generator=generator),
+        "clip_vision_output": _vision(generator),
+    }
+
+
+def _fun_control_22(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As Wan22FunControlToVideo gives it, with a reference."""
+    return {
+        "concat_latent_image": torch.randn(1, 32, 2, 4, 4, generator=generator),
+        "concat_mask": torch.rand(1, 4, 2, 4, 4, generator=generator).round(),
+        "concat_mask_index": 16,
+        "reference_latents": [torch.randn(1, 16, 1, 4, 4, generator=generator)],
+    }
+
+
+def _phantom(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As WanPhantomSubjectToVideo gives it of two subjects."""
+    return {"time_dim_concat": torch.randn(1, 16, 2, 4, 4, generator=generator)}
+
+
+def _camera(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As WanCameraImageToVideo gives it."""
+    image = torch.randn(1, 16, 2, 4, 4, generator=generator)
+    poses = torch.randn(1, 24, 2, 32, 32, generator=generator)
+    return {"concat_latent_image": image, "camera_conditions": poses, "clip_vision_output": _vision(generator)}
+
+
+def _sound(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As WanSoundImageToVideo gives it."""
+    return {
+        "audio_embed": torch.randn(1, 25, 8, 8, generator=generator),
+        "reference_latents": [torch.randn(1, 16, 1, 8, 8, generator=generator)],
+        "reference_motion": torch.randn(1, 16, 19, 8, 8, generator=generator),
+        "control_video": torch.randn(1, 16, 2, 8, 8, generator=generator),
+    }
+
+
+def _voice(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As WanHuMoImageToVideo gives it; small_adapter makes the audio narrow."""
+    return {
+        "audio_embed": torch.randn(1, 3, 2, 1, 4, generator=generator),
+        "reference_latents": [torch.randn(1, 16, 1, 4, 4, generator=generator)],
+    }
+
+
+def _animated(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As WanAnimateToVideo gives it; the latent's first frame is the reference's."""
+    return {
+        "concat_latent_image": torch.randn(1, 16, 3, 4, 4, generator=generator),
+        "concat_mask": torch.rand(1, 4, 3, 4, 4, generator=generator).round(),
+        "pose_video_latent": torch.randn(1, 16, 2, 4, 4, generator=generator),
+        "face_video_pixels": torch.rand(1, 3, 8, 16, 16, generator=generator) * 2 - 1,
+        "clip_vision_output": _vision(generator),
+    }
+
+
+def _posed(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As WanSCAILToVideo gives it, at every step."""
+    return {
+        "reference_latents": [torch.randn(1, 16, 1, 4, 4, generator=generator)],
+        "pose_video_latent": torch.randn(1, 16, 2, 2, 2, generator=generator),
+        "clip_vision_output": _vision(generator),
+        "start_percent": 0.0,
+        "end_percent": 1.0,
+    }
+
+
+def _danced(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As WanDancerVideo gives it."""
+    return {
+        **_first_frame(generator, tokens),
+        "clip_vision_output": _vision(generator),
+        "clip_vision_output_ref": _vision(generator),
+        "audio_embed": torch.randn(1, 6, 35, generator=generator),
+        "fps": 25.0,
+        "audio_inject_scale": 0.5,
+    }
+
+
 def _made_of(name: str, **changes: Any) -> TinyFamily:
     return dataclasses.replace(FAMILIES[name], **changes)
 
@@ -119,7 +234,22 @@ def _with(name: str, *, options: Any = None, config_class: str = "", latent: Any
     )
 
 
-# Every class of the first release by the name its row of the table has.
+def _wan(
+    config_class: str,
+    options: Callable[[torch.Generator, int], dict[str, Any]],
+    latent: tuple[int, ...] = (16, 2, 4, 4),
+    *,
+    is_detected: bool = True,
+    **changes: Any,
+) -> TinyFamily:
+    """A build on the blocks of Wan."""
+    config = {**FAMILIES["wan"].unet_config, **changes}
+    return _made_of(
+        "wan", config_class=config_class, unet_config=config, latent=latent, options=options, is_detected=is_detected
+    )
+
+
+# Every class that is trained by the name its row of the table has.
 TRAINED: dict[str, TinyFamily] = {
     "FLUX.1": FAMILIES["flux1"],
     "FLUX.1 Kontext": _made_of("flux1", options=_reference),
@@ -153,6 +283,31 @@ TRAINED: dict[str, TinyFamily] = {
     "Krea 2": TinyFamily("Krea2", _KREA_2, (16, 1, 8, 8), (6, 36), ("blocks",), is_detected=False),
     "ERNIE-Image": TinyFamily("ErnieImage", _ERNIE, (128, 4, 4), (6, 12), ("layers",), is_detected=False),
     "HiDream-I1": FAMILIES["hidream"],
+    "FLUX.2 with references": _made_of("flux2", options=_references),
+    "Qwen-Image-Edit": _made_of("qwen_image", options=_edited),
+    "Z-Image Omni": _made_of(
+        "z_image", unet_config={**FAMILIES["z_image"].unet_config, "n_layers": 2, "siglip_feat_dim": 24}, options=_omni
+    ),
+    "Wan VACE": _made_of("wan_vace", options=_controlled),
+    "Wan 2.1 Fun Control": _wan("WAN21_FunControl2V", _fun_control, model_type="i2v", in_dim=48),
+    "Wan 2.2 Fun Control": _wan("WAN21_T2V", _fun_control_22, in_dim=52, in_dim_ref_conv=16),
+    "Wan Phantom": _made_of("wan", options=_phantom),
+    "Wan Camera": _wan("WAN21_Camera", _camera, model_type="camera", in_dim=32),
+    "Wan 2.2 S2V": _wan(
+        "WAN22_S2V", _sound, (16, 2, 8, 8), model_type="s2v", audio_dim=8, audio_inject_layers=[0, 2], is_detected=False
+    ),
+    "Wan HuMo": _wan("WAN21_HuMo", _voice, model_type="humo"),
+    "Wan 2.2 Animate": _wan("WAN22_Animate", _animated, (16, 3, 4, 4), model_type="animate", in_dim=36, num_layers=5),
+    "Wan SCAIL": _wan("WAN21_SCAIL", _posed, model_type="scail", in_dim=20),
+    "Wan Dancer": _wan(
+        "WAN22_WanDancer",
+        _danced,
+        (16, 2, 4, 8),
+        model_type="wandancer",
+        in_dim=36,
+        audio_inject_layers=[0, 2],
+        is_detected=False,
+    ),
 }
 
 # Builds with more heads, for what divides them among cards; the others have enough.
@@ -184,10 +339,41 @@ def save_trained(name: str, path: Path, family: TinyFamily | None = None) -> Pat
     return path
 
 
+class _Faces(nn.Module):
+    """Stands for Animate's motion encoder, which wants faces of 512x512 pixels."""
+
+    def __init__(self, *, operations: Any, style_dim: int = 0, motion_dim: int = 0, **place: Any) -> None:
+        super().__init__()
+        self.linear = operations.Linear(3, 16, **place)
+
+    def get_motion(self, faces: torch.Tensor) -> torch.Tensor:
+        return self.linear(faces.mean(dim=(-2, -1)))
+
+
+class _FaceTokens(nn.Module):
+    """Stands for Animate's face encoder, whose width is fixed: [B, T, 16] -> [B, T / 4, 5 tokens, D]."""
+
+    def __init__(self, *, operations: Any, in_dim: int, hidden_dim: int, num_heads: int, **place: Any) -> None:
+        super().__init__()
+        self.linear = operations.Linear(16, 5 * hidden_dim, **place)
+
+    def forward(self, motion: torch.Tensor) -> torch.Tensor:
+        return self.linear(motion[:, ::4].contiguous()).unflatten(-1, (5, -1))
+
+
 @contextlib.contextmanager
 def small_adapter() -> Iterator[None]:
-    """Inside, Anima's text adapter, whose sizes are fixed, is small; its table of tokens is as long as ever."""
+    """Inside, parts of fixed size are small: Anima's text adapter, whose table of tokens is as long as ever, HuMo's
+    audio projection and Animate's encoders of faces."""
     own = comfy.ldm.anima.model.LLMAdapter
     sizes = {"source_dim": 48, "target_dim": 48, "model_dim": 48, "num_layers": 1, "num_heads": 2}
-    with mock.patch.object(comfy.ldm.anima.model, "LLMAdapter", functools.partial(own, **sizes)):
+    audio = comfy.ldm.wan.model.AudioProjModel
+    narrow = {"seq_len": 2, "blocks": 1, "channels": 4, "intermediate_dim": 8}
+    animate = comfy.ldm.wan.model_animate
+    with (
+        mock.patch.object(comfy.ldm.anima.model, "LLMAdapter", functools.partial(own, **sizes)),
+        mock.patch.object(comfy.ldm.wan.model, "AudioProjModel", lambda **given: audio(**{**given, **narrow})),
+        mock.patch.object(animate, "Generator", _Faces),
+        mock.patch.object(animate, "FaceEncoder", _FaceTokens),
+    ):
         yield

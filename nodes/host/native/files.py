@@ -11,7 +11,7 @@ from typing import Any
 from ....checkpoints.header import read_header
 from ....config.job import JobConfig
 from ....config.model import COMFYUI
-from ..comfy_encoders import HostClip, HostVae
+from ..comfy_encoders import HostClip, HostVae, HostVision
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ def with_files(job: JobConfig) -> JobConfig:
             clip = (_own("cache.stock_clip and stock_clip_type", "text encoders", model.path, "clip" in parts),)
         if not cache.has_stock_latents:
             vae = _own("cache.stock_vae", "VAE", model.path, "vae" in parts)
-    return replace(job, model=model, cache=replace(cache, stock_clip=clip, stock_vae=vae))
+    vision = str(find_file("cache.stock_vision", cache.stock_vision, ("clip_vision",))) if cache.stock_vision else ""
+    return replace(job, model=model, cache=replace(cache, stock_clip=clip, stock_vae=vae, stock_vision=vision))
 
 
 def find_file(key: str, name: str, kinds: Sequence[str]) -> Path:
@@ -79,18 +80,20 @@ def _own(key: str, what: str, path: str, is_there: bool) -> str:
     return path
 
 
-def load_encoders(job: JobConfig) -> tuple[HostClip | None, HostVae | None]:
+def load_encoders(job: JobConfig) -> tuple[HostClip | None, HostVae | None, HostVision | None]:
     """Those that the job names by files, which takes their weights into memory; None for those that it does not.
 
     Raises: ValueError for files that ComfyUI makes no such encoder of.
     """
     cache = job.cache
-    clip = vae = None
+    clip = vae = vision = None
     if cache.stock_clip:
         clip = HostClip(_load_clip(cache.stock_clip, cache.stock_clip_type, job.model.path))
     if cache.stock_vae:
         vae = HostVae(_load_vae(cache.stock_vae, job.model.path))
-    return clip, vae
+    if cache.stock_vision:
+        vision = HostVision(_load_vision(cache.stock_vision))
+    return clip, vae, vision
 
 
 def _load_clip(paths: Sequence[str], kind: str, model_path: str) -> Any:
@@ -121,6 +124,12 @@ def _load_vae(path: str, model_path: str) -> Any:
         return _there(found[2], "VAE", path)
     weights, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
     return comfy.sd.VAE(sd=weights, metadata=metadata)
+
+
+def _load_vision(path: str) -> Any:
+    import comfy.clip_vision
+
+    return _there(comfy.clip_vision.load(path), "CLIP vision model", path)
 
 
 def _there(value: Any, what: str, path: str) -> Any:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ....families.comfy.inputs import COND, WHOLE, option_path
+from ....families.comfy.inputs import COND, OPTION, WHOLE, WORDS, option_path
 from ....families.comfy.native import NativeModel
 from ....families.comfy.text_sizes import usual_text
 from ....parallel.block_lists import hooked_modules, placed_blocks
@@ -58,7 +57,7 @@ class ComfyModel:
         model._keep_in_fp32_modules = [  # type: ignore[assignment]
             name for name, each in model.named_parameters() if each.dtype is torch.float32
         ]
-        for module in _called(model, self._row):
+        for module in (*_called(model, self._row), *map(model.get_submodule, self._row.in_place)):
             module.forward = InPlaceGuard(module, self._row.passed_by)
         return model.to("meta") if is_empty else model
 
@@ -116,8 +115,9 @@ class ComfyModel:
                 f"nobody has said how large the text of {self._row.class_name} is; encode the captions first, by "
                 "`devicebridge cache` or Cache Captions and Latents"
             )
-        # Each sample its own copy, as a batch is; what is on meta stays there.
-        return {name: torch.stack([each] * batch).to(device) for name, each in given.items()}
+        # Each sample its own copy, as a batch is; what is on meta stays there. Numbers and strings are read.
+        stacked = {name: torch.stack([each] * batch) for name, each in given.items()}
+        return {name: each if _is_read(name, each) else each.to(device) for name, each in stacked.items()}
 
 
 @torch.no_grad()
@@ -138,29 +138,51 @@ def _conditions(base: Any, x: torch.Tensor, given: Mapping[str, torch.Tensor], g
 
 def _options(given: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What a CONDITIONING said beside its states, as it said it."""
-    found: dict[str, Any] = {}
-    parts: dict[str, dict[str, torch.Tensor]] = {}
+    tree: dict[str, Any] = {}
     for name, value in given.items():
-        root, *rest = option_path(name) or (name,)
-        if rest:
-            parts.setdefault(root, {})[rest[0]] = value
-        elif name != COND:
-            found[root] = _value(name, value)
-    for root, each in parts.items():
-        is_list = all(part.isdigit() for part in each)
-        found[root] = [each[part] for part in sorted(each, key=int)] if is_list else SimpleNamespace(**each)
-    return found
+        *outer, last = option_path(name) or (name,)
+        place = tree
+        for part in outer:
+            place = place.setdefault(part, {})
+        if name != COND:
+            place[last] = _value(name, value)
+    return {name: _joined(each) for name, each in tree.items()}
+
+
+class _Said(dict[str, Any]):
+    """A dict, or an object whose attributes are read."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+
+def _joined(parts: Any) -> Any:
+    """Parts by name or index as one option."""
+    if not isinstance(parts, dict):
+        return parts
+    made = {name: _joined(each) for name, each in parts.items()}
+    return [made[name] for name in sorted(made, key=int)] if all(map(str.isdigit, made)) else _Said(made)
 
 
 def _value(name: str, value: torch.Tensor) -> Any:
-    """A tensor; what has no batch, and a number where the CONDITIONING had one, must be equal in all of a batch."""
-    is_number = value.ndim == 1 and value.dtype in (torch.bool, torch.int64, torch.float64)
-    is_whole = name.startswith(WHOLE)
-    if not option_path(name) or not (is_number or is_whole):
+    """A tensor; what has no batch, and a number or string where the CONDITIONING had one, must be equal in a batch."""
+    is_read, is_whole = _is_read(name, value), name.startswith(WHOLE)
+    if not (is_read or is_whole):
         return value
-    if any(not torch.equal(each, value[0]) for each in value[1:]):
+    if not value.is_meta and any(not torch.equal(each, value[0]) for each in value[1:]):
         raise ValueError(f"{option_path(name)[0]} differs in one batch; set train.batch_size to 1")
-    return value[0] if is_whole else value[0].item()
+    if is_whole:
+        return value[0]
+    return bytes(value[0].tolist()).decode() if name.startswith(WORDS) else value[0].item()
+
+
+def _is_read(name: str, value: torch.Tensor) -> bool:
+    """Whether this is a number or a string of each sample, rather than a tensor that the model computes with."""
+    is_number = value.ndim == 1 and value.dtype in (torch.bool, torch.int64, torch.float64)
+    return name.startswith(WORDS) or name.startswith(OPTION) and is_number
 
 
 def _raw(sigma: torch.Tensor, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from ....families.spec import (
     TimestepSpec,
     Variant,
 )
-from ....parallel.block_lists import block_fqns, followers, tail_modules
+from ....parallel.block_lists import block_fqns, tail_modules
 from .model import ComfyModel, own_config
 
 _DTYPES = {**TORCH_TYPES}
+_CLIPS = (1, 17, 33)  # frames; all classes take these
 _MOST_READ = 2**14  # numbers of a tensor that is read to tell the model by, such as a norm's weights
 # What a whole checkpoint says of its model beside the weights: how it predicts, and from how much noise.
 _SAYS = frozenset(("v_pred", "ztsnr", "edm_mean", "edm_std", "edm_vpred.sigma_max", "edm_vpred.sigma_min"))
@@ -82,6 +84,7 @@ def read_native(path: Path, dtype: str, like: Any = None) -> CheckpointInfo:
     tensors = _renamed(path, config, records)
     base = _first_build(path, config, names, prefix)
     row = find_native(type(base.diffusion_model))
+    row = None if row is None else trained_row(row)
     if reason := _why_not(base, row):
         raise ValueError(f"{type(base.diffusion_model).__name__} cannot be trained here: {reason}")
     assert row is not None
@@ -145,13 +148,24 @@ def _first_build(path: Path, config: Any, names: dict[str, torch.Tensor], prefix
         raise ValueError(f"ComfyUI cannot build the model of {path} without its weights ({error})") from error
 
 
+def trained_row(row: NativeModel) -> NativeModel:
+    """The row as training goes by it: blocks that follow others (VACE's) stay at home and get no LoRA.
+
+    What they compute depends on no block before them, so nothing of it has a gradient.
+    """
+    if not row.follows:
+        return row
+    optional = tuple(name for name in row.optional if name in row.main_lists)
+    return replace(row, block_lists=row.main_lists, optional=optional, follows={}, transport="relay")
+
+
 def _why_not(base: Any, row: NativeModel | None) -> str:
     """Why a class is refused; "" if it is not."""
     if row is None:
         return "nobody has described where its blocks are"
     if row.refusal:
         return row.refusal
-    if row.follows or row.per_device or row.remembers or row.is_watched:
+    if row.per_device or row.remembers or row.is_watched:
         return "its blocks share what they compute, or add to others, and nobody has compared its gradients"
     if (kind := _kind_of(base)).startswith("IMG_TO_IMG") or kind.endswith("_AV"):
         return f"a model of type {kind} needs more than a caption and one latent"
@@ -177,19 +191,29 @@ def _has_sequence(base: Any) -> bool:
     return bool(base.latent_format.latent_dimensions == 3)
 
 
-def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFamily, Variant]:
-    model, form = base.diffusion_model, base.latent_format
+def _latent_of(base: Any, row: NativeModel) -> LatentSpec:
+    form = base.latent_format
     dims = form.latent_dimensions
     patch = base.model_config.unet_config.get("patch_size") or 2
     patch = int(patch[-1] if isinstance(patch, (tuple, list)) else patch)
     stride = int(form.spacial_downscale_ratio)
-    latent = LatentSpec(
+    # Wan 2.2's 5B is known by its latents.
+    fps = (24.0 if type(form).__name__ == "Wan22" else row.fps) if dims == 3 else 0.0
+    return LatentSpec(
         channels=form.latent_channels,
         spatial_stride=stride,
         frame_stride=int(form.temporal_downscale_ratio) if dims == 3 else 1,
         size_multiple=stride * patch,
         num_tokens_per_cell=1 / patch**2,
+        fps=fps,
+        frame_lengths=_CLIPS if fps else (1,),
     )
+
+
+def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFamily, Variant]:
+    model, form = base.diffusion_model, base.latent_format
+    dims = form.latent_dimensions
+    latent = _latent_of(base, row)
     # ComfyUI's own range has the model's shift in it; a shift of ours would come on top.
     timesteps = TimestepSpec("uniform", "none", {"none": ShiftRule("none")})
     has_guidance = bool(base.model_config.unet_config.get("guidance_embed"))
@@ -201,6 +225,10 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
     )
     tail = {module: name for name, module in model.named_modules()}
     lists = tuple(name for name in row.block_lists if block_fqns(model, (name,), row.block_lists))
+    beside = _beside(base)
+    described = find_native(type(model))
+    assert described is not None
+    every = (*lists, *(name for name in described.follows if hasattr(model, name)))
     family = ModelFamily(
         name=COMFYUI,
         title=f"ComfyUI's {row.class_name}",
@@ -208,7 +236,7 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
         vae_class="",
         block_lists=tuple(BlockList(name) for name in lists),
         tail=tuple(tail[module] for module in tail_modules(model, row)),
-        keep_full_precision=(*_outside(model, lists), *(f"{name}.*.{p}" for name in lists for p in row.sample_modules)),
+        keep_full_precision=(*_outside(model, every), *(f"{name}.*.{p}" for name in every for p in row.sample_modules)),
         lora_targets=tuple(f"{name}.*" for name in lists),
         latent=latent,
         timesteps=timesteps,
@@ -220,23 +248,46 @@ def _family_of(base: Any, row: NativeModel, host: ComfyModel) -> tuple[ModelFami
         read_prediction=_unused,
         encode_latents=_unused,
         decode_latents=_unused,
-        comfy=ComfyInputs("cond", "", _normaliser(form, dims), latent_dims=dims, reads_all=True, needs=_needs(base)),
+        comfy=ComfyInputs(
+            "cond",
+            "",
+            _normaliser(form, dims),
+            latent_dims=dims,
+            reads_all=True,
+            needs=_needs(base, beside),
+            beside=beside,
+        ),
         native=row,
         host=host,
         prediction_target=_kind_of(base),
         tensor=row.tensor,
     )
-    assert not followers(model, row)
     return family, variant
 
 
-def _needs(base: Any) -> tuple[str, ...]:
-    """What such a model is given beside the noise, as its CONDITIONING calls it. HunyuanVideo 1.5 makes videos of text
-    with the weights that it takes an image with: nothing is beside the noise then."""
+# What a model is given beside the noise, as its CONDITIONING calls it, where concat_cond does not tell. HunyuanVideo
+# 1.5 makes videos of text with the weights that take an image; HuMo fills the channels itself, and SCAIL can.
+_NEEDS = {
+    "HunyuanVideo15": (),
+    "WAN21_SCAIL": (),
+    "WAN21_SCAIL2": (),
+    "WAN21_HuMo": ("audio_embed", "reference_latents"),
+    "WAN21_Vace": ("vace_frames",),
+    "WAN21_Camera": ("concat_latent_image", "camera_conditions"),
+    "WAN22_S2V": ("control_video",),
+}
+
+
+def _needs(base: Any, beside: int) -> tuple[str, ...]:
+    return _NEEDS.get(type(base).__name__, ("concat_latent_image",) if beside else ())
+
+
+def _beside(base: Any) -> int:
+    """Channels that the model is given beside the noise."""
     form = base.latent_format
     noise = torch.empty(1, form.latent_channels, *(8,) * form.latent_dimensions, device="meta")
     beside = base.concat_cond(noise=noise, latent_image=noise, device=noise.device)
-    return () if beside is None or type(base).__name__ == "HunyuanVideo15" else ("concat_latent_image",)
+    return 0 if beside is None else int(beside.shape[1])
 
 
 def _outside(model: Any, lists: tuple[str, ...]) -> list[str]:

@@ -15,7 +15,7 @@ import pytest
 from devicebridge.contract import check
 from devicebridge.contract.check import Host, check_parts, find_faults, pending_nodes, refusals
 from devicebridge.contract.living import Living
-from devicebridge.contract.rows import NATIVE, NODES, PAGE, ROWS, Row
+from devicebridge.contract.rows import CONDITIONS, NATIVE, NODES, PAGE, ROWS, Row
 from devicebridge.contract.written import Written
 from devicebridge.system import processes
 
@@ -396,7 +396,7 @@ def test_the_program_prints_what_a_folder_has_changed(tmp_path: Path) -> None:
 
 def test_every_part_is_some_nodes_and_every_node_has_known_parts() -> None:
     parts = {row.part for row in ROWS}
-    assert {part for needed in NODES.values() for part in needed} | {"server", PAGE, NATIVE} == parts
+    assert {part for needed in NODES.values() for part in needed} | {"server", PAGE, NATIVE, CONDITIONS} == parts
 
 
 def test_a_node_that_cannot_be_judged_yet_is_asked_when_it_is_run() -> None:

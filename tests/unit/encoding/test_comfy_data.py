@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devicebridge.encoding.comfy_data import read_conditioning, read_pairs, read_samples
+from devicebridge.encoding.comfy_data import must_be_equal, read_conditioning, read_pairs, read_samples
 from devicebridge.families.comfy.inputs import option_path, text_problem
 from devicebridge.families.spec import ComfyInputs
 
@@ -73,12 +73,47 @@ def test_what_a_native_model_may_read_is_kept_under_its_name():
     assert {path[0] for path in map(option_path, entry) if path} == options.keys()
 
 
+def test_strings_lists_of_numbers_and_outputs_in_lists_are_kept_under_their_place():
+    seen = _Seen(last_hidden_state=torch.randn(1, 6, 8), image_sizes=[torch.Size((3, 32, 48))])
+    latent = torch.randn(1, 4, 2, 2)
+    options = {
+        "reference_latents_method": "index_timestep_zero",
+        "reference_latents": [latent, latent],
+        "vace_strength": [1.0, 0.5],
+        "clip_vision_outputs": [seen],
+        "attention_mask_img_shape": (4, 6),
+        "clip_vision_output_ref": None,
+        "start_percent": 0.0,
+        "end_percent": 1.0,
+    }
+    entry = read_conditioning(_conditioning(**options), "it", keeps_all=True)
+    assert bytes(entry["words.reference_latents_method"].tolist()) == b"index_timestep_zero"
+    assert [entry[f"option.vace_strength.{index}"].item() for index in (0, 1)] == [1.0, 0.5]
+    assert [entry[f"option.attention_mask_img_shape.{index}"].item() for index in (0, 1)] == [4, 6]
+    assert torch.equal(entry["option.clip_vision_outputs.0.last_hidden_state"], seen.last_hidden_state[0])
+    assert [entry[f"option.clip_vision_outputs.0.image_sizes.0.{side}"].item() for side in range(3)] == [3, 32, 48]
+    pointers = [entry[f"option.reference_latents.{index}"].data_ptr() for index in (0, 1)]
+    assert pointers[0] != pointers[1], "a file cannot hold one tensor under two names"
+
+
+def test_what_a_batch_is_given_once_must_be_equal_in_it():
+    options = {"reference_latents_method": "index", "width": 8, "t5xxl_ids": torch.arange(3), "x": torch.ones(1, 2)}
+    entry = read_conditioning(_conditioning(**options), "it", keeps_all=True)
+    found = {name for name, tensor in entry.items() if must_be_equal(name, tensor)}
+    assert found == {"words.reference_latents_method", "option.width", "whole.t5xxl_ids"}
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {"guidance": 3.5},
         {"reference_latents": [torch.ones(2, 4, 2, 2)]},
-        {"reference_latents": ["a path"]},
+        {"reference_latents": [torch.ones(1, 4, 2, 2), None]},
+        {"reference_latents": [torch.ones(1, 4, 2, 2), object()]},
+        {"reference_latents": []},
+        {"a": {"name.with.points": 1.0}},
+        {"start_percent": 0.2},
+        {"keyframe_idxs": torch.ones(1, 3, 4, 2)},
         {"unclip_conditioning": [{"strength": 1.0}]},
         {"hooks": object()},
         {"mask": torch.ones(1, 4, 4)},

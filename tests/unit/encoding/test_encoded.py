@@ -37,6 +37,17 @@ def test_the_same_samples_are_the_same_list_and_others_another(tmp_path):
     assert save_encoded(views, store) == path, "content decides, not the object"
 
 
+def test_what_a_batch_must_share_is_named_and_older_lists_name_nothing(tmp_path):
+    def pair(method, width):
+        text = {"cond": torch.ones(2, 3), "words.method": torch.tensor(list(method), dtype=torch.uint8)}
+        return {"samples": torch.ones(4, 2, 3)}, {**text, "option.width": torch.tensor(width)}
+
+    path = save_encoded([pair(b"a", 1), pair(b"a", 1), pair(b"b", 1), pair(b"a", 2)], CacheStore(tmp_path))
+    first, second, *others = [each.same for each in load_encoded(path)]
+    assert first and first == second and len({first, *others}) == 3
+    assert not any(each.same for each in load_encoded(save_encoded(_pairs(), CacheStore(tmp_path))))
+
+
 def test_who_is_interrupted_leaves_entries_but_no_list(tmp_path):
     store = CacheStore(tmp_path)
 

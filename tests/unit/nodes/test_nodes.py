@@ -177,6 +177,11 @@ def test_only_open_links_and_later_sockets_are_optional_and_come_last(nodes: Mod
         "regularisation": "BOOLEAN",
         "default_caption": "STRING",
         "folder_resolutions": "STRING",
+        "condition": "COMBO",
+        "references": "STRING",
+        "control": "STRING",
+        "reference_megapixels": "FLOAT",
+        "stock_vision": "CLIP_VISION",
     }
 
 

@@ -1,0 +1,152 @@
+"""Files that belong to an image or clip by its name: pictures it was made from, and what it follows.
+
+cat.png has its references in each folder of references: cat.png (or another image format), cat_1.png, cat_2.png and so
+on without a gap. A name that is an image's own is nobody's second reference. What it follows is the one file, or folder
+of frames, of that name in the folder of control.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from ..config.job import FolderConfig
+from ..families.comfy.conditions import ConditionWay
+from ..system.listing import Looked
+from .buckets import aspect
+from .image import IMAGE_SUFFIXES, ImageRequest, read_size
+from .samples import Condition
+from .video import CLIP_SUFFIXES, ClipInfo, is_clip, probe_clip
+
+_SHAPE_TOLERANCE = 0.02  # an image and what it follows may differ by this much in aspect ratio: sizes get rounded
+_Index = Mapping[str, Sequence[Path]]
+
+
+@dataclass(frozen=True)
+class Partners:
+    """What lies in the folders that a dataset folder names, by stem."""
+
+    config: FolderConfig
+    way: ConditionWay
+    references: tuple[_Index, ...]
+    control: _Index
+    own: frozenset[str]  # stems of the dataset folder itself
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What belongs to one image or clip."""
+
+    references: tuple[Path, ...] = ()
+    sizes: tuple[tuple[int, int], ...] = ()
+    control: Path | None = None
+
+
+def find_partners(config: FolderConfig, way: ConditionWay, stems: Sequence[str], ask: Callable[[], None]) -> Partners:
+    """Lists the folders.
+
+    Raises: ValueError for a folder that is missing, that the way does not take, or the way lacks.
+    """
+    _refuse_other_folders(config, way)
+    references = tuple(_index(Path(folder), IMAGE_SUFFIXES, ask) for folder in config.references)
+    control = _index(Path(config.control), (*IMAGE_SUFFIXES, *CLIP_SUFFIXES, ""), ask) if config.control else {}
+    return Partners(config, way, references, control, frozenset(stems))
+
+
+def _refuse_other_folders(config: FolderConfig, way: ConditionWay) -> None:
+    for key, given, takes, needs in (
+        ("references", config.references, way.most, way.least),
+        ("control", (config.control,) if config.control else (), way.takes_control, way.takes_control),
+    ):
+        if needs and not given:
+            raise ValueError(f"{config.path}: data.condition needs {key} of this folder; name their folder")
+        if given and not takes:
+            raise ValueError(f"{config.path}: data.condition takes no {key}; remove the setting")
+        for each in given:
+            if not Path(each).is_dir():
+                raise ValueError(f"{config.path}: the folder of {key} {each} does not exist")
+            if Path(each).resolve() == Path(config.path).resolve():
+                raise ValueError(f"{config.path}: its {key} are to lie in another folder, not in it itself")
+
+
+def _index(folder: Path, suffixes: Sequence[str], ask: Callable[[], None]) -> _Index:
+    found: dict[str, list[Path]] = {}
+    for entry in sorted(Looked(ask).entries(folder)):
+        is_folder = entry.is_dir()
+        if "" in suffixes if is_folder else entry.suffix.lower() in suffixes and entry.is_file():
+            found.setdefault(entry.name if is_folder else entry.stem, []).append(entry)
+    return found
+
+
+def find_pair(path: Path, stem: str, partners: Partners) -> Pair:
+    """The files of one image or clip; every reference is decoded.
+
+    Raises: ValueError naming what is missing, twice there, or broken.
+    """
+    references = [
+        file
+        for index, folder in zip(partners.references, partners.config.references, strict=True)
+        for file in _references(path, stem, index, folder, partners.own)
+    ]
+    if len(references) > partners.way.most:
+        raise ValueError(f"{path}: has {len(references)} references, and data.condition takes {partners.way.most}")
+    sizes = tuple(read_size(file) for file in references)
+    control = None
+    if partners.config.control:
+        control = _only(path, stem, partners.control, partners.config.control, "clip or image")
+    return Pair(tuple(references), sizes, control)
+
+
+def _references(path: Path, stem: str, index: _Index, folder: str, own: frozenset[str]) -> list[Path]:
+    numbered = (f"{stem}_{number}" for number in count(1))
+    names = [stem] if stem in index else []
+    for name in numbered:
+        if name not in index or name in own:
+            break
+        names.append(name)
+    if not names:
+        raise ValueError(
+            f"{path}: has no reference in {folder}; put {stem}{path.suffix or '.png'} or {stem}_1.png there"
+        )
+    return [_only(path, name, index, folder, "image") for name in names]
+
+
+def _only(path: Path, name: str, index: _Index, folder: str, kind: str) -> Path:
+    found = index.get(name, ())
+    if len(found) != 1:
+        there = "no" if not found else "more than one"
+        names = f" ({', '.join(file.name for file in found)})" if found else ""
+        raise ValueError(f"{path}: {folder} has {there} {kind} of its name, {name}{names}; one is needed")
+    return found[0]
+
+
+def refuse_other_shape(path: Path, size: tuple[int, int], clip: ClipInfo | None, control: Path) -> None:
+    """Reads what an image or clip follows.
+
+    Raises: ValueError where it has another shape, or another number of frames.
+    """
+    info = probe_clip(control) if is_clip(control) else None
+    if (info is None) != (clip is None):
+        kinds = ["an image" if each is None else "a clip" for each in (info, clip)]
+        raise ValueError(f"{control}: is {kinds[0]}, but {path} is {kinds[1]}")
+    if info and clip and info.num_frames != clip.num_frames:
+        raise ValueError(
+            f"{control}: has {info.num_frames} frames, but {path} has {clip.num_frames}; they are shown side by side"
+        )
+    other = info.size if info else read_size(control)
+    if abs(math.log(aspect(other) / aspect(size))) > _SHAPE_TOLERANCE:
+        raise ValueError(f"{control}: is {other[1]}x{other[0]}, but {path} is {size[1]}x{size[0]}; one shape is needed")
+
+
+def make_condition(name: str, way: ConditionWay, pair: Pair, request: ImageRequest) -> Condition:
+    """Of one sample.
+
+    Args:
+        name: of the way. request: the sample's own pixels.
+    """
+    control = pair.control and ImageRequest(str(pair.control), request.resize, request.crop, request.frames)
+    references = tuple(str(file) for file in pair.references)
+    return Condition(name, references, pair.sizes, control or None, request if way.takes_first_frame else None)

@@ -1,0 +1,74 @@
+"""Ways to condition one of ComfyUI's own models on files: which of its nodes makes what, for which models.
+
+The names are those of data.condition. nodes/host/native/conditions.py calls the nodes. What a model reads of their
+CONDITIONING was read in comfy/model_base.py of ComfyUI 0.33.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ConditionWay:
+    """What a way takes and makes.
+
+    Args:
+        model: ComfyUI's class that takes it. channels: of its latents; 0 for any.
+        beside: channels that the model is given beside the noise, from the channels of its latents.
+        least, most: reference pictures of a sample.
+        takes_control: a clip, or of a picture a picture, that shows what the sample follows.
+        takes_first_frame: of the clip itself.
+        reads_text: whether the text encoder is shown the references.
+        sees: whether CLIP vision is asked, where the job names one.
+    """
+
+    model: str
+    channels: int = 0
+    beside: Callable[[int], int] = lambda channels: 0
+    least: int = 0
+    most: int = 0
+    takes_control: bool = False
+    takes_first_frame: bool = False
+    reads_text: bool = False
+    sees: bool = False
+
+    @property
+    def goes_by_size(self) -> bool:
+        """Whether the size of the sample decides what is made."""
+        return self.takes_control or self.takes_first_frame
+
+
+WAYS: dict[str, ConditionWay] = {
+    "reference": ConditionWay("Flux", least=1, most=10),
+    "kontext": ConditionWay("Flux", channels=16, least=1, most=10),
+    "qwen-image-edit": ConditionWay("QwenImageTransformer2DModel", least=1, most=1, reads_text=True),
+    "qwen-image-edit-plus": ConditionWay("QwenImageTransformer2DModel", least=1, most=3, reads_text=True),
+    "z-image-omni": ConditionWay("NextDiT", least=1, most=3, reads_text=True, sees=True),
+    "first-frame": ConditionWay("WanModel", beside=lambda channels: channels + 4, takes_first_frame=True, sees=True),
+    "vace": ConditionWay("VaceWanModel", takes_control=True),
+    "fun-control": ConditionWay("WanModel", channels=16, beside=lambda channels: 2 * channels, takes_control=True),
+    "fun-control-2.2": ConditionWay("WanModel", beside=lambda channels: 2 * channels + 4, most=1, takes_control=True),
+}
+
+
+def way_problem(name: str, model: str, channels: int, beside: int) -> str:
+    """Why a model cannot be conditioned in this way; "" if it can.
+
+    Args:
+        model: its class. channels: of its latents. beside: channels it is given beside the noise.
+    """
+    way = WAYS[name]
+    fits = [each for each in WAYS if _fits(WAYS[each], model, channels, beside)]
+    if _fits(way, model, channels, beside):
+        return ""
+    others = f"it takes {' or '.join(fits)}" if fits else "nothing of folders conditions it"
+    return (
+        f'data.condition = "{name}" is for a {way.model}, but this model is a {model} with {channels} latent '
+        f"channels and {beside} beside the noise; {others}"
+    )
+
+
+def _fits(way: ConditionWay, model: str, channels: int, beside: int) -> bool:
+    return way.model == model and way.channels in (0, channels) and way.beside(channels) == beside

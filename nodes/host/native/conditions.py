@@ -1,0 +1,126 @@
+"""What ComfyUI's own conditioning nodes make of files: each way of families/comfy/conditions.py calls its nodes, as a
+workflow does, with the stock CLIP, VAE and CLIP vision."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ....contract.check import check_parts
+from ....contract.living import Living
+from ....contract.rows import CONDITIONS
+from ....families.comfy.conditions import WAYS
+from ..compiler import outside
+
+if TYPE_CHECKING:
+    from ....encoding.conditions import ConditionParts
+    from ..comfy_encoders import HostClip, HostVae, HostVision
+
+_STEPS = 16  # pixels; sides of a scaled reference are multiples of them, as FLUX's VAEs and patches want
+
+
+class HostConditioner:
+    """ComfyUI's encoders as encoding/conditions.py asks for them; those that a way does not need may be None."""
+
+    def __init__(self, clip: HostClip | None, vae: HostVae | None, vision: HostVision | None) -> None:
+        """Raises: RuntimeError for a ComfyUI whose nodes are called otherwise than here."""
+        check_parts(Living(may_import=True), [CONDITIONS])
+        self._clip: Any = clip and clip.stock
+        self._vae: Any = vae and vae.stock
+        self._vision: Any = vision and vision.stock
+        self.sees_with = vision.fingerprint if vision else ""
+
+    def make(self, parts: ConditionParts) -> Any:
+        """A CONDITIONING of one sample; where the text encoder is shown nothing, its states are a placeholder.
+
+        Raises: ValueError for a ComfyUI without these nodes, or an encoder that is missing.
+        """
+        import torch
+
+        way = WAYS[parts.way]
+        for value, is_needed, key in ((self._vae, True, "stock_vae"), (self._clip, way.reads_text, "stock_clip")):
+            if is_needed and value is None:
+                raise ValueError(f'data.condition = "{parts.way}" needs cache.{key}')
+        with torch.inference_mode(), outside(about="what conditions this sample"):
+            try:
+                return self._make(parts)
+            except (ImportError, AttributeError) as error:
+                raise ValueError(
+                    f'this ComfyUI lacks what data.condition = "{parts.way}" asks of it ({error}); update it'
+                ) from error
+
+    def _make(self, parts: ConditionParts) -> Any:
+        if parts.way in ("reference", "kontext"):
+            return self._with_references(parts)
+        if WAYS[parts.way].reads_text:
+            return self._read_with_text(parts)
+        return self._video(parts)
+
+    def _with_references(self, parts: ConditionParts) -> Any:
+        from comfy_extras.nodes_edit_model import ReferenceLatent
+        from comfy_extras.nodes_flux import FluxKontextImageScale
+        from comfy_extras.nodes_post_processing import ImageScaleToTotalPixels
+
+        conditioning = _placeholder()
+        for image in parts.references:
+            if parts.way == "kontext":
+                scaled = FluxKontextImageScale.execute(image=image)
+            else:
+                scaled = ImageScaleToTotalPixels.execute(
+                    image=image, upscale_method="area", megapixels=parts.megapixels, resolution_steps=_STEPS
+                )
+            latent = {"samples": self._vae.encode(scaled[0])}
+            (conditioning,) = ReferenceLatent.execute(conditioning=conditioning, latent=latent).args
+        return conditioning
+
+    def _read_with_text(self, parts: ConditionParts) -> Any:
+        from comfy_extras.nodes_qwen import TextEncodeQwenImageEdit, TextEncodeQwenImageEditPlus
+        from comfy_extras.nodes_zimage import TextEncodeZImageOmni
+
+        images = {f"image{number}": image for number, image in enumerate(parts.references, start=1)}
+        if parts.way == "qwen-image-edit":
+            (image,) = parts.references
+            made = TextEncodeQwenImageEdit.execute(clip=self._clip, prompt=parts.caption, vae=self._vae, image=image)
+        elif parts.way == "qwen-image-edit-plus":
+            made = TextEncodeQwenImageEditPlus.execute(clip=self._clip, prompt=parts.caption, vae=self._vae, **images)
+        else:
+            made = TextEncodeZImageOmni.execute(
+                clip=self._clip, prompt=parts.caption, image_encoder=self._vision, vae=self._vae, **images
+            )
+        return made[0]
+
+    def _video(self, parts: ConditionParts) -> Any:
+        from comfy_extras.nodes_wan import (
+            Wan22FunControlToVideo,
+            WanFunControlToVideo,
+            WanImageToVideo,
+            WanVaceToVideo,
+        )
+
+        height, width, length = parts.size
+        given: dict[str, Any] = {"positive": _placeholder(), "negative": _placeholder(), "vae": self._vae}
+        given |= {"width": width, "height": height, "length": length, "batch_size": 1}
+        if parts.way == "first-frame":
+            seen = None if self._vision is None else self._vision.encode_image(parts.first, crop=False)
+            made = WanImageToVideo.execute(**given, start_image=parts.first, clip_vision_output=seen)
+        elif parts.way == "vace":
+            made = WanVaceToVideo.execute(**given, strength=1.0, control_video=parts.control)
+        elif parts.way == "fun-control":
+            made = WanFunControlToVideo.execute(**given, control_video=parts.control)
+        else:
+            (image,) = parts.references or (None,)
+            made = Wan22FunControlToVideo.execute(**given, ref_image=image, control_video=parts.control)
+        return made[0]
+
+    def release(self) -> None:
+        """Make room, as one encoder does: it is ComfyUI's memory that is freed."""
+        from comfy.model_management import soft_empty_cache, unload_all_models
+
+        unload_all_models()
+        soft_empty_cache()
+
+
+def _placeholder() -> Any:
+    """A CONDITIONING whose states nobody reads."""
+    import torch
+
+    return [[torch.zeros(1, 1, 1), {}]]

@@ -1,0 +1,48 @@
+"""What a model of ComfyUI's is given beside its caption, beside what ComfyUI's sampler and nodes make of the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devicebridge.families.comfy.conditions import WAYS
+from devicebridge.tests.comfy.server import ENVIRONMENT
+from devicebridge.tests.comfy_host import comfy_python
+
+pytestmark = pytest.mark.comfy
+WORKER = Path(__file__).with_name("native_conditions_worker.py")
+
+
+@pytest.fixture(scope="module")
+def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(tmp_path_factory.mktemp("conditions"))]
+    environment = {**os.environ, **ENVIRONMENT}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_what_goes_through_the_cache_reaches_the_model_as_the_sampler_gives_it(found: Any) -> None:
+    """Strings, numbers, lists and outputs of CLIP vision; nothing is left out, nothing is another number."""
+    assert len(found["given"]) == 6 and not any(found["given"].values()), found["given"]
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_what_is_made_of_files_is_what_the_nodes_make(way: str, found: Any) -> None:
+    assert found["made"][way] == ""
+
+
+@pytest.mark.parametrize("way", ["first-frame", "vace"])
+def test_a_job_on_folders_trains_what_the_graph_trains(way: str, found: Any) -> None:
+    of_folders, of_graph = found["trained"][way]
+    assert of_folders == of_graph > 0
+
+
+def test_a_job_is_told_what_its_model_takes_and_that_it_draws_no_pictures(found: Any) -> None:
+    assert 'data.condition = "first-frame" is for a WanModel' in found["refused"]["other model"]
+    assert "it takes vace" in found["refused"]["other model"]
+    assert "ComfyUI's VaceWanModel draws pictures is not described" in found["refused"]["pictures"]

@@ -1,0 +1,186 @@
+"""Files that belong to an image or clip by its name: found, or refused with the name that is missing."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from devicebridge.config.data import DataConfig, FolderConfig
+from devicebridge.config.job import job_keys
+from devicebridge.data.folders import scan_folders
+from devicebridge.data.order import BatchOrder
+from devicebridge.data.samples import dataset_fingerprint
+from devicebridge.families.comfy.conditions import WAYS, way_problem
+from devicebridge.tests.clips import save_clip
+from devicebridge.tests.unit.data.test_samples import LATENT, VIDEO, _save
+
+
+def _scan(folder, condition, latent=LATENT, **options):
+    given = {name: options.pop(name) for name in ("references", "control") if name in options}
+    config = FolderConfig(str(folder), **given)
+    return scan_folders(DataConfig((config,), resolutions=(64,), condition=condition, **options), latent)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """after/cat.png, after/dog.png; before/ has one reference of cat and three of dog."""
+    for name in ("after", "before"):
+        (tmp_path / name).mkdir()
+    for seed, name in enumerate(("after/cat.png", "after/dog.png", "before/cat.webp"), start=1):
+        _save(tmp_path / name, seed=seed)
+    for seed, name in enumerate(("dog.jpg", "dog_1.png", "dog_2.png", "dog_4.png"), start=5):
+        _save(tmp_path / "before" / name, height=32, width=48, seed=seed)
+    return tmp_path / "after", tmp_path / "before"
+
+
+def _names(sample):
+    return [path.replace("\\", "/").rsplit("/", 1)[-1] for path in sample.condition.references]
+
+
+def test_references_have_the_name_of_their_image_and_numbers_behind_it(folders):
+    after, before = folders
+    cat, dog = _scan(after, "reference", references=(str(before),))
+    assert _names(cat) == ["cat.webp"] and _names(dog) == ["dog.jpg", "dog_1.png", "dog_2.png"]
+    assert cat.condition.sizes == ((64, 64),) and dog.condition.sizes == ((32, 48),) * 3
+    assert cat.condition.way == "reference" and cat.condition.control is None is cat.condition.clip
+
+
+def test_several_folders_follow_each_other(folders, tmp_path):
+    after, before = folders
+    (tmp_path / "style").mkdir()
+    for name in ("cat", "dog"):
+        _save(tmp_path / "style" / f"{name}_1.png", seed=9)
+    cat, dog = _scan(after, "reference", references=(str(tmp_path / "style"), str(before)))
+    assert _names(cat) == ["cat_1.png", "cat.webp"] and _names(dog) == [
+        "dog_1.png",
+        "dog.jpg",
+        "dog_1.png",
+        "dog_2.png",
+    ]
+
+
+def test_an_images_own_name_is_nobodys_second_reference(folders):
+    after, before = folders
+    _save(after / "dog_1.png", seed=20)
+    _, dog, second = _scan(after, "reference", references=(str(before),))
+    assert _names(dog) == ["dog.jpg"] and _names(second) == ["dog_1.png"]
+
+
+def test_a_missing_reference_is_named_with_all_others(folders):
+    after, before = folders
+    _save(after / "bird.png", seed=30)
+    (before / "cat.webp").unlink()
+    with pytest.raises(ValueError, match=r"2 of 3 images") as caught:
+        _scan(after, "reference", references=(str(before),))
+    for name in ("bird", "cat"):
+        assert f"{name}.png: has no reference in {before}; put {name}.png or {name}_1.png there" in str(caught.value)
+
+
+def test_two_files_of_a_name_a_broken_one_and_too_many_are_refused(folders):
+    after, before = folders
+    _save(before / "cat.png", seed=31)
+    (before / "dog_1.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"has more than one image of its name, cat \(cat.png, cat.webp\)") as caught:
+        _scan(after, "reference", references=(str(before),))
+    assert "dog_1.png: cannot be read as an image" in str(caught.value)
+    (before / "cat.png").unlink()
+    _save(before / "dog_1.png", seed=32)
+    with pytest.raises(ValueError, match="dog.png: has 3 references, and data.condition takes 1"):
+        _scan(after, "qwen-image-edit", references=(str(before),))
+
+
+def test_folders_that_a_condition_lacks_or_does_not_take_are_refused(folders):
+    after, before = folders
+    for condition, given, words in (
+        ("kontext", {}, "needs references of this folder"),
+        ("vace", {}, "needs control of this folder"),
+        ("vace", {"control": str(before), "references": (str(before),)}, "takes no references"),
+        ("kontext", {"references": (str(before / "none"),)}, "does not exist"),
+        ("kontext", {"references": (str(after),)}, "to lie in another folder"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            _scan(after, condition, **given)
+    with pytest.raises(ValueError, match="no condition says how the model is given it"):
+        DataConfig((FolderConfig("x", references=("y",)),))
+
+
+def _clips(folder, frames=9, size=(64, 64), count=1):
+    folder.mkdir()
+    for index in range(count):
+        save_clip(folder / f"{index}.mp4", frames, size=size)
+
+
+def test_a_control_clip_is_cut_as_its_clip_is(tmp_path):
+    _clips(tmp_path / "clips", frames=9, size=(64, 96))
+    _clips(tmp_path / "depth", frames=9, size=(32, 48))
+    (sample,) = _scan(tmp_path / "clips", "vace", VIDEO, control=str(tmp_path / "depth"), frames=(5,))
+    control = sample.condition.control
+    assert control.path == str(tmp_path / "depth" / "0.mp4")
+    assert (control.resize, control.crop, control.frames) == (sample.resize, sample.crop, sample.frames)
+    assert len(sample.frames) == 5 and sample.condition.clip is None
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"frames": 5}, "has 5 frames, but .* has 9"),
+        ({"size": (64, 64)}, "is 64x64, but .* is 96x64; one shape is needed"),
+        ({"count": 0}, "has no clip or image of its name, 0"),
+    ],
+)
+def test_another_control_clip_is_refused(tmp_path, other, words):
+    _clips(tmp_path / "clips", frames=9, size=(64, 96))
+    _clips(tmp_path / "depth", **{"frames": 9, "size": (32, 48), **other})
+    with pytest.raises(ValueError, match=words):
+        _scan(tmp_path / "clips", "vace", VIDEO, control=str(tmp_path / "depth"), frames=(5,))
+
+
+def test_a_first_frame_is_the_clips_own_and_images_have_none(tmp_path):
+    _clips(tmp_path / "clips", frames=9)
+    (sample,) = _scan(tmp_path / "clips", "first-frame", VIDEO, frames=(5,))
+    assert sample.condition.clip == sample.image_request()
+    _save(tmp_path / "clips" / "still.png")
+    with pytest.raises(ValueError, match="still.png: is one frame"):
+        _scan(tmp_path / "clips", "first-frame", VIDEO, frames=(5,))
+
+
+def test_references_decide_the_dataset_and_the_batches(folders):
+    after, before = folders
+    for name, size in (("eel", (64, 64)), ("fox", (32, 48))):
+        _save(after / f"{name}.png", seed=40)
+        _save(before / f"{name}.png", *size, seed=41)
+    samples = _scan(after, "reference", references=(str(before),))
+    plain = _scan(after, "")
+    sizes = [{tuple(samples[index].condition.sizes) for index in batch.indices} for batch in _batches(samples)]
+    assert all(len(each) == 1 for each in sizes) and len(sizes) == 3 > len(_batches(plain))
+    first = dataset_fingerprint(samples)
+    assert first != dataset_fingerprint(plain)
+    _save(before / "fox.png", 32, 48, seed=42)
+    assert dataset_fingerprint(samples) != first
+
+
+def _batches(samples):
+    return BatchOrder(samples, batch_size=4, seed=0).batches_of(0)
+
+
+def test_every_name_of_the_setting_is_a_way():
+    assert {*filter(None, job_keys()["data.condition"].choices)} == WAYS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "channels", "beside", "words"),
+    [
+        ("kontext", "Flux", 16, 0, ""),
+        ("kontext", "Flux", 128, 0, "it takes reference$"),
+        ("reference", "Flux", 128, 0, ""),
+        ("first-frame", "WanModel", 16, 20, ""),
+        ("first-frame", "WanModel", 16, 0, "0 beside the noise; nothing of folders conditions it"),
+        ("first-frame", "WanModel", 16, 32, "it takes fun-control$"),
+        ("fun-control-2.2", "WanModel", 48, 100, ""),
+        ("vace", "VaceWanModel", 16, 0, ""),
+        ("z-image-omni", "QwenImageTransformer2DModel", 16, 0, "qwen-image-edit or qwen-image-edit-plus$"),
+    ],
+)
+def test_a_way_that_does_not_fit_says_which_does(name, model, channels, beside, words):
+    found = way_problem(name, model, channels, beside)
+    assert bool(found) == bool(words) and re.search(words, found)
