@@ -12,7 +12,7 @@ from typing import Any
 from ..config.job import DataConfig, EvaluationConfig, FolderConfig
 from ..system.listing import Looked
 from . import host
-from .choices import COMES_AND_GOES, NONE, file_options, read_file
+from .choices import COMES_AND_GOES, NONE, file_options, links_fit, read_file
 from .host import io
 from .saying import said_on_node
 from .sockets import AUTO, Socket, make_inputs, read_number_or_name, read_section
@@ -91,13 +91,15 @@ class TrainingDatasetNode(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, folder: str = "", evaluation_folder: str = "") -> bool:
+    def validate_inputs(cls, folder: str = "", evaluation_folder: str = "", input_types: Any = None) -> bool | str:
         """What a list does not have is refused by execute, which says what would work."""
-        return True
+        return links_fit(cls, input_types)
 
     @classmethod
-    def fingerprint_inputs(cls, folder: str, evaluation_folder: str, **others: Any) -> Any:
-        """Changed files run the node again, which an unchanged folder name would not."""
+    def fingerprint_inputs(cls, folder: str | None = None, evaluation_folder: str | None = None, **others: Any) -> Any:
+        """Changed files run the node again, which an unchanged folder name would not; so does a linked name."""
+        if folder is None or evaluation_folder is None:
+            return float("nan")
         names = [name for name in (folder, read_file(evaluation_folder)) if name]
         try:
             return [folder_state(host.folder_in_input(name, "folder", _ask), _ask) for name in names]

@@ -2,7 +2,7 @@
 
 import { api } from '../../scripts/api.js'
 import { app } from '../../scripts/app.js'
-import { addToNode, hearNode } from './js/nodes.js'
+import { addToNode, hearNode, takeTexts } from './js/nodes.js'
 import { renderPanel } from './js/panel.js'
 import { listen } from './js/state.js'
 import { learn, t } from './js/words.js'
@@ -33,5 +33,6 @@ app.registerExtension({
       }
     })
   },
-  nodeCreated: addToNode
+  nodeCreated: addToNode,
+  loadedGraphNode: takeTexts
 })

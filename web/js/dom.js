@@ -26,6 +26,20 @@ export function fill(place, key, make) {
   return true
 }
 
+/** Have what a user has clicked drawn at once; of an event's target, while it is in the page. */
+export const now = (event) => event.target.dispatchEvent(new CustomEvent('db-now', { bubbles: true }))
+
+export function button(label, focus, action, attributes = {}) {
+  return h('button', {
+    type: 'button', 'data-focus': focus, ...attributes,
+    onclick: async (event) => {
+      now(event)
+      await action(event)
+      now(event)
+    }
+  }, label)
+}
+
 /** Set a text only if it is another: a screen reader is not told twice. */
 export function say(place, text) {
   if (place.textContent !== text) place.textContent = text
