@@ -96,8 +96,8 @@ def _wait_until(is_true: Any, server: Server, timeout_s: float = 200.0) -> None:
 
 
 @contextmanager
-def _full_panel(server: Server, name: str) -> Iterator[Path]:
-    """A run that seems to be under way, with curves, samples and checkpoints; a job that waits; a folder of images."""
+def _full_panel(server: Server, name: str, num_waiting: int = 2) -> Iterator[Path]:
+    """A run that seems to be under way, with curves, samples and checkpoints; jobs that wait; a folder of images."""
     root = server.base / "output" / "devicebridge"
     store = RunStore(root)
     queue = JobQueue(store)
@@ -118,7 +118,8 @@ def _full_panel(server: Server, name: str) -> Iterator[Path]:
             told = [{"file": f"{step:06d}_{index}.png", "prompt": f"prompt {index}"} for index in (0, 1)]
             _tell(run, [{"kind": "sample", "step": step, **each} for each in told])
         _tell(run, [_step(step) for step in range(1, 60)] + [{"kind": "eval", "step": 50, "loss": 0.4}])
-        waiting = [queue.add(_job(root / f"{name}_{number}"), ["cpu"], is_resumed=False) for number in (2, 3)]
+        jobs = [_job(root / f"{name}_{number}") for number in range(2, 2 + num_waiting)]
+        waiting = [queue.add(job, ["cpu"], is_resumed=False) for job in jobs]
         images = save_tiny_dataset(server.base / "input" / f"{name}_images", num_images=3)
         (images / "image_2.txt").unlink()
         try:
@@ -237,6 +238,19 @@ def test_a_caption_is_edited_in_the_page_and_the_next_image_is_ready(
         assert (images / "image_0.txt").read_text(encoding="utf-8") == "somebody else's"
         assert server.get("/queue")["queue_pending"] == [], "Enter is no shortcut of the canvas here"
     shutil.rmtree(images)
+
+
+def test_the_page_says_within_ten_seconds_that_a_process_is_gone(
+    chromium: str, server: Server, settings: None, tmp_path: Path
+) -> None:
+    with _full_panel(server, "killed", num_waiting=0) as run, open_page(chromium, server, tmp_path / "profile") as page:
+        _open_all(page, "killed")
+        record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        record["process"]["started"] -= 1000  # another process of this number, as the one that is gone
+        (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
+        page.get_by_label("killed, crashed").wait_for(timeout=10_000)
+        page.get_by_text("Its process is gone. Resume goes on from the newest checkpoint.").wait_for(timeout=10_000)
+        assert page.get_by_role("button", name="Resume", exact=True).is_enabled()
 
 
 # ---- what it costs
