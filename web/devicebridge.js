@@ -21,6 +21,7 @@ app.registerExtension({
       id: 'devicebridge',
       icon: 'pi pi-microchip',
       title: 'DeviceBridge',
+      label: 'Device\u200bBridge', // which may break there
       tooltip: t('DeviceBridge: cards, trainings, samples'),
       type: 'custom',
       render(element) {

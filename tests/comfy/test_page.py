@@ -226,6 +226,37 @@ def test_advanced_inputs_fold_on_the_canvas_and_every_field_of_text_has_its_name
             assert page.locator(f"textarea[placeholder^='{name}']").count() >= 1
 
 
+_DEVICES_TOLD = """async () => {
+  const { state } = await import('/extensions/devicebridge/js/state.js')
+  state.cards = [{ name: 'cuda:0', total: 24e9, used: 4e9 }, { name: 'host', total: 9e9, used: 1e9 }]
+  const node = window.app.graph.nodes.find((each) => each.type === 'DeviceBridgeLoadModelForTraining')
+  return node.widgets.find((widget) => widget.name === 'devices').tooltip
+}"""
+_LINKED = """async (kind) => {
+  const text = window.LiteGraph.createNode(kind)
+  window.app.graph.add(text)
+  const node = window.app.graph.nodes.find((each) => each.type === 'DeviceBridgeTrainingDataset')
+  text.connect(0, node, node.inputs.findIndex((input) => input.name === 'folder'))
+  const saved = window.app.graph.serialize()
+  await window.app.loadGraphData(saved)
+  return (await window.app.graphToPrompt()).output[node.id].inputs.folder
+}"""
+
+
+@pytest.mark.parametrize(
+    "has_vue_nodes", [pytest.param(False, id="canvas"), pytest.param(True, id="vue", marks=pytest.mark.long)]
+)
+def test_a_text_is_connected_to_a_list_of_folders_and_a_number_is_not(
+    chromium: str, server: Server, pipeline: Path, dataset: Path, tmp_path: Path, has_vue_nodes: bool
+) -> None:
+    server.post("/api/settings/Comfy.TutorialCompleted", True)
+    server.post("/api/settings/Comfy.VueNodes.Enabled", has_vue_nodes)
+    with open_page(chromium, server, tmp_path / "profile") as page:
+        page.evaluate("(graph) => window.app.loadGraphData(graph)", _workflow(pipeline, dataset, "linked"))
+        assert page.evaluate(_LINKED, "PrimitiveInt") == str(dataset)
+        assert isinstance(page.evaluate(_LINKED, "PrimitiveString"), list), "the link is still there after a reload"
+
+
 def test_nodes_and_page_speak_chinese_where_comfyui_does(
     chromium: str, server: Server, pipeline: Path, dataset: Path, tmp_path: Path
 ) -> None:
@@ -238,5 +269,7 @@ def test_nodes_and_page_speak_chinese_where_comfyui_does(
             page.get_by_role("heading", name="显卡").wait_for()
             titles = page.evaluate("() => window.app.graph.nodes.map((node) => node.title)")
             assert "训练 LoRA（多 GPU）" in titles
+            told = page.evaluate(_DEVICES_TOLD)
+            assert told.startswith("按顺序承载模型的设备。") and told.endswith("上次查看时的空闲显存：cuda:0 20.0 GB。")
     finally:
         server.post("/api/settings/Comfy.Locale", "en")

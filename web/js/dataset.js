@@ -16,7 +16,7 @@ let place = null // what is drawn into, while the panel is there
 export function datasetPart() {
   place = h('div')
   const part = h('details', {
-    class: 'db-dataset', open: !!state.choice.isDatasetOpen,
+    class: 'db-dataset', 'aria-label': t('Dataset: captions and buckets'), open: !!state.choice.isDatasetOpen,
     ontoggle: () => {
       if (part.open !== !!state.choice.isDatasetOpen) choose({ isDatasetOpen: part.open })
       if (part.open) look(state.choice.folder)
@@ -99,7 +99,7 @@ function list() {
 
 function row(each) {
   const told = h('div', { class: 'db-told' })
-  const wrong = h('div', { class: 'db-why', role: 'alert' }, each.problem)
+  const wrong = h('div', { class: 'db-why', 'aria-live': 'polite' }, each.problem)
   const text = h('textarea', { rows: 3, 'aria-label': t('caption of {file}', each), placeholder: t('no caption'), title: t('Enter saves, Shift and Enter begin a new line') })
   text.value = each.caption ?? ''
   const keep = button(t('Save'), `save ${each.file}`, () => save(), { 'aria-label': t('save the caption of {file}', each), disabled: true })

@@ -9,7 +9,7 @@ export function h(tag, attributes = {}, ...children) {
     else if (value === true) element.setAttribute(name, '')
     else if (value !== false && value != null) element.setAttribute(name, value)
   }
-  element.append(...children.flat().filter((child) => child != null && child !== false))
+  element.append(...children.flat(Infinity).filter((child) => child != null && child !== false))
   return element
 }
 
@@ -21,7 +21,7 @@ export function fill(place, key, make) {
   if (place.dataset.key === text) return false
   place.dataset.key = text
   const focused = place.contains(document.activeElement) ? document.activeElement.dataset.focus : undefined
-  place.replaceChildren(...[make()].flat().filter((child) => child != null && child !== false))
+  place.replaceChildren(...[make()].flat(Infinity).filter((child) => child != null && child !== false))
   if (focused) [...place.querySelectorAll('[data-focus]')].find((each) => each.dataset.focus === focused)?.focus()
   return true
 }

@@ -90,7 +90,7 @@ function addLoss(node) {
   const facts = h('div', { class: 'db-node-facts', role: 'status' })
   const blocks = h('div')
   const element = h('div', { class: 'db-node' }, facts, plot.element, blocks)
-  addWidget(node, 'loss', element, 190)
+  addWidget(node, 'loss', element, 206)
   let timer = 0
   const draw = () => {
     timer = 0

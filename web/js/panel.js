@@ -103,7 +103,7 @@ function queued(job) {
   const act = (what) => () => send('queue', { job: job.id, what })
   const named = (label, what, title) => button(label, `${what} ${job.id}`, act(what), { 'aria-label': `${title}: ${job.run}`, title })
   return h('li', {}, h('strong', {}, job.run), ` ${t('{state}, on {cards}', { state: stateName(job.state), cards: job.devices.join(', ') })}`,
-    job.why && h('div', { class: 'db-why' }, job.why),
+    job.why && h('div', { class: job.state === 'failed' ? 'db-why' : 'db-told' }, job.why),
     job.state === 'starting' ? button(t('Stop'), `stop ${job.id}`, () => send('ask', { run: job.run, what: 'stop' }))
       : h('span', { class: 'db-buttons' }, named('↑', 'earlier', t('earlier')), named('↓', 'later', t('later')), named(t('Remove'), 'remove', t('Remove'))))
 }
