@@ -64,13 +64,13 @@ ROWS: tuple[Row, ...] = (
             "has": "ComfyNode; ComfyNode.hidden; Hidden.unique_id; Input; Boolean; Combo; Int; Float; String",
             "call": f"Custom(io_type); Boolean.Input({_WIDGET}); Combo.Input({_WIDGET}, options=, extra_dict=); "
             f"Int.Input({_WIDGET}, min=, max=, step=); Float.Input({_WIDGET}, min=, max=, step=, round=); "
-            f"String.Input({_WIDGET}, multiline=, placeholder=); "
+            f"String.Input({_WIDGET}, multiline=, placeholder=, force_input=, lazy=); "
             + "; ".join(f"{name}.Input(id, display_name=, tooltip=, optional=)" for name in _INPUTS)
             + "; NodeOutput(..., ui=); Schema(node_id=, display_name=, category=, description=, search_aliases=, "
             "is_output_node=, is_experimental=, is_input_list=, inputs=, outputs=, hidden=); "
-            + "; ".join(f"{name}.Output(id, display_name=, tooltip=)" for name in _OUTPUTS),
+            + "; ".join(f"{name}.Output(id, display_name=, tooltip=, is_output_list=)" for name in _OUTPUTS),
             "override": "ComfyNode.define_schema(); ComfyNode.execute(...); ComfyNode.fingerprint_inputs(...); "
-            "ComfyNode.validate_inputs(...)",
+            "ComfyNode.validate_inputs(...); ComfyNode.check_lazy_status(...)",
         },
     ),
     # ---- nodes/host/__init__.py: progress, Cancel, messages, memory
@@ -478,6 +478,8 @@ NODES: dict[str, tuple[str, ...]] = {
     "DeviceBridgeTrainingDataset": ("nodes", "host", "folders"),
     "DeviceBridgeCacheCaptionsAndLatents": ("nodes", "host", "folders", "encoders"),
     "DeviceBridgeDatasetFromLatents": ("nodes", "host", "folders"),
+    "DeviceBridgeImagesToCaption": ("nodes", "host", "folders"),
+    "DeviceBridgeWriteCaptions": ("nodes", "host", "folders"),
     "DeviceBridgePlanTraining": ("nodes", "host", "folders"),
     "DeviceBridgeTrainLora": ("nodes", "host", "folders"),
     "DeviceBridgeSplitModel": ("nodes", "host", "split"),

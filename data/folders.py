@@ -95,7 +95,7 @@ def scan_folders(config: DataConfig, latent: LatentSpec, should_stop: Callable[[
     plan = make_clip_plan(config, latent)
     ask = _stopper(should_stop)
     found = [
-        (folder, files) for folder in config.folders for files in _list_folder(folder, config.use_masks, latent, ask)
+        (folder, files) for folder in config.folders for files in list_files(folder, config.use_masks, latent, ask)
     ]
     partners = _find_partners(config, found, ask)
     Image.init()  # not thread-safe: in two threads at once, one would not know the formats yet
@@ -155,7 +155,7 @@ def _in_threads(work: Callable[[_S], _T], items: Sequence[_S], ask: Callable[[],
 # --- listing ---------------------------------------------------------------------------------------------------------
 
 
-def _list_folder(
+def list_files(
     folder: FolderConfig, use_masks: bool, latent: LatentSpec, ask: Callable[[], None]
 ) -> list[tuple[Path, Path | None]]:
     """The images and clips of a folder with their masks, sorted by name.
@@ -170,7 +170,7 @@ def _list_folder(
     files = [entry for entry in entries if entry.is_file() and entry.suffix.lower() in _SUFFIXES]
     taken = {file.stem for file in files}  # cat.txt is the caption of cat.png, and not of a folder cat beside it
     folders = [entry for entry in entries if entry.is_dir()]
-    sequences = [entry for entry in folders if entry.name not in taken and os.path.isfile(_caption_file(entry))]
+    sequences = [entry for entry in folders if entry.name not in taken and os.path.isfile(caption_file(entry))]
     masks = {file.stem.removesuffix(_MASK_END): file for file in files if _is_mask_name(file)}
     images = sorted([*(file for file in files if not _is_mask_name(file)), *sequences], key=lambda f: f.name)
     _warn_of_unused(root, entries, "links lead to nothing and are not used: %s; mend or remove them", _is_dangling)
@@ -224,7 +224,7 @@ def _stem(path: Path) -> str:
     return path.name if path.is_dir() else path.stem
 
 
-def _caption_file(path: Path) -> Path:
+def caption_file(path: Path) -> Path:
     return path.with_name(f"{_stem(path)}.txt")
 
 
@@ -250,7 +250,7 @@ def _inspect(
 
     clip, cuts = attempt(lambda file: _read_clip(file, plan, latent), path) or (None, ((),))
     size = clip.size if clip else None if problems else attempt(read_size, path)
-    caption = attempt(_read_caption, _caption_file(path))
+    caption = attempt(read_caption, caption_file(path))
     mask_size = attempt(_read_mask_size, mask) if mask else None
     if size and mask_size and abs(math.log(aspect(mask_size) / aspect(size))) > _MASK_SHAPE_TOLERANCE:
         problems.append(
@@ -287,7 +287,7 @@ def _read_clip(path: Path, plan: ClipPlan, latent: LatentSpec) -> tuple[ClipInfo
         raise ValueError(f"{path}: {error}") from error
 
 
-def _read_caption(path: Path) -> str | None:
+def read_caption(path: Path) -> str | None:
     """The caption without blanks around it; None if there is no such file.
 
     Raises: ValueError naming the file if it is not UTF-8, no ordinary file, or too long for a caption.
@@ -339,7 +339,7 @@ def _doubts(pictures: Sequence[_Picture], samples: Sequence[Sample], plan: ClipP
         f"of {total} {kinds} have no caption file and are trained with an empty caption: {_names(found)}; "
         "write the caption of name.png into name.txt",
     )
-    found = [str(_caption_file(p.path)) for p in pictures if p.caption == ""]
+    found = [str(caption_file(p.path)) for p in pictures if p.caption == ""]
     yield (
         found,
         f"of {total} caption files are empty, as a full disk leaves them, and their images are trained with an empty "
@@ -379,7 +379,7 @@ def _is_smaller(size: tuple[int, int], resize: tuple[int, int]) -> bool:
 def _shared_captions(pictures: Sequence[_Picture]) -> list[str]:
     by_caption: dict[Path, list[str]] = {}
     for path in dict.fromkeys(picture.path for picture in pictures if picture.caption is not None):
-        by_caption.setdefault(_caption_file(path), []).append(path.name)
+        by_caption.setdefault(caption_file(path), []).append(path.name)
     return [f"{caption.name} of {' and '.join(names)}" for caption, names in by_caption.items() if len(names) > 1]
 
 

@@ -79,17 +79,20 @@ def cut_out(image: PilImage, request: ImageRequest) -> np.ndarray:
     return np.asarray(image)[top : top + height, left : left + width]
 
 
-def read_size(path: Path) -> tuple[int, int]:
-    """(height, width) of an image as read_pixels will see it; decodes all of it.
+def read_size(path: Path, *, is_decoded: bool = True) -> tuple[int, int]:
+    """(height, width) of an image as read_pixels will see it.
 
+    Args:
+        is_decoded: decode all of it, which finds damage; else read the header alone.
     Raises: ValueError naming the file if it is broken.
     """
     try:
         with opened(path) as image:
             width, height = image.size
-            # JPEG: all of the file is read, an eighth is computed
-            image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
-            image.load()
+            if is_decoded:
+                # JPEG: all of the file is read, an eighth is computed
+                image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
+                image.load()
             is_turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
     except broken_image() as error:
         raise ValueError(f"{path}: cannot be read as an image ({error})") from error

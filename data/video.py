@@ -110,6 +110,19 @@ def read_frames(request: ImageRequest) -> torch.Tensor:
     return torch.from_numpy(pixels[order]).permute(3, 0, 1, 2).to(torch.float32).div_(127.5).sub_(1.0)
 
 
+def first_picture(path: Path) -> PilImage:
+    """An image, or the first frame of a clip, in RGB and upright.
+
+    Raises: ValueError naming the file if it cannot be read; RuntimeError without PyAV.
+    """
+    if not is_clip(path):
+        return open_image(path)
+    with _naming(path):
+        for image in _images(path, (0,)):
+            return image
+        raise ValueError("it holds no frame")
+
+
 def media_fingerprint(path: str | Path) -> str:
     """Hash of the bytes of a file, or of all images of a folder in their order, whatever they are called.
 

@@ -10,6 +10,7 @@ from ..contract.check import check_parts, find_faults, pending_nodes, refusals
 from ..contract.living import Living
 from ..contract.rows import NODES as PARTS_OF
 from ..contract.rows import PAGE
+from .caption_images import ImagesToCaption, WriteCaptions
 from .captions import CacheCaptionsAndLatents
 from .dataset import TrainingDatasetNode
 from .encoded_dataset import DatasetFromLatents
@@ -25,6 +26,8 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     LoadModelForTraining,
     Quantize,
     TrainingDatasetNode,
+    ImagesToCaption,
+    WriteCaptions,
     CacheCaptionsAndLatents,
     DatasetFromLatents,
     PlanTraining,

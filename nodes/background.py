@@ -13,22 +13,24 @@ if TYPE_CHECKING:
 
 
 def start(job: JobConfig, info: CheckpointInfo | None, *, is_resumed: bool) -> str:
-    """Put the job into the queue; what to say of it.
+    """Put the job into the queue, in the place of one of its run that still waits; what to say of it.
 
     Args:
         info: the job's model, if only ComfyUI can read it; the other process builds it with this ComfyUI's code.
-    Raises: ValueError if its run is under way or queued already, or for a job that cannot be run as written.
+    Raises: ValueError if its run is under way or was started, or for a job that cannot be run as written.
     """
     from ..jobs.read_job import read_job
 
     read_job(job, info)  # what a look at headers and images refuses is told here, not in a log
     queue = background_queue()
+    waiting = {each.run for each in queue.jobs() if each.state == "waiting"}
     queued = queue.add(job, cards_of(job), is_resumed=is_resumed)
+    note = "It takes the place of the one that waited under this name.\n" if queued.run in waiting else ""
     queue.tick()
     for each in queue.describe():
         if each["id"] == queued.id and each["why"]:
-            return f"{queued.run} waits: {each['why']}"
-    return f"{queued.run} trains in the background; see the sidebar's tab DeviceBridge"
+            return f"{note}{queued.run} waits: {each['why']}"
+    return f"{note}{queued.run} trains in the background; see the sidebar's tab DeviceBridge"
 
 
 def refuse_taken_cards(job: JobConfig) -> None:

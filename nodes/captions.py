@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.job import CacheConfig, LoopConfig, OutputConfig
 from . import host
-from .choices import NONE, device_options, file_options, plain_device, read_file
+from .choices import NONE, device_options, file_options, links_fit, plain_device, read_file
 from .host import io
 from .kept import KEPT, file_state
 from .saying import said_on_node
@@ -119,15 +119,24 @@ class CacheCaptionsAndLatents(io.ComfyNode):
         text_device: str = "",
         vae_device: str = "",
         text_encoder_2: str = "",
-    ) -> bool:
+        input_types: Any = None,
+    ) -> bool | str:
         """What a list does not have is refused by execute, which says what would work."""
-        return True
+        return links_fit(cls, input_types)
 
     @classmethod
     def fingerprint_inputs(
-        cls, cache_folder: str = "", text_encoders: str = "", vae: str = "", text_encoder_2: str = "", **others: Any
+        cls,
+        cache_folder: str = "",
+        text_encoders: str | None = None,
+        vae: str | None = None,
+        text_encoder_2: str = "",
+        **others: Any,
     ) -> Any:
-        """Runs again where an entry that was there is gone, or files of the encoders have changed."""
+        """Runs again where an entry that was there is gone, or files of the encoders have changed; always where one is
+        named by a link, whose text is not known yet."""
+        if text_encoders is None or vae is None:
+            return float("nan")
         try:
             chosen = (("text_encoders", text_encoders), ("text_encoders", text_encoder_2), ("vae", vae))
             files = [file_state(host.find_component(kind, read_file(name))) for kind, name in chosen]

@@ -8,11 +8,12 @@ too, unless a list is marked as one of files that come and go.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from . import host
+from .host import io
 from .sockets import AUTO, read_auto, read_list
 
 if TYPE_CHECKING:
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 NONE = "[none]"
 _NAME = re.compile(r"\s*\([^()]*\)")  # what a list shows behind a device
 COMES_AND_GOES = {"list_upload": True}  # how comfy-cli knows such a list
+# Lists of files, folders and devices. A link may bring their text; web/js/nodes.js lets one be drawn.
+TEXT_LINKS = frozenset(
+    ("model", "unet_name", "folder", "evaluation_folder", "text_encoders", "text_encoder_2", "vae")
+    + ("text_device", "vae_device", "devices")
+)
 
 
 def described_devices(devices: Sequence[torch.device]) -> list[str]:
@@ -79,3 +85,28 @@ def read_file(text: str) -> str:
     """The name that was chosen; "" for the first of a list, which stands in brackets."""
     text = text.strip()
     return "" if text.lower() == AUTO or text.startswith("[") and text.endswith("]") else text
+
+
+def links_fit(node: type[io.ComfyNode], received: Mapping[str, Any] | None) -> bool | str:
+    """Whether every link of a node carries what its input takes, as ComfyUI asks; else which does not.
+
+    ComfyUI does not check the links of a node that asks for their types. So this is its own rule, and beside it that a
+    text goes into a list of TEXT_LINKS. What the text says is checked where the node is run.
+
+    Args:
+        received: by input, the type of the output that is linked to it.
+    """
+    wanted = {each.id: str(each.io_type) for each in node.define_schema().inputs}
+    for name, kind in (received or {}).items():
+        takes = f"{wanted[name]},STRING" if name in TEXT_LINKS else wanted[name]
+        if not _overlap(kind, takes):
+            return f"{name} takes {wanted[name]}, and {kind} is linked to it"
+    return True
+
+
+def _overlap(kind: Any, takes: str) -> bool:
+    if not isinstance(kind, str):  # older nodes give the options of a list
+        return "COMBO" in takes
+    kinds, wanted = ({part.strip() for part in each.split(",")} for each in (kind, takes))
+    is_any = "*" in kinds | wanted or kind.startswith("COMFY_MATCHTYPE")
+    return is_any or bool(kinds & wanted)

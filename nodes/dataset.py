@@ -12,7 +12,7 @@ from typing import Any
 from ..config.job import DataConfig, EvaluationConfig, FolderConfig, job_keys
 from ..system.listing import Looked
 from . import host
-from .choices import COMES_AND_GOES, NONE, file_options, read_file
+from .choices import COMES_AND_GOES, NONE, file_options, links_fit, read_file
 from .host import io
 from .saying import said_on_node
 from .sockets import AUTO, Socket, make_inputs, read_lines, read_number_or_name, read_section
@@ -112,15 +112,22 @@ class TrainingDatasetNode(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, folder: str = "", evaluation_folder: str = "") -> bool:
+    def validate_inputs(cls, folder: str = "", evaluation_folder: str = "", input_types: Any = None) -> bool | str:
         """What a list does not have is refused by execute, which says what would work."""
-        return True
+        return links_fit(cls, input_types)
 
     @classmethod
     def fingerprint_inputs(
-        cls, folder: str, evaluation_folder: str, references: str = "", control: str = "", **others: Any
+        cls,
+        folder: str | None = None,
+        evaluation_folder: str | None = None,
+        references: str | None = "",
+        control: str | None = "",
+        **others: Any,
     ) -> Any:
-        """Changed files run the node again, which an unchanged folder name would not."""
+        """Changed files run the node again, which an unchanged folder name would not; so does a linked name."""
+        if folder is None or evaluation_folder is None or references is None or control is None:
+            return float("nan")
         given = (folder, read_file(evaluation_folder), *read_lines(references), control.strip())
         names = [name for name in given if name]
         try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.job import ModelConfig, SplitConfig
 from . import host
-from .choices import device_options, free_memory_note, read_devices
+from .choices import device_options, free_memory_note, links_fit, read_devices
 from .host import io
 from .saying import said_on_node
 from .sockets import AUTO, Socket, make_inputs, read_section
@@ -36,9 +36,9 @@ class LoadModelForTraining(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, devices: str = "", balance: str = "") -> bool:
+    def validate_inputs(cls, devices: str = "", balance: str = "", input_types: Any = None) -> bool | str:
         """What a list does not have is refused by execute, which says what would work; bytes is balance's old word."""
-        return True
+        return links_fit(cls, input_types)
 
     @classmethod
     @said_on_node

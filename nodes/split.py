@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from . import host
-from .choices import device_options, free_memory_note, read_devices
+from .choices import device_options, free_memory_note, links_fit, read_devices
 from .host import io
 from .saying import said_on_node
 from .sockets import AUTO, Socket, make_inputs, read_auto, read_list
@@ -114,9 +114,9 @@ class SplitModel(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, devices: str = "") -> bool:
+    def validate_inputs(cls, devices: str = "", input_types: Any = None) -> bool | str:
         """A device that the list does not have is refused by execute, which says what would work."""
-        return True
+        return links_fit(cls, input_types)
 
     @classmethod
     @said_on_node
@@ -162,9 +162,9 @@ class LoadDiffusionModelSplit(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, devices: str = "") -> bool:
+    def validate_inputs(cls, devices: str = "", input_types: Any = None) -> bool | str:
         """A device that the list does not have is refused by execute, which says what would work."""
-        return True
+        return links_fit(cls, input_types)
 
     @classmethod
     @said_on_node

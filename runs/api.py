@@ -15,6 +15,8 @@ from urllib.parse import parse_qsl
 from ..config.job import make_job
 from ..system.files import write_atomically
 from ..system.requests import REQUESTS, Requests
+from .answer import Answer as Answer
+from .datasets import dataset_routes
 from .guard import Refused, check_origin, choice_of, read_body, step_of, text_of
 from .queue import JobQueue
 from .store import Busy, NotThere, RunStore
@@ -26,17 +28,6 @@ _KINDS = {".png": "image/png", ".webp": "image/webp", ".jpg": "image/jpeg", ".mp
 
 
 @dataclass(frozen=True)
-class Answer:
-    """JSON values, or a file. kind: the file's Content-Type; is_saved: the browser saves it under its name."""
-
-    status: int = 200
-    values: Any = None
-    file: Path | None = None
-    kind: str = ""
-    is_saved: bool = False
-
-
-@dataclass(frozen=True)
 class Host:
     """What the page needs of the program around it.
 
@@ -44,15 +35,19 @@ class Host:
         loras: folder of the LoRAs that its nodes offer.
         cards: memory and more of every card, plain values.
         free: take its models out of the cards.
+        datasets: names of the folders that datasets may be in.
+        dataset: the folder of such a name, which lies in a folder of the program's own. Raises: ValueError.
     """
 
     loras: Callable[[], Path]
     cards: Callable[[], list[dict[str, Any]]]
     free: Callable[[], None]
+    datasets: Callable[[], list[str]]
+    dataset: Callable[[str], Path]
 
 
 class Api:
-    """Answers requests for one store of runs. To be called in one thread at a time."""
+    """Answers requests for one store of runs, and for folders of images. For the former in one thread at a time."""
 
     def __init__(self, store: RunStore, queue: JobQueue, host: Host) -> None:
         self._store, self._queue, self._host = store, queue, host
@@ -67,6 +62,7 @@ class Api:
             ("POST", "delete"): self._delete,
             ("POST", "queue"): self._change_queue,
             ("POST", "free"): self._free,
+            **dataset_routes(host.datasets, host.dataset),
         }
 
     def answer(self, method: str, name: str, query: str, headers: Mapping[str, str], body: bytes) -> Answer:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-MOST_BODY = 16_384  # bytes
-_MOST_TEXT = 500  # characters of a value
+MOST_BODY = 65_536  # bytes
+_MOST_TEXT, _MOST_CAPTION = 500, 8000  # characters of a value
+_CAPTIONS = ("caption", "was")
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -60,15 +61,13 @@ def read_body(kind: str, body: bytes) -> dict[str, Any]:
         raise Refused(400, "this is no JSON") from error
     if not isinstance(values, dict):
         raise Refused(400, "this is no JSON object")
-    if not all(_is_plain(value) for value in values.values()):
+    if not all(_is_plain(value, _MOST_CAPTION if name in _CAPTIONS else _MOST_TEXT) for name, value in values.items()):
         raise Refused(400, "a value is neither a short text nor a number, true, false or null")
     return values
 
 
-def _is_plain(value: object) -> bool:
-    return (
-        value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= _MOST_TEXT)
-    )
+def _is_plain(value: object, most: int) -> bool:
+    return value is None or isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) <= most)
 
 
 def text_of(values: Mapping[str, Any], name: str) -> str:

@@ -100,32 +100,36 @@ class JobQueue:
         raise NotThere("there is no such job in the queue")
 
     def add(self, job: JobConfig, devices: Sequence[str], *, is_resumed: bool) -> QueuedJob:
-        """Put a training at the end of the queue. Its job file is written into its run's folder.
+        """Put a training at the end of the queue, or in the place of one of its run that still waits. Its job file is
+        written into its run's folder.
 
         Args:
             devices: every card it will use.
-        Raises: Busy if that run is under way or queued; ValueError for a run folder outside the store.
+        Raises: Busy if that run is under way or was started; ValueError for a run folder outside the store.
         """
         folder = Path(job.output.folder)
         if not folder.is_relative_to(self.store.root):
             raise ValueError(f"{folder} is not below {self.store.root}; a training in the background writes there")
         run = folder.relative_to(self.store.root).as_posix()
-        self._refuse_twice(run, folder)
+        earlier = self._earlier(run, folder)
         save_for_process(job, folder / _JOB_FILE)
-        order = max((each.order for each in self.jobs()), default=0.0) + 1.0
+        last = max((each.order for each in self.jobs()), default=0.0) + 1.0
+        order = earlier.order if earlier is not None and earlier.state == "waiting" else last
         queued = QueuedJob(uuid.uuid4().hex, run, tuple(devices), order, is_resumed)
+        if earlier is not None:
+            self._remove(earlier)
         self._write(queued)
         return queued
 
-    def _refuse_twice(self, run: str, folder: Path) -> None:
+    def _earlier(self, run: str, folder: Path) -> QueuedJob | None:
+        """What the queue has of this run, which a new job takes the place of. Raises: Busy for one that was started."""
         record = read_record(folder)
         if record is not None and record.state == "running":
             raise Busy(f"{run} is under way; stop it, or wait for its end")
-        for each in self.jobs():
-            if each.run == run:
-                if each.state != "failed":
-                    raise Busy(f"{run} is in the queue already")
-                self._remove(each)
+        found = next((each for each in self.jobs() if each.run == run), None)
+        if found is not None and found.state == "starting":
+            raise Busy(f"{run} is starting; press Stop at it in the sidebar's tab DeviceBridge, then Run again")
+        return found
 
     def remove(self, job_id: object) -> None:
         """Take a job that waits or has failed out of the queue. Raises: NotThere; Busy if it has been started."""

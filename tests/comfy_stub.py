@@ -20,7 +20,7 @@ _COMMON = {"id", "display_name", "optional", "tooltip", "advanced"}
 _WIDGET = _COMMON | {"default"}
 _INPUT_OPTIONS = {
     "COMBO": _WIDGET | {"options", "extra_dict"},
-    "STRING": _WIDGET | {"multiline", "placeholder"},
+    "STRING": _WIDGET | {"multiline", "placeholder", "force_input", "lazy"},
     "INT": _WIDGET | {"min", "max", "step"},
     "FLOAT": _WIDGET | {"min", "max", "step", "round"},
     "BOOLEAN": _WIDGET,
@@ -60,7 +60,13 @@ def _socket_type(io_type: str) -> type:
             self.id, self.io_type, self.options = id, io_type, options
 
     class Output:
-        def __init__(self, id: str | None = None, display_name: str | None = None, tooltip: str | None = None) -> None:
+        def __init__(
+            self,
+            id: str | None = None,
+            display_name: str | None = None,
+            tooltip: str | None = None,
+            is_output_list: bool = False,
+        ) -> None:
             self.id, self.io_type, self.tooltip = id, io_type, tooltip
             self.display_name = display_name or id
 

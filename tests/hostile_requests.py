@@ -7,6 +7,7 @@ from typing import Any
 
 Hostile = tuple[str, str, dict[str, str], bytes]
 _JSON = {"Content-Type": "application/json"}
+_CAPTION = {"folder": "dogs", "file": "a.png", "caption": "x", "was": "a dog"}
 
 
 def _get(path: str, **headers: str) -> Hostile:
@@ -19,11 +20,12 @@ def _post(path: str, values: Any, **headers: str) -> Hostile:
 
 
 def hostile_requests(outside: str, port: int) -> list[Hostile]:
-    """About 60 of them.
+    """About 90 of them.
 
     Args:
-        outside: absolute path of a file that nobody may read, outside ComfyUI's folders; the run `linked` and the
-            sample 000009_0.png of the run `a` are links to what is beside it.
+        outside: absolute path of a file that nobody may read, outside ComfyUI's folders; the run `linked`, the sample
+            000009_0.png of the run `a`, the dataset `linked_images`, and linked.png and b.txt of the dataset `dogs` are
+            links to what is beside it.
     """
     host = f"127.0.0.1:{port}"
     found = [
@@ -60,6 +62,38 @@ def hostile_requests(outside: str, port: int) -> list[Hostile]:
         _get("/devicebridge/..%2f..%2fetc%2fpasswd"),
         _get("/devicebridge/state/../run"),
         _get("/devicebridge/%00"),
+        # folders of images
+        *(
+            _get(f"/devicebridge/dataset?folder={name}")
+            for name in ("..", "dogs/..", "%2e%2e", "/etc", "linked_images", "", "%00", "../output", outside)
+        ),
+        _get("/devicebridge/dataset?folder=dogs&resolutions=99999999"),
+        _get("/devicebridge/dataset?folder=dogs&resolutions=__import__('os')"),
+        *(
+            _get(f"/devicebridge/picture?folder=dogs&file={name}")
+            for name in ("..%2f..%2fsecret%2f1_1.png", "linked.png", outside, "a.txt", "", "%00", "a.png%00")
+        ),
+        *(
+            _post("/devicebridge/caption", _CAPTION | values)
+            for values in (
+                {"folder": "../../secret"},
+                {"folder": "linked_images"},
+                {"file": "linked.png"},
+                {"file": "../../../secret/1_1.png"},
+                {"file": outside},
+                {"file": "b.png", "was": None},  # whose caption is a link
+                {"caption": ["x"]},
+                {"caption": "x" * 9000},
+                {"was": "another"},
+                {"was": {}},
+            )
+        ),
+        _post("/devicebridge/caption", b"x" * 10_000_000),
+        _post(
+            "/devicebridge/caption",
+            _CAPTION,
+            Origin="http://evil.example",
+        ),
         # what changes something
         _post("/devicebridge/use", {"run": "../..", "step": 1}),
         _post("/devicebridge/use", {"run": "linked", "step": None}),

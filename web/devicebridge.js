@@ -2,7 +2,7 @@
 
 import { api } from '../../scripts/api.js'
 import { app } from '../../scripts/app.js'
-import { addToNode, hearNode } from './js/nodes.js'
+import { addToNode, hearNode, takeTexts } from './js/nodes.js'
 import { renderPanel } from './js/panel.js'
 import { listen } from './js/state.js'
 import { learn, t } from './js/words.js'
@@ -21,6 +21,7 @@ app.registerExtension({
       id: 'devicebridge',
       icon: 'pi pi-microchip',
       title: 'DeviceBridge',
+      label: 'Device\u200bBridge', // which may break there
       tooltip: t('DeviceBridge: cards, trainings, samples'),
       type: 'custom',
       render(element) {
@@ -33,5 +34,6 @@ app.registerExtension({
       }
     })
   },
-  nodeCreated: addToNode
+  nodeCreated: addToNode,
+  loadedGraphNode: takeTexts
 })

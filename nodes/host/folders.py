@@ -114,6 +114,28 @@ def list_input_folders() -> list[str]:
     return sorted(names)[:_MOST_LISTED] + [str(folder) for folder in more if _has_files(folder)][:_MOST_LISTED]
 
 
+def own_datasets() -> list[str]:
+    """Those of list_input_folders that lie in ComfyUI's input folder, where captions may be written."""
+    return [name for name in list_input_folders() if not Path(name).is_absolute()]
+
+
+def own_dataset(name: str) -> Path:
+    """The folder of one of own_datasets. Raises: ValueError if it, or what it holds, leads out of the input folder."""
+    path = folder_in_input(name, "folder")
+    refuse_writing(path)
+    return path
+
+
+def refuse_writing(folder: Path) -> None:
+    """Raises: ValueError for a dataset folder outside ComfyUI's input folder, where no captions are written."""
+    base = os.path.realpath(folder_paths.get_input_directory())
+    if not _is_below(folder, [base]):
+        raise ValueError(
+            f"captions are written in ComfyUI's input folder only, and {folder} is not below {base}; move it there, or "
+            "write its captions by hand"
+        )
+
+
 def shown_picture(picture: Picture) -> dict[str, str]:
     """Keep a picture in ComfyUI's temp folder, and say how a node shows it."""
     folder = Path(folder_paths.get_temp_directory())

@@ -12,6 +12,7 @@ import logging
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,12 @@ import folder_paths
 
 from ...jobs.native_process import native_command
 from ...runs.api import PREFIX, Answer, Api, Host
+from ...runs.datasets import FREE_ROUTES
 from ...runs.guard import MOST_BODY
 from ...runs.news import News
 from ...runs.queue import Held, JobQueue, explain
 from ...runs.store import RunStore
+from .folders import own_dataset, own_datasets
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -41,7 +44,7 @@ def add_page() -> None:
 
     queue = background_queue()
     store = queue.store
-    api = Api(store, queue, Host(_loras, _cards, _free))
+    api = Api(store, queue, Host(_loras, _cards, _free, own_datasets, own_dataset))
 
     async def handle(request: web.Request) -> web.StreamResponse:
         return await _respond(api, request)
@@ -85,7 +88,7 @@ async def _respond(api: Api, request: web.Request) -> web.StreamResponse:
 
 
 def _answer(api: Api, *arguments: Any) -> Answer:
-    with _lock:
+    with nullcontext() if arguments[1] in FREE_ROUTES else _lock:
         return api.answer(*arguments)
 
 
@@ -100,6 +103,9 @@ async def _read(request: web.Request) -> bytes:
 def _to_response(answer: Answer) -> web.StreamResponse:
     from aiohttp import web
 
+    if answer.body:
+        headers = {"Cache-Control": "private, max-age=3600", "X-Content-Type-Options": "nosniff"}
+        return web.Response(body=answer.body, content_type=answer.kind, headers=headers)
     if answer.file is None:
         return web.json_response(answer.values, status=answer.status, headers=_NOT_KEPT)
     headers = {"Content-Type": answer.kind, "X-Content-Type-Options": "nosniff"}

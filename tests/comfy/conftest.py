@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,3 +25,13 @@ def comfyui() -> Path:
 def server(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with start_server(comfyui, tmp_path_factory.mktemp("comfy")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """A Chromium, and the library that drives it."""
+    pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
+    found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    if found is None:
+        pytest.skip("needs chromium: install it, or name it in CHROMIUM")
+    return found

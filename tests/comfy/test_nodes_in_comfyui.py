@@ -61,7 +61,7 @@ def test_sockets_are_as_released(object_info: dict[str, Any]) -> None:
 
 
 def test_every_input_and_output_has_a_tooltip(object_info: dict[str, Any]) -> None:
-    assert len(object_info) == 10
+    assert len(object_info) == 12
     for name, info in object_info.items():
         groups = (info["input"].get(group, {}) for group in ("required", "optional"))
         inputs = {key: entry for group in groups for key, entry in group.items()}

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from devicebridge.tests.comfy.browser import READY, keep_picture, open_page, open_tab
 from devicebridge.tests.comfy.server import ROOT, Server
 from devicebridge.tests.comfy.small_flux2 import original_weights, save_comfy_sized_pipeline
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values
-from PIL import Image
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.comfy
 
 EXAMPLE = ROOT / "example_workflows" / "train_a_LoRA_over_two_GPUs.json"
 TEMPLATES = sorted((ROOT / "example_workflows").glob("*.json"))
-SIZE = {"width": 1600, "height": 1000}
 STEPS = 400  # enough for all that is looked at before Stop on a busy machine
 SAMPLE_EVERY = 200
-_READY = "() => !!(window.app?.extensionManager && window.LiteGraph?.registered_node_types?.DeviceBridgeTrainLora)"
 
 
 @pytest.fixture(scope="session")
@@ -37,49 +31,6 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_dataset(tmp_path_factory.mktemp("page_data") / "tiny_images")
-
-
-@pytest.fixture(scope="session")
-def chromium() -> str:
-    """A Chromium, and the library that drives it."""
-    pytest.importorskip("playwright", reason="needs playwright: pip install playwright")
-    found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
-    if found is None:
-        pytest.skip("needs chromium: install it, or name it in CHROMIUM")
-    return found
-
-
-@contextmanager
-def _open_page(chromium: str, server: Server, profile: Path) -> Iterator[Any]:
-    """ComfyUI's page, ready; afterwards nothing of this pack has failed in it."""
-    from playwright.sync_api import sync_playwright
-
-    faults: list[str] = []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch_persistent_context(
-            str(profile),
-            executable_path=chromium,
-            headless=True,
-            args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
-            viewport=SIZE,
-        )
-        page = browser.pages[0]
-        page.set_default_timeout(180_000)  # a machine may be busy
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda line: _note(line, faults))
-        page.goto(f"http://127.0.0.1:{server.port}/")
-        page.wait_for_function(_READY)
-        try:
-            yield page
-        finally:
-            page.screenshot(path=profile.with_suffix(".png"))  # as it was when something failed
-            browser.close()
-    assert faults == []
-
-
-def _note(line: Any, faults: list[str]) -> None:
-    if line.type == "error" and "/extensions/devicebridge/" in f"{line.text} {line.location}":
-        faults.append(line.text)
 
 
 def _workflow(pipeline: Path, dataset: Path, name: str) -> dict[str, Any]:
@@ -98,32 +49,6 @@ def _workflow(pipeline: Path, dataset: Path, name: str) -> dict[str, Any]:
         "TrainLora.name": name,
     }
     return set_values(read_workflow(EXAMPLE), {f"DeviceBridge{key}": value for key, value in values.items()})
-
-
-def _keep_picture(page: Any, path: Path, width: int, **options: Any) -> None:
-    """For the docs, with UPDATE_PICTURES=1: what the page shows now, in a small file."""
-    if not os.environ.get("UPDATE_PICTURES"):
-        return
-    taken = path.with_suffix(".full.png")
-    page.screenshot(path=taken, **options)
-    with Image.open(taken) as picture:
-        size = (width, round(picture.height * width / picture.width))
-        picture.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(path, quality=82)
-    taken.unlink()
-
-
-def _open_tab(page: Any) -> None:
-    """ComfyUI opens the tab that was open before, a moment after a reload; a click then would close it."""
-    from playwright.sync_api import TimeoutError as Late
-
-    panel = page.locator(".db-panel")
-    for _ in range(3):
-        try:
-            panel.wait_for(timeout=10_000)
-            return
-        except Late:
-            page.locator(".devicebridge-tab-button").click()
-    panel.wait_for()
 
 
 def _fact(page: Any, name: str) -> str:
@@ -152,9 +77,9 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
         "document.querySelector('.db-panel dd[data-fact=Loss]')?.textContent",
         "document.querySelector('[data-card=host] .db-bar')?.getAttribute('aria-label')",
     )
-    with _open_page(chromium, server, tmp_path / "profile") as page:
+    with open_page(chromium, server, tmp_path / "profile") as page:
         page.evaluate("(graph) => window.app.loadGraphData(graph)", _workflow(pipeline, dataset, run))
-        _open_tab(page)
+        open_tab(page)
         page.get_by_test_id("queue-button").click()
         _wait_for_state(page, run, "running")
         _wait_for_change(page, loss)
@@ -169,15 +94,15 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
         page.wait_for_function("() => document.querySelector('.db-samples img').naturalWidth > 0")
         page.locator(".db-samples figcaption", has_text="a red house").wait_for()
         _fit_view(page)
-        _keep_picture(page, ROOT / "docs" / "images" / f"training_{'vue' if has_vue_nodes else 'canvas'}.webp", 1200)
+        keep_picture(page, ROOT / "docs" / "images" / f"training_{'vue' if has_vue_nodes else 'canvas'}.webp", 1200)
         page.get_by_role("button", name="Stop (saves)").click()
         _wait_for_state(page, run, "stopped")
         step = int(_fact(page, "Step").split()[0])
         assert 0 < step < STEPS
 
         page.reload()
-        page.wait_for_function(_READY)
-        _open_tab(page)
+        page.wait_for_function(READY)
+        open_tab(page)
         _wait_for_state(page, run, "stopped")
         assert _fact(page, "Step") == f"{step} of {STEPS}"
         assert page.locator(".db-loss svg path.db-line").get_attribute("d")
@@ -263,7 +188,7 @@ def test_every_template_is_shown_with_its_picture_and_opens_as_what_the_suite_ru
 ) -> None:
     server.post("/api/settings/Comfy.TutorialCompleted", True)
     server.post("/api/settings/Comfy.VueNodes.Enabled", False)
-    with _open_page(chromium, server, tmp_path / "profile") as page:
+    with open_page(chromium, server, tmp_path / "profile") as page:
         page.evaluate("() => window.app.extensionManager.setting.set('Comfy.Workflow.ShowMissingModelsWarning', false)")
         for path in TEMPLATES:
             found = page.evaluate(_LOADED, f"/api/workflow_templates/devicebridge/{path.name}")
@@ -280,7 +205,7 @@ def test_every_template_is_shown_with_its_picture_and_opens_as_what_the_suite_ru
         pictures = "[...document.querySelectorAll('[role=dialog] img')]"  # from blobs: the address tells nothing
         loaded = f"{pictures}.filter((each) => each.naturalWidth === 480).length"
         page.wait_for_function(f"(count) => {loaded} >= count", arg=len(TEMPLATES))
-        _keep_picture(page, ROOT / "docs" / "images" / "templates.webp", 1000)
+        keep_picture(page, ROOT / "docs" / "images" / "templates.webp", 1000)
 
 
 def test_advanced_inputs_fold_on_the_canvas_and_every_field_of_text_has_its_name(
@@ -290,7 +215,7 @@ def test_advanced_inputs_fold_on_the_canvas_and_every_field_of_text_has_its_name
     server.post("/api/settings/Comfy.VueNodes.Enabled", False)
     visible = "window.app.graph.nodes.find((node) => node.type === 'DeviceBridgeTrainLora')"
     count = f"{visible}.widgets.filter((widget) => {visible}.isWidgetVisible(widget)).length"
-    with _open_page(chromium, server, tmp_path / "profile") as page:
+    with open_page(chromium, server, tmp_path / "profile") as page:
         page.evaluate("(graph) => window.app.loadGraphData(graph)", _workflow(pipeline, dataset, "folded"))
         assert page.evaluate(count) <= 16
         before = page.evaluate("async () => (await window.app.graphToPrompt()).output")
@@ -301,17 +226,50 @@ def test_advanced_inputs_fold_on_the_canvas_and_every_field_of_text_has_its_name
             assert page.locator(f"textarea[placeholder^='{name}']").count() >= 1
 
 
+_DEVICES_TOLD = """async () => {
+  const { state } = await import('/extensions/devicebridge/js/state.js')
+  state.cards = [{ name: 'cuda:0', total: 24e9, used: 4e9 }, { name: 'host', total: 9e9, used: 1e9 }]
+  const node = window.app.graph.nodes.find((each) => each.type === 'DeviceBridgeLoadModelForTraining')
+  return node.widgets.find((widget) => widget.name === 'devices').tooltip
+}"""
+_LINKED = """async (kind) => {
+  const text = window.LiteGraph.createNode(kind)
+  window.app.graph.add(text)
+  const node = window.app.graph.nodes.find((each) => each.type === 'DeviceBridgeTrainingDataset')
+  text.connect(0, node, node.inputs.findIndex((input) => input.name === 'folder'))
+  const saved = window.app.graph.serialize()
+  await window.app.loadGraphData(saved)
+  return (await window.app.graphToPrompt()).output[node.id].inputs.folder
+}"""
+
+
+@pytest.mark.parametrize(
+    "has_vue_nodes", [pytest.param(False, id="canvas"), pytest.param(True, id="vue", marks=pytest.mark.long)]
+)
+def test_a_text_is_connected_to_a_list_of_folders_and_a_number_is_not(
+    chromium: str, server: Server, pipeline: Path, dataset: Path, tmp_path: Path, has_vue_nodes: bool
+) -> None:
+    server.post("/api/settings/Comfy.TutorialCompleted", True)
+    server.post("/api/settings/Comfy.VueNodes.Enabled", has_vue_nodes)
+    with open_page(chromium, server, tmp_path / "profile") as page:
+        page.evaluate("(graph) => window.app.loadGraphData(graph)", _workflow(pipeline, dataset, "linked"))
+        assert page.evaluate(_LINKED, "PrimitiveInt") == str(dataset)
+        assert isinstance(page.evaluate(_LINKED, "PrimitiveString"), list), "the link is still there after a reload"
+
+
 def test_nodes_and_page_speak_chinese_where_comfyui_does(
     chromium: str, server: Server, pipeline: Path, dataset: Path, tmp_path: Path
 ) -> None:
     server.post("/api/settings/Comfy.TutorialCompleted", True)
     server.post("/api/settings/Comfy.Locale", "zh")
     try:
-        with _open_page(chromium, server, tmp_path / "profile") as page:
+        with open_page(chromium, server, tmp_path / "profile") as page:
             page.evaluate("(graph) => window.app.loadGraphData(graph)", _workflow(pipeline, dataset, "chinese"))
-            _open_tab(page)
+            open_tab(page)
             page.get_by_role("heading", name="显卡").wait_for()
             titles = page.evaluate("() => window.app.graph.nodes.map((node) => node.title)")
             assert "训练 LoRA（多 GPU）" in titles
+            told = page.evaluate(_DEVICES_TOLD)
+            assert told.startswith("按顺序承载模型的设备。") and told.endswith("上次查看时的空闲显存：cuda:0 20.0 GB。")
     finally:
         server.post("/api/settings/Comfy.Locale", "en")

@@ -17,6 +17,7 @@ from devicebridge.tests.comfy.server import Server, start_server
 from devicebridge.tests.hostile_requests import hostile_requests
 from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
 from devicebridge.tests.workflows import from_folder, read_workflow, set_values
+from PIL import Image
 
 pytestmark = pytest.mark.comfy
 
@@ -46,6 +47,15 @@ def test_every_hostile_request_is_refused_and_touches_nothing(server: Server, tm
     (runs / "a" / "samples").mkdir()
     (runs / "a" / "samples" / "000009_0.png").symlink_to(secret / "1_1.png")
     (runs / "linked").symlink_to(secret)
+    dogs = server.base / "input" / "dogs"
+    dogs.mkdir()
+    for name in ("a", "b"):
+        Image.new("RGB", (8, 8)).save(dogs / f"{name}.png")
+    (dogs / "a.txt").write_text("a dog", encoding="utf-8")
+    (secret / "1_1.txt").write_text("a secret", encoding="utf-8")
+    (dogs / "b.txt").symlink_to(secret / "1_1.txt")
+    (dogs / "linked.png").symlink_to(secret / "1_1.png")
+    (server.base / "input" / "linked_images").symlink_to(secret)
     folders = (runs / "a", secret, server.base / "models", server.base / "user", server.base / "input")
     before = [_files(folder) for folder in folders]
     wrong = {}
@@ -56,6 +66,11 @@ def test_every_hostile_request_is_refused_and_touches_nothing(server: Server, tm
     assert wrong == {}
     assert [_files(folder) for folder in folders] == before
     assert _ask(server.port, "GET", "/devicebridge/lora?run=a&step=1", {}, b"") == (200, b"a lora")
+    for link in (dogs / "b.txt", dogs / "linked.png", server.base / "input" / "linked_images"):
+        link.unlink()
+    assert _ask(server.port, "GET", "/devicebridge/picture?folder=dogs&file=a.png", {}, b"")[1][:2] == b"\xff\xd8"
+    shown = server.get("/devicebridge/dataset?folder=dogs&resolutions=64")["files"]
+    assert [(each["file"], each["caption"]) for each in shown] == [("b.png", None), ("a.png", "a dog")]
 
 
 def _ask(port: int, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:

@@ -9,7 +9,7 @@ export function h(tag, attributes = {}, ...children) {
     else if (value === true) element.setAttribute(name, '')
     else if (value !== false && value != null) element.setAttribute(name, value)
   }
-  element.append(...children.flat().filter((child) => child != null && child !== false))
+  element.append(...children.flat(Infinity).filter((child) => child != null && child !== false))
   return element
 }
 
@@ -21,9 +21,23 @@ export function fill(place, key, make) {
   if (place.dataset.key === text) return false
   place.dataset.key = text
   const focused = place.contains(document.activeElement) ? document.activeElement.dataset.focus : undefined
-  place.replaceChildren(...[make()].flat().filter((child) => child != null && child !== false))
+  place.replaceChildren(...[make()].flat(Infinity).filter((child) => child != null && child !== false))
   if (focused) [...place.querySelectorAll('[data-focus]')].find((each) => each.dataset.focus === focused)?.focus()
   return true
+}
+
+/** Have what a user has clicked drawn at once; of an event's target, while it is in the page. */
+export const now = (event) => event.target.dispatchEvent(new CustomEvent('db-now', { bubbles: true }))
+
+export function button(label, focus, action, attributes = {}) {
+  return h('button', {
+    type: 'button', 'data-focus': focus, ...attributes,
+    onclick: async (event) => {
+      now(event)
+      await action(event)
+      now(event)
+    }
+  }, label)
 }
 
 /** Set a text only if it is another: a screen reader is not told twice. */

@@ -66,7 +66,8 @@ export function cardView(card, run) {
     card.used != null && card.total != null && t('{used} of {total} GB in use', { used: gigabytes(card.used), total: gigabytes(card.total) })
   ].filter(Boolean)
   return h('div', { class: 'db-card', 'data-card': card.name },
-    h('div', { class: 'db-card-name' }, h('strong', {}, card.name), ` ${card.title === card.name ? '' : card.title}`),
+    h('div', { class: 'db-card-name' }, card.name === 'host' ? h('strong', {}, t('host memory'))
+      : [h('strong', {}, card.name), ` ${card.title === card.name ? '' : card.title}`]),
     h('div', { class: 'db-told' }, told.join(', ') || t('the driver tells nothing of it')),
     forecast && bar(t('forecast'), forecast), measured && bar(t('measured'), measured, names))
 }

@@ -1,20 +1,59 @@
 // What nodes show of themselves: the loss of a training, and the blocks of a model by card.
 
 import { app } from '../../../scripts/app.js'
-import { fill, h, number } from './dom.js'
+import { showFolder } from './dataset.js'
+import { fill, gigabytes, h, number } from './dom.js'
 import { blocksView } from './memory.js'
 import { makePlot } from './plot.js'
 import { load, state, subscribe } from './state.js'
-import { stateName, t } from './words.js'
+import { stateName, t, tooltipOf } from './words.js'
 
 const DRAWN_EVERY_MS = 1000
 const SPLIT_NODES = ['DeviceBridgeSplitModel', 'DeviceBridgeLoadDiffusionModelSplit']
+// as nodes/choices.py has them
+const TEXT_LINKS = ['model', 'unet_name', 'folder', 'evaluation_folder', 'text_encoders', 'text_encoder_2', 'vae', 'text_device', 'vae_device', 'devices']
 const BLOCKS = 'devicebridge_blocks' // property of a node: what its last run has shown
 
 export function addToNode(node) {
   if (node.comfyClass?.startsWith('DeviceBridge')) foldAdvanced(node)
+  if (node.comfyClass?.startsWith('DeviceBridge')) takeTexts(node)
   if (node.comfyClass === 'DeviceBridgeTrainLora') addLoss(node)
+  if (node.comfyClass === 'DeviceBridgeTrainingDataset') addCaptions(node)
   if (SPLIT_NODES.includes(node.comfyClass)) addBlocks(node)
+}
+
+/** Let a node that makes a text be connected to a list of files or devices. */
+export function takeTexts(node) {
+  if (!node.comfyClass?.startsWith('DeviceBridge')) return
+  for (const input of node.inputs ?? []) {
+    if (TEXT_LINKS.includes(input.name) && input.type === 'COMBO') input.type = 'COMBO,STRING'
+  }
+  tellFreeMemory(node)
+}
+
+/** Where ComfyUI speaks another language, its file hides what the node says of free memory; so it stands behind that text. */
+function tellFreeMemory(node) {
+  const widget = node.widgets?.find((each) => each.name === 'devices')
+  const text = tooltipOf(node.comfyClass, 'devices')
+  if (!widget || !text) return
+  Object.defineProperty(widget, 'tooltip', { configurable: true, get: () => `${text} ${freeMemory()}`.trim() })
+}
+
+function freeMemory() {
+  const told = state.cards.filter((card) => card.name !== 'host' && card.total != null && card.used != null)
+    .map((card) => `${card.name} ${gigabytes(card.total - card.used)} GB`)
+  return told.length ? t('Free when last looked at: {cards}.', { cards: told.join(', ') }) : ''
+}
+
+function addCaptions(node) {
+  const open = () => {
+    const toggle = 'Workspace.ToggleSidebarTab.devicebridge'
+    if (!document.querySelector('.db-panel')) app.extensionManager.command.execute(toggle)
+    showFolder(node.widgets.find((widget) => widget.name === 'folder')?.value)
+  }
+  const widget = node.addWidget('button', 'captions', null, open, { serialize: false })
+  widget.serialize = false // neither in the workflow's file
+  widget.label = t('Captions and buckets')
 }
 
 /** The canvas shows every advanced widget; here they are behind a button, as nodes made by Vue have one themselves. */
@@ -51,7 +90,7 @@ function addLoss(node) {
   const facts = h('div', { class: 'db-node-facts', role: 'status' })
   const blocks = h('div')
   const element = h('div', { class: 'db-node' }, facts, plot.element, blocks)
-  addWidget(node, 'loss', element, 190)
+  addWidget(node, 'loss', element, 206)
   let timer = 0
   const draw = () => {
     timer = 0

@@ -1,7 +1,8 @@
 // The sidebar's tab: cards, queue, runs, and of one run curves, samples and checkpoints.
 
 import { app } from '../../../scripts/app.js'
-import { duration, fill, h, number, say } from './dom.js'
+import { datasetPart } from './dataset.js'
+import { button, duration, fill, h, now, number, say } from './dom.js'
 import { blocksView, cardView, memoryLegend } from './memory.js'
 import { colourOf, makePlot } from './plot.js'
 import { stateName, t } from './words.js'
@@ -31,7 +32,7 @@ export function renderPanel(root) {
     place('rate', t('Learning rate'), parts.rate.element),
     place('samples', t('Samples'), parts.samples), place('checkpoints', t('Checkpoints'), parts.checkpoints))
   root.replaceChildren(h('div', { class: 'db-panel' }, parts.error, parts.status,
-    place('cards', t('Cards'), parts.cards), place('queue', t('Queue'), parts.queue), place('runs', t('Runs'), parts.runs), ofRun))
+    place('cards', t('Cards'), parts.cards), place('queue', t('Queue'), parts.queue), place('runs', t('Runs'), parts.runs), datasetPart(), ofRun))
 
   let timer = 0
   let drawnAt = 0
@@ -63,8 +64,6 @@ export function renderPanel(root) {
   }
 }
 
-const now = (event) => event.target.dispatchEvent(new CustomEvent('db-now', { bubbles: true }))
-
 function drawAll(parts, ofRun) {
   const run = shownRun()
   const details = run && state.details.get(run.run)
@@ -81,17 +80,6 @@ function drawAll(parts, ofRun) {
   fill(parts.blocks, details?.blocks, () => (details?.blocks?.length ? blocksView(details.blocks) : []))
   drawSamples(parts.samples, run, details)
   drawCheckpoints(parts.checkpoints, run, details)
-}
-
-function button(label, focus, action, attributes = {}) {
-  return h('button', {
-    type: 'button', 'data-focus': focus, ...attributes,
-    onclick: async (event) => {
-      now(event)
-      await action(event)
-      now(event)
-    }
-  }, label)
 }
 
 // ---- cards and queue
@@ -115,7 +103,7 @@ function queued(job) {
   const act = (what) => () => send('queue', { job: job.id, what })
   const named = (label, what, title) => button(label, `${what} ${job.id}`, act(what), { 'aria-label': `${title}: ${job.run}`, title })
   return h('li', {}, h('strong', {}, job.run), ` ${t('{state}, on {cards}', { state: stateName(job.state), cards: job.devices.join(', ') })}`,
-    job.why && h('div', { class: 'db-why' }, job.why),
+    job.why && h('div', { class: job.state === 'failed' ? 'db-why' : 'db-told' }, job.why),
     job.state === 'starting' ? button(t('Stop'), `stop ${job.id}`, () => send('ask', { run: job.run, what: 'stop' }))
       : h('span', { class: 'db-buttons' }, named('↑', 'earlier', t('earlier')), named('↓', 'later', t('later')), named(t('Remove'), 'remove', t('Remove'))))
 }

@@ -31,9 +31,13 @@ export function makePlot(label, height = 150) {
   const element = h('div', { class: 'db-plot-box' }, svg, readout)
   let drawn = { curves: [], scale: null, key: '' }
   let cursor = null
+  let width = 240 // told, as asking for it would have the whole page laid out
+  new ResizeObserver(([{ contentRect }]) => {
+    width = Math.max(120, Math.round(contentRect.width) || 240)
+    draw(drawn.curves)
+  }).observe(element)
 
   function draw(curves) {
-    const width = Math.max(120, element.clientWidth || 240)
     const key = JSON.stringify([width, curves.map((c) => [c.name, c.points.length, c.points.at(-1), c.smoothing, c.marks?.length])])
     if (key === drawn.key) return
     const scale = scaleOf(curves, width, height)
@@ -108,11 +112,14 @@ function scaleOf(curves, width, height) {
   }
 }
 
+/** A number that fits beside an axis. */
+const brief = (value) => (value && Math.abs(value) < 0.001 ? value.toExponential(1) : number(value, 3))
+
 function axes({ left, right, low, high, width, height, x, y }) {
   const parts = []
   for (const value of [low, (low + high) / 2, high]) {
     parts.push(h('line', { class: 'db-grid', x1: LEFT, x2: width - 6, y1: y(value), y2: y(value) }))
-    parts.push(h('text', { x: LEFT - 4, y: y(value) + 4, 'text-anchor': 'end' }, number(value, 3)))
+    parts.push(h('text', { x: LEFT - 4, y: y(value) + 4, 'text-anchor': 'end' }, brief(value)))
   }
   for (const [value, anchor] of [[left, 'start'], [right, 'end']]) {
     parts.push(h('text', { x: x(value), y: height - 4, 'text-anchor': anchor }, String(Math.round(value))))

@@ -54,7 +54,7 @@ export function shownRun() {
 }
 
 /** Ask for JSON; an error's message is shown and thrown. */
-async function ask(path, body) {
+export async function ask(path, body) {
   const options = body && {
     method: 'POST',
     headers: { 'Content-Type': 'application/json' },

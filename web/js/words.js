@@ -3,12 +3,15 @@
 import { api } from '../../../scripts/api.js'
 
 let words = {}
+let nodes = {} // texts of nodes
 
 /** Fetch the words of a language; without any, texts stay as they are written in these files. */
 export async function learn(language) {
   try {
     const all = await (await api.fetchApi('/i18n')).json()
-    words = (all[language] ?? all[String(language).split('-')[0]])?.devicebridge ?? {}
+    const own = all[language] ?? all[String(language).split('-')[0]]
+    words = own?.devicebridge ?? {}
+    nodes = own?.nodeDefs ?? {}
   } catch {
     words = {}
   }
@@ -16,6 +19,9 @@ export async function learn(language) {
 
 /** A text in the user's language. values: what stands for "{name}" in it. */
 export const t = (text, values = {}) => (words[text] ?? text).replace(/\{(\w+)\}/g, (whole, name) => values[name] ?? whole)
+
+/** What the user's language says of a node's input; '' where that is what the node says itself. */
+export const tooltipOf = (node, input) => nodes[node]?.inputs?.[input]?.tooltip ?? ''
 
 /** How a run or a job is. */
 export const stateName = (state) => ({

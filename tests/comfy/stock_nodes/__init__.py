@@ -62,6 +62,24 @@ class KeepTensors:
         return {}
 
 
+class Caption:
+    """A captioning node: tells the colour of an image, and in a file that it was asked."""
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:
+        return {"required": {"image": ("IMAGE",), "told": ("STRING", {})}}
+
+    RETURN_TYPES = ("STRING",)
+    FUNCTION = "tell"
+    CATEGORY = "test"
+
+    def tell(self, image: Any, told: str) -> tuple[str]:
+        colour = ("red", "green", "blue")[int(image.mean(dim=(0, 1, 2)).argmax())]
+        with open(told, "a", encoding="utf-8") as file:
+            file.write(f"{tuple(image.shape)} {colour}\n")
+        return (f"a {colour} picture",)
+
+
 class StockCase:
     """Runs a case of stock_cases.py; the prompt fails if the case does."""
 
@@ -86,4 +104,5 @@ NODE_CLASS_MAPPINGS = {
     "TestTinyEncoders": TinyEncoders,
     "TestKeepTensors": KeepTensors,
     "TestStockCase": StockCase,
+    "TestCaption": Caption,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -201,3 +202,53 @@ def test_the_cache_node_runs_again_only_where_something_is_gone_or_changed(
     assert gone != before and fingerprint() == gone
     vae.write_bytes(b"12")
     assert fingerprint() != gone
+
+
+# ---- links that bring a text
+
+
+@pytest.mark.parametrize(
+    ("node", "socket"),
+    [
+        ("LoadModelForTraining", "model"),
+        ("LoadModelForTraining", "devices"),
+        ("TrainingDatasetNode", "folder"),
+        ("CacheCaptionsAndLatents", "vae"),
+        ("SplitModel", "devices"),
+        ("LoadDiffusionModelSplit", "unet_name"),
+    ],
+)
+def test_a_text_may_be_linked_to_a_list_of_files_and_nothing_else(nodes: ModuleType, node: str, socket: str) -> None:
+    check = getattr(nodes, node).validate_inputs
+    for kind in ("STRING", "COMBO", "*", "INT,STRING", ["a", "b"], "COMFY_MATCHTYPE_V3"):
+        assert check(input_types={socket: kind}) is True, kind
+    for kind in ("INT", "MODEL", "IMAGE,MASK"):
+        assert check(input_types={socket: kind}) == f"{socket} takes COMBO, and {kind} is linked to it"
+
+
+def test_links_of_other_inputs_are_checked_as_comfyui_does(nodes: ModuleType) -> None:
+    check = nodes.CacheCaptionsAndLatents.validate_inputs
+    assert check(input_types={"dataset": "DEVICEBRIDGE_DATASET", "stock_clip": "CLIP"}) is True
+    assert "dataset takes DEVICEBRIDGE_DATASET" in check(input_types={"dataset": "STRING"})
+    assert "dtype takes COMBO, and STRING" in check(input_types={"dtype": "STRING"})
+
+
+def test_the_page_and_the_nodes_name_the_same_lists(nodes: ModuleType) -> None:
+    page = (Path(__file__).resolve().parents[3] / "web/js/nodes.js").read_text(encoding="utf-8")
+    (named,) = re.findall(r"const TEXT_LINKS = \[(.*?)\]", page)
+    assert set(re.findall(r"'(\w+)'", named)) == nodes.choices.TEXT_LINKS
+    lists = {
+        each.id
+        for node in nodes.NODES
+        for each in node.define_schema().inputs
+        if each.io_type == "COMBO" and (each.id in ("model", "unet_name") or each.options.get("extra_dict"))
+    }
+    assert lists == nodes.choices.TEXT_LINKS
+
+
+def test_a_node_whose_file_is_linked_runs_every_time(nodes: ModuleType) -> None:
+    for found in (
+        nodes.TrainingDatasetNode.fingerprint_inputs(evaluation_folder="[none]"),
+        nodes.CacheCaptionsAndLatents.fingerprint_inputs(cache_folder="devicebridge/cache", vae="[model folder]"),
+    ):
+        assert found != found, "as NaN"

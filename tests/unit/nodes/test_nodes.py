@@ -27,6 +27,8 @@ NODE_IDS = [
     "DeviceBridgeLoadModelForTraining",
     "DeviceBridgeQuantize",
     "DeviceBridgeTrainingDataset",
+    "DeviceBridgeImagesToCaption",
+    "DeviceBridgeWriteCaptions",
     "DeviceBridgeCacheCaptionsAndLatents",
     "DeviceBridgeDatasetFromLatents",
     "DeviceBridgePlanTraining",

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from devicebridge.cli.main import main
-from devicebridge.config.job import make_job
+from devicebridge.config.job import load_job, make_job
 from devicebridge.events import Event, EventLog, EventTail
 from devicebridge.jobs.job import run_job
 from devicebridge.runs.news import News
@@ -328,8 +328,20 @@ def test_a_queue_that_is_read_again_finds_its_jobs_and_the_processes_that_run(
     again.tick()
     assert started == ["one"]
     assert "cuda:0" in again.held()
-    with pytest.raises(Busy, match="in the queue already"):
+    with pytest.raises(Busy, match="one is starting; press Stop"):
         _add(again, "one", "cuda:1")
+
+
+def test_a_job_that_waits_is_replaced_by_the_newer_one_of_its_run_and_keeps_its_place(
+    tmp_path: Path, started: list[str]
+) -> None:
+    queue = JobQueue(RunStore(tmp_path), lambda: {"cuda:0": "ComfyUI holds models on"})
+    first, second = _add(queue, "one", "cuda:0"), _add(queue, "two", "cuda:0")
+    newer = queue.add(_job(tmp_path / "one", steps=20), ["cuda:0"], is_resumed=True)
+    assert [(each.id, each.is_resumed) for each in queue.jobs()] == [(newer.id, True), (second.id, False)]
+    assert newer.id != first.id and load_job(tmp_path / "one" / "background.toml").train.steps == 20
+    with pytest.raises(NotThere):
+        queue.find(first.id)
 
 
 def test_models_on_a_card_keep_a_job_waiting_and_are_named(tmp_path: Path, started: list[str]) -> None:

@@ -1,0 +1,121 @@
+"""A dataset folder as its captions are looked after: what has one, how it is cut, and writing one.
+
+A broken file refuses no dataset here, as it does before a training (folders.py): what is wrong is said beside it. Links
+are left out, so that nothing is read or written elsewhere through one.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from ..config.job import DataConfig
+from ..families.spec import LatentSpec
+from ..system.files import write_atomically
+from .buckets import bucket_step, choose_bucket, make_buckets
+from .captions import make_caption
+from .folders import caption_file, list_files, read_caption
+from .image import read_size
+from .video import first_picture, is_clip, probe_clip
+
+MOST_FILES = 5000  # of a folder, that are shown
+MOST_CAPTION = 8000  # characters of a caption that is written here
+# No model is known: any clip is taken, and sides are multiples of what most models want.
+ANY_MODEL = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
+
+
+@dataclass(frozen=True)
+class Captioned:
+    """An image or clip, and what is known of it without decoding it.
+
+    Args:
+        caption: of its file, without blanks around it; None where there is none.
+        size: height and width in pixels as it is looked at; None if that cannot be told.
+        buckets: what it is cut to, height and width, one per resolution.
+        trained_as: the caption that training sees.
+        problem: what is wrong with the file or its caption; "" if nothing is.
+    """
+
+    path: Path
+    caption: str | None
+    size: tuple[int, int] | None
+    buckets: tuple[tuple[int, int], ...]
+    trained_as: str
+    is_clip: bool = False
+    problem: str = ""
+
+
+def media_files(config: DataConfig) -> list[Path]:
+    """The images and clips of the config's first folder, by name; no links.
+
+    Raises: ValueError for a folder without any, or with far more than a dataset.
+    """
+    found = list_files(config.folders[0], False, ANY_MODEL, lambda: None)
+    return [path for path, _ in found if not path.is_symlink()][:MOST_FILES]
+
+
+def look_at(config: DataConfig, paths: Sequence[Path] | None = None) -> Iterator[Captioned]:
+    """Images and clips of the config's first folder, those without a caption first. paths: left out, all.
+
+    Raises: ValueError as media_files; for a resolution below the smallest side of a bucket.
+    """
+    folder = config.folders[0]
+    step = bucket_step(config, ANY_MODEL)
+    sizes = [make_buckets(each, step, config.max_aspect_ratio) for each in folder.resolutions or config.resolutions]
+    pairs = [(path, *own_caption(path)) for path in paths or media_files(config)]
+    for path, caption, problem in sorted(pairs, key=lambda pair: bool(pair[1])):
+        is_moving, size, wrong = _known(str(path), path.stat().st_mtime_ns)
+        cut = tuple(choose_bucket(size, each) for each in sizes) if size else ()
+        trained = make_caption(caption or folder.caption, config, folder)
+        yield Captioned(path, caption, size, cut, trained, is_moving, wrong or problem)
+
+
+def without_caption(config: DataConfig) -> list[Path]:
+    """The images and clips of the config's first folder whose caption is empty or not there."""
+    return [path for path in media_files(config) if not any(own_caption(path))]
+
+
+def write_caption(path: Path, text: str) -> None:
+    """Put a caption beside an image or clip, in the place of the one that is there.
+
+    Raises: ValueError for a text that is no caption, or a place that is a link or no ordinary file; OSError.
+    """
+    if len(text) > MOST_CAPTION or "\0" in text:
+        raise ValueError(f"a caption has up to {MOST_CAPTION} characters, and none of them is NUL")
+    file = caption_file(path)
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise ValueError(f"{file.name} is a link or no ordinary file; put a text file in its place")
+    text = text.strip()
+    write_atomically(file, f"{text}\n".encode() if text else b"")
+
+
+def small_picture(path: Path, side: int) -> bytes:
+    """An image, or the first frame of a clip, as a JPEG whose sides have at most so many pixels. Raises: ValueError."""
+    picture, data = first_picture(path), io.BytesIO()
+    picture.thumbnail((side, side))
+    picture.save(data, format="JPEG", quality=80)
+    return data.getvalue()
+
+
+def own_caption(path: Path) -> tuple[str | None, str]:
+    """The caption, and what is wrong with its file."""
+    file = caption_file(path)
+    if file.is_symlink():
+        return None, f"{file.name} is a link, which is not followed here"
+    try:
+        return read_caption(file), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+@lru_cache(maxsize=4 * MOST_FILES)
+def _known(path: str, changed: int) -> tuple[bool, tuple[int, int] | None, str]:
+    """Whether it is a clip, its size, and what is wrong with it. changed: time of the last change, in ns."""
+    file, is_moving = Path(path), is_clip(Path(path))
+    try:
+        return is_moving, probe_clip(file).size if is_moving else read_size(file, is_decoded=False), ""
+    except (ValueError, RuntimeError, OSError) as error:
+        return is_moving, None, str(error)

@@ -1,0 +1,173 @@
+"""Nodes: images without a caption for whatever captioning node a graph has, and its texts back beside the images."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import host
+from .host import io
+from .saying import said_on_node
+from .types import DatasetSocket, TrainingDataset
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..config.job import FolderConfig
+
+_FILE = "Which image or clip this is, for Write Captions."
+
+
+class ImagesToCaption(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="DeviceBridgeImagesToCaption",
+            display_name="Images to Caption",
+            category="DeviceBridge/training",
+            description="The images of a dataset that have no caption, one after the other, for any node that makes a "
+            "text of an image: core's Generate Text with a model that sees, or a captioning pack. Connect its text and "
+            "the files of this node to Write Captions.",
+            search_aliases=["auto caption", "captioning", "florence", "tagger", "describe images"],
+            inputs=[
+                DatasetSocket.Input("dataset", tooltip="The dataset, from Training Dataset."),
+                io.Int.Input(
+                    "longest_side",
+                    default=1024,
+                    min=64,
+                    max=4096,
+                    tooltip="Larger images are scaled down to this many pixels along their longest side.",
+                ),
+                io.Int.Input(
+                    "at_most",
+                    default=100,
+                    min=1,
+                    max=5000,
+                    tooltip="Images of one run, which are in memory together. Run again for those that are left.",
+                ),
+            ],
+            outputs=[
+                io.Image.Output("image", is_output_list=True, tooltip="An image, or the first frame of a clip."),
+                io.String.Output("file", is_output_list=True, tooltip=_FILE),
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    @said_on_node
+    def execute(cls, dataset: TrainingDataset, longest_side: int, at_most: int) -> io.NodeOutput:
+        from ..data.video import first_picture
+
+        paths = list(_to_caption(dataset))
+        if not paths:
+            host.NodeView(cls.hidden.unique_id).show_text("Every image has a caption.")
+            none = host.blocked(1)
+            return io.NodeOutput(none, none)
+        chosen = paths[:at_most]
+        images = [_as_image(first_picture(path), longest_side) for path in chosen]
+        host.NodeView(cls.hidden.unique_id).show_text(f"{len(chosen)} of {len(paths)} images without a caption")
+        return io.NodeOutput(images, [str(path) for path in chosen])
+
+
+class WriteCaptions(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="DeviceBridgeWriteCaptions",
+            display_name="Write Captions",
+            category="DeviceBridge/training",
+            description="Writes each text into the .txt file beside its image. A caption that is there is never "
+            "changed, and where all have one, nothing before this node is run. Inside ComfyUI's input folder only.",
+            search_aliases=["auto caption", "save captions", "caption files"],
+            is_output_node=True,
+            is_input_list=True,
+            inputs=[
+                DatasetSocket.Input("dataset", tooltip="The dataset, from Training Dataset."),
+                io.String.Input(
+                    "caption",
+                    force_input=True,
+                    lazy=True,
+                    tooltip="The text that a captioning node has made of each image.",
+                ),
+                io.String.Input(
+                    "file", force_input=True, lazy=True, tooltip="The files of these images, from Images to Caption."
+                ),
+            ],
+            outputs=[DatasetSocket.Output("captioned", display_name="dataset", tooltip="The same dataset, captioned.")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def check_lazy_status(cls, dataset: list[TrainingDataset], **inputs: Any) -> list[str]:
+        """The texts are asked for only where one is missing: a captioning model takes its time."""
+        return ["caption", "file"] if any(_to_caption(dataset[0])) else []
+
+    @classmethod
+    @said_on_node
+    def execute(cls, dataset: list[TrainingDataset], caption: Sequence[Any], file: Sequence[Any]) -> io.NodeOutput:
+        (found,) = dataset
+        missing = {str(path): path for path in _to_caption(found)}
+        given = {} if list(file) == [None] else _paired(file, caption)
+        strange = given.keys() - _all_files(found) if given.keys() - missing.keys() else ()
+        if strange:
+            raise ValueError(f"file {min(strange)!r} is none of this dataset; connect the files of Images to Caption")
+        written = _write({missing[name]: text for name, text in given.items() if name in missing})
+        text = f"{written} captions were written, {len(missing) - written} images have none"
+        host.NodeView(cls.hidden.unique_id).show_text(text)
+        return io.NodeOutput(found, ui={"text": (text,)})
+
+
+def _to_caption(dataset: TrainingDataset) -> Iterator[Path]:
+    """Images and clips without a caption, of the folders that have no caption for such."""
+    from ..data.caption_files import without_caption
+
+    if dataset.data.encoded:
+        raise ValueError("this dataset arrived encoded; captions are of folders of images")
+    for folder in dataset.data.folders:
+        if not folder.caption:
+            yield from _of_folder(dataset, folder, without_caption)
+
+
+def _all_files(dataset: TrainingDataset) -> set[str]:
+    from ..data.caption_files import media_files
+
+    each = (dataclasses.replace(dataset.data, folders=(folder,)) for folder in dataset.data.folders)
+    return {str(path) for config in each for path in media_files(config)}
+
+
+def _of_folder(dataset: TrainingDataset, folder: FolderConfig, find: Any) -> list[Path]:
+    """Raises: ValueError for a folder in which captions may not be written, if some are missing."""
+    found = find(dataclasses.replace(dataset.data, folders=(folder,)))
+    if found:
+        host.refuse_writing(Path(folder.path))
+    return found
+
+
+def _paired(files: Sequence[Any], captions: Sequence[Any]) -> dict[str, str]:
+    if len(files) != len(captions):
+        raise ValueError(
+            f"{len(captions)} captions came for {len(files)} images; connect a node that makes one text of each image"
+        )
+    return {str(name): str(text) for name, text in zip(files, captions, strict=True)}
+
+
+def _write(captions: dict[Path, str]) -> int:
+    """How many texts were not empty, and are written."""
+    from ..data.caption_files import write_caption
+
+    told = {path: text.strip() for path, text in captions.items()}
+    for path, text in told.items():
+        if text:
+            write_caption(path, text)
+    return sum(map(bool, told.values()))
+
+
+def _as_image(picture: Any, longest_side: int) -> torch.Tensor:
+    """As ComfyUI has images: float32 in 0..1. [1, H, W, 3]"""
+    import numpy as np
+    import torch
+
+    picture.thumbnail((longest_side, longest_side))
+    return torch.from_numpy(np.asarray(picture).copy()).to(torch.float32).div_(255.0)[None]

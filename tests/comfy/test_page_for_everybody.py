@@ -1,0 +1,322 @@
+"""The page for a new user, for a keyboard, a screen reader, light and dark; a folder of images; what it costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devicebridge.config.job import make_job
+from devicebridge.runs.queue import JobQueue
+from devicebridge.runs.record import recorded_run
+from devicebridge.runs.store import RunStore
+from devicebridge.tests.comfy.browser import CONTRASTS, FOCUSABLE, open_page, open_tab
+from devicebridge.tests.comfy.server import ROOT, Server
+from devicebridge.tests.tiny_pipeline import save_tiny_dataset, save_tiny_pipeline
+from devicebridge.tests.workflows import read_workflow, set_values
+from PIL import Image
+
+pytestmark = pytest.mark.comfy
+
+TEMPLATE = "train_a_LoRA_over_two_GPUs"
+MOST_OF_A_CORE = 0.02
+_NAMELESS = re.compile(r"^\s*- (button|link|checkbox|slider|textbox|combobox|img|group|region|progressbar)(:|$| \[)")
+
+
+@pytest.fixture
+def settings(server: Server) -> Iterator[None]:
+    """A user who knows ComfyUI, with the canvas."""
+    for name, value in (("TutorialCompleted", True), ("VueNodes.Enabled", False)):
+        server.post(f"/api/settings/Comfy.{name}", value)
+    yield
+    server.post("/api/settings/Comfy.ColorPalette", "dark")
+
+
+# ---- a new user
+
+
+def _put_stand_ins(models: Path, pipeline: Path) -> list[Path]:
+    """Tiny models under the names that the template's lists say; as diffusers' folders, which tell their sizes."""
+    model = models / "diffusers" / "flux2_dev_fp8mixed.safetensors"
+    encoder = models / "text_encoders" / "mistral_3_small_flux2_bf16.safetensors"
+    vae = models / "vae" / "flux2-vae.safetensors"
+    shutil.copytree(pipeline, model)
+    shutil.copytree(pipeline, encoder, ignore=shutil.ignore_patterns("transformer", "vae"))
+    shutil.copytree(pipeline / "vae", vae)
+    return [model, encoder, vae]
+
+
+def test_a_new_user_is_three_clicks_and_no_typed_path_from_the_first_training_step(
+    chromium: str, server: Server, tmp_path: Path
+) -> None:
+    made = _put_stand_ins(server.base / "models", save_tiny_pipeline(tmp_path / "tiny_flux2", "flux2"))
+    images = server.base / "input" / "my_images"
+    if not images.exists():
+        made.append(save_tiny_dataset(images, num_images=3))
+    server.post("/api/settings/Comfy.TutorialCompleted", False)
+    events = server.base / "output" / "devicebridge" / "my_lora" / "events.jsonl"
+    with open_page(chromium, server, tmp_path / "profile") as page:
+        page.evaluate("""() => {
+          window.counted = { clicks: 0, keys: 0 }
+          addEventListener('pointerdown', (event) => { window.counted.clicks += event.isTrusted }, true)
+          addEventListener('keydown', (event) => { window.counted.keys += event.isTrusted }, true)
+        }""")
+        page.route(f"**/workflow_templates/devicebridge/{TEMPLATE}.json", _smaller)
+        dialog = page.get_by_role("dialog")  # which a first start opens by itself
+        dialog.get_by_text("DeviceBridge", exact=True).first.click()
+        dialog.get_by_text(TEMPLATE, exact=True).first.click()
+        dialog.wait_for(state="detached")
+        page.get_by_test_id("queue-button").click()
+        _wait_until(lambda: events.exists() and '"kind": "step"' in events.read_text(encoding="utf-8"), server)
+        counted = page.evaluate("() => window.counted")
+    server.post("/interrupt", {})
+    assert counted == {"clicks": 3, "keys": 0}
+    _wait_until(lambda: not server.get("/queue")["queue_running"], server)
+    for path in made:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _smaller(route: Any) -> None:
+    """The template, with pictures that a CPU trains on; all that names files stays."""
+    small = {"TrainingDataset.resolutions": "32", "TrainLora.accumulation": 1, "LoadModelForTraining.dtype": "float32"}
+    values = {f"DeviceBridge{name}": value for name, value in small.items()}
+    route.fulfill(json=set_values(read_workflow(ROOT / "example_workflows" / f"{TEMPLATE}.json"), values))
+
+
+def _wait_until(is_true: Any, server: Server, timeout_s: float = 200.0) -> None:
+    end, before = time.monotonic() + timeout_s, _errors(server)
+    while not is_true():
+        assert time.monotonic() < end and _errors(server) == before, server.log.read_text(encoding="utf-8")[-3000:]
+        time.sleep(0.5)
+
+
+def _errors(server: Server) -> int:
+    return sum(entry["status"]["status_str"] == "error" for entry in server.get("/history").values())
+
+
+# ---- a panel with everything in it
+
+
+@contextmanager
+def _full_panel(server: Server, name: str, num_waiting: int = 2) -> Iterator[Path]:
+    """A run that seems to be under way, with curves, samples and checkpoints; jobs that wait; a folder of images."""
+    root = server.base / "output" / "devicebridge"
+    store = RunStore(root)
+    queue = JobQueue(store)
+    run = root / name
+    (run / "samples").mkdir(parents=True)
+    for step in (0, 50):
+        for index in (0, 1):
+            Image.new("RGB", (64, 64), (90 + step, 80, 160)).save(run / "samples" / f"{step:06d}_{index}.png")
+    folder = run / "checkpoints" / "step-000050"
+    folder.mkdir(parents=True)
+    (folder / f"{name}.safetensors").write_bytes(b"a lora")
+    with recorded_run(run, _job(run), ["cpu", "host"]):
+        _tell(run, [{"kind": "phase", "name": "training", "blocks": [["cpu", 4], ["host", 2]]}])
+        parts = {"weights": 4e9, "lora": 1e8, "kept": 5e8, "other": 1e8}
+        _tell(run, [{"kind": "forecast", "devices": {"host": {"bytes": 5e9}}, "parts": {"host": parts}}])
+        _tell(run, [{"kind": "memory", "host": {"allocated": 3.9, "peak": 4.4, "reserved": 4.6}}])
+        for step in (0, 50):
+            told = [{"file": f"{step:06d}_{index}.png", "prompt": f"prompt {index}"} for index in (0, 1)]
+            _tell(run, [{"kind": "sample", "step": step, **each} for each in told])
+        _tell(run, [_step(step) for step in range(1, 60)] + [{"kind": "eval", "step": 50, "loss": 0.4}])
+        jobs = [_job(root / f"{name}_{number}") for number in range(2, 2 + num_waiting)]
+        waiting = [queue.add(job, ["cpu"], is_resumed=False) for job in jobs]
+        images = save_tiny_dataset(server.base / "input" / f"{name}_images", num_images=3)
+        (images / "image_2.txt").unlink()
+        try:
+            yield run
+        finally:
+            for job in waiting:
+                queue.remove(job.id)
+            shutil.rmtree(images)
+    shutil.rmtree(run)
+
+
+def _job(folder: Path) -> Any:
+    return make_job(
+        {
+            "model": {"path": str(folder / "model")},
+            "data": {"folders": [{"path": str(folder / "data")}]},
+            "train": {"steps": 100},
+            "output": {"folder": str(folder)},
+        }
+    )
+
+
+def _step(step: int) -> dict[str, Any]:
+    loss = 0.3 + 1 / (step + 1)
+    return {"kind": "step", "step": step, "total": 100, "loss": loss, "learning_rate": 1e-4, "elapsed_s": 0.5}
+
+
+def _tell(run: Path, events: list[dict[str, Any]]) -> None:
+    with (run / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(event) + "\n" for event in events)
+
+
+def _open_all(page: Any, run: str) -> None:
+    open_tab(page)
+    page.locator(f'.db-panel [data-run="{run}"] .db-name').click()
+    page.get_by_text("Dataset: captions and buckets").click()
+    page.get_by_label("dataset folder").select_option(f"{run}_images")
+    page.locator(".db-captions li").nth(2).wait_for()
+    page.locator(".db-samples img").first.wait_for()
+
+
+def test_every_control_has_a_name_and_a_key_and_every_text_stands_out_in_both_themes(
+    chromium: str, server: Server, settings: None, tmp_path: Path
+) -> None:
+    with _full_panel(server, "everybody"), open_page(chromium, server, tmp_path / "profile") as page:
+        _open_all(page, "everybody")
+        told = page.locator(".db-panel").aria_snapshot()
+        assert [line for line in told.splitlines() if _NAMELESS.match(line)] == []
+        for role in ("button", "checkbox", "slider", "textbox", "combobox", "img", "region", "progressbar", "link"):
+            assert re.search(rf"- '?{role} ", told), role
+        expected = page.evaluate(f"() => document.querySelectorAll(`{FOCUSABLE}`).length")
+        assert expected > 20 and _reached_by_tab(page) == expected
+        for theme in ("dark", "light"):
+            page.evaluate("(theme) => app.extensionManager.setting.set('Comfy.ColorPalette', theme)", theme)
+            page.wait_for_timeout(500)
+            contrasts = page.evaluate(CONTRASTS)
+            assert len(contrasts) > 60
+            assert [(text, ratio) for text, ratio in contrasts if ratio < 4.5] == [], theme
+            _keep(page, theme)
+
+
+def _keep(page: Any, name: str) -> None:
+    """For somebody who looks at it: PAGE_PICTURES names a folder."""
+    folder = os.environ.get("PAGE_PICTURES")
+    if folder:
+        page.screenshot(path=Path(folder) / f"{name}.png")
+
+
+def _reached_by_tab(page: Any) -> int:
+    """Controls of the panel that Tab comes to, one after the other, each with a visible mark."""
+    page.locator(FOCUSABLE).first.focus()
+    seen = 0
+    inside = "() => !!document.activeElement?.closest('.db-panel')"
+    while page.evaluate(inside) and seen < 200:
+        seen += 1
+        if seen == 2:
+            style = page.evaluate("() => getComputedStyle(document.activeElement).outlineStyle")
+            assert style != "none"
+        page.keyboard.press("Tab")
+    return seen
+
+
+def test_a_caption_is_edited_in_the_page_and_the_next_image_is_ready(
+    chromium: str, server: Server, settings: None, tmp_path: Path
+) -> None:
+    images = save_tiny_dataset(server.base / "input" / "page_images", num_images=3)
+    (images / "image_1.txt").unlink()
+    with open_page(chromium, server, tmp_path / "profile") as page:
+        page.evaluate(
+            """(folder) => {
+          const node = window.LiteGraph.createNode('DeviceBridgeTrainingDataset')
+          window.app.graph.add(node)
+          const set = (name, value) => { node.widgets.find((widget) => widget.name === name).value = value }
+          set('folder', folder)
+          set('trigger_word', 'ohwx')
+          set('resolutions', '64')
+          node.widgets.find((widget) => widget.name === 'captions').callback()
+        }""",
+            "page_images",
+        )
+        page.get_by_text("3 images, 1 without a caption").wait_for()
+        assert page.get_by_text(re.compile(r"buckets: 64 × 64 \(2\), 48 × 80 \(1\)")).count() == 1
+        rows = page.locator(".db-captions li")
+        assert rows.nth(0).get_attribute("data-file") == "image_1.png"
+        page.wait_for_function("() => document.querySelector('.db-captions img').naturalWidth > 0")
+        page.get_by_label("caption of image_1.png", exact=True).fill("a new picture")
+        page.keyboard.press("Enter")
+        page.get_by_text("trained as: ohwx, a new picture").wait_for()
+        page.get_by_text("3 images, 0 without a caption").wait_for()
+        assert (images / "image_1.txt").read_text(encoding="utf-8") == "a new picture\n"
+        assert page.evaluate("() => document.activeElement.getAttribute('aria-label')") == "caption of image_0.png"
+        (images / "image_0.txt").write_text("somebody else's", encoding="utf-8")
+        page.keyboard.type("mine")
+        page.get_by_label("save the caption of image_0.png").click()
+        page.get_by_text("was changed meanwhile").wait_for()
+        assert (images / "image_0.txt").read_text(encoding="utf-8") == "somebody else's"
+        assert server.get("/queue")["queue_pending"] == [], "Enter is no shortcut of the canvas here"
+    shutil.rmtree(images)
+
+
+def test_the_page_says_within_ten_seconds_that_a_process_is_gone(
+    chromium: str, server: Server, settings: None, tmp_path: Path
+) -> None:
+    with _full_panel(server, "killed", num_waiting=0) as run, open_page(chromium, server, tmp_path / "profile") as page:
+        _open_all(page, "killed")
+        record = json.loads((run / "run.json").read_text(encoding="utf-8"))
+        record["process"]["started"] -= 1000  # another process of this number, as the one that is gone
+        (run / "run.json").write_text(json.dumps(record), encoding="utf-8")
+        page.get_by_label("killed, crashed").wait_for(timeout=10_000)
+        page.get_by_text("Its process is gone. Resume goes on from the newest checkpoint.").wait_for(timeout=10_000)
+        assert page.get_by_role("button", name="Resume", exact=True).is_enabled()
+
+
+# ---- what it costs
+
+
+def test_while_training_the_page_asks_for_nothing_again_and_again_and_computes_little(
+    chromium: str, server: Server, settings: None, tmp_path: Path
+) -> None:
+    """Two steps a second, with the tab open. The browser's own profiler counts what our modules compute; styles and
+    layout count in full, whoever made them necessary."""
+    seconds = 12
+    with _full_panel(server, "costly") as run, open_page(chromium, server, tmp_path / "profile") as page:
+        _open_all(page, "costly")
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        session = page.context.new_cdp_session(page)
+        session.send("Profiler.enable")
+        session.send("Profiler.setSamplingInterval", {"interval": 200})
+        session.send("Performance.enable")
+        laid_out = _layout_s(session)
+        session.send("Profiler.start")
+        for step in range(60, 60 + 2 * seconds):
+            _tell(
+                run,
+                [
+                    _step(step),
+                    {"kind": "memory", "host": {"allocated": 3.9, "peak": 4.4 + step / 1e3, "reserved": 4.6}},
+                ],
+            )
+            page.wait_for_timeout(500)
+        profile = session.send("Profiler.stop")["profile"]
+        laid_out = (_layout_s(session) - laid_out) * 1e6 / (profile["endTime"] - profile["startTime"])
+        share = _share_of(profile, "/extensions/devicebridge/")
+        page.locator('.db-panel dd[data-fact="Step"]', has_text="83 of 100").wait_for()
+    print(f"our modules: {100 * share:.2f} % of a core, styles and layout of the page: {100 * laid_out:.2f} %")
+    assert share > 0 and share + laid_out <= MOST_OF_A_CORE
+    ours = [url for url in asked if "/devicebridge/" in url]
+    assert len(ours) <= seconds / 5 + 1, ours
+
+
+def _layout_s(session: Any) -> float:
+    found = {each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]}
+    return found["LayoutDuration"] + found["RecalcStyleDuration"]
+
+
+def _share_of(profile: dict[str, Any], place: str) -> float:
+    """Time in functions of scripts of this place and in what they call, over all time."""
+    nodes = {node["id"]: node for node in profile["nodes"]}
+    ours: set[int] = set()
+
+    def mark(node: dict[str, Any], inside: bool) -> None:
+        inside = inside or place in node["callFrame"]["url"]
+        if inside:
+            ours.add(node["id"])
+        for child in node.get("children", ()):
+            mark(nodes[child], inside)
+
+    mark(profile["nodes"][0], False)
+    spent = zip(profile["samples"], profile["timeDeltas"], strict=True)
+    return sum(delta for sample, delta in spent if sample in ours) / (profile["endTime"] - profile["startTime"])

@@ -1,0 +1,100 @@
+"""Images without a caption go to whatever captioning node a graph has, and its texts come back beside them."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from devicebridge.config.job import DataConfig, EvaluationConfig, FolderConfig
+from devicebridge.tests import comfy_stub
+from PIL import Image
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> comfy_stub.FakeHost:
+    return comfy_stub.install(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def nodes(host: comfy_stub.FakeHost) -> ModuleType:
+    return importlib.import_module("devicebridge.nodes")
+
+
+@pytest.fixture
+def folder(host: comfy_stub.FakeHost) -> Path:
+    """Three images, of which b.png has a caption."""
+    place = host.root / "input" / "dogs"
+    place.mkdir()
+    for name, colour in (("a", "red"), ("b", "lime"), ("c", "blue")):
+        Image.new("RGB", (200, 100), colour).save(place / f"{name}.png")
+    (place / "b.txt").write_text("mine")
+    return place
+
+
+def _dataset(nodes: ModuleType, *folders: Path, **more: Any) -> Any:
+    entries = tuple(FolderConfig(str(folder), **more) for folder in folders)
+    return nodes.types.TrainingDataset(DataConfig(folders=entries), EvaluationConfig())
+
+
+def test_images_without_a_caption_are_given_with_their_files(nodes: ModuleType, folder: Path) -> None:
+    dataset = _dataset(nodes, folder)
+    images, files = nodes.ImagesToCaption.execute(dataset=dataset, longest_side=64, at_most=9).args
+    assert files == [str(folder / "a.png"), str(folder / "c.png")]
+    assert [tuple(each.shape) for each in images] == [(1, 32, 64, 3)] * 2
+    assert torch.equal(images[1][0, 0, 0], torch.tensor([0.0, 0.0, 1.0]))
+    assert len(nodes.ImagesToCaption.execute(dataset=dataset, longest_side=64, at_most=1).args[0]) == 1
+
+
+def test_texts_are_asked_for_only_while_one_is_missing_and_never_replace_a_caption(
+    nodes: ModuleType, folder: Path
+) -> None:
+    dataset, node = _dataset(nodes, folder), nodes.WriteCaptions
+    assert node.check_lazy_status(dataset=[dataset], caption=(None,), file=(None,)) == ["caption", "file"]
+    files = [str(folder / f"{name}.png") for name in "abc"]
+    output = node.execute(dataset=[dataset], caption=["red", "theirs", " "], file=files)
+    assert output.args == (dataset,) and output.ui == {"text": ("1 captions were written, 1 images have none",)}
+    assert {path.name: path.read_text() for path in folder.glob("*.txt")} == {"a.txt": "red\n", "b.txt": "mine"}
+    node.execute(dataset=[dataset], caption=["blue"], file=files[2:])
+    assert node.check_lazy_status(dataset=[dataset]) == []
+    assert node.execute(dataset=[dataset], caption=[None], file=[None]).args == (dataset,)
+
+
+def test_where_all_have_a_caption_nothing_runs_behind_the_images(nodes: ModuleType, folder: Path) -> None:
+    for name in "ac":
+        (folder / f"{name}.txt").write_text("here")
+    images, files = nodes.ImagesToCaption.execute(dataset=_dataset(nodes, folder), longest_side=64, at_most=9).args
+    assert [type(each[0]).__name__ for each in (images, files)] == ["ExecutionBlocker"] * 2
+
+
+def test_files_that_are_not_of_the_dataset_are_refused_before_any_is_written(
+    nodes: ModuleType, host: comfy_stub.FakeHost, folder: Path
+) -> None:
+    outside = host.root / "outside.png"
+    Image.new("RGB", (8, 8)).save(outside)
+    for name in (str(outside), "a.png", str(folder / ".." / "dogs" / "a.png"), str(folder / "a.txt")):
+        with pytest.raises(ValueError, match="is none of this dataset"):
+            nodes.WriteCaptions.execute(
+                dataset=[_dataset(nodes, folder)], caption=["x", "y"], file=[str(folder / "a.png"), name]
+            )
+    with pytest.raises(ValueError, match="1 captions came for 2 images"):
+        nodes.WriteCaptions.execute(dataset=[_dataset(nodes, folder)], caption=["x"], file=["a", "b"])
+    assert not (folder / "a.txt").exists() and not outside.with_suffix(".txt").exists()
+
+
+def test_folders_outside_the_input_folder_are_read_only_here(
+    nodes: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path
+) -> None:
+    other = tmp_path / "other_disk"
+    other.mkdir()
+    Image.new("RGB", (8, 8)).save(other / "a.png")
+    host.allow(other)
+    with pytest.raises(ValueError, match="captions are written in ComfyUI's input folder only"):
+        nodes.WriteCaptions.check_lazy_status(dataset=[_dataset(nodes, other)])
+
+
+def test_a_folder_with_a_caption_for_all_is_left_out(nodes: ModuleType, folder: Path) -> None:
+    assert nodes.WriteCaptions.check_lazy_status(dataset=[_dataset(nodes, folder, caption="a dog")]) == []

@@ -1,0 +1,127 @@
+"""What the page asks of folders of images: only those that are there, and nothing but captions is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from devicebridge.cli.main import main
+from devicebridge.config.job import save_job
+from devicebridge.encoding.text_encoder import TextEncoder
+from devicebridge.runs.api import Answer, Api, Host
+from devicebridge.runs.queue import JobQueue
+from devicebridge.runs.store import RunStore
+from devicebridge.tests.tiny_pipeline import make_tiny_job
+from PIL import Image
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    place = tmp_path / "input" / "dogs"
+    place.mkdir(parents=True)
+    for name in ("a", "b"):
+        Image.new("RGB", (96, 64)).save(place / f"{name}.png")
+    (place / "a.txt").write_text("a dog")
+    return place
+
+
+@pytest.fixture
+def api(folder: Path, tmp_path: Path) -> Api:
+    return make_api(tmp_path / "runs", folder.parent, ["dogs"])
+
+
+def make_api(runs: Path, base: Path, names: list[str]) -> Api:
+    store = RunStore(runs)
+    host = Host(lambda: runs, list, lambda: None, lambda: names, lambda name: base / name)
+    return Api(store, JobQueue(store), host)
+
+
+def _get(api: Api, name: str, query: str = "") -> Answer:
+    return api.answer("GET", name, query, {}, b"")
+
+
+def _write(api: Api, **values: Any) -> Answer:
+    given = {"folder": "dogs", "file": "b.png", "was": None, **values}
+    return api.answer("POST", "caption", "", JSON, json.dumps(given).encode())
+
+
+def test_a_folder_is_shown_with_captions_and_buckets_missing_first(api: Api) -> None:
+    assert _get(api, "datasets").values == {"folders": ["dogs"]}
+    found = _get(api, "dataset", "folder=dogs&resolutions=64,%2032&trigger_word=ohwx&regularisation=false").values
+    assert [(each["file"], each["caption"], each["size"]) for each in found["files"]] == [
+        ("b.png", None, (96, 64)),
+        ("a.png", "a dog", (96, 64)),
+    ]
+    assert [each["trained_as"] for each in found["files"]] == ["ohwx", "ohwx, a dog"]
+    assert found["files"][0]["buckets"] == [(80, 48), (32, 32)]
+
+
+def test_settings_that_do_not_fit_are_said(api: Api) -> None:
+    wrong = _get(api, "dataset", "folder=dogs&caption_template=%7Btrigger%7D%20here")
+    assert wrong.status == 400 and "there is no trigger_word" in wrong.values["error"]
+    for query in ("resolutions=a", "resolutions=", "bucket_step=x", "regularisation=maybe", "max_aspect_ratio=inf"):
+        assert _get(api, "dataset", f"folder=dogs&{query}").status == 400, query
+
+
+def test_a_caption_is_written_once_and_not_over_what_somebody_else_wrote(api: Api, folder: Path) -> None:
+    answer = _write(api, caption=" a second dog ")
+    assert (answer.status, answer.values["caption"]) == (200, "a second dog")
+    assert (folder / "b.txt").read_text() == "a second dog\n"
+    late = _write(api, caption="another")
+    assert late.status == 409 and "was changed meanwhile" in late.values["error"]
+    assert _write(api, caption="another", was="a second dog").status == 200
+    assert sorted(path.name for path in folder.iterdir()) == ["a.png", "a.txt", "b.png", "b.txt"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"folder": "cats"},
+        {"folder": ".."},
+        {"folder": "../input/dogs"},
+        {"file": "c.png"},
+        {"file": "b.txt"},
+        {"file": "../dogs/b.png"},
+        {"file": "b.png\0"},
+        {"caption": 1},
+        {"caption": None},
+        {"caption": "a\0b"},
+        {"caption": "x" * 8001},
+        {"was": 1},
+    ],
+)
+def test_what_is_not_there_or_no_caption_is_refused_and_nothing_is_written(
+    api: Api, folder: Path, values: dict[str, Any]
+) -> None:
+    before = {path: path.read_bytes() for path in folder.parent.parent.rglob("*") if path.is_file()}
+    answer = _write(api, **{"caption": "new", **values})
+    assert 400 <= answer.status < 500, answer
+    assert {path: path.read_bytes() for path in folder.parent.parent.rglob("*") if path.is_file()} == before
+
+
+def test_a_small_picture_is_given_of_what_is_there_only(api: Api) -> None:
+    answer = _get(api, "picture", "folder=dogs&file=a.png")
+    assert (answer.status, answer.kind, answer.body[:2]) == (200, "image/jpeg", b"\xff\xd8")
+    for query in ("folder=dogs&file=..%2F..%2Fx.png", "folder=dogs&file=a.txt", "folder=dogs", "folder=x&file=a.png"):
+        assert 400 <= _get(api, "picture", query).status < 500
+
+
+def test_an_edited_caption_computes_one_entry_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = tmp_path / "job.toml"
+    save_job(make_tiny_job(tmp_path), job)
+    texts: list[str] = []
+    encode_batch = TextEncoder.encode_batch
+    monkeypatch.setattr(
+        TextEncoder, "encode_batch", lambda encoder, new: texts.extend(new) or encode_batch(encoder, new)
+    )
+    assert main(["cache", str(job)]) == 0 and len(texts) > 3
+    texts.clear()
+    api = make_api(tmp_path / "runs", tmp_path, ["data"])
+    was = (tmp_path / "data" / "image_3.txt").read_text().strip()
+    values = {"folder": "data", "file": "image_3.png", "caption": "another picture", "was": was}
+    assert api.answer("POST", "caption", "", JSON, json.dumps(values).encode()).status == 200
+    assert main(["cache", str(job)]) == 0 and texts == ["another picture"]
