@@ -70,7 +70,7 @@ def open_tab(page: Any) -> None:
             panel.wait_for(timeout=10_000)
             return
         except Late:
-            page.locator(".devicebridge-tab-button").click()
+            page.locator(".devicebridge-tab-button, [data-testid=devicebridge-tab-button]").click()
     panel.wait_for()
 
 
