@@ -178,6 +178,24 @@ def test_a_graph_trains_it_in_two_processes(server: Server, images: Path) -> Non
         assert torch.allclose(found[2][name], expected, rtol=1e-4, atol=1e-6), name
 
 
+@pytest.mark.long
+def test_two_ranks_encode_once_and_train_the_lora_of_one_process(
+    comfyui: Path, server: Server, checkpoint: Path, images: Path, tmp_path: Path
+) -> None:
+    train = {"steps": 2, "seed": 7, "gradient_accumulation_steps": 2}
+    found = {}
+    for name, ranks in (("one", []), ("two", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"])):
+        job = _job(images, tmp_path / name, train=train)
+        command = [comfy_python(comfyui), *ranks, WORKER, comfyui, server.base, "train", job]
+        environment = {**os.environ, **ENVIRONMENT}
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=280)
+        assert done.returncode == 0, done.stderr[-3000:]
+        (path,) = (tmp_path / name).glob("*.safetensors")
+        found[name] = load_file(path)
+    for name, expected in found["one"].items():
+        assert torch.allclose(found["two"][name], expected, rtol=1e-4, atol=1e-6), name
+
+
 def test_the_command_goes_on_with_comfyuis_python_and_plans(
     comfyui: Path, checkpoint: Path, images: Path, tmp_path: Path
 ) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import torch
 from devicebridge.config.job import save_job
 from devicebridge.jobs.job import run_job
 from devicebridge.tests.emulated import emulated_cards
-from devicebridge.tests.ranks.launching import run_jobs
+from devicebridge.tests.ranks.launching import ENVIRONMENT, ROOT, run_jobs
 from devicebridge.tests.tiny_pipeline import make_tiny_job
 from PIL import Image
 from safetensors.torch import load_file
@@ -170,3 +172,31 @@ def test_all_ranks_draw_a_picture_and_three_microbatches_are_dealt_to_two(folder
     name = "samples/000002_0.png"
     found, expected = (np.asarray(Image.open(folder / run / name)) for run in ("pictures", "pictures_alone"))
     assert np.abs(found.astype(int) - expected.astype(int)).max() <= 1
+
+
+def _may_make_networks():
+    name = f"dbt{os.getpid()}"
+    try:
+        made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+    return made and subprocess.run(["ip", "netns", "del", name], check=False).returncode == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["data", "fsdp"])
+def test_two_hosts_train_the_lora_of_one_process(strategy, folder, alone):
+    """Two network namespaces that reach each other over a virtual cable."""
+    if not _may_make_networks():
+        pytest.skip("makes network namespaces, which takes root and the command ip")
+    expected, alone_job = alone
+    job, file = _job(folder, f"hosts {strategy}", parallel={"strategy": strategy}, train=SHORT)
+    command = ["bash", str(ROOT / "scripts" / "two_hosts.sh"), str(file)]
+    done = subprocess.run(
+        command, env={**ENVIRONMENT, "PYTHON": sys.executable}, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0 and "both hosts have ended well" in done.stdout, done.stderr[-3000:]
+    lines = (Path(job.output.folder) / "events.jsonl").read_text().splitlines()
+    losses = [event["loss"] for event in map(json.loads, lines) if event["kind"] == "step"]
+    assert losses == pytest.approx(expected.losses[: len(losses)], rel=1e-5) and len(losses) == SHORT["steps"]
+    assert _difference(_lora(job, SHORT["steps"]), _lora(alone_job, SHORT["steps"])) < 1e-4

@@ -141,7 +141,9 @@ if sys.argv[2] == "train":
     from devicebridge.cli import jobs
     model = types.SimpleNamespace(second_expert="", family="")
     cache = types.SimpleNamespace(needs_stock_encoders=False)
-    jobs.load_job = lambda path: types.SimpleNamespace(model=model, cache=cache, needs_comfyui=False)
+    parallel = types.SimpleNamespace(processes=1)
+    found = types.SimpleNamespace(model=model, cache=cache, parallel=parallel, needs_comfyui=False)
+    jobs.load_job = lambda path: found
     jobs.run_job = wait
 else:
     sys.modules["devicebridge.cli.jobs"] = types.SimpleNamespace(check=wait, plan=wait)

@@ -676,6 +676,7 @@ def test_several_processes_train_in_place_of_this_one(
         return training.run(job, info=None, resume=resume, on_event=on_event, should_stop=should_stop)
 
     monkeypatch.setattr(in_processes, "run_in_processes", run)
+    monkeypatch.setattr(nodes.train.background, "own_command", lambda: [])
     monkeypatch.setattr("devicebridge.jobs.job.run_job", None)
     output = _node(nodes, "DeviceBridgeTrainLora").execute(**{**sockets, "processes": 2})
     (call,) = training.calls

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from devicebridge.checkpoints.header import read_header
 from devicebridge.checkpoints.weight_file import open_weights, read_records, read_rows
 from devicebridge.jobs.job import run_job
+from devicebridge.jobs.ranks import resolve_here
+from devicebridge.jobs.read_job import read_job
 from devicebridge.parallel.devices import CPU
 from devicebridge.parallel.ranks.group import Ranks
 from devicebridge.parallel.ranks.place import RankPlace, find_place, own_devices
@@ -81,6 +83,28 @@ def test_one_process_is_told_how_to_start_several(strategy, tmp_path):
     with pytest.raises(ValueError, match="needs several processes; set parallel.processes to 2 or more"):
         run_job(job)
     assert not list((tmp_path / "run").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"quantize": "fp8"}}, 'model.quantize = "fp8" makes tensors of torchao.*use "fp8-compute"'),
+        ({"model": {"quantize": "int8"}}, 'model.quantize = "int8" makes tensors of torchao.*use "int8-compute"'),
+        ({"lora": {"dora": True}}, "lora.dora = true asks for norms of whole weights; set it to false"),
+        ({"train": {"offload_activations": "on"}}, 'set it to "off"'),
+        ({"split": {"offloaded_blocks": [1]}}, "split.offloaded_blocks asks for blocks that stream"),
+    ],
+)
+def test_what_does_not_go_with_shared_weights_is_refused_with_what_does(sections, message, tmp_path):
+    job = make_tiny_job(tmp_path, parallel={"strategy": "fsdp"}, **sections)
+    with pytest.raises(ValueError, match=message):
+        resolve_here(job, read_job(job).subject, _Launched(RankPlace(0, 2, 0, 2), [CPU]), 1, None)
+
+
+class _Launched(Ranks):
+    """One rank of two, before anything is asked of the other."""
+
+    is_launched = True
 
 
 @pytest.mark.parametrize("swap", [False, True])
