@@ -72,6 +72,7 @@ def cache_job(
     store, settings = cache_store(plan.job), plan.job.cache
     if plan.encoded:
         refuse_missing(plan.encoded, store)
+        release_cached_memory()  # of a job before: its model's hooks hold it in a circle
         own_keys = {sample.caption: sample.caption for sample in plan.encoded}
         return _cached(plan, plan.encoded, [sample.latents for sample in plan.encoded], own_keys), None
     text_keys: dict[str, str] = fill_cache(plan, "captions", events, should_stop, encoders)

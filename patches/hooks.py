@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import dis
 import functools
+import operator
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -75,7 +76,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], passed_by: Colle
         return value
     if isinstance(value, (tuple, list)):
         items = [map_tensors(item, change, passed_by) for item in value]
-        return value if all(new is old for new, old in zip(items, value, strict=True)) else _refill(value, items)
+        return value if all(map(operator.is_, items, value)) else _refill(value, items)
     if isinstance(value, types.FunctionType):
         return _map_closure(value, change, passed_by)
     is_dict = isinstance(value, dict)

@@ -28,6 +28,7 @@ _COLUMNS = {
     "offload": ("weight offload", "activation offload"),
     "forecast": ("forecast",),
 }
+_NO_PLAN = "nobody has described how its blocks are divided"
 _INTRO = """\
 # Which model can do what
 
@@ -75,7 +76,7 @@ def _own(families: Iterable[Any]) -> Iterator[str]:
     reasons = _Reasons()
     for family in families:
         faults = dict.fromkeys(_COLUMNS, "")
-        faults["tensor"] = "" if family.tensor else "nobody has described how its blocks are divided"
+        faults["tensor"] = "" if family.tensor else _NO_PLAN
         yield _row(family.title, [reasons.cell(fault) for fault in faults.values()])
     yield from (*reasons.lines(), "")
 
@@ -94,13 +95,13 @@ def _native(rows: Iterable[Any], seen: dict[str, Any]) -> Iterator[str]:
 
 def _of_any_class(fault: str, name: str) -> str:
     if fault.startswith("nobody has described how the"):  # one kind of block
-        return "training divides the blocks of diffusers' classes alone"
+        return _NO_PLAN
     return fault.replace(f"ComfyUI's {name}", "this class").replace(name, "this class")
 
 
 def _undivided(row: Any) -> str:
     """Why its blocks are not divided in sampling; "" if they are."""
-    return row.refusal or ("" if row.tensor else "nobody has described how its blocks are divided")
+    return row.refusal or ("" if row.tensor else _NO_PLAN)
 
 
 def _first_fault(faults: dict[str, str], steps: Iterable[str]) -> str:

@@ -69,18 +69,19 @@ class InPlaceGuard:
         self.known: dict[Any, Writes] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        tensors, frame = taken_out((args, kwargs), self.passed_by)
-        is_none = tuple(each is None for each in (*args, *kwargs.values()))
-        numbers = tuple(each for each in args if type(each) is int)  # a block's own, where one module serves all
-        forms = tuple((t.requires_grad, t.ndim, t.dtype) for t in tensors)
+        tensors = self._tensors_in(args, kwargs)
+        is_none = tuple([each is None for each in (*args, *kwargs.values())])
+        numbers = tuple([each for each in args if type(each) is int])  # a block's own, where one module serves all
+        forms = tuple([(t.requires_grad, t.ndim, t.dtype) for t in tensors])
         key = (len(args), numbers, tuple(kwargs), is_none, forms)
         writes = self.known.get(key)
         if writes is None:
-            writes = self.known[key] = self._learn(tensors, frame)
+            writes = self.known[key] = self._learn(tensors, args, kwargs)
         before = [_version(tensor) for tensor in tensors]
+        copies = {index: tensors[index].clone() for index in writes.arguments}
         needs_copies = torch.is_grad_enabled() and writes.num_copied
         with _copies(writes, type(self.block).__name__) if needs_copies else nullcontext():
-            output = self._forward(tensors, frame, writes)
+            output = self._forward(args, kwargs, copies, {index: tensors[index] for index in writes.renewed})
         if before != [_version(tensor) for tensor in tensors]:
             raise RuntimeError(
                 f"{type(self.block).__name__} changed an argument in place that it did not change before, so its "
@@ -88,22 +89,37 @@ class InPlaceGuard:
             )
         return output
 
-    def _forward(self, tensors: Sequence[Tensor], frame: Any, writes: Writes) -> Any:
-        given = [t.clone() if index in writes.arguments else t for index, t in enumerate(tensors)]
-        for index in writes.renewed:
-            given[index] = out_of_place(tensors[index])
-        args, kwargs = put_back(frame, given, self.passed_by)
-        output = type(self.block).forward(self.block, *args, **kwargs)
-        return in_place(output, {id(given[i]): tensors[i] for i in writes.renewed}) if writes.renewed else output
+    def _tensors_in(self, args: Any, kwargs: Any) -> list[Tensor]:
+        found: list[Tensor] = []
 
-    def _learn(self, tensors: Sequence[Tensor], frame: Any) -> Writes:
-        found, output = self._watched(tensors, frame, frozenset())
+        def take(tensor: Tensor) -> Tensor:
+            found.append(tensor)
+            return tensor
+
+        map_tensors((args, kwargs), take, self.passed_by)
+        return found
+
+    def _forward(self, args: Any, kwargs: Any, others: dict[int, Tensor], renewed: dict[int, Tensor]) -> Any:
+        """Args: others, renewed: by number, tensors in the place of those among args and kwargs; what assignments to
+        the latter make are new ones."""
+        if not others and not renewed:
+            return type(self.block).forward(self.block, *args, **kwargs)
+        given = {index: out_of_place(tensor) for index, tensor in renewed.items()}
+        numbers, places = itertools.count(), {**others, **given}
+        args, kwargs = map_tensors((args, kwargs), lambda own: places.get(next(numbers), own), self.passed_by)
+        output = type(self.block).forward(self.block, *args, **kwargs)
+        return in_place(output, {id(given[index]): renewed[index] for index in given}) if renewed else output
+
+    def _learn(self, tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Writes:
+        found, output = self._watched(tensors, args, kwargs, frozenset())
         if not found.arguments:
             return found
-        renewing, same = self._watched(tensors, frame, found.arguments)
+        renewing, same = self._watched(tensors, args, kwargs, found.arguments)
         return found if renewing.arguments or not _are_equal(output, same) else renewing
 
-    def _watched(self, tensors: Sequence[Tensor], frame: Any, renewed: frozenset[int]) -> tuple[Writes, list[Tensor]]:
+    def _watched(
+        self, tensors: Sequence[Tensor], args: Any, kwargs: Any, renewed: frozenset[int]
+    ) -> tuple[Writes, list[Tensor]]:
         """What one forward writes into, and what it returns.
 
         Args:
@@ -120,13 +136,15 @@ class InPlaceGuard:
         with torch.enable_grad(), _same_random_numbers(device), LateReads() as reads:
             copies = [tensor.detach().requires_grad_(tensor.requires_grad).clone() for tensor in tensors]
             before = [copy._version for copy in copies]
+            others = {index: copy for index, copy in enumerate(copies) if index not in renewed}
             with saved_tensors_hooks(note, lambda tensor: tensor):
-                output = self._forward(copies, frame, Writes(frozenset(), renewed, ()))
-            outputs = [tensor.detach() for tensor in taken_out(output)[0]]
+                output = self._forward(args, kwargs, others, {index: copies[index] for index in renewed})
+            outputs = self._tensors_in((output,), {})
             reads.look(outputs)
         changed = {index for index, copy in enumerate(copies) if copy._version != before[index]}
         written = tuple((_kind(tensor), tensor._version != version) for tensor, version in saved)
-        return Writes(frozenset(changed | renewed if reads.found else changed), renewed, written), outputs
+        found = Writes(frozenset(changed | renewed if reads.found else changed), renewed, written)
+        return found, [tensor.detach() for tensor in outputs]
 
 
 @contextmanager

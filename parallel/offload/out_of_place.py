@@ -87,19 +87,24 @@ def _address(tensor: Tensor) -> int:
 
 @functools.cache
 def _kind_like(cls: type[Tensor]) -> type[Tensor]:
-    members = {name: functools.partialmethod(_assign, name) for name in _OPERATIONS}
+    members = {name: _assignment(name, operation) for name, operation in _OPERATIONS.items()}
     plain = {"__torch_function__": torch._C._disabled_torch_function_impl, "_is_like": cls}
     return type(f"OutOfPlace{cls.__name__}", (cls,), {**members, **plain})
 
 
-def _assign(tensor: Tensor, name: str, other: Any) -> Any:
-    """What the name on the left stands for after an augmented assignment: the type stays, as does the shape."""
-    made = _OPERATIONS[name](tensor, other)
-    if made.shape != tensor.shape or not torch.can_cast(made.dtype, tensor.dtype):
-        return getattr(Tensor, name)(tensor, other)  # raises what it would raise
-    made = made.to(tensor.dtype)
-    made.__class__ = type(tensor)
-    reads: LateReads | None = getattr(_local, "reads", None)
-    if reads is not None:
-        reads.leave(tensor)
-    return made
+def _assignment(name: str, operation: Callable[..., Tensor]) -> Callable[[Tensor, Any], Tensor]:
+    """The method of an augmented assignment: the type stays, as does the shape."""
+
+    def assign(tensor: Tensor, other: Any) -> Tensor:
+        made = operation(tensor, other)
+        if made.dtype is not tensor.dtype and torch.can_cast(made.dtype, tensor.dtype):
+            made = made.to(tensor.dtype)
+        if made.dtype is not tensor.dtype or made.shape != tensor.shape:
+            return getattr(Tensor, name)(tensor, other)  # type: ignore[no-any-return]  # raises what it would raise
+        made.__class__ = type(tensor)
+        reads: LateReads | None = getattr(_local, "reads", None)
+        if reads is not None:
+            reads.leave(tensor)
+        return made
+
+    return assign

@@ -432,6 +432,10 @@ def divided(bench: Bench) -> Figures:
             if not figures or "heads" not in str(error):
                 raise
     if _IS_LONG:
+        with small_sizes(bench.family), native_training():
+            asked = bench.job("plan", {"split": {}, "parallel": {"strategy": "tensor"}})
+            plan = plan_job(asked, parse_cards("2x24GB"), info=bench.info)
+        assert plan.setting.divides_blocks and len(plan.devices) == 2, plan
         rounded = {"model": {"quantize": "int8"}}
         figures["8 bits"] = _divided_among(bench, 2, bench.first_step("on 1, int8", _one_card() | rounded), rounded)
         _resumed(bench, "tensor", _divided_sections(2), bench.run("tensor whole", _divided_sections(2)))

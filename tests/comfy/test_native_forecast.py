@@ -33,6 +33,5 @@ def test_the_forecast_is_what_emulated_cards_hold(name: str, comfyui: Path, tmp_
         first, *others = errors[way].values()
         assert -0.055 < first < 0.025, errors  # 0.2 to 0.5 MB beside the blocks count in models so small
         assert all(-0.035 < error < 0.025 for error in others), errors
-    for error in errors.get("divided", {}).values():
-        assert -0.055 < error < 0.025, errors
-    assert "divided" in errors or name in ("flux1", "chroma", "hunyuan_video", "wan")  # of one head
+    assert all(-0.025 < error < 0.025 for error in errors.get("divided", {}).values()), errors
+    assert ("divided" in errors) == (name in ("flux2_heads", "wan_heads", "ltxv"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
 from devicebridge.families.comfy.inputs import read_latents, read_text
 from devicebridge.families.registry import find_family
+from devicebridge.jobs import build
 from devicebridge.jobs.cache_upkeep import prune_caches, verify_cache
 from devicebridge.jobs.comfy_entries import ComfyEncoders
 from devicebridge.jobs.encode_job import CACHE_PARTS, cache_job, cache_store
@@ -212,6 +215,27 @@ def test_lists_train_the_lora_that_their_images_train(filled):
     assert verify_cache(plan, CACHE_PARTS).is_clean
     assert prune_caches({"job": plan}, CACHE_PARTS)[0].deleted == 0
     assert run_job(job, resume=True).losses == expected.losses
+
+
+def test_the_model_of_the_job_before_is_gone_when_the_next_one_is_loaded(filled, monkeypatch):
+    jobs = [_encoded_job(filled, *_lists(filled), name) for name in ("first", "second")]
+    models, plain = [], build.assemble_for_training
+
+    def assemble(*args):
+        gone.append(all(each() is None for each in models))
+        made = plain(*args)
+        models.append(weakref.ref(made.model))
+        return made
+
+    monkeypatch.setattr(build, "assemble_for_training", assemble)
+    gone: list[bool] = []
+    gc.disable()  # whose time nobody knows
+    try:
+        for job in jobs:
+            run_job(job)
+    finally:
+        gc.enable()
+    assert gone == [True, True]
 
 
 def test_lists_with_other_content_are_another_run(filled):
