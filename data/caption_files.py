@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from ..config.job import DataConfig
 from ..families.spec import LatentSpec
 from ..system.files import write_atomically
@@ -98,6 +101,16 @@ def small_picture(path: Path, side: int) -> bytes:
     picture.thumbnail((side, side))
     picture.save(data, format="JPEG", quality=80)
     return data.getvalue()
+
+
+def whole_picture(path: Path, side: int) -> torch.Tensor:
+    """An image, or the first frame of a clip, scaled down to so many pixels; float32 in 0..1. [1, H, W, 3]
+
+    Raises: ValueError if it cannot be read.
+    """
+    picture = first_picture(path)
+    picture.thumbnail((side, side))
+    return torch.from_numpy(np.asarray(picture).copy()).to(torch.float32).div_(255.0)[None]
 
 
 def own_caption(path: Path) -> tuple[str | None, str]:

@@ -13,8 +13,6 @@ from .saying import said_on_node
 from .types import DatasetSocket, TrainingDataset
 
 if TYPE_CHECKING:
-    import torch
-
     from ..config.job import FolderConfig
 
 _FILE = "Which image or clip this is, for Write Captions."
@@ -58,7 +56,7 @@ class ImagesToCaption(io.ComfyNode):
     @classmethod
     @said_on_node
     def execute(cls, dataset: TrainingDataset, longest_side: int, at_most: int) -> io.NodeOutput:
-        from ..data.video import first_picture
+        from ..data.caption_files import whole_picture
 
         paths = list(_to_caption(dataset))
         if not paths:
@@ -66,7 +64,7 @@ class ImagesToCaption(io.ComfyNode):
             none = host.blocked(1)
             return io.NodeOutput(none, none)
         chosen = paths[:at_most]
-        images = [_as_image(first_picture(path), longest_side) for path in chosen]
+        images = [whole_picture(path, longest_side) for path in chosen]
         host.NodeView(cls.hidden.unique_id).show_text(f"{len(chosen)} of {len(paths)} images without a caption")
         return io.NodeOutput(images, [str(path) for path in chosen])
 
@@ -162,12 +160,3 @@ def _write(captions: dict[Path, str]) -> int:
         if text:
             write_caption(path, text)
     return sum(map(bool, told.values()))
-
-
-def _as_image(picture: Any, longest_side: int) -> torch.Tensor:
-    """As ComfyUI has images: float32 in 0..1. [1, H, W, 3]"""
-    import numpy as np
-    import torch
-
-    picture.thumbnail((longest_side, longest_side))
-    return torch.from_numpy(np.asarray(picture).copy()).to(torch.float32).div_(255.0)[None]

@@ -104,9 +104,8 @@ def links_fit(node: type[io.ComfyNode], received: Mapping[str, Any] | None) -> b
     return True
 
 
-def _overlap(kind: Any, takes: str) -> bool:
+def _overlap(kind: object, takes: str) -> bool:
     if not isinstance(kind, str):  # older nodes give the options of a list
         return "COMBO" in takes
-    kinds, wanted = ({part.strip() for part in each.split(",")} for each in (kind, takes))
-    is_any = "*" in kinds | wanted or kind.startswith("COMFY_MATCHTYPE")
-    return is_any or bool(kinds & wanted)
+    kinds, wanted = set(read_list(kind, str, "type")), set(read_list(takes, str, "type"))
+    return bool(kinds & wanted) or "*" in kinds | wanted or kind.startswith("COMFY_MATCHTYPE")

@@ -214,7 +214,8 @@ def test_sockets_are_as_released(nodes: ModuleType) -> None:
         assert [entry.id for entry in schema.inputs] == [*order.get("required", ()), *order.get("optional", ())]
         for entry in schema.inputs:
             kind, options = released[entry.id]
-            found = {name: value for name, value in entry.options.items() if name not in words}
+            names = {"force_input": "forceInput"}  # as pages have them
+            found = {names.get(name, name): value for name, value in entry.options.items() if name not in words}
             found |= found.pop("extra_dict", {})
             expected = {name: value for name, value in options.items() if fills.get(name) is not value}
             if entry.id in FILES:  # that are there
