@@ -75,6 +75,7 @@ from devicebridge.nodes.host.native.context import native_training  # noqa: E402
 from devicebridge.nodes.host.native.source import read_native  # noqa: E402
 from devicebridge.parallel.offload.in_place import InPlaceGuard, put_back, taken_out  # noqa: E402
 from devicebridge.patches.attention import sound_attention  # noqa: E402
+from devicebridge.tests.comfy.native_headers import SDXL, Z_IMAGE  # noqa: E402
 from devicebridge.tests.comfy.tiny_checkpoints import FAMILIES, TinyFamily, small_sizes  # noqa: E402
 from devicebridge.training.loop import Trainer  # noqa: E402
 from provenance import describe_run, elapsed_s, print_or_write, say, write_json  # noqa: E402
@@ -99,26 +100,13 @@ _FLUX2 = {
     **{"yak_mlp": False},
     **{"global_modulation": True, "mlp_silu_act": True, "ops_bias": False, "vec_in_dim": None, "txt_norm": False},
 }
-_Z_IMAGE = {
-    **{"image_model": "lumina2", "patch_size": 2, "in_channels": 16, "qk_norm": True, "dim": 3840, "n_layers": 30},
-    **{"cap_feat_dim": 2560, "n_heads": 30, "n_kv_heads": 30, "axes_dims": [32, 48, 48], "axes_lens": [1536, 512, 512]},
-    **{"rope_theta": 256.0, "ffn_dim_multiplier": 8.0 / 3.0, "z_image_modulation": True, "time_scale": 1000.0},
-    **{"pad_tokens_multiple": 32},
-}
-_SDXL = {
-    **{"image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 320, "use_checkpoint": False},
-    **{"use_spatial_transformer": True, "legacy": False, "use_temporal_resblock": False, "num_res_blocks": [2, 2, 2]},
-    **{"use_temporal_attention": False, "channel_mult": [1, 2, 4], "transformer_depth": [0, 0, 2, 2, 10, 10]},
-    **{"transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10], "transformer_depth_middle": 10},
-    **{"use_linear_in_transformer": True, "context_dim": 2048, "num_classes": "sequential", "adm_in_channels": 2816},
-    **{"num_head_channels": 64, "num_heads": -1},
-}
+_SDXL = {**SDXL, "num_head_channels": 64, "num_heads": -1}
 _QWEN = {"image_model": "qwen_image", "in_channels": 64, "num_layers": 60}
 
 
 SUBJECTS = {
     "flux2": TinyFamily("Flux2", _FLUX2, (128, 32, 32), (512, 15360), ()),
-    "z_image": TinyFamily("ZImage", _Z_IMAGE, (16, 64, 64), (512, 2560), ()),
+    "z_image": TinyFamily("ZImage", Z_IMAGE, (16, 64, 64), (512, 2560), ()),
     "sdxl": TinyFamily("SDXL", _SDXL, (4, 64, 64), (77, 2048), (), pooled=1280),
     "qwen_image": TinyFamily("QwenImage", _QWEN, (16, 1, 64, 64), (512, 3584), ()),
 }

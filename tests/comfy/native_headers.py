@@ -34,7 +34,7 @@ _SD_15 = {
     "use_linear_in_transformer": False,
     "context_dim": 768,
 }
-_SDXL = {
+SDXL = {
     **_UNET,
     "num_res_blocks": [2, 2, 2],
     "channel_mult": [1, 2, 4],
@@ -47,7 +47,7 @@ _SDXL = {
     "adm_in_channels": 2816,
 }
 _NEXT_DIT = {"image_model": "lumina2", "patch_size": 2, "in_channels": 16, "qk_norm": True}
-_Z_IMAGE = {
+Z_IMAGE = {
     **_NEXT_DIT,
     "dim": 3840,
     "cap_feat_dim": 2560,
@@ -78,9 +78,9 @@ _WHOLE = "model.diffusion_model."  # prefix in a checkpoint with text encoders a
 # Name -> class of comfy.supported_models, arguments of the model, prefix, what lies beside it, how it predicts.
 _FILES: Mapping[str, tuple[str, Mapping[str, Any], str, tuple[str, ...], str]] = {
     "SD 1.5 checkpoint": ("SD15", _SD_15, _WHOLE, ("first_stage_model.quant_conv.bias",), "EPS"),
-    "SDXL checkpoint, v-prediction": ("SDXL", _SDXL, _WHOLE, ("v_pred", "ztsnr"), "V_PREDICTION"),
-    "SDXL checkpoint, EDM v-prediction": ("SDXL", _SDXL, _WHOLE, ("edm_vpred.sigma_max",), "V_PREDICTION_EDM"),
-    "Z-Image": ("ZImage", _Z_IMAGE, "", (), "FLOW"),
+    "SDXL checkpoint, v-prediction": ("SDXL", SDXL, _WHOLE, ("v_pred", "ztsnr"), "V_PREDICTION"),
+    "SDXL checkpoint, EDM v-prediction": ("SDXL", SDXL, _WHOLE, ("edm_vpred.sigma_max",), "V_PREDICTION_EDM"),
+    "Z-Image": ("ZImage", Z_IMAGE, "", (), "FLOW"),
     "Lumina 2": ("Lumina2", _LUMINA_2, "", (), "FLOW"),
 }
 
