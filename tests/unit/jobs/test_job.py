@@ -179,7 +179,11 @@ def test_who_can_print_no_more_saves_and_ends(long_job):
     assert run_job(job, resume=True).lora_path.read_bytes() == (folder / "straight" / "lora.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=["SIGTERM", "Ctrl-C", "SIGHUP"])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.long)],
+    ids=["SIGTERM", "Ctrl-C", "SIGHUP"],
+)
 def test_signals_finish_the_step_save_and_say_how_to_resume(long_job, number):
     folder, job, code, output = _interrupted(long_job, f"signalled{number}", number)
     assert code == 130 and "--resume" in output and "resume to continue" in output, output
