@@ -118,7 +118,7 @@ def test_a_template_is_run_watched_stopped_reloaded_resumed_and_finished(
         assert [each["run"] for each in server.get("/devicebridge/state")["runs"] if run in each["run"]] == [run]
 
         page.get_by_role("button", name="use the LoRA of as the run ended").click()
-        page.get_by_text(f"{run}.safetensors is among the LoRAs").wait_for()
+        page.get_by_text(f"{run}.safetensors is among the LoRAs").first.wait_for()
         last = f"step {STEPS}"
         page.get_by_role("button", name=f"delete the checkpoint of {last}").click()
         page.get_by_role("dialog").get_by_role("button", name="Delete").click()
