@@ -170,7 +170,7 @@ def test_calculated_seconds_are_those_of_the_usual_formulas(case) -> None:
         found = case.pipeline(cards, batches).seconds
         assert one / cards * bubble <= found * 1.001 <= one / cards * bubble * 1.06  # blocks cannot be cut evenly
     assert case.data(4).seconds == pytest.approx(one / 4, rel=0.02)
-    weights = 2 * sum(case._weight_bytes[0]) * 3 / 4
+    weights = 2 * sum(case._weights.blocks) * 3 / 4
     slow = pytest.approx(weights / 1e9 / 4, rel=0.1)
     case.times, known = type(case.times)(case.times.blocks, 0.0, 0.0, 1e9, 1e9), case.times
     try:
