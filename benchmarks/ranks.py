@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 benchmarks/ranks.py CHECKPOINT [--modes data,fsdp,fsdp_fp8,plain_fsdp] [--size 512]
     torchrun --nproc-per-node 2 benchmarks/ranks.py --layers 8 48   random weights, no file
     torchrun --nproc-per-node 2 benchmarks/ranks.py --tiny          on CPUs, to see that it runs
-    torchrun --nproc-per-node 4 benchmarks/ranks.py --middle        host memory while loading a file of 1.4 GB, on CPUs
+    torchrun --nproc-per-node 4 benchmarks/ranks.py --middle        host memory while loading a file of 1.5 GB, on CPUs
     torchrun --nproc-per-node 2 benchmarks/ranks.py --layers 1 1 --modes links      bandwidth, for `plan --link`
     python benchmarks/ranks.py --one-card --out ranks.json          what one card can show, in six minutes
 

@@ -11,6 +11,7 @@ from devicebridge import assembly
 from devicebridge.jobs import job as job_module
 from devicebridge.jobs.job import run_job
 from devicebridge.parallel.devices import random_states
+from devicebridge.parallel.ranks.group import Ranks
 from devicebridge.patches.compile_blocks import CompiledBlocks
 from devicebridge.patches.lora_linear import apply_fused_lora
 from devicebridge.quantization.frozen_linear import FrozenLinear8
@@ -263,6 +264,13 @@ def test_gradients_lost_inside_of_blocks_are_found(job_of, monkeypatch, caplog, 
     _run(job, resume=is_resumed)
     assert all(blocks)
     assert "blocks are no longer compiled" in caplog.text
+
+
+def test_blocks_are_uncompiled_where_another_rank_cannot_compile(job_of, monkeypatch, caplog):
+    _instead_of_torch(monkeypatch, _then(lambda output: output))
+    monkeypatch.setattr(Ranks, "gather", lambda ranks, value: [value, "torch fails"] if value == "" else [value])
+    _run(job_of("run", "none"))
+    assert "blocks are no longer compiled: rank 1: torch fails" in caplog.text
 
 
 def test_states_are_put_back_and_a_finished_run_compares_nothing(job_of, monkeypatch):
