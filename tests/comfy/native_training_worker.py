@@ -60,5 +60,5 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     for each in NAMES or TRAINED:
         print(json.dumps(prove(each)), flush=True)
-    if not NAMES:
+    if not set(TRAINED).difference(NAMES or TRAINED):
         print(json.dumps({"headers": recognise(Path(FOLDER))}), flush=True)
