@@ -13,7 +13,7 @@ from devicebridge.families.comfy.conditions import WAYS
 from devicebridge.tests.comfy.server import ENVIRONMENT
 from devicebridge.tests.comfy_host import comfy_python
 
-pytestmark = pytest.mark.comfy
+pytestmark = [pytest.mark.comfy, pytest.mark.long]
 WORKER = Path(__file__).with_name("native_conditions_worker.py")
 
 

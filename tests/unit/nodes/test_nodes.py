@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import tomlkit
 import torch
+from devicebridge.encoding.comfy_data import read_conditioning
 from devicebridge.tests import comfy_stub
 from devicebridge.tests.clips import save_clip
 from PIL import Image
@@ -241,6 +242,7 @@ spec = importlib.util.spec_from_file_location("bootstrap", sys.argv[1])
 bootstrap = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(bootstrap)
 bootstrap.load_pack()
+from devicebridge.encoding.comfy_data import read_conditioning
 from devicebridge.tests import comfy_stub
 comfy_stub.install(pytest.MonkeyPatch(), pathlib.Path(tempfile.mkdtemp()))
 nodes = importlib.import_module("devicebridge.nodes")
@@ -424,6 +426,50 @@ def test_a_dataset_holds_what_its_sockets_say(nodes: ModuleType, host: comfy_stu
     assert dataset.data.resolutions == (64, 96)
     assert (dataset.evaluation.folder, dataset.evaluation.every_steps) == (str(held_out), 5)
     assert host.texts[-1].splitlines()[0] == "12 samples per epoch, 4 for evaluation"
+
+
+def test_a_dataset_with_references_names_their_folders_and_runs_again_when_they_change(
+    nodes: ModuleType, host: comfy_stub.FakeHost
+) -> None:
+    _make_images(host.root / "input/dogs", 2)
+    before = _make_images(host.root / "input/before", 2)
+    data = _dataset(nodes, condition="kontext", references="before\n").data
+    assert data.condition == "kontext" and data.folders[0].references == (str(before),)
+    assert _dataset(nodes).data.condition == "" and not _dataset(nodes).data.folders[0].references
+    look = _node(nodes, "DeviceBridgeTrainingDataset").fingerprint_inputs
+    states = [look(folder="dogs", evaluation_folder="", references="before")]
+    (before / "1.png").unlink()
+    assert look(folder="dogs", evaluation_folder="", references="before") not in states
+    with pytest.raises(ValueError, match=r"1\.png: has no reference in .*before"):
+        _dataset(nodes, condition="kontext", references="before")
+    with pytest.raises(ValueError, match="no condition says how the model is given it"):
+        _dataset(nodes, references="before")
+
+
+def test_what_a_conditioning_said_is_said_to_the_model_again(nodes: ModuleType) -> None:
+    """Through the cache's form, in a batch of two; tests/comfy/test_native_conditions.py asks the real sampler."""
+    model = importlib.import_module(f"{nodes.__name__}.host.native.model")
+    seen = SimpleNamespace(last_hidden_state=torch.randn(1, 4, 3), image_sizes=[(3, 32, 48)])
+    latents = [torch.randn(1, 2, 2, width) for width in (2, 3)]
+    options = {
+        "method": "index",
+        "vace_strength": [1.0, 0.5],
+        "latents": latents,
+        "seen": [seen],
+        "steps": 3,
+        "on": True,
+    }
+    item = [[torch.randn(1, 2, 3), {**options, "ids": torch.arange(3)}]]
+    entry = read_conditioning(item, "it", keeps_all=True)
+    found = model._options({name: torch.stack([each] * 2) for name, each in entry.items()})
+    assert (found["method"], found["vace_strength"], found["steps"], found["on"]) == ("index", [1.0, 0.5], 3, True)
+    assert [torch.equal(each[1:], latent) for each, latent in zip(found["latents"], latents, strict=True)] == [True] * 2
+    assert torch.equal(found["ids"], torch.arange(3)) and found["seen"][0].image_sizes == [[3, 32, 48]]
+    assert torch.equal(found["seen"][0].last_hidden_state[:1], seen.last_hidden_state)
+    assert getattr(found["seen"][0], "image_embeds", None) is None
+    other = {name: torch.stack([each, each + name.startswith("words.")]) for name, each in entry.items()}
+    with pytest.raises(ValueError, match="method differs in one batch; set train.batch_size to 1"):
+        model._options(other)
 
 
 def test_datasets_chain_and_the_last_decides(nodes: ModuleType, host: comfy_stub.FakeHost) -> None:

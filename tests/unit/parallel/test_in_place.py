@@ -353,3 +353,30 @@ def test_tensors_are_taken_out_and_put_back():
     assert tensors[0] is a and tensors[1] is b
     (first, second) = put_back(frame, [b, a])
     assert first["x"][0] is b and first["x"][1] == 3 and second[0] is None and second[1] is a
+
+
+class AtSomeBlocks(nn.Module):
+    """Serves all blocks and adds to the stream behind some of them, as the audio injector of Wan S2V does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x, block):
+        if block == 1:
+            x[:, :3] = x[:, :3] + torch.tanh(self.layer(torch.tanh(x)))[:, :3]
+        return x
+
+
+def test_a_module_that_serves_all_blocks_is_watched_at_each():
+    """The first call writes nothing, and the second does; the gradients are those of the same without writing."""
+    module = _made(AtSomeBlocks)
+    x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(6)).requires_grad_()
+    stream = torch.tanh(x)
+    added = torch.cat([torch.tanh(module.layer(torch.tanh(stream)))[:, :3], torch.zeros(3, 3)], dim=1)
+    (wanted,) = torch.autograd.grad(torch.sin(stream + added).sum(), x)
+    guard = InPlaceGuard(module)
+    before = torch.tanh(x)
+    after = guard(guard(before, 0), 1)
+    (found,) = torch.autograd.grad(torch.sin(after).sum(), x)
+    assert torch.allclose(found, wanted) and not torch.equal(after, before)
