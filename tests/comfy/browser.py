@@ -74,9 +74,7 @@ def open_tab(page: Any) -> None:
     panel.wait_for()
 
 
-FOCUSABLE = (
-    ".db-panel :is(a[href], button:enabled, input, select, textarea, summary, [tabindex='0']):not([tabindex='-1'])"
-)
+FOCUSABLE = ".db-panel :is(a[href], button:enabled, input, select, textarea, summary, svg[tabindex], div[tabindex])"
 # Of every text in the panel, how its colour stands out from what is behind it. Colours of any notation become bytes.
 CONTRASTS = """() => {
   const context = document.createElement('canvas').getContext('2d', { willReadFrequently: true })

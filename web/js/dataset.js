@@ -67,7 +67,9 @@ function draw() {
 }
 
 function chooser() {
-  if (!view.folders?.length) return h('p', { class: 'db-none' }, t('No folder with images in ComfyUI’s input folder.'))
+  if (!view.folders?.length) {
+    return [h('p', { class: 'db-none' }, t('No folder with images yet. Put one into ComfyUI’s input folder, such as input/my_images.')), button(t('Look again'), 'look again', () => look(''))]
+  }
   const pick = async (event) => {
     choose({ folder: event.target.value })
     await look(event.target.value)

@@ -114,7 +114,7 @@ function drawRuns(place, shown) {
   const { compared } = state.choice
   fill(place, [state.isLoaded, state.runs.map((run) => [run.run, run.state]), shown?.run, compared], () => state.runs.length
     ? h('ul', { class: 'db-list', role: 'list' }, state.runs.map((run) => runRow(run, shown, compared)))
-    : h('p', { class: 'db-none' }, state.isLoaded ? t('No run yet. Train LoRA Across GPUs makes one.') : t('Asking …')))
+    : h('p', { class: 'db-none' }, state.isLoaded ? t('No run yet. Open a template of DeviceBridge, and press Run.') : t('Asking …')))
   for (const run of state.runs) {
     const row = place.querySelector(`[data-run="${CSS.escape(run.run)}"] .db-steps`)
     if (row) say(row, run.state === 'running' && run.phase !== 'training' ? phaseOf(run) : `${run.step}/${run.total}`)

@@ -54,6 +54,7 @@ def test_other_origins_are_refused(headers: dict[str, str]) -> None:
         ("application/json", b"[" * 10_000, 400),
         ("application/json", b'{"a": [1]}', 400),
         ("application/json", b'{"a": "' + b"x" * 501 + b'"}', 400),
+        ("application/json", b'{"caption": "' + b"x" * 8001 + b'"}', 400),
     ],
 )
 def test_bodies_that_are_no_small_json_object_are_refused(kind: str, body: bytes, status: int) -> None:
