@@ -310,6 +310,12 @@ TRAINED: dict[str, TinyFamily] = {
     ),
 }
 
+
+def _with_more_heads(name: str, **sizes: Any) -> TinyFamily:
+    own = TRAINED[name]
+    return dataclasses.replace(own, unet_config={**own.unet_config, **sizes}, is_detected=False)
+
+
 # Builds with more heads, for what divides them among cards; the others have enough.
 DIVIDED: dict[str, TinyFamily] = {
     "FLUX.1": FAMILIES["flux1_heads"],
@@ -327,6 +333,12 @@ DIVIDED: dict[str, TinyFamily] = {
         TRAINED["HunyuanVideo 1.5"], unet_config={**_HUNYUAN_VIDEO_15, "num_heads": 4, "axes_dim": [8, 12, 12]}
     ),
 }
+
+DIVIDED |= {
+    name: _with_more_heads(name, num_heads=4) for name in TRAINED if name.startswith("Wan ") and name not in DIVIDED
+}
+DIVIDED["FLUX.2 with references"] = _with_more_heads("FLUX.2 with references", num_heads=4, axes_dim=[8, 8, 8, 8])
+DIVIDED["Qwen-Image-Edit"] = _with_more_heads("Qwen-Image-Edit", num_attention_heads=4)
 
 # What a file says beside its weights.
 _SAYS = {"SDXL v-prediction": {"v_pred": torch.zeros(1), "ztsnr": torch.zeros(1)}}
