@@ -147,6 +147,28 @@ def test_a_job_file_trains_the_lora_of_the_graph(
     assert verified.returncode == 0 and "3 entries whole, 0 missing" in verified.stdout, verified.stderr[-3000:]
 
 
+@pytest.mark.long
+def test_a_job_file_trains_with_references(
+    comfyui: Path, server: Server, trained: dict[str, torch.Tensor], images: Path, tmp_path: Path
+) -> None:
+    (before := tmp_path / "before").mkdir()
+    for index in range(2):
+        Image.new("RGB", (96, 48), (200, 90 * index, 10)).save(before / f"{index}.png")
+    folders = [{"path": str(images), "references": [str(before)]}]
+    data = {"resolutions": [SIDE], "condition": "reference", "reference_megapixels": 0.01, "folders": folders}
+    job = _job(images, tmp_path / "run", data=data)
+    done = _worker(comfyui, server.base, "train", job)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (path,) = (tmp_path / "run").glob("*.safetensors")
+    found = load_file(path)
+    assert found.keys() == trained.keys() and not all(torch.equal(found[name], trained[name]) for name in trained)
+    verified = _worker(comfyui, server.base, "cache", job, "--verify")
+    assert verified.returncode == 0 and "conditions: 2 entries whole, 0 missing" in verified.stdout, verified.stdout
+    (before / "1.png").unlink()
+    refused = _worker(comfyui, server.base, "train", job, "--resume")
+    assert refused.returncode == 2 and f"1.png: has no reference in {before}" in refused.stderr, refused.stderr[-2000:]
+
+
 @pytest.mark.usefixtures("trained")
 def test_a_graph_trains_it_in_the_background(server: Server, images: Path) -> None:
     """Captions and latents are those of the run before; only the process with ComfyUI's code can build the model."""

@@ -205,6 +205,13 @@ def _posed(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     }
 
 
+def _masked(generator: torch.Generator, tokens: int) -> dict[str, Any]:
+    """As WanSCAILToVideo gives it of SCAIL-2, with identities."""
+    masks = {"driving_mask_28ch": (1, 2, 28, 2, 2), "ref_mask_28ch": (1, 3, 28, 4, 4)}
+    drawn = {name: torch.rand(shape, generator=generator).round() for name, shape in masks.items()}
+    return {**_posed(generator, tokens), **drawn, "ref_mask_flag": True}
+
+
 def _danced(generator: torch.Generator, tokens: int) -> dict[str, Any]:
     """As WanDancerVideo gives it."""
     return {
@@ -299,6 +306,7 @@ TRAINED: dict[str, TinyFamily] = {
     "Wan HuMo": _wan("WAN21_HuMo", _voice, model_type="humo"),
     "Wan 2.2 Animate": _wan("WAN22_Animate", _animated, (16, 3, 4, 4), model_type="animate", in_dim=36, num_layers=5),
     "Wan SCAIL": _wan("WAN21_SCAIL", _posed, model_type="scail", in_dim=20),
+    "Wan SCAIL-2": _wan("WAN21_SCAIL2", _masked, model_type="scail2", in_dim=20),
     "Wan Dancer": _wan(
         "WAN22_WanDancer",
         _danced,
