@@ -7,6 +7,7 @@ and the stock MODEL's own sampling for what a trained LoRA does, one device with
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ import comfy.sd
 import torch
 from comfy_extras import nodes_train
 from devicebridge.config.job import JobConfig, make_job
-from devicebridge.encoding.comfy_data import read_pairs
+from devicebridge.encoding.comfy_data import read_conditioning, read_pairs
 from devicebridge.encoding.encoded import save_encoded
 from devicebridge.encoding.store import CacheStore
 from devicebridge.events import EventLog
@@ -40,11 +41,15 @@ from devicebridge.parallel.devices import own_random_states
 from devicebridge.parallel.offload.in_place import InPlaceGuard
 from devicebridge.patches.lora import is_torchao_tensor
 from devicebridge.planning.cards import parse_cards
+from devicebridge.planning.plan_training import plan_training
+from devicebridge.planning.question import ModelCosts
+from devicebridge.planning.short_model import SampleText
 from devicebridge.quantization.weight_only import import_torchao
 from devicebridge.tests.comfy.diffusers_twins import Twin
 from devicebridge.tests.comfy.tiny_checkpoints import TinyFamily, small_sizes
 from devicebridge.tests.comfy.trained_families import DIVIDED, TRAINED, save_trained
 from devicebridge.tests.emulated import emulated_cards, factories_on_cards, on_cpu
+from devicebridge.tests.plans import MadeUpTimes, make_question
 from devicebridge.training.loop import Trainer
 from devicebridge.training.objective import noise_latents, predict, prediction_loss
 
@@ -434,8 +439,15 @@ def divided(bench: Bench) -> Figures:
     if _IS_LONG:
         with small_sizes(bench.family), native_training():
             asked = bench.job("plan", {"split": {}, "parallel": {"strategy": "tensor"}})
-            plan = plan_job(asked, parse_cards("2x24GB"), info=bench.info)
-        assert plan.setting.divides_blocks and len(plan.devices) == 2, plan
+            costs = ModelCosts(bench.info, bench.info.variant)
+            times = MadeUpTimes([0.1] * len(costs.names))
+            question = make_question(costs, parse_cards("24GB,24GB"), (64, 64), given_times=times)
+            text = SampleText(read_conditioning(bench.conditions[0], "text", keeps_all=True))
+            plans = (
+                plan_job(asked, parse_cards("2x24GB"), info=bench.info),
+                plan_training(dataclasses.replace(question, text=text)),
+            )
+        assert all(plan.setting.divides_blocks and len(plan.devices) == 2 for plan in plans), plans
         rounded = {"model": {"quantize": "int8"}}
         figures["8 bits"] = _divided_among(bench, 2, bench.first_step("on 1, int8", _one_card() | rounded), rounded)
         _resumed(bench, "tensor", _divided_sections(2), bench.run("tensor whole", _divided_sections(2)))
