@@ -170,6 +170,7 @@ def _open_all(page: Any, run: str) -> None:
     page.locator(".db-samples img").first.wait_for()
 
 
+@pytest.mark.long
 def test_every_control_has_a_name_and_a_key_and_every_text_stands_out_in_both_themes(
     chromium: str, server: Server, settings: None, tmp_path: Path
 ) -> None:
@@ -265,6 +266,7 @@ def test_the_page_says_within_ten_seconds_that_a_process_is_gone(
 # ---- what it costs
 
 
+@pytest.mark.long
 def test_while_training_the_page_asks_for_nothing_again_and_again_and_computes_little(
     chromium: str, server: Server, settings: None, tmp_path: Path
 ) -> None:
