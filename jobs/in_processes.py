@@ -6,6 +6,7 @@ from the run folder as the first of them writes them, its result at the end from
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from ..config.job import JobConfig, save_for_process
 from ..encoding.encode import never
 from ..events import EventTail, Listener
 from ..system.processes import Running, start
+from ..system.requests import Requests
 from ..system.stopping import STOPPED
 from ..training.loop import checkpoint_folder
 from ..training.state import list_checkpoints, load_checkpoint
@@ -26,6 +28,8 @@ _FILE, LOG = "processes.toml", "processes.log"
 _POLL_S = 0.2
 _SAVING_S = 300.0  # where nobody waits for them any more: a step has to end and a checkpoint to be written
 _TOLD = "devicebridge: "  # begins a line of our command's that says what went wrong
+_IS_WINDOWS = sys.platform == "win32"
+_ENDED_BEFORE_IT_LISTENED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 _CONSEQUENCE = "another rank has ended or hangs"
 
 
@@ -53,23 +57,28 @@ def run_in_processes(
         log.open("wb") as output,
         start(command, output=output, stop_timeout_s=_SAVING_S, orphan_timeout_s=_SAVING_S) as running,
     ):
-        is_asked = _follow(running, tail, on_event, should_stop)
+        is_asked = _follow(running, folder, tail, on_event, should_stop)
         code = running.exit_code
-    if code and code != STOPPED and not is_asked:
+    if code and code != STOPPED and not (is_asked and code in _ENDED_BEFORE_IT_LISTENED):
         raise RuntimeError(_why(log, code))
     return _result(job, "stopped" if code else "finished")
 
 
-def _follow(running: Running, tail: EventTail, on_event: Listener, should_stop: Callable[[], bool]) -> bool:
+def _follow(
+    running: Running, folder: Path, tail: EventTail, on_event: Listener, should_stop: Callable[[], bool]
+) -> bool:
     """Hear events until the command has ended; whether it was asked to end."""
     is_asked, is_over = False, False
     while not is_over:
         is_over = running.exit_code is not None  # before the last look at the events
         for event in tail.new():
             on_event(event)
-        if not is_asked and not is_over and should_stop():
+        if not is_over and (is_asked or should_stop()):
+            if _IS_WINDOWS:  # where no signal asks; once more each time, for a run that begins forgets what was asked
+                Requests(folder).ask("stop")
+            elif not is_asked:
+                running.terminate()  # which it passes on: all finish the step and save
             is_asked = True
-            running.terminate()  # which it passes on: all finish the step and save
         time.sleep(0 if is_over else _POLL_S)
     return is_asked
 

@@ -47,7 +47,7 @@ def open_ranks(job: JobConfig, place: RankPlace, own_stop: Callable[[], bool]) -
     if job.model.second_expert:
         raise ValueError(
             f"model.second_expert names {job.model.second_expert}, and several processes train one model; remove it "
-            "and train one expert after the other, or start without torchrun"
+            "and train one expert after the other, or start without parallel.processes, --nproc and torchrun"
         )
     devices = own_devices(find_machine(job.split.devices).devices, place)
     with joined(place, devices, job.parallel.hang_timeout_s, own_stop) as ranks:
@@ -73,7 +73,9 @@ def resolve_here(
     """
     strategy = job.parallel.asked
     if not ranks.is_launched:
-        if strategy is not None and shards_weights(strategy):
+        if strategy is not None and shards_weights(strategy) and not is_to_train:  # nothing is placed
+            job = replace(job, parallel=replace(job.parallel, strategy="auto"))
+        elif strategy is not None and shards_weights(strategy):
             raise ValueError(
                 f'parallel.strategy = "{strategy}" needs several processes; set parallel.processes to 2 or more, '
                 'start the job with --nproc or torchrun, or set it to "auto"'

@@ -34,6 +34,7 @@ _START = (
 )
 _BOOTSTRAP = Path(__file__).resolve().parent.parent / "bootstrap.py"
 _FOLDER, _JOB_FILE, LOG = ".jobs", "background.toml", "background.log"
+_WAIT_S = 10.0  # for another that looks after the queue: it starts processes, and does not wait for them
 _MOST_LOG = 4000  # bytes from its end that a message is looked for in
 JobState = Literal["waiting", "starting", "failed"]
 Held = Mapping[str, str]  # card -> who holds it, as a sentence's end
@@ -111,14 +112,17 @@ class JobQueue:
         if not folder.is_relative_to(self.store.root):
             raise ValueError(f"{folder} is not below {self.store.root}; a training in the background writes there")
         run = folder.relative_to(self.store.root).as_posix()
-        earlier = self._earlier(run, folder)
-        save_for_process(job, folder / _JOB_FILE)
-        last = max((each.order for each in self.jobs()), default=0.0) + 1.0
-        order = earlier.order if earlier is not None and earlier.state == "waiting" else last
-        queued = QueuedJob(uuid.uuid4().hex, run, tuple(devices), order, is_resumed)
-        if earlier is not None:
-            self._remove(earlier)
-        self._write(queued)
+        with self._alone(wait_s=_WAIT_S) as is_ours:  # or a job that is started meanwhile would be taken out
+            if not is_ours:
+                raise Busy("the queue is starting other trainings; try again in a moment")
+            earlier = self._earlier(run, folder)
+            save_for_process(job, folder / _JOB_FILE)
+            last = max((each.order for each in self.jobs()), default=0.0) + 1.0
+            order = earlier.order if earlier is not None and earlier.state == "waiting" else last
+            queued = QueuedJob(uuid.uuid4().hex, run, tuple(devices), order, is_resumed)
+            if earlier is not None:
+                self._remove(earlier)
+            self._write(queued)
         return queued
 
     def _earlier(self, run: str, folder: Path) -> QueuedJob | None:
@@ -200,9 +204,12 @@ class JobQueue:
             return changed
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[bool]:
+    def _alone(self, wait_s: float = 0.0) -> Iterator[bool]:
+        """Whether nobody else looks after the queue, after waiting so long for the end of that."""
+        until = time.monotonic() + wait_s
         try:
-            claim = take_claim(self._folder / ".lock")
+            while (claim := take_claim(self._folder / ".lock")) is None and time.monotonic() < until:
+                time.sleep(0.02)
         except NoLocks:
             yield True
             return

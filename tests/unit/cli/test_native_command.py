@@ -14,11 +14,13 @@ from devicebridge.checkpoints.checkpoint import read_checkpoint
 from devicebridge.cli.main import main
 from devicebridge.config.job import load_job, make_job, save_job
 from devicebridge.jobs.native_process import native_command
+from devicebridge.parallel.ranks.group import ALONE
 from devicebridge.runs.queue import JobQueue
 from devicebridge.runs.store import RunStore
 from devicebridge.system.processes import ProcessMark
 
 ROOT = Path(__file__).resolve().parents[3]
+_SOURCES = {"text": "CLIP", "latent": "VAE", "vision": "VISION"}
 STOCK = {"stock_clip": ["clip.safetensors"], "stock_clip_type": "flux2", "stock_vae": "vae.safetensors"}
 
 
@@ -150,3 +152,14 @@ def test_the_queue_starts_such_a_job_with_the_comfyui_that_it_belongs_to(
     ours, theirs = started
     assert ours[0] == sys.executable and "--resume" not in ours
     assert theirs == [*native, "train", str(tmp_path / "theirs" / "background.toml"), "--resume"]
+
+
+def test_every_process_learns_by_what_the_first_one_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from devicebridge.cli import native
+
+    sources = {f"{kind}_source": f"comfyui 0.33.0 {name} {'0' * 64}" for kind, name in _SOURCES.items()}
+    done = make_job(_values(tmp_path, cache={**STOCK, **sources}))
+    monkeypatch.setattr(native, "encoded", lambda *args: done)
+    job = make_job(_values(tmp_path, cache={**STOCK, "stock_vision": "vision.safetensors"}))
+    found = native.encoded_once(job, None, ALONE).cache
+    assert {name: getattr(found, name) for name in sources} == sources

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from devicebridge.cli.main import main
 from devicebridge.config.job import load_job, make_job
+from devicebridge.encoding.claims import take_claim
 from devicebridge.events import Event, EventLog, EventTail
 from devicebridge.jobs.job import run_job
 from devicebridge.runs.news import News
@@ -342,6 +343,21 @@ def test_a_job_that_waits_is_replaced_by_the_newer_one_of_its_run_and_keeps_its_
     assert newer.id != first.id and load_job(tmp_path / "one" / "background.toml").train.steps == 20
     with pytest.raises(NotThere):
         queue.find(first.id)
+
+
+def test_no_job_is_replaced_while_another_process_starts_those_that_wait(
+    tmp_path: Path, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("devicebridge.runs.queue._WAIT_S", 0.1)
+    queue = JobQueue(RunStore(tmp_path), lambda: {})
+    first = _add(queue, "one", "cuda:0")
+    claim = take_claim(tmp_path / ".jobs" / ".lock")
+    assert claim is not None
+    with pytest.raises(Busy, match="starting other trainings"):
+        _add(queue, "one", "cuda:0")
+    claim.release()
+    assert [each.id for each in queue.jobs()] == [first.id]
+    assert _add(queue, "one", "cuda:0").id != first.id
 
 
 def test_models_on_a_card_keep_a_job_waiting_and_are_named(tmp_path: Path, started: list[str]) -> None:
