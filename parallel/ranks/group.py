@@ -239,6 +239,10 @@ def joined(
         module.set_device(devices[0])
     with _losses_named():
         store, rank, count = next(dist.rendezvous("env://"))
+        # torchrun keeps its store when it restarts, with the addresses of ranks that are gone. Of several machines each
+        # counts restarts of its own, so there the count is no name.
+        if count == place.num_local:
+            store = dist.PrefixStore(f"attempt {place.num_restarts}", store)
         backend = dist.Backend.default_device_backend_map.get(devices[0].type, "gloo")
         dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=count)
         control = dist.new_group(backend="gloo", timeout=_PATIENCE)
