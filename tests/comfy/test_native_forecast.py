@@ -17,10 +17,10 @@ WORKER = Path(__file__).with_name("native_forecast_worker.py")
 
 @pytest.mark.parametrize(
     "name",
-    ["flux2_heads", "wan"]
+    ["flux2_heads"]
     + [
         pytest.param(name, marks=pytest.mark.long)
-        for name in ("flux1", "chroma", "qwen_image", "z_image", "sd3", "ltxv", "hunyuan_video", "wan_heads")
+        for name in ("wan", "flux1", "chroma", "qwen_image", "z_image", "sd3", "ltxv", "hunyuan_video", "wan_heads")
     ],
 )
 def test_the_forecast_is_what_emulated_cards_hold(name: str, comfyui: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.comfy
 WORKER = Path(__file__).with_name("native_training_worker.py")
 KNOWN = Path(__file__).parents[1] / "assets" / "native_training.json"
 NAMES = tuple(json.loads(KNOWN.read_text(encoding="utf-8")))
-ALWAYS = ("FLUX.1", "Wan 2.1 T2V, 2.2 T2V 14B", "Z-Image", "SDXL", "LTX-Video")
+ALWAYS = ("FLUX.1", "Wan 2.1 T2V, 2.2 T2V 14B", "SDXL")
 TESTED = NAMES if os.environ.get("LONG_TESTS") or os.environ.get("UPDATE_GOLDEN") else ALWAYS
 EACH = [pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.long) for name in NAMES]
 

@@ -32,11 +32,11 @@ ON_TWO = {
     "data": {"parallel": {"strategy": "data"}},
     "fsdp": {"parallel": {"strategy": "fsdp"}},
     "fsdp, blocks kept": {"parallel": {"strategy": "fsdp"}, "train": {**SHORT, "gradient_checkpointing": False}},
-    "fsdp, compiled": {"parallel": {"strategy": "fsdp"}, "train": {**SHORT, "compile": "auto"}},
     "pipeline in each": {"parallel": {"strategy": "pipeline"}, "split": {"devices": CARDS}, "train": SHORT},
-    "tensor in each": {"parallel": {"strategy": "tensor"}, "split": {"devices": CARDS}, "train": SHORT},
 }
 LONG_ON_TWO = {
+    "fsdp, compiled": {"parallel": {"strategy": "fsdp"}, "train": {**SHORT, "compile": "auto"}},
+    "tensor in each": {"parallel": {"strategy": "tensor"}, "split": {"devices": CARDS}, "train": SHORT},
     "data, a broken compiler": {"parallel": {"strategy": "data"}, "train": {**SHORT, "compile": "auto"}},
     "fsdp, compiled and kept": {
         "parallel": {"strategy": "fsdp"},

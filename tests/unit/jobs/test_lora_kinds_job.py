@@ -62,7 +62,11 @@ def _bytes(result: TrainingResult) -> bytes:
 
 @pytest.mark.parametrize(
     ("scheme", "name"),
-    [pytest.param("none", "wan", marks=pytest.mark.long), ("int8", "wan"), ("int8-compute", "flux2")],
+    [
+        pytest.param("none", "wan", marks=pytest.mark.long),
+        ("int8", "wan"),
+        pytest.param("int8-compute", "flux2", marks=pytest.mark.long),
+    ],
 )
 def test_lokr_trains_alike_in_every_way_and_resumes_bit_for_bit(
     tmp_path: Path, scheme: str, name: str, monkeypatch: pytest.MonkeyPatch

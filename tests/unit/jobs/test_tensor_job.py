@@ -52,7 +52,7 @@ def test_a_job_trains_as_on_one_card_and_leaves_the_same_file(tmp_path, scheme, 
             assert (found[key] - tensor).norm() <= 1e-2 * tensor.norm(), key
 
 
-@pytest.mark.parametrize("name", ["flux1", "wan"])
+@pytest.mark.parametrize("name", [pytest.param("flux1", marks=pytest.mark.long), "wan"])
 def test_a_run_resumes_bit_for_bit(tmp_path, name):
     split = {"devices": ["lazy:0", "lazy:1", "lazy:2"], "blocks_without_checkpointing": [1, 1, 1]}
     train = {"steps": 3, "batch_size": 1, "seed": 3, "gradient_accumulation_steps": 2}
