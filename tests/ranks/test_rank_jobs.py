@@ -132,6 +132,7 @@ def test_a_strategy_gives_the_losses_and_the_lora_of_one_process(name, folder, a
     assert _difference(_lora(job, steps), _lora(alone_job, steps)) < 1e-4
 
 
+@pytest.mark.long
 def test_blocks_are_compiled_inside_fsdp(on_two):
     assert all(count > 0 for count in on_two["fsdp, compiled"]["graphs"])
 
