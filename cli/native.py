@@ -119,8 +119,9 @@ def encoded_once(job: JobConfig, on_event: Listener | None, ranks: Ranks) -> Job
         return job
     is_early, listener = ranks.place.local_rank == 0, on_event or _hear_nothing
     own = unless_stopped(ranks, lambda: encoded(job, listener, ranks.is_stop_asked) if is_early else job)
-    text, latents = ranks.from_first(lambda: [own.cache.text_source, own.cache.latent_source])
-    return replace(job, cache=replace(job.cache, text_source=text, latent_source=latents))
+    names = ("text_source", "latent_source", "vision_source")
+    sources = ranks.from_first(lambda: [getattr(own.cache, name) for name in names])
+    return replace(job, cache=replace(job.cache, **dict(zip(names, sources, strict=True))))
 
 
 def _hear_nothing(event: Event) -> None:
