@@ -119,9 +119,9 @@ def encoded_once(job: JobConfig, on_event: Listener | None, ranks: Ranks) -> Job
         return job
     is_early, listener = ranks.place.local_rank == 0, on_event or _hear_nothing
     own = unless_stopped(ranks, lambda: encoded(job, listener, ranks.is_stop_asked) if is_early else job)
-    sources = ("text_source", "latent_source", "vision_source")
-    names = ranks.from_first(lambda: [getattr(own.cache, each) for each in sources])
-    return replace(job, cache=replace(job.cache, **dict(zip(sources, names, strict=True))))
+    names = ("text_source", "latent_source", "vision_source")
+    sources = ranks.from_first(lambda: [getattr(own.cache, name) for name in names])
+    return replace(job, cache=replace(job.cache, **dict(zip(names, sources, strict=True))))
 
 
 def _hear_nothing(event: Event) -> None:

@@ -189,8 +189,8 @@ class CacheConfig:
         stock_vae: File of ComfyUI's VAE that encodes the images: a name in models/vae, or a full path. With family
             comfyui a checkpoint that holds one needs none. Needs a ComfyUI on this machine.
         stock_vision: File of ComfyUI's CLIP vision model that looks at first frames or references: a name in
-            models/clip_vision, or a full path. Wan 2.1's image-to-video needs one. With data.condition first-frame or
-            z-image-omni.
+            models/clip_vision, or a full path. Wan 2.1's image-to-video and Fun Control need one. With data.condition
+            first-frame, fun-control or z-image-omni.
         vision_source: Name of the CLIP vision model that did, as Cache Captions and Latents shows it.
     """
 

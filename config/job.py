@@ -204,10 +204,19 @@ def _anchor_paths(values: dict[str, Any], base: Path) -> None:
     """
     for key in job_keys().values():
         for section in _sections(values, key.section.split(".")) if key.is_path else ():
-            if isinstance(text := section.get(key.name), str) and text and "\0" not in text:
-                path = base / Path(text).expanduser()
-                if key.path != "model.path" or section.get("family") != COMFYUI or path.exists():
-                    section[key.name] = str(path.resolve())
+            may_be_name = key.path == "model.path" and section.get("family") == COMFYUI
+            given = section.get(key.name)
+            if isinstance(given, list):
+                section[key.name] = [_anchored(each, base) for each in given]
+            elif key.name in section:
+                section[key.name] = _anchored(given, base, may_be_name=may_be_name)
+
+
+def _anchored(given: Any, base: Path, *, may_be_name: bool = False) -> Any:
+    if not isinstance(given, str) or not given or "\0" in given:
+        return given
+    path = base / Path(given).expanduser()
+    return given if may_be_name and not path.exists() else str(path.resolve())
 
 
 def _sections(values: Any, names: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -419,6 +419,7 @@ ROWS: tuple[Row, ...] = (
         "comfy.lora",
         {"call": "model_lora_keys_unet(model, key_map); load_lora(lora, to_load, log_missing=)"},
     ),
+    *_read("native", "comfy.ldm.wan.model.WanModel", {"has": "img_emb"}),
     *_read("native", "comfy.lora_convert", {"call": "convert_lora(sd)"}),
     *_read("native", "comfy.weight_adapter.lora.LoRAAdapter", {"has": "name; weights"}),
     *_read("native", "comfy.clip_vision", {"call": "load(ckpt_path)"}),
@@ -436,7 +437,7 @@ ROWS: tuple[Row, ...] = (
             "zimage": "TextEncodeZImageOmni.execute(clip=, prompt=, image_encoder=, vae=)",
             "wan": f"WanImageToVideo.execute({_VIDEO}, start_image=, clip_vision_output=); "
             f"WanVaceToVideo.execute({_VIDEO}, strength=, control_video=); "
-            f"WanFunControlToVideo.execute({_VIDEO}, control_video=); "
+            f"WanFunControlToVideo.execute({_VIDEO}, control_video=, clip_vision_output=); "
             f"Wan22FunControlToVideo.execute({_VIDEO}, ref_image=, control_video=)",
         }.items()
         for row in _read("conditions", f"comfy_extras.nodes_{module}", {"call": calls}, is_optional=True)

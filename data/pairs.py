@@ -149,4 +149,4 @@ def make_condition(name: str, way: ConditionWay, pair: Pair, request: ImageReque
     """
     control = pair.control and ImageRequest(str(pair.control), request.resize, request.crop, request.frames)
     references = tuple(str(file) for file in pair.references)
-    return Condition(name, references, pair.sizes, control or None, request if way.takes_first_frame else None)
+    return Condition(name, references, pair.sizes, control or None, request if way.shows_clip else None)

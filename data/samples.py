@@ -46,7 +46,7 @@ class Condition:
 
     Args:
         way: a name of families/comfy/conditions.py. references: whole images. sizes: of them.
-        control, clip: the sample's own cut of the clip that it follows, and of the clip itself.
+        control, clip: the sample's own cut of the clip that it follows, and of the image or clip itself.
     """
 
     way: str

@@ -28,7 +28,7 @@ class ConditionParts:
 
     Args:
         references: whole pictures, F = 1. control: what the sample follows, as large as the sample.
-        first: the clip's first frame, F = 1. size: height, width and frames of the sample; () where it has no say.
+        first: of the sample itself, F = 1. size: height, width and frames of the sample; () where it has no say.
         megapixels: that condition reference scales to.
     """
 

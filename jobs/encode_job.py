@@ -79,9 +79,7 @@ def cache_job(
     latent_keys: dict[ImageRequest, str] = fill_cache(plan, "latents", events, should_stop, encoders)
     conditions: dict[Wanted, str] = fill_cache(plan, "conditions", events, should_stop, encoders)
     if settings.text_source:
-        captions = {sample.caption for sample in plan.samples} | ({""} if plan.job.data.caption_dropout else set())
-        sharing = captions if plan.job.train.batch_size > 1 else set()
-        refuse_unfit_texts(caption_reader(plan), store, text_keys, sharing)
+        refuse_unfit_texts(caption_reader(plan), store, text_keys, _sharing(plan))
     if settings.latent_source:
         refuse_unfit_latents(comfy_reader(plan), store, latent_keys)
     if conditions:
@@ -226,10 +224,22 @@ def _captions(plan: JobPlan) -> list[str]:
 
     Where the text encoder is shown a sample's references, the sample's own caption is encoded with them.
     """
-    way = WAYS.get(plan.job.data.condition)
-    samples = () if way and way.reads_text else (*plan.samples, *plan.eval_samples)
+    samples = () if _has_own_texts(plan) else (*plan.samples, *plan.eval_samples)
     captions = {sample.caption for sample in samples}
     return sorted({"", *captions, *plan.job.samples.prompts})
+
+
+def _has_own_texts(plan: JobPlan) -> bool:
+    """Whether the texts of samples are in the entries of their conditions."""
+    way = WAYS.get(plan.job.data.condition)
+    return way is not None and way.reads_text
+
+
+def _sharing(plan: JobPlan) -> set[str]:
+    """Captions whose entries may share a batch."""
+    if plan.job.train.batch_size == 1 or _has_own_texts(plan):
+        return set()
+    return {sample.caption for sample in plan.samples} | ({""} if plan.job.data.caption_dropout else set())
 
 
 def _image_requests(plan: JobPlan) -> list[ImageRequest]:

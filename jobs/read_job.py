@@ -21,7 +21,7 @@ from ..data.samples import Sample
 from ..encoding.encode import condition_keys, never
 from ..encoding.key import comfy_text_key
 from ..encoding.store import CacheStore
-from ..families.comfy.conditions import WAYS, way_problem
+from ..families.comfy.conditions import WAYS, evaluation_problem, vision_problem, way_problem
 from ..families.spec import Variant
 from ..planning.request import make_square
 from ..planning.short_model import SampleText
@@ -161,7 +161,7 @@ def read_job(
 
 
 def _refuse_condition(job: JobConfig, info: CheckpointInfo, variant: Variant) -> None:
-    """Raises: ValueError for files that this model cannot be conditioned on, or that evaluation would lack."""
+    """Raises: ValueError for files that this model cannot be conditioned on, or that it or evaluation would lack."""
     name, family = job.data.condition, info.family
     if not name:
         return
@@ -169,12 +169,11 @@ def _refuse_condition(job: JobConfig, info: CheckpointInfo, variant: Variant) ->
     channels = family.latent_of(variant).channels
     if reason := way_problem(name, family.transformer_class, channels, family.comfy.beside):
         raise ValueError(reason)
-    way = WAYS[name]
-    if job.evaluation.folder and (way.least or way.takes_control):
-        raise ValueError(
-            f'evaluation.folder holds images alone, and data.condition = "{name}" needs other files beside each; '
-            "remove one of the two"
-        )
+    names_vision = bool(job.cache.stock_vision or job.cache.vision_source)
+    if reason := vision_problem(name, family.comfy.needs, is_named=names_vision):
+        raise ValueError(reason)
+    if job.evaluation.folder and (reason := evaluation_problem(name)):
+        raise ValueError(reason)
 
 
 def find_start(read: ReadJob) -> Mapping[str, Mapping[str, Tensor]]:

@@ -88,7 +88,7 @@ def _inputs() -> list[Socket | io.Input]:
             display_name="stock CLIP vision",
             optional=True,
             tooltip="ComfyUI's CLIP vision model, from Load CLIP Vision. It looks at what the dataset's condition is "
-            "made of: first-frame or z-image-omni. Wan 2.1's image-to-video needs one.",
+            "made of: first-frame, fun-control or z-image-omni. Wan 2.1's image-to-video and Fun Control need one.",
         ),
     ]
 

@@ -185,8 +185,11 @@ def _describe(data: DataConfig, evaluation: EvaluationConfig) -> str:
     Raises: ValueError naming everything that cannot be used; Stopped when the user cancels.
     """
     from ..data.folders import scan_folders
+    from ..families.comfy.conditions import evaluation_problem
     from ..families.spec import LatentSpec
 
+    if evaluation.folder and (reason := evaluation_problem(data.condition)):
+        raise ValueError(reason)
     # No model is known here; the files are looked at as a model would that takes any clip.
     latent = LatentSpec(channels=16, spatial_stride=16, fps=16.0)
     samples = scan_folders(data, latent, host.is_cancelled)

@@ -29,7 +29,11 @@ _PHRASES = {
     "choose another output folder": "choose another name",
     "choose another output.folder": "choose another name",
 }
-_OTHERS = {"output.folder": "name", "model.path": "model of Load Model for Training Across GPUs"}
+_OTHERS = {
+    "output.folder": "name",
+    "model.path": "model of Load Model for Training Across GPUs",
+    "cache.stock_vision": "stock_vision of Cache Captions and Latents",
+}
 _BESIDE = {
     "cache.text_encoders": ", or connect core's Load CLIP to stock_clip",
     "cache.vae": ", or connect core's Load VAE to stock_vae",

@@ -6,8 +6,10 @@ CONDITIONING was read in comfy/model_base.py of ComfyUI 0.33.0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+
+VISION = "clip_vision_output"  # what CLIP vision saw, as a CONDITIONING calls it
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class ConditionWay:
         takes_control: a clip, or of a picture a picture, that shows what the sample follows.
         takes_first_frame: of the clip itself.
         reads_text: whether the text encoder is shown the references.
-        sees: whether CLIP vision is asked, where the job names one.
+        sees: whether CLIP vision is asked, where the job names one; of a video it sees the first frame.
     """
 
     model: str
@@ -33,6 +35,11 @@ class ConditionWay:
     takes_first_frame: bool = False
     reads_text: bool = False
     sees: bool = False
+
+    @property
+    def shows_clip(self) -> bool:
+        """Whether what is made depends on the first frame of the sample itself."""
+        return self.takes_first_frame or self.takes_control and self.sees
 
     @property
     def goes_by_size(self) -> bool:
@@ -48,7 +55,9 @@ WAYS: dict[str, ConditionWay] = {
     "z-image-omni": ConditionWay("NextDiT", least=1, most=3, reads_text=True, sees=True),
     "first-frame": ConditionWay("WanModel", beside=lambda channels: channels + 4, takes_first_frame=True, sees=True),
     "vace": ConditionWay("VaceWanModel", takes_control=True),
-    "fun-control": ConditionWay("WanModel", channels=16, beside=lambda channels: 2 * channels, takes_control=True),
+    "fun-control": ConditionWay(
+        "WanModel", channels=16, beside=lambda channels: 2 * channels, takes_control=True, sees=True
+    ),
     "fun-control-2.2": ConditionWay("WanModel", beside=lambda channels: 2 * channels + 4, most=1, takes_control=True),
 }
 
@@ -67,6 +76,33 @@ def way_problem(name: str, model: str, channels: int, beside: int) -> str:
     return (
         f'data.condition = "{name}" is for a {way.model}, but this model is a {model} with {channels} latent '
         f"channels and {beside} beside the noise; {others}"
+    )
+
+
+def vision_problem(name: str, needs: Collection[str], *, is_named: bool) -> str:
+    """Why a model with an image embedder would be given no CLIP vision in this way; "" if it has none, or is given it.
+
+    Args:
+        needs: options of a CONDITIONING that the model needs. is_named: whether the job names a CLIP vision model.
+    """
+    if VISION not in needs or WAYS[name].sees and is_named:
+        return ""
+    found = "the job names no CLIP vision model" if WAYS[name].sees else f'data.condition = "{name}" gives it none'
+    by_file = "name its CLIP vision model with cache.stock_vision, or " if WAYS[name].sees else ""
+    return (
+        f"this model has an image embedder, which reads CLIP vision, and {found}; {by_file}train it by Dataset from "
+        "Latents and Conditioning, with CLIP Vision Encode (CLIPVisionEncode) in the graph"
+    )
+
+
+def evaluation_problem(name: str) -> str:
+    """Why images that are held out cannot be conditioned in this way; "" if they can, or name is empty."""
+    way = WAYS.get(name)
+    if way is None or not (way.least or way.takes_control):
+        return ""
+    return (
+        f'evaluation.folder holds images alone, and data.condition = "{name}" needs other files beside each; '
+        "remove one of the two"
     )
 
 

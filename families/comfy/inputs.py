@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.nn.functional import pad
 
 from ..spec import ComfyInputs, LatentSpec
+from .conditions import VISION
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,7 @@ def text_problem(comfy: ComfyInputs, config: Mapping[str, Any], title: str, shap
     options = sorted({path[0] for path in map(option_path, shapes) if path})
     if comfy.reads_all:
         missing = [name for name in comfy.needs if name not in options]
-        return f"its CONDITIONING has no {missing[0]}, which {title} is given beside the noise" if missing else ""
+        return _why_needed(missing[0], title) if missing else ""
     if extra := sorted(name for name in options if name not in WITHOUT_EFFECT):
         return (
             f"its CONDITIONING has {', '.join(extra)}, which training of {title} does not read; take out what adds it"
@@ -81,6 +82,15 @@ def text_problem(comfy: ComfyInputs, config: Mapping[str, Any], title: str, shap
         return f"it has no pooled_output, which {title} needs; connect the CLIP that belongs to the model"
     width, found = config[comfy.pooled_width], shapes[POOLED][-1]
     return f"its pooled_output is {found} wide, but {title} takes {width}" if found != width else ""
+
+
+def _why_needed(missing: str, title: str) -> str:
+    if missing != VISION:
+        return f"its CONDITIONING has no {missing}, which {title} is given beside the noise"
+    return (
+        f"its CONDITIONING has no {missing}, which the image embedder of {title} reads; name its CLIP vision model "
+        "with cache.stock_vision, or put CLIP Vision Encode (CLIPVisionEncode) into the graph"
+    )
 
 
 def latents_problem(

@@ -204,7 +204,9 @@ def graph_of(way: str, vae: Any) -> Any:
             **video, start_image=frames["clips"][:1], clip_vision_output=vision
         )[0],
         "vace": lambda: nodes_wan.WanVaceToVideo.execute(**video, strength=1.0, control_video=frames["depth"])[0],
-        "fun-control": lambda: nodes_wan.WanFunControlToVideo.execute(**video, control_video=frames["depth"])[0],
+        "fun-control": lambda: nodes_wan.WanFunControlToVideo.execute(
+            **video, control_video=frames["depth"], clip_vision_output=vision
+        )[0],
         "fun-control-2.2": lambda: nodes_wan.Wan22FunControlToVideo.execute(
             **video, ref_image=loaded(str(ROOT / "refs" / "1.png")), control_video=frames["depth"]
         )[0],
@@ -329,11 +331,18 @@ def refused() -> dict[str, str]:
             "samples": {"prompts": ["moves"]},
         },
     }
+    infos = dict.fromkeys(asked, info)
+    for way, name in {"first-frame": "Wan 2.1 I2V", "fun-control": "Wan 2.1 Fun Control"}.items():
+        folders = [{**data["folders"][0], **({"control": str(ROOT / "depth")} if way == "fun-control" else {})}]
+        path = save_trained(name, ROOT / f"blind {way}.safetensors")
+        what, model = f"{way} without CLIP vision", {**base["model"], "path": str(path)}
+        asked[what] = {"data": {**data, "condition": way, "folders": folders}, "model": model}
+        infos[what] = read_native(path, "float32")
     told = {}
     for what, sections in asked.items():
         with native_training(), endless_memory():
             try:
-                check_job(make_job({**base, **sections}), info=info)
+                check_job(make_job({**base, **sections}), info=infos[what])
             except ValueError as error:
                 told[what] = str(error)
     return told

@@ -99,9 +99,10 @@ class HostConditioner:
         height, width, length = parts.size
         given: dict[str, Any] = {"positive": _placeholder(), "negative": _placeholder(), "vae": self._vae}
         given |= {"width": width, "height": height, "length": length, "batch_size": 1}
+        if WAYS[parts.way].sees and self._vision is not None:
+            given["clip_vision_output"] = self._vision.encode_image(parts.first, crop=False)
         if parts.way == "first-frame":
-            seen = None if self._vision is None else self._vision.encode_image(parts.first, crop=False)
-            made = WanImageToVideo.execute(**given, start_image=parts.first, clip_vision_output=seen)
+            made = WanImageToVideo.execute(**given, start_image=parts.first)
         elif parts.way == "vace":
             made = WanVaceToVideo.execute(**given, strength=1.0, control_video=parts.control)
         elif parts.way == "fun-control":

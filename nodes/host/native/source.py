@@ -14,6 +14,7 @@ from ....checkpoints.fingerprint import settings_fingerprint
 from ....checkpoints.header import FLOAT_TYPES, TensorRecord, read_header
 from ....checkpoints.quantized_files import pair_scales, read_formats
 from ....checkpoints.weight_file import TORCH_TYPES, read_records
+from ....families.comfy.conditions import VISION
 from ....families.comfy.native import NativeModel
 from ....families.comfy.registry import find_native
 from ....families.registry import COMFYUI
@@ -279,7 +280,9 @@ _NEEDS = {
 
 
 def _needs(base: Any, beside: int) -> tuple[str, ...]:
-    return _NEEDS.get(type(base).__name__, ("concat_latent_image",) if beside else ())
+    """Wan's blocks take the text for an image where its image embedder is given nothing."""
+    needs = _NEEDS.get(type(base).__name__, ("concat_latent_image",) if beside else ())
+    return needs if getattr(base.diffusion_model, "img_emb", None) is None else (*needs, VISION)
 
 
 def _beside(base: Any) -> int:

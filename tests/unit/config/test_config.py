@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import tomlkit
@@ -108,6 +109,18 @@ def test_relative_paths_start_at_the_file(tmp_path):
         '[model]\npath = "m"\n[data]\nencoded = "c/datasets/a.json"\n[train]\nsteps = 1\n[output]\nfolder = "out"\n'
     )
     assert load_job(tmp_path / "job.toml").data.encoded == str(tmp_path / "c" / "datasets" / "a.json")
+
+
+def test_relative_folders_of_a_list_start_at_the_file(tmp_path):
+    (tmp_path / "job.toml").write_text(
+        '[model]\npath = "m.safetensors"\nfamily = "comfyui"\n[data]\ncondition = "kontext"\n'
+        '[[data.folders]]\npath = "after"\nreferences = ["before", "~/style", "/elsewhere"]\n'
+        '[train]\nsteps = 1\n[output]\nfolder = "out"\n'
+    )
+    job = load_job(tmp_path / "job.toml")
+    wanted = (tmp_path / "before", Path("~/style").expanduser(), Path("/elsewhere"))
+    assert job.data.folders[0].references == tuple(str(each.resolve()) for each in wanted)
+    assert job.model.path == "m.safetensors", "a name that ComfyUI's folders may have"
 
 
 def test_broken_toml_names_the_file(tmp_path):

@@ -10,7 +10,7 @@ from devicebridge.config.job import job_keys
 from devicebridge.data.folders import scan_folders
 from devicebridge.data.order import BatchOrder
 from devicebridge.data.samples import dataset_fingerprint
-from devicebridge.families.comfy.conditions import WAYS, way_problem
+from devicebridge.families.comfy.conditions import WAYS, vision_problem, way_problem
 from devicebridge.tests.clips import save_clip
 from devicebridge.tests.unit.data.test_samples import LATENT, VIDEO, _save
 
@@ -133,6 +133,28 @@ def test_another_control_clip_is_refused(tmp_path, other, words):
     _clips(tmp_path / "depth", **{"frames": 9, "size": (32, 48), **other})
     with pytest.raises(ValueError, match=words):
         _scan(tmp_path / "clips", "vace", VIDEO, control=str(tmp_path / "depth"), frames=(5,))
+
+
+def test_clip_vision_is_shown_the_sample_that_follows_a_control(tmp_path):
+    """As WanFunControlToVideo takes it; VACE has no such input."""
+    for name in ("clips", "depth"):
+        _clips(tmp_path / name)
+    given = {"control": str(tmp_path / "depth"), "frames": (5,)}
+    (fun,), (vace,) = (_scan(tmp_path / "clips", way, VIDEO, **given) for way in ("fun-control", "vace"))
+    assert fun.condition.clip == fun.image_request() and vace.condition.clip is None
+
+
+@pytest.mark.parametrize("name", ["first-frame", "fun-control"])
+def test_an_image_embedder_without_clip_vision_is_refused_with_what_works(name):
+    needs = ("concat_latent_image", "clip_vision_output")
+    found = vision_problem(name, needs, is_named=False)
+    assert re.search("names no CLIP vision model; .*cache.stock_vision, or .*CLIPVisionEncode", found)
+    assert not vision_problem(name, needs, is_named=True) and not vision_problem(name, needs[:1], is_named=False)
+
+
+def test_a_way_that_gives_no_clip_vision_leads_to_the_graph():
+    found = vision_problem("fun-control-2.2", ("clip_vision_output",), is_named=True)
+    assert "gives it none" in found and "CLIPVisionEncode" in found and "stock_vision" not in found
 
 
 def test_a_first_frame_is_the_clips_own_and_images_have_none(tmp_path):

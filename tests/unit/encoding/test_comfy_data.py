@@ -132,6 +132,14 @@ def test_a_model_that_is_given_an_image_beside_the_noise_asks_for_it():
     assert not text_problem(native, {}, "Wan", {**shapes, "option.concat_latent_image": (16, 3, 4, 4)})
 
 
+def test_an_image_embedder_asks_for_clip_vision_and_says_what_gives_it():
+    native = ComfyInputs("cond", "", lambda samples: samples, reads_all=True, needs=("clip_vision_output",))
+    problem = text_problem(native, {}, "Wan", {"cond": (5, 8), "option.concat_latent_image": (16, 3, 4, 4)})
+    assert "no clip_vision_output, which the image embedder of Wan reads" in problem
+    assert "cache.stock_vision" in problem and "CLIPVisionEncode" in problem
+    assert not text_problem(native, {}, "Wan", {"cond": (5, 8), "option.clip_vision_output.image_embeds": (4,)})
+
+
 def test_the_guidance_node_is_named():
     with pytest.raises(ValueError, match="FluxGuidance node out, and set guidance on the training node"):
         read_conditioning(_conditioning(guidance=3.5), "it")

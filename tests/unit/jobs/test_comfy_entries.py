@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from devicebridge.data.samples import Condition
 from devicebridge.encoding.comfy_data import read_pairs
 from devicebridge.encoding.encoded import save_encoded
 from devicebridge.encoding.store import CacheStore
@@ -180,6 +181,41 @@ def test_texts_of_different_lengths_share_no_batch(tmp_path):
     single = dataclasses.replace(dropping, train=dataclasses.replace(job.train, batch_size=1))
     data, _ = _fill(single, ComfyEncoders())
     assert data.load([0], [True]).text["prompt_embeds"].shape == (1, 3, 16)
+
+
+class _TextsOfPictures:
+    """As a text encoder that is shown the references: states as long as the caption."""
+
+    sees_with = ""
+
+    def make(self, parts):
+        return StubClip(48, 0).encode(parts.caption)
+
+    def release(self):
+        pass
+
+
+def _edit_plan(job):
+    """The job's plan, as for a way whose text encoder sees each sample's reference: the sample itself."""
+    plan = check_job(job)
+    way = {"data": dataclasses.replace(job.data, condition="qwen-image-edit")}
+    asked = dataclasses.replace(job, model=dataclasses.replace(job.model, family="comfyui"), **way)
+    samples = tuple(
+        dataclasses.replace(each, condition=Condition("qwen-image-edit", (each.path,), ((32, 32),)))
+        for each in plan.samples
+    )
+    return dataclasses.replace(plan, job=asked, samples=samples, eval_samples=())
+
+
+def test_texts_that_are_read_with_pictures_share_a_batch_by_their_own_entries(tmp_path):
+    job = _job(tmp_path, evaluation={"folder": ""}, data={"use_masks": False}, train={"batch_size": 2, "steps": 3})
+    encoders = dataclasses.replace(_encoders(), conditioner=_TextsOfPictures())
+    with EventLog(Path(job.output.folder)) as events:
+        data, _ = cache_job(_edit_plan(job), events, encoders=encoders)
+        assert len(data.condition_keys) == len(data.samples) and data.text_keys.keys() == {""}
+        (tmp_path / "data" / "image_1.txt").write_text("a longer picture")
+        with pytest.raises(ValueError, match="batch_size is above 1, but what conditions .* has other sizes"):
+            cache_job(_edit_plan(job), events, encoders=encoders)
 
 
 # ---- datasets that arrived encoded ----

@@ -446,6 +446,15 @@ def test_a_dataset_with_references_names_their_folders_and_runs_again_when_they_
         _dataset(nodes, references="before")
 
 
+def test_an_evaluation_folder_that_would_lack_references_is_refused_with_what_can_be_done(
+    nodes: ModuleType, host: comfy_stub.FakeHost
+) -> None:
+    for name in ("dogs", "before", "held_out"):
+        _make_images(host.root / "input" / name, 2)
+    with pytest.raises(ValueError, match="holds images alone, and .* needs other files beside each; remove one"):
+        _dataset(nodes, condition="kontext", references="before", evaluation_folder="held_out")
+
+
 def test_what_a_conditioning_said_is_said_to_the_model_again(nodes: ModuleType) -> None:
     """Through the cache's form, in a batch of two; tests/comfy/test_native_conditions.py asks the real sampler."""
     model = importlib.import_module(f"{nodes.__name__}.host.native.model")

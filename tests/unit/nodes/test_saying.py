@@ -39,6 +39,7 @@ def test_no_key_of_a_job_file_is_left_in_a_nodes_message(nodes: ModuleType) -> N
     [
         ("/m/a.safetensors holds a transformer only; name the text encoders with cache.text_encoders", "stock_clip"),
         ("/m/a.safetensors holds a transformer only; name the vae with cache.vae", "stock_vae"),
+        ("name its CLIP vision model with cache.stock_vision", "with stock_vision of Cache Captions and Latents"),
         ("data.frames is [12]", "frames of Training Dataset is [12]"),
         ("train.gradient_checkpointing = true", "gradient_checkpointing of Train LoRA Across GPUs = true"),
         (
