@@ -7,6 +7,7 @@ are left out, so that nothing is read or written elsewhere through one.
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +21,7 @@ from ..families.spec import LatentSpec
 from ..system.files import write_atomically
 from .buckets import bucket_step, choose_bucket, make_buckets
 from .captions import make_caption
-from .folders import caption_file, list_files, read_caption
+from .folders import caption_file, is_media, list_files, read_caption
 from .image import read_size
 from .video import first_picture, is_clip, probe_clip
 
@@ -60,6 +61,13 @@ def media_files(config: DataConfig) -> list[Path]:
     return [path for path, _ in found if not path.is_symlink()][:MOST_FILES]
 
 
+def media_file(folder: Path, name: str) -> Path | None:
+    """One of media_files by its name, without listing the folder; None if it is none."""
+    path = folder / name
+    is_plain = path.name == name and not name.startswith(".")
+    return path if is_plain and not os.path.islink(path) and is_media(path) else None
+
+
 def look_at(config: DataConfig, paths: Sequence[Path] | None = None) -> Iterator[Captioned]:
     """Images and clips of the config's first folder, those without a caption first. paths: left out, all.
 
@@ -72,13 +80,19 @@ def look_at(config: DataConfig, paths: Sequence[Path] | None = None) -> Iterator
     for path, caption, problem in sorted(pairs, key=lambda pair: bool(pair[1])):
         is_moving, size, wrong = _known(str(path), path.stat().st_mtime_ns)
         cut = tuple(choose_bucket(size, each) for each in sizes) if size else ()
-        trained = make_caption(caption or folder.caption, config, folder)
+        text = folder.caption if caption is None and not problem else caption or ""
+        trained = make_caption(text, config, folder)
         yield Captioned(path, caption, size, cut, trained, is_moving, wrong or problem)
 
 
 def without_caption(config: DataConfig) -> list[Path]:
-    """The images and clips of the config's first folder whose caption is empty or not there."""
-    return [path for path in media_files(config) if not any(own_caption(path))]
+    """The images and clips of the config's first folder whose caption is empty or not there; of those that share a
+    caption file, the first."""
+    missing: dict[Path, Path] = {}
+    for path in media_files(config):
+        if not any(own_caption(path)):
+            missing.setdefault(caption_file(path), path)
+    return list(missing.values())
 
 
 def write_caption(path: Path, text: str) -> None:

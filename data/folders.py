@@ -193,6 +193,13 @@ def list_files(
     return [(image, masks.get(_stem(image)) if use_masks else None) for image in images]
 
 
+def is_media(path: Path) -> bool:
+    """Whether list_files would name it, told without a look at what is beside it but its caption."""
+    if os.path.isdir(path):
+        return os.path.isfile(caption_file(path))
+    return os.path.isfile(path) and path.suffix.lower() in _SUFFIXES and not _is_mask_name(path)
+
+
 def _warn_of_unused(root: Path, entries: Sequence[Path], message: str, is_unused: Callable[[Path], bool]) -> None:
     unused = [entry.name for entry in entries if is_unused(entry)]
     if unused:
@@ -221,7 +228,7 @@ def _check_masks(root: Path, images: Sequence[Path], masks: dict[str, Path]) -> 
 
 def _stem(path: Path) -> str:
     """The name without a file's ending; a folder's name has none."""
-    return path.name if path.is_dir() else path.stem
+    return path.name if os.path.isdir(path) else path.stem
 
 
 def caption_file(path: Path) -> Path:

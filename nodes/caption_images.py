@@ -148,15 +148,25 @@ def _paired(files: Sequence[Any], captions: Sequence[Any]) -> dict[str, str]:
         raise ValueError(
             f"{len(captions)} captions came for {len(files)} images; connect a node that makes one text of each image"
         )
-    return {str(name): str(text) for name, text in zip(files, captions, strict=True)}
+    pairs = zip(files, captions, strict=True)
+    return {str(name): "" if text is None else str(text).strip() for name, text in pairs}
 
 
 def _write(captions: dict[Path, str]) -> int:
-    """How many texts were not empty, and are written."""
+    """How many texts were not empty, and are written.
+
+    Raises: ValueError naming the images whose texts could not be, once all others are.
+    """
     from ..data.caption_files import write_caption
 
-    told = {path: text.strip() for path, text in captions.items()}
+    told = {path: text for path, text in captions.items() if text}
+    problems = []
     for path, text in told.items():
-        if text:
+        try:
             write_caption(path, text)
-    return sum(map(bool, told.values()))
+        except (ValueError, OSError) as error:
+            problems.append(f"  {path}: {error}")
+    if problems:
+        lines = "\n".join(problems)
+        raise ValueError(f"{len(told) - len(problems)} captions were written, {len(problems)} could not be:\n{lines}")
+    return len(told)

@@ -36,14 +36,15 @@ class Host:
         cards: memory and more of every card, plain values.
         free: take its models out of the cards.
         datasets: names of the folders that datasets may be in.
-        dataset: the folder of such a name, which lies in a folder of the program's own. Raises: ValueError.
+        dataset: the folder of such a name, which lies in a folder of the program's own, with all that it holds, or with
+            the one file that is named; "" is all. Raises: ValueError.
     """
 
     loras: Callable[[], Path]
     cards: Callable[[], list[dict[str, Any]]]
     free: Callable[[], None]
     datasets: Callable[[], list[str]]
-    dataset: Callable[[str], Path]
+    dataset: Callable[[str, str], Path]
 
 
 class Api:
@@ -171,9 +172,9 @@ def _problem(status: int, error: Exception) -> Answer:
 def _read_query(query: str) -> dict[str, Any]:
     """Raises: Refused for more than a few short values."""
     try:
-        pairs = parse_qsl(query, keep_blank_values=True, errors="strict", max_num_fields=8)
+        pairs = parse_qsl(query, keep_blank_values=True, errors="strict", max_num_fields=12)
     except ValueError as error:
         raise Refused(400, "the address cannot be read") from error
-    if len(query) > 4000 or len(dict(pairs)) != len(pairs):
+    if len(query) > 8000 or len(dict(pairs)) != len(pairs):
         raise Refused(400, "the address cannot be read")
     return dict(pairs)

@@ -1,6 +1,7 @@
 """What the page asks of folders of images: their captions and buckets, small pictures, and a caption that was edited.
 
-Folders and files are looked for among those that are there, as runs are (store.py). Nothing but captions is written.
+Folders are looked for among those that are there, as runs are (store.py). Small pictures come in many requests, so of
+these only folder and file are looked at. Nothing but captions is written.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 
 from ..config.job import DataConfig, FolderConfig
 from ..config.ranges import problems_of
-from ..data.caption_files import Captioned, look_at, media_files, own_caption, small_picture, write_caption
+from ..data.caption_files import Captioned, look_at, media_file, own_caption, small_picture, write_caption
 from .answer import Answer
 from .guard import Refused, text_of
 from .store import Busy, NotThere
@@ -22,7 +23,18 @@ from .store import Busy, NotThere
 FREE_ROUTES = {"datasets", "dataset", "picture", "caption"}  # which know nothing of runs, and may take a while
 _SIDE = 192  # pixels of a small picture
 _FLAGS = {"true": True, "false": False}
-Find = Callable[[str], Path]
+# What the dataset's node says of a folder, as it is where the node is not there.
+_SETTINGS = {
+    "resolutions": "512",
+    "folder_resolutions": "",
+    "max_aspect_ratio": "2",
+    "bucket_step": "0",
+    "trigger_word": "",
+    "caption_template": "",
+    "default_caption": "",
+    "regularisation": "false",
+}
+Find = Callable[[str, str], Path]
 Routes = dict[tuple[str, str], Callable[[dict[str, Any]], Answer]]
 
 
@@ -31,12 +43,12 @@ def dataset_routes(names: Callable[[], list[str]], find: Find) -> Routes:
 
     Args:
         names: of the folders that may be asked for.
-        find: the folder of a name. Raises: ValueError.
+        find: the folder of a name, and of the only file that is wanted of it, or "". Raises: ValueError.
     """
     return {
         ("GET", "datasets"): lambda values: Answer(values={"folders": names()}),
         ("GET", "dataset"): partial(_dataset, names, find),
-        ("GET", "picture"): partial(_picture, names, find),
+        ("GET", "picture"): partial(_picture, find),
         ("POST", "caption"): partial(_caption, names, find),
     }
 
@@ -60,14 +72,16 @@ def _described(each: Captioned) -> dict[str, Any]:
     }
 
 
-def _picture(names: Callable[[], list[str]], find: Find, values: dict[str, Any]) -> Answer:
-    path = _file(_folder(names, find, values), values)
+def _picture(find: Find, values: dict[str, Any]) -> Answer:
+    file = _file_name(values)
+    path = _file(find(text_of(values, "folder"), file), file)
     return Answer(body=small_picture(path, _SIDE), kind="image/jpeg")
 
 
 def _caption(names: Callable[[], list[str]], find: Find, values: dict[str, Any]) -> Answer:
-    folder = _folder(names, find, values)
-    path, config = _file(folder, values), _config(folder, values)
+    file = _file_name(values)
+    folder = _folder(names, find, values, file)
+    path, config = _file(folder, file), _config(folder, values)
     caption, was = values.get("caption"), values.get("was")
     if not isinstance(caption, str) or not (was is None or isinstance(was, str)):
         raise Refused(400, "caption should be a text, and was a text or null")
@@ -81,36 +95,59 @@ def _caption(names: Callable[[], list[str]], find: Find, values: dict[str, Any])
     return Answer(values=_described(written))
 
 
-def _folder(names: Callable[[], list[str]], find: Find, values: Mapping[str, Any]) -> Path:
+def _folder(names: Callable[[], list[str]], find: Find, values: Mapping[str, Any], file: str = "") -> Path:
     """Raises: NotThere."""
     name = text_of(values, "folder")
     if name not in names():
         raise NotThere("there is no dataset folder of this name")
-    return find(name)
+    return find(name, file)
 
 
-def _file(folder: Path, values: Mapping[str, Any]) -> Path:
-    """Raises: NotThere."""
+def _file_name(values: Mapping[str, Any]) -> str:
+    """Raises: NotThere for a path, which may lead elsewhere, and for a hidden file."""
     name = text_of(values, "file")
-    for path in media_files(DataConfig(folders=(FolderConfig(str(folder)),))):
-        if path.name == name:
-            return path
-    raise NotThere("there is no image of this name")
+    if Path(name).name != name or name.startswith("."):
+        raise NotThere("there is no image of this name")
+    return name
+
+
+def _file(folder: Path, name: str) -> Path:
+    """Raises: NotThere."""
+    path = media_file(folder, name)
+    if path is None:
+        raise NotThere("there is no image of this name")
+    return path
 
 
 def _config(folder: Path, values: Mapping[str, Any]) -> DataConfig:
     """What the dataset's node says, as far as it matters for captions and buckets. Raises: Refused."""
+    given = {name: values.get(name, default) for name, default in _SETTINGS.items()}
+    for name, value in given.items():
+        if not isinstance(value, str):
+            raise Refused(400, f"{name} should be a text")
     try:
+        own = FolderConfig(
+            str(folder),
+            regularisation=_FLAGS[given["regularisation"]],
+            resolutions=_sizes(given["folder_resolutions"]),
+            caption=given["default_caption"],
+        )
         return DataConfig(
-            folders=(FolderConfig(str(folder), regularisation=_FLAGS[values.get("regularisation", "false")]),),
-            resolutions=tuple(int(each) for each in values.get("resolutions", "512").split(",") if each.strip()),
-            max_aspect_ratio=float(values.get("max_aspect_ratio", 2.0)),
-            bucket_step=int(values.get("bucket_step", 0)),
-            trigger_word=values.get("trigger_word", ""),
-            caption_template=values.get("caption_template", ""),
+            folders=(own,),
+            resolutions=_sizes(given["resolutions"]),
+            max_aspect_ratio=float(given["max_aspect_ratio"]),
+            bucket_step=int(given["bucket_step"]),
+            trigger_word=given["trigger_word"],
+            caption_template=given["caption_template"],
         )
     except ValidationError as error:
         told = [each["msg"].removeprefix("Value error, ") for each in problems_of(error)]
         raise Refused(400, f"Training Dataset: {'; '.join(told)}") from error
     except (ValueError, KeyError) as error:
         raise Refused(400, "the settings of the dataset cannot be read") from error
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    """As the node reads them: between commas or on lines of their own; () for auto. Raises: ValueError."""
+    parts = [] if text.strip().lower() == "auto" else text.replace("\n", ",").split(",")
+    return tuple(int(each) for each in parts if each.strip())

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 MOST_BODY = 65_536  # bytes
 _MOST_TEXT, _MOST_CAPTION = 500, 8000  # characters of a value
-_CAPTIONS = ("caption", "was")
+_CAPTIONS = ("caption", "was", "default_caption")
 _PORTS = {"http": 80, "https": 443}
 
 

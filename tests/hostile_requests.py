@@ -71,7 +71,11 @@ def hostile_requests(outside: str, port: int) -> list[Hostile]:
         _get("/devicebridge/dataset?folder=dogs&resolutions=__import__('os')"),
         *(
             _get(f"/devicebridge/picture?folder=dogs&file={name}")
-            for name in ("..%2f..%2fsecret%2f1_1.png", "linked.png", outside, "a.txt", "", "%00", "a.png%00")
+            for name in ("..%2f..%2fsecret%2f1_1.png", "linked.png", outside, "a.txt", "", "%00", "a.png%00", "..", ".")
+        ),
+        *(
+            _get(f"/devicebridge/picture?folder={name}&file=a.png")
+            for name in ("..", "dogs/..", "/etc", "linked_images", "", "%00", "../output")
         ),
         *(
             _post("/devicebridge/caption", _CAPTION | values)
@@ -86,6 +90,9 @@ def hostile_requests(outside: str, port: int) -> list[Hostile]:
                 {"caption": "x" * 9000},
                 {"was": "another"},
                 {"was": {}},
+                {"resolutions": 512},
+                {"trigger_word": None},
+                {"max_aspect_ratio": True},
             )
         ),
         _post("/devicebridge/caption", b"x" * 10_000_000),

@@ -40,6 +40,13 @@ def folder_in_input(name: str, what: str, ask: Callable[[], None] = go_on) -> Pa
     Raises: ValueError if it is no folder, if a relative name leads out of the input folder, or if it or something in
         it lies where nodes may not read.
     """
+    path = _named_folder(name, what)
+    _refuse_links_outside(path, what, ask)
+    return path
+
+
+def _named_folder(name: str, what: str) -> Path:
+    """As folder_in_input, without a look at what it holds."""
     name = name.strip()
     if not name:
         raise ValueError(f"{what} is empty; give the name of a folder in ComfyUI's input folder, or a full path")
@@ -49,7 +56,6 @@ def folder_in_input(name: str, what: str, ask: Callable[[], None] = go_on) -> Pa
     _refuse_unreadable(path, name, what)
     if not path.is_dir():
         raise ValueError(f"{what} {name!r} is no folder: looked for {path}")
-    _refuse_links_outside(path, what, ask)
     return path
 
 
@@ -119,10 +125,18 @@ def own_datasets() -> list[str]:
     return [name for name in list_input_folders() if not Path(name).is_absolute()]
 
 
-def own_dataset(name: str) -> Path:
-    """The folder of one of own_datasets. Raises: ValueError if it, or what it holds, leads out of the input folder."""
-    path = folder_in_input(name, "folder")
+def own_dataset(name: str, file: str) -> Path:
+    """The folder of one of own_datasets.
+
+    Args:
+        file: name of the only file or folder that is wanted of it, so that no other is looked at; "" for all.
+    Raises: ValueError if it leads out of the input folder, or what is wanted of it to where nodes may not read.
+    """
+    path = _named_folder(name, "folder")
     refuse_writing(path)
+    wanted = path / os.path.basename(file)
+    if os.path.isdir(wanted):
+        _refuse_links_outside(wanted, "folder")
     return path
 
 

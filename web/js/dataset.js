@@ -7,10 +7,14 @@ import { t } from './words.js'
 
 const SHOWN_AT_ONCE = 30
 const NODE = 'DeviceBridgeTrainingDataset'
-const SETTINGS = ['resolutions', 'max_aspect_ratio', 'bucket_step', 'trigger_word', 'caption_template', 'regularisation']
+const SETTINGS = [
+  'resolutions', 'folder_resolutions', 'max_aspect_ratio', 'bucket_step', 'trigger_word', 'caption_template', 'default_caption',
+  'regularisation'
+]
 
 const view = { folders: null, folder: '', files: [], shown: SHOWN_AT_ONCE, version: 0, error: '' }
 let place = null // what is drawn into, while the panel is there
+let looks = 0 // how many have begun
 
 /** The part of the panel; closed, it asks for nothing. */
 export function datasetPart() {
@@ -45,18 +49,20 @@ function settingsOf(folder) {
   return Object.fromEntries(found.map(([name, value]) => [name, String(value)]))
 }
 
+/** Folder and files change together, and only by the newest look: what an older one finds is another folder's. */
 async function look(wanted) {
+  const number = ++looks
+  const found = { folder: wanted, files: [], shown: SHOWN_AT_ONCE, error: '' }
   try {
-    view.folders = (await ask('datasets')).folders
-    const known = [wanted, ...nodesOf().map((node) => valueOf(node, 'folder')), ...view.folders]
-    view.folder = known.find((folder) => view.folders.includes(folder)) ?? ''
-    view.shown = SHOWN_AT_ONCE
-    view.files = view.folder ? (await ask(`dataset?${new URLSearchParams({ folder: view.folder, ...settingsOf(view.folder) })}`)).files : []
-    view.error = ''
+    found.folders = (await ask('datasets')).folders
+    const known = [wanted, ...nodesOf().map((node) => valueOf(node, 'folder')), ...found.folders]
+    found.folder = known.find((folder) => found.folders.includes(folder)) ?? ''
+    if (found.folder) found.files = (await ask(`dataset?${new URLSearchParams({ folder: found.folder, ...settingsOf(found.folder) })}`)).files
   } catch (error) {
-    view.files = []
-    view.error = error.message
+    found.error = error.message
   }
+  if (number !== looks) return
+  Object.assign(view, found)
   view.version += 1
   draw()
 }
@@ -92,20 +98,20 @@ const counted = () => t('{total} images, {missing} without a caption', { total: 
 
 function list() {
   const left = view.files.length - view.shown
-  return [h('ul', { class: 'db-list db-captions', role: 'list' }, view.files.slice(0, view.shown).map(row)),
+  return [h('ul', { class: 'db-list db-captions', role: 'list' }, view.files.slice(0, view.shown).map((each) => row(each, view.folder))),
     left > 0 && button(t('Show {count} more', { count: Math.min(left, SHOWN_AT_ONCE) }), 'more', () => {
       view.shown += SHOWN_AT_ONCE
       draw()
     })]
 }
 
-function row(each) {
+function row(each, folder) {
   const told = h('div', { class: 'db-told' })
   const wrong = h('div', { class: 'db-why', 'aria-live': 'polite' }, each.problem)
   const text = h('textarea', { rows: 3, 'aria-label': t('caption of {file}', each), placeholder: t('no caption'), title: t('Enter saves, Shift and Enter begin a new line') })
   text.value = each.caption ?? ''
   const keep = button(t('Save'), `save ${each.file}`, () => save(), { 'aria-label': t('save the caption of {file}', each), disabled: true })
-  const item = h('li', { 'data-file': each.file }, picture(each),
+  const item = h('li', { 'data-file': each.file }, picture(each, folder),
     h('div', { class: 'db-caption' }, h('strong', {}, each.file), h('div', { class: 'db-told' }, cut(each)), text, told, wrong, keep))
   const show = () => {
     item.classList.toggle('db-missing', !each.caption)
@@ -114,15 +120,16 @@ function row(each) {
   }
   const save = async () => {
     try {
-      const values = { folder: view.folder, file: each.file, caption: text.value, was: each.caption }
-      Object.assign(each, await ask('caption', { ...settingsOf(view.folder), ...values }))
+      const values = { folder, file: each.file, caption: text.value, was: each.caption }
+      Object.assign(each, await ask('caption', { ...settingsOf(folder), ...values }))
       text.value = each.caption
       say(wrong, '')
     } catch (error) {
       say(wrong, error.message)
     }
     show()
-    say(place.querySelector('.db-counted'), counted())
+    const line = place.querySelector('.db-counted')
+    if (line) say(line, counted())
   }
   text.addEventListener('input', show)
   text.addEventListener('keydown', async (event) => {
@@ -136,8 +143,8 @@ function row(each) {
   return item
 }
 
-const picture = (each) => h('img', {
-  src: address('picture', { folder: view.folder, file: each.file, changed: each.changed }), alt: '', loading: 'lazy', width: 72, height: 72
+const picture = (each, folder) => h('img', {
+  src: address('picture', { folder, file: each.file, changed: each.changed }), alt: '', loading: 'lazy', width: 72, height: 72
 })
 
 function cut(each) {

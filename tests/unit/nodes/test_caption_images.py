@@ -63,6 +63,28 @@ def test_texts_are_asked_for_only_while_one_is_missing_and_never_replace_a_capti
     assert node.execute(dataset=[dataset], caption=[None], file=[None]).args == (dataset,)
 
 
+def test_one_text_that_cannot_be_written_keeps_no_other_back(nodes: ModuleType, folder: Path) -> None:
+    (folder / "d.png").write_bytes((folder / "a.png").read_bytes())
+    files = [str(folder / f"{name}.png") for name in "acd"]
+    with pytest.raises(
+        ValueError, match=r"1 captions were written, 1 could not be:\n.*a\.png: .* 8000 characters"
+    ) as told:
+        nodes.WriteCaptions.execute(dataset=[_dataset(nodes, folder)], caption=["x" * 8001, "blue", None], file=files)
+    assert "c.png" not in str(told.value)
+    assert {path.name: path.read_text() for path in folder.glob("*.txt")} == {"b.txt": "mine", "c.txt": "blue\n"}
+
+
+def test_images_that_share_a_caption_file_are_captioned_once(nodes: ModuleType, folder: Path) -> None:
+    Image.new("RGB", (8, 8)).save(folder / "a.jpg")
+    dataset = _dataset(nodes, folder)
+    _, files = nodes.ImagesToCaption.execute(dataset=dataset, longest_side=64, at_most=9).args
+    assert files == [str(folder / "a.jpg"), str(folder / "c.png")]
+    every = [str(folder / name) for name in ("a.jpg", "a.png", "c.png")]
+    output = nodes.WriteCaptions.execute(dataset=[dataset], caption=["first", "second", "blue"], file=every)
+    assert output.ui == {"text": ("2 captions were written, 0 images have none",)}
+    assert (folder / "a.txt").read_text() == "first\n"
+
+
 def test_where_all_have_a_caption_nothing_runs_behind_the_images(nodes: ModuleType, folder: Path) -> None:
     for name in "ac":
         (folder / f"{name}.txt").write_text("here")

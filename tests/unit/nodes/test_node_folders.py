@@ -103,6 +103,19 @@ def test_no_name_leads_out_of_an_allowed_folder(
         folders.folder_in_input(name.format(allowed=allowed), "folder")
 
 
+def test_one_file_of_a_dataset_is_found_without_a_look_at_the_others(
+    folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path
+) -> None:
+    place, outside = _image_folder(host.root / "input" / "dogs"), _image_folder(tmp_path / "outside")
+    (place / "clip").mkdir()
+    (place / "clip" / "1.png").symlink_to(outside / "a.png")
+    (host.root / "input" / "linked").symlink_to(outside)
+    assert folders.own_dataset("dogs", "a.png") == place
+    for name, file in (("dogs", ""), ("dogs", "clip"), ("linked", "a.png"), ("..", "a.png"), (str(outside), "a.png")):
+        with pytest.raises(ValueError, match="not in a folder that nodes read|leads out of"):
+            folders.own_dataset(name, file)
+
+
 @pytest.mark.parametrize("place", ["z.png", "clip/z.png", "a.txt"])
 def test_a_link_inside_a_dataset_that_leads_out_is_refused(
     folders: ModuleType, host: comfy_stub.FakeHost, tmp_path: Path, place: str

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from devicebridge.cli.main import main
-from devicebridge.config.job import save_job
+from devicebridge.config.job import DataConfig, FolderConfig, save_job
+from devicebridge.data.caption_files import ANY_MODEL, media_file, media_files
+from devicebridge.data.folders import scan_folders
 from devicebridge.encoding.text_encoder import TextEncoder
 from devicebridge.runs.api import Answer, Api, Host
 from devicebridge.runs.queue import JobQueue
@@ -36,7 +39,7 @@ def api(folder: Path, tmp_path: Path) -> Api:
 
 def make_api(runs: Path, base: Path, names: list[str]) -> Api:
     store = RunStore(runs)
-    host = Host(lambda: runs, list, lambda: None, lambda: names, lambda name: base / name)
+    host = Host(lambda: runs, list, lambda: None, lambda: names, lambda name, file: base / name)
     return Api(store, JobQueue(store), host)
 
 
@@ -58,6 +61,24 @@ def test_a_folder_is_shown_with_captions_and_buckets_missing_first(api: Api) -> 
     ]
     assert [each["trained_as"] for each in found["files"]] == ["ohwx", "ohwx, a dog"]
     assert found["files"][0]["buckets"] == [(80, 48), (32, 32)]
+
+
+def test_a_folder_with_settings_of_its_own_is_shown_as_training_takes_it(api: Api, folder: Path) -> None:
+    Image.new("RGB", (96, 64)).save(folder / "c.png")
+    (folder / "c.txt").write_text("")
+    for given, sizes in (("96", (96,)), ("auto", (64,)), ("64,%0A32", (64, 32))):
+        query = f"folder=dogs&resolutions=64&folder_resolutions={given}&default_caption=any+dog&trigger_word=ohwx"
+        found = {each["file"]: each for each in _get(api, "dataset", query).values["files"]}
+        own = FolderConfig(str(folder), resolutions=() if given == "auto" else sizes, caption="any dog")
+        config = DataConfig(folders=(own,), resolutions=(64,), trigger_word="ohwx")
+        for name in ("a.png", "b.png", "c.png"):
+            samples = [each for each in scan_folders(config, ANY_MODEL) if Path(each.path).name == name]
+            assert found[name]["buckets"] == [each.bucket[::-1] for each in samples] and len(samples) == len(sizes)
+            assert {found[name]["trained_as"]} == {each.caption for each in samples}
+    long = "a very long caption for every dog " * 100
+    assert _write(api, caption="x", default_caption=long).status == 200
+    others = "regularisation=false&caption_template=&bucket_step=0&max_aspect_ratio=2"
+    assert _get(api, "dataset", f"{query}&{others}").status == 200, "all settings at once"
 
 
 def test_settings_that_do_not_fit_are_said(api: Api) -> None:
@@ -92,6 +113,12 @@ def test_a_caption_is_written_once_and_not_over_what_somebody_else_wrote(api: Ap
         {"caption": "a\0b"},
         {"caption": "x" * 8001},
         {"was": 1},
+        {"resolutions": 64},
+        {"folder_resolutions": True},
+        {"trigger_word": None},
+        {"default_caption": 1.5},
+        {"regularisation": False},
+        {"bucket_step": 8},
     ],
 )
 def test_what_is_not_there_or_no_caption_is_refused_and_nothing_is_written(
@@ -108,6 +135,29 @@ def test_a_small_picture_is_given_of_what_is_there_only(api: Api) -> None:
     assert (answer.status, answer.kind, answer.body[:2]) == (200, "image/jpeg", b"\xff\xd8")
     for query in ("folder=dogs&file=..%2F..%2Fx.png", "folder=dogs&file=a.txt", "folder=dogs", "folder=x&file=a.png"):
         assert 400 <= _get(api, "picture", query).status < 500
+
+
+def test_for_a_small_picture_nothing_but_its_file_is_looked_at(
+    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "gone.png").symlink_to(folder / "nowhere.png")
+    (folder / "a_mask.png").write_bytes((folder / "a.png").read_bytes())
+    (folder / "sea").mkdir()
+    (folder / "sea" / "1.png").write_bytes((folder / "a.png").read_bytes())
+    assert _get(api, "dataset", "folder=dogs").status == 200
+    assert "links lead to nothing" in caplog.text
+    caplog.clear()
+    names = [path.name for path in media_files(DataConfig(folders=(FolderConfig(str(folder)),)))]
+    listed = {name: media_file(folder, name) is not None for name in sorted(path.name for path in folder.iterdir())}
+    assert [name for name, is_there in listed.items() if is_there] == names == ["a.png", "b.png"]
+    (folder / "sea.txt").write_text("waves")
+    assert media_file(folder, "sea") == folder / "sea"
+    caplog.clear()
+    monkeypatch.setattr(os, "scandir", lambda place: pytest.fail(f"{place} is listed"))
+    assert _get(api, "picture", "folder=dogs&file=a.png").body[:2] == b"\xff\xd8"
+    for name in ("gone.png", "a_mask.png", "..", "sub/a.png", "x" * 3000):
+        assert _get(api, "picture", f"folder=dogs&file={name}").status == 404, name
+    assert caplog.text == ""
 
 
 def test_an_edited_caption_computes_one_entry_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
