@@ -45,4 +45,4 @@ def test_a_job_on_folders_trains_what_the_graph_trains(way: str, found: Any) -> 
 def test_a_job_is_told_what_its_model_takes_and_that_it_draws_no_pictures(found: Any) -> None:
     assert 'data.condition = "first-frame" is for a WanModel' in found["refused"]["other model"]
     assert "it takes vace" in found["refused"]["other model"]
-    assert "ComfyUI's VaceWanModel draws pictures is not described" in found["refused"]["pictures"]
+    assert "ComfyUI's VaceWanModel is given vace_frames beside a prompt" in found["refused"]["pictures"]
