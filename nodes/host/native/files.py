@@ -140,11 +140,13 @@ def load_vae(path: str) -> Any:
 
 def path_of_vae(vae: Any) -> str:
     """The file that a stock VAE was loaded from; "" where nobody knows."""
+    init = getattr(getattr(vae, "patcher", None), "cached_patcher_init", None)
+    if init is None:
+        return ""
     import comfy.sd
 
-    init = getattr(vae.patcher, "cached_patcher_init", None)
     loaders = [getattr(comfy.sd, name, None) for name in ("load_vae_patcher", "load_checkpoint_vae_patcher")]
-    return str(init[1][0]) if init is not None and init[0] in loaders else ""
+    return str(init[1][0]) if init[0] in loaders else ""
 
 
 def _load_vision(path: str) -> Any:
