@@ -404,7 +404,7 @@ ROWS: tuple[Row, ...] = (
         "native",
         "comfy.sd.VAE",
         {
-            "has": "patcher; device; vae_dtype; memory_used_decode",
+            "has": "patcher; device; vae_dtype; latent_dim; memory_used_decode",
             "call": "decode(samples_in); memory_used_decode(shape, dtype); model_size(); get_sd(); "
             "throw_exception_if_invalid()",
         },

@@ -81,7 +81,8 @@ class ComfyDecoding:
         self._vae = vae
 
     def needed_bytes(self, shape: tuple[int, ...]) -> int:
-        sides = shape if self._has_sequence else (*shape[:2], *shape[3:])
+        has_frames = self._has_sequence and self._vae.latent_dim != 2
+        sides = shape if has_frames else (*shape[:2], *shape[3:])
         return int(self._vae.memory_used_decode(sides, self._vae.vae_dtype)) + int(self._vae.model_size())
 
     def decode(self, latents: torch.Tensor, device: torch.device) -> torch.Tensor:
