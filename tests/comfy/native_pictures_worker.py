@@ -47,6 +47,8 @@ from devicebridge.tests.comfy.tiny_checkpoints import small_sizes  # noqa: E402
 from devicebridge.tests.comfy.trained_families import DIVIDED, TRAINED, save_trained  # noqa: E402
 from PIL import Image  # noqa: E402
 
+from nodes import VAEDecode  # noqa: E402
+
 PROMPTS, SEED, TRAIN_STEPS = ("a cat", "a dog, asleep"), 5, 2
 CLIP, VAE = f"comfyui 0 CLIP {'a' * 64}", f"comfyui 0 VAE {'b' * 64}"
 CARDS, TWO = {"devices": ["lazy:0", "lazy:1"]}, {"gradient_accumulation_steps": 2}
@@ -157,6 +159,13 @@ def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
+@torch.inference_mode()
+def _shown(vae: Any, samples: torch.Tensor) -> torch.Tensor:
+    """As VAE Decode and Save Image make it."""
+    (images,) = VAEDecode().decode(vae, {"samples": samples})
+    return (images * 255).clamp(0, 255).to(torch.uint8)
+
+
 def examine(name: str) -> dict[str, Any]:
     bench = Bench(name, TRAINED[name], Path(FOLDER) / name.replace("/", "-"))
     result, drawn = bench.run("run", {})
@@ -173,8 +182,7 @@ def examine(name: str) -> dict[str, Any]:
             theirs = bench.stock(lora, prompt, ours.shape)
             errors.append(_distance(form.process_out(ours.view(theirs.shape)), theirs))
             if lora is not None:
-                image = vae.decode(theirs)
-                shown = (image.reshape(-1, *image.shape[-3:]) * 255).clamp(0, 255).to(torch.uint8)
+                shown = _shown(vae, theirs)
                 own = pixels[PROMPTS.index(prompt)]
                 assert own.shape == shown.shape, (own.shape, shown.shape)
                 levels.append(int((own.int() - shown.int()).abs().max()))
