@@ -56,7 +56,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "split": {"split": CARDS},
     "pipeline": {"split": CARDS, "train": TWO, "parallel": {"strategy": "pipeline"}},
     "data": {"split": CARDS, "train": TWO, "parallel": {"strategy": "data"}},
-    "tensor": {"split": CARDS, "parallel": {"strategy": "tensor"}},
+    "tensor": {"split": CARDS, "parallel": {"strategy": "tensor"}, "lora": {"rank": 2, "alpha": 2.0}},
 }
 # Name -> a KSampler's cfg, guidance of FluxGuidance, scheduler and steps; what a job says of them.
 ASKED: dict[str, tuple[float, float | None, str, int, dict[str, Any]]] = {

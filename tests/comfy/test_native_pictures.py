@@ -12,18 +12,18 @@ import pytest
 from devicebridge.tests.comfy.server import ENVIRONMENT
 from devicebridge.tests.comfy_host import comfy_python
 
-pytestmark = pytest.mark.comfy
+# test_training_of_native_jobs.py has a job whose pictures are written, tests/unit/nodes/test_native_drawing.py the steps
+pytestmark = [pytest.mark.comfy, pytest.mark.long]
 WORKER = Path(__file__).with_name("native_pictures_worker.py")
-ALWAYS = ("SDXL", "Wan 2.1 T2V, 2.2 T2V 14B")
-LONG = ("FLUX.2+ways", "FLUX.1", "SD 1.5", "SDXL v-prediction", "Cosmos-Predict2", "HunyuanVideo")
-IS_LONG = bool(os.environ.get("LONG_TESTS"))
-EACH = [*ALWAYS, *(pytest.param(name.removesuffix("+ways"), marks=pytest.mark.long) for name in LONG)]
+WITH_WAYS = "FLUX.2"
+EACH = ("SDXL", "Wan 2.1 T2V, 2.2 T2V 14B", "FLUX.1", WITH_WAYS, "SD 1.5", "SDXL v-prediction", "Cosmos-Predict2")
+EACH += ("HunyuanVideo",)
 VIDEO = ("Wan", "HunyuanVideo")
 
 
 @pytest.fixture(scope="module")
 def found(comfyui: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    names = [*ALWAYS, *(LONG if IS_LONG else ())]
+    names = [f"{name}+ways" if name == WITH_WAYS else name for name in EACH]
     command = [str(comfy_python(comfyui)), str(WORKER), str(comfyui), str(tmp_path_factory.mktemp("drawn")), *names]
     environment = {**os.environ, **ENVIRONMENT}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=400)
@@ -52,10 +52,9 @@ def test_the_lora_file_is_the_same_with_and_without_pictures(name: str, found: d
 
 
 def test_a_job_without_a_vae_is_told_so(found: dict[str, Any]) -> None:
-    assert "name it with cache.stock_vae or samples.vae" in found[ALWAYS[0]]["refused"]
+    assert "name it with cache.stock_vae or samples.vae" in found[EACH[0]]["refused"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("way", ["split", "pipeline", "data", "tensor"])
 def test_every_strategy_draws_the_pictures_of_one_device(way: str, found: dict[str, Any]) -> None:
-    assert found["FLUX.2"]["ways"][way] < 1e-4
+    assert found[WITH_WAYS]["ways"][way] < 1e-4
